@@ -80,7 +80,6 @@ def instances(model: Any) -> Iterator[Any]:
     yield from (*al.claims(flows), Verdict.AGREES)
     yield al.plot_prompt(model, batch)
     yield al.plot_answer(al.step_flows(model, batch.prompt(0), "text"))
-    yield al.Verbalizer([[1, 2], [5]])
     yield al.PaperNumber("Entropy", "next token", "nats", 2.5)
     examples = [al.Example("What is it? " * 9, 1)] * 200
     demos = al.sample_demonstrations(al.load_examples("questions"))

@@ -91,13 +91,9 @@ def test_two_classes_use_the_raw_score_of_the_second() -> None:
     assert aucroc(three_classes, torch.tensor([0, 2, 0, 2])).tolist() == [0.75]
 
 
-def test_aucroc_without_attention_to_any_anchor_is_one_half() -> None:
-    scores = torch.zeros(1, 6, 3)
-    assert aucroc(scores, torch.tensor([0, 1, 2, 0, 1, 2])).tolist() == [0.5]
-
-
-def test_perfect_scores_give_one_and_inverted_scores_give_zero() -> None:
+def test_perfect_scores_give_one_inverted_scores_zero_and_no_attention_one_half() -> None:
     predicted = torch.tensor([0, 1, 2, 2, 1, 0])
+    assert aucroc(torch.zeros(1, 6, 3), predicted).tolist() == [0.5]
     perfect = torch.nn.functional.one_hot(predicted, 3).float()[None]
     assert aucroc(perfect, predicted).tolist() == [1.0]
     assert aucroc(1 - perfect, predicted).tolist() == [0.0]
@@ -134,23 +130,15 @@ def test_sets_of_demonstrations_are_averaged_before_r_is_computed() -> None:
     sets = torch.tensor([4, 8]).repeat(10)
     rows = {"attention": attention, "predicted": predicted, "rounding": torch.zeros(20, 2)}
     record = al.AttentionAUCROC().result(al.Contributions(rows, sets))
-    expected = torch.tensor(
-        [
-            sum(
-                reference(attention[sets == number, layer].sum(1), predicted[sets == number])
-                for number in (4, 8)
-            )
-            / 2
-            for layer in range(3)
-        ],
-        dtype=torch.double,
-    )
+
+    def mean_over_sets(scores: Tensor) -> float:
+        return sum(reference(scores[sets == k], predicted[sets == k]) for k in (4, 8)) / 2
+
+    of_layers = [mean_over_sets(attention[:, layer].sum(1)) for layer in range(3)]
+    expected = torch.tensor(of_layers, dtype=torch.double)
     torch.testing.assert_close(record.aucroc, expected)
     torch.testing.assert_close(record.r, cumulative_excess(expected))
-    of_sets = [
-        reference(attention[sets == number, 1, 1], predicted[sets == number]) for number in (4, 8)
-    ]
-    assert float(record.per_head[1, 1]) == pytest.approx(sum(of_sets) / 2)
+    assert float(record.per_head[1, 1]) == pytest.approx(mean_over_sets(attention[:, 1, 1]))
 
 
 def test_the_predicted_class_is_the_first_of_tied_classes() -> None:
@@ -252,12 +240,7 @@ def test_scores_that_differ_by_more_than_a_rounding_are_ranked() -> None:
 def test_attention_is_measured_in_the_changed_run(gpt2: Any) -> None:
     """If the target cannot attend to label words, all scores are zero and AUCROC is 0.5."""
     batches = questions(gpt2, 8)
-    results = al.run(
-        gpt2,
-        batches,
-        [al.AttentionAUCROC()],
-        hooks=lambda batch: al.block_edges(gpt2, batch, al.edges.pq, range(3)),
-        resamples=0,
-        progress=False,
-    )
-    assert (results["attention_aucroc"].aucroc == 0.5).all()
+    options: dict[str, Any] = {"resamples": 0, "progress": False}
+    options["hooks"] = lambda batch: al.block_edges(gpt2, batch, al.edges.pq, range(3))
+    [record] = al.run(gpt2, batches, [al.AttentionAUCROC()], **options).values()
+    assert (record.aucroc == 0.5).all()

@@ -142,10 +142,7 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
     """Random positions are 4, 5 and 6, all that there are between the first and last label word."""
     batch = replace(bare_batch(), label_positions=torch.tensor([[1, 2, 7], [1, 2, 7]]))
     batch = replace(batch, label_ends=batch.label_positions)
-    batch.segments[:, 2], batch.segments[:, 3] = (
-        SEGMENTS.index("label"),
-        SEGMENTS.index("label"),
-    )
+    batch.segments[:, 2:4] = SEGMENTS.index("label")
     metric = al.LabelHeads(times=1.2, draws=1)
     observation = metric.observe(gpt2, batch)
     pattern = torch.zeros(2, 2, 12, 12)

@@ -99,10 +99,8 @@ def test_results_of_several_words_equal_those_by_hand(gpt2: Any) -> None:
     logits_of_hooks = al.target_logits(gpt2, batches, hooks=hooks, progress=False)
     words = batches[0].verbalizer
     assert words is not None
-    assert (
-        float(al.loyalty(logits, logits_of_hooks, words).label_loyalty)
-        == (predicted == changed).mean()
-    )
+    of_logits = al.loyalty(logits, logits_of_hooks, words).label_loyalty
+    assert float(of_logits) == (predicted == changed).mean()
     isolated: Any = al.isolation_loyalty(gpt2, batches, range(2), draws=1, **QUIET)
     assert np.array_equal(isolated.label_kept, predicted == changed)
 
@@ -157,18 +155,11 @@ def test_re_weighting_and_compression_use_the_scores(gpt2: Any) -> None:
 
 
 def test_stored_rows_of_other_words_or_scores_are_not_those_of_this_run(gpt2: Any) -> None:
-    prints = [
-        fingerprint(gpt2, batches, {}).facts["prompts"]
-        for batches in (
-            prompts(gpt2, ONE),
-            prompts(gpt2, SEVERAL),
-            prompts(gpt2, SEVERAL, score=torch.amax),
-            prompts(gpt2, [SEVERAL[0], SEVERAL[1][:1]]),
-        )
-    ]
-    assert len(set(prints)) == 4
-    of_lists = prompts(gpt2, [[word] for word in ONE])
-    assert prints[0] == fingerprint(gpt2, of_lists, {}).facts["prompts"]
+    labels: list[Any] = [ONE, [[word] for word in ONE], SEVERAL, [SEVERAL[0], SEVERAL[1][:1]]]
+    batches = [prompts(gpt2, words) for words in labels]
+    batches.append(prompts(gpt2, SEVERAL, score=torch.amax))
+    one, same, *others = (fingerprint(gpt2, each, {}).facts["prompts"] for each in batches)
+    assert one == same and len({one, *others}) == 4
 
 
 def test_batches_of_other_words_are_not_run_together(gpt2: Any) -> None:

@@ -1,6 +1,5 @@
 """A wrong metric raises an error that names it, before the model runs."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,27 +84,15 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.fixture
-def idle(gpt2: Any) -> Iterator[Any]:
-    """A model that raises an error if it runs."""
-    with does_not_run(gpt2):
-        yield gpt2
-
-
 @pytest.mark.parametrize(("metric", "error", "message"), MISTAKES)
 def test_a_wrong_metric_raises_an_error_before_any_pass(
-    idle: Any, metric: Any, error: type[Exception], message: str
+    gpt2: Any, metric: Any, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
-        al.run(idle, questions(idle, 2), [metric, al.Accuracy()], progress=False)
-    with pytest.raises(error, match=message):
-        al.isolation_sweep(
-            idle,
-            questions(idle, 2),
-            {"a": al.Site(0)},
-            metrics=[metric, al.Accuracy()],
-            progress=False,
-        )
+    batches, metrics, sites = questions(gpt2, 2), [metric, al.Accuracy()], {"a": al.Site(0)}
+    with pytest.raises(error, match=message), does_not_run(gpt2):
+        al.run(gpt2, batches, metrics, progress=False)
+    with pytest.raises(error, match=message), does_not_run(gpt2):
+        al.isolation_sweep(gpt2, batches, sites, metrics=metrics, progress=False)
 
 
 def test_functions_may_select_hook_points(gpt2: Any) -> None:

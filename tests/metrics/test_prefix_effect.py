@@ -338,6 +338,7 @@ def test_what_one_token_moves_lies_on_a_line_in_the_figure(llama: Any) -> None:
     assert max(map(abs, dots.y)) > 1e-2 * max(map(abs, dots.x))
 
 
+FLOATS = {"a": lambda batch: batch.attention_mask.float()}
 OVERLAPPING = {"a": al.edges.anchors, "b": al.edges.demonstrations}
 
 
@@ -352,8 +353,8 @@ def nothing(batch: al.PromptBatch) -> Tensor:
         ({"keys": OVERLAPPING}, "is in two segments; every token can be in one"),
         ({"keys": {"a": nothing}}, "hold no token of some prompt"),
         (
-            {"keys": {"a": lambda b: b.attention_mask.float()}},
-            "'a' of prefix_effect must give a",
+            {"keys": FLOATS},
+            "'a' of prefix_effect must give a tensor of True",
         ),
         ({"rows": al.edges.demonstrations}, "positions of every query"),
         ({"rows": nothing}, "none in some prompt"),

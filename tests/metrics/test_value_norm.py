@@ -85,7 +85,7 @@ def test_norms_equal_those_by_hand_in_plain_transformers(
     record = al.run(model, [batch], [NORM], loss=al.losses.span_cross_entropy("answer"), **QUIET)[
         "norm"
     ]
-    flows, heads = [], []
+    flows, heads = list[Tensor](), list[Tensor]()
     for row in range(2):
         mask = batch.attention_mask[row]
         norms, of_heads = plain_norms(name, model.W_E.shape[0], batch.tokens[row][mask], centred)
@@ -94,14 +94,10 @@ def test_norms_equal_those_by_hand_in_plain_transformers(
         cells = [
             [earlier & (part == a)[:, None] & (part == b)[None] for b in range(3)] for a in range(3)
         ]
-        flows.append(
-            torch.stack([torch.stack([norms[:, c].mean(-1) for c in row]) for row in cells])
-        )
-        heads.append(
-            torch.stack([torch.stack([of_heads[:, :, c].mean(-1) for c in row]) for row in cells])
-        )
-    expected = torch.stack(flows).permute(0, 3, 1, 2)
-    of_heads = torch.stack(heads).permute(0, 3, 4, 1, 2).nanmean(0)
+        for means, of_edges in ((flows, norms), (heads, of_heads)):
+            table = [torch.stack([of_edges[..., c].mean(-1) for c in row], -1) for row in cells]
+            means.append(torch.stack(table, -2))
+    expected, of_heads = torch.stack(flows), torch.stack(heads).nanmean(0)
     tolerance = 1e-5 if kind_of_model == "bridge" else 1e-4
     assert torch.equal(record.flow_of_prompts.isnan(), expected.isnan())
     assert difference(record.flow_of_prompts.nan_to_num(), expected.nan_to_num()) <= tolerance
