@@ -338,6 +338,7 @@ def test_what_one_token_moves_lies_on_a_line_in_the_figure(llama: Any) -> None:
     assert max(map(abs, dots.y)) > 1e-2 * max(map(abs, dots.x))
 
 
+FIRST_OF_QUERY = {"a": lambda batch: batch.positions == batch.query_start[:, None]}
 FLOATS = {"a": lambda batch: batch.attention_mask.float()}
 OVERLAPPING = {"a": al.edges.anchors, "b": al.edges.demonstrations}
 
@@ -350,6 +351,7 @@ def nothing(batch: al.PromptBatch) -> Tensor:
     ("options", "message"),
     [
         ({"keys": {"query": al.edges.query}}, "lies in the query"),
+        ({"keys": FIRST_OF_QUERY}, "lies in the query"),
         ({"keys": OVERLAPPING}, "is in two segments; every token can be in one"),
         ({"keys": {"a": nothing}}, "hold no token of some prompt"),
         (
