@@ -24,9 +24,8 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass, run_prefix
-from ..passes.shared_prefix import only_set
 from ..prompts import edges
-from ..prompts.batch import PromptBatch, check_batch, on_both
+from ..prompts.batch import PromptBatch, check_batch, on_both, only_set
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
 from ..system.texts import name_of

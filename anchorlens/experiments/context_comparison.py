@@ -33,8 +33,7 @@ from ..metrics.loyalty import loyalty_contributions, next_tokens
 from ..metrics.predictions import predicted_class, require_gold
 from ..models.hooked import HookedModel, device_of, hooks_by_layer, pattern_name
 from ..passes.forward import run_pass
-from ..passes.shared_prefix import only_set
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, only_set
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record

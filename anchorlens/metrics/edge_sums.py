@@ -18,7 +18,14 @@ from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError
 from ..models.heads import transformed_values
-from ..models.hooked import Hook, HookedModel, hooks_by_layer, pattern_name, values_name
+from ..models.hooked import (
+    Hook,
+    HookedModel,
+    hooks_by_layer,
+    names_of_layers,
+    pattern_name,
+    values_name,
+)
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..system import row_pieces as pieces
@@ -45,7 +52,7 @@ def product_hooks(
     def multiply(layer: int, gradient: Tensor, hook: Any) -> None:
         use(layer, patterns[layer] if keep else patterns.pop(layer), gradient)
 
-    points = [(layer, pattern_name(layer)) for layer in range(model.cfg.n_layers)]
+    points = list(enumerate(names_of_layers(model, pattern_name)))
     hooks: list[Hook] = [(point, partial(store, layer)) for layer, point in points]
     return hooks, [(point, partial(multiply, layer)) for layer, point in points]
 

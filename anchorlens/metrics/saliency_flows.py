@@ -161,6 +161,8 @@ class SaliencyFlows(EdgeFlows):
     def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
         """Whether the first tokens of every prompt have the edges that these have alone."""
         functions = [function for _, function in self._own()]
+        if not functions:
+            return True
         pairs = zip(edge_sets(batch, functions), edge_sets(shared, functions), strict=True)
         return all(edges.begins_as(leading) for edges, leading in pairs)
 
@@ -203,7 +205,6 @@ class SaliencyFlows(EdgeFlows):
         asked = list(self.edges.values())
         return asked + [function for function in _READ_BY_TARGET if function not in asked]
 
-    @checked
     def _own(self) -> list[tuple[str, EdgesOfBatch]]:
         """The flows that are not the paper's, whose edges are to be looked at in each batch."""
         return [(name, of) for name, of in self.edges.items() if id(of) not in OF_PAPER]

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import HookError, ModelError, PromptError
-from ..prompts.batch import PromptBatch, longest_prompt
+from ..prompts.batch import PromptBatch, all_on_cpu, longest_prompt
 from .rotary import refuse_rotations_in_a_batch, rotates_by_length
 
 HookFunction = Callable[..., Tensor | None]
@@ -172,8 +172,8 @@ def refuse_longer_than(context: int, longest: int) -> None:
 
 def check_fits(model: HookedModel, *batches: PromptBatch) -> None:
     """Raise an error for prompts that are too long or hold tokens that the model lacks."""
-    numbers = [batch.on_cpu for batch in batches]
-    refuse_longer_than(model.cfg.n_ctx, max(map(longest_prompt, batches)))
+    numbers = all_on_cpu(batches)
+    refuse_longer_than(model.cfg.n_ctx, longest_prompt(*numbers))
     if rotates_by_length(model):
         for batch in numbers:
             if batch.is_whole:  # after a prefix, kv_cache compares the lengths

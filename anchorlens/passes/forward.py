@@ -21,6 +21,7 @@ from ..models.hooked import (
     HookFunction,
     check_fits,
     has_sinks,
+    names_of_layers,
     refuse_folded_value_biases,
     require_prepared,
     scores_name,
@@ -411,7 +412,7 @@ def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     def fill_scores(scores: Tensor, hook: Any) -> Tensor:
         return scores.masked_fill(padding.to(scores.device)[:, None, :, None], 0.0)
 
-    return [(scores_name(layer), fill_scores) for layer in range(model.cfg.n_layers)]
+    return [(name, fill_scores) for name in names_of_layers(model, scores_name)]
 
 
 def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:

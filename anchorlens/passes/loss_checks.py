@@ -39,10 +39,10 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
             f"al.losses.span_cross_entropy('answer'); got {loss!r}"
         )
     device = device_of(model)
-    for number, batch in enumerate(batches):
-        if number and loss is label_cross_entropy:
-            gold_of(batch)  # all else is equal in the batches of a run
-            continue
+    if loss is label_cross_entropy:
+        gold_of(*batches)
+        batches = batches[:1]  # all else is equal in the batches of a run
+    for batch in batches:
         _shape_of_logits(loss, batch, model)  # an error if a prompt lacks what the loss needs
         # The logits of two prompts, because those of a batch may not fit into memory.
         first = batch.prompts(0, 2).to(device)

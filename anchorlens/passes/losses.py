@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import MetricError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
+from ..prompts.verbalizer import label_scores
 from ..system.arguments import checked, has_methods
 
 WeightsOfBatch = Callable[
@@ -51,7 +52,7 @@ def label_cross_entropy(
     """
     gold = gold_of(batch)
     verbalizer = batch.verbalizer
-    scores = batch.label_scores(logits) if verbalizer is None else verbalizer.scores(logits)
+    scores = batch.label_scores(logits) if verbalizer is None else label_scores(logits, verbalizer)
     log_probs = scores.log_softmax(-1)
     return -log_probs.gather(1, gold[:, None])[:, 0]
 
@@ -318,8 +319,9 @@ def _words_of_demonstrations(batch: PromptBatch) -> tuple[tuple[int, ...], ...]:
     return tuple(next(iter(words[label])) for label in range(len(verbalizer.token_ids)))
 
 
-def gold_of(batch: PromptBatch) -> Int[Tensor, " batch"]:
-    if batch.gold is None:
+def gold_of(batch: PromptBatch, *others: PromptBatch) -> Int[Tensor, " batch"]:
+    """The true labels of a batch, or an error if it or another batch has none."""
+    if batch.gold is None or any(other.gold is None for other in others):
         raise MetricError(
             "the cross entropy of labels needs the true label of each query; give queries with "
             "labels (gold=...), or another loss, such as al.losses.span_cross_entropy for a "

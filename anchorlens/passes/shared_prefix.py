@@ -9,7 +9,7 @@ from weakref import ref
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, HookedModel, devices_of_layers
 from ..models.kv_cache import KeyValues
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, only_set, run_from
 from ..system.free_memory import free_for_layers
 from .forward import run_prefix
 from .fused_attention import run_fused
@@ -22,16 +22,10 @@ def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
     return ()
 
 
-def only_set(batch: PromptBatch) -> int | None:
-    """The set of demonstrations of a batch; None if it has several."""
-    sets = set(batch.on_cpu.demonstrations_id.tolist())
-    return sets.pop() if len(sets) == 1 else None
-
-
 def after_shared(batch: PromptBatch, lengths: Mapping[int, int]) -> PromptBatch:
     """A batch after the tokens that its prompts share; itself if they share none."""
     set_id = only_set(batch)
-    return batch if set_id is None or set_id not in lengths else batch.after(lengths[set_id])
+    return batch if set_id is None or set_id not in lengths else run_from(batch, lengths[set_id])
 
 
 def shared_tokens(batch: PromptBatch) -> PromptBatch:

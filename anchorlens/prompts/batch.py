@@ -236,7 +236,7 @@ class PromptBatch:
         Keys and values of the tokens before it are cached. All tokens stay in the batch, so that
         positions are those of whole prompts; only the rows of patterns begin at ``position``.
         """
-        return on_both(self, lambda batch: replace(batch, first_query=position))
+        return run_from(self, position)
 
     def whole(self) -> "PromptBatch":
         """The same prompts, of which all tokens are run."""
@@ -471,6 +471,11 @@ def on_both(batch: PromptBatch, change: Callable[[PromptBatch], PromptBatch]) ->
     return changed
 
 
+def run_from(batch: PromptBatch, position: int) -> PromptBatch:
+    """What ``PromptBatch.after`` gives, without the comparison of its arguments."""
+    return on_both(batch, lambda each: replace(each, first_query=position))
+
+
 def _segments_to_show(prompt: PromptBatch) -> tuple[list[int], Sequence[str]]:
     """The segments of a prompt's tokens, and all names, with one more for tokens of no segment."""
     names, segments = prompt.segment_names, prompt.segments[0].tolist()
@@ -513,9 +518,25 @@ def anchors_of(batch: PromptBatch) -> Bool[Tensor, "batch position"]:
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
 
 
-def longest_prompt(batch: PromptBatch) -> int:
+def longest_prompt(*batches: PromptBatch) -> int:
     """The number of tokens of the longest prompt."""
-    return int(batch.on_cpu.attention_mask.sum(1).max())
+    return max(int(batch.attention_mask.sum(1).max()) for batch in all_on_cpu(batches))
+
+
+def all_on_cpu(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+    """Every batch on the CPU; see ``PromptBatch.on_cpu``."""
+    return [batch.on_cpu for batch in batches]
+
+
+def only_set(batch: PromptBatch) -> int | None:
+    """The set of demonstrations of a batch; None if it has several."""
+    return only_sets([batch])[0]
+
+
+def only_sets(batches: Sequence[PromptBatch]) -> list[int | None]:
+    """The set of demonstrations of each batch; None where it has several."""
+    of_batches = [set(batch.demonstrations_id.tolist()) for batch in all_on_cpu(batches)]
+    return [sets.pop() if len(sets) == 1 else None for sets in of_batches]
 
 
 def as_batch(

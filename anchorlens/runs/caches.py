@@ -34,9 +34,8 @@ from ..system.arguments import checked
 from ..system.devices import wide
 from .checks import require_metrics
 from .fingerprint import versions
-from .order import order_of_queries, sets_of
 from .runner import results_of
-from .study import describe_prompts, require_batches
+from .study import describe_prompts, order_of_queries, require_batches, sets_of
 
 _LAYER = re.compile(r"blocks\.(\d+)\.")
 _GRADIENT = "_grad"  # what TransformerLens adds to the name where it caches gradients

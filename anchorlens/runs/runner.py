@@ -6,6 +6,7 @@
 3. Each metric says what each prompt contributed: in the shared tokens, and after them.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from textwrap import shorten
@@ -24,17 +25,17 @@ from ..models.kv_cache import KeyValues
 from ..passes.forward import Pass, read_only, unedited
 from ..passes.fused_attention import UseRows, run_fused
 from ..passes.late_start import Start, started
-from ..passes.losses import Loss
+from ..passes.losses import Loss, label_cross_entropy
 from ..passes.shared_prefix import (
     HooksOfBatch,
     SharedPrefixes,
     after_shared,
     no_hooks,
-    only_set,
     run_shared,
     shared_tokens,
 )
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, only_set, run_from
+from ..prompts.verbalizer import label_scores
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..results.results import Results
@@ -73,7 +74,9 @@ class Runner:
         loss: Loss | None = None,
     ) -> None:
         self.model, self.how, self.prefixes = model, how, prefixes
-        self.metrics, self.hooks, self.loss = metrics, hooks, loss
+        self.metrics, self.hooks = metrics, hooks
+        # Every batch is a PromptBatch here, so that arguments need no comparison.
+        self.loss = inspect.unwrap(loss) if loss is label_cross_entropy else loss
         self.failures: dict[str, AnchorlensError] = {}
         # What metrics observed in the shared tokens of a set, and their keys and values.
         self._in_set: tuple[int | None, Sequence[Observation | None], KeyValues] | None = None
@@ -150,7 +153,7 @@ class Runner:
         logits = passes[-1][1]
         # By these a resumed run recognises other hooks, which what metrics give may not show.
         labels = batch.verbalizer
-        seen = logits.logsumexp(-1) if labels is None else labels.scores(logits)
+        seen = logits.logsumexp(-1) if labels is None else label_scores(logits, labels)
         contributions = {"/label_logits": seen.cpu()}
         for observed, of_pass in passes:
             for metric, before, after in observed:
@@ -182,7 +185,7 @@ class Runner:
         """What metrics observe by hooks, and the logits."""
         set_id = only_set(batch)
         length = 0 if set_id is None else self.how.lengths.get(set_id, 0)
-        batch = batch.after(length) if length else batch
+        batch = run_from(batch, length) if length else batch
         acting = () if hooks is no_hooks else hooks(batch)
         before: Sequence[Observation | None] = [None] * len(metrics)
         prefix = None

@@ -5,14 +5,17 @@
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -50,7 +53,6 @@ from ..trials.may_fuse import patterns_are_large
 from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
 from .fingerprint import Fingerprint, fingerprint, in_words, versions, warn_of_unknown
 from .identity import identity_of
-from .order import order_of_queries, sets_of
 from .runner import Runner, checking
 from .store import Store, same_contributions
 
@@ -547,3 +549,33 @@ def _of_all_processes(collected: list[dict[str, Tensor]]) -> list[dict[str, Tens
     # Copies, because a view would be sent with its whole storage.
     copies = [{name: values.clone() for name, values in part.items()} for part in collected]
     return [part for parts in gather_from_processes("contributions", copies) for part in parts]
+
+
+def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
+    """The order that sorts the contributions of all batches by the index of their queries.
+
+    If lists of several calls are joined, an index occurs twice. Then contributions are sorted by
+    set of demonstrations, in the order in which the sets appear, then by call, then by index.
+    Another call with the same set begins where one of its indices occurs again.
+    """
+    indices = torch.cat([batch.index for batch in batches]).tolist()
+    if len(set(indices)) == len(indices):
+        return torch.tensor(indices, device="cpu").argsort()
+    sets = [batch.demonstrations_id.tolist() for batch in batches]
+    rank = {name: number for number, name in enumerate(dict.fromkeys(chain(*sets)))}
+    calls: Counter[int] = Counter()
+    seen: set[tuple[int, int, int]] = set()
+    keys: list[tuple[int, int, int]] = []
+    for batch, names in zip(batches, sets, strict=True):
+        prompts = list(zip(names, batch.index.tolist(), strict=True))
+        for name in {name for name, index in prompts if (name, calls[name], index) in seen}:
+            calls[name] += 1
+        seen.update((name, calls[name], index) for name, index in prompts)
+        keys += [(rank[name], calls[name], index) for name, index in prompts]
+    return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__), device="cpu")
+
+
+def sets_of(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
+    """The set of demonstrations of each prompt, in the order of the contributions."""
+    ids = torch.cat([batch.demonstrations_id for batch in batches]).cpu()
+    return ids[order_of_queries(batches)]

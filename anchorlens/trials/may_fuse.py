@@ -51,9 +51,7 @@ _ROUNDINGS = 16
 
 def bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int:
     """Bytes of the patterns of the longest prompt in all layers."""
-    of_a_layer = (
-        model.cfg.n_heads * max(map(longest_prompt, batches)) ** 2 * dtype_of(model).itemsize
-    )
+    of_a_layer = model.cfg.n_heads * longest_prompt(*batches) ** 2 * dtype_of(model).itemsize
     return int(model.cfg.n_layers * of_a_layer)
 
 

@@ -24,11 +24,10 @@ from ..passes.shared_prefix import (
     SharedPrefixes,
     after_shared,
     no_hooks,
-    only_set,
     run_shared,
     shared_tokens,
 )
-from ..prompts.batch import PromptBatch, longest_prompt
+from ..prompts.batch import PromptBatch, all_on_cpu, longest_prompt, only_sets
 from .comparison import (
     HOOKS_OF_USER,
     SALIENCY_TOLERANCE,
@@ -159,7 +158,7 @@ def _why_not_observed(
     uses.
     """
     first: dict[int | None, PromptBatch] = {}
-    for set_id, batch in zip(map(only_set, batches), batches, strict=True):
+    for set_id, batch in zip(only_sets(batches), batches, strict=True):
         if set_id not in first:
             first[set_id] = shared_tokens(after_shared(batch, lengths))
         for metric in metrics:
@@ -185,7 +184,7 @@ def why_rotated_differently(
     """Why some prompts cannot continue from the tokens that they share; empty if all can."""
     if not rotates_by_length(model):
         return ""
-    for set_id, longest in zip(map(only_set, batches), map(longest_prompt, batches), strict=True):
+    for set_id, longest in zip(only_sets(batches), map(longest_prompt, batches), strict=True):
         shared = longest if set_id is None else lengths.get(set_id, longest)
         if not rotate_alike(model, shared, longest):
             return (
@@ -200,7 +199,7 @@ def why_not_in_prefix(
 ) -> str:
     """Why hooks cannot act in shared tokens once for all prompts; empty if they can."""
     in_prefix: dict[int | None, Sequence[Hook]] = {}
-    for set_id, batch in zip(map(only_set, batches), batches, strict=True):
+    for set_id, batch in zip(only_sets(batches), batches, strict=True):
         after, hooks = after_shared(batch, lengths), change(batch)
         if not all(isinstance(act, BatchHook) for _, act in hooks):
             return "hooks of your own act on positions of whole prompts"
@@ -226,8 +225,8 @@ def shared_lengths(
     """
     of_sets: dict[int, list[PromptBatch]] = {}
     mixed: set[int] = set()
-    numbers = [batch.on_cpu for batch in batches]
-    for set_id, batch in zip(map(only_set, numbers), numbers, strict=True):
+    numbers = all_on_cpu(batches)
+    for set_id, batch in zip(only_sets(numbers), numbers, strict=True):
         if set_id is None:
             mixed.update(batch.demonstrations_id.tolist())
         else:

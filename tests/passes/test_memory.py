@@ -16,7 +16,7 @@ import anchorlens as al
 from anchorlens.errors import MemoryLimitError
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.memory import is_out_of_memory
-from anchorlens.passes.shared_prefix import only_set
+from anchorlens.prompts.batch import only_set
 from anchorlens.runs.study import PartsThatFit
 
 pytestmark = pytest.mark.without_jaxtyping
