@@ -83,7 +83,8 @@ def context_to_peft(
     config = make_config(
         task_type="CAUSAL_LM",
         inference_mode=True,
-        base_model_name_or_path=_name_or_path(model),
+        # Where transformers read the weights, which tells peft the base model.
+        base_model_name_or_path=config_of(model).name_or_path or None,
         num_transformer_submodules=1,
         encoder_hidden_size=sizes.token_dim,
         **sizes._asdict(),
@@ -240,11 +241,6 @@ def _one_shape(model: HookedModel, prefix: KeyValues) -> tuple[int, int]:
             "fits it; the save of a context stores any shapes"
         )
     return shapes[0]
-
-
-def _name_or_path(model: Any) -> str | None:
-    """Where transformers read the weights, which tells peft the base model; None if unknown."""
-    return config_of(model).name_or_path or None
 
 
 def _read(folder: Path) -> _Adapter:

@@ -36,6 +36,7 @@ from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import bytes_of, write_atomically
 from ..system.processes import gather_from_processes, is_main
+from ..system.texts import name_of
 from ..system.warn import warn_user
 from .compressed import cache_of_tokens
 from .protocol import Context, QueryPass, bos_of, model_identity
@@ -389,6 +390,11 @@ class TrainingRun:
                 if not state.losses:
                     raise
                 loss = nan  # the last steps were too large
+        if not state.losses and not isfinite(loss):
+            raise MetricError(
+                f"the mean of the loss {name_of(self.training.loss)} must be finite before the "
+                f"first step; got {loss}. Give a loss that is finite for these prompts"
+            )
         state.checked.append(len(state.losses))
         state.accuracies.append(accuracy)
         state.held_out_losses.append(loss)

@@ -293,8 +293,7 @@ def _run(
                 texts = loss.continuations(batch)
                 of_loss = log_probs_after(model, batch, texts, logits, cache, prefix)
             losses = loss(of_loss, batch)
-            if losses.shape != (len(rows),):
-                require_one_a_prompt(losses, len(rows))
+            require_one_a_prompt(losses, len(rows))
         # Read at once, because Python waits for a GPU at each.
         numbers = [logits] if losses is None else [logits, losses.to(logits.device)]
         are_finite = torch.stack([_is_finite(each.detach()) for each in numbers]).tolist()

@@ -126,9 +126,9 @@ def refuse_several_targets(loss: Loss) -> None:
         )
 
 
-def require_one_a_prompt(losses: Tensor, count: int) -> None:
+def require_one_a_prompt(losses: object, count: int) -> None:
     """Raise an error if the result of a loss is not one number a prompt."""
-    if losses.shape != (count,):
-        raise MetricError(
-            f"a loss must give one number a prompt, shape ({count},); got {tuple(losses.shape)}"
-        )
+    if not isinstance(losses, Tensor) or losses.shape != (count,):
+        kind = f"a {type(losses).__name__}"
+        got = tuple(losses.shape) if isinstance(losses, Tensor) else kind
+        raise MetricError(f"a loss must give one number a prompt, shape ({count},); got {got}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -53,6 +54,10 @@ def calls() -> list[Call]:
     at = {"model": models, "site": sites}
     vector = torch.zeros(3)
     hooks = odd_hooks()
+    # A loss of other arguments raises a TypeError of its own.
+    of_two_arguments = [
+        loss for loss in odd_losses() if callable(loss) and len(signature(loss).parameters) == 2
+    ]
     return [
         Call(
             al.build_prompts,
@@ -196,6 +201,7 @@ def calls() -> list[Call]:
                     al.Training(optimizer=torch.optim.LBFGS),
                     al.Training(optimizer=lambda parameters: None),  # type: ignore[arg-type, return-value]
                     al.Training(folder="a\0b"),
+                    *(al.Training(steps=1, loss=loss, **QUIET) for loss in of_two_arguments),
                 ],
                 "start": [vector, torch.zeros(3, 2, 99)],
             },
@@ -203,7 +209,10 @@ def calls() -> list[Call]:
         Call(
             al.Training,
             {"steps": 1, "check_every": 1, "clip": 1.0, "seed": 0},
-            {"steps": COUNTS, "check_every": sizes, "clip": [NAN, 0.0, "x"], "seed": ["x", 0.5]},
+            {
+                **{"steps": COUNTS, "check_every": sizes, "clip": [NAN, 0.0, "x"]},
+                **{"seed": ["x", 0.5], "loss": ["loss", 3]},
+            },
         ),
         Call(
             al.isolation_loyalty,

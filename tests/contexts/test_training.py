@@ -452,6 +452,11 @@ def test_bad_settings_are_refused_before_any_pass(gpt2: Any) -> None:
     assert not passes and rest and held_out
 
 
+def test_a_loss_that_is_not_finite_at_the_start_is_refused(gpt2: Any) -> None:
+    with pytest.raises(MetricError, match="must be finite before the first step; got nan"):
+        trained(gpt2, steps=1, loss=lambda logits, batch: logits[:, 0] * float("nan"))
+
+
 def test_training_says_which_queries_it_used(gpt2: Any) -> None:
     """Also if the queries stand in other prompts."""
     context, (batches, held_out) = trained(gpt2, steps=0), split(gpt2)

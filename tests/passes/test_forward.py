@@ -259,7 +259,13 @@ def test_a_custom_loss_replaces_the_cross_entropy(gpt2: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "came"), [(lambda a, b: a, r"\(2, 700\)"), (lambda a, b: a.sum(), r"\(\)")]
+    ("loss", "came"),
+    [
+        (lambda a, b: a, r"\(2, 700\)"),
+        (lambda a, b: a.sum(), r"\(\)"),
+        (lambda a, b: None, "a NoneType"),
+        (lambda a, b: 0.5, "a float"),
+    ],
 )
 def test_a_loss_of_the_wrong_shape_is_refused(gpt2: Any, loss: Any, came: str) -> None:
     with pytest.raises(MetricError, match=rf"one number a prompt, shape \(2,\); got {came}"):
