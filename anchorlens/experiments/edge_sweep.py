@@ -299,21 +299,21 @@ def edge_sweep(
                 )
             for batch in study.batches:
                 each.random_cut(seed, batch)
-        plan = study.plan(metrics, interventions=[cuts[0].cut], loss=None)
-        first_changes = {each.first_layer: each.cut for each in cuts}
+        # Each function once: what shared tokens give with it is stored under its identity.
+        changes = [(each.cut, [partial(each.random_cut, draw) for draw in seeds]) for each in cuts]
+        plan = study.plan(metrics, interventions=[changes[0][0]], loss=None)
+        pairs = zip(cuts, changes, strict=True)
+        first_changes = {each.first_layer: cut for each, (cut, _) in pairs}
         reasons = plan.why_not_late(study.batches, first_changes)
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             with stored_starts(model, first_changes.keys() - reasons.keys()) as starts:
                 contributions, clean_logits = plan.contributions_and_logits(batch)
             clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
-            for number, each in enumerate(cuts):
+            for number, (each, (cut, controls)) in enumerate(zip(cuts, changes, strict=True)):
                 start = starts.get(each.first_layer)
-                of_cut = _loyalty_with(plan, batch, clean, each.cut, start)
-                drawn = [
-                    _loyalty_with(plan, batch, clean, partial(each.random_cut, draw), start)
-                    for draw in seeds
-                ]
+                of_cut = _loyalty_with(plan, batch, clean, cut, start)
+                drawn = [_loyalty_with(plan, batch, clean, of, start) for of in controls]
                 for name, values in of_cut.items():
                     random = torch.stack([of_draw[name] for of_draw in drawn], dim=1)
                     contributions |= {
