@@ -1,5 +1,6 @@
 """Runs with a fused attention, whose numbers are those of whole patterns."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,19 @@ METRICS: list[al.Metric] = [
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pattern counts as large, and rows come in several pieces."""
-    monkeypatch.setattr(may_fuse, "LARGE", 0)
-    monkeypatch.setattr(row_pieces, "PIECE", 5_000)
+def fuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function after which every pattern counts as large, and rows come in several pieces."""
+
+    def set_both() -> None:
+        monkeypatch.setattr(may_fuse, "LARGE", 0)
+        monkeypatch.setattr(row_pieces, "PIECE", 5_000)
+
+    return set_both
+
+
+@pytest.fixture
+def small(fuse: Callable[[], None]) -> None:
+    fuse()
 
 
 def implementation_of(model: Any) -> str:
@@ -60,15 +70,14 @@ def forwards_of(model: Any) -> list[Any]:
     ("make", "side"), [(tiny_gpt2, "left"), (tiny_llama, "right"), (tiny_gemma3, "left")]
 )
 def test_flows_equal_those_of_whole_patterns(
-    make: Any, side: Any, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+    make: Any, side: Any, hooked: Any, byte_level: Any, fuse: Callable[[], None]
 ) -> None:
     model = hooked(make(len(byte_level)).double(), byte_level)
     batches = questions(model, 9, padding_side=side)
     expected = al.run(model, batches, METRICS, share_prefix=False, **QUIET)
     assert "attention" not in expected["saliency_flows"].info
     before = hooks_on(model), forwards_of(model), registered()
-    monkeypatch.setattr(may_fuse, "LARGE", 0)
-    monkeypatch.setattr(row_pieces, "PIECE", 5_000)
+    fuse()
     for checkpoints in (False, True):
         ours = al.run(model, batches, METRICS, gradient_checkpointing=checkpoints, **QUIET)
         info = ours["saliency_flows"].info
@@ -83,7 +92,7 @@ def test_flows_equal_those_of_whole_patterns(
 
 
 def test_loyalties_equal_those_of_whole_patterns(
-    hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+    hooked: Any, byte_level: Any, fuse: Callable[[], None]
 ) -> None:
     """Edges are cut in the tokens that prompts share, which have no pattern, and after them."""
     model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
@@ -104,8 +113,7 @@ def test_loyalties_equal_those_of_whole_patterns(
 
     expected = records()
     assert "attention" not in expected["labels accuracy"].info
-    monkeypatch.setattr(may_fuse, "LARGE", 0)
-    monkeypatch.setattr(row_pieces, "PIECE", 5_000)
+    fuse()
     ours = records()
     assert ours["labels accuracy"].info["attention"].startswith("fused: ")
     assert ours["isolation last"].info["skipped_layers"] == (
@@ -135,37 +143,34 @@ def test_the_effect_of_a_prefix_equals_that_of_whole_prompts(
         assert getattr(ours, name).allclose(values, rtol=0, atol=1e-6, equal_nan=True), name
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
 def test_flows_with_cut_edges_equal_those_of_whole_patterns(
-    checkpoints: bool, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+    gpt2: Any, fuse: Callable[[], None]
 ) -> None:
     batches = questions(gpt2, 3)
     options: dict[str, Any] = {
         "hooks": lambda batch: al.isolate_labels(gpt2, batch, al.Site([0, 2], heads=1)),
-        "gradient_checkpointing": checkpoints,
         **QUIET,
     }
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.Loyalty()]
     expected = al.run(gpt2, batches, metrics, **options)
-    monkeypatch.setattr(may_fuse, "LARGE", 0)
-    monkeypatch.setattr(row_pieces, "PIECE", 5_000)
-    ours = al.run(gpt2, batches, metrics, **options)
-    assert ours["saliency_flows"].info["attention"].startswith("fused: ")
-    for name, record in ours.items():
-        assert_same(record, expected[name], 1e-4)
+    fuse()
+    for checkpoints in (False, True):
+        ours = al.run(gpt2, batches, metrics, gradient_checkpointing=checkpoints, **options)
+        assert ours["saliency_flows"].info["attention"].startswith("fused: ")
+        for name, record in ours.items():
+            assert_same(record, expected[name], 1e-4)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])  # with a window, it is shorter than prompts
 def test_a_page_of_a_prompt_has_the_flows_of_whole_patterns(
-    name: str, request: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, request: Any, fuse: Callable[[], None]
 ) -> None:
     model = request.getfixturevalue(name)
     batch = questions(model, 3)[0]
     expected = al.plot_prompt(model, batch, 1)
     saliency = al.saliency(model, batch.prompt(1))[0]
     heads = al.saliency(model, batch.prompt(1), weight=al.weights.signed, per_head=True)
-    monkeypatch.setattr(may_fuse, "LARGE", 0)
-    monkeypatch.setattr(row_pieces, "PIECE", 5_000)
+    fuse()
     ours = al.plot_prompt(model, batch, 1)
     assert ours.start == expected.start
     for layer, of_layer in enumerate(ours.layers):
@@ -216,7 +221,7 @@ def test_a_reason_is_given_where_patterns_stay_whole(gpt2: Any) -> None:
 
 @pytest.mark.every_kind
 def test_what_is_fused_depends_on_the_kind_of_model(
-    gpt2: Any, kind_of_model: str, monkeypatch: pytest.MonkeyPatch
+    gpt2: Any, kind_of_model: str, fuse: Callable[[], None]
 ) -> None:
     batches = questions(gpt2, 9)
 
@@ -225,8 +230,7 @@ def test_what_is_fused_depends_on_the_kind_of_model(
         return al.run(gpt2, batches, METRICS, **QUIET) | isolation
 
     expected, before = records(), forwards_of(gpt2)
-    monkeypatch.setattr(may_fuse, "LARGE", 0)
-    monkeypatch.setattr(row_pieces, "PIECE", 5_000)
+    fuse()
     ours = records()
     status = {
         "bridge": "fused: the patterns of a prompt would take",

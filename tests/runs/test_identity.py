@@ -1,9 +1,9 @@
 """The identity of a value changes with everything that decides a number, and with nothing else."""
 
 import copy
+import re
 import subprocess
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,130 +32,79 @@ EXAMPLES = al.load_examples("questions")
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 
-def module_of(source: str) -> ModuleType:
-    """A module of a user with this source, under the same name each time."""
-    module = ModuleType("notebook")
-    exec(textwrap.dedent(source), vars(module))
-    return module
-
-
 def value_of(source: str) -> Any:
-    """What a user's module calls ``value``."""
-    return module_of(source).value
+    """The ``value`` of a user's module with this source, under the same name each time."""
+    module = ModuleType("notebook")
+    exec(source, vars(module))
+    return module.value
 
 
-# In each pair one character, name or value decides another number.
+# <first|second> is what differs: one character, name or value that decides another number.
+MAKE = "def make(c):\n return lambda x: x * c\nvalue = make"
+PARTIAL = "from functools import partial\ndef f(x, k): pass\nvalue = partial"
+WITH_K = "class A:\n def __init__(self, k): self.k = k\n def f(self): pass\nvalue = A"
 DIFFERENT = {
-    "a constant": ("value = lambda x: x * 1.0", "value = lambda x: x * 0.2"),
-    "a constant of an inner function": (
-        "def value(x):\n return (lambda y: y * 1.0)(x)",
-        "def value(x):\n return (lambda y: y * 2.0)(x)",
-    ),
-    "an operation": ("value = lambda x, y: x + y", "value = lambda x, y: x - y"),
-    "an attribute": ("value = lambda x: x.sum()", "value = lambda x: x.mean()"),
-    "a default": ("def value(x, k=5): pass", "def value(x, k=120): pass"),
-    "a default by keyword": ("def value(x, *, k=5): pass", "def value(x, *, k=6): pass"),
-    "a closure": (
-        "def make(c):\n return lambda x: x * c\nvalue = make(1)",
-        "def make(c):\n return lambda x: x * c\nvalue = make(2)",
-    ),
-    "a global": ("c = 1\nvalue = lambda x: x * c", "c = 2\nvalue = lambda x: x * c"),
-    "a global of a function that it calls": (
-        "c = 1\ndef f(x): return x * c\nvalue = lambda x: f(x)",
-        "c = 2\ndef f(x): return x * c\nvalue = lambda x: f(x)",
-    ),
+    "a constant": "value = lambda x: x * <1.0|0.2>",
+    "a constant of an inner function": "def value(x):\n return (lambda y: y * <1.0|2.0>)(x)",
+    "an operation": "value = lambda x, y: x <+|-> y",
+    "an attribute": "value = lambda x: x.<sum|mean>()",
+    "a default": "def value(x, k=<5|120>): pass",
+    "a default by keyword": "def value(x, *, k=<5|6>): pass",
+    "a closure": f"{MAKE}(<1|2>)",
+    "a global": "c = <1|2>\nvalue = lambda x: x * c",
+    "a global of a called function": "c = <1|2>\ndef f(x): return x * c\nvalue = lambda x: f(x)",
     "a global of an inner function": (
-        "c = 1\ndef value(x):\n def inner(): return c\n return inner()",
-        "c = 2\ndef value(x):\n def inner(): return c\n return inner()",
+        "c = <1|2>\ndef value(x):\n def inner(): return c\n return inner()"
     ),
-    "a global that does not exist yet": (
-        "value = lambda x: x * c",
-        "c = 1\nvalue = lambda x: x * c",
-    ),
-    "an option of a partial": (
-        "from functools import partial\ndef f(x, k): pass\nvalue = partial(f, k=1)",
-        "from functools import partial\ndef f(x, k): pass\nvalue = partial(f, k=2)",
-    ),
-    "the function in a partial": (
-        "from functools import partial\nvalue = partial(lambda x, k: x, k=1)",
-        "from functools import partial\nvalue = partial(lambda x, k: -x, k=1)",
-    ),
+    "a global that does not exist yet": "<|c = 1\n>value = lambda x: x * c",
+    "an option of a partial": f"{PARTIAL}(f, k=<1|2>)",
+    "the function in a partial": f"{PARTIAL}(lambda x, k: <x|-x>, k=1)",
     "a function behind functools.cache": (
-        "import functools\n@functools.cache\ndef value(x): return x * 1.0",
-        "import functools\n@functools.cache\ndef value(x): return x * 2.0",
+        "import functools\n@functools.cache\ndef value(x): return x * <1.0|2.0>"
     ),
     "a function behind a decorator of a library": (
-        "import torch\n@torch.no_grad()\ndef value(x): return x * 1.0",
-        "import torch\n@torch.no_grad()\ndef value(x): return x * 2.0",
+        "import torch\n@torch.no_grad()\ndef value(x): return x * <1.0|2.0>"
     ),
-    "a field of an object": (
-        "class A:\n def __init__(self, k): self.k = k\nvalue = A(5)",
-        "class A:\n def __init__(self, k): self.k = k\nvalue = A(120)",
-    ),
-    "a method": (
-        "class A:\n def observe(self): return 1\nvalue = A()",
-        "class A:\n def observe(self): return 2\nvalue = A()",
-    ),
+    "a field of an object": f"{WITH_K}(<5|120>)",
+    "a method": "class A:\n def observe(self): return <1|2>\nvalue = A()",
     "a method of the parent": (
-        "class P:\n def observe(self): return 1\nclass A(P): pass\nvalue = A()",
-        "class P:\n def observe(self): return 2\nclass A(P): pass\nvalue = A()",
+        "class P:\n def observe(self): return <1|2>\nclass A(P): pass\nvalue = A()"
     ),
     "a subclass with the name of its parent": (
-        "import anchorlens as al\nvalue = al.SaliencyFlows()",
-        "import anchorlens as al\nclass SaliencyFlows(al.SaliencyFlows): pass\n"
-        "value = SaliencyFlows()",
+        "from anchorlens import SaliencyFlows\n"
+        "<|class SaliencyFlows(SaliencyFlows): pass\n>value = SaliencyFlows()"
     ),
-    "a bound method of an object": (
-        "class A:\n def __init__(self, k): self.k = k\n def f(self): pass\nvalue = A(1).f",
-        "class A:\n def __init__(self, k): self.k = k\n def f(self): pass\nvalue = A(2).f",
-    ),
-    "a slot": (
-        "class A:\n __slots__ = ('k',)\nvalue = A()\nvalue.k = 1",
-        "class A:\n __slots__ = ('k',)\nvalue = A()\nvalue.k = 2",
-    ),
-    "a property": (
-        "class A:\n @property\n def k(self): return 1\nvalue = A()",
-        "class A:\n @property\n def k(self): return 2\nvalue = A()",
-    ),
-    "the optimizer in a lambda": (
-        "import torch\nvalue = lambda p: torch.optim.SGD(p, lr=1)",
-        "import torch\nvalue = lambda p: torch.optim.Adam(p, lr=1)",
-    ),
-    "a tensor": (
-        "import torch\nt = torch.arange(3.)\nvalue = lambda x: x * t",
-        "import torch\nt = torch.arange(3.) + 1e-6\nvalue = lambda x: x * t",
-    ),
-    "the type of a number": ("value = 1", "value = 1.0"),
-    "a flag for a number": ("value = 1", "value = True"),
-    "a text for a number": ("value = 1", "value = '1'"),
-    "the order of a list": ("value = [1, 2]", "value = [2, 1]"),
-    "a list for a tuple": ("value = [1, 2]", "value = (1, 2)"),
+    "a bound method of an object": f"{WITH_K}(<1|2>).f",
+    "a slot": "class A:\n __slots__ = ('k',)\nvalue = A()\nvalue.k = <1|2>",
+    "a property": "class A:\n @property\n def k(self): return <1|2>\nvalue = A()",
+    "the optimizer in a lambda": "import torch\nvalue = lambda p: torch.optim.<SGD|Adam>(p, lr=1)",
+    "a tensor": "import torch\nt = torch.arange(3.)<| + 1e-6>\nvalue = lambda x: x * t",
+    "the type of a number": "value = <1|1.0>",
+    "a flag for a number": "value = <1|True>",
+    "a text for a number": "value = <1|'1'>",
+    "the order of a list": "value = <[1, 2]|[2, 1]>",
+    "a list for a tuple": "value = <[1, 2]|(1, 2)>",
     "a weight of a module": (
-        "import torch\ntorch.manual_seed(0)\nvalue = torch.nn.Linear(2, 2)",
-        "import torch\ntorch.manual_seed(1)\nvalue = torch.nn.Linear(2, 2)",
+        "import torch\ntorch.manual_seed(<0|1>)\nvalue = torch.nn.Linear(2, 2)"
     ),
-    "a number of an array": (
-        "import numpy as np\nvalue = np.arange(3.)",
-        "import numpy as np\nvalue = np.arange(3.) * 2",
-    ),
-    "a cell of a table": (
-        "import pandas as pd\nvalue = pd.DataFrame({'a': [1]})",
-        "import pandas as pd\nvalue = pd.DataFrame({'a': [2]})",
-    ),
+    "a number of an array": "import numpy as np\nvalue = np.arange(3.)<| * 2>",
+    "a cell of a table": "import pandas as pd\nvalue = pd.DataFrame({'a': [<1|2>]})",
     "the handler of an error": (
-        "def value(x):\n try:\n  x()\n  x()\n except KeyError: pass",
-        "def value(x):\n x()\n try:\n  x()\n except KeyError: pass",
+        "def value(x):\n< try:\n  x()\n  x()| x()\n try:\n  x()>\n except KeyError: pass"
     ),
 }
 
 
-@pytest.mark.parametrize("pair", DIFFERENT.values(), ids=DIFFERENT)
-def test_what_decides_a_number_changes_the_identity(
-    pair: tuple[str, str],
-) -> None:
+def both(source: str) -> tuple[Any, Any]:
+    """The values of a source with the first and with the second of what differs."""
+    first, second = (re.sub(r"<(.*?)\|(.*?)>", rf"\{n}", source, flags=re.S) for n in (1, 2))
+    return value_of(first), value_of(second)
+
+
+@pytest.mark.parametrize("source", DIFFERENT.values(), ids=DIFFERENT)
+def test_what_decides_a_number_changes_the_identity(source: str) -> None:
     with torch.random.fork_rng():
-        first, second = map(value_of, pair)
-        again = value_of(pair[0])
+        (first, second), (again, _) = both(source), both(source)
     assert identity_of(first).digest != identity_of(second).digest
     # The same source in another module is the same value, although each object is another one.
     assert identity_of(again) == identity_of(first)
@@ -187,29 +136,19 @@ NOT_COMPARED = (
     " k: int = field(compare=False)\n"
 )
 SAME = {
-    "another line": ("value = lambda x: x", "\n\n# why\nvalue = lambda x: x"),
-    "another name of a module": (
-        "import torch\nvalue = lambda x: torch.mean(x)",
-        "import torch\ny = 3\nvalue = lambda x: torch.mean(x)",
-    ),
-    "what a cached property stored": (
-        f"{CACHED}value = A()",
-        f"{CACHED}value = A()\nvalue.k",
-    ),
-    "the order of a set": ("value = {'a', 'b', 'c'}", "value = {'c', 'b', 'a'}"),
-    "a field that is not compared": (
-        f"{NOT_COMPARED}value = A(1)",
-        f"{NOT_COMPARED}value = A(2)",
-    ),
-    "a value that holds itself": ("value = []\nvalue.append(value)",) * 2,
-    "functions that call each other": ("def f(x): return g(x)\ndef g(x): return f(x)\nvalue = f",)
-    * 2,
+    "another line": "<|\n\n# why\n>value = lambda x: x",
+    "another name of a module": "import torch\n<|y = 3\n>value = lambda x: torch.mean(x)",
+    "what a cached property stored": f"{CACHED}value = A()<|\nvalue.k>",
+    "the order of a set": "value = <{'a', 'b', 'c'}|{'c', 'b', 'a'}>",
+    "a field that is not compared": f"{NOT_COMPARED}value = A(<1|2>)",
+    "a value that holds itself": "value = []\nvalue.append(value)",
+    "functions that call each other": "def f(x): return g(x)\ndef g(x): return f(x)\nvalue = f",
 }
 
 
-@pytest.mark.parametrize("pair", SAME.values(), ids=SAME)
-def test_what_decides_nothing_does_not_change_the_identity(pair: tuple[str, str]) -> None:
-    first, second = map(value_of, pair)
+@pytest.mark.parametrize("source", SAME.values(), ids=SAME)
+def test_what_decides_nothing_does_not_change_the_identity(source: str) -> None:
+    first, second = both(source)
     assert identity_of(first) == identity_of(second)
 
 
