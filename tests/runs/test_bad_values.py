@@ -27,60 +27,106 @@ from anchorlens.passes.forward import run_pass
 pytestmark = pytest.mark.without_jaxtyping
 
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
-TEMPLATE = "{text}:{label}"
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("index", [0, 1])
-def test_loyalty_needs_finite_logits(value: float, index: int) -> None:
-    runs = [torch.eye(3, 8), torch.eye(3, 8)]
-    runs[index][1, 2] = value
-    with pytest.raises(MetricError, match="logits must be finite numbers, but some are NaN or inf"):
-        al.loyalty(runs[0], runs[1], torch.tensor([0, 1]))
+def changed(tensor: Any, index: Any, value: Any) -> Any:
+    other = tensor.clone()
+    other[index] = value
+    return other
 
 
-@pytest.mark.parametrize("ids", [[0, 8], [-1, 1], [], [0.0, 1.0], [[0, 1]], [True, False], [1, 1]])
-def test_loyalty_needs_tokens_of_the_vocabulary(ids: list[Any]) -> None:
-    with pytest.raises(
-        MetricError, match=r"must be a row of different whole numbers from 0 to 7, .*; got"
-    ):
-        al.loyalty(torch.eye(3, 8), torch.eye(3, 8), torch.tensor(ids))
+LOGITS, PAIR = torch.eye(3, 8), torch.tensor([0, 1])
+POSITIONS: dict[str, Any] = {
+    "tokens": torch.tensor([[5, 1, 6, 2, 7, 8]]),
+    "label_positions": [[1, 3]],
+    "label_classes": [[0, 1]],
+    "label_token_ids": [1, 2],
+}
+ONE = {"one": torch.ones(2)}
 
-
-def test_resamples_must_be_a_whole_number_from_0() -> None:
-    right = {"one": torch.ones(30), "two": torch.zeros(30)}
-    with pytest.raises(MetricError, match=r"resamples must be 0 .* or more; got"):
-        al.compare_accuracies(right, resamples=-1)
+# The error, its message, a call, and values that it refuses.
+WRONG: list[tuple[type[Exception], str, Callable[[Any], Any], list[Any]]] = [
+    (
+        MetricError,
+        "logits must be finite numbers, but some are NaN or inf",
+        lambda logits: al.loyalty(*logits, PAIR),
+        [
+            (changed(LOGITS, (1, 2), value), LOGITS)[::order]
+            for value in (NAN, INF, -INF)
+            for order in (1, -1)
+        ],
+    ),
+    (
+        MetricError,
+        r"must be a row of different whole numbers from 0 to 7, .*; got",
+        lambda ids: al.loyalty(LOGITS, LOGITS, torch.tensor(ids)),
+        [[0, 8], [-1, 1], [], [0.0, 1.0], [[0, 1]], [True, False], [1, 1]],
+    ),
+    (
+        MetricError,
+        r"resamples must be 0 .* or more; got",
+        lambda count: al.compare_accuracies(ONE, resamples=count),
+        [-1],
+    ),
+    (
+        MetricError,
+        "the answers of 'odd' must be a tensor of 0 and 1, one",
+        lambda odd: al.compare_accuracies({"first": torch.ones(2), "odd": odd}, resamples=0),
+        [torch.tensor([0.5, 1]), torch.tensor([2, 1]), torch.tensor([NAN, 1]), torch.ones(2, 1)],
+    ),
+    (
+        MetricError,
+        r"the set of each of the 2 prompts; got the shape \(3,\)",
+        lambda sets: al.compare_accuracies(ONE, sets=sets, resamples=0),
+        [torch.arange(3)],
+    ),
+    (
+        DataError,
+        "count must be a whole number from 1; got -1",
+        lambda count: al.sample_queries([BAD, GOOD], count),
+        [-1],
+    ),
+    (
+        DataError,
+        "shots must be a whole number from 1; got 0",
+        lambda shots: al.sample_demonstrations([BAD, GOOD], shots),
+        [0],
+    ),
+    *(
+        (
+            PromptError,
+            message,
+            lambda part: al.PromptBatch.from_positions(**POSITIONS | part),
+            parts,
+        )
+        for message, parts in (
+            ("tokens must be whole numbers from 0, .*got torch.float", [{"tokens": LOGITS}]),
+            (
+                "tokens must be whole numbers from 0, .*; got -3",
+                [{"tokens": torch.full((1, 6), -3)}],
+            ),
+            (
+                "attention_mask must hold 1 for tokens",
+                [{"attention_mask": torch.full((1, 6), value)} for value in (NAN, 2)],
+            ),
+            (
+                "label_positions must be whole .*complex",
+                [{"label_positions": torch.tensor([[1j, 3]])}],
+            ),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    "answers",
-    [
-        torch.tensor([0.5, 1]),
-        torch.tensor([2, 1]),
-        torch.tensor([NAN, 1]),
-        torch.ones(2, 1),
-    ],
+    ("error", "message", "call", "value"),
+    [(*row, value) for *row, values in WRONG for value in values],
 )
-def test_answers_must_be_0_or_1(answers: Any) -> None:
-    with pytest.raises(MetricError, match="the answers of 'odd' must be a tensor of 0 and 1, one"):
-        al.compare_accuracies({"first": torch.ones(2), "odd": answers}, resamples=0)
-
-
-def test_sets_must_have_an_entry_for_each_answer() -> None:
-    right = {"one": torch.ones(2)}
-    with pytest.raises(
-        MetricError, match=r"the set of each of the 2 prompts; got the shape \(3,\)"
-    ):
-        al.compare_accuracies(right, sets=torch.arange(3), resamples=0)
-
-
-def test_counts_are_not_below_1() -> None:
-    with pytest.raises(DataError, match="count must be a whole number from 1; got -1"):
-        al.sample_queries([BAD, GOOD], -1)
-    with pytest.raises(DataError, match="shots must be a whole number from 1; got 0"):
-        al.sample_demonstrations([BAD, GOOD], 0)
+def test_wrong_values_are_named(error: Any, message: str, call: Any, value: Any) -> None:
+    al.PromptBatch.from_positions(**POSITIONS)
+    with pytest.raises(error, match=message):
+        call(value)
 
 
 def test_impossible_paths_are_refused(gpt2: Any) -> None:
@@ -96,31 +142,6 @@ def test_impossible_paths_are_refused(gpt2: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"tokens": torch.ones(1, 6)}, "tokens must be whole numbers from 0, .*got torch.float"),
-        ({"tokens": torch.full((1, 6), -3)}, "tokens must be whole numbers from 0, .*; got -3"),
-        ({"attention_mask": torch.full((1, 6), NAN)}, "attention_mask must hold 1 for tokens"),
-        ({"attention_mask": torch.full((1, 6), 2)}, "attention_mask must hold 1 for tokens"),
-        (
-            {"label_positions": torch.tensor([[1j, 3]])},
-            "label_positions must be whole .*complex",
-        ),
-    ],
-)
-def test_from_positions_refuses_values_of_a_wrong_type(parts: Any, message: str) -> None:
-    right: dict[str, Any] = {
-        "tokens": torch.tensor([[5, 1, 6, 2, 7, 8]]),
-        "label_positions": [[1, 3]],
-        "label_classes": [[0, 1]],
-        "label_token_ids": [1, 2],
-    }
-    al.PromptBatch.from_positions(**right)
-    with pytest.raises(PromptError, match=message):
-        al.PromptBatch.from_positions(**{**right, **parts})
-
-
-@pytest.mark.parametrize(
     "edges",
     [torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long), torch.ones(4, 4) > 2],
 )
@@ -130,27 +151,20 @@ def test_edges_must_be_true_or_false(gpt2: Any, edges: Any) -> None:
             hooks(gpt2, questions(gpt2, 2)[0], edges, site=0)
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_a_beta_must_be_below_infinity(gpt2: Any, value: float) -> None:
+def test_a_beta_is_below_infinity_and_may_be_minus_infinity(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 2)
     shape = (gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
-    beta = torch.zeros(shape)
-    beta[0, 0, 0] = value
-    with pytest.raises(HookError, match="beta must be numbers below infinity"):
-        al.reweight_anchors(gpt2, batch, beta)
-    with pytest.raises(HookError, match="beta must be numbers below infinity"):
-        al.train_reweighting(gpt2, [batch], al.Training(steps=1, progress=False), start=beta)
-
-
-def test_a_beta_may_be_minus_infinity(gpt2: Any) -> None:
-    (batch,) = questions(gpt2, 2)
-    shape = (gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
+    for value in (NAN, INF):
+        beta = changed(torch.zeros(shape), (0, 0, 0), value)
+        with pytest.raises(HookError, match="beta must be numbers below infinity"):
+            al.reweight_anchors(gpt2, batch, beta)
+        with pytest.raises(HookError, match="beta must be numbers below infinity"):
+            al.train_reweighting(gpt2, [batch], al.Training(steps=1, progress=False), start=beta)
     hooks = al.reweight_anchors(gpt2, batch, torch.full(shape, -INF))
-    factors = torch.ones(shape[:2])[..., None].expand(shape)
-    hooks_by_hand = al.reweight_anchors(gpt2, batch, -80 * factors)  # exp(-80) is as good as 0
-    changed = run_pass(gpt2, batch, hooks=hooks)
-    assert torch.equal(changed, run_pass(gpt2, batch, hooks=hooks_by_hand))
-    assert not torch.equal(changed, run_pass(gpt2, batch))
+    hooks_by_hand = al.reweight_anchors(gpt2, batch, torch.full(shape, -80.0))  # as good as 0
+    logits = run_pass(gpt2, batch, hooks=hooks)
+    assert torch.equal(logits, run_pass(gpt2, batch, hooks=hooks_by_hand))
+    assert not torch.equal(logits, run_pass(gpt2, batch))
 
 
 class Falsy(list[Any]):

@@ -11,7 +11,6 @@ from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 import anchorlens as al
 from anchorlens.errors import HookError
-from anchorlens.models.hooked import pattern_name
 from anchorlens.system import row_pieces
 from anchorlens.trials import may_fuse
 
@@ -140,15 +139,6 @@ def test_hooks_that_scale_say_why_patterns_stay_whole(
     for name in OTHERS:
         record = flows_and_others(exact, questions(exact, 3), OTHERS[name])["accuracy"]
         assert record.info["attention"].startswith("whole patterns, because hooks act at blocks.0")
-
-
-def test_only_hooks_of_the_user_are_called_so(gpt2: Any) -> None:
-    def mixed(model: Any, batch: al.PromptBatch) -> Any:
-        own = (pattern_name(0), lambda pattern, hook: pattern * 0.9)
-        return [*al.block_edges(model, batch, al.edges.wp, 0), own]
-
-    record = flows_and_others(gpt2, questions(gpt2, 4), mixed)["accuracy"]
-    assert record.info["shared_prefix"].startswith("off: hooks of your own act on positions")
 
 
 def longer_queries(batch: al.PromptBatch) -> torch.Tensor:

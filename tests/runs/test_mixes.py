@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, RunError
-from anchorlens.trials import how_to_run
 
 pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -70,22 +69,6 @@ def test_sets_that_share_demonstrations_run_with_a_set_of_one_prompt(gpt2: Any) 
     assert (ours.per_prompt[:, 0, 0] > 0).all()
 
 
-def test_hooks_that_change_their_heads_run_whole_prompts(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = questions(gpt2, 6, batch_size=3)
-    second = set(batches[1].index.tolist())
-
-    def change(batch: al.PromptBatch) -> Any:
-        head = int(set(batch.index.tolist()) <= second)
-        return al.isolate_labels(gpt2, batch, al.Site(range(2), heads=head))
-
-    record = al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)["loyalty"]
-    assert "hooks differ between prompts" in record.info["shared_prefix"]
-    monkeypatch.setattr(how_to_run, "shared_lengths", lambda *of: {})
-    assert_same(record, al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)["loyalty"])
-
-
 @pytest.fixture(scope="module")
 def longrope() -> Any:
     """A model whose rotary embeddings change above 237 tokens."""
@@ -126,13 +109,6 @@ def test_rotary_embeddings_that_depend_on_the_length_give_correct_logits(longrop
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(PromptError, match=r"longer than 237 .*longrope.*batch_size=1"):
         al.target_logits(longrope, questions(longrope, 8), progress=False)
-
-
-def test_joined_batches_of_two_calls_give_the_logits_of_each_call(gpt2: Any) -> None:
-    first, second = questions(gpt2, 4, batch_size=2), questions(gpt2, 6, batch_size=4)
-    logits = al.target_logits(gpt2, first + second, progress=False)
-    expected = [al.target_logits(gpt2, batches, progress=False) for batches in (first, second)]
-    torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-6)
 
 
 def fails(error: Exception, batch: int = 1) -> Any:
@@ -223,26 +199,19 @@ def test_a_hook_of_a_metric_may_not_change_values(gpt2: Any, checkpoint: bool) -
         al.run(gpt2, questions(gpt2, 2), metrics, gradient_checkpointing=checkpoint, **QUIET)
 
 
-def return_none(batch: al.PromptBatch) -> Any:
-    return None
-
-
-def missing_hook_point(batch: al.PromptBatch) -> Any:
-    return [("blocks.9.attn.hook_pattern", lambda pattern, hook: None)]
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("hooks", "message"),
     [
-        ({"hooks": return_none}, r"hooks must return a list of \(hook point, function\); got None"),
-        ({"hooks": missing_hook_point}, "no hook point 'blocks.9.attn.hook_pattern'"),
+        (None, r"hooks must return a list of \(hook point, function\); got None"),
+        (
+            [("blocks.9.attn.hook_pattern", lambda pattern, hook: None)],
+            "no hook point 'blocks.9.attn.hook_pattern'",
+        ),
     ],
 )
-def test_hooks_that_cannot_act_are_refused(gpt2: Any, change: dict[str, Any], message: str) -> None:
-    call: dict[str, Any] = {"batches": questions(gpt2, 2), "metrics": [al.Accuracy()]}
-    call |= {"progress": False} | change
+def test_hooks_that_cannot_act_are_refused(gpt2: Any, hooks: Any, message: str) -> None:
     with pytest.raises(al.AnchorlensError, match=message):
-        al.run(gpt2, **call)
+        al.run(gpt2, questions(gpt2, 2), [al.Accuracy()], hooks=lambda batch: hooks, progress=False)
 
 
 @pytest.mark.parametrize(

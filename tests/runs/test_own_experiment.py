@@ -81,6 +81,14 @@ def test_the_experiment_equals_single_prompts_and_resumes(gpt2: Any, tmp_path: P
         experiment(gpt2, batches, [1, 3], folder=tmp_path, **QUIET)
 
 
+def whole_logits(model: Any, batch: al.PromptBatch, hooks: Any) -> torch.Tensor:
+    """The logits at the targets, by run_with_hooks alone."""
+    logits = model.run_with_hooks(
+        batch.tokens, attention_mask=batch.attention_mask, fwd_hooks=hooks
+    )
+    return logits[torch.arange(len(batch)), batch.target_positions].detach()
+
+
 def test_user_hooks_in_a_plan_run_whole_prompts(gpt2: Any) -> None:
     """Such hooks count positions from the first token, which is wrong after a cached prefix."""
     batches = questions(gpt2, 6, batch_size=3)
@@ -102,10 +110,8 @@ def test_user_hooks_in_a_plan_run_whole_prompts(gpt2: Any) -> None:
         assert "run once for all" in plan.status
         for change in (hooks, differing):
             for batch in batches:
-                expected = gpt2.run_with_hooks(
-                    batch.tokens, attention_mask=batch.attention_mask, fwd_hooks=change(batch)
-                )[torch.arange(len(batch)), batch.target_positions]
-                assert difference(plan.logits(batch, change), expected.detach()) < 1e-5
+                expected = whole_logits(gpt2, batch, change(batch))
+                assert difference(plan.logits(batch, change), expected) < 1e-5
 
 
 def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
@@ -115,17 +121,6 @@ def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
         for batch in batches:
             plan.logits(batch, lambda batch: al.isolate_labels(gpt2, batch, 0))
         assert len(plan.prefixes.stored) <= 2
-
-
-def test_share_prefix_false_runs_whole_prompts(gpt2: Any) -> None:
-    batches = questions(gpt2, 6)
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
-    shared = al.run(gpt2, batches, metrics, **QUIET)
-    whole = al.run(gpt2, batches, metrics, share_prefix=False, **QUIET)
-    assert whole["saliency_flows"].info["shared_prefix"] == "off: share_prefix=False"
-    for name, record in whole.items():
-        for field, values in record.tensors().items():
-            assert difference(getattr(shared[name], field), values) < 1e-5
 
 
 def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
@@ -138,16 +133,8 @@ def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     for batch in batches:
         for number in range(len(batch)):
             _, cache = gpt2.run_with_cache(batch.prompt(number).tokens)
-            rows.append(
-                torch.stack(
-                    [
-                        torch.special.entr(
-                            cache[f"blocks.{layer}.attn.hook_pattern"][0, :, -1]
-                        ).sum(-1)
-                        for layer in range(gpt2.cfg.n_layers)
-                    ]
-                )
-            )
+            patterns = [cache["pattern", layer][0, :, -1] for layer in range(gpt2.cfg.n_layers)]
+            rows.append(torch.special.entr(torch.stack(patterns)).sum(-1))
     assert difference(record.entropy, torch.stack(rows).mean(0)) < 1e-5
 
 
@@ -266,8 +253,7 @@ def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) 
     with al.Study(gpt2, batches, {}, **QUIET) as study:
         plan = study.plan()
         for batch in batches:
-            expected = gpt2.run_with_hooks(batch.tokens, fwd_hooks=[])[:, -1].detach()
-            assert difference(plan.logits(batch), expected) < 1e-5
+            assert difference(plan.logits(batch), whole_logits(gpt2, batch, [])) < 1e-5
 
 
 def test_user_hooks_for_prompts_padded_on_the_left_are_refused(gpt2: Any) -> None:
@@ -293,10 +279,8 @@ def test_a_function_without_weak_references_can_change_a_run(gpt2: Any) -> None:
     with al.Study(gpt2, [batch], {}, **QUIET) as study:
         plan = study.plan(interventions=[Cut(0)])
         assert "run once for all" in plan.status
-        expected = gpt2.run_with_hooks(
-            batch.tokens, attention_mask=batch.attention_mask, fwd_hooks=Cut(0)(batch)
-        )[torch.arange(len(batch)), batch.target_positions]
-        assert difference(plan.logits(batch, Cut(0)), expected.detach()) < 1e-5
+        expected = whole_logits(gpt2, batch, Cut(0)(batch))
+        assert difference(plan.logits(batch, Cut(0)), expected) < 1e-5
 
 
 @pytest.mark.changes_model

@@ -87,6 +87,8 @@ def test_a_users_metric_equals_the_cached_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 7, batch_size=3)
     results = run(gpt2, batches, [SelfAttention(), al.SaliencyFlows()], resamples=50)
     record = results["self_attention"]
+    # Rows of a metric that does not detach would hold the graph of every batch in memory.
+    assert not record.per_prompt.requires_grad
     for batch in batches:
         for row, index in enumerate(batch.index.tolist()):
             tokens = batch.tokens[row][batch.attention_mask[row]][None]
@@ -125,6 +127,11 @@ REFUSED: list[tuple[Callable[[Any, list[al.PromptBatch]], Any], type[AnchorlensE
         AnchorlensError,
         r"got \[99\]",
     ),
+    (lambda m, b: run(m, b, METRICS, resamples=-3), MetricError, r"resamples must be 0 .* got -3"),
+    (lambda m, b: run("gpt2", [], METRICS), ArgumentError, r"A TransformerBridge or .* as ``al.l"),
+    (lambda m, b: run(m, b[0], METRICS), ArgumentError, r"batches of run must be a list .*; write"),
+    (lambda m, b: run(m, b, [al.AttentionAUCROC]), ArgumentError, r"an instance is needed, Atten"),
+    (lambda m, b: run(m, b, [object()]), ArgumentError, "metrics of run must be a list of Metrics"),
 ]
 
 
@@ -143,19 +150,6 @@ def test_bad_arguments_are_refused_before_any_pass(
     monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
     with pytest.raises(kind, match=message):
         call(gpt2, batches)
-
-
-@pytest.mark.without_jaxtyping
-def test_arguments_of_a_wrong_type_are_refused(gpt2: Any) -> None:
-    batches: Any = questions(gpt2, 4)
-    with pytest.raises(ArgumentError, match=r"A TransformerBridge or .* as ``al.load_model``"):
-        run("gpt2", [], METRICS)
-    with pytest.raises(ArgumentError, match=r"batches of run must be a list .*; write it in br"):
-        run(gpt2, batches[0], METRICS)
-    with pytest.raises(ArgumentError, match=r"an instance is needed, AttentionAUCROC\(\)"):
-        run(gpt2, batches, [al.AttentionAUCROC])
-    with pytest.raises(ArgumentError, match="metrics of run must be a list of Metrics; got"):
-        run(gpt2, batches, [object()])
 
 
 def test_many_metrics_in_one_pass_equal_each_metric_alone(
@@ -211,9 +205,9 @@ def test_rows_do_not_depend_on_the_batches(name: str, request: pytest.FixtureReq
 
 
 def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
-    """Each call counts its queries from 0. The rows of one set of demonstrations stay adjacent."""
+    """Each call and each batch from positions counts its prompts from 0."""
     examples = al.load_examples("questions")
-    first, second = (
+    calls = [
         al.build_prompts(
             gpt2.tokenizer,
             al.TASKS["trec"],
@@ -222,19 +216,31 @@ def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
             batch_size=2,
         )
         for seed, count in ((1, 3), (2, 5))
-    )
-    joined = run(gpt2, [*first, *second], [SelfAttention()])["self_attention"].per_prompt
-    assert joined.shape[0] == 8
-    parts = [
-        run(gpt2, part, [SelfAttention()])["self_attention"].per_prompt for part in (first, second)
     ]
-    torch.testing.assert_close(joined, torch.cat(parts))
-
-
-def test_results_hold_no_graph(gpt2: Any) -> None:
-    """Rows of a metric that does not detach would hold the graph of every batch in memory."""
-    results = run(gpt2, questions(gpt2, 3), [SelfAttention(), al.SaliencyFlows()])
-    assert not results["self_attention"].per_prompt.requires_grad
+    one_set = [questions(gpt2, 4, batch_size=2), questions(gpt2, 6, batch_size=4)]
+    tokens = torch.tensor([[9, 5, 6, 8], [9, 5, 6, 7], [9, 5, 6, 4]])
+    from_positions = [
+        [
+            al.PromptBatch.from_positions(
+                rows,
+                label_positions=[[1, 2]] * len(rows),
+                label_classes=[[0, 1]] * len(rows),
+                label_token_ids=[5, 6],
+            )
+        ]
+        for rows in (tokens[:2], tokens[2:])
+    ]
+    for parts in (calls, one_set, from_positions):
+        joined, *alone = (
+            run(gpt2, batches, [SelfAttention()])["self_attention"].per_prompt
+            for batches in (parts[0] + parts[1], *parts)
+        )
+        torch.testing.assert_close(joined, torch.cat(alone))
+        joined, *alone = (
+            al.target_logits(gpt2, batches, progress=False)
+            for batches in (parts[0] + parts[1], *parts)
+        )
+        torch.testing.assert_close(joined, torch.cat(alone), rtol=1e-4, atol=1e-6)
 
 
 def test_metrics_see_the_changed_pattern(gpt2: Any) -> None:
@@ -308,30 +314,6 @@ def test_both_variants_of_saliency_share_a_run(gpt2: Any) -> None:
     expected = maps.sum((2, 3)) / edge.sum((2, 3))
     order = batch.index.argsort()
     torch.testing.assert_close(results["footnote"].per_prompt[..., 1].float(), expected[order])
-
-
-def test_batches_from_positions_stay_in_order(gpt2: Any) -> None:
-    """Each batch counts its prompts from 0."""
-    tokens = torch.tensor([[9, 5, 6, 8], [9, 5, 6, 7], [9, 5, 6, 4]])
-    batches = [
-        al.PromptBatch.from_positions(
-            rows,
-            label_positions=[[1, 2]] * len(rows),
-            label_classes=[[0, 1]] * len(rows),
-            label_token_ids=[5, 6],
-        )
-        for rows in (tokens[:2], tokens[2:])
-    ]
-    joined = run(gpt2, batches, [SelfAttention()])["self_attention"].per_prompt
-    parts = [
-        run(gpt2, [batch], [SelfAttention()])["self_attention"].per_prompt for batch in batches
-    ]
-    torch.testing.assert_close(joined, torch.cat(parts))
-
-
-def test_negative_resamples_are_refused(gpt2: Any) -> None:
-    with pytest.raises(MetricError, match=r"resamples must be 0 .* got -3"):
-        run(gpt2, questions(gpt2, 3), METRICS, resamples=-3)
 
 
 def test_intervals_are_repeatable_and_contain_the_estimates(gpt2: Any) -> None:

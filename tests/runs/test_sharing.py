@@ -184,14 +184,6 @@ def test_reweighting_after_a_cached_prefix_equals_whole_prompts(gpt2: Any) -> No
     assert difference(logits, run_pass(gpt2, batches[0], hooks=hooks)) < 1e-5
 
 
-def test_user_hooks_run_whole_prompts(gpt2: Any) -> None:
-    def clear_small(batch: al.PromptBatch) -> Any:
-        return [(pattern_name(0), lambda pattern, hook: pattern * (pattern > 0.1))]
-
-    results = al.run(gpt2, questions(gpt2, 5), [al.Loyalty()], hooks=clear_small, **QUIET)
-    assert "hooks of your own act" in results["loyalty"].info["shared_prefix"]
-
-
 def test_hooks_that_differ_between_batches_run_whole_prompts(gpt2: Any, whole: Any) -> None:
     """The first batch alone cannot show this: there the hooks do what they do in demonstrations."""
     batches = questions(gpt2, 9, batch_size=3)
@@ -206,7 +198,11 @@ def test_hooks_that_differ_between_batches_run_whole_prompts(gpt2: Any, whole: A
         positions = batch.label_positions + (batch.index == int(batches[-1].index[-1]))[:, None]
         return al.isolate_labels(gpt2, replace(batch, label_positions=positions), 0)
 
-    changes = (drawn_anew, by_index, one_prompt)
+    def by_head(batch: al.PromptBatch) -> Any:
+        head = int(set(batch.index.tolist()) <= set(batches[1].index.tolist()))
+        return al.isolate_labels(gpt2, batch, al.Site(range(2), heads=head))
+
+    changes = (drawn_anew, by_index, one_prompt, by_head)
     ours = [al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET) for change in changes]
     whole()
     for change, results in zip(changes, ours, strict=True):
@@ -274,20 +270,33 @@ def test_a_metric_that_fails_in_the_demonstrations_leaves_the_others(gpt2: Any) 
         assert_same(error.value.results[name], record)
 
 
-def test_a_metric_without_observe_prefix_runs_whole_prompts(gpt2: Any) -> None:
-    results = al.run(gpt2, questions(gpt2, 5), [SelfAttention(), al.Accuracy()], **QUIET)
-    assert "self_attention without" in results["accuracy"].info["shared_prefix"]
+def own_and_packages(model: Any) -> Any:
+    own = (pattern_name(0), lambda pattern, hook: pattern * (pattern > 0.1))
+    return lambda batch: [*al.block_edges(model, batch, al.edges.wp, 0), own]
 
 
-def test_whole_prompts_run_if_asked_for(gpt2: Any) -> None:
-    results = al.run(gpt2, questions(gpt2, 5), [al.Accuracy()], share_prefix=False, **QUIET)
-    assert results["accuracy"].info["shared_prefix"] == "off: share_prefix=False"
-
-
-def test_gradient_checkpointing_runs_whole_prompts(gpt2: Any) -> None:
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]
-    results = al.run(gpt2, questions(gpt2, 5), metrics, gradient_checkpointing=True, **QUIET)
-    assert results["accuracy"].info["shared_prefix"] == "off: blocks are checkpointed"
+@pytest.mark.parametrize(
+    ("metrics", "options", "reason"),
+    [
+        ([SelfAttention()], lambda model: {}, "off: self_attention without observe_prefix"),
+        (
+            [al.SaliencyFlows()],
+            lambda model: {"gradient_checkpointing": True},
+            "off: blocks are checkpointed",
+        ),
+        (
+            [al.Loyalty()],
+            lambda model: {"hooks": own_and_packages(model)},
+            "off: hooks of your own act on positions",
+        ),
+    ],
+)
+def test_whole_prompts_run_for_a_reason(
+    gpt2: Any, metrics: list[al.Metric], options: Any, reason: str
+) -> None:
+    metrics = [*metrics, al.Accuracy()]
+    results = al.run(gpt2, questions(gpt2, 5), metrics, **options(gpt2), **QUIET)
+    assert results["accuracy"].info["shared_prefix"].startswith(reason)
 
 
 def test_a_set_for_each_query_runs_whole_prompts(gpt2: Any) -> None:
@@ -321,29 +330,22 @@ def test_different_logits_turn_sharing_off(gpt2: Any, monkeypatch: pytest.Monkey
     assert "this cache does not fit" in results["accuracy"].info["shared_prefix"]
 
 
-def test_prompts_with_different_label_positions_share_nothing(gpt2: Any) -> None:
-    tokens = torch.tensor([[5, 1, 6, 2, 7, 8], [5, 1, 6, 2, 9, 8]])
-    same: dict[str, Any] = {"label_classes": [[0, 1]] * 2, "label_token_ids": [1, 2]}
-    batch = al.PromptBatch.from_positions(tokens, label_positions=[[1, 3], [1, 3]], **same)
-    assert how_to_run(SharedPrefixes(gpt2), [batch], [no_hooks]).lengths == {
-        int(batch.demonstrations_id[0]): 4
-    }
-    other = al.PromptBatch.from_positions(tokens, label_positions=[[1, 3], [0, 3]], **same)
-    assert how_to_run(SharedPrefixes(gpt2), [other], [no_hooks]).lengths == {}
-
-
-def test_prompts_with_a_gap_in_the_mask_share_nothing(gpt2: Any) -> None:
+@pytest.mark.parametrize(("second", "hidden", "shared"), [(1, [], [4]), (0, [], []), (1, [2], [])])
+def test_prompts_with_other_label_positions_or_a_gap_in_the_mask_share_nothing(
+    gpt2: Any, second: int, hidden: list[int], shared: list[int]
+) -> None:
     tokens = torch.tensor([[5, 1, 6, 2, 7, 8], [5, 1, 6, 2, 9, 8]])
     mask = torch.ones_like(tokens).bool()
-    mask[:, 2] = False
+    mask[:, hidden] = False
     batch = al.PromptBatch.from_positions(
         tokens,
-        label_positions=[[1, 3]] * 2,
+        label_positions=[[1, 3], [second, 3]],
         label_classes=[[0, 1]] * 2,
         label_token_ids=[1, 2],
         attention_mask=mask,
     )
-    assert how_to_run(SharedPrefixes(gpt2), [batch], [no_hooks]).lengths == {}
+    lengths = how_to_run(SharedPrefixes(gpt2), [batch], [no_hooks]).lengths
+    assert lengths == dict(zip(batch.demonstrations_id.tolist(), shared))  # noqa: B905
 
 
 @pytest.mark.parametrize("side", ["padded_right", "padded_left"])
