@@ -76,31 +76,27 @@ def launches(tiny: Any, tmp_path_factory: Any) -> dict[int, Launch]:
     return launched
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.fixture(params=[2, 3])
+def launch(request: Any, launches: dict[int, Launch]) -> Launch:
+    return launches[request.param]
+
+
 @pytest.mark.parametrize(
     "name", [*(analysis.__name__ for analysis in ANALYSES), "one batch", "the others"]
 )
-def test_results_equal_those_of_one_process(
-    launches: dict[int, Launch], count: int, name: str
-) -> None:
+def test_results_equal_those_of_one_process(launch: Launch, name: str) -> None:
     """Batches are planned before processes divide them, so that every bit is equal."""
-    launch = launches[count]
     for results in launch.results:
         assert_equal(results[name], launch.expected[name])
 
 
-@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", ["info", "untouched", "refused rows"])
-def test_info_random_state_and_errors_equal_those_of_one_process(
-    launches: dict[int, Launch], count: int, name: str
-) -> None:
-    launch = launches[count]
+def test_info_random_state_and_errors_equal_those_of_one_process(launch: Launch, name: str) -> None:
     assert all(results[name] == launch.expected[name] for results in launch.results)
     assert launch.expected["untouched"] is True
     assert "picky: not prompt " in launch.expected["refused rows"]
 
 
-@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -110,23 +106,19 @@ def test_info_random_state_and_errors_equal_those_of_one_process(
     ],
 )
 def test_processes_with_different_calls_raise_an_error(
-    launches: dict[int, Launch], count: int, name: str, words: Sequence[str]
+    launch: Launch, name: str, words: Sequence[str]
 ) -> None:
-    messages = {results[name] for results in launches[count].results}
+    messages = {results[name] for results in launch.results}
     assert len(messages) == 1
     assert all(word in next(iter(messages)) for word in ("ProcessError: ", *words))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_different_logits_in_one_process_make_all_run_whole_prompts(
-    launches: dict[int, Launch], count: int
-) -> None:
-    assert "run once for all" in launches[count].expected["info"]["shared_prefix"]
-    for results in launches[count].results:
+def test_different_logits_in_one_process_make_all_run_whole_prompts(launch: Launch) -> None:
+    assert "run once for all" in launch.expected["info"]["shared_prefix"]
+    for results in launch.results:
         assert results["disagreeing"].startswith("off: logits differ")
 
 
-@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -135,21 +127,15 @@ def test_different_logits_in_one_process_make_all_run_whole_prompts(
         ("in a block", "OutOfMemory: in a block"),
     ],
 )
-def test_an_error_in_one_process_is_raised_in_all(
-    launches: dict[int, Launch], count: int, name: str, message: str
-) -> None:
-    *others, failed = (results[name] for results in launches[count].results)
+def test_an_error_in_one_process_is_raised_in_all(launch: Launch, name: str, message: str) -> None:
+    *others, failed = (results[name] for results in launch.results)
     assert failed.startswith(message)
-    assert others == [f"ProcessError: process {count - 1} of {count} failed: {failed}"] * len(
-        others
-    )
+    assert others == [
+        f"ProcessError: process {len(launch.results) - 1} of {len(launch.results)} failed: {failed}"
+    ] * len(others)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_other_processes_stop_soon_and_can_run_again(
-    launches: dict[int, Launch], count: int
-) -> None:
-    launch = launches[count]
+def test_the_other_processes_stop_soon_and_can_run_again(launch: Launch) -> None:
     *others, failed = (results["seen"] for results in launch.results)
     # One of the others has 3 batches or more. It learns of the failure in the second, or before.
     assert failed == 1 and all(seen <= 2 for seen in others)
@@ -178,25 +164,27 @@ def test_a_run_resumes_in_another_number_of_processes(
     assert max(computed for _, computed in runs[0]) < 7 - len(names)  # processes divide the rest
 
 
-@pytest.mark.parametrize("count", [2, 3])
 def test_a_failing_part_of_the_paper_leaves_the_numbers_of_the_others(
-    launches: dict[int, Launch], tiny: Any, count: int
+    launch: Launch,
+    tiny: Any,
 ) -> None:
     expected, tables, _ = paper_numbers(tiny, [])
     assert expected and len(tables) == 2
-    launch = launches[count]
     for process, results in enumerate(launch.results):
         numbers, tables, warnings = results["paper"]
         assert numbers == expected
         assert len(tables) == (0 if process else 2)  # only the main process calls keep
-        message = "in a part" if process == count - 1 else f"process {count - 1} of {count} failed"
+        message = (
+            "in a part"
+            if process == len(launch.results) - 1
+            else f"process {len(launch.results) - 1} of {len(launch.results)} failed"
+        )
         assert message in warnings[0] and len(warnings) == 1
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_model_split_over_processes_is_refused(launches: dict[int, Launch], count: int) -> None:
-    for results in launches[count].results:
+def test_a_model_split_over_processes_is_refused(launch: Launch) -> None:
+    for results in launch.results:
         assert "each needs the whole model" in results["split weights"]
     require_whole_model(torch.nn.Linear(1, 1))
 
