@@ -50,7 +50,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[Any], Any], list[Any]]] = [
     (
         MetricError,
         "logits must be finite numbers, but some are NaN or inf",
-        lambda logits: al.loyalty(*logits, PAIR),
+        lambda logits: al.loyalty(logits[0], logits[1], PAIR),
         [
             (changed(LOGITS, (1, 2), value), LOGITS)[::order]
             for value in (NAN, INF, -INF)

@@ -1,6 +1,6 @@
 """One pass serves many metrics, also those of users. Bad input is refused before it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -79,7 +79,7 @@ class WrongRows(SelfAttention):
         return al.Observation(lambda logits, clean: {"short": torch.zeros(1)})
 
 
-def run(model: Any, batches: Sequence[al.PromptBatch], metrics: Any, **options: Any) -> Any:
+def run(model: Any, batches: Any, metrics: Any, **options: Any) -> Any:
     return al.run(model, batches, metrics, **({"resamples": 0, "progress": False} | options))
 
 
