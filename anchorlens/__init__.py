@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .contexts.compressed import CompressedContext as CompressedContext
     from .contexts.compressed import compress as compress
     from .contexts.hard_prompt import HardPrompt as HardPrompt
-    from .contexts.hard_prompt import hard_prompt as hard_prompt
-    from .contexts.hard_prompt import random_hard_prompts as random_hard_prompts
     from .contexts.hard_prompt_search import train_hard_prompt as train_hard_prompt
     from .contexts.load import load_context as load_context
     from .contexts.peft import context_from_peft as context_from_peft

@@ -44,7 +44,7 @@ def accuracy_as_text(
 ) -> torch.Tensor:
     """Accuracy of a user who copies the text of a prompt, which encodes to other tokens."""
     tokens = prompt.encoded[len(prompt.info["bos"]) :].tolist()
-    return al.hard_prompt(model, tokens, held_out=batches).training.best_accuracy
+    return al.hard_prompts.of_tokens(model, tokens, held_out=batches).training.best_accuracy
 
 
 def print_table(
@@ -134,7 +134,7 @@ def main() -> None:
         seeds = range(1, options.searches + 1)
         groups: dict[str, Sequence[Any]] = {
             "empty": [al.NoContext()],
-            "random tokens": al.random_hard_prompts(
+            "random tokens": al.hard_prompts.random(
                 model, held_out=held_out[:1], length=options.length, draws=options.draws
             ),
             "start": [search(training=al.Training(steps=0))],

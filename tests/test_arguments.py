@@ -349,8 +349,10 @@ def test_models_and_tokenizers_of_another_type_are_refused(
     if wrong is not None:  # the model's own
         calls += [
             lambda: al.load_model(wrong),
-            lambda: al.hard_prompt(setup.model, [300], held_out=held_out, tokenizer=wrong),
-            lambda: al.random_hard_prompts(setup.model, held_out=held_out, tokenizer=wrong),
+            lambda: al.hard_prompts.of_tokens(
+                setup.model, [300], held_out=held_out, tokenizer=wrong
+            ),
+            lambda: al.hard_prompts.random(setup.model, held_out=held_out, tokenizer=wrong),
             lambda: setup.batch.show(wrong),
         ]
     for call in calls:

@@ -75,7 +75,7 @@ def instances(model: Any) -> Iterator[Any]:
     how = al.Training(steps=0, progress=False)
     prompt = al.train_soft_prompt(model, [training], how, held_out=[held_out])
     yield from (how, prompt, prompt.prefix)
-    yield al.hard_prompt(model, [300] * 99, held_out=[held_out])
+    yield al.hard_prompts.of_tokens(model, [300] * 99, held_out=[held_out])
     flows = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
     yield from (*al.claims(flows), Verdict.AGREES)
     yield al.plot_prompt(model, batch)

@@ -1,6 +1,6 @@
 """Hard prompts: tokens before a query, their text, and what is lost when people copy the text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,20 +9,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
-from ..models.hooked import HookedModel, device_of, vocabulary_of
-from ..passes.loss_checks import check_loss
-from ..passes.losses import Loss, label_cross_entropy
+from ..models.hooked import HookedModel, device_of
+from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch, check_batch, demonstrations_ids
-from ..prompts.plain_tokens import plain_tokens
 from ..prompts.segment_names import OTHER
 from ..prompts.tokens import check_is_tokenizer
-from ..runs.study import Study
-from ..system.arguments import check_from_1, checked
-from ..system.processes import gather_from_processes
-from .compressed import cache_of_tokens
-from .embedded import prefix_of_tokens, start_tokens
-from .prefix import PrefixContext, check_length
-from .protocol import bos_of, check_queries, model_identity
+from ..system.arguments import checked
+from .embedded import prefix_of_tokens
+from .prefix import PrefixContext
+from .protocol import bos_of
 from .training import TrainingRecord, answers
 
 
@@ -71,7 +66,7 @@ class HardPrompt(PrefixContext):
             PromptError: The prompts begin with another BOS, or their tensors do not agree.
 
         Examples:
-            >>> prompt = al.hard_prompt(model, [300, 301], held_out=batches)
+            >>> prompt = al.hard_prompts.of_tokens(model, [300, 301], held_out=batches)
             >>> flows = al.run(model, [prompt.insert(batch)], [al.Accuracy()], progress=False)
         """
         self.check_bos(batch)
@@ -99,83 +94,6 @@ def _insert(batch: PromptBatch, tokens: Int[Tensor, " inserted"]) -> PromptBatch
     )
     longer = replace(longer, demonstrations_id=demonstrations_ids(longer))
     return longer if batch.on_cpu.attention_mask[:, 0].all() else longer.padded_left()
-
-
-@checked
-def hard_prompt(
-    model: HookedModel,
-    tokens: Sequence[int],
-    *,
-    held_out: Sequence[PromptBatch],
-    tokenizer: Any = None,
-    loss: Loss = label_cross_entropy,
-) -> HardPrompt:
-    """A hard prompt of given tokens, without a search.
-
-    Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        tokens: Token ids without the BOS; any are allowed.
-        held_out: Prompts with their true labels, on which the accuracy is measured.
-        tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
-        loss: Function of (logits, batch) to a number for each prompt.
-
-    Raises:
-        PromptError: ``tokens`` are not token ids, a prompt has no true label, or a query after them
-            is too long.
-        ModelError: The model's hooks do not act, or it takes no key-value cache.
-
-    Examples:
-        >>> prompt = al.hard_prompt(model, [300, 301], held_out=batches)
-        >>> prompt.text == model.tokenizer.decode([300, 301])
-        True
-    """
-    return _measured(model, held_out, tokenizer, loss, lambda _: [list(tokens)])[0]
-
-
-@checked
-def random_hard_prompts(
-    model: HookedModel,
-    *,
-    held_out: Sequence[PromptBatch],
-    length: int = 10,
-    draws: int = 20,
-    seed: int = 0,
-    tokenizer: Any = None,
-    loss: Loss = label_cross_entropy,
-) -> list[HardPrompt]:
-    """Hard prompts of random plain tokens: the baseline of a search.
-
-    Compare a search with all of them, and not with the best one, which is chosen on the queries on
-    which it is measured.
-
-    Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        held_out: Prompts with their true labels, on which the accuracy is measured.
-        length: Number of tokens of each prompt.
-        draws: Number of prompts.
-        seed: Seeds the tokens; the global random state is not touched.
-        tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
-        loss: Function of (logits, batch) to a number for each prompt.
-
-    Raises:
-        PromptError: As ``hard_prompt``, or ``length`` or ``draws`` is below 1.
-
-    Examples:
-        >>> prompts = al.random_hard_prompts(model, held_out=batches, length=2, draws=3)
-        >>> accuracies = [float(prompt.training.best_accuracy) for prompt in prompts]
-    """
-    check_length(length)
-    check_from_1(PromptError, draws=draws)
-
-    def drawn(tokenizer: Any) -> list[list[int]]:
-        plain = plain_tokens(tokenizer, vocabulary_of(model)).nonzero()[:, 0]
-        if not len(plain):
-            raise PromptError("the tokenizer has no plain token that the model embeds")
-        generator = torch.Generator().manual_seed(seed % 2**63)
-        indices = torch.randint(len(plain), (draws, length), generator=generator, device="cpu")
-        return [[int(token) for token in row] for row in plain[indices]]
-
-    return _measured(model, held_out, tokenizer, loss, drawn)
 
 
 def tokenizer_of(model: HookedModel, tokenizer: Any) -> Any:
@@ -229,45 +147,3 @@ def answers_after_tokens(
     context = PrefixContext(prefix=prefix, tokens=tokens, info={"bos": bos})
     moved = [batch.to(device_of(model)) for batch in batches]
     return answers(model, context, moved, loss)
-
-
-def _measured(
-    model: HookedModel,
-    held_out: Sequence[PromptBatch],
-    tokenizer: Any,
-    loss: Loss,
-    choose: Callable[[Any], Sequence[Sequence[int]]],
-) -> list[HardPrompt]:
-    """The hard prompts of the token ids that ``choose`` gives for a tokenizer."""
-    study = Study(model, held_out, {"experiment": "hard prompts"}, resamples=0, progress=False)
-    with study.entered():
-        if any(batch.gold is None for batch in study.batches):
-            raise PromptError("accuracy needs the true label of each query; give queries with them")
-        check_loss(loss, study.batches, model)
-        tokenizer = tokenizer_of(model, tokenizer)
-        bos = bos_of(study.batches[0]).to(device_of(model))
-        chosen = [start_tokens(model, ids, len(ids)) for ids in choose(tokenizer)]
-        prompts = [torch.cat([bos, ids]) for ids in chosen]
-        check_queries(model, study.batches, max(map(len, prompts)))
-        cache_of_tokens(model, study.batches[0], prompts[0])
-        info = {
-            **study.describe(),
-            **model_identity(model),
-            "bos": bos_of(study.batches[0]).tolist(),
-            "queries_in_training": [],
-        }
-        made = []
-        for tokens in prompts:
-            accuracy, mean_loss = answers_after_tokens(model, tokens, study.batches, loss)
-            record = TrainingRecord(
-                losses=torch.zeros(0, device="cpu"),
-                checked_steps=torch.tensor([0], device="cpu"),
-                held_out_accuracy=torch.tensor([accuracy], device="cpu"),
-                held_out_loss=torch.tensor([mean_loss], device="cpu"),
-            )
-            made.append(
-                made_of_tokens(
-                    model, tokens, study.batches, tokenizer, loss=loss, training=record, info=info
-                )
-            )
-        return gather_from_processes("hard prompts", made)[0]

@@ -1,14 +1,28 @@
-"""Methods that search for hard prompts: PEZ, AutoPrompt and FluentPrompt."""
+"""Hard prompts of given and of random tokens; methods that search for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from ..errors import MetricError, PromptError
+from ..models.hooked import HookedModel, device_of, vocabulary_of
 from ..models.optimizers import Adafactor as Adafactor
 from ..models.optimizers import RelativeAdafactor as RelativeAdafactor
+from ..passes.loss_checks import check_loss
+from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
-from ..system.arguments import checked
-from .training import MakeOptimizer
+from ..prompts.plain_tokens import plain_tokens
+from ..runs.study import Study
+from ..system.arguments import check_from_1, checked
+from ..system.processes import gather_from_processes
+from .compressed import cache_of_tokens
+from .embedded import start_tokens
+from .hard_prompt import HardPrompt, answers_after_tokens, made_of_tokens, tokenizer_of
+from .prefix import check_length
+from .protocol import bos_of, check_queries, model_identity
+from .training import MakeOptimizer, TrainingRecord
 
 Noise = Callable[[int, int], float]
 """Function of a step's number and the number of steps to the standard deviation of its noise.
@@ -118,3 +132,122 @@ def class_words(batches: Sequence[PromptBatch]) -> list[int]:
             "start=... with the token ids of your choice"
         )
     return [int(token) for token in batches[0].label_token_ids]
+
+
+@checked
+def of_tokens(
+    model: HookedModel,
+    tokens: Sequence[int],
+    *,
+    held_out: Sequence[PromptBatch],
+    tokenizer: Any = None,
+    loss: Loss = label_cross_entropy,
+) -> HardPrompt:
+    """A hard prompt of given tokens, without a search.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        tokens: Token ids without the BOS; any are allowed.
+        held_out: Prompts with their true labels, on which the accuracy is measured.
+        tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
+        loss: Function of (logits, batch) to a number for each prompt.
+
+    Raises:
+        PromptError: ``tokens`` are not token ids, a prompt has no true label, or a query after them
+            is too long.
+        ModelError: The model's hooks do not act, or it takes no key-value cache.
+
+    Examples:
+        >>> prompt = al.hard_prompts.of_tokens(model, [300, 301], held_out=batches)
+        >>> prompt.text == model.tokenizer.decode([300, 301])
+        True
+    """
+    return _measured(model, held_out, tokenizer, loss, lambda _: [list(tokens)])[0]
+
+
+@checked
+def random(
+    model: HookedModel,
+    *,
+    held_out: Sequence[PromptBatch],
+    length: int = 10,
+    draws: int = 20,
+    seed: int = 0,
+    tokenizer: Any = None,
+    loss: Loss = label_cross_entropy,
+) -> list[HardPrompt]:
+    """Hard prompts of random plain tokens: the baseline of a search.
+
+    Compare a search with all of them, and not with the best one, which is chosen on the queries on
+    which it is measured.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        held_out: Prompts with their true labels, on which the accuracy is measured.
+        length: Number of tokens of each prompt.
+        draws: Number of prompts.
+        seed: Seeds the tokens; the global random state is not touched.
+        tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
+        loss: Function of (logits, batch) to a number for each prompt.
+
+    Raises:
+        PromptError: As ``of_tokens``, or ``length`` or ``draws`` is below 1.
+
+    Examples:
+        >>> prompts = al.hard_prompts.random(model, held_out=batches, length=2, draws=3)
+        >>> accuracies = [float(prompt.training.best_accuracy) for prompt in prompts]
+    """
+    check_length(length)
+    check_from_1(PromptError, draws=draws)
+
+    def drawn(tokenizer: Any) -> list[list[int]]:
+        plain = plain_tokens(tokenizer, vocabulary_of(model)).nonzero()[:, 0]
+        if not len(plain):
+            raise PromptError("the tokenizer has no plain token that the model embeds")
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        indices = torch.randint(len(plain), (draws, length), generator=generator, device="cpu")
+        return [[int(token) for token in row] for row in plain[indices]]
+
+    return _measured(model, held_out, tokenizer, loss, drawn)
+
+
+def _measured(
+    model: HookedModel,
+    held_out: Sequence[PromptBatch],
+    tokenizer: Any,
+    loss: Loss,
+    choose: Callable[[Any], Sequence[Sequence[int]]],
+) -> list[HardPrompt]:
+    """The hard prompts of the token ids that ``choose`` gives for a tokenizer."""
+    study = Study(model, held_out, {"experiment": "hard prompts"}, resamples=0, progress=False)
+    with study.entered():
+        if any(batch.gold is None for batch in study.batches):
+            raise PromptError("accuracy needs the true label of each query; give queries with them")
+        check_loss(loss, study.batches, model)
+        tokenizer = tokenizer_of(model, tokenizer)
+        bos = bos_of(study.batches[0]).to(device_of(model))
+        chosen = [start_tokens(model, ids, len(ids)) for ids in choose(tokenizer)]
+        prompts = [torch.cat([bos, ids]) for ids in chosen]
+        check_queries(model, study.batches, max(map(len, prompts)))
+        cache_of_tokens(model, study.batches[0], prompts[0])
+        info = {
+            **study.describe(),
+            **model_identity(model),
+            "bos": bos_of(study.batches[0]).tolist(),
+            "queries_in_training": [],
+        }
+        made = []
+        for tokens in prompts:
+            accuracy, mean_loss = answers_after_tokens(model, tokens, study.batches, loss)
+            record = TrainingRecord(
+                losses=torch.zeros(0, device="cpu"),
+                checked_steps=torch.tensor([0], device="cpu"),
+                held_out_accuracy=torch.tensor([accuracy], device="cpu"),
+                held_out_loss=torch.tensor([mean_loss], device="cpu"),
+            )
+            made.append(
+                made_of_tokens(
+                    model, tokens, study.batches, tokenizer, loss=loss, training=record, info=info
+                )
+            )
+        return gather_from_processes("hard prompts", made)[0]

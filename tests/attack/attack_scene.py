@@ -36,7 +36,7 @@ class Scene:
         self.beta = al.train_reweighting(self.model, self.batches, al.Training(steps=2, **QUIET))
         self.isolation = al.isolation_loyalty(self.model, self.batches, 0, draws=1, **QUICK)
         self.context = al.compress(self.model, self.batch)
-        self.hard_prompt = al.hard_prompt(self.model, [300, 301], held_out=self.batches)
+        self.hard_prompt = al.hard_prompts.of_tokens(self.model, [300, 301], held_out=self.batches)
         self.prefix = al.train_prefix(
             self.model,
             self.batches[:1],

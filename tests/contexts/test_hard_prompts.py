@@ -477,7 +477,7 @@ def test_a_search_lowers_the_loss_and_depends_on_the_seed_alone(llama: Any) -> N
     plain = plain_tokens(llama.tokenizer, len(llama.W_E))
     assert plain[prompt.ids].all() and prompt.ids.tolist() != [300, 301, 302]
     _, held_out = halves(llama)
-    given = al.hard_prompt(llama, prompt.ids.tolist(), held_out=held_out)
+    given = al.hard_prompts.of_tokens(llama, prompt.ids.tolist(), held_out=held_out)
     assert float(given.training.best_accuracy) == float(prompt.training.best_accuracy)
     assert torch.equal(given.logits(llama, held_out[0]), prompt.logits(llama, held_out[0]))
 
@@ -497,10 +497,10 @@ def test_the_text_is_encoded_again_and_measured(gpt2: Any) -> None:
     joined = tokenizer(" the", add_special_tokens=False)["input_ids"]
     assert len(joined) == 1
     pieces = tokenizer.convert_tokens_to_ids(["Ġ", "t", "h", "e"])
-    prompt = al.hard_prompt(gpt2, pieces, held_out=held_out)
+    prompt = al.hard_prompts.of_tokens(gpt2, pieces, held_out=held_out)
     assert prompt.text == " the" and prompt.encoded.tolist() == joined
     assert not prompt.encodes_back
-    other = al.hard_prompt(gpt2, joined, held_out=held_out)
+    other = al.hard_prompts.of_tokens(gpt2, joined, held_out=held_out)
     assert other.encodes_back
     assert float(prompt.encoded_accuracy) == float(other.training.best_accuracy)
     assert "to other tokens" in prompt._repr_html_()
@@ -510,7 +510,7 @@ def test_the_text_is_that_of_the_tokens_after_the_bos(llama: Any) -> None:
     _, held_out = halves(llama)
     tokenizer = llama.tokenizer
     (token,) = tokenizer(" the", add_special_tokens=False)["input_ids"]
-    prompt = al.hard_prompt(llama, [token], held_out=held_out)
+    prompt = al.hard_prompts.of_tokens(llama, [token], held_out=held_out)
     assert prompt.text == " the" and prompt.encodes_back
     assert prompt.encoded.tolist() == prompt.tokens.tolist() == [tokenizer.bos_token_id, token]
 
@@ -520,7 +520,7 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
     pieces = tokenizer.convert_tokens_to_ids(["Ġ", "t", "h", "e"])
     joined = tokenizer(" the", add_special_tokens=False)["input_ids"]
     (training,), (held_out,) = halves(gpt2)
-    context = al.hard_prompt(gpt2, joined, held_out=[held_out])
+    context = al.hard_prompts.of_tokens(gpt2, joined, held_out=[held_out])
     answers = [
         batch.label_scores(context.logits(gpt2, batch)).argmax(1) for batch in (training, held_out)
     ]
@@ -534,11 +534,11 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
 def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
     _, held_out = halves(gpt2)
     call: dict[str, Any] = {"held_out": held_out, "length": 4, "draws": 3}
-    prompts = al.random_hard_prompts(gpt2, seed=1, **call)
+    prompts = al.hard_prompts.random(gpt2, seed=1, **call)
     ids = [prompt.ids.tolist() for prompt in prompts]
     assert len(ids) == 3 and ids[0] != ids[1]
-    assert ids == [prompt.ids.tolist() for prompt in al.random_hard_prompts(gpt2, seed=1, **call)]
-    assert ids != [prompt.ids.tolist() for prompt in al.random_hard_prompts(gpt2, seed=2, **call)]
+    assert ids == [prompt.ids.tolist() for prompt in al.hard_prompts.random(gpt2, seed=1, **call)]
+    assert ids != [prompt.ids.tolist() for prompt in al.hard_prompts.random(gpt2, seed=2, **call)]
     assert plain_tokens(gpt2.tokenizer, 700)[torch.tensor(ids)].all()
 
 
@@ -551,7 +551,7 @@ def test_inserted_tokens_give_the_prompts_that_a_text_before_them_gives(
     batch = questions(model, 3, padding_side=side)[0]
     words = "What is it?\n"
     ids = model.tokenizer(words, add_special_tokens=False)["input_ids"]
-    prompt = al.hard_prompt(model, ids, held_out=[batch])
+    prompt = al.hard_prompts.of_tokens(model, ids, held_out=[batch])
     longer = prompt.insert(batch)
     check_batch(longer)
     task = al.TASKS["trec"]
@@ -575,7 +575,7 @@ def questions_of(model: Any, task: al.Task, side: Any) -> al.PromptBatch:
 @pytest.mark.filterwarnings("ignore:some pairs of classes:UserWarning")
 def test_every_metric_runs_on_prompts_with_inserted_tokens(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
-    prompt = al.hard_prompt(gpt2, [300, 17], held_out=batches)
+    prompt = al.hard_prompts.of_tokens(gpt2, [300, 17], held_out=batches)
     metrics: list[Any] = [
         al.SaliencyFlows(),
         al.AttentionAUCROC(),
@@ -592,7 +592,7 @@ def test_every_metric_runs_on_prompts_with_inserted_tokens(gpt2: Any) -> None:
 
 
 def test_prompts_with_another_bos_are_refused(gpt2: Any, llama: Any) -> None:
-    prompt = al.hard_prompt(gpt2, [300], held_out=questions(gpt2, 2))
+    prompt = al.hard_prompts.of_tokens(gpt2, [300], held_out=questions(gpt2, 2))
     with pytest.raises(PromptError, match="begin with no BOS"):
         prompt.insert(questions(llama, 2)[0])
 

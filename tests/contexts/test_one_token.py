@@ -82,7 +82,7 @@ def prompts(model: Any) -> tuple[list[al.PromptBatch], list[al.PromptBatch]]:
 
 
 def accuracy_after(model: Any, held_out: list[al.PromptBatch], tokens: list[int]) -> float:
-    return float(al.hard_prompt(model, tokens, held_out=held_out).training.best_accuracy)
+    return float(al.hard_prompts.of_tokens(model, tokens, held_out=held_out).training.best_accuracy)
 
 
 def test_the_model_is_right_exactly_when_the_token_is_there(model: Any, prompts: Any) -> None:
@@ -91,7 +91,7 @@ def test_the_model_is_right_exactly_when_the_token_is_there(model: Any, prompts:
         tokens = [*START]
         tokens[position] = WANTED
         assert accuracy_after(model, held_out, tokens) == 1
-    random = al.random_hard_prompts(model, held_out=held_out, length=3, draws=10)
+    random = al.hard_prompts.random(model, held_out=held_out, length=3, draws=10)
     assert not any(WANTED in prompt.ids.tolist() for prompt in random)
     assert {float(prompt.training.best_accuracy) for prompt in random} == {0.0}
 

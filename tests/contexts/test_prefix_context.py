@@ -106,7 +106,7 @@ def test_logits_depend_on_neither_padding_nor_the_other_prompts(llama: Any) -> N
 
 
 def hard_prompt(model: Any, batches: Any, held_out: Any, **options: Any) -> al.HardPrompt:
-    return al.hard_prompt(model, [300, 17], held_out=held_out)
+    return al.hard_prompts.of_tokens(model, [300, 17], held_out=held_out)
 
 
 MADE: list[tuple[type[Any], Any]] = [

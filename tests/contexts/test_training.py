@@ -352,11 +352,11 @@ def test_held_out_numbers_are_means_over_queries_of_unequal_batches(gpt2: Any) -
 
 
 def hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
-    return al.hard_prompt(model, [300], **options)
+    return al.hard_prompts.of_tokens(model, [300], **options)
 
 
 def random_hard_prompts(model: Any, batches: Any, **options: Any) -> Any:
-    return al.random_hard_prompts(model, length=1, draws=1, **options)
+    return al.hard_prompts.random(model, length=1, draws=1, **options)
 
 
 EVERY = [TRAINERS[kind][0] for kind in CONTEXTS]

@@ -161,7 +161,7 @@ def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
     learned = al.train_prefix(
         llama, batches[:1], training=al.Training(steps=0), held_out=batches[1:], length=2
     )
-    tokens = al.hard_prompt(llama, [300, 301], held_out=batches)
+    tokens = al.hard_prompts.of_tokens(llama, [300, 301], held_out=batches)
     names = []
     for context in (learned, tokens):
         figure = al.plot_prefix_pattern(llama, batches[0], 1, 1, context=context)

@@ -224,7 +224,7 @@ TRAIN: dict[str, Callable[..., Any]] = {
     "hard prompt": lambda model, *of, **options: al.train_hard_prompt(
         model, *of, start=[300], **options
     ),
-    "given tokens": lambda model, _, held_out, length, training: al.hard_prompt(
+    "given tokens": lambda model, _, held_out, length, training: al.hard_prompts.of_tokens(
         model, [300] * length, held_out=held_out
     ),
 }
