@@ -132,18 +132,21 @@ class StoredContext(Context):
 
     @classmethod
     def _of_file(cls: type[_C], header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> _C:
+        rest = dict(stored)
         layers = range(sum(name.startswith("key.") for name in stored))
-        keys, values = ([stored[f"{kind}.{n}"] for n in layers] for kind in ("key", "value"))
-        plain = {**header, **header.get("texts", {})}
+        keys, values = ([rest.pop(f"{kind}.{n}") for n in layers] for kind in ("key", "value"))
         hints = get_type_hints(cls)
         own: dict[str, Any] = {}
         for name in cls._own_fields():
             if record := next(_records_in(hints[name]), None):
                 begin = f"{name}."
-                parts = {n.removeprefix(begin): t for n, t in stored.items() if n.startswith(begin)}
-                own[name] = record(**parts) if parts else None  # type: ignore[arg-type]
+                names = [each for each in rest if each.startswith(begin)]
+                parts: dict[str, Any] = {n.removeprefix(begin): rest.pop(n) for n in names}
+                own[name] = record(**parts) if parts else None
             else:
-                own[name] = stored[name] if name in stored else plain[name]
+                own[name] = rest.pop(name) if name in rest else header[name]
+        if rest:
+            raise ValueError(f"it has no fields for the tensors {sorted(rest)}")
         with jaxtyped("context"):  # so that an axis is as long in all fields
             misfits = [name for name in own if not _fits(own[name], hints[name])]
         if misfits:
@@ -194,6 +197,8 @@ def _records_in(hint: Any) -> Iterator[type[Record]]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    if isinstance(value, bool):  # which is an int, too
+        return hint is bool
     return isinstance(value, hint) and not (isinstance(value, Record) and value._misfit())
 
 
