@@ -1,5 +1,6 @@
 """A pass gives the right logits and leaves no trace, and wrong input is refused before it."""
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,7 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.loss_checks import check_gradient_of_loss
+from anchorlens.passes.loss_checks import check_gradient_of_loss, check_loss
 
 # Four prompts are too few for six classes, so metrics warn.
 pytestmark = [
@@ -348,6 +349,9 @@ def test_only_metrics_with_a_loss_need_true_labels(gpt2: Any, byte_level: Any) -
         al.saliency(gpt2, batches[0])
     with pytest.raises(MetricError, match=message):
         al.run(gpt2, batches, [al.SaliencyFlows()])
+    labelled = dataclasses.replace(batches[0], gold=torch.tensor([0]))
+    with pytest.raises(MetricError, match=message):  # before a pass over the first batch
+        check_loss(al.losses.label_cross_entropy, [labelled, batches[0]], gpt2)
     # A metric without a loss needs no true labels.
     with pytest.warns(UserWarning, match="fewer than two classes"):
         al.run(gpt2, batches, [al.AttentionAUCROC()], resamples=0, progress=False)
