@@ -122,27 +122,24 @@ def test_a_mistake_that_needs_the_model_is_an_error_of_one_line(
     assert words in error_of(capsys.readouterr())
 
 
-def test_a_model_without_a_tokenizer_is_an_error(
-    monkeypatch: Any, tmp_path: Path, capsys: Any
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (None, "the tokenizer gives no tokens for the query 'Review: "),
+        (5, "longer than 5 tokens"),
+    ],
+)
+def test_a_model_without_a_tokenizer_or_with_a_short_one_is_an_error(
+    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any, limit: int | None, words: str
 ) -> None:
-    tiny_gpt2(700).save_pretrained(tmp_path / "model")
+    tiny_gpt2(700 if limit is None else len(byte_level)).save_pretrained(tmp_path / "model")
+    if limit is not None:
+        byte_level.save_pretrained(tmp_path / "model")
+        file = tmp_path / "model" / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": limit}))
     arguments = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
     assert call(monkeypatch, *RUN, *arguments) == 1
-    assert "the tokenizer gives no tokens for the query 'Review: " in error_of(capsys.readouterr())
-
-
-def test_prompts_over_the_limit_of_the_tokenizer_are_an_error(
-    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
-) -> None:
-    folder = tmp_path / "model"
-    tiny_gpt2(len(byte_level)).save_pretrained(folder)
-    byte_level.save_pretrained(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 5}))
-    arguments = ["--model", str(folder), "--out", str(tmp_path / "out")]
-    assert call(monkeypatch, *RUN, *arguments) == 1
-    error = error_of(capsys.readouterr())
-    assert "longer than 5 tokens" in error
+    assert words in error_of(capsys.readouterr())
 
 
 @pytest.mark.parametrize("option", ["--queries", "--shots", "--depth", "--draws", "--batch-size"])

@@ -159,23 +159,23 @@ def test_a_model_without_prompts_cannot_be_analysed(
     assert error_of(captured) == f"error: no analysis works on {shallow_folder}: words clash"
 
 
-def test_check_refuses_a_model_with_dead_hooks(
+def test_check_refuses_a_model_with_dead_hooks_or_of_another_kind(
     monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
 ) -> None:
     monkeypatch.setattr("anchorlens.models.load.wrap_attention", lambda attention: False)
-    model = saved(tiny_opt(len(byte_level)), byte_level, tmp_path)
-    assert call(monkeypatch, "check", model) == 1
-    captured = capsys.readouterr()
-    assert "layers [0, 1]: an edit of the scores does not reach the pattern" in error_of(captured)
-    assert captured.out == ""
-
-
-def test_check_refuses_a_model_of_another_kind(
-    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
-) -> None:
     config = transformers.MambaConfig(
         vocab_size=len(byte_level), hidden_size=16, num_hidden_layers=2
     )
-    model = saved(transformers.MambaForCausalLM(config), byte_level, tmp_path)
-    assert call(monkeypatch, "check", model) == 1
-    assert "have no attention pattern to hook" in error_of(capsys.readouterr())
+    for name, weights, message in (
+        (
+            "opt",
+            tiny_opt(len(byte_level)),
+            "layers [0, 1]: an edit of the scores does not reach the pattern",
+        ),
+        ("mamba", transformers.MambaForCausalLM(config), "have no attention pattern to hook"),
+    ):
+        model = saved(weights, byte_level, tmp_path / name)
+        assert call(monkeypatch, "check", model) == 1
+        captured = capsys.readouterr()
+        assert message in error_of(captured)
+        assert captured.out == ""

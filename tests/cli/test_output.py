@@ -65,27 +65,12 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     assert f"report: {tmp_path / 'report.html'}" in printed.out.splitlines()[-1]
 
 
-def test_paper_prints_its_numbers_as_json(
-    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
-) -> None:
-    def one_number(setting: PaperSetting) -> Any:
-        yield PaperNumber("Mine", "a", "b", 0.5)
-        yield PaperNumber("Mine", "a", "c", float("nan"), layer=2)
-
-    monkeypatch.setattr(work, "PAPER_PARTS", (one_number,))
-    arguments = ["--model", str(model_folder), "--out", str(tmp_path), "--task", "news", "--json"]
-    arguments += ["--queries", "11", "--seed", "1", "--depth", "1", "--draws", "1", "--quiet"]
-    assert call(monkeypatch, "paper", *arguments) == 0
-    numbers = json.loads(capsys.readouterr().out)["numbers"]
-    assert [number["value"] for number in numbers] == [0.5, None]
-    assert numbers[1]["task"] == "news" and numbers[1]["seed"] == 1 and numbers[1]["layer"] == 2
-
-
-def test_paper_draws_its_tables_on_a_terminal_and_stores_the_same_text(
+def test_paper_draws_its_tables_on_a_terminal_stores_the_same_text_and_prints_json(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     def accuracy(setting: PaperSetting) -> Any:
         yield PaperNumber("Table 1", "vanilla", "accuracy", 0.5)
+        yield PaperNumber("Mine", "a", "c", float("nan"), layer=2)
 
     monkeypatch.setattr(work, "PAPER_PARTS", (accuracy,))
     arguments = ["--model", str(model_folder), "--out", str(tmp_path), "--task", "news", "--quiet"]
@@ -104,6 +89,10 @@ def test_paper_draws_its_tables_on_a_terminal_and_stores_the_same_text(
     assert "│ GPT2-XL in the paper │ │" in drawn
     assert "Vanilla and re-weighted have 1 demonstration a class." in " ".join(drawn)
     assert (tmp_path / "tables.txt").read_bytes() == stored
+    assert call(monkeypatch, "paper", *arguments, "--json") == 0
+    numbers = json.loads(capsys.readouterr().out)["numbers"]
+    assert [number["value"] for number in numbers] == [0.5, None]
+    assert numbers[1]["task"] == "news" and numbers[1]["seed"] == 1 and numbers[1]["layer"] == 2
 
 
 def test_tables_are_drawn_on_a_terminal_and_plain_elsewhere(monkeypatch: Any, capsys: Any) -> None:

@@ -96,6 +96,10 @@ def write(folder: Path, results: Mapping[str, Any], **options: Any) -> Path:
     return al.write_report(results, folder / "report.html", **options)
 
 
+def written(folder: Path, results: Mapping[str, Any], **options: Any) -> str:
+    return write(folder, results, **options).read_text(encoding="utf-8")
+
+
 def test_the_page_needs_no_other_file(results: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path, results)
     page = Page(path)
@@ -127,18 +131,14 @@ def heading(name: str) -> str:
     return words.get(name, name.replace("_", " ").capitalize())
 
 
-def test_every_record_has_a_figure(results: dict[str, Any], tmp_path: Path) -> None:
-    text = write(tmp_path, results).read_text(encoding="utf-8")
-    assert figures_of(text) == len(results)
-    assert headings_of(text) == [heading(name) for name in results]
-
-
-def test_figures_of_the_user_replace_plots_or_come_last(
+def test_every_record_has_a_figure_and_those_of_the_user_replace_them_or_come_last(
     results: dict[str, Any], tmp_path: Path
 ) -> None:
     replacement = go.Figure(layout={"title": {"text": "of my own"}})
     figures = {"more": go.Figure(), "loyalty": None, "isolation": replacement}
-    text = write(tmp_path, results, figures=figures).read_text(encoding="utf-8")
+    text = written(tmp_path, results, figures=figures)
+    assert headings_of(written(tmp_path, results)) == [heading(name) for name in results]
+    assert figures_of(written(tmp_path, results)) == len(results)
     assert figures_of(text) == len(results)  # one is added, one removed, one replaced
     assert "of my own" in text
     assert "What stays as it was" not in text
@@ -163,13 +163,15 @@ def test_all_numbers_are_on_the_page(results: dict[str, Any], tmp_path: Path) ->
 def test_settings_and_shared_info_come_last(tmp_path: Path) -> None:
     records = {"one": plain(model="tiny", prompts=3), "two": plain(model="tiny", prompts=4)}
     settings = {"task": "trec", "seeds": [1, 2], "model_file": {"a": 1, "b": 2}}
-    text = write(tmp_path, records, settings=settings).read_text(encoding="utf-8")
+    text = written(tmp_path, records, settings=settings)
     cells = Page(tmp_path / "report.html").cells
     settings_of_run = ["task", "trec", "seeds", "1, 2", "model file", "a 1, b 2", "model", "tiny"]
     assert cells[-8:] == settings_of_run
     assert cells.count("model") == 1
     counts = [cells[k + 1] for k, text in enumerate(cells) if text == "prompts"]
     assert counts == ["3", "4"]
+    mine = Page(write(tmp_path, records, settings={"model": "mine"})).cells
+    assert mine[mine.index("model") + 1] == "mine" and mine.count("model") == 1
     assert f"tiny · {date.today().day} " in text  # the model and the date are below the title
 
 
@@ -203,24 +205,12 @@ def test_a_record_without_a_figure_shows_its_numbers(tmp_path: Path) -> None:
     assert "nan" not in "".join(Page(path).cells)
 
 
-def test_figures_without_results_give_a_page(tmp_path: Path) -> None:
-    path = write(tmp_path, {}, figures={"one": go.Figure(), "two": go.Figure()}, title="T")
-    assert "<h1>T</h1>" in path.read_text(encoding="utf-8")
-
-
-def test_an_empty_report_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(AnchorlensError, match="there are no results to report"):
-        write(tmp_path, {})
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("with_intervals", [True, False])
-def test_every_record_has_a_plot(results: dict[str, Any], with_intervals: bool) -> None:
+def test_every_record_has_a_plot_with_and_without_intervals(results: dict[str, Any]) -> None:
     for record in results.values():
-        figure = (record if with_intervals else replace(record, intervals={})).plot()
-        assert isinstance(figure, go.Figure)
-        assert figure.data
-        assert figure.layout.title.text
+        for shown in (record, replace(record, intervals={})):
+            figure = shown.plot()
+            assert isinstance(figure, go.Figure)
+            assert figure.data and figure.layout.title.text
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +225,7 @@ def test_several_tasks_are_chapters_with_one_section_for_all_isolations(
     sweep = {"first": results["isolation"], "last": results["isolation"]}
     flows = results["saliency_flows"]
     tasks = {"a & b": {"flows": flows, "sweep": sweep, "one": prompt}, "c": {"flows": flows}}
-    text = write(tmp_path, tasks, command="anchorlens run").read_text(encoding="utf-8")
+    text = written(tmp_path, tasks, command="anchorlens run")
     assert re.findall(r'heading">(.*?)</h2>', text) == ["a &amp; b", "c"]
     assert headings_of(text) == ["One", "Flows", "Isolation", "Flows"]
     assert figures_of(text) == 3
@@ -252,16 +242,17 @@ def test_several_tasks_are_chapters_with_one_section_for_all_isolations(
 def test_a_page_has_its_title_in_the_window_of_the_browser(
     prompt: al.PromptFlows, tmp_path: Path
 ) -> None:
-    report = write(tmp_path, {}, figures={"one": go.Figure()}, title=EVIL).read_text("utf-8")
+    report = written(tmp_path, {}, figures={"one": go.Figure()}, title=EVIL)
     alone = replace(prompt, heading=EVIL, start=2).page()
     assert 'value="2"' in alone and "<output>2</output>" in alone  # the layer that is shown first
     for page in (report, alone):
         title = page.partition("<title>")[2].partition("</title>")[0]
         assert "<" not in title and unescape(title) == EVIL
+    assert [unescape(each) for each in re.findall("<h1>(.*?)</h1>", report)] == [EVIL]
 
 
 def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None:
-    text = write(tmp_path, results).read_text(encoding="utf-8")
+    text = written(tmp_path, results)
     answer, figure = text.index("right class of"), text.index('class="figure"')
     assert answer < text.index("Claims of the paper") < figure
     for claim in al.claims(results):
@@ -272,9 +263,9 @@ def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None
 def test_the_answer_leads_to_the_pictures_of_prompts(
     results: dict[str, Any], prompt: al.PromptFlows, tmp_path: Path
 ) -> None:
-    without = write(tmp_path, results).read_text(encoding="utf-8")
+    without = written(tmp_path, results)
     assert "in a single prompt" not in without
-    text = write(tmp_path, results | {"one": prompt, "b & c": prompt}).read_text(encoding="utf-8")
+    text = written(tmp_path, results | {"one": prompt, "b & c": prompt})
     answer = text.partition('class="answer"')[2].partition('<table class="claims">')[0]
     links = re.findall(r'<a href="#([^"]*)">(.*?)</a>[,.]', answer)
     assert [heading for _, heading in links] == ["One", "B &amp; c"]
@@ -301,6 +292,7 @@ def test_what_would_be_drawn_wrong_or_left_out_is_an_error(
     flows = results["saliency_flows"]
     scene = go.Figure(go.Scatter3d(x=[1], y=[1], z=[1]))
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({}, {}, "there are no results to report"),
         ({"a": flows}, {"figures": {"mine": scene}}, "traces of the kind scatter3d"),
         ({"a": flows, "b": go.Figure()}, {}, "'b' is a Figure"),
         ({"a": flows, "sweep": {"a": flows}}, {}, "two results have the name 'a'"),
@@ -327,9 +319,9 @@ def test_digests_of_queries_are_not_on_the_page(tmp_path: Path) -> None:
     digest = 18432419456431636
     for others in ({}, {"seed": 2}):  # common to all records, and of one section
         records = {"a": plain(seed=1, queries_in_training=[digest]), "b": plain(**others)}
-        text = write(tmp_path, records).read_text(encoding="utf-8")
+        text = written(tmp_path, records)
         assert str(digest) not in text and "queries in training" not in text
-    text = write(tmp_path, {"a": records["a"]}).read_text(encoding="utf-8")
+    text = written(tmp_path, {"a": records["a"]})
     assert str(digest) not in text and ">seed<" in text
 
 
@@ -344,16 +336,11 @@ def test_settings_of_isolations_are_shown_for_each_site(
     assert "keep bos" in cells and "first: keep bos" not in cells
 
 
-def test_settings_of_the_user_are_not_replaced(tmp_path: Path) -> None:
-    cells = Page(write(tmp_path, {"x": plain(seed=0)}, settings={"seed": 42})).cells
-    assert cells[cells.index("seed") + 1] == "42"
-
-
 def test_figures_may_have_any_meta_and_a_subtitle(tmp_path: Path) -> None:
     figure = go.Figure(layout={"meta": ["mine"], "title": {"text": "a", "subtitle": {"text": "b"}}})
-    assert "a. b" in write(tmp_path, {}, figures={"x": figure}).read_text()
+    assert "a. b" in written(tmp_path, {}, figures={"x": figure})
     captioned = go.Figure(layout={"meta": {"caption": EVIL}})
-    text = write(tmp_path, {}, figures={"x": captioned}).read_text()
+    text = written(tmp_path, {}, figures={"x": captioned})
     (caption,) = re.findall('<p class="caption">(.*?)</p>', text)
     assert unescape(caption) == EVIL
     assert EVIL not in text
