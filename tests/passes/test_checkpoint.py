@@ -27,6 +27,11 @@ pytestmark = [
     pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in 1 of 1 sets"),
 ]
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+CHECKPOINTED: dict[str, Any] = {
+    "loss": al.losses.label_cross_entropy,
+    "gradient_checkpointing": True,
+}
 METRICS: list[al.Metric] = [
     al.SaliencyFlows(),
     al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="absolute"),
@@ -37,15 +42,7 @@ METRICS: list[al.Metric] = [
 def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, float]:
     """Return differences of results with and without checkpoints; one metric has no gradient."""
     results = [
-        al.run(
-            model,
-            [batch],
-            METRICS,
-            hooks=hooks,
-            gradient_checkpointing=on,
-            resamples=0,
-            progress=False,
-        )
+        al.run(model, [batch], METRICS, hooks=hooks, gradient_checkpointing=on, **QUIET)
         for on in (False, True)
     ]
     of_records = {
@@ -165,14 +162,7 @@ def test_one_layer_is_in_memory_at_a_time(
         batch = questions(model, 1)[0]
         size = 2 * 4 * batch.tokens.shape[1] ** 2  # bytes of two heads
         with Live(size) as live:
-            al.run(
-                model,
-                [batch],
-                METRICS,
-                gradient_checkpointing=checkpoint,
-                resamples=0,
-                progress=False,
-            )
+            al.run(model, [batch], METRICS, gradient_checkpointing=checkpoint, **QUIET)
         return live
 
     few, many = patterns(2, True), patterns(8, True)
@@ -192,21 +182,13 @@ def test_random_interventions_draw_the_same_numbers_twice(gpt2: Any) -> None:
     flows = []
     for checkpoint in (False, True):
         torch.manual_seed(3)
-        results = al.run(
-            gpt2,
-            [batch],
-            METRICS[:1],
-            hooks=hooks,
-            gradient_checkpointing=checkpoint,
-            resamples=0,
-            progress=False,
-        )
+        options: dict[str, Any] = {"gradient_checkpointing": checkpoint, **QUIET}
+        results = al.run(gpt2, [batch], METRICS[:1], hooks=hooks, **options)
         flows.append(results["saliency_flows"].flows)
     assert difference(flows[1], flows[0]) <= 1e-6
 
 
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 def test_interventions_that_differ_when_a_block_runs_again_are_refused(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     generator = torch.Generator().manual_seed(0)
@@ -220,18 +202,11 @@ def test_interventions_that_differ_when_a_block_runs_again_are_refused(gpt2: Any
     message = r"layer 1 gave another output|modified by an inplace operation"
     for hook in ((pattern_name(1), draw), ("blocks.1.hook_resid_pre", double_in_place)):
         with unchanged(gpt2), pytest.raises((HookError, RuntimeError), match=message):
-            al.run(
-                gpt2,
-                [batch],
-                METRICS,
-                hooks=always(hook),
-                gradient_checkpointing=True,
-                progress=False,
-            )
+            options: dict[str, Any] = {"gradient_checkpointing": True, **QUIET}
+            al.run(gpt2, [batch], METRICS, hooks=always(hook), **options)
 
 
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 def test_a_layer_without_gradient_is_refused(gpt2: Any) -> None:
     cut: list[Hook] = [
         (f"blocks.1.{name}", lambda out, hook: torch.zeros_like(out))
@@ -242,17 +217,10 @@ def test_a_layer_without_gradient_is_refused(gpt2: Any) -> None:
         frozen_in_eval_mode(gpt2),
         pytest.raises(HookError, match=r"layers \[1\] did \[0"),
     ):
-        run_pass(
-            gpt2,
-            questions(gpt2, 2)[0],
-            hooks=cut,
-            loss=al.losses.label_cross_entropy,
-            gradient_checkpointing=True,
-        )
+        run_pass(gpt2, questions(gpt2, 2)[0], hooks=cut, **CHECKPOINTED)
 
 
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 def test_observers_that_are_not_read_only_are_refused(gpt2: Any) -> None:
     """An observer sees tensors of the second run, which never get the gradient that it asks for."""
     batch = questions(gpt2, 2)[0]
@@ -267,13 +235,7 @@ def test_observers_that_are_not_read_only_are_refused(gpt2: Any) -> None:
             frozen_in_eval_mode(gpt2),
             pytest.raises(error, match=r"None|requires_grad"),
         ):
-            run_pass(
-                gpt2,
-                batch,
-                observers=[(pattern_name(1), observer)],
-                loss=al.losses.label_cross_entropy,
-                gradient_checkpointing=True,
-            )
+            run_pass(gpt2, batch, observers=[(pattern_name(1), observer)], **CHECKPOINTED)
 
 
 def test_checkpoints_without_a_gradient_are_refused(gpt2: Any) -> None:
@@ -288,21 +250,12 @@ def test_checkpoints_without_a_gradient_are_refused(gpt2: Any) -> None:
         run_pass(gpt2, batch, gradient_checkpointing=True)
 
 
-def fail(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("in the middle")
-
-
 @pytest.mark.every_kind
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 def test_no_trace_is_left_after_checkpoints(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     replaced = vars(gpt2.blocks[1])["forward"] = gpt2.blocks[1].forward  # by another library
     before = [vars(block).get("forward") for block in gpt2.blocks]
-    options: dict[str, Any] = {
-        "loss": al.losses.label_cross_entropy,
-        "gradient_checkpointing": True,
-    }
     bad: list[dict[str, Any]] = [
         {"loss": lambda logits, batch: logits},  # refused before the backward pass
         {"hooks": failing(pattern_name(1))},
@@ -318,7 +271,7 @@ def test_no_trace_is_left_after_checkpoints(gpt2: Any) -> None:
             frozen_in_eval_mode(gpt2),
             pytest.raises(error, match=r"in the middle|number"),
         ):
-            run_pass(gpt2, batch, **(options | more))
+            run_pass(gpt2, batch, **(CHECKPOINTED | more))
         assert [vars(block).get("forward") for block in gpt2.blocks] == before
     assert vars(gpt2.blocks[1])["forward"] is replaced
     assert before[0] is before[2] is None
@@ -369,9 +322,7 @@ def test_hooks_of_a_users_metric_act_once(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     metrics = [UserMetric(), UserMetric()]
     plain, checkpointed = (
-        al.run(gpt2, [batch], [metric], gradient_checkpointing=on, resamples=0, progress=False)[
-            "own"
-        ]
+        al.run(gpt2, [batch], [metric], gradient_checkpointing=on, **QUIET)["own"]
         for metric, on in zip(metrics, (False, True), strict=True)
     )
     assert [metric.calls for metric in metrics] == [{"forward": 1, "backward": 1}] * 2

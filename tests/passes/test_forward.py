@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets"),
 ]
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(2)]
 
 
@@ -125,14 +126,8 @@ def test_only_the_target_is_unembedded(gpt2: Any) -> None:
 def test_a_run_leaves_no_gradient_in_tensors_of_the_user(gpt2: Any) -> None:
     batch = batch_of(gpt2)
     beta = torch.zeros(3, 2, 6, requires_grad=True)
-    al.run(
-        gpt2,
-        [batch],
-        METRICS[:1],
-        hooks=lambda batch: al.reweight_anchors(gpt2, batch, beta),
-        resamples=0,
-        progress=False,
-    )
+    change = lambda batch: al.reweight_anchors(gpt2, batch, beta)  # noqa: E731
+    al.run(gpt2, [batch], METRICS[:1], hooks=change, **QUIET)
     assert beta.grad is None
 
 
@@ -152,12 +147,7 @@ CALLS: list[Callable[[Any, al.PromptBatch], Any]] = [
         model, [batch], 0, draws=1, resamples=2, progress=False
     ),
     lambda model, batch: al.run(
-        model,
-        [batch],
-        [al.Loyalty()],
-        hooks=lambda b: al.isolate_labels(model, b, 0),
-        progress=False,
-        resamples=0,
+        model, [batch], [al.Loyalty()], hooks=lambda b: al.isolate_labels(model, b, 0), **QUIET
     ),
 ]
 
@@ -165,9 +155,8 @@ CALLS: list[Callable[[Any, al.PromptBatch], Any]] = [
 @pytest.mark.changes_model
 @pytest.mark.parametrize("call", CALLS)
 def test_no_trace_is_left_after_success(gpt2: Any, call: Callable[..., Any]) -> None:
-    batch = batch_of(gpt2)
     with unchanged(gpt2):
-        call(gpt2, batch)
+        call(gpt2, batch_of(gpt2))
 
 
 @pytest.mark.changes_model
@@ -233,7 +222,7 @@ def test_numbers_are_the_same_in_any_grad_mode_and_twice(
     with outside():
         for _ in range(2):
             assert torch.equal(al.saliency(gpt2, batch), expected)
-            flows = al.run(gpt2, [batch], METRICS, resamples=0, progress=False)["saliency_flows"]
+            flows = al.run(gpt2, [batch], METRICS, **QUIET)["saliency_flows"]
             assert flows.flows.isfinite().all() and (flows.flows[0] > 0).all()
         al.prepare_model(fresh)
 
@@ -254,8 +243,8 @@ def test_a_custom_loss_replaces_the_cross_entropy(gpt2: Any) -> None:
         return 2 * al.losses.label_cross_entropy(logits, batch)
 
     torch.testing.assert_close(al.saliency(gpt2, batch, loss=twice), 2 * al.saliency(gpt2, batch))
-    custom = al.run(gpt2, [batch], METRICS[:1], loss=twice, resamples=0, progress=False)
-    default = al.run(gpt2, [batch], METRICS[:1], resamples=0, progress=False)
+    custom = al.run(gpt2, [batch], METRICS[:1], loss=twice, **QUIET)
+    default = al.run(gpt2, [batch], METRICS[:1], **QUIET)
     torch.testing.assert_close(custom["saliency_flows"].flows, 2 * default["saliency_flows"].flows)
 
 
@@ -269,10 +258,9 @@ def test_a_custom_loss_replaces_the_cross_entropy(gpt2: Any) -> None:
     ],
 )
 def test_a_loss_of_the_wrong_shape_is_refused(gpt2: Any, loss: Any, came: str) -> None:
-    with pytest.raises(MetricError, match=rf"one number a prompt, shape \(2,\); got {came}"):
-        al.run(gpt2, [batch_of(gpt2)], METRICS, loss=loss, progress=False)
-    with pytest.raises(MetricError, match=rf"one number a prompt, shape \(2,\); got {came}"):
-        al.saliency(gpt2, batch_of(gpt2), loss=loss)
+    for call in (al.saliency, lambda m, b, loss: al.run(m, [b], METRICS, loss=loss, **QUIET)):
+        with pytest.raises(MetricError, match=rf"one number a prompt, shape \(2,\); got {came}"):
+            call(gpt2, batch_of(gpt2), loss=loss)
 
 
 def minus_mean(logits: Tensor, batch: al.PromptBatch) -> Tensor:
@@ -310,7 +298,7 @@ def test_a_loss_that_is_the_same_whatever_the_logits_are_is_refused(gpt2: Any) -
         """Has no gradient where the first logit is above the second, as in many random logits."""
         return (logits[:, 1] - logits[:, 0]).relu()
 
-    flows = al.run(gpt2, [alone], METRICS[:1], loss=hinge, resamples=0, progress=False)
+    flows = al.run(gpt2, [alone], METRICS[:1], loss=hinge, **QUIET)
     assert flows["saliency_flows"].flows.isfinite().all()
 
 
@@ -354,7 +342,7 @@ def test_only_metrics_with_a_loss_need_true_labels(gpt2: Any, byte_level: Any) -
         check_loss(al.losses.label_cross_entropy, [labelled, batches[0]], gpt2)
     # A metric without a loss needs no true labels.
     with pytest.warns(UserWarning, match="fewer than two classes"):
-        al.run(gpt2, batches, [al.AttentionAUCROC()], resamples=0, progress=False)
+        al.run(gpt2, batches, [al.AttentionAUCROC()], **QUIET)
 
 
 def short_batch(length: int = 8, token: int = 3) -> al.PromptBatch:
