@@ -210,22 +210,21 @@ def test_a_pass_that_does_not_fit_is_refused(gpt2: Any, change: str) -> None:
 def test_the_numbers_of_passes_and_metrics_must_fit(gpt2: Any) -> None:
     batches, metrics = questions(gpt2, 4, batch_size=2), [al.SaliencyFlows()]
     passes = [*passes_of(gpt2, batches, [*metrics])]
-    with pytest.raises(MetricError, match="there are 2 batches, but 1 passes"):
-        al.caches.from_caches(metrics, batches, passes[:1])
-    with pytest.raises(MetricError, match="there are 1 batches, but more passes"):
-        al.caches.from_caches(metrics, batches[:1], passes)
-    with pytest.raises(MetricError, match="nothing to compute"):
-        al.caches.from_caches([], batches, passes)
-    with pytest.raises(MetricError, match="need different names"):
-        al.caches.from_caches(metrics * 2, batches, passes)
+    gradients = [torch.ones(1, 1, 2, 2)]
+    from_caches, attentions = al.caches.from_caches, al.caches.cache_of_attentions
+    for message, call in (
+        ("there are 2 batches, but 1 passes", lambda: from_caches(metrics, batches, passes[:1])),
+        ("there are 1 batches, but more", lambda: from_caches(metrics, batches[:1], passes)),
+        ("nothing to compute", lambda: from_caches([], batches, passes)),
+        ("need different names", lambda: from_caches(metrics * 2, batches, passes)),
+        ("loyalty", lambda: from_caches([al.Loyalty()], batches, passes)),
+        ("no pattern in layers", lambda: attentions([None, None])),
+        ("2 patterns, but 1 gradients", lambda: attentions(gradients * 2, gradients)),
+    ):
+        with pytest.raises(MetricError, match=message):
+            call()
     with pytest.raises(RunError, match="no result for saliency_flows: its contributions"):
         other = {name: values for name, values in passes[1][1].items() if "blocks.2" not in name}
         al.caches.from_caches(metrics, batches, [passes[0], (passes[1][0], other)])
-    with pytest.raises(MetricError, match="loyalty"):
-        al.caches.from_caches([al.Loyalty()], batches, passes)
     with pytest.raises(ArgumentError, match="an instance is needed"):
         al.caches.names_filter([al.SaliencyFlows], gpt2, batches[0])  # type: ignore[list-item]
-    with pytest.raises(MetricError, match="no pattern in layers"):
-        al.caches.cache_of_attentions([None, None])
-    with pytest.raises(MetricError, match="2 patterns, but 1 gradients"):
-        al.caches.cache_of_attentions([torch.ones(1, 1, 2, 2)] * 2, [torch.ones(1, 1, 2, 2)])

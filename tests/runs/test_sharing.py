@@ -326,8 +326,8 @@ def test_different_logits_turn_sharing_off(gpt2: Any, monkeypatch: pytest.Monkey
         raise RuntimeError("this cache does not fit")
 
     monkeypatch.setattr(shared_prefix, "run_prefix", fails)
-    results = al.run(gpt2, batches, METRICS, **QUIET)
-    assert "this cache does not fit" in results["accuracy"].info["shared_prefix"]
+    info = al.run(gpt2, batches, [al.Accuracy()], **QUIET)["accuracy"].info
+    assert "this cache does not fit" in info["shared_prefix"]
 
 
 @pytest.mark.parametrize(("second", "hidden", "shared"), [(1, [], [4]), (0, [], []), (1, [2], [])])
