@@ -23,7 +23,7 @@ def crossed() -> Any:
 def test_one_batch_walks_through_few_files(crossed: Any) -> None:
     visits = crossed.of_one_batch()
     assert "passes/forward.py" in visits and "runs/runner.py" in visits
-    assert len(visits) <= 19 and sum(visits.values()) <= 144
+    assert len(visits) <= 20 and sum(visits.values()) <= 146
 
 
 def test_a_run_of_three_batches_enters_few_files(crossed: Any, gpt2: Any) -> None:
