@@ -106,20 +106,9 @@ class CompressedContext(StoredContext):
         Raises:
             PromptError: The prompts begin with other tokens, or a query is too long.
         """
-        after_prefix = _after_prefix(batch.to(device_of(model)), self.tokens)
-        self._check_lengths(model, after_prefix)
-        prefix = self.prefix.beside(model)
-        if not self.is_cut:
-            return QueryPass(after_prefix, prefix, _block_dropped(model, after_prefix, self.kept))
-        rest = after_prefix.tokens.shape[1] - len(self.kept)
-        selected = torch.cat([self.kept, self.kept.new_ones(rest)]).to(after_prefix.tokens.device)
-        compact = selected_columns(after_prefix, selected).after(int(self.kept.sum()))
-        hooks = [] if self.has_no_gap else self._window_hooks(model, compact, after_prefix)
-        return QueryPass(compact, prefix, hooks)
-
-    def _check_lengths(self, model: HookedModel, batch: PromptBatch) -> None:
+        whole = _after_prefix(batch.to(device_of(model)), self.tokens)
         left = model.cfg.n_ctx - max(self.query_position, len(self.prefix))
-        longest = int(batch.attention_mask[:, batch.query_rows].sum(1).max())
+        longest = int(whole.attention_mask[:, whole.query_rows].sum(1).max())
         if longest > left:
             raise PromptError(
                 f"a query has {longest} tokens, but {left} of the model's context of "
@@ -127,6 +116,16 @@ class CompressedContext(StoredContext):
                 "or fewer demonstrations, or positions=al.placement.rebased"
             )
         refuse_another_rotation(model, self.prefix.text_length, self.query_position + longest)
+        prefix, device = self.prefix.beside(model), whole.tokens.device
+        read = torch.ones(whole.tokens.shape[1], dtype=torch.bool, device=device)
+        read[: len(self.kept)] = self.kept.to(device)
+        if not self.is_cut:
+            of_query = torch.arange(len(read), device=device) >= whole.first_query
+            cut = edges.between(of_query[None], ~read[None])
+            return QueryPass(whole, prefix, hooks_on_edges(model, whole, cut, Site()))
+        compact = selected_columns(whole, read).after(int(self.kept.sum()))
+        hooks = [] if self.has_no_gap else self._window_hooks(model, compact, whole)
+        return QueryPass(compact, prefix, hooks)
 
     def _window_hooks(
         self, model: HookedModel, batch: PromptBatch, whole: PromptBatch
@@ -234,16 +233,20 @@ def contexts(
     masks = checked_selections(selections, moved)
     prompt = moved.prompt(0)
     shared = prompt.before(len(masks[0]))
-    forget_windows(model)
+    bos = bos_of(prompt).tolist()
+    info = {**model_identity(model), "positions": name_of(positions), "bos": bos}
+    _measured.pop(model, None)  # the model's settings may have changed
     with frozen_in_eval_mode(model):
         with without_user_hooks(model):
             whole = verified_cache(model, prompt, shared)
-            make = _context_maker(model, prompt, whole, masks[0], positions)
+            way, placement = _way_to(positions, model, prompt, whole, masks[0])
         if has_user_hooks(model):
             whole = run_prefix(model, shared)
-        made = [make(whole, selected) for selected in masks]
-        for context in made:
-            context.query_pass(model, prompt)  # an error now, and not when queries are answered
+        made = []
+        for selected in masks:
+            prefix = way(model, shared, whole, selected)
+            made.append(_context(prompt, prefix, selected, placement(selected), info))
+            made[-1].query_pass(model, prompt)  # an error now, and not when queries are answered
         return made
 
 
@@ -299,191 +302,155 @@ def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch)
     return whole
 
 
-def _context_maker(
-    model: HookedModel,
+def _context(
     prompt: PromptBatch,
-    whole: KeyValues,
+    prefix: KeyValues,
     selected: Bool[Tensor, " position"],
-    positions: Placement,
-) -> Callable[[KeyValues, Bool[Tensor, " position"]], CompressedContext]:
-    """A function from the whole cache and selected positions to a context, tried on one prompt.
-
-    Which function is right depends on how the model takes positions.
-    """
-    length = len(selected)
-    tokens = prompt.tokens[0, :length]
-    bos = bos_of(prompt).tolist()
-    info = {**model_identity(model), "positions": name_of(positions), "bos": bos}
-    segments = prompt.segments[0, :length]
-
-    def context(
-        prefix: KeyValues, selected: Bool[Tensor, " position"], placement: Placement
-    ) -> Any:
-        keys, query = placement(selected)
-        next_position = torch.tensor([query], device=tokens.device)
-        prefix = replace(prefix, next_position=next_position)
-        counts = {
-            name: int(selected[segments == number].sum()) for number, name in enumerate(SEGMENTS)
-        }
-        by_segment = {name: count for name, count in counts.items() if count}
-        # What is not run stays on the CPU, as in a context that was stored.
-        return CompressedContext(
-            prefix=prefix,
-            tokens=tokens.cpu(),
-            kept=selected.cpu(),
-            key_positions=keys.cpu(),
-            query_position=query,
-            info=info | {"selected": by_segment},
-        )
-
-    def cut(whole: KeyValues, selected: Bool[Tensor, " position"]) -> CompressedContext:
-        return context(whole.columns(selected), selected, positions)
-
-    def masked(whole: KeyValues, selected: Bool[Tensor, " position"]) -> CompressedContext:
-        return context(whole, selected, as_in_prompt)
-
-    def moved(whole: KeyValues, selected: Bool[Tensor, " position"]) -> CompressedContext:
-        refuse_another_rotation(model, length, int(selected.sum()))
-        prefix = _moved(model, prompt.before(length), selected)
-        return context(prefix, selected, positions)
-
-    keys, query = positions(selected)
-    device = selected.device
-    if torch.equal(keys, selected.nonzero().flatten()):
-        # Without a gap between the keys wrong positions would not change the logits.
-        has_gap = not selected[int(selected.long().argmax()) :].all()
-        trial = selected if has_gap else torch.arange(length, device=device) % 2 == 0
-        shortened = context(whole.columns(trial), trial, as_in_prompt)
-        difference = _off(model, prompt, lambda: shortened, masked(whole, trial))
-        follows = difference <= TOLERANCE or _follows_positions(model, prompt, whole)
-        if follows and difference <= tolerance(model, ROUNDINGS) and query >= 0:
-            return cut
-        if query == length:
-            return masked
-    elif torch.equal(keys, torch.arange(len(keys), device=keys.device)) and query == len(keys):
-        # Without a gap all distances stay the same, so the answers must stay the same too.
-        trial = torch.arange(length, device=device) >= length // 2
-        difference = _off(model, prompt, lambda: moved(whole, trial), masked(whole, trial))
-        if difference <= tolerance(model, ROUNDINGS):
-            return moved
-    else:
-        raise PromptError(
-            "a placement must leave the keys at their positions in the prompt, or put them at 0, "
-            f"1, ... and the query after them; got keys at {keys.tolist()}, the query at {query}"
-        )
-    raise ModelError(
-        f"positions cannot be {info['positions']} in {info['model']}: its logits would be off by "
-        f"{difference:.1e} of the largest. They cannot be chosen in models whose positions are in "
-        "the residual stream (learned ones), follow the index in the cache (ALiBi, a "
-        "HookedTransformer) or enter the keys where there is no hook point; use "
-        "positions=al.placement.as_in_prompt"
+    placed: tuple[Int[Tensor, " key"], int],
+    info: Mapping[str, Any],
+) -> CompressedContext:
+    keys, query = placed
+    tokens, segments = (of[0, : len(selected)] for of in (prompt.tokens, prompt.segments))
+    counts = {name: int(selected[segments == n].sum()) for n, name in enumerate(SEGMENTS)}
+    # What is not run stays on the CPU, as in a context that was stored.
+    return CompressedContext(
+        prefix=replace(prefix, next_position=torch.tensor([query], device=tokens.device)),
+        tokens=tokens.cpu(),
+        kept=selected.cpu(),
+        key_positions=keys.cpu(),
+        query_position=query,
+        info={**info, "selected": {name: count for name, count in counts.items() if count}},
     )
 
 
-def _follows_positions(model: HookedModel, prompt: PromptBatch, whole: KeyValues) -> bool:
-    """Whether another position of the query gives other logits.
-
-    In low precision the error of a cut cache with wrong distances (ALiBi) can be smaller than
-    rounding, so that a comparison of logits alone does not find it.
-    """
-    after_prefix = prompt.after(len(whole))
-    earlier = replace(whole, next_position=whole.next_position - 1)
-    logits = [run_pass(model, after_prefix, prefix=prefix) for prefix in (whole, earlier)]
-    return not torch.equal(*logits)
+# From a model, the demonstrations, their cache and selected positions to what a context caches.
+_Way = Callable[[HookedModel, PromptBatch, KeyValues, Bool[Tensor, " position"]], KeyValues]
 
 
-def _off(
-    model: HookedModel,
-    prompt: PromptBatch,
-    make: Callable[[], CompressedContext],
-    expected: CompressedContext,
-) -> float:
-    """Difference of the logits of two contexts, relative to the largest; infinite on an error."""
-    try:
-        passes = [context.query_pass(model, prompt) for context in (make(), expected)]
-        return difference_of(*(query_pass.logits(model) for query_pass in passes))
-    except PromptError:
-        raise
-    except Exception as error:  # attention in chunks, keys without a hook point, wrong shapes
-        reason_of(error)
-        return inf
+def _cut(
+    model: HookedModel, shared: PromptBatch, whole: KeyValues, selected: Bool[Tensor, " position"]
+) -> KeyValues:
+    return whole.columns(selected)
+
+
+def _masked(
+    model: HookedModel, shared: PromptBatch, whole: KeyValues, selected: Bool[Tensor, " position"]
+) -> KeyValues:
+    return whole
 
 
 def _moved(
-    model: HookedModel, shared: PromptBatch, selected: Bool[Tensor, " position"]
+    model: HookedModel, shared: PromptBatch, whole: KeyValues, selected: Bool[Tensor, " position"]
 ) -> KeyValues:
     """Keys and values of the selected positions, moved to the positions 0, 1, ...
 
     The keys before the rotation are read from a run of all tokens. Then the model is run on the
     selected tokens, and in every layer these keys replace its own before the rotation.
     """
+    refuse_another_rotation(model, len(selected), int(selected.sum()))
     names = [f"blocks.{layer}.attn.hook_k" for layer in range(model.cfg.n_layers)]
     if not set(names) <= set(model.hook_dict):
         raise ModelError("there is no hook point with the keys before their rotation")
     unrotated: dict[str, Tensor] = {}
 
-    def read(name: str) -> Hook:
-        def store(key: Tensor, hook: Any) -> None:
-            if key.shape[1] != len(selected):
-                raise ModelError("keys before their rotation have heads before positions")
-            unrotated[name] = key.detach()
+    def store(key: Tensor, hook: Any) -> None:
+        if key.shape[1] != len(selected):
+            raise ModelError("keys before their rotation have heads before positions")
+        unrotated[hook.name] = key.detach()
 
-        return name, store
+    def replaced(key: Tensor, hook: Any) -> Tensor:
+        return unrotated[hook.name][:, selected.to(key.device)]
 
-    def replaced(name: str) -> Hook:
-        return name, lambda key, hook: unrotated[name][:, selected.to(key.device)]
-
-    whole = run_prefix(model, shared, observers=[read(name) for name in names]).columns(selected)
-    hooks = [replaced(name) for name in names]
+    read = run_prefix(model, shared, observers=[(name, store) for name in names]).columns(selected)
+    hooks = [(name, replaced) for name in names]
     moved = run_prefix(model, selected_columns(shared, selected), hooks=hooks)
-    if not difference_of(moved.values[0], whole.values[0]) <= tolerance(model, ROUNDINGS):
+    if not difference_of(moved.values[0], read.values[0]) <= tolerance(model, ROUNDINGS):
         raise ModelError("the values of layer 0 depend on positions")
-    return replace(moved, values=whole.values)
+    return replace(moved, values=read.values)
+
+
+def _way_to(
+    positions: Placement,
+    model: HookedModel,
+    prompt: PromptBatch,
+    whole: KeyValues,
+    selected: Bool[Tensor, " position"],
+) -> tuple[_Way, Placement]:
+    """What is right for how the model takes positions, which is tried on one prompt."""
+    keys, query = positions(selected)
+    length, indices = len(selected), torch.arange(len(selected), device=selected.device)
+    way: _Way = _cut
+    placement: Placement = as_in_prompt
+    if torch.equal(keys, selected.nonzero().flatten()):
+        # Without a gap between the keys wrong positions would not change the logits.
+        has_gap = not selected[int(selected.long().argmax()) :].all()
+        trial = selected if has_gap else indices % 2 == 0
+    elif torch.equal(keys, indices[: len(keys)]) and query == len(keys):
+        # Without a gap all distances stay the same, so the answers must stay the same too.
+        trial = indices >= length // 2
+        way, placement = _moved, positions
+    else:
+        raise PromptError(
+            "a placement must leave the keys at their positions in the prompt, or put them at 0, "
+            f"1, ... and the query after them; got keys at {keys.tolist()}, the query at {query}"
+        )
+    try:
+        prefix = way(model, prompt.before(length), whole, trial)
+        tried = _context(prompt, prefix, trial, placement(trial), {})
+        expected = _context(prompt, whole, trial, as_in_prompt(trial), {})
+        passes = [context.query_pass(model, prompt) for context in (tried, expected)]
+        difference = difference_of(*(query_pass.logits(model) for query_pass in passes))
+    except PromptError:
+        raise
+    except Exception as error:  # attention in chunks, keys without a hook point, wrong shapes
+        reason_of(error)
+        difference = inf
+    is_right = difference <= tolerance(model, ROUNDINGS) and query >= 0
+    if is_right and way is _cut and difference > TOLERANCE:
+        # In low precision the error of a cut cache with wrong distances (ALiBi) can be smaller than
+        # rounding. Where distances are right, another position of the query gives other logits.
+        earlier = replace(whole, next_position=whole.next_position - 1)
+        after = prompt.after(length)
+        logits = [run_pass(model, after, prefix=prefix) for prefix in (whole, earlier)]
+        is_right = not torch.equal(*logits)
+    if is_right:
+        return way, positions
+    if way is _cut and query == length:
+        return _masked, as_in_prompt
+    raise ModelError(
+        f"positions cannot be {name_of(positions)} in {model.cfg.model_name}: its logits would be "
+        f"off by {difference:.1e} of the largest. They cannot be chosen in models whose positions "
+        "are in the residual stream (learned ones), follow the index in the cache (ALiBi, a "
+        "HookedTransformer) or enter the keys where there is no hook point; use "
+        "positions=al.placement.as_in_prompt"
+    )
 
 
 def selected_columns(batch: PromptBatch, selected: Bool[Tensor, " position"]) -> PromptBatch:
     """The selected columns of the prompts, whose label words are those that are selected whole."""
-    return on_both(batch, lambda each: _selected_columns(each, selected))
-
-
-def _selected_columns(batch: PromptBatch, selected: Bool[Tensor, " position"]) -> PromptBatch:
-    selected = selected.to(batch.tokens.device)
-    ends = (batch.label_positions, batch.label_ends)
-    whole = torch.stack([selected[end] for end in ends]).all(0).all(0)
-    moved = selected.cumsum(0) - 1
-    names = ("tokens", "attention_mask", "segments")
-    columns: dict[str, Any] = {name: getattr(batch, name)[:, selected] for name in names}
     dropped = int((~selected).sum())
-    return replace(
-        batch,
-        **columns,
-        label_positions=moved[batch.label_positions[:, whole]],
-        label_ends=moved[batch.label_ends[:, whole]],
-        label_classes=batch.label_classes[:, whole],
-        target_positions=batch.target_positions - dropped,
-        query_start=batch.query_start - dropped,
-    )
 
+    def change(each: PromptBatch) -> PromptBatch:
+        columns = selected.to(each.tokens.device)
+        whole = (columns[each.label_positions] & columns[each.label_ends]).all(0)
+        moved = columns.cumsum(0) - 1
+        return replace(
+            each,
+            tokens=each.tokens[:, columns],
+            attention_mask=each.attention_mask[:, columns],
+            segments=each.segments[:, columns],
+            label_positions=moved[each.label_positions[:, whole]],
+            label_ends=moved[each.label_ends[:, whole]],
+            label_classes=each.label_classes[:, whole],
+            target_positions=each.target_positions - dropped,
+            query_start=each.query_start - dropped,
+        )
 
-def _block_dropped(
-    model: HookedModel, batch: PromptBatch, selected: Bool[Tensor, " position"]
-) -> list[Hook]:
-    """Hooks that block the edges from the query to the dropped tokens."""
-    length = batch.tokens.shape[1]
-    positions = torch.arange(length, device=batch.tokens.device)
-    dropped = torch.zeros(length, dtype=torch.bool, device=positions.device)
-    dropped[: len(selected)] = ~selected.to(positions.device)
-    cut = edges.between((positions >= batch.first_query)[None], dropped[None])
-    return hooks_on_edges(model, batch, cut, Site())
+    return on_both(batch, change)
 
 
 # For each model the length of the prompt on which windows were measured, and each layer's window.
 _measured: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
-
-
-def forget_windows(model: HookedModel) -> None:
-    """Measure the windows of a model again at next use: its settings may have changed."""
-    _measured.pop(model, None)
 
 
 def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
