@@ -12,7 +12,7 @@ INSTALL := $(PIP) install --no-compile $(CONSTRAINTS)
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 PYTEST := $(BIN)/python -m pytest -n auto
-WITH_SHAPES := -m 'not without_jaxtyping' --jaxtyping-packages=anchorlens,beartype.beartype
+WITH_SHAPES := -m 'with_shapes and not other_kind' --jaxtyping-packages=anchorlens,beartype.beartype
 OLDEST := $(VENV)/oldest
 NEWEST := $(VENV)/newest
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
@@ -55,11 +55,11 @@ demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 
 test: lint-and-compile
 	$(PYTEST) $(WITH_SHAPES)
-	$(PYTEST) -m without_jaxtyping --kind bridge --kind processed
+	$(PYTEST) -m 'not with_shapes or other_kind' --kind bridge --kind processed
 
 # No whole models, but for those of a few short tests, and no shape checks.
 test-quick: $(VENV)/.stamp-dev
-	$(PYTEST) -x -m 'not without_jaxtyping'
+	$(PYTEST) -x -m with_shapes
 
 # What differs by kind of model is marked every_kind, and is all that this runs.
 test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
@@ -71,7 +71,7 @@ test-newest:
 	rm -rf $(NEWEST)
 	$(MAKE) --no-print-directory VENV='$(NEWEST)' CONSTRAINTS= '$(NEWEST)/.stamp-dev'
 	$(NEWEST)/bin/python -m pip --disable-pip-version-check list --format=freeze
-	$(NEWEST)/bin/python -m pytest -n auto -m 'not without_jaxtyping'
+	$(NEWEST)/bin/python -m pytest -n auto -m with_shapes
 	$(NEWEST)/bin/python -m pytest -n auto tests/models/test_cache_matrix.py tests/models/test_matrix.py
 
 # The browser first: it installs what the documentation needs in the same call.
@@ -93,7 +93,7 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
-	PYTHONPATH=tests/references $(BIN)/python benchmarks/speed.py --model '$(MODEL)'
+	$(BIN)/python benchmarks/speed.py --model '$(MODEL)'
 	$(BIN)/python benchmarks/long_prompts.py --length 2048 --repeats 1
 	$(BIN)/python benchmarks/processes.py
 

@@ -1,14 +1,15 @@
 """The largest possible gain from attention that forms no patterns.
 
-    PYTHONPATH=tests/references python benchmarks/ahead_of_eager.py
+    python benchmarks/ahead_of_eager.py
 
 A random GPT-2 in plain transformers, without hooks. An AUCROC that forms only target rows, and
 leaves the rest to fused attention, cannot be faster than fused attention that forms no pattern.
 """
 
 import torch
-from speed import in_turns, print_seconds
 from transformers import GPT2Config, GPT2Model
+
+from benchmarks.speed import in_turns, print_seconds
 
 
 def main() -> None:

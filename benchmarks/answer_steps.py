@@ -18,12 +18,12 @@ import sys
 from typing import Any
 
 import torch
-from long_prompts import memory_of
-from saliency_cost import seconds
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.models.model_state import frozen_in_eval_mode
+from benchmarks.long_prompts import memory_of
+from benchmarks.saliency_cost import seconds
 
 VARIANTS = ("steps", "patterns")
 ANSWERS = (1, 8, 64)

@@ -10,7 +10,6 @@ into the file `--numbers`, and compares them with the numbers that another line 
 import argparse
 import copy
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -21,9 +20,7 @@ import torch
 
 import anchorlens as al
 from anchorlens.models.weights import read_weights
-
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from hooked_transformers import hooked_transformer
+from tests.support.hooked_transformers import hooked_transformer
 
 
 def indices_of(model: Any, train: Path, test: Path, queries: int) -> dict[str, list[float]]:

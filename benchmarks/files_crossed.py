@@ -1,6 +1,6 @@
 """How many files of the package one batch of ``al.run`` with a gradient crosses, and how often.
 
-    PYTHONPATH=tests/support python benchmarks/files_crossed.py
+    python benchmarks/files_crossed.py
 
 A tiny random GPT-2 computes saliency flows without intervals, once for some batches and once for
 one batch more. The difference belongs to one batch. A move is a call or a return after which the
@@ -13,9 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
-
 import anchorlens as al
+from tests.support.tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 
 PACKAGE = str(Path(al.__file__).parent)
 

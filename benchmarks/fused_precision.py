@@ -10,24 +10,18 @@ trained ones.
 
 import argparse
 import copy
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-sys.path.extend(
-    str(Path(__file__).parents[1] / "tests" / name) for name in ("support", "references")
-)
-from architectures import ROWS
-from comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
-from tiny_models import randomize
-
 import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.trials import may_fuse
+from tests.references.architectures import ROWS
+from tests.references.comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
+from tests.support.tiny_models import randomize
 
 
 def flows(model: Any, is_fused: bool) -> Tensor:

@@ -37,15 +37,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "references"))
-import published_way
 import torch
-from saliency_cost import byte_level_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import anchorlens as al
 from anchorlens.trials import may_fuse
+from benchmarks import published_way
+from benchmarks.saliency_cost import byte_level_tokenizer
 
 LARGE = may_fuse.LARGE
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}

@@ -33,9 +33,7 @@ from safetensors import safe_open
 import anchorlens as al
 from anchorlens.cli import commands as command_line
 from anchorlens.system import files
-
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
+from tests.support.tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 
 METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
 Work = Callable[[Path], str]

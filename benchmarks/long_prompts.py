@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from saliency_cost import byte_level_tokenizer, seconds
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
 from anchorlens.trials import may_fuse
+from benchmarks.saliency_cost import byte_level_tokenizer, seconds
 
 VARIANTS = ("transformers", "whole", "checkpointed", "floor", "fused-checkpointed", "fused")
 MEASURED = ("memory", "seconds", "work")

@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from saliency_cost import byte_level_tokenizer, seconds
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import anchorlens as al
 from anchorlens.models import native_attention
 from anchorlens.passes.forward import run_pass
+from benchmarks.saliency_cost import byte_level_tokenizer, seconds
 
 
 def llama_of_gpt2_size(tokenizer: Any) -> Any:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from accelerate import PartialState, debug_launcher
-from saliency_cost import byte_level_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
 from anchorlens.system.processes import gather_from_processes
+from benchmarks.saliency_cost import byte_level_tokenizer
 
 VARIANTS = {
     "1 process, 1 thread": (1, 1),

@@ -9,11 +9,11 @@ the passes differ.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import plain
 import torch
 from torch import Tensor
 
 import anchorlens as al
+from tests.references import plain
 
 Cuts = Mapping[str, tuple[Sequence[int], int | None]]  # layers, and the draw of a random control
 

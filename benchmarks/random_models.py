@@ -1,6 +1,6 @@
 """Verdicts for models with random weights: none may agree with a claim of the paper.
 
-PYTHONPATH=tests/support python benchmarks/random_models.py --models 20
+python benchmarks/random_models.py --models 20
 """
 
 import argparse
@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-from tiny_models import byte_level_tokenizer, randomize, sentencepiece_like_tokenizer
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -21,6 +20,7 @@ from transformers import (
 
 import anchorlens as al
 from anchorlens.report.claims import Verdict
+from tests.support.tiny_models import byte_level_tokenizer, randomize, sentencepiece_like_tokenizer
 
 LAYERS = 9
 SCALES = (0.02, 0.25)  # as new weights are drawn, and so large that the layers do something

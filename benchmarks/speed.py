@@ -1,6 +1,6 @@
 """Speed, compared with one prompt at a time, with naive TransformerLens, and with the floor.
 
-    PYTHONPATH=tests/references python benchmarks/speed.py --model M --train F --test F
+    python benchmarks/speed.py --model M --train F --test F
 
 Each table is one run. Because a machine's speed drifts, the variants take turns: in every turn a
 fast variant does the whole work, and a slow variant a part of it. The printed largest differences
@@ -17,9 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import published_way
 import torch
-from saliency_cost import byte_level_tokenizer, plain_transformers
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
@@ -27,6 +25,8 @@ import anchorlens as al
 from anchorlens.models.weights import read_weights
 from anchorlens.passes.shared_prefix import SharedPrefixes, after_shared, no_hooks
 from anchorlens.trials.how_to_run import HowToRun, how_to_run
+from benchmarks import published_way
+from benchmarks.saliency_cost import byte_level_tokenizer, plain_transformers
 
 Batches = Sequence[al.PromptBatch]
 QUIET: dict[str, Any] = {"progress": False}

@@ -1,6 +1,6 @@
 """How often a verdict is wrong under the null of its claim: the table of docs/benchmarks.md.
 
-    PYTHONPATH=tests/references python benchmarks/verdicts.py --repeats 300
+    python benchmarks/verdicts.py --repeats 300
 
 Rows of prompts are drawn such that the number of the claim is its limit but for chance. Results,
 intervals and verdicts are those of the package.
@@ -10,9 +10,9 @@ import argparse
 import warnings
 
 import torch
-from nulls import NULLS, verdicts
 
 from anchorlens.report.claims import Verdict
+from tests.references.nulls import NULLS, verdicts
 
 DESIGNS = ((20, 1), (100, 1), (300, 1), (20, 3), (100, 3))  # queries of a set, and sets
 

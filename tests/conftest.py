@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=rest)
     for item in selected:
         if kind_of(item) not in (None, "bridge"):
-            item.add_marker("without_jaxtyping")  # a bridge shows the shapes
+            item.add_marker("other_kind")
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {kind_of(item) or ''}"))
     # Groups of few and short tests go last, so that all processes end at the same time.
@@ -124,7 +124,7 @@ def kind_of_model(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def raw(kind_of_model: str) -> Callable[..., Any]:
     """(weights, tokenizer, fold=False) to a model of the kind that the tests run on, unprepared."""
-    from tiny_models import raw_model
+    from tests.support.tiny_models import raw_model
 
     return partial(raw_model, kind_of_model)
 
@@ -132,21 +132,21 @@ def raw(kind_of_model: str) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def hooked(kind_of_model: str) -> Callable[..., Any]:
     """(weights, tokenizer) to a prepared model of that kind; a bridge as al.load_model gives it."""
-    from tiny_models import hooked_model
+    from tests.support.tiny_models import hooked_model
 
     return partial(hooked_model, kind_of_model)
 
 
 @pytest.fixture(scope="session")
 def byte_level() -> Any:
-    from tiny_models import byte_level_tokenizer
+    from tests.support.tiny_models import byte_level_tokenizer
 
     return byte_level_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def sentencepiece_like() -> Any:
-    from tiny_models import sentencepiece_like_tokenizer
+    from tests.support.tiny_models import sentencepiece_like_tokenizer
 
     return sentencepiece_like_tokenizer()
 
@@ -170,21 +170,21 @@ def shared(request: pytest.FixtureRequest, make: Callable[[int], Any], tokenizer
 
 @pytest.fixture
 def gpt2(request: Any, byte_level: Any, hooked: Any) -> Any:
-    from tiny_models import tiny_gpt2
+    from tests.support.tiny_models import tiny_gpt2
 
     return shared(request, tiny_gpt2, byte_level)
 
 
 @pytest.fixture
 def llama(request: Any, sentencepiece_like: Any, hooked: Any) -> Any:
-    from tiny_models import tiny_llama
+    from tests.support.tiny_models import tiny_llama
 
     return shared(request, tiny_llama, sentencepiece_like)
 
 
 @pytest.fixture
 def gemma3(request: Any, sentencepiece_like: Any, hooked: Any) -> Any:
-    from tiny_models import tiny_gemma3
+    from tests.support.tiny_models import tiny_gemma3
 
     return shared(request, tiny_gemma3, sentencepiece_like)
 
@@ -196,7 +196,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     A test that changes them on purpose says so with the marks ``changes_model`` and ``draws``.
     """
     from torch.nn import Module
-    from unchanged import ModelState, global_state, models_made_without_global_draws
+
+    from tests.support.unchanged import ModelState, global_state, models_made_without_global_draws
 
     models = {id(m): m for m in getattr(item, "funcargs", {}).values() if isinstance(m, Module)}
     if item.get_closest_marker("changes_model"):
@@ -230,7 +231,7 @@ def shallow_folder(byte_level: Any, tmp_path_factory: Any) -> Path:
 
 
 def saved_model(folder: Path, tokenizer: Any, n_layer: int) -> Path:
-    from tiny_models import tiny_gpt2
+    from tests.support.tiny_models import tiny_gpt2
 
     tiny_gpt2(len(tokenizer), n_layer=n_layer, n_embd=16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -239,6 +240,6 @@ def saved_model(folder: Path, tokenizer: Any, n_layer: int) -> Path:
 
 @pytest.fixture(scope="session", params=["sentiment", "questions"])
 def golden(request: pytest.FixtureRequest) -> Any:
-    from golden_case import GoldenCase
+    from tests.references.golden_case import GoldenCase
 
     return GoldenCase(request.param)

@@ -10,6 +10,8 @@ import pytest
 
 import anchorlens
 
+pytestmark = pytest.mark.with_shapes
+
 ROOT = Path(anchorlens.__file__).parent
 # In the order in which data passes through them. A folder, or a file next to the folders, imports
 # only from those above it.

@@ -19,13 +19,11 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 import torch
-from attack_scene import Scene, scene
 
 import anchorlens as al
 from anchorlens.errors import ArgumentError
 from anchorlens.system.arguments import as_hint, checked
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.attack.attack_scene import Scene, scene
 
 NOTHING = object()
 LISTS = (Sequence, Collection, Iterable, list, tuple)

@@ -7,14 +7,16 @@ from typing import Any, Protocol, get_type_hints
 
 import pytest
 import torch
-from html_checks import Parsed
-from tiny_models import questions
-from trained_contexts import trained
 
 import anchorlens as al
 from anchorlens.experiments.edge_sweep import SweepResults
 from anchorlens.report.claims import Verdict
 from anchorlens.results.in_short import interval_in_short, values_in_short
+from tests.support.html_checks import Parsed
+from tests.support.tiny_models import questions
+from tests.support.trained_contexts import trained
+
+pytestmark = pytest.mark.with_shapes
 
 HOSTILE = '<script>alert("x")</script>\n& more'
 SIZES = {"layer": 48, "head": 25, "prompt": 200, "draw": 10, "class": 6}

@@ -14,19 +14,17 @@ import pytest
 import torch
 import typer
 from accelerate import PartialState
-from printed_code import FENCE, MODULES, ROOT, blocks_of, run_page
 from transformers import AutoModelForCausalLM
 
 import anchorlens as al
 from anchorlens.cli import commands
+from tests.support.printed_code import FENCE, MODULES, ROOT, blocks_of, run_page
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 pytestmark = [
-    pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning"),
     pytest.mark.filterwarnings("ignore:some pairs:UserWarning"),
-    # peft 0.21 asks transformers 5 for it.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 

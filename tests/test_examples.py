@@ -16,7 +16,6 @@ WITH_MODEL = [path for path in EXAMPLES if '"--model"' in path.read_text()]
 PREFIX_TUNING = ROOT / "examples" / "prefix_tuning.py"  # it trains a model of its own
 
 pytestmark = [
-    pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning"),
     pytest.mark.filterwarnings("ignore:some pairs:UserWarning"),
 ]

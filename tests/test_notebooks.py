@@ -11,10 +11,7 @@ import anchorlens as al
 FOLDER = Path(__file__).parents[1] / "docs" / "notebooks"
 NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sorted(FOLDER.glob("*.ipynb"))]
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning")
 
 
 def code_cells(path: Path) -> list[dict[str, Any]]:

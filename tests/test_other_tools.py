@@ -19,17 +19,14 @@ import plotly.graph_objects as go
 import pyarrow.parquet as parquet
 import pytest
 import torch
-from measures import assert_same
 from transformers import AutoModelForCausalLM
 
 import anchorlens as al
+from tests.support.measures import assert_same
 
 PAGE = Path(__file__).parents[1] / "docs" / "other_tools.md"
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning")
 
 
 class Calls:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.runs import fingerprint
 from anchorlens.system import package
+from tests.support.tiny_models import questions
+
+pytestmark = pytest.mark.with_shapes
 
 
 def python(code: str) -> str:

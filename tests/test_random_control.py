@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from measures import patterns_of
-from tiny_models import LONG_LABELS, questions
 
 import anchorlens as al
 from anchorlens.errors import HookError
 from anchorlens.prompts import edges
+from tests.support.measures import patterns_of
+from tests.support.tiny_models import LONG_LABELS, questions
+
+pytestmark = pytest.mark.with_shapes
 
 
 def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[int]]:

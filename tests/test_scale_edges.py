@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import batch_of, tokenizer, weights_of
-from measures import difference, logits_of, patterns_of
-from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
@@ -16,6 +13,9 @@ from anchorlens.errors import HookError
 from anchorlens.models.hooked import scores_name
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.prompts import edges
+from tests.references.comparison import batch_of, tokenizer, weights_of
+from tests.support.measures import difference, logits_of, patterns_of
+from tests.support.tiny_models import questions, tiny_gpt2
 
 MODELS = ["gpt2", "llama", "gemma3"]
 
@@ -42,6 +42,7 @@ def scores_of(model: Any, batch: al.PromptBatch, layer: int) -> Tensor:
     return seen[0]
 
 
+@pytest.mark.with_shapes
 @pytest.mark.every_kind
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -55,6 +56,7 @@ def test_factor_0_equals_blocked_edges(model: Any, renormalize: bool, heads: int
     assert not torch.equal(ours, patterns_of(model, batch, []))
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_factor_1_changes_nothing(model: Any, renormalize: bool) -> None:
@@ -66,6 +68,7 @@ def test_factor_1_changes_nothing(model: Any, renormalize: bool) -> None:
     assert torch.equal(logits_of(model, batch, hooks), logits_of(model, batch, []))
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.draws
 def test_factor_exp_of_beta_equals_reweighted_anchors(model: Any) -> None:
@@ -80,6 +83,7 @@ def test_factor_exp_of_beta_equals_reweighted_anchors(model: Any) -> None:
     assert not torch.equal(ours, patterns_of(model, batch, []))
 
 
+@pytest.mark.with_shapes
 @pytest.mark.every_kind
 def test_patterns_equal_a_plain_softmax(hooked: Any, byte_level: Any) -> None:
     model = hooked(tiny_gpt2(700).double(), byte_level)
@@ -102,6 +106,7 @@ def test_patterns_equal_a_plain_softmax(hooked: Any, byte_level: Any) -> None:
         assert off < 1e-12 if renormalize else off > 0.1
 
 
+@pytest.mark.with_shapes
 def test_a_factor_of_one_head_leaves_the_other_head_as_it_was(
     gpt2: Any, batch: al.PromptBatch
 ) -> None:
@@ -113,7 +118,6 @@ def test_a_factor_of_one_head_leaves_the_other_head_as_it_was(
     assert not torch.equal(ours[:, 0], clean[:, 0])
 
 
-@pytest.mark.without_jaxtyping
 def test_a_row_and_its_attention_sink_sum_to_1() -> None:
     """The sink gets a part of what the edges lose, as if it were a key."""
     weights = deepcopy(weights_of("GPT-OSS", torch.float32))
@@ -129,6 +133,7 @@ def test_a_row_and_its_attention_sink_sum_to_1() -> None:
     torch.testing.assert_close(ours[real], expected[real], rtol=0, atol=1e-6)
 
 
+@pytest.mark.with_shapes
 @pytest.mark.every_kind
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -149,6 +154,7 @@ def test_edges_are_scaled_after_a_cached_prefix(model: Any, renormalize: bool) -
     assert difference(run_pass(model, batch), expected) > 1e-3
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_scaled_padding_gives_no_nan(gpt2: Any, batch: al.PromptBatch, renormalize: bool) -> None:
     everywhere = with_diagonal(batch)
@@ -159,6 +165,7 @@ def test_scaled_padding_gives_no_nan(gpt2: Any, batch: al.PromptBatch, renormali
         assert patterns_of(gpt2, batch, hooks).isfinite().all()
 
 
+@pytest.mark.with_shapes
 def test_masked_scores_stay_finite(gpt2: Any, batch: al.PromptBatch) -> None:
     """A row with nothing but padding would otherwise become NaN in half precision."""
     lowest = torch.finfo(torch.float16).min
@@ -206,7 +213,6 @@ WRONG: list[tuple[Callable[[Any, Any], Any], str]] = [
 ]
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(("call", "message"), WRONG)
 def test_wrong_edges_and_factors_are_errors(
     gpt2: Any, batch: al.PromptBatch, call: Callable[..., Any], message: str
@@ -215,6 +221,7 @@ def test_wrong_edges_and_factors_are_errors(
         call(gpt2, batch)
 
 
+@pytest.mark.with_shapes
 def test_a_factor_of_0_is_refused_only_where_it_acts(gpt2: Any, batch: al.PromptBatch) -> None:
     assert al.scale_edges(gpt2, batch, edges.wp, with_zero(), [0, 2])
     assert al.scale_edges(gpt2, batch, edges.wp, with_zero(), al.Site(1, heads=1))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import plotly.graph_objects as go
 import torch
@@ -142,6 +142,7 @@ class Training:
             raise MetricError(f"clip must be a number above 0; got {self.clip!r}")
 
 
+@runtime_checkable
 class Trainable(Protocol):
     """What ``al.train_context`` trains: parameters, and how queries are run with them.
 

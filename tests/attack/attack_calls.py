@@ -6,7 +6,9 @@ from inspect import signature
 from typing import Any
 
 import torch
-from attack_scene import (
+
+import anchorlens as al
+from tests.attack.attack_scene import (
     INF,
     NAN,
     QUICK,
@@ -18,8 +20,6 @@ from attack_scene import (
     odd_options,
     scene,
 )
-
-import anchorlens as al
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from architecture_row import Architecture
-from architectures import ROWS
-from comparison import batch_of, differences, precise, reference_of, tokenizer
-from measures import hooks_on
-from tiny_models import with_dropout
 
 import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.model_state import frozen_in_eval_mode
+from tests.references.architecture_row import Architecture
+from tests.references.architectures import ROWS
+from tests.references.comparison import batch_of, differences, precise, reference_of, tokenizer
+from tests.support.measures import hooks_on
+from tests.support.tiny_models import with_dropout
 
 LIMITS = {torch.float32: 2e-4, torch.float64: 1e-6}
 

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attack_scene import QUICK, scene
-from damages import DAMAGES
-from stored_runs import same
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from kill_runs import end_of, forked
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, DataError, StoreError
 from anchorlens.prompts.task_file import read_entries
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
+from benchmarks.kill_runs import end_of, forked
+from tests.attack.attack_scene import QUICK, scene
+from tests.support.damages import DAMAGES
+from tests.support.stored_runs import same
 
 JSON: list[Any] = [
     *(None, 3, "text", [], {}, [1, 2], {"digest": "x"}, {"run": {}}, {"digest": None}, True),

@@ -10,14 +10,14 @@ import random
 from typing import Any
 
 import torch
-from attack_scene import QUIET, scene
-from chat_tokenizers import chat_tokenizer
-from measures import difference
-from plain_prompts import rows
-from rotary_models import alone, rotating
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, PromptError
+from tests.attack.attack_scene import QUIET, scene
+from tests.support.chat_tokenizers import chat_tokenizer
+from tests.support.measures import difference
+from tests.support.plain_prompts import rows
+from tests.support.rotary_models import alone, rotating
 
 RUN: dict[str, Any] = {"resamples": 0, **QUIET}
 SWITCHES = (45, 55, 65, 75, 90)  # prompts have 40 to 100 tokens

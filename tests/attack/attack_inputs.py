@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from attack_calls import Call, calls
-from attack_scene import scene
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError
+from tests.attack.attack_calls import Call, calls
+from tests.attack.attack_scene import scene
 
 
 def wrong_values() -> Iterator[tuple[Call, str, Any]]:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tiny_models import questions
 from torch import Tensor
-from unchanged import everything_of
 
 import anchorlens as al
 from anchorlens.passes.fused_attention import fused_attention
+from tests.support.tiny_models import questions
+from tests.support.unchanged import everything_of
 
 QUIET: dict[str, Any] = {"progress": False}
 

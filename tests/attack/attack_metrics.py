@@ -10,13 +10,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from attack_scene import QUICK, scene
 from jaxtyping import Float
-from stored_runs import same
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, RunError
+from tests.attack.attack_scene import QUICK, scene
+from tests.support.stored_runs import same
 
 
 class AuthorError(Exception):

@@ -8,11 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from attack_tokenizers import KINDS, made
-from plain_prompts import Row, pieces, rows
-
 import anchorlens as al
 from anchorlens.errors import PromptError
+from tests.attack.attack_tokenizers import KINDS, made
+from tests.support.plain_prompts import Row, pieces, rows
 
 SIMPLE_LABELS = [" Positive", " Negative", " yes", " no", " Table", " 不好", " 7", " Ünï", " A b"]
 ODD_LABELS = [

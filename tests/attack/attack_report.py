@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
-from attack_damages import folder
-from attack_scene import scene
 
 import anchorlens as al
+from tests.attack.attack_damages import folder
+from tests.attack.attack_scene import scene
 
 WORD = "harmless"
 PAYLOADS = [

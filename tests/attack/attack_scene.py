@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measures import hooks_on, logits_of
-from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 
 import anchorlens as al
+from tests.support.measures import hooks_on, logits_of
+from tests.support.tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 
 NAN, INF = float("nan"), float("inf")
 QUIET: dict[str, Any] = {"progress": False}

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from attack_scene import QUIET, scene
-from stored_runs import Killed, LogitsRecord
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import StoreError
+from tests.attack.attack_scene import QUIET, scene
+from tests.support.stored_runs import Killed, LogitsRecord
+from tests.support.tiny_models import questions
 
 Scale = Callable[[Any], Any]  # x to x times the number
 

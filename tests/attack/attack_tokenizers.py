@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from tiny_models import TEXTS, byte_level_tokenizer, sentencepiece_like_tokenizer
 from tokenizers import (
     AddedToken,
     Regex,
@@ -17,6 +16,8 @@ from tokenizers import (
     trainers,
 )
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.tiny_models import TEXTS, byte_level_tokenizer, sentencepiece_like_tokenizer
 
 BYTES = pre_tokenizers.ByteLevel.alphabet()
 # Words in the languages of the attack; without them every such word would be unknown.

@@ -11,25 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from attack_configurations import random_configurations
-from attack_damages import (
-    damaged_context,
-    damaged_data,
-    damaged_record,
-    damaged_rows,
-    forged_files,
-    odd_settings,
-)
-from attack_every_prompt import odd_edges, odd_lengths, odd_turns
-from attack_inputs import check_refused, wrong_values
-from attack_interrupts import random_interrupts
-from attack_metrics import ODD, check_with_odd_metric
-from attack_prompts import fuzzed_prompts
-from attack_report import payloads
-from attack_stale import stale_results
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
@@ -38,8 +21,25 @@ from anchorlens.prompts.written import WrittenPrompt
 from anchorlens.runs import fingerprint, study
 from anchorlens.runs.identity import Identity
 from anchorlens.trials import may_share
+from tests.attack.attack_configurations import random_configurations
+from tests.attack.attack_damages import (
+    damaged_context,
+    damaged_data,
+    damaged_record,
+    damaged_rows,
+    forged_files,
+    odd_settings,
+)
+from tests.attack.attack_every_prompt import odd_edges, odd_lengths, odd_turns
+from tests.attack.attack_inputs import check_refused, wrong_values
+from tests.attack.attack_interrupts import random_interrupts
+from tests.attack.attack_metrics import ODD, check_with_odd_metric
+from tests.attack.attack_prompts import fuzzed_prompts
+from tests.attack.attack_report import payloads
+from tests.attack.attack_stale import stale_results
+from tests.support.tiny_models import tiny_gpt2
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 Section = Callable[[random.Random], None]
 

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from screens import PHONE, WIDE
+
+from tests.support.screens import PHONE, WIDE
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     # Playwright is there only for `make test-browser`, but every run of pytest reads this file.
-    from chromium import chromium
+    from tests.support.chromium import chromium
 
     with chromium() as opened:
         yield opened

@@ -8,8 +8,9 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from chromium import Visit, serious_violations
-from screens import WIDE
+
+from tests.support.chromium import Visit, serious_violations
+from tests.support.screens import WIDE
 
 SITE = Path(__file__).parents[2] / "site"
 PAGES = [

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from chromium import Visit, serious_violations
-from screens import PHONE, WIDE
-from tiny_models import questions, tiny_gpt2
 
 import anchorlens as al
+from tests.support.chromium import Visit, serious_violations
+from tests.support.screens import PHONE, WIDE
+from tests.support.tiny_models import questions, tiny_gpt2
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 import typer
-from tiny_models import randomize
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
 from anchorlens.cli import commands
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.tiny_models import randomize
 
 COMMANDS: dict[str, Any] = getattr(typer.main.get_command(commands.app), "commands", {})
 QUICK = ["--queries", "12", "--depth", "2", "--draws", "2"]

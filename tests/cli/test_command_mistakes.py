@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import call, error_of
-from tiny_models import tiny_gpt2
 
-pytestmark = pytest.mark.without_jaxtyping
+from tests.cli.test_cli import call, error_of
+from tests.support.tiny_models import tiny_gpt2
 
 FILES: dict[str, list[dict[str, Any]]] = {
     "good": [{"text": f"film {k}", "label": k % 2} for k in range(60)],

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from measures import assert_same
-from test_cli import call, error_of
-from trained_contexts import same
 
 import anchorlens as al
 from anchorlens.cli import work as command_prompts
 from anchorlens.contexts import soft_prompt, training
 from anchorlens.experiments import context_comparison
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.cli.test_cli import call, error_of
+from tests.support.measures import assert_same
+from tests.support.trained_contexts import same
 
 SMALL = ["--queries", "6", "--training", "4", "--held-out", "3", "--steps", "1", "--draws", "1"]
 COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 from accelerate import PartialState
 from accelerate.commands.launch import launch_command, launch_command_parser
-from process_work import assert_equal, tensors_of
-from test_cli import QUICK, call
 
 import anchorlens as al
 from anchorlens.system.processes import join_launched
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.cli.test_cli import QUICK, call
+from tests.support.process_work import assert_equal, tensors_of
 
 # It needs no import that takes time.
 PROCESS = """

@@ -5,17 +5,14 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import transformers
-from test_cli import call, error_of
-from tiny_models import randomize
 
 import anchorlens as al
 from anchorlens.cli import check
 from anchorlens.cli.architectures import table_of_architectures
 from anchorlens.errors import MetricError, ModelError, PromptError
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.cli.test_cli import call, error_of
+from tests.support.tiny_models import randomize
 
 ROOT = Path(__file__).parents[2]
 TABLES = runpy.run_path(str(ROOT / "benchmarks/architecture_table.py"))

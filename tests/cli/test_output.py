@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import QUICK, call
 
 import anchorlens as al
 from anchorlens.cli import work
@@ -16,8 +15,7 @@ from anchorlens.cli.output import Output, PrintedTable, lasting_streams
 from anchorlens.models.quiet import quiet_datasets, quiet_libraries
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 from anchorlens.report.claims import Verdict
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.cli.test_cli import QUICK, call
 
 TABLE = PrintedTable(
     {("", "accuracy"): {"value": "0.50", "[note]": ""}, ("", "AUC"): {"[note]": "rough"}},

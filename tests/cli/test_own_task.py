@@ -7,9 +7,6 @@ from typing import Any
 
 import datasets
 import pytest
-from chat_tokenizers import chat_tokenizer, with_template
-from test_cli import QUICK, call, error_of
-from tiny_models import tiny_gpt2
 from transformers import AutoTokenizer
 
 import anchorlens as al
@@ -18,8 +15,9 @@ from anchorlens.cli.options import Run
 from anchorlens.cli.tasks import chosen_task
 from anchorlens.errors import AnchorlensError, DataError
 from anchorlens.prompts.task_file import examples_of, task_of
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.cli.test_cli import QUICK, call, error_of
+from tests.support.chat_tokenizers import chat_tokenizer, with_template
+from tests.support.tiny_models import tiny_gpt2
 
 TASK = al.Task("Q: {text}\nA:{label}", labels=[" no", " yes"])
 TASK_FILE = """

@@ -9,8 +9,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from test_cli import call, error_of
-from tiny_models import tiny_gpt2
 
 import anchorlens as al
 from anchorlens.cli import work
@@ -18,8 +16,8 @@ from anchorlens.errors import MetricError
 from anchorlens.prompts import draw
 from anchorlens.prompts.examples import BUNDLED
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.cli.test_cli import call, error_of
+from tests.support.tiny_models import tiny_gpt2
 
 QUICK = ["--queries", "11", "--seeds", "1", "--depth", "1", "--draws", "1"]
 

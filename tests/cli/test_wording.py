@@ -9,6 +9,8 @@ import pytest
 import anchorlens as al
 from anchorlens.cli.wording import in_words_of_the_command
 
+pytestmark = pytest.mark.with_shapes
+
 
 @pytest.mark.parametrize(
     ("message", "option", "told"),

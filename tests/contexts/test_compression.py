@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from measures import difference, hooks_on
 from sklearn.metrics import accuracy_score
-from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -16,8 +14,8 @@ from anchorlens.contexts import compressed
 from anchorlens.errors import ModelError, PromptError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import difference, hooks_on
+from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from measures import difference
-from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError, PromptError
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import difference
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 

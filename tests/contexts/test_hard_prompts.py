@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from measures import difference
-from tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
 from torch import Tensor
-from trained_contexts import train_hard_prompt
 
 import anchorlens as al
 from anchorlens.contexts import hard_prompt_search
@@ -28,8 +25,9 @@ from anchorlens.errors import MetricError, ModelError, NotFiniteError, PromptErr
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.batch import check_batch
 from anchorlens.prompts.plain_tokens import plain_tokens
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import difference
+from tests.support.tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
+from tests.support.trained_contexts import train_hard_prompt
 
 QUIET: dict[str, Any] = {"progress": False, "check_every": 2}
 SGD = partial(torch.optim.SGD, lr=30.0)

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_gpt2
-from trained_contexts import train_hard_prompt
 
 import anchorlens as al
 from anchorlens.prompts.plain_tokens import plain_tokens
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.tiny_models import tiny_gpt2
+from tests.support.trained_contexts import train_hard_prompt
 
 WIDTH = 24
 TASK = al.Task("Is {text} good?{label}\n", labels=(" no", " yes"))

@@ -9,22 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from measures import centred, difference
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from peft_oracle import peft_logits, saved_by_peft
 from safetensors.torch import load_file, save_file
-from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
-from trained_contexts import same, split, train_hard_prompt, train_soft_prompt, trained
 
 import anchorlens as al
 from anchorlens.contexts.protocol import bos_of
 from anchorlens.errors import ModelError, PromptError, StoreError
+from tests.support.measures import centred, difference
+from tests.support.peft_oracle import peft_logits, saved_by_peft
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from tests.support.trained_contexts import (
+    same,
+    split,
+    train_hard_prompt,
+    train_soft_prompt,
+    trained,
+)
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    # peft 0.21 asks transformers 5 for it.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 PLAIN: dict[str, Callable[[int], Any]] = {
     "gpt2": tiny_gpt2,

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from measures import centred, difference
 from safetensors.torch import load
-from tiny_models import questions, randomize
 from torch import Tensor
-from trained_contexts import same, split, train_prefix, train_soft_prompt, trained
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache
 
 import anchorlens as al
@@ -22,8 +19,9 @@ from anchorlens.errors import ModelError, PromptError, StoreError
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.system.digest_file import to_bytes_with_digest
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import centred, difference
+from tests.support.tiny_models import questions, randomize
+from tests.support.trained_contexts import same, split, train_prefix, train_soft_prompt, trained
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

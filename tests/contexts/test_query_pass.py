@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from measures import centred, difference
-from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.contexts.protocol import bos_of, check_queries, queries_after
 from anchorlens.errors import PromptError
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import centred, difference
+from tests.support.tiny_models import questions
 
 
 @pytest.fixture(params=["gpt2", "llama"])

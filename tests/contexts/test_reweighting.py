@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from measures import difference, hooks_on
-from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 from torch import Tensor
-from trained_contexts import train_reweighting
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError
 from anchorlens.passes.forward import run_pass
 from anchorlens.trials import may_share
 from anchorlens.trials.may_share import all_but_target
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import difference, hooks_on
+from tests.support.tiny_models import byte_level_tokenizer, questions, tiny_gpt2
+from tests.support.trained_contexts import train_reweighting
 
 QUIET: dict[str, Any] = {"progress": False}
 

@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from measures import difference
-from tiny_models import questions, tiny_gpt2
 from torch import Tensor
-from trained_contexts import train_soft_prompt
 
 import anchorlens as al
 from anchorlens.contexts.embedded import (
@@ -21,8 +18,9 @@ from anchorlens.errors import ModelError
 from anchorlens.models.optimizers import Adafactor
 from anchorlens.passes.descent import mean_loss_with_gradient
 from anchorlens.passes.forward import run_pass
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import difference
+from tests.support.tiny_models import questions, tiny_gpt2
+from tests.support.trained_contexts import train_soft_prompt
 
 QUIET: dict[str, Any] = {"progress": False, "check_every": 2}
 TOKENS = [300, 17, 301, 301]

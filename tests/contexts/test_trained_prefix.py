@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import difference
-from tiny_models import questions, tiny_gpt2
-from trained_contexts import same, split, train_prefix, trained
 
 import anchorlens as al
 from anchorlens.contexts.embedded import prefix_of_tokens
@@ -17,8 +14,9 @@ from anchorlens.contexts.protocol import bos_of
 from anchorlens.contexts.stored import key_values_at_start
 from anchorlens.errors import ModelError, PromptError
 from anchorlens.models.model_state import frozen_in_eval_mode
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import difference
+from tests.support.tiny_models import questions, tiny_gpt2
+from tests.support.trained_contexts import same, split, train_prefix, trained
 
 
 @pytest.fixture(params=["gpt2", "llama"])

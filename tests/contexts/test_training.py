@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import BY_NAME
-from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
-from toys import native_bridge
-from trained_contexts import (
+
+import anchorlens as al
+from anchorlens.contexts import compressed, training
+from anchorlens.errors import MetricError, ModelError, NotFiniteError, PromptError, StoreError
+from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
+from tests.references.architectures import BY_NAME
+from tests.references.toys import native_bridge
+from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
+from tests.support.trained_contexts import (
     curves,
     same,
     split,
@@ -23,13 +28,6 @@ from trained_contexts import (
     train_soft_prompt,
     trained,
 )
-
-import anchorlens as al
-from anchorlens.contexts import compressed, training
-from anchorlens.errors import MetricError, ModelError, NotFiniteError, PromptError, StoreError
-from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
-
-pytestmark = pytest.mark.without_jaxtyping
 
 
 def test_equal_seeds_give_equal_bits_and_others_other_batches(gpt2: Any) -> None:

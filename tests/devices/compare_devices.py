@@ -1,6 +1,6 @@
 """Runs every call on the CPU and on another device, and writes how far the numbers differ.
 
-    python tests/devices/compare_devices.py FILE KIND [KIND ...]
+    python -m tests.devices.compare_devices FILE KIND [KIND ...]
 
 A KIND is a function of this file. FILE gets JSON: for each kind and call the largest difference, as
 a share of the largest number of the same tensor, and the name of this tensor; or the error that it
@@ -23,17 +23,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
-import simulated_device
 import torch
-from device_calls import calls, tensors_of
-from printed_code import MODULES, ROOT, failed_examples, names_of_examples, run_page
-from tiny_models import byte_level_tokenizer, sentencepiece_like_tokenizer, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.contexts.protocol import queries_after
 from anchorlens.system import devices
+from tests.support import simulated_device
+from tests.support.device_calls import calls, tensors_of
+from tests.support.printed_code import MODULES, ROOT, failed_examples, names_of_examples, run_page
+from tests.support.tiny_models import (
+    byte_level_tokenizer,
+    sentencepiece_like_tokenizer,
+    tiny_gpt2,
+    tiny_llama,
+)
 
 Calls = Mapping[str, Callable[[], Any]]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from device_calls import RETURNED, WITHOUT_RESULT_ON_A_DEVICE
 
 import anchorlens as al
+from tests.support.device_calls import RETURNED, WITHOUT_RESULT_ON_A_DEVICE
 
 HERE = Path(__file__).parent
 KINDS = ["two_devices", "as_on_a_mac"]
@@ -33,8 +33,10 @@ def compare(tmp_path_factory: Any) -> Callable[..., Found]:
     @cache
     def compare(*kinds: str) -> Found:
         file = tmp_path_factory.mktemp("devices") / "found.json"
-        command = [sys.executable, str(HERE / "compare_devices.py"), str(file), *kinds]
-        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "tests.devices.compare_devices", str(file), *kinds]
+        completed = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=HERE.parents[1]
+        )
         assert completed.returncode == 0, completed.stderr[-2000:]
         found: Found = json.loads(file.read_text())
         return found
@@ -47,19 +49,16 @@ def assert_equal_to_the_cpu(found: dict[str, Any], limit: float, count: int = 45
     assert len(found) > count and not wrong
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_call_on_a_simulated_device(kind: str, compare: Callable[..., Found]) -> None:
     assert_equal_to_the_cpu(compare(*SIMULATED)[kind], 1e-5)
 
 
-@pytest.mark.without_jaxtyping
 def test_calls_after_another_default_device(compare: Callable[..., Found]) -> None:
     """Some, because test_architecture.py finds each tensor that would follow the default."""
     assert_equal_to_the_cpu(compare(*SIMULATED)["default_device"], 1e-5, count=6)
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.xdist_group("printed code on a device")  # beside the calls, in another process
 def test_the_readme_and_the_examples_of_docstrings_on_a_simulated_device(
     compare: Callable[..., Found],
@@ -69,7 +68,6 @@ def test_the_readme_and_the_examples_of_docstrings_on_a_simulated_device(
     assert found["readme"]["README"][0] <= 1e-5
 
 
-@pytest.mark.without_jaxtyping
 def test_a_moved_batch_has_its_own_numbers_on_the_cpu(compare: Callable[..., Found]) -> None:
     found = compare(*SIMULATED)["batches"]
     assert len(found) > 10 and all(found.values()), found
@@ -80,14 +78,12 @@ MOST_WAITS = {"flows and AUCROC": 8, "distances": 5, "isolation, two draws": 12}
 MOST_WAITS |= {"a step of training": 4}
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("name", MOST_WAITS)
 def test_the_host_waits_seldom(name: str, compare: Callable[..., Found]) -> None:
     of_few, of_many = compare(*SIMULATED)["waits"][name]
     assert of_few == of_many <= MOST_WAITS[name]
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 def test_every_call_on_a_gpu(compare: Callable[..., Found]) -> None:
@@ -95,6 +91,7 @@ def test_every_call_on_a_gpu(compare: Callable[..., Found]) -> None:
     assert_equal_to_the_cpu(compare("cuda")["cuda"], 1e-3)
 
 
+@pytest.mark.with_shapes
 def test_every_public_name_is_called_on_the_devices() -> None:
     """By its name in the code of the calls, or as what one of them returns."""
     files = HERE.parent / "support" / "device_calls.py", HERE / "compare_devices.py"
@@ -111,6 +108,7 @@ def test_every_public_name_is_called_on_the_devices() -> None:
     assert not missing, f"add calls of {sorted(missing)} to device_calls.py"
 
 
+@pytest.mark.with_shapes
 def test_torch_has_the_private_names_of_the_simulated_device() -> None:
     """If one is missing: see how torch's own test of a device in Python registers it now."""
     from torch.utils import backend_registration, hooks

@@ -4,16 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from measures import assert_same
 
 import anchorlens as al
 from anchorlens.errors import HookError
 from anchorlens.experiments import analysis
+from tests.support.measures import assert_same
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    pytest.mark.filterwarnings("ignore:in .* of .* sets", "ignore:some pairs"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:in .* of .* sets", "ignore:some pairs")
 FEW: dict[str, Any] = {"resamples": 5, "progress": False}
 
 

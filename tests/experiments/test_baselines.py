@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from measures import difference
 from sklearn.linear_model import LogisticRegression
-from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.prompts.examples import sample_queries
+from tests.support.measures import difference
+from tests.support.tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 reweighting = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "reweighting.py")))
 
 
+@pytest.mark.with_shapes
 def test_calibration_equals_values_by_hand() -> None:
     """p_cf is (0.74, 0.26), so class 0 is predicted from p = 0.74 on."""
     content_free = torch.tensor([[0.98, 0.02], [0.5, 0.5]])
@@ -41,6 +42,7 @@ def states_of(labels: Tensor, seed: int) -> Tensor:
     return states
 
 
+@pytest.mark.with_shapes
 def test_the_probe_finds_the_class_only_if_the_states_show_it() -> None:
     labels, truth = torch.arange(60) % 3, torch.arange(90) % 3
     states, queries = states_of(labels, 0), states_of(truth, 1)
@@ -60,6 +62,7 @@ def hidden_states(weights: Any, tokens: list[int], layer: int) -> Tensor:
     return torch.as_tensor(outputs.hidden_states[layer + 1][0, -1])
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_target_states_equal_those_of_transformers(side: str) -> None:
     tokenizer = byte_level_tokenizer()
@@ -76,7 +79,6 @@ def test_target_states_equal_those_of_transformers(side: str) -> None:
             assert difference(record.states[index], expected) < 1e-4
 
 
-@pytest.mark.without_jaxtyping
 def test_correct_answers_equal_those_of_prompts_written_by_hand() -> None:
     """Plain transformers run each prompt from its text, and its own label decides."""
     tokenizer = byte_level_tokenizer()

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, difference, does_not_run
-from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, ModelError, PromptError
 from anchorlens.experiments import context_comparison
 from anchorlens.passes.forward import run_pass
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import assert_same, difference, does_not_run
+from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0, "repeats": 1}
 DEMONSTRATIONS = partial(al.compress, keep=al.selection.everything)

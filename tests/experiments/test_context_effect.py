@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
 from anchorlens.metrics.prefix_effect import effect_contributions, effect_record
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import assert_same
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 

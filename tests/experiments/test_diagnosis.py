@@ -15,6 +15,8 @@ import anchorlens as al
 from anchorlens.errors import HookError
 from anchorlens.experiments.diagnosis import class_orders
 
+pytestmark = pytest.mark.with_shapes
+
 FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 
 

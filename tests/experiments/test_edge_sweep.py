@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, does_not_run, logits_of
-from tiny_models import LONG_LABELS, questions
 from torch import Tensor
 
 import anchorlens as al
@@ -18,8 +16,9 @@ from anchorlens.experiments import edge_sweep
 from anchorlens.experiments.edge_sweep import SweepResults
 from anchorlens.prompts import edges
 from anchorlens.trials import how_to_run
+from tests.support.measures import assert_same, does_not_run, logits_of
+from tests.support.tiny_models import LONG_LABELS, questions
 
-pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 close: Any = torch.testing.assert_close
 Hooks = Callable[[al.PromptBatch], list[Any]]

@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, difference, does_not_run, hooks_on
 
 import anchorlens as al
 from anchorlens.errors import MetricError, PromptError
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import assert_same, difference, does_not_run, hooks_on
 
 PIECES: list[tuple[str | None, str]] = [
     ("document", "The museum opens at ten. "),

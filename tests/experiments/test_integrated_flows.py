@@ -5,14 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import plain
 import pytest
 import torch
-from architectures import BY_NAME
-from measures import assert_same, difference, does_not_run
-from tiny_models import questions, raw_model, tiny_gpt2, tiny_llama
 from torch import Tensor
-from toys import native_bridge
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, ModelError, StoreError
@@ -25,12 +20,13 @@ from anchorlens.models.hooked import hooks_by_layer, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
 from anchorlens.runs.runner import Runner
+from tests.references import plain
+from tests.references.architectures import BY_NAME
+from tests.references.toys import native_bridge
+from tests.support.measures import assert_same, difference, does_not_run
+from tests.support.tiny_models import questions, raw_model, tiny_gpt2, tiny_llama
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    # For the sake of time most tests take few steps.
-    pytest.mark.filterwarnings("ignore:in layers .* the attributions do not sum to F"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:in layers .* the attributions do not sum to F")
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30], [0, 0, 17, 4, 25, 9, 60, 12, 33]])

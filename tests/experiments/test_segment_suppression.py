@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, does_not_run, hooks_on
-from tiny_models import questions, tiny_gemma3, tiny_gpt2
 from torch import Tensor
 from torch.nn.functional import kl_div
 
@@ -16,8 +14,8 @@ from anchorlens.errors import AnchorlensError, NotFiniteError, StoreError
 from anchorlens.experiments import segment_suppression as experiment
 from anchorlens.passes import forward
 from anchorlens.prompts import edges, segment_names
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import assert_same, does_not_run, hooks_on
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 NAMES = ["question", "step", "answer"]

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
-from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.metrics.auc import auc, aucroc
 from anchorlens.metrics.aucroc import cumulative_excess
 from anchorlens.metrics.predictions import predicted_class
+from tests.support.tiny_models import questions, tiny_gpt2
 
 NAN = float("nan")
 
@@ -46,7 +46,6 @@ def scored(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return torch.tensor(scores), labels
 
 
-@pytest.mark.without_jaxtyping
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(scored())
 def test_aucroc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
@@ -55,7 +54,6 @@ def test_aucroc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
     assert ours == pytest.approx(reference(scores, predicted), abs=1e-12)
 
 
-@pytest.mark.without_jaxtyping
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(scored())
 def test_auc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
@@ -66,6 +64,7 @@ def test_auc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
         assert float(auc(class_scores[None], positive)[0]) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.with_shapes
 def test_auc_equals_values_by_hand() -> None:
     scores = torch.tensor([[1.0, 2.0, 2.0, 3.0], [3.0, 2.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
     positive = torch.tensor([False, False, True, True])
@@ -74,6 +73,7 @@ def test_auc_equals_values_by_hand() -> None:
     assert auc(scores, torch.zeros(4, dtype=torch.bool)).isnan().all()
 
 
+@pytest.mark.with_shapes
 def test_several_series_at_once_equal_each_series_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(7, 30, 4, generator=generator)
@@ -82,6 +82,7 @@ def test_several_series_at_once_equal_each_series_alone() -> None:
     assert torch.equal(at_once, torch.cat([aucroc(series[None], predicted) for series in scores]))
 
 
+@pytest.mark.with_shapes
 def test_two_classes_use_the_raw_score_of_the_second() -> None:
     scores = torch.tensor([[[9.0, 0.3], [0.1, 0.2], [0.1, 0.1], [9.0, 0.4]]])
     predicted = torch.tensor([0, 1, 0, 1])
@@ -91,6 +92,7 @@ def test_two_classes_use_the_raw_score_of_the_second() -> None:
     assert aucroc(three_classes, torch.tensor([0, 2, 0, 2])).tolist() == [0.75]
 
 
+@pytest.mark.with_shapes
 def test_perfect_scores_give_one_inverted_scores_zero_and_no_attention_one_half() -> None:
     predicted = torch.tensor([0, 1, 2, 2, 1, 0])
     assert aucroc(torch.zeros(1, 6, 3), predicted).tolist() == [0.5]
@@ -99,6 +101,7 @@ def test_perfect_scores_give_one_inverted_scores_zero_and_no_attention_one_half(
     assert aucroc(1 - perfect, predicted).tolist() == [0.0]
 
 
+@pytest.mark.with_shapes
 def test_fewer_than_two_predicted_classes_give_nan_and_a_warning() -> None:
     assert aucroc(torch.rand(2, 3, 2), torch.tensor([1, 1, 1])).isnan().all()
     rows = {
@@ -113,6 +116,7 @@ def test_fewer_than_two_predicted_classes_give_nan_and_a_warning() -> None:
     assert record.r.isnan().all()
 
 
+@pytest.mark.with_shapes
 def test_cumulative_excess_equals_values_by_hand() -> None:
     values = torch.tensor([0.6, 0.5, 0.9, 0.5])
     torch.testing.assert_close(cumulative_excess(values), torch.tensor([0.2, 0.2, 1.0, 1.0]))
@@ -122,6 +126,7 @@ def test_cumulative_excess_equals_values_by_hand() -> None:
         assert cumulative_excess(torch.tensor(without_excess)).isnan().all()
 
 
+@pytest.mark.with_shapes
 def test_sets_of_demonstrations_are_averaged_before_r_is_computed() -> None:
     generator = torch.Generator().manual_seed(0)
     attention = torch.rand(20, 3, 2, 4, generator=generator, dtype=torch.double)
@@ -141,11 +146,13 @@ def test_sets_of_demonstrations_are_averaged_before_r_is_computed() -> None:
     assert float(record.per_head[1, 1]) == pytest.approx(mean_over_sets(attention[:, 1, 1]))
 
 
+@pytest.mark.with_shapes
 def test_the_predicted_class_is_the_first_of_tied_classes() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0, 3.0], [0.0, 2.0, 2.0, 2.0], [9.0, 1.0, 4.0, 4.0]])
     assert predicted_class(logits[:, [2, 3, 1]]).tolist() == [2, 0, 0]
 
 
+@pytest.mark.with_shapes
 @pytest.mark.every_kind
 @pytest.mark.parametrize("shots", [1, 2])
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -185,6 +192,7 @@ def test_record_equals_plain_transformers(gpt2: Any, shots: int, side: Any) -> N
     assert (low <= high).all()
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_head_of_the_first_layer_does_not_rank_by_rounding(
     dtype: torch.dtype, hooked: Any, byte_level: Any
@@ -216,6 +224,7 @@ def test_a_head_of_the_first_layer_does_not_rank_by_rounding(
     assert (record.per_head[1:] != 0.5).all()
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("dtype", "size"), [(torch.bfloat16, 0.1), (torch.float16, 0.1), (torch.float16, 2e-6)]
 )
@@ -230,6 +239,7 @@ def test_shares_of_rounded_scores_are_equal(dtype: torch.dtype, size: float) -> 
     assert aucroc(scores, predicted, torch.finfo(dtype).eps, step) == 0.5
 
 
+@pytest.mark.with_shapes
 def test_scores_that_differ_by_more_than_a_rounding_are_ranked() -> None:
     scores = torch.tensor([[1.0, 1.0 + 4e-6, 1.0 + 3e-5]]).double()
     positive = torch.tensor([False, True, False])
@@ -237,6 +247,7 @@ def test_scores_that_differ_by_more_than_a_rounding_are_ranked() -> None:
     assert auc(scores, positive).tolist() == [0.5]
 
 
+@pytest.mark.with_shapes
 def test_attention_is_measured_in_the_changed_run(gpt2: Any) -> None:
     """If the target cannot attend to label words, all scores are zero and AUCROC is 0.5."""
     batches = questions(gpt2, 8)

@@ -8,18 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from measures import does_not_run
 from scipy.spatial.distance import pdist, squareform
 from scipy.stats import spearmanr
 from sklearn.decomposition import PCA
 from sklearn.metrics import roc_auc_score
-from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.metrics.distances import confusions, key_distances, pair_auc, rank_correlation
 from anchorlens.passes.forward import run_pass
+from tests.support.measures import does_not_run
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+
+pytestmark = pytest.mark.with_shapes
 
 MAKE: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
 FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")

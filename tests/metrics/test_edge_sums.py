@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import difference
 from torch import Tensor
 
 from anchorlens.metrics import weights
@@ -12,6 +11,9 @@ from anchorlens.metrics.edge_sums import Edges, EdgeSums
 from anchorlens.metrics.edge_sums import row_pieces as pieces_of
 from anchorlens.prompts.edge_set import EdgeSet
 from anchorlens.system import row_pieces
+from tests.support.measures import difference
+
+pytestmark = pytest.mark.with_shapes
 
 
 def operands(

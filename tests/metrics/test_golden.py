@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from golden_case import GoldenCase
-from measures import centred, difference
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.passes.forward import run_pass
+from tests.references.golden_case import GoldenCase
+from tests.support.measures import centred, difference
 
-pytestmark = pytest.mark.every_kind
+pytestmark = [pytest.mark.every_kind, pytest.mark.with_shapes]
 
 TOLERANCE = 1e-5
 

@@ -4,17 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import plain
 import pytest
 import torch
-from measures import assert_same, does_not_run
-from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.metrics.label_heads import SCORES
 from anchorlens.prompts.segment_names import SEGMENTS
+from tests.references import plain
+from tests.support.measures import assert_same, does_not_run
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 # The limits of test_matrix.py in float64.
@@ -52,7 +52,6 @@ def counted(scores: Tensor, tokens: int, classes: int) -> Tensor:
 
 
 @pytest.mark.every_kind
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", MAKE)
 def test_record_equals_plain_transformers(
@@ -104,7 +103,6 @@ def test_record_equals_plain_transformers(
 
 
 @pytest.mark.every_kind
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("name", MAKE)
 def test_shared_demonstrations_give_the_record_of_whole_prompts(
@@ -138,6 +136,7 @@ def bare_batch() -> al.PromptBatch:
     )
 
 
+@pytest.mark.with_shapes
 def test_a_pattern_by_hand(gpt2: Any) -> None:
     """Random positions are 4, 5 and 6, all that there are between the first and last label word."""
     batch = replace(bare_batch(), label_positions=torch.tensor([[1, 2, 7], [1, 2, 7]]))
@@ -170,7 +169,6 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
     assert record.gap[0].tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("dtype", "expected"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
 )
@@ -187,6 +185,7 @@ def test_attention_is_summed_in_a_wide_type(
     assert (rows["read"] == 6 * 1.0078125).all()
 
 
+@pytest.mark.with_shapes
 def test_a_score_that_equals_its_threshold_does_not_count() -> None:
     rows = {
         **dict.fromkeys(SCORES, torch.full((4, 1, 1), 0.25)),
@@ -203,6 +202,7 @@ def test_a_score_that_equals_its_threshold_does_not_count() -> None:
     assert of_two.share.flatten().tolist() == [0.5, 1.0, 1.0, 0.5]
 
 
+@pytest.mark.with_shapes
 def test_a_target_that_reads_all_tokens_alike_has_no_gap(gpt2: Any) -> None:
     """Six label words of weight 1/n are above 5/n, and so are six other words."""
     batch = questions(gpt2, 4)[0]
@@ -228,6 +228,7 @@ def test_a_target_that_reads_all_tokens_alike_has_no_gap(gpt2: Any) -> None:
     assert float(record.random_scores[..., 3].max()) < 2 * float(copied)
 
 
+@pytest.mark.with_shapes
 def test_scores_of_the_true_label_and_of_the_prediction(gpt2: Any) -> None:
     batches = questions(gpt2, 8)
     logits = al.target_logits(gpt2, batches, progress=False)
@@ -242,6 +243,7 @@ def test_scores_of_the_true_label_and_of_the_prediction(gpt2: Any) -> None:
     assert torch.equal(all_wrong[..., 0], -all_wrong[..., 1])
 
 
+@pytest.mark.with_shapes
 def test_order_and_size_of_batches_and_padding_do_not_matter(llama: Any) -> None:
     expected = heads_of(llama, questions(llama, 9, batch_size=9), share_prefix=False)
     small = questions(llama, 9, batch_size=2, padding_side="left")
@@ -250,6 +252,7 @@ def test_order_and_size_of_batches_and_padding_do_not_matter(llama: Any) -> None
     assert_same(heads_of(llama, alone[::-1], share_prefix=False), expected)
 
 
+@pytest.mark.with_shapes
 def test_tokens_after_the_target_do_not_matter(gpt2: Any) -> None:
     alone = questions(gpt2, 1)[0]
     more = torch.full((1, 40), 7)
@@ -262,6 +265,7 @@ def test_tokens_after_the_target_do_not_matter(gpt2: Any) -> None:
     assert_same(heads_of(gpt2, [longer]), heads_of(gpt2, [alone]))
 
 
+@pytest.mark.with_shapes
 def test_cut_edges_are_not_read(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
 
@@ -274,6 +278,7 @@ def test_cut_edges_are_not_read(gpt2: Any) -> None:
     assert float(record.random_scores[..., 0].min()) > 0
 
 
+@pytest.mark.with_shapes
 def test_every_number_has_an_interval(gpt2: Any) -> None:
     record = heads_of(gpt2, questions(gpt2, 20), resamples=20)
     assert set(record.intervals) == set(record.axes())
@@ -285,6 +290,7 @@ def test_every_number_has_an_interval(gpt2: Any) -> None:
     assert set(record.to_frame()["score"]) == set(SCORES)
 
 
+@pytest.mark.with_shapes
 def test_figures_show_shares_and_gaps(gpt2: Any) -> None:
     record = heads_of(gpt2, questions(gpt2, 20), resamples=5)
     figure = record.plot()
@@ -300,7 +306,6 @@ def test_figures_show_shares_and_gaps(gpt2: Any) -> None:
         record.plot_share("reads")
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -319,7 +324,6 @@ def at(*positions: int) -> dict[str, Tensor]:
     return dict.fromkeys(("label_positions", "label_ends"), torch.tensor([positions, (1, 3, 7)]))
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -335,6 +339,7 @@ def test_prompts_without_a_result_are_refused_before_any_pass(
         heads_of(gpt2, [bare_batch(), replace(bare_batch(), **change)])
 
 
+@pytest.mark.with_shapes
 def test_a_stored_run_gives_the_same_record(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, 5, batch_size=2)
     first = heads_of(gpt2, batches, folder=tmp_path)

@@ -27,10 +27,7 @@ EXAMPLES = al.load_examples("sentiment")
 DEMOS, QUERIES = EXAMPLES[:4], EXAMPLES[4:20]
 GOLD = np.array([query.label for query in QUERIES])
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    pytest.mark.filterwarnings("ignore:in 1 of 1 sets:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets:UserWarning")
 
 
 def prompts(model: Any, labels: Any, **options: Any) -> list[al.PromptBatch]:

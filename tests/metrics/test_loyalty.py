@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from measures import does_not_run
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.passes.forward import run_pass
+from tests.support.measures import does_not_run
+from tests.support.tiny_models import questions
 
 
 def pair(seed: int = 0, size: int = 40, vocab: int = 30) -> tuple[Tensor, Tensor]:
@@ -19,6 +19,7 @@ def pair(seed: int = 0, size: int = 40, vocab: int = 30) -> tuple[Tensor, Tensor
     return clean, clean + 0.7 * torch.randn(size, vocab, generator=generator)
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("top", [1, 5, 10, 30])
 def test_loyalty_equals_slow_python_sets(top: int) -> None:
     clean, changed = pair()
@@ -37,6 +38,7 @@ def test_loyalty_equals_slow_python_sets(top: int) -> None:
     assert float(record.word_loyalty) == pytest.approx(sum(overlap) / 40)
 
 
+@pytest.mark.with_shapes
 def test_kl_equals_pytorch() -> None:
     clean, changed = pair()
     record = al.loyalty(clean, changed, torch.tensor([0, 1]))
@@ -49,6 +51,7 @@ def test_kl_equals_pytorch() -> None:
     assert float(record.kl) > 0
 
 
+@pytest.mark.with_shapes
 def test_ties_go_to_the_lowest_class() -> None:
     clean = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 0.0]])
     changed = torch.tensor([[0.0, 2.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0]])
@@ -58,6 +61,7 @@ def test_ties_go_to_the_lowest_class() -> None:
     assert label_kept.tolist() == [0.0, 0.0, 1.0]
 
 
+@pytest.mark.with_shapes
 def test_loyalty_is_full_for_equal_logits_and_zero_for_opposite_ones() -> None:
     clean, _ = pair()
     same = al.loyalty(clean, clean, torch.tensor([0, 1]))
@@ -69,6 +73,7 @@ def test_loyalty_is_full_for_equal_logits_and_zero_for_opposite_ones() -> None:
     assert (float(opposite.label_loyalty), float(opposite.word_loyalty)) == (0, 0)
 
 
+@pytest.mark.with_shapes
 def test_low_precision_logits_give_the_same_as_float32() -> None:
     clean, changed = (logits.bfloat16() for logits in pair())
     record = al.loyalty(clean, changed, torch.tensor([0, 1]))
@@ -77,7 +82,6 @@ def test_low_precision_logits_give_the_same_as_float32() -> None:
         torch.testing.assert_close(values, getattr(wide, name))
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("shapes", "top", "message"),
     [
@@ -95,12 +99,14 @@ def test_logits_and_tops_without_a_loyalty_raise_an_error(
         al.loyalty(clean, changed, torch.tensor([0, 1]), top=top)
 
 
+@pytest.mark.with_shapes
 def test_a_run_without_hooks_raises_an_error_before_any_pass(gpt2: Any) -> None:
     message = r"nothing changes this run; give run\(\.\.\., hooks="
     with pytest.raises(MetricError, match=message), does_not_run(gpt2):
         al.run(gpt2, questions(gpt2, 2), [al.Loyalty()])
 
 
+@pytest.mark.with_shapes
 def test_loyalty_of_a_run_equals_loyalty_of_its_logits(gpt2: Any) -> None:
     batches = questions(gpt2, 9, batch_size=4)
 

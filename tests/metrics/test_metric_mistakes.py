@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 from jaxtyping import Float
-from measures import does_not_run
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ArgumentError, HookError, MetricError
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import does_not_run
+from tests.support.tiny_models import questions
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from measures import assert_same, patterns_of
-from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
@@ -21,8 +19,8 @@ from anchorlens.metrics.prefix_effect import (
 )
 from anchorlens.metrics.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
 from anchorlens.passes.forward import run_pass, run_prefix
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import assert_same, patterns_of
+from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 NAN = float("nan")

@@ -17,6 +17,7 @@ def random_patterns(*shape: int) -> Any:
     return scores.masked_fill(later, -torch.inf).softmax(-1)
 
 
+@pytest.mark.with_shapes
 def test_a_rollout_is_the_sum_over_all_paths() -> None:
     patterns = random_patterns(3, 2, 4, 4)
     mean = patterns.mean(1)
@@ -29,6 +30,7 @@ def test_a_rollout_is_the_sum_over_all_paths() -> None:
     torch.testing.assert_close(al.rollout(patterns), expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.with_shapes
 def test_rows_sum_to_one_and_one_layer_is_half_of_its_attention() -> None:
     patterns = random_patterns(2, 5, 3, 6, 6)
     sums = al.rollout(patterns).sum(-1)
@@ -37,6 +39,7 @@ def test_rows_sum_to_one_and_one_layer_is_half_of_its_attention() -> None:
     torch.testing.assert_close(alone, patterns[:, 0].mean(1) / 2 + torch.eye(6) / 2)
 
 
+@pytest.mark.with_shapes
 def test_a_model_gives_the_rollout_of_its_cache(gpt2: Any) -> None:
     tokens = torch.arange(7)[None]
     _, cache = gpt2.run_with_cache(tokens)
@@ -48,7 +51,6 @@ def test_a_model_gives_the_rollout_of_its_cache(gpt2: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 3), (1, 2, 3, 4)])
-@pytest.mark.without_jaxtyping
 def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(MetricError, match=r"those of whole prompts; got \("):
         al.rollout(torch.zeros(shape))

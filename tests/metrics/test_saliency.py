@@ -5,9 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from measures import centred, difference
-from plain import flows_of, prompts_of
-from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -15,8 +12,9 @@ from anchorlens.errors import MetricError
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import edges
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.references.plain import flows_of, prompts_of
+from tests.support.measures import centred, difference
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 MAKE: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}

@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from measures import assert_same
 from scipy.stats import kurtosis
-from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.models.hooked import pattern_name
+from tests.support.measures import assert_same
+from tests.support.tiny_models import questions
+
+pytestmark = pytest.mark.with_shapes
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 

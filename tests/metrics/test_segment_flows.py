@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, difference, does_not_run
-from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -17,8 +15,8 @@ from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.losses import columns_of
 from anchorlens.prompts import segment_names
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import assert_same, difference, does_not_run
+from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 MAKE: dict[str, Callable[[int], Any]] = {"gpt2": tiny_gpt2, "llama": tiny_llama}
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}

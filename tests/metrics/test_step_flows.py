@@ -4,15 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, difference, hooks_on
-from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, PromptError
 from anchorlens.passes import step_gradients
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30, 14]])

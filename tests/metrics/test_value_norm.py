@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, difference
-from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError
 from anchorlens.system import row_pieces
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import assert_same, difference
+from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30], [0, 0, 17, 4, 25, 9, 60, 12, 33]])

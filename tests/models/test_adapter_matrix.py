@@ -4,20 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparison import batch_of, weights_of
-from measures import difference
-from peft_oracle import peft_logits, saved_by_peft
-from test_cache_matrix import NO_CACHE
-from test_matrix import cases, hooked
 
 import anchorlens as al
 from anchorlens.errors import ModelError
+from tests.models.test_cache_matrix import NO_CACHE
+from tests.models.test_matrix import cases, hooked
+from tests.references.comparison import batch_of, weights_of
+from tests.support.measures import difference
+from tests.support.peft_oracle import peft_logits, saved_by_peft
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    # peft 0.21 asks transformers 5 for it.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 UNLIKE = {
     "Gemma 4": "has keys and values of one shape in every layer",

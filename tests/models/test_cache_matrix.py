@@ -4,14 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import plain
 import pytest
 import torch
-from comparison import DIRECTIONS, batch_of, cut_layers, weights_of
-from measures import assert_same, centred, difference
-from test_matrix import LINE, cases, hooked
 from torch import Tensor
-from toys import TOYS
 
 import anchorlens as al
 from anchorlens.contexts.compressed import contexts
@@ -21,9 +16,13 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
 from anchorlens.runs.runner import Runner
 from anchorlens.trials import how_to_run
+from tests.models.test_matrix import LINE, cases, hooked
+from tests.references import plain
+from tests.references.comparison import DIRECTIONS, batch_of, cut_layers, weights_of
+from tests.references.toys import TOYS
+from tests.support.measures import assert_same, centred, difference
 
 pytestmark = [
-    pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in layers", "ignore:some pairs of classes have no prompts"),
     pytest.mark.filterwarnings("ignore:in .* of .* sets"),
 ]

@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import hooks_on
-from tiny_models import questions, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -14,8 +12,10 @@ from anchorlens.models.cached_step import why_no_cached_step
 from anchorlens.models.kinds import name_of_cache
 from anchorlens.models.kv_cache import without_cache
 from anchorlens.models.native_attention import _run_renamed
+from tests.support.measures import hooks_on
+from tests.support.tiny_models import questions, tiny_llama
 
-pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
+pytestmark = pytest.mark.every_kind
 
 TEXT = "The museum opens at ten. When? At"
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import native
-from tiny_models import questions, tiny_gemma3, tiny_gpt2
 
 import anchorlens as al
+from tests.references.architectures import native
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    pytest.mark.with_shapes,
 ]
 MODELS: dict[str, tuple[Any, str]] = {
     "GPT-2": (tiny_gpt2, "byte_level"),

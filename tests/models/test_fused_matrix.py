@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ALL
-from comparison import CUT_HEADS, batch_of, precise
-from measures import difference
-from test_matrix import cases, hooked
 from torch import Tensor
 from transformers.models.gptj import modeling_gptj
 
@@ -23,8 +19,10 @@ from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention, outside_attention
 from anchorlens.trials.may_fuse import _compare_prefix
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.models.test_matrix import cases, hooked
+from tests.references.architectures import ALL
+from tests.references.comparison import CUT_HEADS, batch_of, precise
+from tests.support.measures import difference
 
 # Their attention is written in the code of the model, or is of TransformerLens's own models.
 NOT_REPLACED = {

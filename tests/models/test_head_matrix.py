@@ -13,10 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from comparison import batch_of, tokenizer, weights_of
-from measures import difference, hooks_on
-from test_matrix import KINDS, cases, hooked
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
@@ -32,8 +28,11 @@ from anchorlens.models.hooked import Hook, hooks_by_layer, pattern_name, values_
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.tiny_pass import LEAF
 from anchorlens.passes.step_gradients import step_gradients
+from tests.models.test_matrix import KINDS, cases, hooked
+from tests.references.comparison import batch_of, tokenizer, weights_of
+from tests.support.measures import difference, hooks_on
+from tests.support.tiny_models import questions
 
-pytestmark = pytest.mark.without_jaxtyping
 # What the attention weighs is not what hook_v holds, or W_O is not all that comes after it. Then
 # gradients of steps come from patterns.
 REFUSED = {

@@ -7,12 +7,8 @@ import warnings
 from functools import partial
 from typing import Any
 
-import plain
 import pytest
 import torch
-from comparison import batch_of, precise, weights_of
-from measures import difference
-from test_matrix import cases, hooked
 
 import anchorlens as al
 from anchorlens.experiments.integrated_flows import mean_gradient, output_with
@@ -20,8 +16,10 @@ from anchorlens.models.hooked import hooks_by_layer, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.norm_after import FrozenNorms
 from anchorlens.passes.forward import run_pass
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.models.test_matrix import cases, hooked
+from tests.references import plain
+from tests.references.comparison import batch_of, precise, weights_of
+from tests.support.measures import difference
 
 NORM_AFTER = ("Gemma 2", "Gemma 3", "Gemma 4", "OLMo 2", "OLMo 3", "GLM-4", "EXAONE 4")
 # Other experts are chosen on the path, or a norm of all heads comes before the output projection.

@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from interrupting import at_every_moment
-from test_model_state import functions_of
 from torch.autograd import grad_mode
 from torch.overrides import TorchFunctionMode
-from unchanged import everything_of, global_state
 
 from anchorlens.models import acting_hooks, model_state
 from anchorlens.models.replaced_attention import attention_by
 from anchorlens.system import put_back, torch_state
 from anchorlens.system.torch_state import own_random_state, torch_modes
+from tests.models.test_model_state import functions_of
+from tests.support.interrupting import at_every_moment
+from tests.support.unchanged import everything_of, global_state
 
-pytestmark = pytest.mark.without_jaxtyping
 MODULES = [contextlib, acting_hooks, model_state, put_back, torch_state]
 HOOKS = [("blocks.0.hook_resid_post", lambda resid, hook: None)] * 2
 

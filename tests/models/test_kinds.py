@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import BY_NAME
-from measures import difference
-from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.passes.forward import run_pass
+from tests.references.architectures import BY_NAME
+from tests.support.measures import difference
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
-pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
+pytestmark = pytest.mark.every_kind
 
 MAKE: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
 TOKENIZER = {

@@ -21,9 +21,13 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_row import LINE
-from architectures import ALL, BY_NAME
-from comparison import (
+
+import anchorlens as al
+from anchorlens.errors import ModelError
+from anchorlens.models.hooked import scores_name
+from tests.references.architecture_row import LINE
+from tests.references.architectures import ALL, BY_NAME
+from tests.references.comparison import (
     batch_of,
     difference_of_keys,
     differences,
@@ -32,16 +36,12 @@ from comparison import (
     tokenizer,
     weights_of,
 )
-from hooked_transformers import hooked_transformer
-from measures import logits_of
-from tiny_models import boot
-from toys import PlainToy, hooked_toy, native_bridge
+from tests.references.toys import PlainToy, hooked_toy, native_bridge
+from tests.support.hooked_transformers import hooked_transformer
+from tests.support.measures import logits_of
+from tests.support.tiny_models import boot
 
-import anchorlens as al
-from anchorlens.errors import ModelError
-from anchorlens.models.hooked import scores_name
-
-pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
+pytestmark = pytest.mark.every_kind
 
 # Errors for a model that is refused, from the package or from TransformerLens itself.
 REFUSAL = "makes another model|cannot wrap|cannot run|does not support compatibility mode"

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import BY_NAME, ROWS
-from comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
-from hooked_transformers import with_its_bos
-from measures import difference
-from test_matrix import LINE, cases
-from tiny_models import boot, questions, tiny_gpt2, with_dropout
 
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
 from anchorlens.models.kinds import modules_of
 from anchorlens.models.model_state import without_user_hooks
+from tests.models.test_matrix import LINE, cases
+from tests.references.architectures import BY_NAME, ROWS
+from tests.references.comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
+from tests.support.hooked_transformers import with_its_bos
+from tests.support.measures import difference
+from tests.support.tiny_models import boot, questions, tiny_gpt2, with_dropout
 
-pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 IN_TRANSFORMERS = {row.name for row in ROWS}
 CASES = [case for case in cases("bridge") if case.values[0] in IN_TRANSFORMERS]

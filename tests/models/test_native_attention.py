@@ -4,19 +4,19 @@ import copy
 from functools import partial
 from typing import Any
 
-import plain
 import pytest
 import torch
-from architectures import BY_NAME, NATIVE, native
-from measures import centred, difference, hooks_on, logits_of
-from tiny_models import boot, questions, randomize
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.hooked import pattern_name, scores_name, verified_operands
+from tests.references import plain
+from tests.references.architectures import BY_NAME, NATIVE, native
+from tests.support.measures import centred, difference, hooks_on, logits_of
+from tests.support.tiny_models import boot, questions, randomize
 
-pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
+pytestmark = pytest.mark.every_kind
 
 
 def bridge_of(name: str, tokenizer: Any) -> Any:

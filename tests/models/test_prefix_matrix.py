@@ -2,13 +2,8 @@
 
 from typing import Any
 
-import plain
 import pytest
 import torch
-from comparison import batch_of, precise, weights_of
-from measures import difference
-from test_cache_matrix import NO_CACHE
-from test_matrix import KINDS, cases, hooked
 from torch import Tensor
 
 import anchorlens as al
@@ -16,8 +11,11 @@ from anchorlens.errors import ModelError
 from anchorlens.metrics.prefix_terms import LayerTerms, prefix_runs
 from anchorlens.models.hooked import hooks_by_layer, scores_name
 from anchorlens.passes.forward import run_pass
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.models.test_cache_matrix import NO_CACHE
+from tests.models.test_matrix import KINDS, cases, hooked
+from tests.references import plain
+from tests.references.comparison import batch_of, precise, weights_of
+from tests.support.measures import difference
 
 PROMPTS = (0, 1)  # the shortest and another, so that one has padding
 CASES = cases("bridge", "HookedTransformer")

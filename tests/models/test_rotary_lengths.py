@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import difference
-from peft_oracle import peft_logits
-from rotary_models import alone, longrope, rotating
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
@@ -26,12 +22,14 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.passes.losses import WordCrossEntropy
 from anchorlens.trials import may_fuse
 from anchorlens.trials.may_share import all_but_target
+from tests.support.measures import difference
+from tests.support.peft_oracle import peft_logits
+from tests.support.rotary_models import alone, longrope, rotating
+from tests.support.tiny_models import questions
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    # peft 0.21 asks transformers 5 for it.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 SWITCH = 237  # the prompts have 232 to 246 tokens, and the demonstrations 205

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_row import LINE
-from architectures import BY_NAME
-from measures import difference, hooks_on
-from tiny_models import questions, randomize
-from toys import COMMON, hooked_toy, native_bridge
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
 from anchorlens.errors import ModelError, PromptError
 from anchorlens.runs.fingerprint import fingerprint
+from tests.references.architecture_row import LINE
+from tests.references.architectures import BY_NAME
+from tests.references.toys import COMMON, hooked_toy, native_bridge
+from tests.support.measures import difference, hooks_on
+from tests.support.tiny_models import questions, randomize
 
 pytestmark = [
     pytest.mark.every_kind,
@@ -57,6 +57,7 @@ def prompts_of_numbers(n_tokens: int, answers: tuple[int, int] = (3, 5)) -> al.P
     )
 
 
+@pytest.mark.with_shapes
 @pytest.mark.changes_model
 def test_preparing_leaves_no_trace(toy: Any, byte_level: Any) -> None:
     batch = questions(toy, 2)[0]
@@ -69,7 +70,6 @@ def test_preparing_leaves_no_trace(toy: Any, byte_level: Any) -> None:
 
 
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 def test_every_metric_runs_and_a_stored_run_continues(toy: Any, tmp_path: Path) -> None:
     batches = questions(toy, 6, batch_size=2)
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(3)]
@@ -85,6 +85,7 @@ def test_every_metric_runs_and_a_stored_run_continues(toy: Any, tmp_path: Path) 
     assert ("takes no key-value cache" in shared) == native
 
 
+@pytest.mark.with_shapes
 def test_another_toy_has_another_fingerprint(byte_level: Any) -> None:
     """Toys have no configuration of transformers, so settings and weights tell them apart."""
     prompts = [prompts_of_numbers(6)]
@@ -100,7 +101,6 @@ def test_another_toy_has_another_fingerprint(byte_level: Any) -> None:
 
 
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 def test_every_experiment_runs(toy: Any) -> None:
     batches = questions(toy, 4, batch_size=2)
     sites = {"first": al.Site(0), "last": al.Site(-1)}
@@ -111,6 +111,7 @@ def test_every_experiment_runs(toy: Any) -> None:
     al.isolation_loyalty(toy, batches, 0, draws=1, **QUIET)
 
 
+@pytest.mark.with_shapes
 def test_padding_on_the_left_does_not_change_a_plain_run(byte_level: Any) -> None:
     """Rows of padding have no key to attend to; TransformerLens makes them 0."""
     plain: Any = BY_NAME["Toy"].build(len(byte_level))
@@ -129,6 +130,7 @@ def test_padding_on_the_left_does_not_change_a_plain_run(byte_level: Any) -> Non
     assert difference(of_sides[0], of_sides[1]) < 1e-5
 
 
+@pytest.mark.with_shapes
 def test_a_model_without_a_tokenizer_runs_on_few_tokens(byte_level: Any) -> None:
     """As in modular addition, prompts have three tokens, and there are fewer output tokens."""
     model = al.prepare_model(native(n_layers=1, n_ctx=3, d_vocab=8, d_vocab_out=6, n_heads=4))
@@ -143,6 +145,7 @@ def test_a_model_without_a_tokenizer_runs_on_few_tokens(byte_level: Any) -> None
         al.run(model, [wrong], [al.Accuracy()], **QUIET)
 
 
+@pytest.mark.with_shapes
 def test_unsuitable_models_are_refused() -> None:
     with pytest.raises(ModelError, match="bidirectional: its tokens attend to later ones"):
         al.prepare_model(native(attention_dir="bidirectional"))
@@ -152,6 +155,7 @@ def test_unsuitable_models_are_refused() -> None:
         al.prepare_model(native(n_heads=3, n_ctx=3))
 
 
+@pytest.mark.with_shapes
 @pytest.mark.skipif(not LINE.startswith("3."), reason="gone from this line")
 @pytest.mark.filterwarnings("ignore:Hooked.* is deprecated")
 def test_unsuitable_models_of_the_older_line_are_refused() -> None:
@@ -167,7 +171,6 @@ def test_unsuitable_models_of_the_older_line_are_refused() -> None:
         al.prepare_model(HookedTransformer(empty))
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.skipif(LINE.startswith("3."), reason="not yet in this line")
 def test_a_remote_bridge_is_refused() -> None:
     from transformer_lens.model_bridge.remote_bridge import RemoteBridge

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from unchanged import ModelState
 
 from anchorlens.models.hooked import verified_operands
+from tests.support.unchanged import ModelState
+
+pytestmark = pytest.mark.with_shapes
 
 
 @pytest.mark.changes_model

@@ -8,9 +8,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from architectures import BY_NAME
 from safetensors.torch import load_file, save_file
-from tiny_models import questions, randomize, tiny_gpt2, tiny_llama
 from torch import Tensor
 from transformers import (
     GPT2ForSequenceClassification,
@@ -20,8 +18,10 @@ from transformers import (
 import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.weights import read_model_files
+from tests.references.architectures import BY_NAME
+from tests.support.tiny_models import questions, randomize, tiny_gpt2, tiny_llama
 
-pytestmark = [pytest.mark.every_kind, pytest.mark.filterwarnings("error")]
+pytestmark = [pytest.mark.every_kind, pytest.mark.filterwarnings("error"), pytest.mark.with_shapes]
 VOCABULARY = 700
 
 

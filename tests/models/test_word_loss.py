@@ -3,21 +3,19 @@
 from dataclasses import replace
 from typing import Any
 
-import plain
 import pytest
 import torch
-from comparison import batch_of, weights_of
-from measures import assert_same, difference, hooks_on
-from test_matrix import hooked as hooked_architecture
-from tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError, PromptError
 from anchorlens.passes.forward import run_pass
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.models.test_matrix import hooked as hooked_architecture
+from tests.references import plain
+from tests.references.comparison import batch_of, weights_of
+from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 MAKE = {"gpt2": tiny_gpt2, "llama": tiny_llama}

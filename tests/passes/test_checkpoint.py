@@ -6,13 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import batch_of as architecture_batch
-from comparison import tokenizer as architecture_tokenizer
-from comparison import weights_of
-from live import Live
-from measures import difference
-from test_forward import failing, unchanged
-from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -22,11 +15,15 @@ from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import read_only, run_pass
 from anchorlens.system import row_pieces
 from anchorlens.trials import how_to_run
+from tests.passes.test_forward import failing, unchanged
+from tests.references.comparison import batch_of as architecture_batch
+from tests.references.comparison import tokenizer as architecture_tokenizer
+from tests.references.comparison import weights_of
+from tests.support.live import Live
+from tests.support.measures import difference
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    pytest.mark.filterwarnings("ignore:in 1 of 1 sets"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 CHECKPOINTED: dict[str, Any] = {
     "loss": al.losses.label_cross_entropy,

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from measures import hooks_on
-from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
@@ -18,11 +16,12 @@ from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptEr
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.loss_checks import check_gradient_of_loss, check_loss
+from tests.support.measures import hooks_on
+from tests.support.tiny_models import questions, tiny_gpt2
 
 # Four prompts are too few for six classes, so metrics warn.
 pytestmark = [
     pytest.mark.every_kind,
-    pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets"),
 ]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}

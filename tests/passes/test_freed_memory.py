@@ -10,6 +10,8 @@ import torch
 
 from anchorlens.passes import memory
 
+pytestmark = pytest.mark.with_shapes
+
 
 def resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import questions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import anchorlens as al
 from anchorlens.errors import PromptError
 from anchorlens.metrics.metric import possible
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.tiny_models import questions
 
 LENGTH, PROMPTS = 3000, 4
 FLOWS = al.SaliencyFlows()

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import hooks_on
-from stored_runs import Logits, run, same
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
@@ -18,8 +15,9 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.passes.memory import is_out_of_memory
 from anchorlens.prompts.batch import only_set
 from anchorlens.runs.study import PartsThatFit
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import hooks_on
+from tests.support.stored_runs import Logits, run, same
+from tests.support.tiny_models import questions
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from hooked_transformers import with_its_bos
-from measures import difference
-from tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 import anchorlens as al
 from anchorlens.errors import HookError, PromptError
+from tests.support.hooked_transformers import with_its_bos
+from tests.support.measures import difference
+from tests.support.tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2
 
-pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
+pytestmark = pytest.mark.every_kind
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TASK = al.Task("{text} ->{label}", labels=(" Human", " Location"))
 DEMONSTRATIONS = [al.Example("Who", 0), al.Example("Where", 1)]

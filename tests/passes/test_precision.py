@@ -4,18 +4,16 @@ import copy
 from functools import partial
 from typing import Any
 
-import plain
 import pytest
 import torch
-from architectures import native
-from measures import difference
-from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.passes.forward import run_pass
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.references import plain
+from tests.references.architectures import native
+from tests.support.measures import difference
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 MODELS: dict[str, tuple[Any, str]] = {
     "GPT-2": (tiny_gpt2, "byte_level"),

@@ -11,8 +11,6 @@ from anchorlens.models.replaced_attention import Terms
 from anchorlens.passes.row_attention import RowAttention, keys_seen
 from anchorlens.system import row_pieces
 
-pytestmark = pytest.mark.without_jaxtyping
-
 LENGTH = 130  # several pieces of at least 32 rows
 POSITIONS = torch.arange(LENGTH)
 CAUSAL = POSITIONS[:, None] >= POSITIONS

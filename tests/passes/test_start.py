@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, difference
-from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.errors import HookError
@@ -14,8 +12,8 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.passes.late_start import Start, started, stored_starts
 from anchorlens.runs import runner
 from anchorlens.runs.runner import Runner
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import assert_same, difference
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 

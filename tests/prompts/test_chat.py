@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from chat_tokenizers import (
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+from tests.support.chat_tokenizers import (
     CHATML,
     DEEPSEEK,
     HARMONY,
@@ -17,11 +20,8 @@ from chat_tokenizers import (
     chat_tokenizer,
     with_template,
 )
-from plain_prompts import rows
-from tiny_models import tiny_llama
-
-import anchorlens as al
-from anchorlens.errors import PromptError
+from tests.support.plain_prompts import rows
+from tests.support.tiny_models import tiny_llama
 
 TEMPLATE = "Review: {text}\nSentiment:{label}"
 TASK = al.ChatTask(TEMPLATE, ["Negative", "Positive"])
@@ -68,6 +68,7 @@ def ids_of(tokenizer: Any, turns: list[dict[str, str]], ask: bool = True) -> lis
     return list(encoded["input_ids"])
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize(("name", "instructions"), CASES)
 def test_tokens_and_positions_are_those_of_the_chat_template(
     kind: str, name: str, instructions: str
@@ -97,6 +98,7 @@ def test_tokens_and_positions_are_those_of_the_chat_template(
         assert (row.segments.count("target"), row.segments[-1]) == (1, "target")
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_segments_are_those_of_the_characters(name: str) -> None:
     """Texts, instructions and formats, read from the tokens of each segment."""
@@ -123,6 +125,7 @@ def test_segments_are_those_of_the_characters(name: str) -> None:
         assert tokenizer.decode(plain.tokens[:stop]).endswith("assistant.<|im_end|>\n")
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str) -> None:
     tokenizer = with_template(chat_tokenizer(kind), name)
@@ -137,6 +140,7 @@ def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str
         assert all(word.startswith(" ") == has_space for word in words)
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_bos_is_there_once_if_the_template_writes_it(kind: str, name: str) -> None:
     """The sentencepiece-like tokenizer adds one to plain prompts."""
@@ -151,6 +155,7 @@ def test_a_bos_is_there_once_if_the_template_writes_it(kind: str, name: str) -> 
     assert (row.segments[0] == "other") == (name in (*WITH_BOS, "Qwen"))
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_padding_and_batching_change_nothing(kind: str, name: str) -> None:
     tokenizer = with_template(chat_tokenizer(kind), name)
@@ -163,6 +168,7 @@ def test_padding_and_batching_change_nothing(kind: str, name: str) -> None:
     assert len(batch.demonstrations_id.unique()) == 1
 
 
+@pytest.mark.with_shapes
 def test_options_go_to_the_template() -> None:
     tokenizer = chat(QWEN_3)
     quick = replace(TASK, options={"enable_thinking": False})
@@ -181,6 +187,7 @@ EACH = "{% for m in messages %}" + TURN + "{% endfor %}<assistant>"
 AFTER_ANOTHER_QUERY = "message.content == 'Positive' and 'so so' not in messages[-2].content"
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -234,6 +241,7 @@ def test_templates_that_hide_positions_or_move_answers_raise_an_error(
         built(chat(template), queries=QUERIES)
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_answer_follows_the_prompt_in_the_template(kind: str, name: str) -> None:
     """The oracle: the tokens of the whole conversation with the answer, for each word."""
@@ -249,6 +257,7 @@ def test_an_answer_follows_the_prompt_in_the_template(kind: str, name: str) -> N
                 assert answered[: len(row.tokens) + 1] == [*row.tokens, token]
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     "asks",
     [
@@ -273,13 +282,13 @@ def test_a_template_writes_the_date_of_the_task(asks: str) -> None:
         assert date in chat(template).decode(row.tokens)
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("date", ["today", "2024-13-01"])
 def test_a_date_must_be_a_day(date: Any) -> None:
     with pytest.raises(PromptError, match="the date of a chat task is a day such as '2024-07-26'"):
         replace(TASK, date=date)
 
 
+@pytest.mark.with_shapes
 def test_another_template_may_be_given() -> None:
     plain = chat_tokenizer("byte-level")
     assert plain.chat_template is None
@@ -288,6 +297,7 @@ def test_another_template_may_be_given() -> None:
     assert ours == rows(built(with_template(plain, "ChatML")))
 
 
+@pytest.mark.with_shapes
 def test_chat_tasks_are_tasks() -> None:
     how = al.relabeling.symbols(["A", "B"])
     task, demos = al.relabel(DEMOS, TASK, how)
@@ -307,7 +317,6 @@ def test_chat_tasks_are_tasks() -> None:
     assert "Review: so so\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets:UserWarning")
 def test_a_model_runs_chat_prompts(hooked: Any) -> None:
     """Shared tokens run once, or whole prompts run: the numbers are the same."""
@@ -328,6 +337,7 @@ def test_a_model_runs_chat_prompts(hooked: Any) -> None:
     assert context.logits(model, batches[0]).shape == (6, len(tokenizer))
 
 
+@pytest.mark.with_shapes
 def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:
     tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
     message = r"turns of system and user.*: System role not supported. .*instead of the instruct"
@@ -335,6 +345,7 @@ def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> No
         built(tokenizer, replace(TASK, instructions="Classify."))
 
 
+@pytest.mark.with_shapes
 def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error(kind: str) -> None:
     tokenizer = with_template(chat_tokenizer(kind), "Llama 3")
     for words in (["Ab", "Ac"], [" Ab", "  Ab"]):  # the spaces of the second pair are trimmed
@@ -347,7 +358,6 @@ def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error
         built(tokenizer)
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("options", [{"tokenize": True}, {"tools": []}])
 def test_wrong_options_raise_an_error(options: Any) -> None:
     with pytest.raises(PromptError, match=r"options of a chat task are \{name: value\}"):

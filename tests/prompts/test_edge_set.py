@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import PromptError
 from anchorlens.system import row_pieces
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.tiny_models import questions
 
 NAMED = [al.edges.wp, al.edges.pq, al.edges.ww, al.edges.tq, al.edges.every, al.edges.from_first]
 

@@ -81,6 +81,7 @@ def every(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
     return True
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     "rule", [wp, pq, ww, tq, from_first, every], ids=lambda rule: rule.__name__
 )
@@ -91,6 +92,7 @@ def test_edges_equal_their_definition(batch: al.PromptBatch, rule: Rule) -> None
     assert result.any((1, 2)).all()
 
 
+@pytest.mark.with_shapes
 def test_every_edge_belongs_to_exactly_one_flow(batch: al.PromptBatch) -> None:
     flows = torch.stack([edges.wp(batch), edges.pq(batch), edges.ww(batch)])
     assert torch.equal(flows.sum(0), edges.every(batch).long())
@@ -99,12 +101,14 @@ def test_every_edge_belongs_to_exactly_one_flow(batch: al.PromptBatch) -> None:
     assert not (edges.tq(batch) & ~edges.ww(batch)).any()
 
 
+@pytest.mark.with_shapes
 def test_counts_of_the_flows_equal_those_of_the_paper(batch: al.PromptBatch) -> None:
     starts = batch.attention_mask.long().argmax(1, keepdim=True)
     assert torch.equal(edges.wp(batch).sum((1, 2)), (batch.label_positions - starts).sum(1))
     assert edges.pq(batch).sum((1, 2)).tolist() == [4, 4, 4]
 
 
+@pytest.mark.with_shapes
 def test_no_set_contains_the_diagonal_or_padding(batch: al.PromptBatch) -> None:
     real = batch.attention_mask
     never = torch.eye(real.shape[1], dtype=torch.bool) | ~(real[:, :, None] & real[:, None, :])
@@ -114,6 +118,7 @@ def test_no_set_contains_the_diagonal_or_padding(batch: al.PromptBatch) -> None:
         assert not (edges.segment(batch, name) & ~real).any()
 
 
+@pytest.mark.with_shapes
 def test_every_token_belongs_to_exactly_one_segment(batch: al.PromptBatch) -> None:
     members = torch.stack([edges.segment(batch, name) for name in SEGMENTS])
     assert torch.equal(members.sum(0), batch.attention_mask.long())
@@ -125,6 +130,7 @@ def test_every_token_belongs_to_exactly_one_segment(batch: al.PromptBatch) -> No
             assert edges.segment(batch, name)[row].nonzero().flatten().tolist() == positions
 
 
+@pytest.mark.with_shapes
 def test_anchors_are_the_first_tokens_of_label_words(batch: al.PromptBatch) -> None:
     anchors, words = edges.anchors(batch), edges.segment(batch, "label")
     for row in range(len(batch)):
@@ -144,7 +150,6 @@ NO_POSITIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.without_jaxtyping
 def test_positions_by_number_lie_in_their_prompts(batch: al.PromptBatch) -> None:
     assert torch.equal(edges.at(batch, batch.label_positions), edges.anchors(batch))
     for wrong in NO_POSITIONS.values():
@@ -159,6 +164,7 @@ def test_positions_by_number_lie_in_their_prompts(batch: al.PromptBatch) -> None
             edges.at(batch, positions)
 
 
+@pytest.mark.with_shapes
 def test_between_connects_queries_to_all_earlier_keys() -> None:
     generator = torch.Generator().manual_seed(0)
     queries, keys = (torch.rand(2, 3, 9, generator=generator) < 0.5).unbind()
@@ -172,6 +178,7 @@ def test_between_connects_queries_to_all_earlier_keys() -> None:
     assert torch.equal(keys, before[1])
 
 
+@pytest.mark.with_shapes
 def test_a_segment_that_does_not_exist_raises_an_error(batch: al.PromptBatch) -> None:
     with pytest.raises(
         PromptError, match=r"no segment 'labels'; the segments are other, text, label"
@@ -182,6 +189,7 @@ def test_a_segment_that_does_not_exist_raises_an_error(batch: al.PromptBatch) ->
         edges.segment(own, "label")
 
 
+@pytest.mark.with_shapes
 def test_tokens_after_the_target_have_no_edges() -> None:
     """Later tokens cannot influence the target. Their edges would only lower the mean S_ww."""
     rows = torch.tensor([[9, 5, 8, 6, 7, 4, 4]])

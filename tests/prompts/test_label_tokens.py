@@ -4,10 +4,12 @@ from itertools import product
 from typing import Any
 
 import pytest
-from attack_tokenizers import made
 
 import anchorlens as al
 from anchorlens.errors import PromptError
+from tests.attack.attack_tokenizers import made
+
+pytestmark = pytest.mark.with_shapes
 
 ENDS = [
     *("stage 1", "stage 1 ", "v1.", "12", "caf", "cafe", "naïve", "e\u0301", "x\u0308", "x:"),

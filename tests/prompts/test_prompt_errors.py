@@ -8,11 +8,13 @@ from unicodedata import normalize
 
 import pytest
 import torch
-from attack_tokenizers import made
 from tokenizers import pre_tokenizers, processors
 
 import anchorlens as al
 from anchorlens.errors import PromptError
+from tests.attack.attack_tokenizers import made
+
+pytestmark = pytest.mark.with_shapes
 
 raises = partial(pytest.raises, PromptError)
 SST2 = al.TASKS["sst2"]

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from html_checks import Parsed
 from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast
 
@@ -23,6 +22,9 @@ from anchorlens.prompts.segment_names import (
     TEXT,
 )
 from anchorlens.prompts.tokens import token_texts
+from tests.support.html_checks import Parsed
+
+pytestmark = pytest.mark.with_shapes
 
 HOSTILE = '<script>alert("x")</script> & \' \x00'
 TASK = al.Task("In: {text}\n\nOut:{label}", labels=("<script>", "&amp;"))

@@ -5,15 +5,15 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import pytest
-import tiny_models
 from hypothesis import given, settings
-from plain_prompts import Row, pieces, rows
 
 import anchorlens as al
 from anchorlens.errors import PromptError
+from tests.support import tiny_models
+from tests.support.plain_prompts import Row, pieces, rows
 
 few_examples = settings(max_examples=60, deadline=None)
-pytestmark = pytest.mark.without_jaxtyping
+
 SST2 = al.TASKS["sst2"]
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 TASKS = [

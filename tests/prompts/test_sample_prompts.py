@@ -9,6 +9,8 @@ import torch
 import anchorlens as al
 from anchorlens.errors import DataError, PromptError
 
+pytestmark = pytest.mark.with_shapes
+
 TASK = al.Task("In: {text}\nOut:{label}", [" Table", " Window"])
 NO_TOKENIZER = SimpleNamespace(tokenizer=None)
 OWN = [al.Example(f"text {number}", number % 2) for number in range(12)]

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_gpt2
 
 import anchorlens as al
 from anchorlens.errors import PromptError
+from tests.support.tiny_models import tiny_gpt2
 
 PIECES: list[tuple[str | None, str]] = [
     ("question", "Who wrote it?"),
@@ -22,6 +22,7 @@ SHORT: list[tuple[str | None, str]] = [
 ]
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_each_token_is_in_the_segment_of_its_piece(tokenizer: Any, side: Any) -> None:
     [batch] = al.build_segments(tokenizer, [PIECES, SHORT], padding_side=side)
@@ -45,6 +46,7 @@ def test_each_token_is_in_the_segment_of_its_piece(tokenizer: Any, side: Any) ->
         assert (batch.segments.gather(1, first) == -1).all()
 
 
+@pytest.mark.with_shapes
 def test_batches_are_as_large_as_asked(byte_level: Any) -> None:
     batches = al.build_segments(byte_level, [PIECES, SHORT, SHORT], batch_size=2)
     assert [len(batch) for batch in batches] == [2, 1]
@@ -52,7 +54,6 @@ def test_batches_are_as_large_as_asked(byte_level: Any) -> None:
     assert {batch.segment_names for batch in batches} == {("question", "answer", "step")}
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
@@ -71,6 +72,7 @@ def test_wrong_pieces_raise_an_error(prompts: Any, message: str, byte_level: Any
         al.build_segments(byte_level, prompts)
 
 
+@pytest.mark.with_shapes
 def test_a_space_that_the_next_token_takes_is_no_segment(byte_level: Any) -> None:
     word = next(token for token in byte_level.get_vocab() if token[0] == "Ġ" and len(token) > 2)
     pieces = [("a", "x"), ("b", " "), ("c", word[1:])]
@@ -79,7 +81,6 @@ def test_a_space_that_the_next_token_takes_is_no_segment(byte_level: Any) -> Non
         al.build_segments(byte_level, [pieces])
 
 
-@pytest.mark.without_jaxtyping
 def test_wrong_options_raise_an_error(byte_level: Any) -> None:
     with pytest.raises(PromptError, match="batch_size must be a whole number"):
         al.build_segments(byte_level, [PIECES], batch_size=0)
@@ -87,6 +88,7 @@ def test_wrong_options_raise_an_error(byte_level: Any) -> None:
         al.build_segments(object(), [PIECES])
 
 
+@pytest.mark.with_shapes
 def test_flows_do_not_depend_on_the_side_of_the_padding(byte_level: Any) -> None:
     model = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
     flows = []

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import transformers
-from hooked_transformers import CONVERTED
-from tiny_models import randomize
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.support.hooked_transformers import CONVERTED
+from tests.support.tiny_models import randomize
 
 LINE = ".".join(version("transformer-lens").split(".")[:2])
 

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from architecture_row import Architecture, row
-from toys import TOYS, Toy
 from transformers.models.codegen import modeling_codegen
+
+from tests.references.architecture_row import Architecture, row
+from tests.references.toys import TOYS, Toy
 
 WINDOW = 12  # shorter than the prompts, so that it has an effect
 GROUPED = {"num_key_value_heads": 2}

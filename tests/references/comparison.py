@@ -10,16 +10,16 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import plain
 import torch
-from architectures import BY_NAME
-from measures import centred, difference, logits_of
-from tiny_models import byte_level_tokenizer
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.metrics.metric import Metric
 from anchorlens.passes.forward import run_pass
+from tests.references import plain
+from tests.references.architectures import BY_NAME
+from tests.support.measures import centred, difference, logits_of
+from tests.support.tiny_models import byte_level_tokenizer
 
 TASK = al.Task("{text} ->{label}", labels=(" Human", " Location", " Number", " Entity"))
 DEMONSTRATIONS = [

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tiny_models import tiny_gpt2
 from transformers import GPT2LMHeadModel
 
 import anchorlens as al
+from tests.support.tiny_models import tiny_gpt2
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from architecture_row import LINE, Row
-from hooked_transformers import with_its_bos
-from tiny_models import randomize
 from torch import Tensor, nn
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
+
+from tests.references.architecture_row import LINE, Row
+from tests.support.hooked_transformers import with_its_bos
+from tests.support.tiny_models import randomize
 
 COMMON: dict[str, Any] = {
     "n_layers": 3,

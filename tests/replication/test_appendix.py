@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import randomize, tiny_gpt2
 
 import anchorlens as al
 from anchorlens.replication import paper_parts
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
+from tests.support.tiny_models import randomize, tiny_gpt2
 
 EXAMPLES = al.load_examples("sentiment")
 TASK = al.TASKS["sst2"]
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:in layers", "ignore:some pairs"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:in . of . sets", "ignore:in layers", "ignore:some pairs"
+)
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from tiny_models import randomize, tiny_gpt2
 
 import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.replication import paper_parts
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting, table_3
+from tests.support.tiny_models import randomize, tiny_gpt2
 
 EXAMPLES = al.load_examples("emotions")
 EMOTIONS = {"emotions": (EXAMPLES, EXAMPLES)}
@@ -23,10 +23,7 @@ SEEDS = (3, 4)
 QUICK: dict[str, Any] = {"queries": 12, "depth": 1, "draws": 2, "progress": False}
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers")
 over_seeds = pytest.mark.parametrize("seed", SEEDS)
 
 

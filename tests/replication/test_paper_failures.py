@@ -8,14 +8,17 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from test_paper import EMOTIONS, EXAMPLES, QUICK, SEEDS, setting
-from tiny_models import boot, tiny_gpt2
 
 import anchorlens as al
 from anchorlens.errors import DataError, HookError, MetricError, StoreError
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting, figure_4, figures_3_5_6
+from tests.replication.test_paper import EMOTIONS, EXAMPLES, QUICK, SEEDS, setting
+from tests.support.tiny_models import boot, tiny_gpt2
 
-pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers"),
+    pytest.mark.with_shapes,
+]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ import anchorlens as al
 from anchorlens.replication.paper_parts import PaperNumber
 from anchorlens.replication.published import TABLE_1, TABLE_2, TABLE_3
 
+pytestmark = pytest.mark.with_shapes
+
 TASKS = ("sst2", "trec", "agnews", "emo")
 
 

@@ -10,10 +10,7 @@ from tqdm.auto import tqdm
 import anchorlens as al
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    pytest.mark.filterwarnings("ignore:in 1 of 1 sets"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
 
 
 Shown = list[tuple[str, int, float | None]]

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.prompts import segment_names
 from anchorlens.report import answer_flows
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.tiny_models import questions
 
 EVIL = "</script><script>alert('a & b')</script>"
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30, 14]])

@@ -6,7 +6,6 @@ from math import isnan, sqrt
 from pathlib import Path
 from typing import Any
 
-import nulls
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from anchorlens.report.answer import headline, sentences, surprises
 from anchorlens.report.claims import Verdict
 from anchorlens.results.bootstrap import with_intervals
 from anchorlens.results.estimate import Estimate
+from tests.references import nulls
 
 AGREES, DISAGREES, CANNOT_TELL = Verdict.AGREES, Verdict.DOES_NOT_AGREE, Verdict.CANNOT_TELL
 
@@ -112,6 +112,7 @@ def verdicts(*records: Any) -> list[Verdict]:
     return [claim.verdict for claim in al.claims(dict(zip("abcdef", records)))]  # noqa: B905
 
 
+@pytest.mark.with_shapes
 def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     judged = al.claims({"a": distances(), "b": attention(), "c": isolation(), "d": flows()})
     assert [claim.verdict for claim in judged] == [AGREES] * 5
@@ -123,6 +124,7 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     assert headline(judged[:2]) == "All 2 claims of the paper that were compared agree."
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
@@ -149,6 +151,7 @@ def test_a_verdict_follows_from_the_interval(record: Any, expected: list[Verdict
     assert last == AGREES
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("record", "verdict", "reason"),
     [
@@ -183,6 +186,7 @@ def test_key_distances_are_judged_over_classes_and_not_over_queries(
     assert isnan(claim.estimate.low)  # the interval over queries is not about classes
 
 
+@pytest.mark.with_shapes
 def test_the_isolation_that_leaves_the_edges_to_bos_decides() -> None:
     """As on 48 prompts of a real model: the whole effect was the edge to BOS."""
     cut, left = isolation(0.27, 0.11, 0.41), isolation(0.0, -0.07, 0.07, keep_bos=True)
@@ -194,6 +198,7 @@ def test_the_isolation_that_leaves_the_edges_to_bos_decides() -> None:
     assert "edges to BOS are cut too" in al.claims({"a": distances(), "b": cut})[0].measure
 
 
+@pytest.mark.with_shapes
 def test_the_label_words_are_compared_with_the_differences_between_draws() -> None:
     """After one set of demonstrations they are one group of words, as each draw is."""
     differing = replace(isolation(0.2, 0.1, 0.3), random_label_loyalty=torch.tensor([0.7, 0.9]))
@@ -203,6 +208,7 @@ def test_the_label_words_are_compared_with_the_differences_between_draws() -> No
     assert (claim.estimate.low, claim.estimate.high) == (-1, 1) and half > 1
 
 
+@pytest.mark.with_shapes
 def test_accuracy_counts_as_accuracy() -> None:
     right = torch.tensor([1.0] * 18 + [0.0] * 2)
     classes = torch.eye(2)[[0] * 10 + [1] * 10]
@@ -218,6 +224,7 @@ def test_accuracy_counts_as_accuracy() -> None:
     assert "run Accuracy, or AnchorDistances" in unknown.reason
 
 
+@pytest.mark.with_shapes
 def test_with_several_sets_the_interval_is_over_sets() -> None:
     values = [0.3, 0.4, 0.8]
     info = {"of_sets": {"label_gap": values}, "demonstration_sets": 3}
@@ -233,7 +240,6 @@ def test_with_several_sets_the_interval_is_over_sets() -> None:
     assert "; for other queries after this one set" in repr(claim)
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("name", "queries", "sets"),
     [
@@ -253,6 +259,7 @@ def test_a_claim_under_its_null_is_seldom_judged(name: str, queries: int, sets: 
     assert found.count(AGREES) <= 6 and found.count(DISAGREES) <= 6, found
 
 
+@pytest.mark.with_shapes
 def test_without_ability_nothing_can_be_told() -> None:
     unable = distances(accuracy_low=0.45)  # half of the queries are of one class
     judged = al.claims({"a": unable, "b": attention(), "c": isolation(), "d": flows()})
@@ -261,6 +268,7 @@ def test_without_ability_nothing_can_be_told() -> None:
     assert headline(judged).startswith("These prompts cannot tell")
 
 
+@pytest.mark.with_shapes
 def test_the_report_gives_the_reason_against_all_claims_once(tmp_path: Path) -> None:
     single = replace(distances(accuracy_low=0.45), correlation=torch.full((3,), torch.nan))
     for unable in (distances(accuracy_low=0.45), single):
@@ -277,6 +285,7 @@ def test_the_report_gives_the_reason_against_all_claims_once(tmp_path: Path) -> 
     assert judged[-1].reason in table and judged[-1].reason not in above
 
 
+@pytest.mark.with_shapes
 def test_two_classes_have_no_correlation_to_judge() -> None:
     record = replace(distances(), correlation=torch.full((3,), torch.nan))
     (claim,) = al.claims({"a": record})
@@ -285,6 +294,7 @@ def test_two_classes_have_no_correlation_to_judge() -> None:
     assert str(claim.estimate) == "no number"
 
 
+@pytest.mark.with_shapes
 def test_the_answer_says_the_numbers_in_words() -> None:
     records = {"a": distances(correlation=-0.4), "b": isolation(), "c": flows(), "d": attention()}
     vague = {"a": distances(correlation=-0.1)}
@@ -306,6 +316,7 @@ def test_the_answer_says_the_numbers_in_words() -> None:
     assert judged == "In part: 4 of 5 claims of the paper agree; 1 does not."
 
 
+@pytest.mark.with_shapes
 def test_one_layer_is_neither_shallow_nor_deep() -> None:
     record = flows()
     by_layer = ("flows", "share", "tq", "pq_over_tq", "per_head")
@@ -315,6 +326,7 @@ def test_one_layer_is_neither_shallow_nor_deep() -> None:
     assert claim.verdict == CANNOT_TELL and "the model has one layer" in claim.reason
 
 
+@pytest.mark.with_shapes
 def test_records_of_a_sweep_are_found_and_equal_names_are_an_error() -> None:
     sweep = {"first 2 layers": isolation()}
     assert len(al.claims({"a": distances(), "isolation": sweep})) == 2
@@ -327,6 +339,7 @@ def test_records_of_a_sweep_are_found_and_equal_names_are_an_error() -> None:
     ].statement.startswith("Classes")
 
 
+@pytest.mark.with_shapes
 def test_small_negative_numbers_are_shown_as_zero() -> None:
     assert str(Estimate(-0.001, -0.004, 0.002)) == "0.00 [0.00, 0.00]"
     assert Estimate(-0.001, -0.004, 0.002).percent() == "0 % [0, 0]"

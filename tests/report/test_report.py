@@ -16,13 +16,15 @@ import pytest
 import torch
 from jaxtyping import Float
 from plotly.offline import get_plotlyjs_version
-from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, PromptError
 from anchorlens.report.prompt_flows import Found
 from anchorlens.report.templates import as_json
+from tests.support.tiny_models import questions, tiny_gpt2
+
+pytestmark = pytest.mark.with_shapes
 
 EVIL = "<script>alert('a & b')</script>"
 

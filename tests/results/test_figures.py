@@ -23,6 +23,7 @@ def same(values: Any, expected: list[Any]) -> bool:
     return torch.allclose(torch.tensor(values), torch.tensor(expected), equal_nan=True)
 
 
+@pytest.mark.with_shapes
 def test_lines_show_values_intervals_and_gaps() -> None:
     values = torch.tensor([[0.1, math.nan, 0.3], [0.4, 0.5, 0.6]])
     figure = lines_by_layer(values, ["a", "b"], low=values - 0.1, high=values + 0.2, **TITLES)
@@ -36,6 +37,7 @@ def test_lines_show_values_intervals_and_gaps() -> None:
     assert first_band.x == (0, 0, None, None, 2, 2, None)
 
 
+@pytest.mark.with_shapes
 def test_lines_differ_in_marker_symbol_and_dash_and_may_have_a_reference() -> None:
     figure = lines_by_layer(torch.zeros(8, 3), list("abcdefgh"), dashed=["b"], **TITLES)
     assert len(figure.data) == 8 == len({line.marker.symbol for line in figure.data})
@@ -45,6 +47,7 @@ def test_lines_differ_in_marker_symbol_and_dash_and_may_have_a_reference() -> No
     assert (line.y0, line.y1, line.name, line.showlegend) == (0.5, 0.5, "reference 0.5", True)
 
 
+@pytest.mark.with_shapes
 def test_bands_far_beyond_the_lines_do_not_flatten_them() -> None:
     values = torch.tensor([[0.0, math.nan, 1.0]])
     low, high = values - torch.tensor([9.0, 1.0, 0.1]), values + 0.25
@@ -56,6 +59,7 @@ def test_bands_far_beyond_the_lines_do_not_flatten_them() -> None:
     assert flat.layout.yaxis.range is None
 
 
+@pytest.mark.with_shapes
 def test_axes_have_names_without_lines_or_whole_numbers() -> None:
     columns = bars(torch.ones(1, 2, 1), ["y"], ["a", "b"], ["x"], title="")
     matrices = heat_map(torch.ones(2, 2, 2), ["a", "b"], ["a", "b"], **MAPS)
@@ -68,6 +72,7 @@ def test_axes_have_names_without_lines_or_whole_numbers() -> None:
         assert (lines.layout.xaxis.dtick, heads.xaxis.dtick, heads.yaxis.dtick) == (step, step, 1)
 
 
+@pytest.mark.with_shapes
 def test_bars_show_values_and_asymmetric_errors() -> None:
     values = torch.tensor([[[0.5, 0.6], [math.nan, 0.8]]])
     names = ["share"], ["first", "last"], ["x", "y"]
@@ -80,12 +85,14 @@ def test_bars_show_values_and_asymmetric_errors() -> None:
     assert figure.data[0].marker.pattern.shape != figure.data[1].marker.pattern.shape
 
 
+@pytest.mark.with_shapes
 def test_bars_with_equal_or_numeric_names_stay_separate() -> None:
     figure = bars(torch.ones(1, 3, 1), ["y"], ["2", "1", "1"], ["x"], title="")
     assert figure.data[0].x == (0, 1, 2)
     assert figure.layout.xaxis.ticktext == ("2", "1", "1")
 
 
+@pytest.mark.with_shapes
 def test_bars_with_controls_show_values_ends_and_tints() -> None:
     values = torch.tensor([[[0.25, 0.75], [1.0, 0.5]], [[0.1, 0.2], [0.3, 0.4]]])
     names = ["label", "word"], ["first", "last"], ["isolated", "random"]
@@ -106,6 +113,7 @@ def test_bars_with_controls_show_values_ends_and_tints() -> None:
     assert figure.layout.yaxis.title.text == "label"
 
 
+@pytest.mark.with_shapes
 def test_heat_maps_show_values_and_gaps_in_the_same_colors() -> None:
     values = torch.tensor([[[math.nan, 0.5], [0.25, math.nan]], [[0.0, 0.25], [0.125, 1.0]]])
     figure = heat_map(values, ["a", "b"], ["c", "d"], with_numbers=True, **MAPS)
@@ -121,12 +129,14 @@ def test_heat_maps_show_values_and_gaps_in_the_same_colors() -> None:
     assert (figure.layout.yaxis.ticktext, figure.layout.xaxis2.ticktext) == (("a", "b"), ("c", "d"))
 
 
+@pytest.mark.with_shapes
 def test_numbers_on_both_sides_of_0_have_two_colors() -> None:
     for values, middle in ((torch.tensor([[[-1.0, 2.0]]]), 0), (torch.ones(1, 1, 2), None)):
         figure = heat_map(values, None, None, title="", bar_title="")
         assert figure.layout.coloraxis.cmid == middle and figure.data[0].texttemplate is None
 
 
+@pytest.mark.with_shapes
 def test_stacked_figures_have_separate_axes() -> None:
     matrices = heat_map(torch.ones(2, 2, 2), ["a", "b"], ["a", "b"], **MAPS)
     lines = lines_by_layer(torch.tensor([[0.25, 0.75]]), ["c"], reference=0.5, **TITLES)
@@ -152,6 +162,7 @@ def test_stacked_figures_have_separate_axes() -> None:
     assert notes["here"] == ("x3", "y3 domain")
 
 
+@pytest.mark.with_shapes
 def test_names_and_titles_are_escaped() -> None:
     names = ["<b>a</b>", "$x$"]
     escaped = ("&lt;b&gt;a&lt;/b&gt;", "&#36;x&#36;")
@@ -174,6 +185,7 @@ def test_names_and_titles_are_escaped() -> None:
     assert tuple(note.text for note in heat.layout.annotations) == escaped
 
 
+@pytest.mark.with_shapes
 def test_figures_do_not_change_their_inputs() -> None:
     values = torch.tensor([[0.5, math.nan], [0.1, 0.2]])
     given, names = [values.clone() for _ in range(3)], ["a", "b"]
@@ -184,6 +196,7 @@ def test_figures_do_not_change_their_inputs() -> None:
     assert all(torch.equal(now.nan_to_num(-1.0), values.nan_to_num(-1.0)) for now in given)
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_any_float_type_and_gradients_are_accepted(dtype: torch.dtype) -> None:
     """The figure equals that of float32. All numbers here are exact in bfloat16."""
@@ -222,7 +235,6 @@ WRONG: list[tuple[Callable[[], go.Figure], str]] = [
 ]
 
 
-@pytest.mark.without_jaxtyping  # which would raise its own error for shapes
 @pytest.mark.parametrize(("draw", "message"), WRONG)
 def test_wrong_arguments_raise_an_error_that_says_what_was_expected(
     draw: Callable[[], go.Figure], message: str
@@ -231,6 +243,7 @@ def test_wrong_arguments_raise_an_error_that_says_what_was_expected(
         draw()
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize(("count", "shown"), [(20, 20), (21, 11), (100, 20)])
 def test_names_of_many_keys_do_not_overlap(count: int, shown: int) -> None:
     names = [f"key{k}" for k in range(count)]

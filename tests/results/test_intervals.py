@@ -11,7 +11,6 @@ import pytest
 import torch
 from jaxtyping import Float, Int
 from scipy.stats import binomtest, norm, t
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
@@ -26,6 +25,9 @@ from anchorlens.results.bootstrap import (
     wilson,
     with_intervals,
 )
+from tests.support.tiny_models import questions
+
+pytestmark = pytest.mark.with_shapes
 
 ROUGH = "intervals of {} are rough: with fewer than 20"
 

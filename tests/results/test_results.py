@@ -20,6 +20,8 @@ from anchorlens.errors import MetricError, StoreError
 from anchorlens.results.bootstrap import with_intervals
 from anchorlens.system.digest_file import to_bytes_with_digest
 
+pytestmark = pytest.mark.with_shapes
+
 NAN = float("nan")
 
 

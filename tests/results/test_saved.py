@@ -12,14 +12,12 @@ import pytest
 import torch
 from jaxtyping import Float, Int
 from safetensors.torch import load, save
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import StoreError
 from anchorlens.system.digest_file import to_bytes_with_digest
-
-pytestmark = pytest.mark.without_jaxtyping  # the tests make wrong types on purpose
+from tests.support.tiny_models import questions
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

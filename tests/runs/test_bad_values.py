@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import BY_NAME, native
-from comparison import tokenizer
-from tiny_models import questions
 from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
@@ -23,8 +20,9 @@ from anchorlens.errors import (
     StoreError,
 )
 from anchorlens.passes.forward import run_pass
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.references.architectures import BY_NAME, native
+from tests.references.comparison import tokenizer
+from tests.support.tiny_models import questions
 
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 INF, NAN = float("inf"), float("nan")

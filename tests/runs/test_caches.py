@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same
-from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
@@ -20,13 +18,12 @@ from anchorlens.errors import (
     RunError,
 )
 from anchorlens.models.hooked import pattern_name
+from tests.support.measures import assert_same
+from tests.support.tiny_models import questions, tiny_gpt2
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    pytest.mark.filterwarnings(
-        "ignore:some pairs of classes have no prompts", "ignore:in . of . sets"
-    ),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:some pairs of classes have no prompts", "ignore:in . of . sets"
+)
 PURE: list[al.Metric] = [
     al.SaliencyFlows(),
     al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="per_head"),

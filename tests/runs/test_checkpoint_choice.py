@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, hooks_on
-from tiny_models import questions, tiny_llama
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +18,8 @@ from anchorlens.trials import comparison, may_fuse, must_checkpoint
 from anchorlens.trials.comparison import beginnings
 from anchorlens.trials.how_to_run import how_to_run
 from anchorlens.trials.must_checkpoint import bytes_stored
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import assert_same, hooks_on
+from tests.support.tiny_models import questions, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 

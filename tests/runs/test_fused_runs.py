@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, difference, hooks_on
-from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -22,8 +20,8 @@ from anchorlens.passes import fused_attention, row_attention
 from anchorlens.passes.forward import run_pass
 from anchorlens.system import row_pieces
 from anchorlens.trials import comparison, may_fuse
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 METRICS: list[al.Metric] = [

@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, difference, hooks_on
-from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 import anchorlens as al
 from anchorlens.errors import HookError
 from anchorlens.system import row_pieces
 from anchorlens.trials import may_fuse
+from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    # A batch may have no edge of a set of which another has some.
-    pytest.mark.filterwarnings("ignore:nothing is cut or scaled:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:nothing is cut or scaled:UserWarning")
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 METRICS: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]

@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 import torch
 from jaxtyping import Float
-from stored_runs import Logits
-from tiny_models import questions
 from torch import Tensor
-from trained_contexts import same, split, trained
 
 import anchorlens as al
 from anchorlens.errors import ProcessError, StoreError
@@ -25,8 +22,9 @@ from anchorlens.runs import study
 from anchorlens.runs.identity import identity_of
 from anchorlens.system import processes
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.stored_runs import Logits
+from tests.support.tiny_models import questions
+from tests.support.trained_contexts import same, split, trained
 
 EXAMPLES = al.load_examples("questions")
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}

@@ -6,15 +6,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from jaxtyping import Float
-from measures import assert_same
-from tiny_models import byte_level_tokenizer, questions, randomize
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, RunError
+from tests.support.measures import assert_same
+from tests.support.tiny_models import byte_level_tokenizer, questions, randomize
 
-pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
 

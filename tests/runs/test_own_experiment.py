@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from measures import difference, hooks_on
-from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, StoreError
 from anchorlens.metrics.metric import observes_prefix
+from tests.support.measures import difference, hooks_on
+from tests.support.tiny_models import questions
 
 DOCS = Path(al.__file__).parents[1] / "docs"
 QUIET: dict[str, Any] = {"progress": False, "resamples": 20}
@@ -33,6 +33,7 @@ def names_of(page: str) -> dict[str, Any]:
     return namespace
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("page", ["experiments.md", "metrics.md"])
 def test_the_code_is_short_and_imports_no_private_name(page: str) -> None:
     code = code_of(page)
@@ -63,6 +64,7 @@ def divergence(model: Any, batch: al.PromptBatch, depth: int) -> torch.Tensor:
     return torch.stack(values)
 
 
+@pytest.mark.with_shapes
 def test_the_experiment_equals_single_prompts_and_resumes(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     experiment = names_of("experiments.md")["divergence_by_depth"]
@@ -89,6 +91,7 @@ def whole_logits(model: Any, batch: al.PromptBatch, hooks: Any) -> torch.Tensor:
     return logits[torch.arange(len(batch)), batch.target_positions].detach()
 
 
+@pytest.mark.with_shapes
 def test_user_hooks_in_a_plan_run_whole_prompts(gpt2: Any) -> None:
     """Such hooks count positions from the first token, which is wrong after a cached prefix."""
     batches = questions(gpt2, 6, batch_size=3)
@@ -114,6 +117,7 @@ def test_user_hooks_in_a_plan_run_whole_prompts(gpt2: Any) -> None:
                 assert difference(plan.logits(batch, change), expected) < 1e-5
 
 
+@pytest.mark.with_shapes
 def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     with al.Study(gpt2, batches, {}, **QUIET) as study:
@@ -123,6 +127,7 @@ def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
         assert len(plan.prefixes.stored) <= 2
 
 
+@pytest.mark.with_shapes
 def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     metric = names_of("metrics.md")["TargetEntropy"]()
@@ -142,7 +147,6 @@ def constant(rows: Any, batch: al.PromptBatch) -> Any:
     return rows
 
 
-@pytest.mark.without_jaxtyping
 def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
     study = al.Study(gpt2, batches, {}, **QUIET)
@@ -189,6 +193,7 @@ class GradientSum(al.Metric):
         return al.AccuracyRecord(accuracy=rows["sum"].mean(), correct=rows["sum"])
 
 
+@pytest.mark.with_shapes
 @pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("in_prefix", [True, False])
@@ -208,6 +213,7 @@ def test_gradients_at_every_hook_point_equal_those_of_whole_prompts(
     assert difference(shared.correct, whole.correct) < 1e-5
 
 
+@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", ["prompts", "weights", "torch"])
 def test_settings_cannot_have_names_of_the_fingerprint(
     gpt2: Any, tmp_path: Path, name: str
@@ -219,6 +225,7 @@ def test_settings_cannot_have_names_of_the_fingerprint(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.with_shapes
 def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, 4, batch_size=2)
 
@@ -231,6 +238,7 @@ def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Path) -> None:
             study.collect(zeros)
 
 
+@pytest.mark.with_shapes
 def test_rows_that_differ_between_batches_are_an_error(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
     widths = iter((2, 3))
@@ -239,6 +247,7 @@ def test_rows_that_differ_between_batches_are_an_error(gpt2: Any) -> None:
         study.collect(lambda batch: {"x": torch.zeros(len(batch), next(widths))})
 
 
+@pytest.mark.with_shapes
 def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) -> None:
     tokens = torch.arange(5, 17)[None].repeat(2, 1)
     batches = [
@@ -256,6 +265,7 @@ def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) 
             assert difference(plan.logits(batch), whole_logits(gpt2, batch, [])) < 1e-5
 
 
+@pytest.mark.with_shapes
 def test_user_hooks_for_prompts_padded_on_the_left_are_refused(gpt2: Any) -> None:
     batches = questions(gpt2, 5, padding_side="left")
 
@@ -267,6 +277,7 @@ def test_user_hooks_for_prompts_padded_on_the_left_are_refused(gpt2: Any) -> Non
         study.plan(interventions=[hooks])
 
 
+@pytest.mark.with_shapes
 def test_a_function_without_weak_references_can_change_a_run(gpt2: Any) -> None:
     @dataclass(slots=True)
     class Cut:
@@ -283,6 +294,7 @@ def test_a_function_without_weak_references_can_change_a_run(gpt2: Any) -> None:
         assert difference(plan.logits(batch, Cut(0)), expected) < 1e-5
 
 
+@pytest.mark.with_shapes
 @pytest.mark.changes_model
 def test_a_study_runs_without_dropout_also_outside_collect(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 4)

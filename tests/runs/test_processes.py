@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from accelerate import debug_launcher
-from process_work import (
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+from anchorlens.system.processes import (
+    batches_of_process,
+    failed_elsewhere,
+    fails_together,
+    gather_from_processes,
+    require_whole_model,
+)
+from tests.support.process_work import (
     ANALYSES,
     QUIET,
     Failing,
@@ -22,27 +32,13 @@ from process_work import (
     tensors_of,
     two_sets,
 )
-from tiny_models import questions, tiny_gpt2
+from tests.support.tiny_models import questions, tiny_gpt2
 
-import anchorlens as al
-from anchorlens.errors import PromptError
-from anchorlens.system.processes import (
-    batches_of_process,
-    failed_elsewhere,
-    fails_together,
-    gather_from_processes,
-    require_whole_model,
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:some pairs of classes have no prompts",
+    "ignore:in . of . sets",
+    "ignore:.*fork.*:DeprecationWarning",
 )
-
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    pytest.mark.filterwarnings(
-        "ignore:some pairs of classes have no prompts",
-        "ignore:in . of . sets",
-        # Python 3.12 and later warns if the parent has threads.
-        "ignore:.*fork.*:DeprecationWarning",
-    ),
-]
 
 
 @dataclass

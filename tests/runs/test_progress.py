@@ -4,15 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored_runs import Killed, Logits
-from tiny_models import questions
 from tqdm import tqdm
 
 import anchorlens as al
 from anchorlens.runs import study
 from anchorlens.trials import may_fuse
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.stored_runs import Killed, Logits
+from tests.support.tiny_models import questions
 
 
 class RecordedBar(tqdm):

@@ -6,16 +6,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from measures import assert_same
-from test_mixes import MeanRecord
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import HookError
 from anchorlens.models.hooked import pattern_name
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.runs.test_mixes import MeanRecord
+from tests.support.measures import assert_same
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 OTHERS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy()]

@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from jaxtyping import Float
-from measures import assert_same
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
@@ -20,13 +18,12 @@ from anchorlens.errors import (
     RunError,
 )
 from anchorlens.models.hooked import Hook, pattern_name
+from tests.support.measures import assert_same
+from tests.support.tiny_models import questions
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-    pytest.mark.filterwarnings(
-        "ignore:some pairs of classes have no prompts", "ignore:in 1 of 1 sets"
-    ),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:some pairs of classes have no prompts", "ignore:in 1 of 1 sets"
+)
 METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(5)]
 
 

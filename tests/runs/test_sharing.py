@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, difference, hooks_on
-from test_run import SelfAttention
-from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.contexts import compressed
@@ -22,9 +19,11 @@ from anchorlens.passes.shared_prefix import SharedPrefixes, after_shared, no_hoo
 from anchorlens.runs.runner import Runner
 from anchorlens.trials import how_to_run as decision
 from anchorlens.trials.how_to_run import how_to_run
+from tests.runs.test_run import SelfAttention
+from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.tiny_models import questions
 
 pytestmark = [
-    pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts", "ignore:in layers"),
     pytest.mark.filterwarnings("ignore:in .* of .* sets"),
 ]

@@ -13,16 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from damages import DAMAGES, Damage, flipped_after, rewritten
-from stored_runs import Logits, run, same, stored_run
 
 import anchorlens as al
 from anchorlens.errors import StoreError
 from anchorlens.runs.store import Store, forget_run
 from anchorlens.system import files
 from anchorlens.system.signals import Stopped, signals_raise
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.damages import DAMAGES, Damage, flipped_after, rewritten
+from tests.support.stored_runs import Logits, run, same, stored_run
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -262,8 +260,7 @@ def test_signals_raise_an_error_and_their_handlers_are_restored(number: signal.S
 def test_killed_runs_and_stopped_commands_resume_and_end_equal(
     monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import kill_runs
+    from benchmarks import kill_runs
 
     # The script sets this variable and does not restore it.
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

@@ -12,16 +12,14 @@ import pytest
 import torch
 from jaxtyping import Float
 from safetensors.torch import save
-from stored_runs import Killed, Logits, run, same, stored_run
-from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import StoreError
 from anchorlens.runs.fingerprint import versions
 from anchorlens.runs.store import Store, forget_run, same_contributions
-
-pytestmark = pytest.mark.without_jaxtyping
+from tests.support.stored_runs import Killed, Logits, run, same, stored_run
+from tests.support.tiny_models import questions, tiny_gpt2
 
 
 def isolated(model: Any, layers: Any) -> Callable[[al.PromptBatch], Any]:

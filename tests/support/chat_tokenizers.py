@@ -4,8 +4,9 @@ import copy
 from functools import cache
 from typing import Any
 
-from tiny_models import byte_level_tokenizer, sentencepiece_like_tokenizer
 from tokenizers import AddedToken
+
+from tests.support.tiny_models import byte_level_tokenizer, sentencepiece_like_tokenizer
 
 # As published, shortened by what concerns tools and pictures.
 CHATML = (

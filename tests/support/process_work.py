@@ -14,8 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate import PartialState
-from stored_runs import Logits
-from tiny_models import questions
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -29,6 +27,8 @@ from anchorlens.system.processes import (
     require_whole_model,
 )
 from anchorlens.trials import may_share
+from tests.support.stored_runs import Logits
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
 

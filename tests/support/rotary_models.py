@@ -5,11 +5,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from tiny_models import byte_level_tokenizer, randomize
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import anchorlens as al
+from tests.support.tiny_models import byte_level_tokenizer, randomize
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
-from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.runs.store import Store
 from anchorlens.system.digest_file import read_with_digest
+from tests.support.tiny_models import questions
 
 
 class Killed(BaseException):

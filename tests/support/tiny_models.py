@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from hooked_transformers import hooked_transformer, with_its_bos
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 import anchorlens as al
+from tests.support.hooked_transformers import hooked_transformer, with_its_bos
 
 # Label words of several tokens.
 LONG_LABELS = al.Task("In: {text}\nOut:{label}", labels=(" Table", " Window"))

@@ -4,9 +4,9 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from tiny_models import questions
 
 import anchorlens as al
+from tests.support.tiny_models import questions
 
 
 def split(model: Any, **options: Any) -> tuple[list[al.PromptBatch], list[al.PromptBatch]]:

@@ -25,10 +25,7 @@ from anchorlens.system.processes import (
     process_device,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-    pytest.mark.without_jaxtyping,
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 TIME_OUT = timedelta(seconds=6)  # two hours outside the tests
 SLOW = 3.0  # seconds of work for which the other process waits
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from interrupting import at_every_moment
 
 from anchorlens.system import put_back as module
 from anchorlens.system.put_back import put_back, safe_context
 from anchorlens.system.torch_state import own_random_state
+from tests.support.interrupting import at_every_moment
+
+pytestmark = pytest.mark.with_shapes
 
 
 @pytest.mark.parametrize("interrupts", [0, 1, 2])
