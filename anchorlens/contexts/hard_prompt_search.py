@@ -50,18 +50,15 @@ def train_hard_prompt(
     allowed: Bool[Tensor, " vocab"] | None = None,
     tokenizer: Any = None,
 ) -> HardPrompt:
-    """Search for tokens that stand before a query, by gradients (PEZ); the model is frozen.
+    """Search for tokens that stand before a query, by gradients (PEZ).
 
-    They take the place of the demonstrations, which are not run: only the queries of ``batches``
-    are. A BOS stays before them. Each batch is a step: the tokens nearest to the embeddings P are
-    run, and the gradient at their embeddings changes P (Wen et al., 2023, algorithm 1). The tokens
-    that answer most held-out queries right are returned.
+    In each step the tokens nearest to the embeddings P are run, and the gradient at their
+    embeddings changes P (Wen et al., 2023, algorithm 1). ``Training`` explains the other arguments
+    and the errors of all trainers.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        batches: Training prompts with their true labels; the paper takes 16 in a batch.
-        training: How to train, with the optimizer of the method. The paper takes 5000 steps.
-        held_out: Other prompts, by which the best tokens are chosen.
+        training: How to train, with the optimizer of the method. The paper takes 5000 steps, with
+            16 prompts in a batch.
         length: Number of tokens.
         method: How P moves: one of ``al.hard_prompts``, or your own ``Descent``.
         start: Token ids at the start, repeated or cut to ``length``; those of the label words by
@@ -71,18 +68,13 @@ def train_hard_prompt(
         tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
 
     Returns:
-        The hard prompt with its text and training record. If training diverges, it stops with a
-        warning.
+        The hard prompt with its text and training record.
 
     Raises:
-        PromptError: There are no training or held-out prompts, both have the same query, a prompt
-            has no true label or does not fit the model, ``length`` is below 1, no token is allowed,
-            a token of the start is not allowed, or a label word has several tokens and no start is
-            given.
-        MetricError: A setting is out of its range, or ``training`` has an optimizer.
-        ModelError: The model's hooks do not act, it takes no key-value cache, or its embeddings are
-            no multiple of ``W_E``.
-        StoreError: The folder is of another training.
+        PromptError: ``length`` is below 1, no token is allowed, a token of the start is not
+            allowed, or a label word has several tokens and no start is given.
+        MetricError: ``training`` has an optimizer.
+        ModelError: The model's embeddings are no multiple of ``W_E``.
 
     Examples:
         >>> training = al.Training(steps=2, progress=False)

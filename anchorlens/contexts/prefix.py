@@ -91,17 +91,13 @@ def train_prefix(
     length: int | None = None,
     start: CompressedContext | PrefixContext | None = None,
 ) -> PrefixContext:
-    """Learn keys and values that stand before a query in every layer; the model is frozen.
+    """Learn keys and values that stand before a query in every layer.
 
-    They take the place of the demonstrations, which are not run: only the queries of ``batches``
-    are. A BOS stays before them, with its own keys and values. Each batch is a step. The context
-    that answers most held-out queries right is returned.
+    The BOS before them keeps its own keys and values. ``Training`` explains the other arguments and
+    the errors of all trainers.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        batches: Training prompts with their true labels.
         training: How to train; the optimizer is Adam with learning rate 0.003 by default.
-        held_out: Other prompts, by which the best context is chosen.
         length: Number of positions that are learned, 10 by default; not with ``start``, which has
             its own number.
         start: A context whose keys and values are the start: demonstrations, what is selected of
@@ -109,16 +105,12 @@ def train_prefix(
             the BOS.
 
     Returns:
-        The context with its training record. If training diverges, it stops with a warning.
+        The context with its training record.
 
     Raises:
-        PromptError: There are no training or held-out prompts, both have the same query, a prompt
-            has no true label or does not fit the model, ``length`` is below 1 or given with
-            ``start``, or the keys of ``start`` do not stand at 0, 1, ... after a BOS.
-        MetricError: A setting is out of its range.
-        ModelError: The model's hooks do not act, its value biases are folded, it takes no
-            key-value cache, or ``start`` was made with another model.
-        StoreError: The folder is of another training.
+        PromptError: ``length`` is below 1 or given with ``start``, or the keys of ``start`` do not
+            stand at 0, 1, ... after a BOS.
+        ModelError: ``start`` was made with another model.
 
     Examples:
         >>> training = al.Training(steps=2, progress=False)

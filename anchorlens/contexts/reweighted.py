@@ -106,32 +106,28 @@ def train_reweighting(
     *,
     start: Float[Tensor, "_ _ _"] | None = None,
 ) -> Beta:
-    """Learn beta by gradient descent on the label loss; the model is frozen.
+    """Learn beta by gradient descent on the label loss.
 
-    Each batch is a step. The paper uses batches of one prompt (``build_prompts(...,
-    batch_size=1)``), and 10 rounds over 4 training examples a class with Adam at learning rate
-    0.01, which are the defaults here. Where the model's cache gives other logits, steps run whole
-    prompts. A step needs the step before it, so several processes all do the same training, and all
-    get the beta of the main process.
+    ``Training`` explains what all trainers have in common; here nothing is held out, whole prompts
+    are trained on, and the beta of the last step counts. The paper uses batches of one prompt
+    (``build_prompts(..., batch_size=1)``), and 10 rounds over 4 training examples a class with Adam
+    at learning rate 0.01, which are the defaults here. Where the model's cache gives other logits,
+    steps run whole prompts. A step needs the step before it, so several processes all do the same
+    training, and all get the beta of the main process.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         batches: Training prompts, all with the same demonstrations and with their true labels.
-        training: How to train. Nothing is held out, so the beta of the last step counts.
         start: Beta at the start, 0 by default. An axis of length 1 is shared: (layer, 1, anchor)
             learns a value for each layer and label word, (layer, 1, 1) a value for each layer.
 
     Returns:
         The beta with its losses, for ``reweight_anchors(model, batch, beta)``. If training
-        diverges, it stops with a warning, and the beta is that of the check before which the mean
-        loss was lowest.
+        diverges, the beta is that of the check before which the mean loss was lowest.
 
     Raises:
-        PromptError: The prompts do not fit the model, or differ in their label words.
-        MetricError: The prompts have no true labels, or a setting is out of its range.
+        PromptError: The prompts differ in their label words.
+        MetricError: The prompts have no true labels.
         HookError: ``start`` does not fit the model and the prompts.
-        ModelError: The model's hooks do not act, or its value biases are folded.
-        StoreError: The folder is of another training.
 
     Examples:
         >>> training = al.Training(steps=4, progress=False)

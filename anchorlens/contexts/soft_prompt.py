@@ -49,34 +49,24 @@ def train_soft_prompt(
     length: int = 10,
     start: Sequence[int] | None = None,
 ) -> SoftPrompt:
-    """Learn embeddings that stand before a query (prompt tuning); the model is frozen.
+    """Learn embeddings that stand before a query (prompt tuning).
 
-    They take the place of the demonstrations, which are not run: only the queries of ``batches``
-    are. A BOS stays before them. Each batch is a step. The soft prompt that answers most held-out
-    queries right is returned.
+    ``Training`` explains the other arguments and the errors of all trainers.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        batches: Training prompts with their true labels.
         training: How to train; the optimizer is Adafactor with learning rate 0.3 by default, as in
             section 2 of the paper.
-        held_out: Other prompts, by which the best soft prompt is chosen.
         length: Number of embeddings.
         start: Token ids whose embeddings are the start, repeated or cut to ``length``; random
             tokens by default. ``al.hard_prompts.class_words(batches)`` gives those of the label
             words.
 
     Returns:
-        The soft prompt with its training record. If training diverges, it stops with a warning.
+        The soft prompt with its training record.
 
     Raises:
-        PromptError: There are no training or held-out prompts, both have the same query, a prompt
-            has no true label or does not fit the model, ``length`` is below 1, or ``start`` is not
-            a list of token ids.
-        MetricError: A setting is out of its range.
-        ModelError: The model's hooks do not act, it takes no key-value cache, or it reads tokens
-            elsewhere than at ``hook_embed``.
-        StoreError: The folder is of another training.
+        PromptError: ``length`` is below 1, or ``start`` is not a list of token ids.
+        ModelError: The model reads tokens elsewhere than at ``hook_embed``.
 
     Examples:
         >>> training = al.Training(steps=2, progress=False)

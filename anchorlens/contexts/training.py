@@ -101,7 +101,18 @@ class TrainingRecord(Record):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How something is trained; the same for every trainer.
+    """How something is trained, and what all trainers have in common.
+
+    Every trainer takes ``model``, a hooked model that stays as it is, ``batches``, training prompts
+    with their true labels, and ``held_out``, other prompts with theirs. Each batch is a step. What
+    is trained takes the place of the demonstrations, which are not run: only the queries are. A BOS
+    stays before it. Returned is what had the highest accuracy on held-out queries at a check, of
+    equal ones the lowest loss. If training diverges, it stops with a warning.
+
+    Every trainer raises a PromptError if there are no training or held-out prompts, both have the
+    same query, or a prompt has no true label or does not fit the model; a MetricError if a setting
+    is out of its range; a ModelError if the model's hooks do not act, its value biases are folded,
+    or it takes no key-value cache; and a StoreError if the folder is of another training.
 
     Attributes:
         steps: Number of optimizer steps, each with one batch; 0 returns the start. By default 300,
@@ -189,30 +200,15 @@ def train_context(
     *,
     held_out: Sequence[PromptBatch],
 ) -> tuple[list[Tensor], TrainingRecord]:
-    """Train a context of your own; the model is frozen.
-
-    The parameters of ``trainable`` are changed. The optimizer is Adam with learning rate 0.003 by
-    default.
+    """Train a context of your own; ``Training`` explains the arguments and the errors.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        trainable: What is trained.
-        batches: Training prompts with their true labels. Each batch is a step.
-        training: How to train.
-        held_out: Other prompts, by which the best step is chosen.
+        trainable: What is trained; its parameters are changed.
+        training: How to train; the optimizer is Adam with learning rate 0.003 by default.
 
     Returns:
-        What ``trainable.candidate`` gave at the check with the highest accuracy on held-out queries
-        (of equal ones that with the lowest loss): by default copies of the parameters. With it the
-        record, whose ``info`` a context needs. If training diverges, it stops with a warning.
-
-    Raises:
-        PromptError: There are no training or held-out prompts, both have the same query, or a
-            prompt has no true label or does not fit the model.
-        MetricError: A setting is out of its range.
-        ModelError: The model's hooks do not act, its value biases are folded, or it takes no
-            key-value cache.
-        StoreError: The folder is of another training.
+        What ``trainable.candidate`` gave at the best check: by default copies of the parameters.
+        With it the record, whose ``info`` a context needs.
     """
     about = type(trainable).__name__
     run = TrainingRun.of(model, batches, held_out, training, ADAM, about, (trainable,))
