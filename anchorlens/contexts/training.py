@@ -370,11 +370,16 @@ class TrainingRun:
                     if (step + 1) % window == 0 or step + 1 == self.steps:
                         self._check(state, trainable, _mean(state.losses[-window:]))
                         file.write(state, trainable, optimizer)
-            if state.diverges(window):
-                state.warn_of_divergence()
-            elif not self.held_out:
-                return trainable.candidate(), state.record(self.describe())
-        return state.best, state.record(self.describe())
+        record = state.record(self.describe())
+        if not state.diverges(window):
+            return state.best if self.held_out else trainable.candidate(), record
+        warn_user(
+            f"training diverged: the loss of step {len(state.losses)} is {state.losses[-1]:.3g}, "
+            f"that of the checks was {state.held_out_losses[0]:.3g} at the start and is "
+            f"{state.held_out_losses[-1]:.3g} now. It was stopped, and what was trained is as "
+            f"after step {int(record.checked_steps[record.best])}; use a lower learning rate"
+        )
+        return state.best, record
 
     def _check(self, state: "_State", trainable: Trainable, recent_loss: float) -> None:
         """Answer the held-out queries; without them the best candidate has the lowest loss."""
@@ -471,15 +476,6 @@ class _State:
         # A loss near 0 may be several times as high and still be low.
         return _mean(self.losses[-window:]) > start + _TOO_HIGH * max(abs(start), 1.0)
 
-    def warn_of_divergence(self) -> None:
-        record = self.record()
-        warn_user(
-            f"training diverged: the loss of step {len(self.losses)} is {self.losses[-1]:.3g}, "
-            f"that of the checks was {self.held_out_losses[0]:.3g} at the start and is "
-            f"{self.held_out_losses[-1]:.3g} now. It was stopped, and what was trained is as after "
-            f"step {int(record.checked_steps[record.best])}; use a lower learning rate"
-        )
-
 
 _LISTS = {
     "losses": torch.double,
@@ -487,21 +483,6 @@ _LISTS = {
     "accuracies": torch.double,
     "held_out_losses": torch.double,
 }
-
-
-def _restored(tensors: Mapping[str, Tensor], trainable: Trainable, optimizer: Optimizer) -> _State:
-    """The state in a file, whose parameters and optimizer are put into these ones."""
-    current = trainable.candidate()
-    best = [tensors[f"best.{n}"].to(each.device).view_as(each) for n, each in enumerate(current)]
-    state = _State(**{name: tensors[name].tolist() for name in _LISTS}, best=best)
-    if state.checked[-1] != len(state.losses) or state.record()._misfit():
-        raise ValueError("numbers of other steps than were taken")
-    with torch.no_grad():
-        for n, parameter in enumerate(trainable.parameters):
-            parameter.copy_(tensors[f"parameter.{n}"].view_as(parameter))
-    own = io.BytesIO(tensors["optimizer"].numpy().tobytes())
-    optimizer.load_state_dict(torch.load(own, map_location="cpu", weights_only=True))
-    return state
 
 
 @dataclass(frozen=True)
@@ -551,7 +532,17 @@ class _StateFile:
             stored = header["training"]
             different = [name for name, fact in self.facts.items() if stored.get(name) != fact]
             if not different:
-                return _restored(tensors, trainable, optimizer)
+                now = enumerate(trainable.candidate())
+                best = [tensors[f"best.{n}"].to(each.device).view_as(each) for n, each in now]
+                state = _State(**{name: tensors[name].tolist() for name in _LISTS}, best=best)
+                if state.checked[-1] != len(state.losses) or state.record()._misfit():
+                    raise ValueError("numbers of other steps than were taken")
+                with torch.no_grad():
+                    for n, parameter in enumerate(trainable.parameters):
+                        parameter.copy_(tensors[f"parameter.{n}"].view_as(parameter))
+                own = io.BytesIO(tensors["optimizer"].numpy().tobytes())
+                optimizer.load_state_dict(torch.load(own, map_location="cpu", weights_only=True))
+                return state
         except Exception as error:  # optimizers raise errors of any kind for what is not theirs
             raise StoreError(
                 f"{self.path} does not hold a training of this version ({type(error).__name__}: "
