@@ -33,7 +33,7 @@ from ..trials.comparison import TOLERANCE, difference_of, reason_of, tolerance
 from .placement import Placement, as_in_prompt
 from .protocol import QueryPass, bos_of, model_identity, queries_after
 from .selection import Keep, anchors_and_format
-from .stored import StoredContext
+from .stored import StoredContext, key_values_at_start
 
 # How many roundings may lie between logits after a context and those of whole prompts.
 ROUNDINGS = 8
@@ -159,10 +159,8 @@ class CompressedContext(StoredContext):
         cls, keys: Sequence[Tensor], values: Sequence[Tensor], own: Mapping[str, Any]
     ) -> KeyValues:
         in_prompt = torch.equal(own["key_positions"], own["kept"].nonzero().flatten())
-        return KeyValues(
-            keys=tuple(keys),
-            values=tuple(values),
-            attention_mask=torch.ones(1, keys[0].shape[2], dtype=torch.bool, device="cpu"),
+        return replace(
+            key_values_at_start(keys, values),
             next_position=torch.tensor([own["query_position"]], device="cpu"),
             text_length=len(own["tokens"] if in_prompt else own["key_positions"]),
         )

@@ -163,35 +163,35 @@ def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> Promp
     The tokens may be none. All are run, and label positions are left out.
     """
     width = longest_query(batch)
-    return on_both(batch, lambda each: _queries_after(each, tokens, width))
 
+    def change(each: PromptBatch) -> PromptBatch:
+        first = sent(tokens, each.tokens.device)
+        count, lengths = len(tokens), each.target_positions - each.query_start + 1
+        offsets = torch.arange(width, device=each.tokens.device)
+        inside = offsets < lengths[:, None]
+        columns = each.query_start[:, None] + torch.where(inside, offsets, 0)
+        rows = len(each)
+        none = each.label_positions[:, :0]
+        return replace(
+            each,
+            tokens=torch.cat([first.expand(rows, -1), each.tokens.gather(1, columns)], dim=1),
+            attention_mask=torch.cat([inside.new_ones(rows, count), inside], dim=1),
+            segments=torch.cat(
+                [
+                    torch.full((rows, count), OTHER, device=each.segments.device),
+                    each.segments.gather(1, columns).masked_fill(~inside, PADDING),
+                ],
+                dim=1,
+            ),
+            label_positions=none,
+            label_ends=none,
+            label_classes=none,
+            query_start=torch.full_like(each.query_start, count),
+            target_positions=count + lengths - 1,
+            first_query=0,
+        )
 
-def _queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"], width: int) -> PromptBatch:
-    tokens = sent(tokens, batch.tokens.device)
-    count, lengths = len(tokens), batch.target_positions - batch.query_start + 1
-    offsets = torch.arange(width, device=batch.tokens.device)
-    inside = offsets < lengths[:, None]
-    columns = batch.query_start[:, None] + torch.where(inside, offsets, 0)
-    rows = len(batch)
-    none = batch.label_positions[:, :0]
-    return replace(
-        batch,
-        tokens=torch.cat([tokens.expand(rows, -1), batch.tokens.gather(1, columns)], dim=1),
-        attention_mask=torch.cat([inside.new_ones(rows, count), inside], dim=1),
-        segments=torch.cat(
-            [
-                torch.full((rows, count), OTHER, device=batch.segments.device),
-                batch.segments.gather(1, columns).masked_fill(~inside, PADDING),
-            ],
-            dim=1,
-        ),
-        label_positions=none,
-        label_ends=none,
-        label_classes=none,
-        query_start=torch.full_like(batch.query_start, count),
-        target_positions=count + lengths - 1,
-        first_query=0,
-    )
+    return on_both(batch, change)
 
 
 def bos_of(batch: PromptBatch) -> Int[Tensor, " position"]:

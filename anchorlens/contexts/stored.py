@@ -4,7 +4,7 @@ A file holds the keys and values of each layer, the tensors of the other fields,
 records in them, and as json the class, numbers, texts and ``info``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from textwrap import shorten
@@ -138,11 +138,13 @@ class StoredContext(Context):
         hints = get_type_hints(cls)
         own: dict[str, Any] = {}
         for name in cls._own_fields():
-            if record := next(_records_in(hints[name]), None):
+            # A record, or what may be one, such as TrainingRecord | None.
+            kinds = [each for each in (hints[name], *get_args(hints[name])) if _is_record(each)]
+            if kinds:
                 begin = f"{name}."
                 names = [each for each in rest if each.startswith(begin)]
                 parts: dict[str, Any] = {n.removeprefix(begin): rest.pop(n) for n in names}
-                own[name] = record(**parts) if parts else None
+                own[name] = kinds[0](**parts) if parts else None
             else:
                 own[name] = rest.pop(name) if name in rest else header[name]
         if rest:
@@ -151,7 +153,11 @@ class StoredContext(Context):
             misfits = [name for name in own if not _fits(own[name], hints[name])]
         if misfits:
             raise ValueError(f"{', '.join(misfits)} of another type or shape")
-        _refuse_misfit(keys, values)
+        states = [*keys, *values]
+        shapes = {(state.dtype, state.ndim, state.shape[0], state.shape[2]) for state in states}
+        same = {(states[0].dtype, 4, 1, keys[0].shape[2])}
+        if shapes != same or not states[0].is_floating_point():
+            raise ValueError("keys and values of several types or shapes")
         context = cls(prefix=cls._key_values(keys, values, own), info=dict(header["info"]), **own)
         context._check_loaded()
         return context
@@ -189,22 +195,11 @@ def key_values_at_start(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Key
     )
 
 
-def _records_in(hint: Any) -> Iterator[type[Record]]:
-    """The class of a record in an annotation such as ``TrainingRecord | None``."""
-    for kind in (hint, *get_args(hint)):
-        if isinstance(kind, type) and issubclass(kind, Record):
-            yield kind
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Record)
 
 
 def _fits(value: Any, hint: Any) -> bool:
     if isinstance(value, bool):  # which is an int, too
         return hint is bool
     return isinstance(value, hint) and not (isinstance(value, Record) and value._misfit())
-
-
-def _refuse_misfit(keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Raise a ValueError for keys and values that do not fit each other."""
-    states = [*keys, *values]
-    shapes = {(state.dtype, state.ndim, state.shape[0], state.shape[2]) for state in states}
-    if shapes != {(states[0].dtype, 4, 1, keys[0].shape[2])} or not states[0].is_floating_point():
-        raise ValueError("keys and values of several types or shapes")
