@@ -23,14 +23,13 @@ from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch
 from ..prompts.plain_tokens import plain_tokens
 from ..runs.fingerprint import in_words
-from ..system.arguments import checked
+from ..system.arguments import check_from_1, checked
 from ..system.devices import in_float64
 from ..system.processes import gather_from_processes
 from ..system.texts import described
 from .embedded import embeddings_of, moved_embeddings, prefix_of_tokens, start_tokens
 from .hard_prompt import HardPrompt, made_of_tokens, tokenizer_of
 from .hard_prompts import PEZ, Descent, class_words
-from .prefix import check_length
 from .protocol import QueryPass, check_queries, queries_after
 from .training import Trainable, Training, TrainingRun
 
@@ -83,7 +82,7 @@ def train_hard_prompt(
         >>> len(prompt.ids), prompt.text == model.tokenizer.decode(prompt.ids)
         (2, True)
     """
-    check_length(length)
+    check_from_1(PromptError, length=length)
     if training.optimizer is not None:
         raise MetricError(
             "the optimizer of a search is that of its method; pass "
@@ -99,9 +98,18 @@ def train_hard_prompt(
         bos, batch = run.bos, run.batches[0]
         ids = start_tokens(model, class_words(run.batches) if start is None else start, length)
         nearest = NearestTokens.of(model, _allowed(model, tokenizer, allowed))
-        _check_start(nearest, ids)
+        if refused := sorted(set(ids[~nearest.allowed[ids]].tolist())):
+            raise PromptError(
+                f"the tokens {refused} of the start are not allowed: they are special, unused, "
+                "bytes, changed by decoding and encoding, or not in allowed=...; pass another "
+                "start=..."
+            )
         tokens = torch.cat([bos, ids])
-        _check_fluency(method, tokens)
+        if method.fluency and len(tokens) < 2:
+            raise PromptError(
+                "a single token without a BOS before it has no fluency; use a length from 2, or a "
+                "method with fluency=0"
+            )
         check_queries(model, run.study.batches, len(tokens))
         run.check(tokens)
         check_embeds_by_table(model, batch, tokens)
@@ -313,20 +321,3 @@ def _allowed(
             f"{described(allowed)}"
         )
     return plain & allowed.to(plain.device)
-
-
-def _check_start(nearest: NearestTokens, ids: Int[Tensor, " length"]) -> None:
-    refused = sorted(set(ids[~nearest.allowed[ids]].tolist()))
-    if refused:
-        raise PromptError(
-            f"the tokens {refused} of the start are not allowed: they are special, unused, bytes, "
-            "changed by decoding and encoding, or not in allowed=...; pass another start=..."
-        )
-
-
-def _check_fluency(method: Descent, tokens: Int[Tensor, " position"]) -> None:
-    if method.fluency and len(tokens) < 2:
-        raise PromptError(
-            "a single token without a BOS before it has no fluency; use a length from 2, or a "
-            "method with fluency=0"
-        )

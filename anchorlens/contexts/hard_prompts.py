@@ -20,7 +20,6 @@ from ..system.processes import gather_from_processes
 from .compressed import cache_of_tokens
 from .embedded import start_tokens
 from .hard_prompt import HardPrompt, answers_after_tokens, made_of_tokens, tokenizer_of
-from .prefix import check_length
 from .protocol import bos_of, check_queries, model_identity
 from .training import MakeOptimizer, TrainingRecord
 
@@ -197,7 +196,7 @@ def random(
         >>> prompts = al.hard_prompts.random(model, held_out=batches, length=2, draws=3)
         >>> accuracies = [float(prompt.training.best_accuracy) for prompt in prompts]
     """
-    check_length(length)
+    check_from_1(PromptError, length=length)
     check_from_1(PromptError, draws=draws)
 
     def drawn(tokenizer: Any) -> list[list[int]]:

@@ -124,7 +124,7 @@ def train_prefix(
             "two out"
         )
     length = 10 if length is None else length
-    check_length(length)
+    check_from_1(PromptError, length=length)
     if start is None:
         about = f"prefix of {length} positions from random tokens"
     else:
@@ -146,11 +146,6 @@ def train_prefix(
             prefix=_at_start(best), tokens=trainable.tokens, training=record, info=run.describe()
         )
         return gather_from_processes("prefix", context)[0]
-
-
-def check_length(length: int) -> None:
-    """Raise an error for a context without positions."""
-    check_from_1(PromptError, length=length)
 
 
 def random_tokens(model: HookedModel, count: int, seed: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import ModelError, PromptError
 from ..models.hooked import Hook, HookedModel, device_of
 from ..models.kv_cache import KeyValues
 from ..models.optimizers import Adafactor
@@ -15,12 +15,12 @@ from ..passes.descent import mean_loss_with_gradient
 from ..passes.forward import run_pass
 from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch
-from ..system.arguments import checked
+from ..system.arguments import check_from_1, checked
 from ..system.processes import gather_from_processes
 from ..trials.comparison import difference_of, tolerance
 from .compressed import ROUNDINGS
 from .embedded import embeddings_of, prefix_of_tokens, replaced_embeddings, start_tokens
-from .prefix import PrefixContext, check_length, random_tokens
+from .prefix import PrefixContext, random_tokens
 from .protocol import QueryPass, check_queries, queries_after
 from .training import Trainable, Training, TrainingRecord, TrainingRun
 
@@ -75,7 +75,7 @@ def train_soft_prompt(
         >>> prompt.embeddings.shape == (2, model.cfg.d_model)
         True
     """
-    check_length(length)
+    check_from_1(PromptError, length=length)
     begin = "random tokens" if start is None else f"tokens {list(start)}"
     about = f"soft prompt of {length} embeddings from {begin}"
     run = TrainingRun.of(model, batches, held_out, training, Adafactor(lr=0.3), about)
