@@ -73,14 +73,20 @@ def context_to_peft(
         >>> sorted(path.name for path in adapter.iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
-    make_config, make_embeddings = _peft()
+    try:
+        from peft import PrefixTuningConfig, prompt_embeddings_from_past_key_values
+    except ImportError as error:
+        raise StoreError(
+            "writing an adapter of peft needs peft 0.21 or newer, which cannot be imported "
+            f'({error}); run: pip install "anchorlens[peft]"'
+        ) from error
     _check_model(model)
     refuse_gaps(context, "an adapter of peft")
     refuse_another_model(model, context)
     prefix = context.prefix
     heads, d_head = _one_shape(model, prefix)
     sizes = _Sizes(len(prefix), len(prefix.keys), heads, heads * d_head)
-    config = make_config(
+    config = PrefixTuningConfig(
         task_type="CAUSAL_LM",
         inference_mode=True,
         # Where transformers read the weights, which tells peft the base model.
@@ -90,7 +96,7 @@ def context_to_peft(
         **sizes._asdict(),
     )
     pairs = list(zip(prefix.keys, prefix.values, strict=True))
-    embeddings = make_embeddings(pairs, num_virtual_tokens=len(prefix))
+    embeddings = prompt_embeddings_from_past_key_values(pairs, num_virtual_tokens=len(prefix))
     ours = {
         "tokens": context.cached_tokens.tolist(),
         "info": context.info,
@@ -154,16 +160,16 @@ def context_from_peft(
     _check_model(model)
     if batch is not None:
         check_batch(batch)
-    adapter = _read(Path(folder))
-    if adapter.ours is None:
-        return _trained_in_peft(adapter.prefix, model, batch, tokens_after)
+    prefix, ours = _read(Path(folder))
+    if ours is None:
+        return _trained_in_peft(prefix, model, batch, tokens_after)
     if tokens_after is not None:
         raise PromptError(
             f"{folder} was written by context_to_peft and holds all tokens before a query; leave "
             "tokens_after out"
         )
-    tokens, info = torch.tensor(adapter.ours["tokens"], device="cpu"), adapter.ours["info"]
-    context = PrefixContext(prefix=adapter.prefix, tokens=tokens, info=info)
+    tokens = torch.tensor(ours["tokens"], device="cpu")
+    context = PrefixContext(prefix=prefix, tokens=tokens, info=ours["info"])
     refuse_another_model(model, context)
     if batch is not None:
         context.check_bos(batch)
@@ -185,30 +191,6 @@ class _Sizes(NamedTuple):
         shape = (self.num_virtual_tokens, 2 * self.num_layers * self.token_dim)
         whole_heads = self.token_dim % self.num_attention_heads == 0
         return embeddings.is_floating_point() and embeddings.shape == shape and whole_heads
-
-
-class _Adapter(NamedTuple):
-    """What is in a folder.
-
-    Attributes:
-        prefix: The keys and values.
-        ours: What ``context_to_peft`` wrote of the context; None if peft wrote the folder.
-    """
-
-    prefix: KeyValues
-    ours: dict[str, Any] | None
-
-
-def _peft() -> tuple[Any, Any]:
-    """The configuration of prefix tuning, and the function that packs keys and values."""
-    try:
-        from peft import PrefixTuningConfig, prompt_embeddings_from_past_key_values
-    except ImportError as error:
-        raise StoreError(
-            "writing an adapter of peft needs peft 0.21 or newer, which cannot be imported "
-            f'({error}); run: pip install "anchorlens[peft]"'
-        ) from error
-    return PrefixTuningConfig, prompt_embeddings_from_past_key_values
 
 
 def _check_model(model: HookedModel) -> None:
@@ -243,8 +225,23 @@ def _one_shape(model: HookedModel, prefix: KeyValues) -> tuple[int, int]:
     return shapes[0]
 
 
-def _read(folder: Path) -> _Adapter:
-    config, path = _read_config(folder), folder / _WEIGHTS
+def _read(folder: Path) -> tuple[KeyValues, dict[str, Any] | None]:
+    """The keys and values, and what ``context_to_peft`` wrote of the context; None if peft did."""
+    path = folder / _CONFIG
+    cure = "give the local folder that save_pretrained of peft or context_to_peft wrote"
+    if not path.exists():
+        raise StoreError(f"{folder} has no {_CONFIG}; {cure}")
+    config = parsed(path, bytes_of(path), json.loads, "json", cure)
+    if not isinstance(config, dict):
+        raise StoreError(f"{path} is damaged: it holds no settings; use a copy of it")
+    kind, task = config.get("peft_type"), config.get("task_type")
+    if kind != "PREFIX_TUNING" or task not in (None, "CAUSAL_LM"):
+        raise StoreError(
+            f"{folder} holds an adapter of the kind {kind} for {task}, but a context is keys and "
+            "values before a query: only PREFIX_TUNING for CAUSAL_LM gives them. Merge a LoRA into "
+            "the weights instead (merge_and_unload in peft) and load those with al.load_model"
+        )
+    path = folder / _WEIGHTS
     if not path.is_file():
         raise StoreError(
             f"{folder} has no {_WEIGHTS}; if peft wrote an adapter_model.bin, load the adapter in "
@@ -265,7 +262,7 @@ def _read(folder: Path) -> _Adapter:
     by_layer = stored[_TENSOR].view(count, n_layers, 2, heads, -1)
     by_kind = by_layer.permute(2, 1, 3, 0, 4)  # key or value, layer, head, position, d_head
     keys, values = ([layer[None] for layer in half.contiguous()] for half in by_kind)
-    return _Adapter(key_values_at_start(keys, values), ours)
+    return key_values_at_start(keys, values), ours
 
 
 def _is_ours(ours: Any, sizes: _Sizes, embeddings: Tensor) -> bool:
@@ -278,24 +275,6 @@ def _is_ours(ours: Any, sizes: _Sizes, embeddings: Tensor) -> bool:
     if not all(type(token) is int for token in tokens) or len(tokens) != sizes.num_virtual_tokens:
         return False
     return str(embeddings.dtype) == f"torch.{info.get('dtype')}"
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / _CONFIG
-    cure = "give the local folder that save_pretrained of peft or context_to_peft wrote"
-    if not path.exists():
-        raise StoreError(f"{folder} has no {_CONFIG}; {cure}")
-    config = parsed(path, bytes_of(path), json.loads, "json", cure)
-    if not isinstance(config, dict):
-        raise StoreError(f"{path} is damaged: it holds no settings; use a copy of it")
-    kind, task = config.get("peft_type"), config.get("task_type")
-    if kind != "PREFIX_TUNING" or task not in (None, "CAUSAL_LM"):
-        raise StoreError(
-            f"{folder} holds an adapter of the kind {kind} for {task}, but a context is keys and "
-            "values before a query: only PREFIX_TUNING for CAUSAL_LM gives them. Merge a LoRA into "
-            "the weights instead (merge_and_unload in peft) and load those with al.load_model"
-        )
-    return config
 
 
 def _trained_in_peft(
@@ -315,7 +294,17 @@ def _trained_in_peft(
     count = len(prefix)
     check_queries(model, [batch], count + len(after))
     with frozen_in_eval_mode(model):
-        prefix = _as_cached(model, batch, prefix)
+        cached = cache_of_tokens(model, batch, batch.tokens.new_zeros(count))
+        expected = (model.cfg.n_layers, *_one_shape(model, cached))
+        got = (len(prefix.keys), prefix.keys[0].shape[1], prefix.keys[0].shape[3])
+        if got != expected:
+            raise ModelError(
+                f"the adapter has (layers, cached heads, d_head) {got}, but {model.cfg.model_name} "
+                f"has {expected}; use the model for which the adapter was made"
+            )
+        keys = [ours.to(like) for ours, like in zip(prefix.keys, cached.keys, strict=True)]
+        values = [ours.to(like) for ours, like in zip(prefix.values, cached.values, strict=True)]
+        prefix = key_values_at_start(keys, values)
         # These stand for no token; another than the BOS, for which the first could be taken.
         filler = bos.new_full((count,), int(0 in bos))
         tokens = torch.cat([filler, after])
@@ -326,18 +315,3 @@ def _trained_in_peft(
         tokens=tokens.cpu(),
         info={**model_identity(model), "bos": bos.tolist()},
     )
-
-
-def _as_cached(model: HookedModel, batch: PromptBatch, prefix: KeyValues) -> KeyValues:
-    """A prefix on the devices and in the types in which the model caches keys and values."""
-    cached = cache_of_tokens(model, batch, batch.tokens.new_zeros(len(prefix)))
-    expected = (model.cfg.n_layers, *_one_shape(model, cached))
-    got = (len(prefix.keys), prefix.keys[0].shape[1], prefix.keys[0].shape[3])
-    if got != expected:
-        raise ModelError(
-            f"the adapter has (layers, cached heads, d_head) {got}, but {model.cfg.model_name} has "
-            f"{expected}; use the model for which the adapter was made"
-        )
-    keys = [ours.to(theirs) for ours, theirs in zip(prefix.keys, cached.keys, strict=True)]
-    values = [ours.to(theirs) for ours, theirs in zip(prefix.values, cached.values, strict=True)]
-    return key_values_at_start(keys, values)
