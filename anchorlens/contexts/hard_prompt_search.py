@@ -134,20 +134,11 @@ def train_hard_prompt(
 
 @dataclass(frozen=True, eq=False)
 class NearestTokens:
-    """Finds the nearest allowed token by cosine.
+    """Finds the nearest allowed token by cosine."""
 
-    The norms are stored, and not a normalised copy of the embeddings, which would take as much
-    memory as they do.
-
-    Attributes:
-        table: Embeddings of all tokens, up to a factor.
-        norms: Their norms.
-        allowed: True for the tokens that may be found.
-    """
-
-    table: Float[Tensor, "vocab d_model"]
-    norms: Float[Tensor, " vocab"]
-    allowed: Bool[Tensor, " vocab"]
+    table: Float[Tensor, "vocab d_model"]  # embeddings of all tokens, up to a factor
+    norms: Float[Tensor, " vocab"]  # take less memory than a normalised copy of the embeddings
+    allowed: Bool[Tensor, " vocab"]  # True for the tokens that may be found
 
     @classmethod
     def of(cls, model: HookedModel, allowed: Bool[Tensor, " vocab"]) -> "NearestTokens":
@@ -211,29 +202,17 @@ def check_embeds_by_table(
 
 @dataclass(frozen=True, eq=False)
 class SearchedTokens(Trainable):
-    """Embeddings P that are moved, after the BOS, and the tokens nearest to them, which are run.
-
-    Attributes:
-        model: The model.
-        bos: The BOS, or no token.
-        embeddings: P.
-        unit: Their root mean square at the start, the unit of the noise.
-        nearest: The projection.
-        method: How P moves.
-        steps: Number of steps, from which the noise follows.
-        seed: Seeds the noise.
-        example: A prompt of the task.
-    """
+    """Embeddings P that are moved, after the BOS, and the tokens nearest to them, which are run."""
 
     model: HookedModel
-    bos: Int[Tensor, " _"]
-    embeddings: Float[Tensor, "length d_model"]
-    unit: float
+    bos: Int[Tensor, " _"]  # or no token
+    embeddings: Float[Tensor, "length d_model"]  # P
+    unit: float  # the root mean square of P at the start, the unit of the noise
     nearest: NearestTokens
     method: Descent
-    steps: int
-    seed: int
-    example: PromptBatch
+    steps: int  # from which the noise follows
+    seed: int  # of the noise
+    example: PromptBatch  # a prompt of the task
 
     @property
     def parameters(self) -> list[Tensor]:

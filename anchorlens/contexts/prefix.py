@@ -3,9 +3,8 @@
 Prefix tuning learns the keys and values of every layer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -72,12 +71,12 @@ class PrefixContext(StoredContext):
     @checked
     def check_bos(self, batch: PromptBatch) -> None:
         """Raise an error if prompts begin with another BOS than those of this context."""
-        bos = bos_of(batch).tolist()
-        if bos != self.info["bos"]:
+        both = self.info["bos"], bos_of(batch).tolist()
+        if both[0] != both[1]:
+            own, got = (f"the BOS {bos[0]}" if bos else "no BOS" for bos in both)
             raise PromptError(
-                f"this context was made for prompts that begin with {_bos_in_words(self.info)}, "
-                f"but these begin with {_bos_in_words({'bos': bos})}; build them with the "
-                "tokenizer of the context's model"
+                f"this context was made for prompts that begin with {own}, but these begin with "
+                f"{got}; build them with the tokenizer of the context's model"
             )
 
 
@@ -157,17 +156,11 @@ def random_tokens(model: HookedModel, count: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TrainedKeys(Trainable):
-    """Keys and values that are learned, after those of the BOS, which are not.
+    """Keys and values that are learned, after those of the BOS, which are not."""
 
-    Attributes:
-        bos: The BOS, or no token.
-        fixed: Keys and values of the BOS: of each layer the keys, then of each layer the values.
-        learned: The keys and values that are learned, in the same order.
-    """
-
-    bos: Int[Tensor, " _"]
-    fixed: list[Float[Tensor, "1 _ position _"]]
-    learned: list[Float[Tensor, "1 _ position _"]]
+    bos: Int[Tensor, " _"]  # or no token
+    fixed: list[Float[Tensor, "1 _ position _"]]  # of each layer the keys, then of each the values
+    learned: list[Float[Tensor, "1 _ position _"]]  # in the same order
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -226,7 +219,3 @@ def _check_start(model: HookedModel, start: StoredContext, bos: Tensor) -> None:
             "more of the demonstrations"
         )
     refuse_gaps(start, "a start")
-
-
-def _bos_in_words(info: Mapping[str, Any]) -> str:
-    return f"the BOS {info['bos'][0]}" if info["bos"] else "no BOS"

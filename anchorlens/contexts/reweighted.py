@@ -176,15 +176,10 @@ def train_reweighting(
 
 @dataclass(frozen=True, eq=False)
 class _TrainedBeta(Trainable):
-    """A beta that is learned.
+    """A beta that is learned."""
 
-    Attributes:
-        beta: What is learned; an axis of length 1 is shared.
-        ready: For each batch, by its ``id``, the batch after the prefix of everything before its
-            targets, and this prefix.
-    """
-
-    beta: Float[Tensor, "_ _ _"]
+    beta: Float[Tensor, "_ _ _"]  # an axis of length 1 is shared
+    # By the ``id`` of each batch: it after everything before its targets, and the prefix of that.
     ready: Mapping[int, tuple[PromptBatch, KeyValues | None]]
 
     @property

@@ -102,14 +102,9 @@ def train_soft_prompt(
 
 @dataclass(frozen=True, eq=False)
 class _TrainedEmbeddings(Trainable):
-    """Embeddings that are learned, after the BOS.
+    """Embeddings that are learned, after the BOS."""
 
-    Attributes:
-        bos: The BOS, or no token.
-        embeddings: What is learned.
-    """
-
-    bos: Int[Tensor, " _"]
+    bos: Int[Tensor, " _"]  # or no token
     embeddings: Float[Tensor, "length d_model"]
 
     @property

@@ -219,25 +219,15 @@ def train_context(
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training: what decides it, and its loop.
+    """One training: what decides it, and its loop."""
 
-    Attributes:
-        study: The training prompts, then the held-out ones, which it checks on entering.
-        count: Number of training batches.
-        training: How to train.
-        optimizer: The function that makes the optimizer.
-        steps: Number of steps.
-        clip: Largest norm of the gradient.
-        about: What is trained, and from which start, in words.
-    """
-
-    study: Study
-    count: int
+    study: Study  # of the training prompts, then the held-out ones
+    count: int  # of training batches
     training: Training
-    optimizer: MakeOptimizer
+    optimizer: MakeOptimizer  # this and the next two: of the trainer, if ``training`` has none
     steps: int
     clip: float
-    about: str
+    about: str  # what is trained, and from which start, in words
 
     @classmethod
     def of(
@@ -487,17 +477,11 @@ _LISTS = {
 
 @dataclass(frozen=True)
 class _StateFile:
-    """A file that holds the state of one training, or none without a folder.
-
-    Attributes:
-        path: The file; None without a folder.
-        facts: What decides the result of the training.
-        unknown: What of it cannot be seen, so that a stored state is not believed.
-    """
+    """A file that holds the state of one training, or none without a folder."""
 
     path: Path | None
-    facts: Mapping[str, str]
-    unknown: tuple[str, ...] = ()
+    facts: Mapping[str, str]  # that decide the result of the training
+    unknown: tuple[str, ...] = ()  # what cannot be seen, so that a stored state is not believed
 
     @classmethod
     def of(cls, run: TrainingRun, trainable: Trainable) -> "_StateFile":
