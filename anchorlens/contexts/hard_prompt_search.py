@@ -97,7 +97,15 @@ def train_hard_prompt(
     with run.study.entered():
         bos, batch = run.bos, run.batches[0]
         ids = start_tokens(model, class_words(run.batches) if start is None else start, length)
-        nearest = NearestTokens.of(model, _allowed(model, tokenizer, allowed))
+        plain = plain_tokens(tokenizer, vocabulary_of(model))
+        if allowed is not None:
+            if allowed.shape != plain.shape or allowed.dtype != torch.bool:
+                raise PromptError(
+                    f"allowed must be True or False for each of the {len(plain)} tokens of the "
+                    f"model; got {described(allowed)}"
+                )
+            plain = plain & allowed.to(plain.device)
+        nearest = NearestTokens.of(model, plain)
         if refused := sorted(set(ids[~nearest.allowed[ids]].tolist())):
             raise PromptError(
                 f"the tokens {refused} of the start are not allowed: they are special, unused, "
@@ -285,18 +293,3 @@ def next_token_loss(
 ) -> Float[Tensor, " batch"]:
     """Cross entropy of each token but the first, in nats, from the logits before it."""
     return torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
-
-
-def _allowed(
-    model: HookedModel, tokenizer: Any, allowed: Bool[Tensor, " vocab"] | None
-) -> Bool[Tensor, " vocab"]:
-    """The plain tokens among those that the user allows."""
-    plain = plain_tokens(tokenizer, vocabulary_of(model))
-    if allowed is None:
-        return plain
-    if allowed.shape != plain.shape or allowed.dtype != torch.bool:
-        raise PromptError(
-            f"allowed must be True or False for each of the {len(plain)} tokens of the model; got "
-            f"{described(allowed)}"
-        )
-    return plain & allowed.to(plain.device)

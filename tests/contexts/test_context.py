@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import BloomConfig, BloomForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import ModelError, PromptError
@@ -41,6 +42,19 @@ def test_rotary_positions_can_be_rebased_in_low_precision(
     learned = hooked(absolute.to(dtype), byte_level)
     with pytest.raises(ModelError, match="positions cannot be rebased"):
         al.compress(learned, questions(learned, 3)[0], positions=al.placement.rebased)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_distances_of_alibi_are_seen_in_low_precision(
+    hooked: Any, byte_level: Any, dtype: torch.dtype
+) -> None:
+    """With small weights a wrong distance changes the logits by less than rounding may."""
+    config = BloomConfig(vocab_size=len(byte_level), hidden_size=24, n_layer=2, n_head=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        weights: Any = BloomForCausalLM(config).to(dtype)
+    model = hooked(weights, byte_level)
+    assert not al.compress(model, questions(model, 3)[0]).is_cut
 
 
 def test_a_placement_without_a_name_is_stored_as_its_type(llama: Any) -> None:
