@@ -1,10 +1,9 @@
 """Reads a saved context of any class."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import StoreError
-from ..results.record import kind_of_file
+from ..results.record import classes_of, kind_of_file
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest
 from .compressed import CompressedContext
@@ -12,7 +11,12 @@ from .hard_prompt import HardPrompt
 from .prefix import PrefixContext
 from .soft_prompt import SoftPrompt
 
-_OURS = (CompressedContext, PrefixContext, SoftPrompt, HardPrompt)
+_OURS: tuple[type[CompressedContext | PrefixContext], ...] = (
+    CompressedContext,
+    PrefixContext,
+    SoftPrompt,
+    HardPrompt,
+)
 
 
 @checked
@@ -38,19 +42,10 @@ def load_context(path: str | Path) -> CompressedContext | PrefixContext:
             "(use al.load_record for a record, al.context_from_peft for a peft adapter)"
         )
     # A notebook cell that runs again defines its class again: the last definition counts.
-    kinds = {kind.__name__: kind for ours in _OURS for kind in _classes(ours)}
+    kinds = {kind.__name__: kind for ours in _OURS for kind in classes_of(ours)}
     if name not in kinds:
         raise StoreError(
             f"{path} holds a {name}, a class that is not known here; import the module that "
             f"defines it, or use {name}.load(path)"
         )
     return kinds[name].load(path)
-
-
-def _classes(
-    kind: type[CompressedContext | PrefixContext],
-) -> Iterator[type[CompressedContext | PrefixContext]]:
-    """A class and all its subclasses, in the order of their definitions."""
-    yield kind
-    for subclass in kind.__subclasses__():
-        yield from _classes(subclass)

@@ -143,7 +143,13 @@ def train_reweighting(
     )
     with run.study.entered():
         refuse_folded_value_biases(model)
-        classes, loss = _classes(run.study.batches), training.loss
+        orders = torch.cat([each.on_cpu.label_classes for each in run.study.batches]).unique(dim=0)
+        if len(orders) > 1:
+            raise PromptError(
+                "a beta is for a single order of label words, but the prompts have the classes "
+                f"{orders.tolist()}; train each set of demonstrations separately"
+            )
+        classes, loss = orders[0].tolist(), training.loss
         refuse_several_targets(loss)
         check_loss(loss, run.study.batches, model)
         shape = (model.cfg.n_layers, model.cfg.n_heads, len(classes))
@@ -207,17 +213,6 @@ class _TrainedBeta(Trainable):
 def _mean_loss(model: HookedModel, loss: Loss, passes: Iterable[QueryPass]) -> float:
     losses = [float(loss(each.logits(model), each.batch).mean()) for each in passes]
     return sum(losses) / len(losses)
-
-
-def _classes(batches: Sequence[PromptBatch]) -> list[int]:
-    """The classes of the label words in order of appearance, the same in all prompts."""
-    orders = torch.cat([batch.on_cpu.label_classes for batch in batches]).unique(dim=0)
-    if len(orders) > 1:
-        raise PromptError(
-            "a beta is for a single order of label words, but the prompts have the classes "
-            f"{orders.tolist()}; train each set of demonstrations separately"
-        )
-    return [int(label) for label in orders[0]]
 
 
 def _parameter(

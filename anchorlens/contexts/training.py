@@ -254,7 +254,17 @@ class TrainingRun:
                     "the held-out ones (held_out=...) unlike those of training"
                 )
         optimizer = training.optimizer or optimizer
-        _check_optimizer(optimizer)
+        with torch.inference_mode(False):  # a step of a number, so that a wrong one is seen at once
+            number = torch.zeros(1, requires_grad=True, device="cpu")
+            number.grad = torch.zeros(1, device="cpu")
+            try:
+                optimizer([number]).step()
+            except Exception as error:  # whatever a function of the user raises
+                raise MetricError(
+                    "optimizer must be a function from a list of parameters to an optimizer whose "
+                    "step needs no arguments, such as functools.partial(torch.optim.Adam, "
+                    f"lr=0.01); got {optimizer!r}, which raises {type(error).__name__}: {error}"
+                ) from error
         steps = steps if training.steps is None else training.steps
         clip = clip if training.clip is None else training.clip
         decides = {
@@ -392,21 +402,6 @@ class TrainingRun:
         state.held_out_losses.append(loss)
         if state.record().best == len(state.checked) - 1:
             state.best = trainable.candidate()
-
-
-def _check_optimizer(make: MakeOptimizer) -> None:
-    """Take a step with an optimizer of a number, so that a wrong function is an error at once."""
-    with torch.inference_mode(False):
-        number = torch.zeros(1, requires_grad=True, device="cpu")
-        number.grad = torch.zeros(1, device="cpu")
-        try:
-            make([number]).step()
-        except Exception as error:  # whatever a function of the user raises
-            raise MetricError(
-                "optimizer must be a function from a list of parameters to an optimizer whose "
-                "step needs no arguments, such as functools.partial(torch.optim.Adam, lr=0.01); "
-                f"got {make!r}, which raises {type(error).__name__}: {error}"
-            ) from error
 
 
 def query_digests(batches: Sequence[PromptBatch]) -> list[int]:

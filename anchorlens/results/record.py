@@ -24,6 +24,7 @@ from .in_short import axes_in_short, interval_in_short, shape_in_short, values_i
 
 IntervalOfMean = Callable[[Tensor, Tensor], Tensor]  # from the values and bounds of the sets
 _R = TypeVar("_R", bound="Record")
+_T = TypeVar("_T")
 _BOUNDS = "intervals."  # before the name of a field, in a file
 _LINE, _NAME = 200, 80  # characters of a repr, and of the name of a model in it
 
@@ -337,7 +338,7 @@ def load_record(path: str | Path) -> Record:
     # A notebook cell that runs again defines its class again: the last definition counts.
     kinds = {
         (kind.__module__, kind.__qualname__): kind
-        for kind in _record_classes(Record)
+        for kind in classes_of(Record)
         if kind.__name__ == name
     }
     if not kinds:
@@ -355,11 +356,11 @@ def load_record(path: str | Path) -> Record:
     return kind._restored(path, header.get("info"), stored)
 
 
-def _record_classes(kind: type[Record]) -> Iterator[type[Record]]:
+def classes_of(kind: type[_T]) -> Iterator[type[_T]]:
     """A class and all its subclasses, in the order of their definitions."""
     yield kind
     for subclass in kind.__subclasses__():
-        yield from _record_classes(subclass)
+        yield from classes_of(subclass)
 
 
 def _in_short(value: Any, axes: Sequence[str]) -> tuple[str, str]:
