@@ -159,7 +159,7 @@ class TrainedKeys(Trainable):
     """Keys and values that are learned, after those of the BOS, which are not."""
 
     bos: Int[Tensor, " _"]  # or no token
-    fixed: list[Float[Tensor, "1 _ position _"]]  # of each layer the keys, then of each the values
+    fixed: list[Float[Tensor, "1 _ bos _"]]  # of each layer the keys, then of each the values
     learned: list[Float[Tensor, "1 _ position _"]]  # in the same order
 
     @property

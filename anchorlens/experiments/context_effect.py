@@ -202,7 +202,7 @@ def plot_prefix_pattern(
         bar_title="attention",
         row_title="query",
         column_title="key",
-        limits=(0, 1),
+        limits=(0.0, 1.0),
     )
 
 

@@ -115,7 +115,7 @@ def confusions(
         bar_title="low = confused",
         row_title="class",
         column_title="class",
-        limits=(0, 1),
+        limits=(0.0, 1.0),
         with_numbers=True,
     )
 

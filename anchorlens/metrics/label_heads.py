@@ -104,7 +104,7 @@ class LabelHeadsRecord(Record):
             bar_title="share of prompts",
             row_title="head",
             column_title="layer",
-            limits=(0, 1),
+            limits=(0.0, 1.0),
         )
 
     def plot_gaps(self) -> go.Figure:

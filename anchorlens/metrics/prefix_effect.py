@@ -122,7 +122,7 @@ class PrefixEffectRecord(Record):
             bar_title="stolen attention",
             row_title="head",
             column_title="layer",
-            limits=(0, 1),
+            limits=(0.0, 1.0),
         )
 
     def plot_changes(self) -> go.Figure:

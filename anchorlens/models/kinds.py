@@ -94,8 +94,8 @@ def inputs_with_cache(
     model: Any,
     cache: Any,
     mask: Bool[Tensor, "batch query"],
-    before: Bool[Tensor, "batch key"],
-    start: Int[Tensor, "batch 1"] | int,
+    before: Bool[Tensor, "_ key"],
+    start: Int[Tensor, "_ 1"] | int,
 ) -> dict[str, Any]:
     """Arguments of the model's forward for tokens after those in a cache.
 

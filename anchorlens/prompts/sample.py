@@ -16,7 +16,7 @@ from .tasks import Task
 def sample_prompts(
     model: Any,
     task: str | Task,
-    examples: Sequence[Example] | tuple[Sequence[Example], Sequence[Example]] | None = None,
+    examples: Sequence[Example] | Sequence[Sequence[Example]] | None = None,
     *,
     queries: int = 24,
     shots: int = 1,

@@ -141,7 +141,7 @@ def _as_whole_number(value: Any) -> int:
         raise _Unfit from None
 
 
-def _as_number(value: Any) -> float:
+def _as_number(value: Any) -> int | float:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     # An int stays one, so that stored settings stay the same.
     return _require(value, is_number) if type(value) is int else float(_require(value, is_number))

@@ -116,10 +116,8 @@ def test_batches_from_positions_take_several_words() -> None:
         rtol=1e-6,
     )
     assert batch.label_token_ids.tolist() == [1, 2]
-    wrongs: list[Any] = [None, [[1], [2]]]
-    for wrong in wrongs:
-        with pytest.raises(PromptError, match=r"is an al.Verbalizer; got (None|\[\[1\], \[2\]\])"):
-            check_batch(replace(batch, verbalizer=wrong))
+    with pytest.raises(PromptError, match=r"is an al\.Verbalizer; got None"):
+        check_batch(replace(batch, verbalizer=None))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from anchorlens.errors import AnchorlensError
 from anchorlens.results.figures import bars, heat_map, lines_by_layer, stacked
 
 TITLES: dict[str, Any] = {"title": "title", "y_title": "share of prompts"}
-MAPS: dict[str, Any] = {"title": "title", "bar_title": "low = confused", "limits": (0, 1)}
+MAPS: dict[str, Any] = {"title": "title", "bar_title": "low = confused", "limits": (0.0, 1.0)}
 MAPS |= {"row_title": "class", "column_title": "class", "panels": ["predicted", "actual"]}
 NAMES = [*"abcdefghijkl"]
 

@@ -324,7 +324,7 @@ def test_means_are_over_the_prompts_of_each_set_and_then_over_sets() -> None:
     given = al.Contributions({"value": values}, demonstrations)
     assert [of_set["value"].tolist() for of_set in given.of_sets()][::2] == [[2.0], [1.0, 4.0]]
     assert float(given.mean(values)) == 2.25
-    pooled = al.Contributions({"value": values}, torch.zeros(4), demonstrations)
+    pooled = al.Contributions({"value": values}, torch.zeros(4, dtype=torch.long), demonstrations)
     assert float(pooled.mean(values)) == pytest.approx(7 / 3)
     assert [each.sets.tolist() for each in pooled.of_demonstrations()] == [[0], [0], [0, 0]]
 
