@@ -1,4 +1,7 @@
-"""Loyalty with label words isolated, and with as many random words isolated (section 2.2)."""
+"""Loyalty with label words isolated, and with as many random words isolated (section 2.2).
+
+A case of ``edge_sweep``; the random words are drawn in ``prompts/edges.py``.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sums of a weight of attention edges over sets of edges, in the backward pass.
+"""A * dL/dA, or another weight of attention edges, summed over sets of edges.
 
 1. A pattern is stored when its layer runs, and its gradient comes later (``product_hooks``).
 2. Both are cut into a few query rows, in float32 or wider (``row_pieces``): with thousands of

@@ -1,6 +1,7 @@
 """Builds batches of prompts with known positions: of demonstrations and queries, or named pieces.
 
-1. Each prompt is written as pieces of text, and its tokens are found with the piece of each.
+1. Each prompt is written as pieces of text, and its tokens are found with the piece of each
+   (``written.py``), which gives the positions of label words.
 2. Prompts of one length stand together, and a batch takes the next few of them.
 3. A batch is padded to its longest prompt, and checked as one of your own tokens is.
 """

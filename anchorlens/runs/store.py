@@ -1,4 +1,4 @@
-"""Contributions of batches on disk, so that an interrupted run continues where it was."""
+"""Contributions of batches on disk, by which ``Study.collect`` resumes a run."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""May the attention be fused, where the patterns of a long prompt would be too large?
+"""Whether fused attention gives the same numbers as whole patterns; ``how_to_run.py`` decides.
 
 A trial compares logits and A * dL/dA of two short prompts with those of whole patterns.
 """
