@@ -32,6 +32,10 @@ class Named(al.PrefixContext):
     embeddings: Tensor
 
 
+class Renamed(Named):
+    """A class two levels below ours."""
+
+
 def of_tokens(model: Any, batch: al.PromptBatch, tokens: Tensor) -> al.PrefixContext:
     """The context of tokens after the BOS, whose keys and values the model computes."""
     bos = bos_of(batch)
@@ -144,6 +148,8 @@ def test_a_class_of_ones_own_is_saved_with_its_fields(gpt2: Any, tmp_path: Path)
     assert isinstance(loaded, Named) and loaded.text == "a b" and loaded.training is None
     assert torch.equal(loaded.embeddings, torch.eye(2))
     assert "accuracy on held-out queries not known" in repr(loaded)
+    renamed = Renamed(**vars(own)).save(tmp_path / "renamed.safetensors")
+    assert type(al.load_context(renamed)) is Renamed
     with pytest.raises(StoreError, match=r"holds a Named, not a PrefixContext; use al\.load_con"):
         al.PrefixContext.load(path)
     texts: Any = ["a", "b"]
