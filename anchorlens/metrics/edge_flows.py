@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..models.heads import require_transformed_values
-from ..models.hooked import HookedModel
+from ..models.hooked import HookedModel, check_fits
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from .edge_sums import Edges, EdgeSums, Segments, product_hooks, try_weight, value_product_hooks
@@ -43,6 +43,7 @@ class EdgeFlows(Metric):
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe A and dL/dA of every layer; store only sums over edges."""
+        check_fits(model, batch)  # before the edges of many tokens
         sets = self.sets_of(batch)
         sums, counts = EdgeSums(sets, self.weight, batch.first_query), sets.counts()
 
@@ -58,6 +59,7 @@ class EdgeFlows(Metric):
         """Observe the edges between shared tokens, with the gradient of each prompt."""
         if isinstance(self.weight, WithValues):  # of shared tokens these are not computed again
             raise MetricError(f"{self.name} needs the values of all tokens of each prompt")
+        check_fits(model, batch)
         sums = EdgeSums(self.sets_of(batch), self.weight, 0)
         return Observation(sums.contributions, *product_hooks(model, sums.add, keep=True))
 

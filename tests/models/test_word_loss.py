@@ -195,5 +195,7 @@ def test_models_without_a_cache_are_refused() -> None:
     model = hooked_architecture("Toy", torch.float32, "bridge")
     batch = batch_of("right")
     words = [[token, 3] for token in batch.label_token_ids.tolist()]
-    with pytest.raises(ModelError, match=r"takes no key-value cache.* al\.label_cross_entropy"):
+    with pytest.raises(
+        ModelError, match=r"takes no key-value cache.* al\.losses\.label_cross_entropy"
+    ):
         al.saliency(model, batch, loss=al.losses.word_cross_entropy(words))

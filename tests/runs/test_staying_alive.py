@@ -243,7 +243,7 @@ def test_an_interrupted_isolation_resumes(
     assert len(list(tmp_path.iterdir())) == 2  # the fingerprint and one batch
     assert same({"isolation": isolation(tmp_path)}, {"isolation": expected})
     assert len(list(tmp_path.iterdir())) == 4
-    with pytest.raises(StoreError, match=r"isolated: stored .2 draws from 0, .*'layers': \[0\]"):
+    with pytest.raises(StoreError, match=r"cut: stored .2 draws from 0, .*'layers': \[0\]"):
         isolation(tmp_path, layers=[1])
 
 
