@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import PromptError
 from ..system.arguments import check_from_1, checked
@@ -243,7 +243,8 @@ def _prompt_of_query(
                 f"{tokenizer.convert_ids_to_tokens(expected)!r} after a query; change the template "
                 "around {label} so that both are the same"
             )
-    segments = [OTHER if k < 0 else written.pieces[k].segment for k in written.piece_of_token()]
+    pieces = written.piece_of_token().tolist()
+    segments = [OTHER if k < 0 else written.pieces[k].segment for k in pieces]
     begins_with_bos = bool(written.added[0])
     if not task.adds_special_tokens and tokens[0] == tokenizer.bos_token_id:
         begins_with_bos, segments[0] = True, OTHER
@@ -294,9 +295,13 @@ def _batches(
 def _padded(
     prompts: Sequence[_Prompt], side: str, pad_token: int, of_all: dict[str, Any]
 ) -> PromptBatch:
+    width = max(len(prompt.tokens) for prompt in prompts)
+
     def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-        tensors = [torch.tensor(row, device="cpu") for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+        table = np.full((len(rows), width), value)
+        for line, row in zip(table, rows, strict=True):
+            line[slice(-len(row), None) if side == "left" else slice(len(row))] = row
+        return torch.from_numpy(table)
 
     mask = padded([[1] * len(prompt.tokens) for prompt in prompts], 0)
     starts = mask.argmax(1)
