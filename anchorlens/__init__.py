@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from .metrics.aucroc import AttentionAUCROCRecord as AttentionAUCROCRecord
     from .metrics.distances import AnchorDistances as AnchorDistances
     from .metrics.distances import AnchorDistancesRecord as AnchorDistancesRecord
-    from .metrics.edge_sums import flows as flows
     from .metrics.label_heads import LabelHeads as LabelHeads
     from .metrics.label_heads import LabelHeadsRecord as LabelHeadsRecord
     from .metrics.loyalty import Loyalty as Loyalty
@@ -84,6 +83,7 @@ if TYPE_CHECKING:
     from .metrics.prefix_effect import PrefixEffect as PrefixEffect
     from .metrics.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
     from .metrics.rollout import rollout as rollout
+    from .metrics.saliency import flows as flows
     from .metrics.saliency import saliency as saliency
     from .metrics.saliency_flows import SaliencyFlows as SaliencyFlows
     from .metrics.saliency_flows import SaliencyFlowsRecord as SaliencyFlowsRecord

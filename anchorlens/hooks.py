@@ -32,7 +32,7 @@ from .models.hooked import (
 )
 from .prompts import edges as edge_sets
 from .prompts.batch import PromptBatch, check_inside
-from .prompts.edge_set import Edges, EdgeSet, EdgesOfBatch
+from .prompts.edge_set import Edges, EdgeSet, EdgesOfBatch, check_edges
 from .system.arguments import checked
 from .system.devices import sent
 from .system.texts import described
@@ -418,7 +418,7 @@ def _checked_edges(
         edges: The edges.
         without_diagonal: What would happen to an edge of a position to itself, if this is wrong.
     """
-    chosen = edge_sets.check_edges(batch, edges, to_itself=True)
+    chosen = check_edges(batch, edges, to_itself=True)
     if without_diagonal and any(
         of_rows.diagonal(rows.start, 1, 2).any() for rows, of_rows in chosen.pieces()
     ):

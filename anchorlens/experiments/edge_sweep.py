@@ -23,7 +23,7 @@ from ..passes.late_start import Start, stored_starts
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch
-from ..prompts.edge_set import EdgeSet, EdgesOfBatch
+from ..prompts.edge_set import EdgeSet, EdgesOfBatch, check_edges
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
@@ -376,7 +376,7 @@ class _Cut:
     def _checked(self, batch: PromptBatch, given: edge_sets.Edges) -> EdgeSet:
         # An isolation's edges are right as they are made; a check costs a GPU a wait in each pass.
         isolates = (self.edges, self.control) in ISOLATIONS
-        return EdgeSet.of(given) if isolates else edge_sets.check_edges(batch, given)
+        return EdgeSet.of(given) if isolates else check_edges(batch, given)
 
 
 def _loyalty_with(

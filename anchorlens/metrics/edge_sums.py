@@ -7,9 +7,10 @@
 4. These are summed over the edges of each set, or from each segment to each (``EdgeSums``).
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -17,10 +18,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError
-from ..models.heads import transformed_values
+from ..models.heads import require_transformed_values, transformed_values
 from ..models.hooked import (
     Hook,
     HookedModel,
+    check_fits,
     hooks_by_layer,
     names_of_layers,
     pattern_name,
@@ -28,11 +30,19 @@ from ..models.hooked import (
 )
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
+from ..results.contributions import Contributions
 from ..system import row_pieces as pieces
-from ..system.arguments import checked
 from ..system.texts import described, name_of
-from .weights import Edges as EdgeWeights
-from .weights import Pattern, Values, Weight, WithValues, refuse_values, saliency, saliency_of_heads
+from .metric import Metric, Observation
+from .weights import (
+    EdgeWeights,
+    Pattern,
+    Values,
+    Weight,
+    WithValues,
+    saliency,
+    saliency_of_heads,
+)
 
 _SMALL = 16  # pieces, in bytes of tables of edges
 
@@ -73,58 +83,7 @@ def value_product_hooks(
     return [*hooks, *hooks_by_layer(model, values_name, store)], backward_hooks
 
 
-@checked
-def flows(
-    pattern: Pattern,
-    gradient: Pattern,
-    edges: Bool[Tensor, "batch query key"],
-    *,
-    weight: Weight = saliency,
-) -> Float[Tensor, " batch"]:
-    """The mean weight of a set of edges in one layer, from its pattern and its gradient alone.
-
-    With the saliency ``| sum_h A_h dL/dA_h |``, in nats from 0 up, these are S_wp, S_pq and S_ww of
-    Wang et al. (2023), equations 2 to 4. High means that the loss depends on what passes there.
-
-    Args:
-        pattern: A, the attention after the softmax.
-        gradient: dL/dA, where L is the loss of each prompt, not a mean over prompts.
-        edges: True at the edges, as the functions in ``al.edges`` give them.
-        weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``.
-
-    Returns:
-        A number for each prompt; NaN where it has no such edge.
-
-    Raises:
-        MetricError: The shapes differ, edges are not True and False, the weight needs values, or it
-            gives no finite number for each edge.
-        NotFiniteError: The gradient is NaN or infinite.
-
-    Examples:
-        >>> pattern, gradient = torch.full((1, 2, 3, 3), 0.5), torch.ones(1, 2, 3, 3)
-        >>> al.flows(pattern, gradient, torch.ones(1, 3, 3).tril(-1).bool()).tolist()
-        [1.0]
-    """
-    refuse_values(weight, "al.flows")
-    expected = (len(pattern), *pattern.shape[2:])
-    fits = pattern.shape == gradient.shape and tuple(edges.shape) == expected
-    if not fits or edges.dtype != torch.bool:
-        raise MetricError(
-            "pattern and gradient must have one shape, (batch, head, query, key), and edges of "
-            f"True and False (batch, query, key); got {tuple(pattern.shape)}, "
-            f"{tuple(gradient.shape)} and {described(edges)}"
-        )
-    sums = [
-        edge_weights(weight, a, slope).masked_fill(~edges[:, rows], 0).sum((1, 2))
-        for rows, a, slope in row_pieces(pattern, gradient)
-    ]
-    total = torch.stack(sums).sum(0)
-    if not total.isfinite().all():
-        raise not_finite(weight, bool(gradient.isfinite().all()))
-    return total / edges.sum((1, 2))
-
-
-class Edges:
+class EdgeSets:
     """Sets of edges of a batch, over which weights are summed."""
 
     def __init__(self, sets: Sequence[EdgeSet]) -> None:
@@ -140,7 +99,7 @@ class Edges:
             return self._table.sum((2, 3))
         return torch.stack([edges.counts() for edges in self.sets], dim=1)
 
-    def begins_as(self, shared: "Edges") -> bool:
+    def begins_as(self, shared: "EdgeSets") -> bool:
         """Whether the first tokens of every prompt have the edges that a single prompt has."""
         pairs = zip(self.sets, shared.sets, strict=True)
         return all(edges.begins_as(leading) for edges, leading in pairs)
@@ -186,8 +145,8 @@ class Segments:
                 self.positions[..., part].expand(count, -1, -1).repeat_interleave(heads, 0)
                 for part in (queries, keys)
             )
-            first = queries.start - (keys.start or 0)
-            merged = between(of_heads.flatten(0, 1), readers, read, first)
+            earlier = of_heads.flatten(0, 1).tril(queries.start - (keys.start or 0) - 1)
+            merged = readers.to(earlier) @ earlier @ read.to(earlier).mT
             sums.append(merged.unflatten(0, (count, heads)))
         return sums
 
@@ -195,7 +154,7 @@ class Segments:
 class EdgeSums:
     """Sums of a weight over sets of edges, layer by layer, merged over heads and of each head."""
 
-    def __init__(self, sets: Edges | Segments, weight: Weight | WithValues, first_query: int):
+    def __init__(self, sets: EdgeSets | Segments, weight: Weight | WithValues, first_query: int):
         self.sets, self.weight, self.first_query = sets, weight, first_query
         self._is_product = is_product(weight)
         self._of_layers: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
@@ -249,15 +208,64 @@ class EdgeSums:
         return {"sums": sums, "head_sums": of_heads}
 
 
-def between(
-    edges: Float[Tensor, "*batch query key"],
-    queries: Bool[Tensor, "*batch segment query"],
-    keys: Bool[Tensor, "*batch segment key"],
-    first: int,
-) -> Float[Tensor, "*batch segment segment"]:
-    """Sums over the edges (i, j), j < i, from each segment of queries to each of keys."""
-    earlier = edges.tril(first - 1)
-    return queries.to(edges) @ earlier @ keys.to(edges).mT
+class EdgeFlows(Metric):
+    """Sums of a weight over the edges that ``sets_of`` gives, and the number of these edges."""
+
+    needs_gradient: ClassVar[bool] = True
+
+    if TYPE_CHECKING:  # an option of each class
+
+        @property
+        def weight(self) -> Weight | WithValues: ...
+
+    @abstractmethod
+    def sets_of(self, batch: PromptBatch) -> EdgeSets | Segments:
+        """Over which edges of a batch the weight is summed."""
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error where sets do not fit the prompts, or the model hides what is needed."""
+        if isinstance(self.weight, WithValues):
+            require_transformed_values(model)
+        try_weight(self.weight, model.cfg.n_heads, batches[0])
+        for batch in batches:
+            self.sets_of(batch)
+
+    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe A and dL/dA of every layer; store only sums over edges."""
+        check_fits(model, batch)  # before the edges of many tokens
+        sets = self.sets_of(batch)
+        sums, counts = EdgeSums(sets, self.weight, batch.first_query), sets.counts()
+
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            return {**sums.contributions(), "counts": counts}
+
+        if isinstance(self.weight, WithValues):
+            require_transformed_values(model)
+            return Observation(contributions, *value_product_hooks(model, sums.add))
+        return Observation(contributions, *product_hooks(model, sums.add), sums.add_rows)
+
+    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe the edges between shared tokens, with the gradient of each prompt."""
+        if isinstance(self.weight, WithValues):  # of shared tokens these are not computed again
+            raise MetricError(f"{self.name} needs the values of all tokens of each prompt")
+        check_fits(model, batch)
+        sums = EdgeSums(self.sets_of(batch), self.weight, 0)
+        return Observation(sums.contributions, *product_hooks(model, sums.add, keep=True))
+
+    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
+        """Whether the first tokens of every prompt have the edges that these have alone."""
+        sets: Any = self.sets_of(batch)
+        return bool(sets.begins_as(self.sets_of(shared)))
+
+
+def mean_weights(contributions: Contributions) -> tuple[Tensor, Tensor]:
+    """The mean weight of the edges of each prompt, merged over heads and of each head.
+
+    NaN where a prompt has no such edge: 0 / 0.
+    """
+    counts = contributions["counts"].double()[:, None]
+    sums, of_heads = contributions["sums"].double(), contributions["head_sums"].double()
+    return sums / counts, of_heads / counts[:, None]
 
 
 def is_product(weight: Callable[..., EdgeWeights]) -> bool:

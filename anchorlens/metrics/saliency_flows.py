@@ -1,5 +1,6 @@
 """The information flows S_wp, S_pq, S_ww by layer, or those along other sets of edges."""
 
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -12,8 +13,7 @@ from ..errors import MetricError, PromptError
 from ..models.hooked import HookedModel
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..prompts.edge_set import EdgesOfBatch
-from ..prompts.edges import OF_PAPER, check_edges, edge_sets
+from ..prompts.edge_set import EdgesOfBatch, as_edge_set, check_edges, paper_edges
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
@@ -21,11 +21,14 @@ from ..results.record import Record
 from ..system.arguments import checked
 from ..system.texts import name_of
 from ..system.warn import warn_user
-from .edge_flows import EdgeFlows, in_short, mean_weights
-from .edge_sums import Edges
+from .edge_sums import EdgeFlows, EdgeSets, mean_weights
 from .weights import Weight, WithValues, saliency
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
+# By the identity of the functions. These edges follow from the positions of label words and target:
+# they go from a token to an earlier one in all prompts that were checked, and in tokens that
+# prompts share they are the same for all of these.
+_OF_PAPER = {id(getattr(edges, name)): name for name in ("wp", "pq", "ww", "tq")}
 # Always summed, to compare what the target reads from label words and from other tokens.
 _READ_BY_TARGET = (edges.pq, edges.tq)
 _LEGEND = {
@@ -144,7 +147,7 @@ class SaliencyFlows(EdgeFlows):
 
     def __repr__(self) -> str:
         """One line: the flows and the weight, by the names of functions."""
-        flows = in_short({name: name_of(of) for name, of in self.edges.items()})
+        flows = reprlib.repr({name: name_of(of) for name, of in self.edges.items()})
         return f"SaliencyFlows(edges={flows}, weight={name_of(self.weight)}, name={self.name!r})"
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
@@ -160,11 +163,9 @@ class SaliencyFlows(EdgeFlows):
 
     def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
         """Whether the first tokens of every prompt have the edges that these have alone."""
-        functions = [function for _, function in self._own()]
-        if not functions:
-            return True
-        pairs = zip(edge_sets(batch, functions), edge_sets(shared, functions), strict=True)
-        return all(edges.begins_as(leading) for edges, leading in pairs)
+        return all(
+            as_edge_set(batch, of).begins_as(as_edge_set(shared, of)) for _, of in self._own()
+        )
 
     def result(self, contributions: Contributions) -> SaliencyFlowsRecord:
         """Mean over prompts, then each layer's share, then the mean over sets of demonstrations.
@@ -207,11 +208,17 @@ class SaliencyFlows(EdgeFlows):
 
     def _own(self) -> list[tuple[str, EdgesOfBatch]]:
         """The flows that are not the paper's, whose edges are to be looked at in each batch."""
-        return [(name, of) for name, of in self.edges.items() if id(of) not in OF_PAPER]
+        return [(name, of) for name, of in self.edges.items() if id(of) not in _OF_PAPER]
 
-    def sets_of(self, batch: PromptBatch) -> Edges:
+    def sets_of(self, batch: PromptBatch) -> EdgeSets:
         """The edges of each set, those of ``edges`` first."""
         try:
-            return Edges(edge_sets(batch, self._functions()))
+            of_paper = paper_edges(batch)
+            return EdgeSets(
+                [
+                    of_paper[_OF_PAPER[id(of)]] if id(of) in _OF_PAPER else as_edge_set(batch, of)
+                    for of in self._functions()
+                ]
+            )
         except PromptError as error:
             raise MetricError(f"the edges of {self.name}: {error}") from error

@@ -1,5 +1,6 @@
 """Attention between segments, and the heads whose attention gathers on a few segments."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -18,7 +19,6 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import wide
-from .edge_flows import in_short
 from .metric import Metric, Observation, by_layer
 from .segment_flows import SegmentFlows
 
@@ -104,7 +104,7 @@ class SegmentAttention(Metric):
 
     def __repr__(self) -> str:
         """One line: the segments by the names of functions."""
-        segments = in_short(self._of_flows.segments_by_name())
+        segments = reprlib.repr(self._of_flows.segments_by_name())
         return f"SegmentAttention(segments={segments}, apart={self.apart}, name={self.name!r})"
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:

@@ -1,5 +1,6 @@
 """Flows between named segments of the prompts, by layer and head, for any weight of an edge."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +19,7 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.texts import described, name_of
-from .edge_flows import EdgeFlows, in_short, mean_weights
-from .edge_sums import Segments
+from .edge_sums import EdgeFlows, Segments, mean_weights
 from .weights import Weight, WithValues, saliency
 
 
@@ -117,7 +117,7 @@ class SegmentFlows(EdgeFlows):
     def __repr__(self) -> str:
         """One line: the segments and the weight, by the names of functions."""
         return (
-            f"SegmentFlows(segments={in_short(self.segments_by_name())}, "
+            f"SegmentFlows(segments={reprlib.repr(self.segments_by_name())}, "
             f"weight={name_of(self.weight)}, name={self.name!r})"
         )
 

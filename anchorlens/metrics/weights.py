@@ -19,13 +19,13 @@ from ..system.texts import name_of
 
 Pattern = Float[Tensor, "batch head query key"]
 Values = Float[Tensor, "batch head key d_model"]
-Edges = Float[Tensor, "batch query key"]
-Weight = Callable[[Pattern, Pattern], Edges]
-WeightWithValues = Callable[[Pattern, Pattern, Values], Edges]
+EdgeWeights = Float[Tensor, "batch query key"]
+Weight = Callable[[Pattern, Pattern], EdgeWeights]
+WeightWithValues = Callable[[Pattern, Pattern, Values], EdgeWeights]
 
 
 @checked
-def saliency(pattern: Pattern, gradient: Pattern) -> Edges:
+def saliency(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
     """``| sum_h A_h dL/dA_h |`` (Wang et al., 2023, equation 1): in nats, from 0 up.
 
     High means that the loss depends on what passes along the edge.
@@ -40,13 +40,13 @@ def saliency(pattern: Pattern, gradient: Pattern) -> Edges:
 
 
 @checked
-def saliency_of_heads(pattern: Pattern, gradient: Pattern) -> Edges:
+def saliency_of_heads(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
     """``sum_h | A_h dL/dA_h |`` (the footnote of Wang et al., 2023): in nats, from 0 up."""
     return (pattern * gradient).abs().sum(1)
 
 
 @checked
-def signed(pattern: Pattern, gradient: Pattern) -> Edges:
+def signed(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
     """``sum_h A_h dL/dA_h``: in nats; below 0 where the attention lowers the loss.
 
     It adds up: over edges, and over the targets of a loss that is a sum.
@@ -59,7 +59,7 @@ def signed(pattern: Pattern, gradient: Pattern) -> Edges:
 
 
 @checked
-def positive(pattern: Pattern, gradient: Pattern) -> Edges:
+def positive(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
     """``mean_h relu(- A_h dL/dA_h)``: what helps the answer (after Chefer et al., 2021).
 
     From 0 up, in nats. The paper differentiates the score of a class, which is high where a loss is
@@ -70,7 +70,7 @@ def positive(pattern: Pattern, gradient: Pattern) -> Edges:
 
 
 @checked
-def attention(pattern: Pattern, gradient: Pattern) -> Edges:
+def attention(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
     """``mean_h A_h``: the attention alone, from 0 to 1.
 
     For a comparison with the other weights: the pass computes gradients also for this one.
@@ -112,7 +112,7 @@ class WithValues:
                 f"WithValues takes a function of (pattern, gradient, values); got {self.function!r}"
             )
 
-    def __call__(self, pattern: Pattern, gradient: Pattern, values: Values) -> Edges:
+    def __call__(self, pattern: Pattern, gradient: Pattern, values: Values) -> EdgeWeights:
         """The weights of edges."""
         return self.function(pattern, gradient, values)
 
@@ -126,7 +126,7 @@ class WithValues:
 
 
 @WithValues
-def value_norm(pattern: Pattern, gradient: Pattern, values: Values) -> Edges:
+def value_norm(pattern: Pattern, gradient: Pattern, values: Values) -> EdgeWeights:
     """``|| sum_h A_h f_h(x_j) ||``: the length of what passes along the edge, from 0 up.
 
     Of Kobayashi et al. (2020), in the unit of the residual stream. A key with a large A and short
@@ -142,7 +142,7 @@ def value_norm(pattern: Pattern, gradient: Pattern, values: Values) -> Edges:
     return squares.clamp(min=0).sqrt().to(pattern)
 
 
-def refuse_values(weight: Callable[..., Edges], where: str) -> None:
+def refuse_values(weight: Callable[..., EdgeWeights], where: str) -> None:
     """Raise an error for a weight that needs values where there are none."""
     if isinstance(weight, WithValues):
         raise MetricError(

@@ -6,6 +6,7 @@ made of: not on who reads it, when, or how often.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import and_, or_
 from typing import Any
 
@@ -14,10 +15,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ..errors import PromptError
+from ..system.devices import sent
 from ..system.row_pieces import row_slices, stored_rows
-from .batch import PromptBatch
+from ..system.texts import described
+from .batch import PromptBatch, anchors_of
 
 Edges = Bool[Tensor, "batch query key"]
+Positions = Bool[Tensor, "batch position"]
 EdgesOfBatch = Callable[[PromptBatch], Edges]
 
 
@@ -155,6 +159,75 @@ class EdgeSet(Tensor):
         if (edits and isinstance(args[0], EdgeSet)) or isinstance(kwargs.get("out"), EdgeSet):
             raise _no_edit()
         return function(*_tables(args), **{name: _tables(each) for name, each in kwargs.items()})
+
+
+def edges_between(queries: Positions, keys: Positions) -> EdgeSet:
+    """Edges from each of the queries to each of the keys before it."""
+    prompts, _ = torch.broadcast_shapes(queries[:, :1].shape, keys[:, :1].shape)
+    shape = prompts, queries.shape[1], keys.shape[1]
+    return EdgeSet(partial(_rows_between, queries, keys), shape, queries.device)
+
+
+def _rows_between(queries: Positions, keys: Positions, rows: slice) -> Edges:
+    i, j = (torch.arange(each.shape[1], device=each.device) for each in (queries, keys))
+    return queries[:, rows, None] & keys[:, None] & (j < i[rows, None])
+
+
+def paper_edges(batch: PromptBatch) -> dict[str, EdgeSet]:
+    """The sets wp, pq, ww and tq, which ``al.edges`` describes."""
+    tokens, inside, anchors = batch.attention_mask.clone(), batch.up_to_target, anchors_of(batch)
+    target = batch.positions == batch.target_positions[:, None]
+    wp, pq = edges_between(anchors, tokens), edges_between(target, anchors)
+    ww = edges_between(inside, inside) & ~(wp | pq)
+    return {"wp": wp, "pq": pq, "ww": ww, "tq": edges_between(target, tokens & ~anchors)}
+
+
+def check_edges(batch: PromptBatch, edges: Any, *, to_itself: bool = False) -> EdgeSet:
+    """The edges as a set of these prompts, each from a token of a prompt to an earlier one of it.
+
+    Args:
+        batch: The prompts.
+        edges: The edges, as ``as_edge_set`` takes them.
+        to_itself: Edges from a token to itself are allowed too.
+
+    Raises:
+        PromptError: They are no edges of these prompts.
+    """
+    chosen = as_edge_set(batch, edges)
+    padding = ~batch.attention_mask
+    for rows, of_rows in chosen.pieces():
+        forbidden = of_rows.triu(rows.start + int(to_itself)).any()
+        forbidden |= (of_rows.any(2) & padding[:, rows]).any() | (of_rows.any(1) & padding).any()
+        if forbidden:
+            raise PromptError(
+                "edges must go from a token to an earlier token of its prompt, but some belong to "
+                "padding, go to a later token or from a token to itself; make them of this batch, "
+                "or leave these out "
+                "(edges & al.edges.between(batch.attention_mask, batch.attention_mask))"
+            )
+    return chosen
+
+
+def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
+    """Edges of a user, or a function of the batch to them, as a set; without a look at its values.
+
+    Every function that takes edges begins here.
+
+    Raises:
+        PromptError: They are no tensor of True and False with the shape of these prompts.
+    """
+    given = edges(batch) if callable(edges) else edges
+    shape, device = (*batch.tokens.shape, batch.tokens.shape[1]), batch.tokens.device
+    is_tensor = isinstance(given, Tensor)
+    if not is_tensor or given.dtype != torch.bool or tuple(given.shape) != shape:
+        raise PromptError(
+            "edges must be a tensor of True and False with the shape (batch, query, key) = "
+            f"{shape}, as al.edges gives; got {described(given)}"
+        )
+    chosen = given if isinstance(given, EdgeSet) else EdgeSet.of(given)
+    if given.device == device:
+        return chosen
+    return EdgeSet(lambda rows: sent(chosen.rows(rows), device), shape, device)
 
 
 def _joined(join: Callable[[Any, Any], Any], edges: EdgeSet, other: Any) -> Any:

@@ -11,9 +11,7 @@ Examples:
     False
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,10 +24,17 @@ from ..system.devices import sent
 from ..system.row_pieces import row_slices
 from ..system.texts import described
 from .batch import PromptBatch, anchors_of, check_inside, holds_integers
-from .edge_set import Edges, EdgeSet, EdgesOfBatch
+from .edge_set import (
+    Edges,
+    EdgeSet,
+    EdgesOfBatch,
+    Positions,
+    check_edges,
+    edges_between,
+    paper_edges,
+)
 from .segment_names import SEGMENTS
 
-Positions = Bool[Tensor, "batch position"]
 PositionsOfBatch = Callable[[PromptBatch], Positions]
 
 
@@ -49,18 +54,7 @@ def between(queries: Positions, keys: Positions) -> EdgeSet:
         [[[False, False], [True, False]]]
     """
     # Copies, so that later edits of the positions do not change the edges.
-    return _between(queries.detach().clone(), keys.detach().clone())
-
-
-def _between(queries: Positions, keys: Positions) -> EdgeSet:
-    prompts, _ = torch.broadcast_shapes(queries[:, :1].shape, keys[:, :1].shape)
-    shape = prompts, queries.shape[1], keys.shape[1]
-    return EdgeSet(partial(_rows_between, queries, keys), shape, queries.device)
-
-
-def _rows_between(queries: Positions, keys: Positions, rows: slice) -> Edges:
-    i, j = (torch.arange(each.shape[1], device=each.device) for each in (queries, keys))
-    return queries[:, rows, None] & keys[:, None] & (j < i[rows, None])
+    return edges_between(queries.detach().clone(), keys.detach().clone())
 
 
 @checked
@@ -129,7 +123,7 @@ def forerunners(batch: PromptBatch) -> Positions:
 @checked
 def target(batch: PromptBatch) -> Positions:
     """The target position (the paper's q); all False in a batch that ends before it."""
-    return _target(batch)
+    return batch.positions == batch.target_positions[:, None]
 
 
 @checked
@@ -156,50 +150,31 @@ def query(batch: PromptBatch) -> Positions:
 @checked
 def every(batch: PromptBatch) -> EdgeSet:
     """All edges up to the target position; later tokens cannot influence it."""
-    return _between(batch.up_to_target, batch.up_to_target)
+    return edges_between(batch.up_to_target, batch.up_to_target)
 
 
 @checked
 def wp(batch: PromptBatch) -> EdgeSet:
     """Word to label: ``{(p_k, j): j < p_k}``, what label words gather (section 2.1)."""
-    return _between(anchors_of(batch), batch.attention_mask.clone())
+    return paper_edges(batch)["wp"]
 
 
 @checked
 def pq(batch: PromptBatch) -> EdgeSet:
     """Label to target: ``{(q, p_k)}``, what the target reads from the label words."""
-    return _between(_target(batch), anchors_of(batch))
+    return paper_edges(batch)["pq"]
 
 
 @checked
 def ww(batch: PromptBatch) -> EdgeSet:
     """Word to word: every edge that is neither in ``wp`` nor in ``pq``."""
-    mask, labels, target = batch.attention_mask.clone(), anchors_of(batch), _target(batch)
-    inside = batch.up_to_target
-
-    def rows_of(rows: slice) -> Edges:
-        in_wp, in_pq = _rows_between(labels, mask, rows), _rows_between(target, labels, rows)
-        return _rows_between(inside, inside, rows) & ~(in_wp | in_pq)
-
-    return EdgeSet(rows_of, (*mask.shape, mask.shape[1]), mask.device)
+    return paper_edges(batch)["ww"]
 
 
 @checked
 def tq(batch: PromptBatch) -> EdgeSet:
     """Every other word to target: ``{(q, j): j is no anchor}``, the baseline of S_pq."""
-    return _between(_target(batch), batch.attention_mask & ~anchors_of(batch))
-
-
-# Edges of the paper, without the comparison of the argument, by the identity of the functions. They
-# follow from the positions of label words and target alone.
-# So they go from a token to an earlier one in all prompts that were checked, and in tokens that
-# prompts share they are the same for all of these.
-OF_PAPER = {id(each): inspect.unwrap(each) for each in (wp, pq, ww, tq)}
-
-
-def edge_sets(batch: PromptBatch, functions: Sequence[EdgesOfBatch]) -> list[EdgeSet]:
-    """The edges of each function in a batch, without a look at their values."""
-    return [as_edge_set(batch, OF_PAPER.get(id(each), each)) for each in functions]
+    return paper_edges(batch)["tq"]
 
 
 @checked
@@ -307,59 +282,6 @@ def random_edges(batch: PromptBatch, edges: Edges | EdgesOfBatch, seed: int) -> 
         True
     """
     return _drawn(batch, edges, seed, _best_of_all_rows, (0, 1))
-
-
-def check_edges(batch: PromptBatch, edges: Any, *, to_itself: bool = False) -> EdgeSet:
-    """The edges as a set of these prompts, each from a token of a prompt to an earlier one of it.
-
-    Args:
-        batch: The prompts.
-        edges: The edges, as ``as_edge_set`` takes them.
-        to_itself: Edges from a token to itself are allowed too.
-
-    Raises:
-        PromptError: They are no edges of these prompts.
-    """
-    chosen = as_edge_set(batch, edges)
-    padding = ~batch.attention_mask
-    for rows, of_rows in chosen.pieces():
-        forbidden = of_rows.triu(rows.start + int(to_itself)).any()
-        forbidden |= (of_rows.any(2) & padding[:, rows]).any() | (of_rows.any(1) & padding).any()
-        if forbidden:
-            raise PromptError(
-                "edges must go from a token to an earlier token of its prompt, but some belong to "
-                "padding, go to a later token or from a token to itself; make them of this batch, "
-                "or leave these out "
-                "(edges & al.edges.between(batch.attention_mask, batch.attention_mask))"
-            )
-    return chosen
-
-
-def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
-    """Edges of a user, or a function of the batch to them, as a set; without a look at its values.
-
-    Every function that takes edges begins here.
-
-    Raises:
-        PromptError: They are no tensor of True and False with the shape of these prompts.
-    """
-    given = edges(batch) if callable(edges) else edges
-    shape, device = (*batch.tokens.shape, batch.tokens.shape[1]), batch.tokens.device
-    is_tensor = isinstance(given, Tensor)
-    if not is_tensor or given.dtype != torch.bool or tuple(given.shape) != shape:
-        raise PromptError(
-            "edges must be a tensor of True and False with the shape (batch, query, key) = "
-            f"{shape}, as al.edges gives; got {described(given)}"
-        )
-    chosen = given if isinstance(given, EdgeSet) else EdgeSet.of(given)
-    if given.device == device:
-        return chosen
-    return EdgeSet(lambda rows: sent(chosen.rows(rows), device), shape, device)
-
-
-def _target(batch: PromptBatch) -> Positions:
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    return positions == batch.target_positions[:, None]
 
 
 def _first(batch: PromptBatch) -> Positions:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anchorlens.metrics import weights
-from anchorlens.metrics.edge_sums import Edges, EdgeSums
+from anchorlens.metrics.edge_sums import EdgeSets, EdgeSums
 from anchorlens.metrics.edge_sums import row_pieces as pieces_of
 from anchorlens.prompts.edge_set import EdgeSet
 from anchorlens.system import row_pieces
@@ -34,7 +34,7 @@ def edge_sums(
     pattern: Tensor, gradient: Tensor, edges: Tensor, weight: Any = weights.saliency
 ) -> tuple[Tensor, Tensor]:
     """The sums of one layer, and those of each head."""
-    sums = EdgeSums(Edges([EdgeSet.of(edges[:, k]) for k in range(4)]), weight, 0)
+    sums = EdgeSums(EdgeSets([EdgeSet.of(edges[:, k]) for k in range(4)]), weight, 0)
     sums.add(0, pattern, gradient)
     rows = sums.contributions(pattern, None)
     return rows["sums"][:, 0], rows["head_sums"][:, 0]
