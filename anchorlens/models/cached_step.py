@@ -9,7 +9,7 @@ from ..errors import ModelError
 from ..system.put_back import put_back
 from .hooked import HookedModel, dtype_of
 from .kinds import name_of_cache
-from .kv_cache import cache_of, inputs_after, keys_and_values, prefix_of, without_cache
+from .kv_cache import inputs_after, keys_and_values, prefix_of, without_cache
 from .native_attention import rename_cache
 from .tiny_pass import relative_difference, rounding_of, tiny_tokens, trial_of
 
@@ -47,11 +47,10 @@ def why_no_cached_step(model: HookedModel) -> str:
     length, mask = tokens.shape[1], torch.ones_like(tokens, dtype=torch.bool)
     with trial_of(model):
         try:
-            cache = cache_of(model, 1)
-            expected = model(tokens, **inputs_after(model, mask, cache))[:, -1].float()
+            inputs, cache = inputs_after(model, mask)
+            expected = model(tokens, **inputs)[:, -1].float()
             before = prefix_of(cache, mask).before(length - 1)
-            cache = cache_of(model, 1, before)
-            inputs = inputs_after(model, mask[:, -1:], cache, before)
+            inputs, cache = inputs_after(model, mask[:, -1:], before)
             logits = model(tokens[:, -1:], **inputs)[:, -1].float()
             keys_and_values(cache, length)
         except torch.OutOfMemoryError:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import HookError, ModelError, PromptError
-from ..prompts.batch import PromptBatch, all_on_cpu, longest_prompt
+from ..prompts.batch import PromptBatch, all_on_cpu
 from .rotary import refuse_rotations_in_a_batch, rotates_by_length
 
 HookFunction = Callable[..., Tensor | None]
@@ -173,7 +173,8 @@ def refuse_longer_than(context: int, longest: int) -> None:
 def check_fits(model: HookedModel, *batches: PromptBatch) -> None:
     """Raise an error for prompts that are too long or hold tokens that the model lacks."""
     numbers = all_on_cpu(batches)
-    refuse_longer_than(model.cfg.n_ctx, longest_prompt(*numbers))
+    longest = max(int(batch.attention_mask.sum(1).max()) for batch in numbers)
+    refuse_longer_than(model.cfg.n_ctx, longest)
     if rotates_by_length(model):
         for batch in numbers:
             if batch.is_whole:  # after a prefix, kv_cache compares the lengths

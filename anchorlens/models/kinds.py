@@ -90,45 +90,42 @@ def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> di
     return {"attention_mask": mask.long()} | ({"use_cache": False} if is_bridge(model) else {})
 
 
-def inputs_with_cache(
-    model: Any,
-    cache: Any,
-    mask: Bool[Tensor, "batch query"],
-    before: Bool[Tensor, "_ key"],
-    start: Int[Tensor, "_ 1"] | int,
-) -> dict[str, Any]:
-    """Arguments of the model's forward for tokens after those in a cache.
-
-    The masks, of these tokens and of those before, are False at padding.
-    """
-    if not is_bridge(model):
-        return {"past_kv_cache": cache, "attention_mask": mask.long()}
-    whole = torch.cat([before.expand(len(mask), -1), mask], dim=1)
-    inputs = {name_of_cache(model): cache, "use_cache": True, "attention_mask": whole.long()}
-    if _takes(model, "position_ids"):
-        inputs["position_ids"] = start + (mask.long().cumsum(1) - 1).clamp(min=0)
-    return inputs
-
-
 # Keys and values of a layer, Float["batch _ position _"].
 Pair = tuple[Tensor, Tensor]
 
 
-def new_cache(
-    model: Any, size: int, pairs: Sequence[Pair], mask: Bool[Tensor, "_ position"] | None
-) -> Any:
-    """A key-value cache for ``size`` prompts, with each layer's keys and values and their mask.
+def inputs_with_cache(
+    model: Any,
+    mask: Bool[Tensor, "batch query"],
+    pairs: Sequence[Pair],
+    before: Bool[Tensor, "_ key"],
+    start: Int[Tensor, "_ 1"] | int,
+) -> tuple[dict[str, Any], Any]:
+    """Arguments of the model's forward for tokens after cached ones, and the new cache in them.
 
-    The cache of transformers is made without the model's settings, so that it stores all positions
-    also in sliding-window layers. Their masks still limit what they attend to.
+    The masks, of these tokens and of those before, are False at padding; ``pairs`` are the keys and
+    values of those before. The cache of transformers is made without the model's settings, so that
+    it stores all positions also in sliding-window layers. Their masks still limit what they attend
+    to.
     """
-    if is_bridge(model):
-        from transformers import DynamicCache
+    if not is_bridge(model):
+        cache = _cache_of_lens(model, len(mask), pairs, before)
+        return {"past_kv_cache": cache, "attention_mask": mask.long()}, cache
+    from transformers import DynamicCache
 
-        cache: Any = DynamicCache()
-        for layer, (key, value) in enumerate(pairs):
-            cache.update(key, value, layer)
-        return cache
+    cache = DynamicCache()
+    for layer, (key, value) in enumerate(pairs):
+        cache.update(key, value, layer)
+    whole = torch.cat([before.expand(len(mask), -1), mask], dim=1)
+    inputs = {name_of_cache(model): cache, "use_cache": True, "attention_mask": whole.long()}
+    if _takes(model, "position_ids"):
+        inputs["position_ids"] = start + (mask.long().cumsum(1) - 1).clamp(min=0)
+    return inputs, cache
+
+
+def _cache_of_lens(
+    model: Any, size: int, pairs: Sequence[Pair], mask: Bool[Tensor, "_ position"]
+) -> Any:
     from transformer_lens import TransformerLensKeyValueCache
 
     device = next(iter(model.parameters())).device
@@ -136,8 +133,7 @@ def new_cache(
     for layer, (key, value) in enumerate(pairs):
         cache[layer].past_keys = key.transpose(1, 2)
         cache[layer].past_values = value.transpose(1, 2)
-    if mask is not None:
-        cache.previous_attention_mask = mask.expand(size, -1).to(cache.previous_attention_mask)
+    cache.previous_attention_mask = mask.expand(size, -1).to(cache.previous_attention_mask)
     return cache
 
 

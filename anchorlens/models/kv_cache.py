@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .hooked import HookedModel, HookFunction, device_of, devices_of_layers
-from .kinds import inputs_with_cache, new_cache, pairs_in
+from .kinds import inputs_with_cache, pairs_in
 from .rotary import refuse_another_rotation, rotates_by_length
 
 # Models in which prepare_model found that a step after a cache fails, and why.
@@ -28,10 +28,15 @@ class Graph:
     outputs: Layers  # keys, then values, of each layer
     points: tuple[tuple[Tensor, HookFunction], ...]  # each with what receives its gradient
 
-    def pass_gradients_on(self, leaves: Sequence[Float[Tensor, "batch _ position _"]]) -> None:
-        """Pass the gradients of the prompts' copies of ``outputs`` to the hook points, at once."""
+    def at_points(
+        self, leaves: Sequence[Float[Tensor, "batch _ position _"]]
+    ) -> list[tuple[HookFunction, Tensor]]:
+        """The gradients at the hook points, with what receives them.
+
+        They follow from the gradients of the prompts' copies of ``outputs``, all at once.
+        """
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-        at_points = torch.autograd.grad(
+        found = torch.autograd.grad(
             self.outputs,
             [tensor for tensor, _ in self.points],
             [gradient[:, None] for gradient in gradients],
@@ -39,9 +44,11 @@ class Graph:
             allow_unused=True,  # keys and values do not depend on the last layer's patterns
             is_grads_batched=True,
         )
-        for (tensor, receive), gradient in zip(self.points, at_points, strict=True):
-            shape = (len(gradients[0]), *tensor.shape[1:])
-            receive(tensor.new_zeros(shape) if gradient is None else gradient[:, 0], hook=None)
+        size = len(gradients[0])
+        return [
+            (receive, tensor.new_zeros(size, *tensor.shape[1:]) if each is None else each[:, 0])
+            for (tensor, receive), each in zip(self.points, found, strict=True)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,30 +128,23 @@ class KeyValues:
         )
 
 
-def cache_of(model: HookedModel, size: int, prefix: KeyValues | None = None) -> Any:
-    """A cache for ``size`` prompts; a ModelError if the model does not continue from one."""
+def inputs_after(
+    model: HookedModel, mask: Bool[Tensor, "batch query"], prefix: KeyValues | None = None
+) -> tuple[dict[str, Any], Any]:
+    """Arguments of the model's forward for tokens after a prefix, and the cache in them.
+
+    A ModelError if the model does not continue from a cache.
+    """
     if model in without_cache:
         raise ModelError(without_cache[model])
     if prefix is None:
-        return new_cache(model, size, (), None)
+        return inputs_with_cache(model, mask, (), mask[:, :0], 0)
+    size, before, start = len(mask), prefix.attention_mask, prefix.next_position[:, None]
     pairs = [
         (key.expand(size, -1, -1, -1), value.expand(size, -1, -1, -1))
         for key, value in zip(prefix.keys, prefix.values, strict=True)
     ]
-    return new_cache(model, size, pairs, prefix.attention_mask)
-
-
-def inputs_after(
-    model: HookedModel,
-    mask: Bool[Tensor, "batch query"],
-    cache: Any,
-    prefix: KeyValues | None = None,
-) -> dict[str, Any]:
-    """Arguments of the model's forward for tokens after what ``cache`` holds, the prefix."""
-    if prefix is None:
-        return inputs_with_cache(model, cache, mask, mask[:, :0], 0)
-    before, start = prefix.attention_mask, prefix.next_position[:, None]
-    return inputs_with_cache(model, cache, mask, before.to(mask.device), start.to(mask.device))
+    return inputs_with_cache(model, mask, pairs, before.to(mask.device), start.to(mask.device))
 
 
 def check_rotation(

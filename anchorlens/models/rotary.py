@@ -82,9 +82,10 @@ def _switches(model: Any) -> list[int]:
 
 def _kinds(model: Any) -> Iterator[tuple[str, int]]:
     """The rotations of a model that depend on the length: each with its kind and its limit."""
-    if config_of(model) is None:
+    of_model = config_of(model)
+    if of_model is None:
         return
-    config = config_of(model).get_text_config()
+    config = of_model.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     # One for all layers, or one for each type of layer; rope_scaling in older code.
     settings = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]

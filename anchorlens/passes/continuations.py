@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..models.acting_hooks import acting_hooks
 from ..models.hooked import HookedModel
-from ..models.kv_cache import KeyValues, cache_of, inputs_after, keys_and_values
+from ..models.kv_cache import KeyValues, inputs_after, keys_and_values
 from ..prompts.batch import PromptBatch
 from ..system.devices import wide
 
@@ -29,7 +29,7 @@ def log_probs_after(
         before = _up_to_targets(batch, cache, prefix, count)
         rows = tokens.repeat(prompts, 1)
         mask = is_token[:, :-1].repeat(prompts, 1)
-        inputs = inputs_after(model, mask, cache_of(model, len(rows), before), before)
+        inputs, _ = inputs_after(model, mask, before)
         with acting_hooks(model):
             later = model(rows[:, :-1], **inputs)
         later = wide(later).log_softmax(-1)

@@ -27,12 +27,12 @@ from ..models.hooked import (
     scores_name,
 )
 from ..models.kinds import inputs_without_cache
-from ..models.kv_cache import KeyValues, cache_of, check_rotation, inputs_after, prefix_of
+from ..models.kv_cache import KeyValues, check_rotation, inputs_after, prefix_of
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
 from ..system.put_back import put_back, safe_context
 from .continuations import log_probs_after
-from .loss_checks import continuations_of, require_one_a_prompt, targets_of
+from .loss_checks import continuations_of, not_one_a_prompt, targets_of
 from .losses import Loss, WordCrossEntropy, columns_of
 from .recompute import Checkpoints, checkpointed
 
@@ -174,7 +174,7 @@ def logits_at(
         torch.no_grad(),
         acting_hooks(model, [*needed, *changes, rows]),
     ):
-        tokens, inputs = _inputs(model, batch, None, None)
+        tokens, inputs, _ = _inputs(model, batch, None)
         logits = model(tokens, **inputs)
     _check_calls(CHANGES, changes)
     counts = positions.sum(1).tolist()
@@ -235,8 +235,8 @@ def run_prefix(
         tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
         if prefix is not None:
             check_rotation(model, mask, prefix)
-        cache = cache_of(model, len(batch), prefix)
-        model(tokens, **inputs_after(model, mask, cache, prefix))
+        inputs, cache = inputs_after(model, mask, prefix)
+        model(tokens, **inputs)
         _check_calls(CHANGES, changes)
         _check_calls(OBSERVERS, observed)
         return prefix_of(cache, mask, points, prefix)
@@ -279,8 +279,7 @@ def _run(
         nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
         acting,
     ):
-        cache = None if prefix is None and not continues else cache_of(model, len(rows), prefix)
-        tokens, inputs = _inputs(model, batch, prefix, cache)
+        tokens, inputs, cache = _inputs(model, batch, prefix, continues)
         outputs = model(tokens, **inputs)
         _check_calls(CHANGES, changes)
         every = outputs if last else _at_rows(outputs, rows)
@@ -293,14 +292,16 @@ def _run(
                 texts = loss.continuations(batch)
                 of_loss = log_probs_after(model, batch, texts, logits, cache, prefix)
             losses = loss(of_loss, batch)
-            require_one_a_prompt(losses, len(rows))
+            if not isinstance(losses, Tensor) or losses.shape != (len(rows),):
+                raise not_one_a_prompt(losses, len(rows))
         # Read at once, because Python waits for a GPU at each.
         numbers = [logits] if losses is None else [logits, losses.to(logits.device)]
         are_finite = torch.stack([_is_finite(each.detach()) for each in numbers]).tolist()
         if losses is not None and differentiates and all(are_finite):
             _backward(losses, leaves)
             if graph is not None:
-                graph.pass_gradients_on(copies)
+                for receive, gradient in graph.at_points(copies):
+                    receive(gradient, hook=None)
     if all(are_finite):  # otherwise ``Pass.run`` says what is not
         _check_calls(OBSERVERS, observed)
     if losses is not None and all(are_finite):
@@ -311,14 +312,17 @@ def _run(
 
 
 def _inputs(
-    model: HookedModel, batch: PromptBatch, prefix: KeyValues | None, cache: Any
-) -> tuple[Tensor, dict[str, Any]]:
-    """The tokens that are run, and the other arguments of the model's forward."""
+    model: HookedModel, batch: PromptBatch, prefix: KeyValues | None, continues: bool = False
+) -> tuple[Tensor, dict[str, Any], Any]:
+    """The tokens that are run, the other arguments of the model's forward, and its cache, if any.
+
+    There is one after a prefix, and where texts continue the prompts.
+    """
     first = batch.first_query
     tokens, mask = batch.tokens[:, first:], batch.attention_mask[:, first:]
-    if cache is None:
-        return tokens, inputs_without_cache(model, mask)
-    return tokens, inputs_after(model, mask, cache, prefix)
+    if prefix is None and not continues:
+        return tokens, inputs_without_cache(model, mask), None
+    return tokens, *inputs_after(model, mask, prefix)
 
 
 def _backward(losses: Float[Tensor, " batch"], leaves: Sequence[Tensor]) -> None:
@@ -359,9 +363,7 @@ def _first_not_finite(described: Pass) -> str:
 
     checks = [check(layer) for layer in range(model.cfg.n_layers)]
     hooks = [*_padding_hooks(model, batch), *described.hooks, *checks]
-    prefix = described.prefix
-    cache = None if prefix is None else cache_of(model, len(batch), prefix)
-    tokens, inputs = _inputs(model, batch, prefix, cache)
+    tokens, inputs, _ = _inputs(model, batch, described.prefix)
     with torch.no_grad(), acting_hooks(model, hooks):
         model(tokens, **inputs)
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
@@ -445,11 +447,12 @@ def _is_in_a_block(name: str | Callable[[str], bool]) -> bool:
 
 # TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
 @dataclass(eq=False, repr=False)
-class _Watched:
-    """A hook that counts its calls, and of an owner also that it changes nothing.
+class Watched:
+    """A hook that counts its calls, and raises an error with its owner's name if it edits a tensor.
 
-    PyTorch counts the edits of a tensor, but not those of its ``data``. Until ``trusted`` is set
-    each tensor is also compared before and after.
+    PyTorch counts the edits of a tensor, but not those of its ``data``. So each tensor is also
+    compared before and after, until ``trusted`` is set: a batch has shown that nothing is changed.
+    Without an owner it may change the run.
     """
 
     act: HookFunction
@@ -484,14 +487,6 @@ class _Watched:
         return None
 
 
-def read_only(owner: str, hooks: Sequence[Hook], trusted: Event | None = None) -> list[Hook]:
-    """The same hooks, but one that changes a tensor raises an error with the owner's name.
-
-    ``trusted`` is set when a batch has shown that they change nothing.
-    """
-    return [(name, _Watched(act, owner, trusted)) for name, act in hooks]
-
-
 @contextmanager
 def unedited(owner: str, what: str, *tensors: Tensor) -> Iterator[None]:
     """Raise an error with the owner's name if a tensor is edited inside."""
@@ -518,10 +513,10 @@ def _watched(hooks: Sequence[Hook]) -> list[tuple[Any, Any]]:
     A hook is given to a pass only where the pass should call it: a pass that starts late, follows a
     cached prefix or has a fused attention gets only the hooks for what it runs.
     """
-    return [(name, act if isinstance(act, _Watched) else _Watched(act)) for name, act in hooks]
+    return [(name, act if isinstance(act, Watched) else Watched(act)) for name, act in hooks]
 
 
-def _check_calls(what: str, hooks: Sequence[tuple[Any, _Watched]]) -> None:
+def _check_calls(what: str, hooks: Sequence[tuple[Any, Watched]]) -> None:
     """Raise an error for points that exist, but that the model does not call.
 
     A function that selects points may also select some that are not called, and an expert gets no

@@ -47,7 +47,9 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
         # The logits of two prompts, because those of a batch may not fit into memory.
         first = batch.prompts(0, 2).to(device)
         zeros = torch.zeros(len(first), *_shape_of_logits(loss, first, model), device=device)
-        require_one_a_prompt(loss(zeros, first), len(first))
+        losses = loss(zeros, first)
+        if not isinstance(losses, Tensor) or losses.shape != (len(first),):
+            raise not_one_a_prompt(losses, len(first))
 
 
 def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
@@ -126,9 +128,7 @@ def refuse_several_targets(loss: Loss) -> None:
         )
 
 
-def require_one_a_prompt(losses: object, count: int) -> None:
-    """Raise an error if the result of a loss is not one number a prompt."""
-    if not isinstance(losses, Tensor) or losses.shape != (count,):
-        kind = f"a {type(losses).__name__}"
-        got = tuple(losses.shape) if isinstance(losses, Tensor) else kind
-        raise MetricError(f"a loss must give one number a prompt, shape ({count},); got {got}")
+def not_one_a_prompt(losses: object, count: int) -> MetricError:
+    """The error for a loss that does not give one number a prompt."""
+    got = tuple(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+    return MetricError(f"a loss must give one number a prompt, shape ({count},); got {got}")

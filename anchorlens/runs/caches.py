@@ -25,7 +25,7 @@ from ..models.hooked import (
     pattern_name,
     refuse_folded_value_biases,
 )
-from ..passes.forward import read_only
+from ..passes.forward import Watched
 from ..passes.memory import joined
 from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import check_resamples, with_intervals
@@ -296,12 +296,13 @@ def _show(
     number: int,
 ) -> None:
     """Pass to each hook the tensor that it would have seen."""
-    for name, act in read_only(owner, hooks):
+    for name, act in hooks:
+        watched = Watched(act, owner)
         points = [name] if isinstance(name, str) else _points(name, cache)
         for point in points:
             tensor = cache.get(point + suffix)
             _require_fit(tensor, cache.get(point), point + suffix, owner, batch, number)
-            act(tensor.detach(), hook=SimpleNamespace(name=point))  # type: ignore[union-attr]
+            watched(tensor.detach(), SimpleNamespace(name=point))  # type: ignore[union-attr]
 
 
 def _points(chosen: Callable[[str], bool], cache: Mapping[str, Tensor]) -> list[str]:

@@ -22,7 +22,7 @@ from ..metrics.metric import Metric, Observation, observes_prefix
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
-from ..passes.forward import Pass, read_only, unedited
+from ..passes.forward import Pass, Watched, unedited
 from ..passes.fused_attention import UseRows, run_fused
 from ..passes.late_start import Start, started
 from ..passes.losses import Loss, label_cross_entropy
@@ -275,13 +275,14 @@ def _read_only(
     metrics: Sequence[Metric], observations: Sequence[Observation | None], trusted: Event
 ) -> tuple[list[Hook], list[Hook]]:
     """Forward and backward hooks of all metrics, which must not change what others observe."""
-    forward, backward = [], []
+    forward: list[Hook] = []
+    backward: list[Hook] = []
     for metric, observation in zip(metrics, observations, strict=True):
         if observation is None:
             continue
-        owner = f"metric {metric.name!r}"
-        forward += read_only(owner, observation.hooks, trusted)
-        backward += read_only(owner, observation.backward_hooks, trusted)
+        watched = partial(Watched, owner=f"metric {metric.name!r}", trusted=trusted)
+        forward += [(name, watched(act)) for name, act in observation.hooks]
+        backward += [(name, watched(act)) for name, act in observation.backward_hooks]
     return forward, backward
 
 

@@ -12,7 +12,7 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, HookError, MetricError
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
-from anchorlens.passes.forward import read_only, run_pass
+from anchorlens.passes.forward import Watched, run_pass
 from anchorlens.system import row_pieces
 from anchorlens.trials import how_to_run
 from tests.passes.test_forward import failing, unchanged
@@ -225,7 +225,7 @@ def test_observers_that_are_not_read_only_are_refused(gpt2: Any) -> None:
     def ask(tensor: Tensor, hook: Any) -> None:
         tensor.retain_grad()
 
-    change = read_only("it", [(pattern_name(1), lambda tensor, hook: 2 * tensor)])[0][1]
+    change = Watched(lambda tensor, hook: 2 * tensor, owner="it")
     for observer, error in ((ask, RuntimeError), (change, HookError)):
         with (
             unchanged(gpt2),

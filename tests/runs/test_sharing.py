@@ -113,14 +113,14 @@ def test_shared_tokens_run_once_if_no_metric_observes_them(
 def test_different_gradients_turn_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 5)
     expected = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-    original = kv_cache.Graph.pass_gradients_on
+    original = kv_cache.Graph.at_points
 
-    def wrong(graph: Any, leaves: Any) -> None:
+    def wrong(graph: Any, leaves: Any) -> Any:
         for leaf in leaves:
             leaf.grad *= 1.01
-        original(graph, leaves)
+        return original(graph, leaves)
 
-    monkeypatch.setattr(kv_cache.Graph, "pass_gradients_on", wrong)
+    monkeypatch.setattr(kv_cache.Graph, "at_points", wrong)
     record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     assert record.info["shared_prefix"].startswith("off: saliencies differ by")
     assert_same(record, expected)
@@ -128,7 +128,7 @@ def test_different_gradients_turn_sharing_off(gpt2: Any, monkeypatch: pytest.Mon
     def fails(graph: Any, leaves: Any) -> None:
         raise RuntimeError("no batching rule")
 
-    monkeypatch.setattr(kv_cache.Graph, "pass_gradients_on", fails)
+    monkeypatch.setattr(kv_cache.Graph, "at_points", fails)
     record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     assert record.info["shared_prefix"] == "off: no shared gradients (no batching rule)"
     assert_same(record, expected)
