@@ -22,10 +22,9 @@ def mean_loss_with_gradient(
     hooks: Sequence[Hook] = (),
     prefix: KeyValues | None = None,
 ) -> float:
-    """The mean loss over a batch; its gradient is added to ``grad`` of the tensors in ``into``.
+    """The mean loss over a batch, whose gradient is added to ``grad`` of the tensors in ``into``.
 
-    Returns:
-        The mean loss; NaN where the logits are not finite, because a step was too large.
+    It is NaN where the logits are not finite, because a step was too large.
     """
     losses: list[Tensor] = []
 

@@ -46,35 +46,22 @@ _after_pass: ContextVar[Callable[[], None]] = ContextVar("after_pass", default=l
 class Pass:
     """One pass, as a value.
 
-    Attributes:
-        model: A prepared model.
-        batch: Prompts on the model's device.
-        hooks: Interventions, which act first.
-        observers: Hooks that observe the tensors after the interventions.
-        backward_hooks: Hooks on the gradient of a hook point's output.
-        loss: Function of (logits, batch) to one number a prompt, of the logits at the targets or,
-            if it is a ``LossAtPositions``, at these positions; a ``WordCrossEntropy`` gets log
-            probabilities of texts after the prompts. With None nothing is differentiated.
-        into: Tensors of the hooks for which the gradient is computed; the input of block 0 by
-            default.
-        prefix: Keys and values of the tokens before ``batch.query_rows``, which are not run; the
-            gradient continues through the prefix if it has a graph.
-        gradient_checkpointing: Store only the input of each block for the gradient, and run the
-            block again when the backward pass reaches it. Hooks inside blocks act both times;
-            observers are called once, with tensors without a graph.
-        runs_backward: Whether the loss is differentiated, if there is one.
+    A ``LossAtPositions`` gets the logits at its positions, a ``WordCrossEntropy`` log probabilities
+    of texts after the prompts, and any other loss the logits at the targets. The gradient continues
+    through a prefix that has a graph. With ``gradient_checkpointing`` (see recompute.py) hooks
+    inside blocks act twice; observers are called once, with tensors without a graph.
     """
 
     model: HookedModel
-    batch: PromptBatch
-    hooks: Sequence[Hook] = ()
-    observers: Sequence[Hook] = ()
-    backward_hooks: Sequence[Hook] = ()
+    batch: PromptBatch  # on the model's device
+    hooks: Sequence[Hook] = ()  # interventions, which act first
+    observers: Sequence[Hook] = ()  # of the tensors after the interventions
+    backward_hooks: Sequence[Hook] = ()  # on the gradient of a hook point's output
     loss: Loss | None = None
-    into: Sequence[Tensor] = ()
-    prefix: KeyValues | None = None
+    into: Sequence[Tensor] = ()  # what the loss is differentiated by; the input of block 0
+    prefix: KeyValues | None = None  # of the tokens before ``batch.query_rows``, which do not run
     gradient_checkpointing: bool = False
-    runs_backward: bool = True
+    runs_backward: bool = True  # whether the loss is differentiated, if there is one
 
     def check(self) -> None:
         """Raise an error if the batch, the loss or the prefix do not fit the model."""
@@ -104,14 +91,7 @@ class Pass:
             check_rotation(self.model, self.batch.attention_mask[:, cached:], self.prefix)
 
     def run(self) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
-        """Logits at the targets in float32 or wider, and the losses, if the pass has a loss.
-
-        Raises:
-            ModelError: The logits are not finite.
-            MetricError: The loss is not finite or has no graph.
-            HookError: The model does not have or call the point of a hook, or a block gave another
-                output when it ran again.
-        """
+        """Logits at the targets in float32 or wider, and the losses, if the pass has a loss."""
         logits, losses, are_finite = _run(self)
         if not are_finite[0]:
             raise _not_finite(self, "at the target position")
@@ -158,11 +138,9 @@ def logits_at(
     positions: Bool[Tensor, "batch position"],
     hooks: Sequence[Hook] = (),
 ) -> list[Float[Tensor, "_ vocab"]]:
-    """Run the model over whole prompts, and compute the logits at some positions of each.
+    """The logits at some positions of each whole prompt, in their order.
 
-    Returns:
-        The rows of each prompt in the order of its positions, in the type of the model: a wider
-        copy of many rows may not fit into memory.
+    They are in the type of the model: a wider copy of many rows may not fit into memory.
     """
     described = Pass(model, batch, hooks)
     described.check()
@@ -202,23 +180,10 @@ def run_prefix(
     backward_hooks: Sequence[Hook] = (),
     prefix: KeyValues | None = None,
 ) -> KeyValues:
-    """Run the tokens of a batch once, so that any number of passes can continue from them.
+    """Keys and values of leading tokens (``batch.before(position)``), those of ``prefix`` first.
 
-    Args:
-        model: A prepared model.
-        batch: The leading tokens of prompts (``batch.before(position)``), on the model's device.
-        hooks: Interventions in the blocks, which act first.
-        observers: Hooks that observe the tensors after the interventions.
-        backward_hooks: Called in each pass after this prefix that has a loss, with the gradient
-            [batch, ...] of its prompts at a hook point's output.
-        prefix: Keys and values of the tokens before ``batch.query_rows``, which are not run.
-
-    Returns:
-        Keys and values of every layer, those of ``prefix`` first, for ``run_pass(...,
-        prefix=...)``.
-
-    Raises:
-        ModelError: The model was not prepared, or takes no key-value cache.
+    Any number of passes continue from them. ``backward_hooks`` are called in each of these that has
+    a loss, with the gradient [batch, ...] of its prompts at a hook point's output.
     """
     require_prepared(model)
     narrowed = all(_is_in_a_block(name) for name, _ in (*observers, *backward_hooks))
@@ -226,7 +191,8 @@ def run_prefix(
     points: list[tuple[Tensor, HookFunction]] = []
     needed = _padding_hooks(model, batch) + ([leaf_hook([])] if backward_hooks else [])
     last = [_point_hook(points, *hook) for hook in backward_hooks]
-    last += [_last_hook(model)] if narrowed else []
+    if narrowed:  # the logits of a prefix are not used
+        last.append((_before_unembedding(model), lambda resid, hook: resid[:, -1:]))
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(bool(backward_hooks)),
@@ -314,10 +280,7 @@ def _run(
 def _inputs(
     model: HookedModel, batch: PromptBatch, prefix: KeyValues | None, continues: bool = False
 ) -> tuple[Tensor, dict[str, Any], Any]:
-    """The tokens that are run, the other arguments of the model's forward, and its cache, if any.
-
-    There is one after a prefix, and where texts continue the prompts.
-    """
+    """The tokens that are run, other arguments of the model's forward, and its cache, if needed."""
     first = batch.first_query
     tokens, mask = batch.tokens[:, first:], batch.attention_mask[:, first:]
     if prefix is None and not continues:
@@ -387,23 +350,17 @@ def leaf_hook(leaves: list[Tensor]) -> Hook:
 
 
 def _point_hook(
-    points: list[tuple[Tensor, HookFunction]],
-    name: str | Callable[[str], bool],
-    receive: HookFunction,
+    points: list[tuple[Tensor, HookFunction]], name: Any, receive: HookFunction
 ) -> Hook:
-    def store(tensor: Tensor, hook: Any) -> None:
-        points.append((tensor, receive))
-
-    return name, store
+    return name, lambda tensor, hook: points.append((tensor, receive))
 
 
 def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     """Hooks that set the scores in the rows of padding to 0.
 
-    Some of these rows have no position to attend to: rows of padding on the left, and rows that a
-    sliding window separates from the prompt. Their softmax is NaN where the mask is -inf: in
-    float64 through transformers, and on a processed bridge of transformer-lens 3.9, which hides the
-    NaN from the pattern but not from the gradients.
+    Some of these rows have no position to attend to (padding on the left, or beyond a sliding
+    window). Their softmax is NaN where the mask is -inf: in float64 through transformers, and on a
+    processed bridge of transformer-lens 3.9, which hides it from the pattern, not from gradients.
     """
     if batch.on_cpu.attention_mask[:, batch.first_query :].all():
         return []
@@ -417,24 +374,15 @@ def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
 
 
 def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:
-    """Selects the needed rows before the unembedding.
-
-    The hook is on the unembedding's input, because some transformers models fix the shape after the
-    last block. If an adapter does not name this input, the hook is before the final norm.
-    """
-
-    def select(resid: Tensor, hook: Any) -> Tensor:
-        return _at_rows(resid, rows)
-
-    return _before_unembedding(model), select
-
-
-def _last_hook(model: HookedModel) -> Hook:
-    """Selects the last position before the unembedding: the logits of a prefix are not used."""
-    return _before_unembedding(model), lambda resid, hook: resid[:, -1:]
+    """Selects the needed rows before the unembedding."""
+    return _before_unembedding(model), lambda resid, hook: _at_rows(resid, rows)
 
 
 def _before_unembedding(model: HookedModel) -> str:
+    """Its input, because some transformers models fix the shape after the last block.
+
+    Where an adapter does not name this input, it is what comes before the final norm.
+    """
     name = "unembed.hook_in"
     last_block = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     return name if name in model.hook_dict else last_block
@@ -508,19 +456,14 @@ def _point_of(hook: Any) -> str:
 
 
 def _watched(hooks: Sequence[Hook]) -> list[tuple[Any, Any]]:
-    """The same hooks, which count their calls.
-
-    A hook is given to a pass only where the pass should call it: a pass that starts late, follows a
-    cached prefix or has a fused attention gets only the hooks for what it runs.
-    """
+    """The same hooks, which count their calls: a pass gets only hooks for what it runs."""
     return [(name, act if isinstance(act, Watched) else Watched(act)) for name, act in hooks]
 
 
 def _check_calls(what: str, hooks: Sequence[tuple[Any, Watched]]) -> None:
     """Raise an error for points that exist, but that the model does not call.
 
-    A function that selects points may also select some that are not called, and an expert gets no
-    token of some prompts.
+    A function may also select points that are not called; an expert gets no token of some prompts.
     """
     silent = [
         "any that a function selects" if callable(name) else repr(name)

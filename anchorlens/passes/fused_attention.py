@@ -46,22 +46,12 @@ def fused_attention(
 ) -> Iterator[None]:
     """Inside, the attention of all layers is fused, and a backward pass hands rows to ``use``.
 
-    The hook points inside the attention are not called. ``outside_attention`` gives the hooks that
-    a pass inside still needs.
-
-    Args:
-        model: A prepared model.
-        use: Gets the rows of each layer in a backward pass.
-        hooks: Interventions. Those in the attention act here, if they cut edges of the scores or
-            detach heads.
-        observers: Hooks that observe. Those of the queries and keys that a layer multiplies are
-            called here.
-
-    Raises:
-        ModelError: The attention of this model cannot be handed to a function, or a hook acts
-            inside the attention in another way.
+    The hook points inside the attention are not called. Hooks there that cut edges of the scores or
+    detach heads act here, and observers of queries and keys are called here; others are an error.
     """
-    acting, observing = _inside(model, hooks), _inside(model, observers)
+    acting, observing = (
+        [hook for hook in each if is_skipped(model, hook[0])] for each in (hooks, observers)
+    )
     if not all(acts_when_fused(model, hook) for hook in acting):
         raise ModelError(
             "a hook acts inside the attention, and does not cut edges of the scores or detach heads"
@@ -103,11 +93,8 @@ def run_fused(
 ) -> T:
     """What ``run_pass`` or ``run_prefix`` gives with a fused attention."""
     with fused_attention(model, use, hooks, observers):
-        outside = {
-            "hooks": outside_attention(model, hooks),
-            "observers": outside_attention(model, observers),
-        }
-        return run(model, batch, **outside, **options)
+        outside, observing = (outside_attention(model, each) for each in (hooks, observers))
+        return run(model, batch, hooks=outside, observers=observing, **options)
 
 
 def outside_attention(model: HookedModel, hooks: Sequence[Hook]) -> list[Hook]:
@@ -123,26 +110,14 @@ def acts_when_fused(model: HookedModel, hook: Hook) -> bool:
     return isinstance(act, DetachedHeads) and point in names_of_layers(model, z_name)
 
 
-def _inside(model: HookedModel, hooks: Sequence[Hook]) -> list[Hook]:
-    return [hook for hook in hooks if is_skipped(model, hook[0])]
-
-
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """What happens in the attention of a layer.
+    """What happens in the attention of a layer."""
 
-    Attributes:
-        use: Gets rows of A and dL/dA.
-        cuts: Hooks whose edges are cut.
-        detached: Hooks that detach heads.
-        queries: Functions that observe the queries.
-        keys: Functions that observe the keys.
-    """
-
-    use: UseRowsOfLayer
+    use: UseRowsOfLayer  # gets rows of A and dL/dA
     cuts: Sequence[EdgeHook]
     detached: Sequence[DetachedHeads]
-    queries: Sequence[Callable[[Tensor], Any]]
+    queries: Sequence[Callable[[Tensor], Any]]  # what observes the queries
     keys: Sequence[Callable[[Tensor], Any]]
 
 

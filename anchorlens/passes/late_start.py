@@ -7,6 +7,7 @@ costs only those layers. This works in both lines of TransformerLens.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..models.acting_hooks import acting_hooks
@@ -16,12 +17,7 @@ from ..system.put_back import safe_context
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The layer where a pass begins, and its input.
-
-    Attributes:
-        layer: The first layer that is run.
-        output: The output of the block before it, as the model passes it on.
-    """
+    """The first layer that a pass runs, and the output of the block before it."""
 
     layer: int
     output: Any
@@ -32,14 +28,11 @@ def stored_starts(model: Any, layers: Iterable[int]) -> Iterator[dict[int, Start
     """Store what ``layers`` get in the last pass inside; layer 0 needs nothing."""
     starts: dict[int, Start] = {}
 
-    def store_for(layer: int) -> Any:
-        def store(block: Any, inputs: Any, output: Any) -> None:
-            starts[layer] = Start(layer, output)
-
-        return store
+    def store(layer: int, block: Any, inputs: Any, output: Any) -> None:
+        starts[layer] = Start(layer, output)
 
     later = sorted(set(layers) - {0})
-    blocks = [(model.blocks[layer - 1], store_for(layer)) for layer in later]
+    blocks = [(model.blocks[layer - 1], partial(store, layer)) for layer in later]
     with acting_hooks(model, of_modules=blocks):
         yield starts
 

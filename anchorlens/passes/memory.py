@@ -60,11 +60,7 @@ def unless_memory_runs_out(batch: PromptBatch, compute: Callable[[PromptBatch], 
 
 
 def check_out_of_memory(error: Exception, batch: PromptBatch) -> None:
-    """Raise an error again unless fewer prompts at a time may help.
-
-    Raises:
-        MemoryLimitError: The batch is a single prompt, so that nothing smaller can be tried.
-    """
+    """Raise an error again unless fewer prompts may help; another one for a single prompt."""
     if not is_out_of_memory(error):
         raise error
     if len(batch) == 1:
@@ -103,15 +99,11 @@ def half_of(batch: PromptBatch) -> int:
 def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """What all parts contribute, without metrics whose names or shapes differ between parts."""
     shapes = [{name: values.shape[1:] for name, values in part.items()} for part in parts]
-    names = dict.fromkeys(name for part in parts for name in part)
+    metrics = {name: name.partition("/")[0] for part in parts for name in part}
     different = {
-        _metric(name)
-        for name in names
-        if any(shapes_of_part.get(name) != shapes[0].get(name) for shapes_of_part in shapes)
+        metric
+        for name, metric in metrics.items()
+        if any(of_part.get(name) != shapes[0].get(name) for of_part in shapes)
     }
-    complete = [name for name in names if _metric(name) not in different]
+    complete = [name for name, metric in metrics.items() if metric not in different]
     return {name: torch.cat([part[name] for part in parts]) for name in complete}
-
-
-def _metric(name: str) -> str:
-    return name.partition("/")[0]

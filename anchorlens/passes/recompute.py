@@ -27,17 +27,11 @@ _CURE = (
 
 @dataclass
 class Checkpoints:
-    """The state of the blocks in one pass.
+    """The state of the blocks in one pass."""
 
-    Attributes:
-        running_first: Whether a block runs for the first time; its tensors are discarded after it.
-        running_again: Whether a block runs for its gradient.
-        times: How often each block has run again.
-    """
-
-    running_first: bool = False
-    running_again: bool = False
-    times: dict[int, int] = field(default_factory=dict)
+    running_first: bool = False  # a block, whose tensors are then discarded
+    running_again: bool = False  # a block, for its gradient
+    times: dict[int, int] = field(default_factory=dict)  # that each block has run again
 
     def observers(self, hooks: Sequence[Hook]) -> list[Hook]:
         """The same hooks, which are not called when a block runs for the first time.
@@ -93,7 +87,8 @@ def _run_twice(
             output = forward(*args, **kwargs)
         finally:
             checkpoints.running_first = checkpoints.running_again = False
-            _forget_pattern(block)
+            if vars(block.attn).get("_pattern") is not None:
+                vars(block.attn)["_pattern"] = None  # stored longer than the block runs
         resid = (output[0] if isinstance(output, tuple) else output).detach()
         if again:
             checkpoints.times[layer] = checkpoints.times.get(layer, 0) + 1
@@ -105,13 +100,6 @@ def _run_twice(
     # To the end, because hooks may be after the last tensor that the gradient needs.
     with set_checkpoint_early_stop(False):
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-
-def _forget_pattern(block: Any) -> None:
-    """Delete the last pattern, which a bridge's attention stores longer than the block runs."""
-    attributes = vars(block.attn)
-    if attributes.get("_pattern") is not None:
-        attributes["_pattern"] = None
 
 
 def _require_same(layer: int, expected: Tensor, output: Tensor) -> None:

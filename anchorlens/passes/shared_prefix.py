@@ -50,13 +50,12 @@ def run_shared(
 class SharedPrefixes:
     """Keys and values of shared tokens, computed once for each set of demonstrations and change.
 
-    Attributes:
-        stored: The function of the hooks that acted, these hooks, and the keys and values, by the
-            identity of the function. Only one set is stored, to save memory.
+    Only one set is stored, to save memory.
     """
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
+        # By the identity of the function of hooks: it, what acted, and the keys and values.
         self.stored: dict[int, tuple[Any, Sequence[Hook], KeyValues]] = {}
         self._set: int | None = None  # to which all of them belong
 

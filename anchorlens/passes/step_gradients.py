@@ -21,6 +21,7 @@ from ..models.acting_hooks import acting_hooks
 from ..models.hooked import (
     Hook,
     HookedModel,
+    HookFunction,
     check_fits,
     hooks_by_layer,
     pattern_name,
@@ -48,22 +49,10 @@ def step_gradients(
     *,
     chunk: int = 8,
 ) -> tuple[Float[Tensor, " step"], str]:
-    """Run a prompt once, then backward from the loss of each position's next token.
+    """Run a prompt without padding once, then backward from the loss of each position's next token.
 
-    Args:
-        model: A prepared model.
-        batch: One prompt without padding, on the model's device.
-        positions: The positions whose next token is a step, at least one.
-        use: Called with the number of the step, the layer, A and dL/dA.
-        chunk: Number of steps that go backward at the same time.
-
-    Returns:
-        The loss of each step, in nats, and how dL/dA was computed.
-
-    Raises:
-        ModelError: The model was not prepared, its value biases are folded, or its logits are not
-            finite.
-        PromptError: The prompt does not fit the model.
+    ``use`` gets the number of the step, the layer, A and dL/dA; ``chunk`` steps go backward at the
+    same time. Returned are the loss of each step, in nats, and how dL/dA was computed.
     """
     require_prepared(model)
     refuse_folded_value_biases(model)
@@ -83,9 +72,9 @@ def step_gradients(
         hooks = [
             leaf_hook([]),
             *hooks_by_layer(model, pattern_name, patterns.__setitem__),
-            *_at_known_points(model, values_name, values.__setitem__),
-            *_outputs_in_the_graph(model, outputs),
-            _storing(rows_hook(model, columns), selected),
+            *_at_known_points(model, hooks_by_layer(model, values_name, values.__setitem__)),
+            *_at_known_points(model, _outputs_in_the_graph(model, outputs)),
+            _storing(*rows_hook(model, columns), selected),
         ]
         with acting_hooks(model, hooks):
             inputs = inputs_without_cache(model, batch.attention_mask)
@@ -97,8 +86,14 @@ def step_gradients(
                 "float32 (dtype=torch.float32)"
             )
         losses = cross_entropy(logits, following, reduction="none")
-        of_steps = _Gradients.of(losses, selected[0])
-        route = _from_patterns([patterns[layer] for layer in layers])
+        rows = selected[0]
+        of_rows = torch.autograd.grad(losses.sum(), rows, retain_graph=True)[0]
+        of_steps = partial(_gradients_of_steps, rows, of_rows)
+        route = _Route(
+            "gradients of the patterns",
+            [patterns[layer] for layer in layers],
+            lambda layer, gradient: gradient,
+        )
         if _have_one_shape(model, outputs, values):
             from_outputs = _from_outputs(
                 model,
@@ -108,7 +103,7 @@ def step_gradients(
             route = from_outputs if _agree(of_steps, from_outputs, route) else route
         for start in range(0, len(losses), chunk):
             steps = range(start, min(start + chunk, len(losses)))
-            gradients = of_steps.at(route.tensors, steps)
+            gradients = of_steps(route.tensors, steps)
             for layer in layers:
                 for row, step in enumerate(steps):
                     slope = route.of_pattern(layer, gradients[layer][row])
@@ -116,9 +111,8 @@ def step_gradients(
     return losses.detach().cpu(), route.name
 
 
-def _storing(hook: Hook, tensors: list[Tensor]) -> Hook:
+def _storing(name: Any, act: HookFunction, tensors: list[Tensor]) -> Hook:
     """The same hook, whose results are stored too."""
-    name, act = hook
 
     def act_and_store(tensor: Tensor, hook: Any) -> Tensor | None:
         tensors.append(act(tensor, hook=hook))  # type: ignore[arg-type]
@@ -127,11 +121,9 @@ def _storing(hook: Hook, tensors: list[Tensor]) -> Hook:
     return name, act_and_store
 
 
-def _at_known_points(
-    model: HookedModel, name: Callable[[int], str], store: Callable[[int, Tensor], None]
-) -> list[Hook]:
-    """Hooks that store what a hook point of each layer holds; no hook where it does not exist."""
-    return _at_points_of(model, hooks_by_layer(model, name, store))
+def _at_known_points(model: HookedModel, hooks: list[Hook]) -> list[Hook]:
+    points = model.hook_dict  # made anew at each access
+    return [hook for hook in hooks if hook[0] in points]
 
 
 def _outputs_in_the_graph(model: HookedModel, outputs: dict[int, Tensor]) -> list[Hook]:
@@ -148,12 +140,7 @@ def _outputs_in_the_graph(model: HookedModel, outputs: dict[int, Tensor]) -> lis
 
         return z_name(layer), store
 
-    return _at_points_of(model, [hook_of(layer) for layer in range(model.cfg.n_layers)])
-
-
-def _at_points_of(model: HookedModel, hooks: list[Hook]) -> list[Hook]:
-    points = model.hook_dict  # made anew at each access
-    return [hook for hook in hooks if hook[0] in points]
+    return [hook_of(layer) for layer in range(model.cfg.n_layers)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,10 +150,6 @@ class _Route:
     name: str
     tensors: Sequence[Tensor]
     of_pattern: Callable[[int, Tensor], Pattern]
-
-
-def _from_patterns(patterns: Sequence[Tensor]) -> _Route:
-    return _Route("gradients of the patterns", patterns, lambda layer, gradient: gradient)
 
 
 def _from_outputs(
@@ -181,43 +164,29 @@ def _from_outputs(
     return _Route("gradients of the heads' outputs, times values", outputs, of_pattern)
 
 
-@dataclass(frozen=True, eq=False)
-class _Gradients:
-    """The gradients of the losses of single steps.
+def _gradients_of_steps(
+    rows: Float[Tensor, "1 step channel"],
+    of_rows: Float[Tensor, "1 step channel"],
+    tensors: Sequence[Tensor],
+    steps: Sequence[int],
+) -> list[Tensor]:
+    """The gradients of the losses of some steps, [step, ...] for each tensor.
 
     Each loss depends on its own row before the unembedding alone. So the vocabulary, of which each
-    row of logits is as long, is gone through once for all steps.
-
-    Attributes:
-        rows: The rows before the unembedding, one for each step.
-        of_rows: The gradient of each loss with respect to its row.
+    row of logits is as long, is gone through once for all steps. One backward pass computes all of
+    them where each operation of the model allows it.
     """
-
-    rows: Float[Tensor, "1 step channel"]
-    of_rows: Float[Tensor, "1 step channel"]
-
-    @classmethod
-    def of(
-        cls, losses: Float[Tensor, " step"], rows: Float[Tensor, "1 step channel"]
-    ) -> "_Gradients":
-        return cls(rows, torch.autograd.grad(losses.sum(), rows, retain_graph=True)[0])
-
-    def at(self, tensors: Sequence[Tensor], steps: Sequence[int]) -> list[Tensor]:
-        """The gradients of some steps, [step, ...] for each tensor.
-
-        One backward pass computes all of them where each operation of the model allows it.
-        """
-        numbers = torch.tensor(steps, device=self.rows.device)
-        chosen = torch.zeros(len(steps), *self.rows.shape, device="cpu").to(self.of_rows)
-        chosen[range(len(steps)), 0, numbers] = self.of_rows[0, numbers]
-        gradients_of = partial(torch.autograd.grad, self.rows, tensors, retain_graph=True)
-        if len(chosen) > 1:
-            try:
-                return list(gradients_of(grad_outputs=chosen, is_grads_batched=True))
-            except RuntimeError:  # an operation has no batched gradient
-                pass
-        each = [gradients_of(grad_outputs=row) for row in chosen]
-        return [torch.stack(of_layer) for of_layer in zip(*each, strict=True)]
+    numbers = torch.tensor(steps, device=rows.device)
+    chosen = torch.zeros(len(steps), *rows.shape, device="cpu").to(of_rows)
+    chosen[range(len(steps)), 0, numbers] = of_rows[0, numbers]
+    gradients_of = partial(torch.autograd.grad, rows, tensors, retain_graph=True)
+    if len(chosen) > 1:
+        try:
+            return list(gradients_of(grad_outputs=chosen, is_grads_batched=True))
+        except RuntimeError:  # an operation has no batched gradient
+            pass
+    each = [gradients_of(grad_outputs=row) for row in chosen]
+    return [torch.stack(of_layer) for of_layer in zip(*each, strict=True)]
 
 
 def _have_one_shape(
@@ -232,10 +201,10 @@ def _have_one_shape(
     )
 
 
-def _agree(of_steps: _Gradients, route: _Route, patterns: _Route) -> bool:
+def _agree(of_steps: Callable[..., list[Tensor]], route: _Route, patterns: _Route) -> bool:
     """Whether both routes give the same products for the first step."""
     try:
-        gradients = of_steps.at([*route.tensors, *patterns.tensors], [0])
+        gradients = of_steps([*route.tensors, *patterns.tensors], [0])
     except RuntimeError:  # a tensor is not in the graph
         return False
     count = len(route.tensors)

@@ -114,7 +114,7 @@ def from_caches(
     info = of_model | describe_prompts(batches) | source
     record = partial(with_intervals, sets=sets_of(batches), resamples=resamples, info=info)
     in_order = {name: values[order] for name, values in contributions.items()}
-    return results_of(metrics, in_order, record, {}, {})
+    return results_of(metrics, in_order, record, Results(), {})
 
 
 @checked

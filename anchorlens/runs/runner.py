@@ -23,7 +23,7 @@ from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
 from ..passes.forward import Pass, Watched, unedited
-from ..passes.fused_attention import UseRows, run_fused
+from ..passes.fused_attention import run_fused
 from ..passes.late_start import Start, started
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.shared_prefix import (
@@ -51,17 +51,8 @@ _Observed = list[tuple[Metric, Observation | None, Observation]]
 class Runner:
     """Runs the batches of a study; ``study.plan`` makes it.
 
-    If a metric raises an AnchorlensError, the other metrics go on without it. An error of another
-    kind is a mistake in its code and is raised at once.
-
-    Attributes:
-        model: A prepared model.
-        how: How batches are run, and why.
-        prefixes: The keys and values of the tokens that prompts share.
-        metrics: What observes them.
-        hooks: Function of the batch to hooks that change the run; None for the clean run.
-        loss: The loss that is differentiated for metrics with a gradient.
-        failures: The errors of metrics, by name.
+    If a metric raises an AnchorlensError, the other metrics go on without it, and ``failures`` has
+    the error. An error of another kind is a mistake in its code and is raised at once.
     """
 
     def __init__(
@@ -103,14 +94,9 @@ class Runner:
     def logits(
         self, batch: PromptBatch, hooks: HooksOfBatch = no_hooks, start: Start | None = None
     ) -> Float[Tensor, "batch vocab"]:
-        """Logits at the targets of a batch.
+        """Logits at the targets of a batch, with the hooks of a function of the batch.
 
         Whole prompts are run where hooks cannot act in the shared tokens once for all prompts.
-
-        Args:
-            batch: A batch of the study.
-            hooks: Function of the batch to hooks that change the run.
-            start: Where the pass begins; at the first layer by default.
         """
         after = after_shared(batch, self.how.lengths)
         acting = hooks(after)
@@ -168,16 +154,11 @@ class Runner:
         self._trusted.set()
         return contributions, logits
 
-    def results(
-        self,
-        contributions: Mapping[str, Tensor],
-        record: Callable[[Callable[[Contributions], Record], Mapping[str, Tensor]], Record],
-        known: Mapping[str, Record],
-    ) -> Results:
-        """The record of every metric after the known records; see ``results_of``."""
+    def reasons(self) -> dict[str, str]:
+        """The first failure of each metric: of the earliest batch, as processes are in order."""
         failures = {name: str(error) for name, error in self.failures.items()}
-        reasons = _first_failures(gather_from_processes("failures", failures))
-        return results_of(self.metrics, contributions, record, known, reasons)
+        of_processes = gather_from_processes("failures", failures)
+        return {name: each for of_one in reversed(of_processes) for name, each in of_one.items()}
 
     def _observe(
         self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
@@ -217,19 +198,24 @@ class Runner:
         self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
     ) -> tuple[_Observed, Tensor]:
         """What metrics observe of a fused attention, a few query rows at a time."""
-        observations = [metric.observe(self.model, batch) for metric in metrics]
+        observed: _Observed = [(each, None, each.observe(self.model, batch)) for each in metrics]
+
+        def use(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
+            for metric, _, observation in observed:
+                if observation.use_rows is not None:
+                    with unedited(f"metric {metric.name!r}", "A or dL/dA", pattern, gradient):
+                        observation.use_rows(layer, rows, keys, pattern, gradient)
+
         logits = run_fused(
             _run,
             self.model,
             batch,
-            use=_use_rows(metrics, observations),
+            use=use,
             hooks=hooks(batch),
             loss=self.loss,
             gradient_checkpointing=self.how.is_checkpointed,
         )
-        return [
-            (metric, None, each) for metric, each in zip(metrics, observations, strict=True)
-        ], logits
+        return observed, logits
 
     def _observed_in_set(
         self,
@@ -286,37 +272,20 @@ def _read_only(
     return forward, backward
 
 
-def _use_rows(metrics: Sequence[Metric], observations: Sequence[Observation]) -> UseRows:
-    """Hands rows of a fused attention to all metrics, which must not change them."""
-    users = [
-        (f"metric {metric.name!r}", observation.use_rows)
-        for metric, observation in zip(metrics, observations, strict=True)
-        if observation.use_rows is not None
-    ]
-
-    def use_rows(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
-        for owner, use in users:
-            with unedited(owner, "A or dL/dA", pattern, gradient):
-                use(layer, rows, keys, pattern, gradient)
-
-    return use_rows
-
-
 def results_of(
     metrics: Sequence[Metric],
     contributions: Mapping[str, Tensor],
     record: Callable[[Callable[[Contributions], Record], Mapping[str, Tensor]], Record],
-    known: Mapping[str, Record],
-    failures: Mapping[str, str],
+    results: Results,
+    reasons: dict[str, str],
 ) -> Results:
-    """The record of every metric after the known records."""
-    reasons, results = dict(failures), Results(known)
+    """The record of every metric after those known; an error where there are reasons why not."""
     cause: Exception | None = None
     for metric in metrics:
-        start = f"{metric.name}/"
+        start, names = f"{metric.name}/", contributions.keys()
         of_metric = {
-            name[len(start) :]: contributions[name]
-            for name in contributions
+            name.removeprefix(start): contributions[name]
+            for name in names
             if name.startswith(start)
         }
         if not of_metric:
@@ -394,12 +363,3 @@ def _checked(contributions: Any, count: int, alike: bool = False) -> dict[str, T
         name: values.detach().cpu().expand(count, *values.shape[1:])
         for name, values in contributions.items()
     }
-
-
-def _first_failures(of_processes: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The first failure of each metric, which is of the earliest batch: the parts are in order."""
-    first: dict[str, str] = {}
-    for failures in of_processes:
-        for name, reason in failures.items():
-            first.setdefault(name, reason)
-    return first

@@ -4,13 +4,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..errors import StoreError
@@ -24,42 +22,22 @@ _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
 _CURE = "use another folder, or start over in this one (al.forget_run)"
 
 
-class _StoredBatch(NamedTuple):
-    """What a file holds: contributions, their run, what computed them, and their batch."""
-
-    run: dict[str, str]
-    function: str
-    number: int
-    contributions: dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class Store:
     """A folder with one file a batch, each written whole or not at all.
 
     Each file holds contributions with their run and batch, and a digest of all of these. It is used
     only if it is byte for byte what would be written now.
-
-    Attributes:
-        folder: The folder of the files.
-        run: The fingerprint of the run to which the contributions belong.
-        function: The identity of the function that computes them.
-        is_believed: False if what is stored may be of another run, so that it is not read.
     """
 
     folder: Path
-    run: Mapping[str, str]
-    function: str = ""
-    is_believed: bool = True
+    run: Mapping[str, str]  # the fingerprint of the run to which the contributions belong
+    function: str = ""  # the identity of the function that computes them
+    is_believed: bool = True  # False if what is stored may be of another run: it is not read
 
     @classmethod
     def open(cls, folder: str | Path, expected: Mapping[str, str]) -> "Store":
-        """The store in ``folder``, which is new or holds the same run.
-
-        Raises:
-            StoreError: The folder holds another run (the message names the differences), or cannot
-                be made.
-        """
+        """The store in ``folder``; an error if it cannot be made, or holds another run."""
         store = cls(Path(folder), dict(expected))
         try:
             store.folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +56,7 @@ class Store:
         for path_of_rows in sorted(store.folder.glob("rows-*.safetensors")):
             stored = _read(path_of_rows)
             if stored is not None:
-                store._require_same(stored.run, path_of_rows)
+                store._require_same(stored[0], path_of_rows)
         if _is_foreign(path):
             raise StoreError(f"{path} is not of anchorlens; use another folder for contributions")
         if os.path.exists(path):
@@ -93,25 +71,23 @@ class Store:
     def read(self, number: int) -> dict[str, Tensor] | None:
         """The contributions of a batch; None if there are none, or the file is damaged (it warns).
 
-        Raises:
-            StoreError: The file is whole, but belongs to another run.
+        An error if the file is whole, but belongs to another run.
         """
         path = self._path(number)
         if not self.is_believed or not os.path.exists(path):
             return None
-        stored = _read(path)
+        stored, reason = _read(path), "is damaged"
         if stored is not None:
-            self._require_same(stored.run, path)
-            if stored.function != self.function:
+            run, function, of_batch, contributions = stored
+            self._require_same(run, path)
+            if function != self.function:
                 raise StoreError(
                     f"{path} was computed by another function than that of this call: its code, or "
                     f"a value that it uses, is not the same; {_CURE}"
                 )
-            if stored.number == number:
-                return stored.contributions
-        reason = (
-            "is damaged" if stored is None else f"holds the contributions of batch {stored.number}"
-        )
+            if of_batch == number:
+                return contributions
+            reason = f"holds the contributions of batch {of_batch}"
         warn_user(f"{path} {reason}; batch {number} is computed again")
         return None
 
@@ -123,19 +99,8 @@ class Store:
         )
         return contributions if is_complete else None
 
-    def complete_of(
-        self, numbers: Iterable[int], needed: Sequence[str]
-    ) -> dict[int, dict[str, Tensor]]:
-        """The complete contributions of those batches that have them, by number."""
-        found = {number: self.complete(number, needed) for number in numbers}
-        return {number: values for number, values in found.items() if values is not None}
-
     def write(self, number: int, contributions: Mapping[str, Tensor]) -> None:
-        """Write the contributions of a batch.
-
-        Raises:
-            StoreError: They cannot be written; the contributions of other batches are still there.
-        """
+        """Write the contributions of a batch; those of others stay if this raises an error."""
         path = self._path(number)
         if path.is_dir():
             with suppress(OSError):  # if it is not empty, the error below names it
@@ -190,25 +155,19 @@ def same_contributions(stored: Mapping[str, Tensor], computed: Mapping[str, Tens
     """Whether two computations of the same contributions agree to 1e-4 of the largest value."""
     if stored.keys() != computed.keys():
         return False
-    pairs = [(stored[name].double(), computed[name].double()) for name in stored]
-    return all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-4 * _largest(b), equal_nan=True)
-        for a, b in pairs
-    )
+    for name in stored:
+        a, b = stored[name].double(), computed[name].double()
+        largest = float(b.nan_to_num(0.0, 0.0, 0.0).abs().max()) if b.numel() else 0.0
+        if a.shape != b.shape or not a.allclose(b, rtol=0, atol=1e-4 * largest, equal_nan=True):
+            return False
+    return True
 
 
-def _largest(values: Tensor) -> float:
-    finite = values.nan_to_num(0.0, 0.0, 0.0).abs()
-    return float(finite.max()) if finite.numel() else 0.0
-
-
-def _read(path: Path) -> _StoredBatch | None:
-    """What a file of contributions holds; None if it is not byte for byte what was written."""
+def _read(path: Path) -> tuple[dict[str, str], str, int, dict[str, Tensor]] | None:
+    """The run, the function, the batch and the contributions of a file; None if it is damaged."""
     try:
         header, contributions = read_with_digest(path)
-        return _StoredBatch(
-            dict(header["run"]), header["function"], int(header["batch"]), contributions
-        )
+        return dict(header["run"]), header["function"], int(header["batch"]), contributions
     except (StoreError, KeyError, TypeError, ValueError):
         return None
 

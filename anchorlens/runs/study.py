@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from textwrap import shorten
@@ -53,7 +53,7 @@ from ..trials.may_fuse import patterns_are_large
 from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
 from .fingerprint import Fingerprint, fingerprint, in_words, versions, warn_of_unknown
 from .identity import identity_of
-from .runner import Runner, checking
+from .runner import Runner, checking, results_of
 from .store import Store, same_contributions
 
 R = TypeVar("R", bound=Record)
@@ -212,10 +212,8 @@ class Study:
                 "without; leave it out"
             )
         of_gradient = loss if needs_gradient else None
-        checkpoints = gradient_checkpointing
-        Pass(
-            self.model, self.batches[0], loss=of_gradient, gradient_checkpointing=checkpoints
-        ).check()
+        described = Pass(self.model, self.batches[0], loss=of_gradient)
+        replace(described, gradient_checkpointing=gradient_checkpointing).check()
         self._store  # noqa: B018 - the folder of another run is an error before the trial
         changes = [*interventions, no_hooks if hooks is None else hooks]
         prefixes = SharedPrefixes(self.model)
@@ -274,7 +272,10 @@ class Study:
                 )
             gather_from_processes("what is stored", None)
         numbers, is_single = self._numbers(store), is_single_process()
-        collected = {} if store is None else store.complete_of(numbers, needed)
+        collected = dict[int, dict[str, Tensor]]()
+        if store is not None:
+            stored = {number: store.complete(number, needed) for number in numbers}
+            collected = {number: each for number, each in stored.items() if each is not None}
         with self._bar(numbers, collected) as bar:
             for number in numbers:
                 if number in collected:
@@ -287,8 +288,10 @@ class Study:
                 if store is not None:
                     store.write(number, contributions)
                 collected[number] = contributions
-        ordered = [collected[number] for number in numbers if number in collected]
-        parts = _of_all_processes(ordered)
+        parts = [collected[number] for number in numbers if number in collected]
+        if not is_single:  # copies, because a view would be sent with its whole storage
+            copies = [{name: values.clone() for name, values in part.items()} for part in parts]
+            parts = list(chain(*gather_from_processes("contributions", copies)))
         contributions = joined(parts)
         # Those of a metric are missing where it failed, which its plan reports.
         names = {name for part in parts for name in part if not name.startswith(tuple(needed))}
@@ -334,21 +337,21 @@ class Study:
         Raises:
             RunError: A metric has no result; all others are in its ``results``.
         """
-
-        def record(
-            result: Callable[[Contributions], Record], contributions: Mapping[str, Tensor]
-        ) -> Record:
-            attention = plan.how.attention
-            of_attention = {"attention": attention} if attention else {}
-            return self.record(
-                result, contributions, {"shared_prefix": plan.status, **of_attention}
-            )
-
-        return plan.results(contributions, record, known or {})
+        attention = plan.how.attention
+        info = {"shared_prefix": plan.status} | ({"attention": attention} if attention else {})
+        record = partial(self.record, info=info)
+        known = Results({} if known is None else known)
+        return results_of(plan.metrics, contributions, record, known, plan.reasons())
 
     def describe(self) -> dict[str, Any]:
         """The model, the prompts and the versions to which the numbers belong."""
-        return describe(self.model, self.batches)
+        weights = next(iter(self.model.parameters()))  # type: ignore[attr-defined]
+        return {
+            "model": str(self.model.cfg.model_name),
+            "dtype": str(weights.dtype).removeprefix("torch."),
+            **describe_prompts(self.batches),
+            "versions": versions(),
+        }
 
     @cached_property
     def _parts(self) -> list[PromptBatch]:
@@ -437,20 +440,15 @@ class PartsThatFit:
 
     What a prompt contributes does not depend on its batch, so that smaller parts give the same
     contributions, up to the rounding that depends on the shape of a batch.
-
-    Attributes:
-        contributions_of: Function of a batch to its contributions, in the order of its prompts.
-        size: Largest number of prompts in a part; None for whole batches. It becomes smaller when
-            memory runs out.
     """
 
     contributions_of: Callable[[PromptBatch], Mapping[str, Tensor]]
-    size: int | None = None
+    size: int | None = None  # prompts in a part; None for whole batches
 
     def contributions(
         self, batch: PromptBatch, after_part: Callable[[int], object] = lambda count: None
     ) -> dict[str, Tensor]:
-        """The contributions of all prompts of a batch."""
+        """The contributions of all prompts of a batch, in their order."""
         parts: list[Mapping[str, Tensor]] = []
         done, count = 0, len(batch.tokens)
         while done < count:
@@ -469,17 +467,6 @@ class PartsThatFit:
                 done += size
                 after_part(len(part.tokens))
         return dict(parts[0]) if len(parts) == 1 else joined(parts)
-
-
-def describe(model: HookedModel, batches: Sequence[PromptBatch]) -> dict[str, Any]:
-    """The model, the prompts and the versions to which numbers belong."""
-    weights = next(iter(model.parameters()))  # type: ignore[attr-defined]
-    return {
-        "model": str(model.cfg.model_name),
-        "dtype": str(weights.dtype).removeprefix("torch."),
-        **describe_prompts(batches),
-        "versions": versions(),
-    }
 
 
 def describe_prompts(batches: Sequence[PromptBatch]) -> dict[str, Any]:
@@ -503,29 +490,9 @@ def checked_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> list[
     """The batches as they are run; the model is prepared if it was not.
 
     They are padded on the right, because some models count positions by columns (in Llama 4 the
-    temperature of attention depends on them).
-
-    Raises:
-        ModelError: The model's hooks do not act.
-        PromptError: The batches do not fit the model or one another.
+    temperature of attention depends on them). An error if they do not fit the model or one another.
     """
     ensure_prepared(model)
-    _check_batches(model, batches)
-    return all_padded_right(batches)
-
-
-def require_batches(batches: Sequence[PromptBatch]) -> None:
-    """Raise an error unless there is a batch, and none twice."""
-    if not batches:
-        raise PromptError("there are no batches to run")
-    if len({id(batch) for batch in batches}) < len(batches):
-        raise PromptError(
-            "a batch is in the list twice, so that its prompts would count twice and intervals be "
-            "too narrow; give each batch once"
-        )
-
-
-def _check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
     require_batches(batches)
     for batch in batches:
         check_prompts(batch)
@@ -540,15 +507,18 @@ def _check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
                 "the batches of one run must have the same segments; got "
                 f"{batches[0].segment_names} and {batch.segment_names}"
             )
+    return all_padded_right(batches)
 
 
-def _of_all_processes(collected: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The contributions of all batches; the parts are contiguous and only need to be joined."""
-    if is_single_process():
-        return collected
-    # Copies, because a view would be sent with its whole storage.
-    copies = [{name: values.clone() for name, values in part.items()} for part in collected]
-    return [part for parts in gather_from_processes("contributions", copies) for part in parts]
+def require_batches(batches: Sequence[PromptBatch]) -> None:
+    """Raise an error unless there is a batch, and none twice."""
+    if not batches:
+        raise PromptError("there are no batches to run")
+    if len({id(batch) for batch in batches}) < len(batches):
+        raise PromptError(
+            "a batch is in the list twice, so that its prompts would count twice and intervals be "
+            "too narrow; give each batch once"
+        )
 
 
 def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
