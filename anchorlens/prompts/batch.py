@@ -6,9 +6,10 @@
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
+from itertools import compress
 from reprlib import Repr
 from typing import Any, cast, get_args, get_type_hints
 
@@ -484,7 +485,7 @@ def _segments_to_show(prompt: PromptBatch) -> tuple[list[int], Sequence[str]]:
     return [len(names) if k == PADDING else k for k in segments], (*names, NO_SEGMENT)
 
 
-def digest(tokens: Sequence[int]) -> int:
+def digest(tokens: Iterable[int]) -> int:
     """A number for a list of tokens: the same in every process and on every machine."""
     bits = hashlib.sha256(",".join(map(str, tokens)).encode()).digest()
     return int.from_bytes(bits[:7], "big")
@@ -495,8 +496,8 @@ def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
     inside = batch.attention_mask
     if batch.has_label_words:
         inside = inside & (batch.positions <= batch.label_ends.amax(1, keepdim=True))
-    rows = zip(batch.tokens, inside, strict=True)
-    ids = [digest(tokens[mask].tolist()) for tokens, mask in rows]
+    rows = zip(batch.tokens.tolist(), inside.tolist(), strict=True)
+    ids = [digest(compress(tokens, mask)) for tokens, mask in rows]
     return torch.tensor(ids, device=batch.tokens.device)
 
 
@@ -554,10 +555,10 @@ def as_batch(
             "attention_mask must hold 1 for tokens and 0 for padding, and nothing else"
         )
     known: dict[str, Any] = {"tokens": tokens, "attention_mask": mask.bool()}
+    _check_axes(known)
     for name, value in given.items():
         if value is not None:
             known[name] = _as_integers(name, value) if name in axes else value
-    _check_axes({name: value for name, value in known.items() if name in axes})
     size, length = tokens.shape
     none, zeros = tokens.new_zeros(size, 0).long(), tokens.new_zeros(size).long()
     batch = PromptBatch(

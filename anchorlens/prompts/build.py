@@ -86,7 +86,7 @@ def build_prompts(
                 "is no token at which the label is predicted; put a word before {label} or drop "
                 "the query"
             )
-        if text.query_start() is None:
+        if text.query_start is None:
             raise PromptError(
                 f"the tokenizer gives no tokens for the query {text.end!r}; leave query {index} "
                 "out, or, if it gives none for any text, add its files (such as tokenizer.json) "
@@ -249,7 +249,7 @@ def _prompt_of_query(
     if not task.adds_special_tokens and tokens[0] == tokenizer.bos_token_id:
         begins_with_bos, segments[0] = True, OTHER
     segments[-1] = TARGET
-    start = written.query_start() or 0
+    start = written.query_start or 0
     return _Prompt(tokens, segments, index, begins_with_bos, start, words, query.label)
 
 

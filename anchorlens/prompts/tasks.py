@@ -181,7 +181,7 @@ class Task:
     @checked
     def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
         """The pieces of a prompt; joined they are its text. The last belongs to the query."""
-        before, between, after = self.pieces
+        (before, between, after), words = self.pieces, self.first_words
         pieces = [Piece(self.instructions, OTHER)]
         for demo in demonstrations:
             assert demo.label is not None
@@ -189,7 +189,7 @@ class Task:
                 Piece(before, FORMAT),
                 Piece(demo.text, TEXT),
                 Piece(between, FORMAT),
-                Piece(self.first_words[demo.label], LABEL, demo.label),
+                Piece(words[demo.label], LABEL, demo.label),
                 Piece(after + self.separator, FORMAT),
             ]
         return [*pieces, Piece(before + query + between, QUERY)]

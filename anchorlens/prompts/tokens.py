@@ -51,11 +51,12 @@ def encode(
             previous = start
         # Tokens that share a character (bytes of an emoji) have the same offsets.
         begin = min(start, previous)
-        spaces = len(names[k]) - len(names[k].lstrip(_SPACE))
-        if start - previous > spaces and k > 0 and names[k - 1].endswith(_SPACE):
-            # The previous token ends in spaces ("\n  ") that its offsets leave out.
-            begin = start - spaces
-            spans[-1] = (spans[-1][0], begin)
+        if start > previous and k > 0 and names[k - 1].endswith(_SPACE):
+            spaces = len(names[k]) - len(names[k].lstrip(_SPACE))
+            if start - previous > spaces:
+                # The previous token ends in spaces ("\n  ") that its offsets leave out.
+                begin = start - spaces
+                spans[-1] = (spans[-1][0], begin)
         spans.append((begin, end))
         previous = max(previous, end)
     return list(encoded["input_ids"]), spans, special

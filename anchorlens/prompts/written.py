@@ -22,14 +22,11 @@ class WrittenPrompt(NamedTuple):
 
     pieces: Sequence[Piece]
     text: str  # of all pieces
+    end: str  # the text of the query, with which the prompt ends
+    query_start: int | None  # the first token of the query; None if it has no token
     tokens: list[int]
     spans: Int[np.ndarray, "position 2"]  # the characters of each token
     added: Bool[np.ndarray, " position"]  # tokens without a character, which the tokenizer adds
-
-    @property
-    def end(self) -> str:
-        """The text of the query, with which the prompt ends."""
-        return "".join(piece.text for piece in self.pieces if piece.segment == QUERY)
 
     def piece_of_token(self) -> Int[np.ndarray, " position"]:
         """The piece of each token: that of its last character, so that a space is the next word's.
@@ -40,11 +37,6 @@ class WrittenPrompt(NamedTuple):
         of_character = np.repeat(np.arange(len(sizes)), sizes)
         of_token = of_character[np.maximum(self.spans[:, 1] - 1, 0)]
         return np.where(self.added, -1, of_token)
-
-    def query_start(self) -> int | None:
-        """The first token of the query; None if it has no token."""
-        inside = np.flatnonzero(self.spans[:, 1] > len(self.text) - len(self.end))
-        return int(inside[0]) if len(inside) else None
 
     def words(self, tokenizer: Any) -> list[tuple[int, int, int]]:
         """First token, last token and class of each label word."""
@@ -91,4 +83,7 @@ def write_prompt(
         )
     bounds = np.array(spans, dtype=np.int64).reshape(-1, 2)
     added = np.array(special, dtype=bool) & (bounds[:, 0] == bounds[:, 1])
-    return WrittenPrompt(pieces, text, tokens, bounds, added)
+    end = "".join(piece.text for piece in pieces if piece.segment == QUERY)
+    of_query = np.flatnonzero(bounds[:, 1] > len(text) - len(end))
+    start = int(of_query[0]) if len(of_query) else None
+    return WrittenPrompt(pieces, text, end, start, tokens, bounds, added)

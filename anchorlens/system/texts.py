@@ -23,6 +23,16 @@ def described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def bytes_in_words(count: int) -> str:
+    """A size of memory, in MiB below 1 GiB.
+
+    Examples:
+        >>> bytes_in_words(3 * 2**29), bytes_in_words(5 * 2**18)
+        ('1.5 GiB', '1.2 MiB')
+    """
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
 def printable(text: str) -> str:
     r"""The text with an escape in place of each character that would command a terminal.
 

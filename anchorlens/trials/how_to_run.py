@@ -14,6 +14,7 @@ from ..models.hooked import HookedModel
 from ..passes.losses import Loss
 from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes
 from ..prompts.batch import PromptBatch
+from ..system.texts import bytes_in_words
 from .comparison import agreed
 from .may_fuse import (
     bytes_of_patterns,
@@ -94,8 +95,8 @@ def _fused(
     why_whole: str,
     is_checkpointed: bool,
 ) -> HowToRun:
-    size = bytes_of_patterns(model, batches) / 2**30
-    attention = f"fused: the patterns of a prompt would take {size:.0f} GiB"
+    size = bytes_in_words(bytes_of_patterns(model, batches))
+    attention = f"fused: the patterns of a prompt would take {size}"
     gradients = [metric.needs_gradient for metric in metrics]
     if why_whole:
         shared_prefix = f"off: {why_whole}"

@@ -11,6 +11,7 @@ from ..passes.forward import run_pass
 from ..passes.fused_attention import fused_attention
 from ..prompts.batch import PromptBatch, longest_prompt
 from ..system.free_memory import free_for_layers
+from ..system.texts import bytes_in_words
 from .comparison import any_loss, beginnings
 
 # The share of the free memory that may be stored for the gradient. The rest is for gradients, for
@@ -26,7 +27,7 @@ def why_checkpointed(model: HookedModel, batches: Sequence[PromptBatch]) -> str:
     needed, free = bytes_stored(model, longest), free_for_layers(devices_of_layers(model))
     if needed <= _SHARE * free:
         return ""
-    return f"a prompt would store {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free"
+    return f"a prompt would store {bytes_in_words(needed)} and {bytes_in_words(free)} are free"
 
 
 def bytes_stored(model: HookedModel, batch: PromptBatch) -> int:

@@ -16,6 +16,7 @@ from anchorlens.errors import ModelError
 from anchorlens.metrics.edge_sums import product_hooks
 from anchorlens.models.hooked import Hook
 from anchorlens.models.model_state import frozen_in_eval_mode
+from anchorlens.models.replaced_attention import _Interface, attention_by
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention, outside_attention
 from anchorlens.trials.may_fuse import _compare_prefix
@@ -33,6 +34,12 @@ NOT_REPLACED = {
 # A bridge caches keys of each head, and transformers what they are computed from (5.24).
 LATENT = ("DeepSeek V2", "DeepSeek V3")
 LIMIT = 1e-12  # in float64
+OTHER_TERMS: list[tuple[dict[str, Any], str]] = [
+    ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "its mask has numbers that are added"),
+    ({"position_bias": torch.zeros(1, 1, 4, 4)}, "its attention .* adds a bias to the scores"),
+    ({"dropout": 0.1}, "its attention has dropout"),
+    ({"is_causal": False}, "its attention has no mask, and is not causal"),
+]
 SIDES = dict(zip([row.name for row in ALL], cycle(("left", "right")), strict=False))
 
 
@@ -85,3 +92,22 @@ def test_a_fused_attention_has_the_numbers_of_whole_patterns(name: str, kind: st
             assert len(products) == model.cfg.n_layers
             for layer, of_layer in products.items():
                 assert difference(of_layer * inside, expected[layer] * inside) <= LIMIT
+
+
+@pytest.mark.parametrize(("options", "message"), OTHER_TERMS)
+def test_an_attention_with_other_terms_is_not_replaced(
+    gpt2: Any, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is what an architecture could give to the attention interface of transformers."""
+    attend = _Interface.attention
+
+    def with_terms(self: Any, *args: Any, **given: Any) -> Any:
+        names = ("module", "query", "key", "value", "attention_mask")
+        return attend(self, **dict(zip(names, args, strict=True)) | given | options)
+
+    monkeypatch.setattr(_Interface, "attention", with_terms)
+    with (
+        attention_by(gpt2, lambda layer, query, *others: query),
+        pytest.raises(ModelError, match=message),
+    ):
+        gpt2(torch.arange(4)[None])

@@ -35,6 +35,14 @@ def test_the_identities_of_a_prefix_hold(name: str, kind: str) -> None:
         check_attention(model, batch, layers, queries[:, runs.rows], runs.rows)
         for number in PROMPTS:
             check_outputs(name, kind, batch, layers, number, runs.rows)
+        if name == "Gemma 4":  # whose heads are wider in some layers
+            effect = al.run(model, [batch], [al.PrefixEffect()], resamples=0, progress=False)
+            last = torch.arange(len(batch)), batch.target_positions - runs.rows.start
+            for layer, terms in enumerate(layers):
+                taken = terms.taken.transpose(1, 2)[last].transpose(0, 1)  # by head
+                squares = torch.linalg.svdvals(taken) ** 2
+                expected = squares[:, 0] / squares.sum(-1)
+                assert difference(effect["prefix_effect"].concentration[layer], expected) < 1e-6
 
 
 def check_attention(
