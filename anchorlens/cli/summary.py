@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..report.answer import headline, sentences, surprises
-from ..report.claims import claims
+from ..report.claims import Verdict, claims, reason_against_ability
 from ..results.estimate import Estimate
 from ..results.record import Record
 from ..results.text_tables import TextTable
@@ -36,7 +36,16 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
         ("", claim.statement): {"this model": str(claim.estimate), "verdict": claim.verdict}
         for claim in judged
     }
-    lines = [line for line in (headline(judged), *sentences(every), *surprises(every)) if line]
+    reasons = [
+        f"Cannot tell: {claim.statement} {claim.reason[:1].upper()}{claim.reason[1:]}."
+        for claim in judged
+        if claim.verdict == Verdict.CANNOT_TELL and claim.reason != reason_against_ability(every)
+    ]
+    lines = [
+        line
+        for line in (headline(every, judged), *sentences(every), *surprises(every), *reasons)
+        if line
+    ]
     loyalties: TextTable = {
         ("", f"{words}, {site}"): {
             f"{kind} loyalty": str(record.estimate(f"{of}{kind}_loyalty"))

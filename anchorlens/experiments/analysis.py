@@ -1,7 +1,8 @@
 """All analyses of the paper for one task, in one call.
 
 1. Information flows, attention against prediction, and confusions of every batch.
-2. Label words isolated in the first and in the last layers, with random controls.
+2. The same of a few prompts in models of the same architecture with random weights.
+3. Label words isolated in the first and in the last layers, with random controls.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from ..errors import RunError
 from ..hooks import Site
+from ..metrics.accuracy import Accuracy
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric, possible
@@ -24,7 +26,10 @@ from ..system.arguments import checked
 from ..system.processes import fails_together
 from ..system.warn import warn_user
 from .isolation import isolation_sweep
+from .random_weights import with_random_models
 from .sites import first_and_last
+
+METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances())
 
 
 @fails_together()
@@ -35,6 +40,7 @@ def analyse(
     *,
     depth: int = 5,
     draws: int = 10,
+    random_weights: bool | None = None,
     gradient_checkpointing: bool = False,
     resamples: int = 200,
     keep: Callable[[str, Record], Any] = lambda name, record: None,
@@ -50,6 +56,9 @@ def analyse(
         batches: Prompts of one task, from ``sample_prompts`` or ``build_prompts``.
         depth: Layers isolated at each end of the model.
         draws: Random controls of each isolation.
+        random_weights: Whether to draw models of the same architecture with random weights, three
+            on a few prompts, whose numbers figures and claims show beside those of the model. By
+            default of models up to 300 million parameters, because it takes a second model.
         gradient_checkpointing: For long prompts; see ``run``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         keep: Called with the name of each record and the record, as soon as it is computed.
@@ -59,8 +68,9 @@ def analyse(
 
     Returns:
         The records of ``SaliencyFlows``, ``AttentionAUCROC`` and ``AnchorDistances`` by their
-        names, and of isolation by site: "first 5 layers", "last 5 layers", and where prompts begin
-        with a BOS "first 5 layers, BOS edge kept". ``claims`` and ``write_report`` take them.
+        names, of ``Accuracy`` where there are no distances, and of isolation by site: "first 5
+        layers", "last 5 layers", and where prompts begin with a BOS "first 5 layers, BOS edge
+        kept". ``claims`` and ``write_report`` take them.
 
     Raises:
         HookError: The model has fewer layers than ``depth``.
@@ -75,10 +85,14 @@ def analyse(
     batches = checked_batches(model, batches)
     sites = both_ends(model, batches, depth)
 
-    folders = [None if folder is None else Path(folder) / name for name in ("metrics", "isolation")]
+    rows = None if folder is None else Path(folder)
+    folders = [rows and rows / name for name in ("metrics", "isolation")]
     options: dict[str, Any] = {"resamples": resamples, "progress": progress}
     memory = {"gradient_checkpointing": gradient_checkpointing}
     results = run_possible(model, batches, folder=folders[0], **memory, **options)
+    results = with_random_models(
+        model, batches, METRICS, results, asked=random_weights, folder=rows, progress=progress
+    )
     for name, record in results.items():
         keep(name, record)
     isolations = isolation_sweep(model, batches, sites, draws=draws, folder=folders[1], **options)
@@ -96,11 +110,15 @@ def both_ends(model: HookedModel, batches: Sequence[PromptBatch], depth: int) ->
 
 
 def run_possible(model: HookedModel, batches: Sequence[PromptBatch], **options: Any) -> Results:
-    """Flows, attention and distances, as far as they have a result; a warning for each other."""
-    wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
-    metrics, reasons = possible(model, batches, wanted)
+    """Flows, attention and distances, as far as they have a result; a warning for each other.
+
+    The accuracy, which distances also give, is computed where there are none.
+    """
+    metrics, reasons = possible(model, batches, METRICS)
     for name, reason in reasons.items():
         warn_user(f"no result for {name}: {reason}")
+    if AnchorDistances.name in reasons:
+        metrics += possible(model, batches, [Accuracy()])[0]
     try:
         return run(model, batches, metrics, **options)
     except RunError as error:  # some metrics have no result; the others have

@@ -324,7 +324,8 @@ def edge_sweep(
 
         contributions = study.collect(contributions_of, needed=plan.needed)
         info = {"seed": seed, "shared_prefix": plan.status, **options, "isolation": isolation}
-        info["n_layers"] = model.cfg.n_layers
+        info |= {"n_layers": model.cfg.n_layers}
+        info |= {"begins_with_bos": any(batch.begins_with_bos for batch in study.batches)}
         records: dict[str, Record] = {}
         for number, (name, each) in enumerate(zip(sites, cuts, strict=True)):
             start = f"/{number}/"  # contributions of a metric begin with its name

@@ -1,7 +1,8 @@
 """The answer in words: what a model's numbers say of its label words, and what is surprising."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from math import isnan
 
 from torch import Tensor
 
@@ -15,34 +16,60 @@ from .claims import (
     Verdict,
     accuracy_of,
     first_layers,
-    first_layers_isolation,
+    first_layers_isolations,
     judge_distances,
     reason_against_ability,
 )
 
-_CLAIMS_OF_THE_PAPER = 5
+_ANSWERS = {
+    Verdict.AGREES: "Yes",
+    Verdict.DOES_NOT_AGREE: "No",
+    Verdict.CANNOT_TELL: "Not sure",
+}
 
 
-def headline(judged: Collection[Claim]) -> str:
-    """How many claims of the paper agree with the model; "" without claims."""
+def headline(records: Collection[Record], judged: Sequence[Claim]) -> str:
+    """The answer in a sentence: how much label words matter, and how sure this is; "" without one.
+
+    What a model that does not do the task shows is no answer.
+    """
     if not judged:
         return ""
+    if reason := reason_against_ability(records):
+        return f"This cannot be told: {reason}."
+    # Cutting comes before reading: it shows what the answer needs, and not only where it looks.
+    measured = [
+        claim for claim in reversed(judged) if claim.clause and not isnan(claim.estimate.value)
+    ]
+    if not measured:
+        return ""
+    first, *others = measured
+    text = f"{_ANSWERS[first.verdict]}: {first.clause}"
+    for claim in others:
+        text += f", {'and' if claim.verdict == first.verdict else 'but'} {claim.clause}"
+    return f"{text}."
+
+
+def how_sure(records: Collection[Record], judged: Collection[Claim]) -> str:
+    """How many claims agree, and for how many prompts after how many sets of demonstrations."""
     counts = Counter(claim.verdict for claim in judged)
-    agreeing, against = counts[Verdict.AGREES], counts[Verdict.DOES_NOT_AGREE]
-    if agreeing == _CLAIMS_OF_THE_PAPER:
-        return "Yes: all five claims of the paper agree."
-    if agreeing == len(judged):
-        return f"All {agreeing} claims of the paper that were compared agree."
-    if not agreeing and not against:
-        return "These prompts cannot tell: no claim of the paper is confirmed or contradicted."
-    parts = [f"In part: {agreeing} of {len(judged)} claims of the paper agree"]
-    if not agreeing:
-        parts = ["No claim of the paper agrees"]
-    elif against:
-        parts.append(f"{against} {'does' if against == 1 else 'do'} not")
-    if counts[Verdict.CANNOT_TELL]:
-        parts.append(f"{counts[Verdict.CANNOT_TELL]} cannot be told from these prompts")
-    return f"{'; '.join(parts)}."
+    words = {
+        Verdict.AGREES: "agree",
+        Verdict.DOES_NOT_AGREE: "do not agree",
+        Verdict.CANNOT_TELL: "cannot be told",
+    }
+    parts = [f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]]
+    found = [f"Of the {len(judged)} claims below {', '.join(parts)}."] if judged else []
+    infos = [record.info for record in records if "prompts" in record.info]
+    if infos:
+        prompts, sets = infos[0]["prompts"], infos[0].get("demonstration_sets", 1)
+        found += [f"Computed from {prompts} prompt{'s' * (prompts != 1)} after"]
+        found += [
+            "one set of demonstrations: the intervals do not speak of other sets."
+            if sets == 1
+            else f"{sets} sets of demonstrations."
+        ]
+    return " ".join(found)
 
 
 def sentences(records: Collection[Record]) -> list[str]:
@@ -83,8 +110,7 @@ def _on_ability(records: Collection[Record]) -> Iterator[str]:
 
 
 def _on_isolation(records: Collection[Record]) -> Iterator[str]:
-    record = first_layers_isolation(records)
-    if record is not None:
+    for record in first_layers_isolations(records)[:1]:
         label, random_label, word, random_word = (
             record.estimate(f"{name}_loyalty").percent()
             for name in ("label", "control_label", "word", "control_word")
@@ -104,11 +130,14 @@ def _on_flows(records: Collection[Record]) -> Iterator[str]:
             into = record.estimate("shallow_share", 0).percent()
             out_of = record.estimate("deep_share", 1).percent()
             times = f"{record.estimate('deep_pq_over_tq'):.1f}"
+            of_random = [100 * share[1] for share in record.of_random_models("deep_share")]
+            random = f"{min(of_random):.0f} to {max(of_random):.0f} %" if of_random else ""
             yield (
                 "Per pair of tokens, in the first third of the layers the flow from texts to label "
                 f"words (S_wp) is {into} of the three mean flows; in the last third that from "
-                f"label words to the target (S_pq) is {out_of}, and a label word gives {times} "
-                "times as much as another word on average."
+                f"label words to the target (S_pq) is {out_of}"
+                + f" (with random weights {random})" * bool(random)
+                + f", and a label word gives {times} times as much as another word on average."
             )
 
 

@@ -1,6 +1,6 @@
 """The paper's claims against the numbers of a model, each with a verdict and its reason."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf, isnan, nan, sqrt
@@ -16,8 +16,10 @@ from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
 from ..results.estimate import Estimate
+from ..results.html_tables import table
 from ..results.record import Record
 from ..system.arguments import checked
+from ..system.texts import printable
 from .contents import contents_of
 
 SHARE_LIMIT, RATIO_LIMIT, CHANCE = 0.25, 2.0, 0.5
@@ -32,7 +34,8 @@ HOW_VERDICTS_ARE_REACHED = (
     "With several sets, each of at least ten queries, it is over sets. The claim about key "
     "distances is about classes, of which more queries do not give more: there a permutation test "
     f"over classes decides, with p below {CERTAIN:g}. In the claim about isolation, label words "
-    "must differ from random words by more than one draw of random words differs from another. In "
+    "must differ from random words by more than one draw of random words differs from another, and "
+    "where prompts begin with a BOS they must do so while the edges to it stay. In "
     "all other cases one cannot tell. One also cannot tell if the model does not do the task, that "
     "is, if its accuracy is not clearly above that of naming the commonest class: then there is no "
     "answer to explain, and even the numbers of a model with random weights can be far from chance."
@@ -47,7 +50,23 @@ class Verdict(StrEnum):
     CANNOT_TELL = "cannot tell"
 
 
+SIGNS = {Verdict.AGREES: "✓", Verdict.DOES_NOT_AGREE: "✗", Verdict.CANNOT_TELL: "?"}
 NO_NUMBER = Estimate(nan)
+
+
+@dataclass(frozen=True)
+class Control:
+    """A number with which that of a claim is compared.
+
+    Attributes:
+        name: What it is.
+        estimate: The number and its interval; NaN where there are only draws.
+        draws: The numbers of random draws.
+    """
+
+    name: str
+    estimate: Estimate = NO_NUMBER
+    draws: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,8 @@ class Claim:
         scope: Of what the verdict speaks: other queries, other sets of demonstrations, or classes.
         verdict: Whether the number agrees with the claim.
         reason: Why it is this verdict.
+        controls: The same number where it should be at the limit, or of another run.
+        clause: What the number says, for the sentence that answers; "" if it is not in it.
     """
 
     statement: str
@@ -73,14 +94,41 @@ class Claim:
     scope: str
     verdict: Verdict
     reason: str
+    controls: Sequence[Control] = ()
+    clause: str = ""
 
     def __repr__(self) -> str:
         number, scope = self.estimate, f"; for {self.scope}" if self.scope else ""
         return f"Claim({self.verdict}: {self.statement[:-1]}: {number}{scope})"
 
+    def __str__(self) -> str:
+        """The verdict with its reason, in one line."""
+        return f"{self.verdict}: {self.statement[:-1]}: {self.estimate}; {self.reason}"
+
+
+class Claims(list[Claim]):
+    """Claims, which print as lines and are a table in a notebook, each with its reason."""
+
+    def __repr__(self) -> str:
+        return printable("\n".join(map(str, self)))
+
+    def _repr_html_(self) -> str:
+        head = ["claim", "this model", "verdict", "because", "in the paper"]
+        rows = [
+            (
+                claim.statement,
+                str(claim.estimate),
+                f"{SIGNS[claim.verdict]} {claim.verdict}",
+                claim.reason,
+                claim.paper,
+            )
+            for claim in self
+        ]
+        return table(head, rows)
+
 
 @checked
-def claims(results: Mapping[str, Any]) -> list[Claim]:
+def claims(results: Mapping[str, Any]) -> Claims:
     """Compare the numbers of a model with the claims of the paper.
 
     A claim *agrees* if the whole 95 % interval of its number is above a limit, and *does not agree*
@@ -92,8 +140,8 @@ def claims(results: Mapping[str, Any]) -> list[Claim]:
     demonstrations where it has several of at least ten queries, else over queries, and ``scope``
     says so. The claim about key distances is about classes, and the permutation test of
     ``diagnose`` decides. In the claim about isolation the label words must differ from random words
-    by more than one draw of random words from another. It uses the run in which the edges to BOS
-    stay, where it is given, because cutting these edges alone may change the answers.
+    by more than one draw of random words from another. Where prompts begin with a BOS, only a run
+    in which the edges to BOS stay decides, because cutting these edges alone may change answers.
 
     One also cannot tell, whatever the numbers are, if the model does not do the task: if the 95 %
     interval of its accuracy is not above the share of the commonest class. There is then no answer
@@ -106,7 +154,8 @@ def claims(results: Mapping[str, Any]) -> list[Claim]:
 
     Returns:
         A claim for each of these that is among the results: flows (two claims), isolation in the
-        first layers, attention AUCROC and anchor distances.
+        first layers, attention AUCROC and anchor distances. A list, which prints a line for each,
+        with its reason, and is a table in a notebook.
 
     Raises:
         AnchorlensError: A value is neither a record nor a mapping of records, or two have one name.
@@ -118,12 +167,12 @@ def claims(results: Mapping[str, Any]) -> list[Claim]:
     """
     records = list(contents_of(results).records.values())
     ability = reason_against_ability(records)
-    return [
+    return Claims(
         replace(claim, verdict=Verdict.CANNOT_TELL, reason=ability)
         if ability and not isnan(claim.estimate.value)
         else claim
         for claim in _claims_without_ability(records)
-    ]
+    )
 
 
 def estimate_over_sets(
@@ -167,11 +216,11 @@ def accuracy_of(records: Iterable[Record]) -> tuple[Estimate, float] | None:
     return None
 
 
-def first_layers_isolation(records: Iterable[Record]) -> CutEdgesRecord | None:
-    """The isolation of the first layers in all heads, with the edges to BOS left where it is given.
+def first_layers_isolations(records: Iterable[Record]) -> list[CutEdgesRecord]:
+    """The isolations of the first layers in all heads, the one that counts first.
 
-    Cutting the edges to BOS alone may do much of the damage. Of several, one that is shallow counts
-    before others, and then the first.
+    One with the edges to BOS left comes before others, because cutting these alone may do much of
+    the damage; a shallow one comes before all.
     """
     found = [
         record
@@ -181,8 +230,7 @@ def first_layers_isolation(records: Iterable[Record]) -> CutEdgesRecord | None:
         and record.info.get("layers") == list(range(len(record.info.get("layers", ()))))
         and record.info.get("heads") is None
     ]
-    order = [(not is_shallow(record), not record.info.get("keep_bos")) for record in found]
-    return found[order.index(min(order))] if found else None
+    return sorted(found, key=lambda each: (not is_shallow(each), not each.info.get("keep_bos")))
 
 
 def is_shallow(record: CutEdgesRecord) -> bool:
@@ -224,6 +272,8 @@ def _claim(
     paper: str,
     scope: str,
     no_number: str = "there is no number",
+    controls: Sequence[Control] = (),
+    clause: str = "",
 ) -> Claim:
     """A claim, judged by the interval of its number; ``no_number`` says why it has none."""
     verdict = Verdict.CANNOT_TELL
@@ -237,7 +287,7 @@ def _claim(
         verdict, reason = Verdict.DOES_NOT_AGREE, f"the whole interval is below {limit:g}"
     else:
         reason = f"the interval includes {limit:g}"
-    return Claim(statement, measure, number, limit, paper, scope, verdict, reason)
+    return Claim(statement, measure, number, limit, paper, scope, verdict, reason, controls, clause)
 
 
 def _claims_without_ability(records: Collection[Record]) -> Iterator[Claim]:
@@ -245,8 +295,8 @@ def _claims_without_ability(records: Collection[Record]) -> Iterator[Claim]:
     for record in records:
         if isinstance(record, SaliencyFlowsRecord):
             yield from _of_flows(record)
-    if isolation := first_layers_isolation(records):
-        yield _of_isolation(isolation)
+    if isolations := first_layers_isolations(records):
+        yield _of_isolation(*isolations)
     for record in records:
         if isinstance(record, AttentionAUCROCRecord):
             yield _of_attention(record)
@@ -270,33 +320,77 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
             paper="S_wp is large in shallow layers and small in deep ones (Figure 3)",
             scope=scope_of(record),
             no_number="the model has one layer, which is neither shallow nor deep",
+            controls=[
+                replace(control, draws=[-change for change in control.draws])
+                for control in _of_random_models(record, "share_change", flows.index("wp"))
+            ],
         )
+    ratio = estimate_over_sets(record, "deep_pq_over_tq", ends=(0.0, inf))
     yield _claim(
         "In deep layers the answer is read off the label words.",
         "flow from a label word to the target over that from any other word (S_pq / S_tq): median "
         "over the last third of the layers",
-        estimate_over_sets(record, "deep_pq_over_tq", ends=(0.0, inf)),
+        ratio,
         limit=RATIO_LIMIT,
         paper="S_pq is the largest flow in deep layers (Figure 3)",
         scope=scope_of(record),
+        controls=_of_random_models(record, "deep_pq_over_tq"),
+        clause=f"in deep layers the answer depends {ratio:.1f} times as much on what it reads from "
+        "a label word as from another word",
     )
 
 
-def _of_isolation(record: CutEdgesRecord) -> Claim:
-    number = estimate_over_sets(record, "label_gap", ends=(-1.0, 1.0))
-    if "of_sets" not in record.info:
-        number = _as_one_more_draw(number, record)
-    bos = "left" if record.info.get("keep_bos") else "cut too"
-    return _claim(
+def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:
+    number, is_left = gap_of(record), bool(record.info.get("keep_bos"))
+    draws = record.control_label_loyalty - record.random_label_loyalty
+    layers = record.info["layers"]
+    cut = [each for each in others if each.info["layers"] == layers and is_left]
+    cut_too = Control("edges to BOS cut too", gap_of(cut[0])) if cut else None
+    claim = _claim(
         "Predictions need what label words gather in shallow layers.",
         f"share of predicted labels that stay with random words isolated in {first_layers(record)}"
-        f", minus the share that stays with the label words isolated; edges to BOS are {bos}",
+        ", minus the share that stays with the label words isolated; edges to BOS are "
+        f"{'left' if is_left else 'cut too'}",
         number if is_shallow(record) else NO_NUMBER,
         limit=0.0,
         paper="far fewer labels stay than with random words (Figure 4)",
         scope=scope_of(record),
         no_number=f"{first_layers(record)} are more than half of the layers: isolate fewer",
+        controls=(
+            Control("single draws of random words", draws=draws.tolist()),
+            *([cut_too] if cut_too else []),
+        ),
+        clause=f"with the label words isolated in {first_layers(record)} {number.percent()} more "
+        "predictions change than with random words isolated",
     )
+    if record.info.get("begins_with_bos") and not is_left:
+        reason = (
+            "the edges to BOS were cut too, which alone may change the answers: isolate with "
+            "keep_bos=True as well"
+        )
+        return replace(claim, verdict=Verdict.CANNOT_TELL, reason=reason)
+    if cut_too and claim.verdict != Verdict.AGREES and cut_too.estimate.low > claim.limit:
+        reason = (
+            f"{claim.reason}; only with the edges to BOS cut too it is above: {cut_too.estimate}"
+        )
+        return replace(claim, reason=reason)
+    return claim
+
+
+def gap_of(record: CutEdgesRecord) -> Estimate:
+    """Label loyalty of random words minus that of the label words, with the interval that counts.
+
+    Over sets of demonstrations, or over queries and draws.
+    """
+    number = estimate_over_sets(record, "label_gap", ends=(-1.0, 1.0))
+    return number if "of_sets" in record.info else _as_one_more_draw(number, record)
+
+
+def _of_random_models(record: Record, name: str, *index: int) -> tuple[Control, ...]:
+    """The same number of models of the same architecture with random weights, if there are some."""
+    numbers = [float(value[index]) for value in record.of_random_models(name)]
+    draws = [number for number in numbers if not isnan(number)]
+    return (Control("same architecture, random weights", draws=draws),) if draws else ()
 
 
 def _as_one_more_draw(number: Estimate, record: CutEdgesRecord) -> Estimate:
@@ -326,6 +420,7 @@ def _of_attention(record: AttentionAUCROCRecord) -> Claim:
         paper="about 0.8 (Figure 5)",
         scope=scope_of(record),
         no_number="the model predicts fewer than two classes",
+        controls=_of_random_models(record, "deep_aucroc"),
     )
 
 
@@ -343,6 +438,7 @@ def _of_distances(record: AnchorDistancesRecord) -> Claim:
         scope=f"other keys of these {count} classes",
         no_number="there is no rank correlation: there are fewer than three pairs of classes, all "
         "pairs are equal, or this layer has no distances",
+        controls=_of_random_models(record, "correlation", layer),
     )
     if isnan(number):
         return claim

@@ -14,12 +14,12 @@ import plotly.graph_objects as go
 import plotly.io
 
 from ..errors import AnchorlensError
-from ..results.record import Record, has_plot, meaning_of
+from ..results.record import RANDOM_MODELS, Record, has_plot, meaning_of
 from ..runs.fingerprint import versions
 from ..system.arguments import checked
 from ..system.files import write_text
 from . import flow_page
-from .answer import headline, sentences, surprises
+from .answer import headline, how_sure, sentences, surprises
 from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims, reason_against_ability
 from .contents import Contents, contents_of
 from .templates import json_in_script, static, template
@@ -40,8 +40,8 @@ _NAMES = {
     "drawn": "intervals draw",
     "units": "how many of these",
 }
-# Digests of queries: they tell processes what was used in a training, and a reader nothing.
-_NOT_SHOWN = ("queries_in_training",)
+# Digests of queries, which tell processes what a training used, and numbers that figures show.
+_NOT_SHOWN = ("queries_in_training", "of_sets", RANDOM_MODELS)
 _HEIGHT, _MIN_WIDTH = 420, 300  # pixels of a figure that names none
 
 
@@ -87,6 +87,7 @@ class _Chapter:
     name: str = ""
     claims: Sequence[Claim] = ()
     headline: str = ""
+    how_sure: str = ""
     cannot_tell: str = ""
     sentences: Sequence[str] = ()
     surprises: Sequence[str] = ()
@@ -215,7 +216,8 @@ def _chapter(
         chapter_id,
         name,
         judged,
-        headline(judged),
+        headline(records, judged),
+        how_sure(records, judged),
         reason_against_ability(records),
         sentences(records),
         surprises(records),

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import jaxtyped
@@ -26,6 +27,8 @@ IntervalOfMean = Callable[[Tensor, Tensor], Tensor]  # from the values and bound
 _R = TypeVar("_R", bound="Record")
 _T = TypeVar("_T")
 _BOUNDS = "intervals."  # before the name of a field, in a file
+# In ``info``: numbers of models of the same architecture with random weights, a list by field.
+RANDOM_MODELS = "of_random_models"
 _LINE, _NAME = 200, 80  # characters of a repr, and of the name of a model in it
 
 
@@ -166,6 +169,11 @@ class Record:
         bounds = self.intervals.get(name)
         ends = () if bounds is None else (float(bound[index]) for bound in bounds)
         return Estimate(float(getattr(self, name)[index]), *ends)
+
+    @checked
+    def of_random_models(self, name: str) -> np.ndarray:
+        """A field of models of the same architecture with random weights, along a first axis."""
+        return np.array(self.info.get(RANDOM_MODELS, {}).get(name, ()), dtype=float)
 
     def shared_heading(self) -> str:
         """The heading of a report's section in which records are drawn together; "" for alone.

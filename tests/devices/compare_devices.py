@@ -127,7 +127,7 @@ def readme() -> dict[str, Any]:
             contextlib.redirect_stdout(printed),
         ):
             names = run_page(ROOT / "README.md")
-        assert (folder / "report.html").exists() and "Claim(cannot tell: " in printed.getvalue()
+        assert (folder / "report.html").exists() and "cannot tell: " in printed.getvalue()
         assert names["results"]["saliency_flows"].share.shape == (6, 3)
         results = "results", "logits", "beta", "reweighted", "answers", "record", "effect"
         return dict(tensors_of({name: names[name] for name in results}))

@@ -1,13 +1,15 @@
 """``analyse``: all analyses of a task are those of the separate calls, and go on after an error."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import anchorlens as al
 from anchorlens.errors import HookError
-from anchorlens.experiments import analysis
+from anchorlens.experiments import analysis, random_weights
 from tests.support.measures import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:in .* of .* sets", "ignore:some pairs")
@@ -34,13 +36,69 @@ def test_all_analyses_are_those_of_separate_calls(name: str, request: Any) -> No
     assert [*results] == [*expected] == kept
     assert len(results) == (6 if name == "llama" else 5)
     for key, record in expected.items():
-        assert_same(results[key], record)
+        known = {name: results[key].info[name] for name in record.info}
+        assert_same(replace(results[key], info=known), record)
 
 
 def test_a_metric_without_a_result_is_a_warning(gpt2: Any) -> None:
     with pytest.warns(UserWarning, match="no result for anchor_distances: .* more prompts than"):
         results = al.analyse(gpt2, prompts_of(gpt2, queries=6), depth=1, draws=1, **FEW)
-    assert [*results] == ["saliency_flows", "attention_aucroc", "first layer", "last layer"]
+    names = ["saliency_flows", "attention_aucroc", "accuracy", "first layer", "last layer"]
+    assert [*results] == names
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_models_of_random_weights_are_run_beside_the_model(name: str, request: Any) -> None:
+    model = request.getfixturevalue(name)
+    batches = prompts_of(model, queries=14)
+    before, state = [parameter.clone() for parameter in model.parameters()], torch.get_rng_state()
+    results = al.analyse(model, batches, depth=1, draws=1, **FEW)
+    assert torch.equal(torch.get_rng_state(), state)
+    for parameter, same in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, same)
+    original = model.original_model
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        weights = type(original)(original.config).eval()
+    drawn = al.load_model(weights, tokenizer=model.tokenizer)
+    alone = [batch.prompt(k) for batch in batches for k in range(len(batch))][:12]
+    expected = al.run(drawn, alone, [al.SaliencyFlows()], resamples=0, progress=False)
+    of_random = results["saliency_flows"].of_random_models("pq_over_tq")
+    assert of_random.shape == (3, model.cfg.n_layers)
+    assert of_random[1].tolist() == pytest.approx(
+        expected["saliency_flows"].pq_over_tq.tolist(), rel=1e-4
+    )
+    assert results["saliency_flows"].info["random_weights"] == "seeds 0, 1, 2, on 12 prompts"
+    fall = al.claims(results)[0]
+    (control,) = fall.controls
+    assert control.draws == [
+        -change[0] for change in results["saliency_flows"].of_random_models("share_change")
+    ]
+
+
+def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, options = prompts_of(gpt2), FEW | {"depth": 1, "draws": 1}
+    monkeypatch.setattr(random_weights, "MOST_PARAMETERS", 10)
+
+    def reason(**asked: Any) -> str:
+        record = al.analyse(gpt2, batches, **options, **asked)["saliency_flows"]
+        assert bool(len(record.of_random_models("share"))) == (
+            "seeds" in record.info["random_weights"]
+        )
+        return str(record.info["random_weights"])
+
+    assert reason(random_weights=False) == "left out"
+    assert "random_weights=True draws it" in reason()
+    assert reason(random_weights=True).startswith("seeds")
+    monkeypatch.setattr(random_weights, "load_model", raise_out_of_memory)
+    with pytest.warns(UserWarning, match="no models of random weights to compare with: no room"):
+        assert reason(random_weights=True) == "no room"
+
+
+def raise_out_of_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("no room")
 
 
 def test_it_goes_on_where_it_was_stopped(
@@ -52,10 +110,10 @@ def test_it_goes_on_where_it_was_stopped(
         patched.setattr(analysis, "isolation_sweep", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             al.analyse(gpt2, batches, folder=tmp_path, **options)
-    stored = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*"))
-    assert stored
+    stored = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*")}
+    assert len({path.parent.name for path in stored}) == 4  # the metrics, and three random models
     resumed = al.analyse(gpt2, batches, folder=tmp_path, **options)
-    assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("metrics/rows-*")) == stored
+    assert {path: path.stat().st_mtime_ns for path in stored} == stored
     for name, record in whole.items():
         assert_same(resumed[name], record)
 

@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError
-from anchorlens.report.answer import headline, sentences, surprises
+from anchorlens.report.answer import headline, how_sure, sentences, surprises
 from anchorlens.report.claims import Verdict
 from anchorlens.results.bootstrap import with_intervals
 from anchorlens.results.estimate import Estimate
 from tests.references import nulls
+from tests.support.tiny_models import (
+    byte_level_tokenizer,
+    randomize,
+    sentencepiece_like_tokenizer,
+    tiny_gemma3,
+    tiny_gpt2,
+    tiny_llama,
+)
 
 AGREES, DISAGREES, CANNOT_TELL = Verdict.AGREES, Verdict.DOES_NOT_AGREE, Verdict.CANNOT_TELL
 
@@ -120,8 +129,15 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     fall = judged[0].estimate  # the fall of S_wp: its change with the opposite sign
     assert [round(x, 6) for x in (fall.value, fall.low, fall.high)] == [0.5, 0.3, 0.6]
     assert str(judged[2].estimate) == "0.50 [0.20, 0.70]"
-    assert headline(judged) == "Yes: all five claims of the paper agree."
-    assert headline(judged[:2]) == "All 2 claims of the paper that were compared agree."
+    records = [distances(), attention(), isolation(), flows()]
+    assert headline(records, judged) == (
+        "Yes: with the label words isolated in the first 2 layers 50 % [20, 70] more predictions "
+        "change than with random words isolated, and in deep layers the answer depends "
+        "3.0 [2.9, 3.1] times as much on what it reads from a label word as from another word."
+    )
+    assert headline(records, judged[:2]).startswith("Yes: in deep layers the answer depends 3.0")
+    assert headline(records, judged[3:]) == headline([], []) == ""
+    assert how_sure(records, judged) == "Of the 5 claims below 5 agree."
 
 
 @pytest.mark.with_shapes
@@ -189,13 +205,35 @@ def test_key_distances_are_judged_over_classes_and_not_over_queries(
 @pytest.mark.with_shapes
 def test_the_isolation_that_leaves_the_edges_to_bos_decides() -> None:
     """As on 48 prompts of a real model: the whole effect was the edge to BOS."""
-    cut, left = isolation(0.27, 0.11, 0.41), isolation(0.0, -0.07, 0.07, keep_bos=True)
+    cut = isolation(0.27, 0.11, 0.41, begins_with_bos=True)
+    left = isolation(0.0, -0.07, 0.07, begins_with_bos=True, keep_bos=True)
     for records in ([distances(), cut, left], [distances(), left, cut]):
-        claim = al.claims(dict(zip("abc", records, strict=True)))[0]
+        judged = al.claims(dict(zip("abc", records, strict=True)))
+        claim = judged[0]
         assert claim.verdict == CANNOT_TELL and claim.estimate.value == 0
         assert "edges to BOS are left" in claim.measure
+        assert claim.reason == (
+            "the interval includes 0; only with the edges to BOS cut too it is above: "
+            "0.27 [0.11, 0.41]"
+        )
         assert "first 2 layers, but for their edges to BOS, keeps" in sentences(records)[1]
-    assert "edges to BOS are cut too" in al.claims({"a": distances(), "b": cut})[0].measure
+        words, cut_too = claim.controls
+        assert (str(cut_too.estimate), words.draws) == ("0.27 [0.11, 0.41]", [0, 0])
+        assert headline(records, judged).startswith("Not sure: with the label words isolated in")
+    without = isolation(0.27, 0.11, 0.41)
+    assert "edges to BOS are cut too" in al.claims({"a": distances(), "b": without})[0].measure
+    assert verdicts(distances(), without)[0] == AGREES
+    (alone, _) = al.claims({"a": distances(), "b": cut})
+    assert alone.verdict == CANNOT_TELL and "isolate with keep_bos=True as well" in alone.reason
+
+
+@pytest.mark.with_shapes
+def test_a_claim_prints_its_reason_and_is_a_table_in_a_notebook() -> None:
+    judged = al.claims({"a": distances(0.45), "b": attention()})
+    for line in (*repr(judged).splitlines(), *map(str, judged)):
+        assert line.startswith("cannot tell: ") and "; the accuracy, 70 % [45, 80], is not" in line
+    html = judged._repr_html_()
+    assert html.count("<tr>") == 3 and "? cannot tell" in html and "is not clearly above" in html
 
 
 @pytest.mark.with_shapes
@@ -265,7 +303,8 @@ def test_without_ability_nothing_can_be_told() -> None:
     judged = al.claims({"a": unable, "b": attention(), "c": isolation(), "d": flows()})
     assert {claim.verdict for claim in judged} == {CANNOT_TELL}
     assert "70 % [45, 80], is not clearly above the 50 % of a model" in judged[0].reason
-    assert headline(judged).startswith("These prompts cannot tell")
+    records = [unable, attention(), isolation(), flows()]
+    assert headline(records, judged).startswith("This cannot be told: the accuracy, 70 % [45, 80]")
 
 
 @pytest.mark.with_shapes
@@ -312,8 +351,14 @@ def test_the_answer_says_the_numbers_in_words() -> None:
     ]
     wrong = {"a": distances(), "c": flows(-0.3)}
     assert "In the deep layer 2 more flows into the label words" in surprises([*wrong.values()])[0]
-    judged = headline(al.claims(records))
-    assert judged == "In part: 4 of 5 claims of the paper agree; 1 does not."
+    apart = {"b": isolation(-0.3, -0.4, -0.1, prompts=20), "c": flows(), "a": distances()}
+    judged = al.claims(apart)
+    assert headline([*apart.values()], judged).startswith("No: ")
+    assert ", but in deep layers the answer depends" in headline([*apart.values()], judged)
+    assert how_sure([*apart.values()], judged) == (
+        "Of the 4 claims below 3 agree, 1 do not agree. Computed from 20 prompts after one set of "
+        "demonstrations: the intervals do not speak of other sets."
+    )
 
 
 @pytest.mark.with_shapes
@@ -343,3 +388,34 @@ def test_records_of_a_sweep_are_found_and_equal_names_are_an_error() -> None:
 def test_small_negative_numbers_are_shown_as_zero() -> None:
     assert str(Estimate(-0.001, -0.004, 0.002)) == "0.00 [0.00, 0.00]"
     assert Estimate(-0.001, -0.004, 0.002).percent() == "0 % [0, 0]"
+
+
+def random_model(kind: str, seed: int) -> Any:
+    """A model with random weights, as small as those of the tests."""
+    tokenizer = (
+        byte_level_tokenizer() if kind in ("gpt2", "neox") else sentencepiece_like_tokenizer()
+    )
+    makers = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3, "neox": tiny_neox}
+    weights = randomize(makers[kind](len(tokenizer)), seed=seed, scale=(0.02, 0.25)[seed % 2])
+    return al.load_model(weights, tokenizer=tokenizer)
+
+
+def tiny_neox(vocab_size: int) -> Any:
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 24}
+    config = GPTNeoXConfig(
+        vocab_size=vocab_size, intermediate_size=48, max_position_embeddings=512, **sizes
+    )
+    return GPTNeoXForCausalLM(config)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma3", "neox"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_of_random_weights_never_agrees(kind: str) -> None:
+    """20 models; benchmarks/random_models.py has larger ones."""
+    for seed in range(5):
+        model = random_model(kind, seed)
+        batches = al.sample_prompts(model, "sentiment", queries=16, seeds=[seed])
+        options: dict[str, Any] = {"depth": 1, "draws": 2, "resamples": 40, "progress": False}
+        judged = al.claims(al.analyse(model, batches, random_weights=False, **options))
+        assert len(judged) == 5
+        assert AGREES not in [claim.verdict for claim in judged], (seed, judged)

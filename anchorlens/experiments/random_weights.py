@@ -1,0 +1,132 @@
+"""The same analyses of models of the same architecture with random weights, as a control.
+
+1. Draw new weights for the architecture, as transformers starts a training.
+2. Run the metrics on a few of the prompts.
+3. Store the numbers of all draws beside those of the model, in ``info["of_random_models"]``.
+
+What such a model shows is shown by the architecture and the prompts alone.
+"""
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import AnchorlensError
+from ..metrics.metric import Metric, possible
+from ..models.hooked import HookedModel, device_of
+from ..models.kinds import original_of
+from ..models.load import load_model
+from ..passes.memory import is_out_of_memory
+from ..prompts.batch import PromptBatch
+from ..results.record import RANDOM_MODELS, Record
+from ..results.results import Results
+from ..runs.run import run
+from ..system.torch_state import own_random_state
+from ..system.warn import warn_user
+
+SEEDS = (0, 1, 2)
+PROMPTS = 12  # as many as anchor distances need
+MOST_PARAMETERS = 300_000_000  # a second model of so many takes 1.2 GB in float32
+
+
+def with_random_models(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    metrics: Sequence[Metric],
+    records: Mapping[str, Record],
+    *,
+    asked: bool | None = None,
+    folder: Path | None = None,
+    progress: bool = True,
+) -> Results:
+    """The records with the numbers of models of random weights, or the reason why there are none.
+
+    Args:
+        model: The model of the records.
+        batches: Its prompts, of which the first few are used.
+        metrics: The metrics of the records.
+        records: Records of these metrics by name.
+        asked: True draws the weights of any model, None those of a small one, False none.
+        folder: Stores what each batch contributed, a folder for each seed.
+        progress: Show progress bars.
+    """
+    reason = "left out" if asked is False else _why_not(model, asked is True)
+    found: list[Mapping[str, Record]] = []
+    if not reason:
+        few = _few(batches)
+        options: dict[str, Any] = {"resamples": 0, "progress": progress}
+        try:
+            for seed in SEEDS:
+                store = None if folder is None else folder / f"random weights {seed}"
+                found.append(_run(model, few, metrics, seed, folder=store, **options))
+        except (AnchorlensError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, AnchorlensError) and not is_out_of_memory(error):
+                raise
+            found, reason = [], str(error).partition("\n")[0]
+            warn_user(f"no models of random weights to compare with: {reason}")
+    seeds = ", ".join(map(str, SEEDS))
+    used = {"random_weights": reason or f"seeds {seeds}, on {sum(map(len, few))} prompts"}
+    shown = Results()
+    for name, record in records.items():
+        numbers = _numbers([of_seed[name] for of_seed in found if name in of_seed])
+        named = {RANDOM_MODELS: numbers} if numbers else {}
+        shown[name] = replace(record, info={**record.info, **used, **named})
+    return shown
+
+
+def _why_not(model: HookedModel, asked: bool) -> str:
+    """Why no random weights are drawn; "" where they are."""
+    if original_of(model) is None:
+        return "left out: the model is no TransformerBridge, whose weights can be drawn again"
+    count = sum(parameter.numel() for parameter in original_of(model).parameters())
+    if count > MOST_PARAMETERS and not asked:
+        return (
+            f"left out: a second model of {count / 1e6:,.0f} million parameters takes memory and "
+            "time (random_weights=True draws it)"
+        )
+    return ""
+
+
+def _few(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+    """The first prompts."""
+    few, missing = list[PromptBatch](), PROMPTS
+    for batch in batches:
+        if missing > 0:
+            few.append(batch.prompts(0, min(missing, len(batch))))
+            missing -= len(batch)
+    return few
+
+
+def _run(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    metrics: Sequence[Metric],
+    seed: int,
+    **options: Any,
+) -> Mapping[str, Record]:
+    """The metrics of a model of the same architecture with weights of a seed."""
+    original = original_of(model)
+    config = copy.deepcopy(original.config)
+    with own_random_state(seed=seed), torch.device("cpu"):
+        weights = type(original)(config)
+    weights = weights.to(device=device_of(model), dtype=original.dtype).eval()
+    drawn = load_model(weights, tokenizer=getattr(model, "tokenizer", None))
+    with warnings.catch_warnings():
+        # Such a model may predict one class only, where a metric has no number.
+        warnings.simplefilter("ignore")
+        able, _ = possible(drawn, batches, metrics)
+        return run(drawn, batches, able, **options)
+
+
+def _numbers(records: Sequence[Record]) -> dict[str, Any]:
+    """The numbers of no head, class or prompt, a list for each field."""
+    return {
+        name: [getattr(record, name).tolist() for record in records]
+        for name, axes in (records[0].axes().items() if records else ())
+        if set(axes) <= {"layer", "flow"} and getattr(records[0], name).is_floating_point()
+    }
