@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     from .prompts.examples import sample_demonstrations as sample_demonstrations
     from .prompts.examples import sample_queries as sample_queries
     from .prompts.relabeling import relabel as relabel
-    from .prompts.sample import sample_prompts as sample_prompts
+    from .prompts.sample_prompts import sample_prompts as sample_prompts
     from .prompts.task_file import read_task as read_task
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import HookError, PromptError
 from .models.batch_hooks import DetachedHeads, EdgeHook, TargetHook
-from .models.heads import require_separate_heads
+from .models.head_outputs import require_separate_heads
 from .models.hooked import (
     Hook,
     HookedModel,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import anchorlens as al
-from anchorlens.models.weights import read_weights
+from anchorlens.models.read_weights import read_weights
 from tests.support.hooked_transformers import hooked_transformer
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.models.weights import read_weights
+from anchorlens.models.read_weights import read_weights
 
 
 def measure(weights: Any, tokenizer: Any, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import anchorlens as al
 from anchorlens.models.model_state import frozen_in_eval_mode
-from anchorlens.models.weights import read_weights
+from anchorlens.models.read_weights import read_weights
 from anchorlens.passes.forward import run_pass
 
 

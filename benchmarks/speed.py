@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
-from anchorlens.models.weights import read_weights
+from anchorlens.models.read_weights import read_weights
 from anchorlens.passes.shared_prefix import SharedPrefixes, after_shared, no_hooks
 from anchorlens.trials.how_to_run import HowToRun, how_to_run
 from benchmarks import published_way

@@ -130,7 +130,7 @@ def test_one_file_puts_hooks_on_models() -> None:
         and call.func.attr in methods
         and not (isinstance(call.func.value, ast.Name) and call.func.value.id == "self")
     }
-    assert calling == {"models.acting_hooks"}
+    assert calling == {"models.added_hooks"}
 
 
 MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"}

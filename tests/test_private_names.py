@@ -43,7 +43,7 @@ def use_of(package: str, names: str, files: str) -> Callable[[Callable[[], bool]
     return lambda holds: USES.append(Use(package, names.split(), files.split(), holds))
 
 
-@use_of("transformers", "_no_split_modules", "models/weights.py")
+@use_of("transformers", "_no_split_modules", "models/read_weights.py")
 def blocks_are_named() -> bool:
     """A model names the blocks that must not be spread over devices."""
     from transformers import GPT2LMHeadModel
@@ -110,7 +110,7 @@ def handles_mark_permanent_hooks() -> bool:
     return attributes_hold and list(point._forward_hooks) == [handle.hook.id]
 
 
-@use_of("torch", "_forward_hooks _backward_hooks _is_full_backward_hook", "models/acting_hooks.py")
+@use_of("torch", "_forward_hooks _backward_hooks _is_full_backward_hook", "models/added_hooks.py")
 def adding_hooks_changes_what_is_put_back() -> bool:
     """Adding a hook to a hook point changes these, fwd_hooks and bwd_hooks, and nothing else."""
     point: Any = HookPoint()
@@ -176,7 +176,7 @@ def a_compiled_module_holds_its_own() -> bool:
 @use_of(
     "transformers",
     "_attn_implementation",
-    "models/native_attention.py models/weights.py runs/fingerprint.py",
+    "models/native_attention.py models/read_weights.py runs/fingerprint.py",
 )
 def configurations_name_the_attention() -> bool:
     """The configuration of a model names its attention implementation."""
@@ -203,7 +203,7 @@ def registrations_can_be_undone() -> bool:
     return True
 
 
-@use_of("transformer_lens", "_pattern", "passes/recompute.py models/acting_hooks.py")
+@use_of("transformer_lens", "_pattern", "passes/recompute.py models/added_hooks.py")
 def a_bridge_stores_its_last_pattern() -> bool:
     """An AttentionBridge stores its last pattern as _pattern, which is None at first."""
     from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge

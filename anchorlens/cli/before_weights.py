@@ -7,7 +7,7 @@ from ..contexts.protocol import bos_of, longest_query
 from ..errors import HookError, PromptError
 from ..models.hooked import refuse_longer_than
 from ..models.load import refuse_encoder_decoder
-from ..models.weights import read_model_files, refuse_device
+from ..models.read_weights import read_model_files, refuse_device
 from ..prompts.batch import PromptBatch, longest_prompt
 
 BuildPrompts = Callable[[Any], Iterable[PromptBatch]]

@@ -20,7 +20,7 @@ from ..models.hooked import has_sinks
 from ..models.kinds import original_of
 from ..models.load import load_model
 from ..models.native_attention import is_native
-from ..models.quiet import quiet_libraries
+from ..models.quiet_libraries import quiet_libraries
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import load_examples, sample_demonstrations, sample_queries

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import DataError
-from ..models.quiet import quiet_datasets
-from ..prompts.draw import Examples, task_of_name
+from ..models.quiet_libraries import quiet_datasets
+from ..prompts.demonstration_sets import Examples, task_of_name
 from ..prompts.examples import HUB_SOURCES, load_examples
 from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
 from ..prompts.tasks import Task

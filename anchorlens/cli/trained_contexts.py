@@ -21,7 +21,7 @@ from ..errors import ModelError, PromptError
 from ..experiments.context_comparison import MakeContext
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
-from ..prompts.draw import Draw, Examples
+from ..prompts.demonstration_sets import Draw, Examples
 from ..prompts.examples import sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..runs.store import forget_run

@@ -16,12 +16,12 @@ from pandas import DataFrame
 from ..errors import PromptError
 from ..experiments.context_comparison import ContextsRecord, compare_contexts
 from ..models.load import load_model
-from ..models.quiet import quiet_libraries
+from ..models.quiet_libraries import quiet_libraries
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
-from ..prompts.draw import Draw, draws_of, task_of_name
+from ..prompts.demonstration_sets import Draw, draws_of, task_of_name
 from ..prompts.examples import Example
-from ..prompts.sample import prompts_of_draws
+from ..prompts.sample_prompts import prompts_of_draws
 from ..prompts.tasks import TASKS
 from ..replication.paper import check_examples
 from ..replication.paper import paper as paper_numbers

@@ -13,7 +13,7 @@ from ..models.hooked import HookedModel, device_of
 from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch, check_batch, demonstrations_ids
 from ..prompts.segment_names import OTHER
-from ..prompts.tokens import check_is_tokenizer
+from ..prompts.token_texts import check_is_tokenizer
 from ..system.arguments import checked
 from .embedded import prefix_of_tokens
 from .prefix import PrefixContext

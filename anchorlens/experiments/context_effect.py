@@ -27,7 +27,7 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, on_both
-from ..prompts.tokens import token_texts
+from ..prompts.token_texts import token_texts
 from ..results import figures
 from ..results.figure_parts import visible
 from ..runs.study import Study

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import ModelError, PromptError
 from ..metrics.step_flows import StepFlowsRecord, check_options, step_flows
 from ..metrics.weights import Weight, refuse_values, saliency
-from ..models.acting_hooks import acting_hooks
+from ..models.added_hooks import added_hooks
 from ..models.hooked import HookedModel, check_fits, device_of, devices_of_layers
 from ..models.kv_cache import without_cache
 from ..models.load import ensure_prepared
@@ -168,7 +168,7 @@ def _written(
         frozen_in_eval_mode(model),
         own_random_state(devices_of_layers(model), seed % 2**64),
         torch.no_grad(),
-        acting_hooks(model),
+        added_hooks(model),
         catch_warnings(),
     ):
         # TransformerLens 4.3 names the cache as it was called until transformers 5.23.

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError
-from ..models.heads import require_transformed_values, transformed_values
+from ..models.head_outputs import require_transformed_values, transformed_values
 from ..models.hooked import (
     Hook,
     HookedModel,

@@ -17,7 +17,7 @@ from ..passes.step_gradients import step_gradients
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.segment_names import PADDING
-from ..prompts.tokens import token_texts
+from ..prompts.token_texts import token_texts
 from ..results import figures
 from ..results.figure_parts import visible
 from ..results.record import Record

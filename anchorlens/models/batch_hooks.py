@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import HookError
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
-from .heads import detached
+from .head_outputs import detached
 from .hooked import Hook, HookFunction
 
 Attention = Float[Tensor, "batch head query key"]

@@ -12,7 +12,6 @@ from ..errors import ModelError
 from ..system.arguments import checked
 from ..system.put_back import put_back
 from ..system.torch_state import own_random_state
-from .cached_step import verify_cached_step
 from .hooked import (
     HookedModel,
     Operands,
@@ -33,9 +32,10 @@ from .native_attention import (
     wrap_attention,
     wrap_operands,
 )
+from .read_weights import best_device, moved, read_weights, refuse_device, spread
 from .tiny_pass import logits_of, n_tokens_of, relative_difference, rounding_of, trial_of
-from .verify import attends_to_later, verify_hooks
-from .weights import best_device, moved, read_weights, refuse_device, spread
+from .verify_cache import verify_cached_step
+from .verify_hooks import attends_to_later, verify_hooks
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

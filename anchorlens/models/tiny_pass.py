@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..system.put_back import safe_context
-from .acting_hooks import ModuleHook, acting_hooks
+from .added_hooks import ModuleHook, added_hooks
 from .hooked import Hook, HookedModel, device_of, vocabulary_of
 from .kinds import inputs_without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
@@ -43,7 +43,7 @@ def trial_of(
         without_user_hooks(model),
         torch.inference_mode(False),
         torch.set_grad_enabled(gradients),
-        acting_hooks(model, hooks, of_modules=of_modules),
+        added_hooks(model, hooks, of_modules=of_modules),
     ):
         yield
 

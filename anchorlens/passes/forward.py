@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import HookError, MetricError, NotFiniteError, PromptError
-from ..models.acting_hooks import acting_hooks
+from ..models.added_hooks import added_hooks
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -150,7 +150,7 @@ def logits_at(
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        acting_hooks(model, [*needed, *changes, rows]),
+        added_hooks(model, [*needed, *changes, rows]),
     ):
         tokens, inputs, _ = _inputs(model, batch, None)
         logits = model(tokens, **inputs)
@@ -196,7 +196,7 @@ def run_prefix(
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(bool(backward_hooks)),
-        acting_hooks(model, [*needed, *changes, *observed, *last]),
+        added_hooks(model, [*needed, *changes, *observed, *last]),
     ):
         tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
         if prefix is not None:
@@ -238,7 +238,7 @@ def _run(
     every_hook = (*described.hooks, *described.observers, *described.backward_hooks)
     last = [rows_hook(model, rows)] if all(_is_in_a_block(name) for name, _ in every_hook) else []
     losses: Tensor | None = None
-    acting = acting_hooks(model, [*needed, *changes, *observers, *last], of_gradients)
+    acting = added_hooks(model, [*needed, *changes, *observers, *last], of_gradients)
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(differentiates),
@@ -327,7 +327,7 @@ def _first_not_finite(described: Pass) -> str:
     checks = [check(layer) for layer in range(model.cfg.n_layers)]
     hooks = [*_padding_hooks(model, batch), *described.hooks, *checks]
     tokens, inputs, _ = _inputs(model, batch, described.prefix)
-    with torch.no_grad(), acting_hooks(model, hooks):
+    with torch.no_grad(), added_hooks(model, hooks):
         model(tokens, **inputs)
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..models.acting_hooks import acting_hooks
+from ..models.added_hooks import added_hooks
 from ..models.model_state import replaced_methods
 from ..system.put_back import safe_context
 
@@ -33,7 +33,7 @@ def stored_starts(model: Any, layers: Iterable[int]) -> Iterator[dict[int, Start
 
     later = sorted(set(layers) - {0})
     blocks = [(model.blocks[layer - 1], partial(store, layer)) for layer in later]
-    with acting_hooks(model, of_modules=blocks):
+    with added_hooks(model, of_modules=blocks):
         yield starts
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..models.attention_mask import Seen
-from ..models.replaced_attention import Heads, SharedHeads, Terms
+from ..models.replaced_attention import Heads, Seen, SharedHeads, Terms
 from ..system.row_pieces import row_slices
 
 Rows = Float[Tensor, "batch head query key"]

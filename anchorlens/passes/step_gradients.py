@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..errors import NotFiniteError
-from ..models.acting_hooks import acting_hooks
+from ..models.added_hooks import added_hooks
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -76,7 +76,7 @@ def step_gradients(
             *_at_known_points(model, _outputs_in_the_graph(model, outputs)),
             _storing(*rows_hook(model, columns), selected),
         ]
-        with acting_hooks(model, hooks):
+        with added_hooks(model, hooks):
             inputs = inputs_without_cache(model, batch.attention_mask)
             logits = model(batch.tokens, **inputs)[0]
         logits = logits.float() if logits.dtype.itemsize < 4 else logits

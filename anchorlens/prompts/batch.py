@@ -23,7 +23,7 @@ from ..system.devices import sent
 from ..system.texts import described
 from .prompt_html import NO_SEGMENT, PromptView
 from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET
-from .tokens import token_texts
+from .token_texts import token_texts
 from .verbalizer import Verbalizer
 
 _OF_EACH_TOKEN = ("tokens", "attention_mask", "segments")

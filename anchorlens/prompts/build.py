@@ -1,7 +1,7 @@
 """Builds batches of prompts with known positions: of demonstrations and queries, or named pieces.
 
 1. Each prompt is written as pieces of text, and its tokens are found with the piece of each
-   (``written.py``), which gives the positions of label words.
+   (``label_positions.py``), which gives the positions of label words.
 2. Prompts of one length stand together, and a batch takes the next few of them.
 3. A batch is padded to its longest prompt, and checked as one of your own tokens is.
 """
@@ -18,14 +18,14 @@ from ..errors import PromptError
 from ..system.arguments import check_from_1, checked
 from ..system.warn import warn_user
 from .batch import PromptBatch, as_batch
-from .draw import demonstrations_by_query
+from .demonstration_sets import demonstrations_by_query
 from .examples import Example
-from .label_tokens import first_tokens
+from .label_positions import WrittenPrompt, write_prompt
+from .query_label_tokens import query_label_tokens
 from .segment_names import OTHER, PADDING, TARGET
 from .tasks import Piece, Task
-from .tokens import check_tokenizer
+from .token_texts import check_tokenizer
 from .verbalizer import Verbalizer
-from .written import WrittenPrompt, write_prompt
 
 TextPiece = tuple[str | None, str]
 
@@ -93,7 +93,7 @@ def build_prompts(
                 "to the folder of the model"
             )
         written.append(text)
-    words = first_tokens(tokenizer, task, written, sets, examples)
+    words = query_label_tokens(tokenizer, task, written, sets, examples)
     limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length
     prompts: list[_Prompt] = []
     too_long: list[_Prompt] = []

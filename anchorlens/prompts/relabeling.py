@@ -11,7 +11,7 @@ from typing import overload
 
 from ..errors import PromptError
 from ..system.arguments import checked
-from .draw import check_labels, missing_labels
+from .demonstration_sets import check_labels, missing_labels
 from .examples import Example
 from .tasks import Task
 

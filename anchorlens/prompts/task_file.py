@@ -15,7 +15,7 @@ from ..system.arguments import checked
 from ..system.files import parsed
 from .chat import ChatTask
 from .datafiles import READERS
-from .draw import Examples, examples_of_task, task_of_name
+from .demonstration_sets import Examples, examples_of_task, task_of_name
 from .examples import load_examples
 from .tasks import Task
 

@@ -20,7 +20,7 @@ from ..models.hooked import HookedModel, layer_numbers
 from ..models.load import ensure_prepared
 from ..models.model_identity import tokenizer_identity
 from ..passes.forward import after_each_pass
-from ..prompts.draw import demonstrations_by_query, task_of_name
+from ..prompts.demonstration_sets import demonstrations_by_query, task_of_name
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..runs.fingerprint import fingerprint, warn_of_unknown

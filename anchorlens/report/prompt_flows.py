@@ -19,7 +19,7 @@ from ..passes.fused_attention import UseRows, fused_attention
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.segment_names import LABEL, SEGMENTS, TARGET
-from ..prompts.tokens import token_texts
+from ..prompts.token_texts import token_texts
 from ..system.arguments import checked
 from ..system.devices import in_float64
 from ..trials.may_fuse import patterns_are_large, why_not_fused

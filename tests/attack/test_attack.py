@@ -17,7 +17,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.models import rotary
-from anchorlens.prompts.written import WrittenPrompt
+from anchorlens.prompts.label_positions import WrittenPrompt
 from anchorlens.runs import fingerprint, study
 from anchorlens.runs.identity import Identity
 from anchorlens.trials import may_share

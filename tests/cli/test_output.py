@@ -12,7 +12,7 @@ import pytest
 import anchorlens as al
 from anchorlens.cli import work
 from anchorlens.cli.output import Output, PrintedTable, lasting_streams
-from anchorlens.models.quiet import quiet_datasets, quiet_libraries
+from anchorlens.models.quiet_libraries import quiet_datasets, quiet_libraries
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 from anchorlens.report.claims import Verdict
 from tests.cli.test_cli import QUICK, call

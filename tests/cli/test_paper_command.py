@@ -13,7 +13,7 @@ import pytest
 import anchorlens as al
 from anchorlens.cli import work
 from anchorlens.errors import MetricError
-from anchorlens.prompts import draw
+from anchorlens.prompts import demonstration_sets
 from anchorlens.prompts.examples import BUNDLED
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 from tests.cli.test_cli import call, error_of
@@ -163,7 +163,9 @@ def test_emocontext_runs_only_if_it_is_named(
         assert options["parts"] == al.PAPER_PARTS
         return pd.DataFrame([PaperNumber("Mine", "a", "b", 0.5, -1, "sst2", 1)])
 
-    monkeypatch.setattr(draw, "load_examples", lambda name, split: al.load_examples(bundled[name]))
+    monkeypatch.setattr(
+        demonstration_sets, "load_examples", lambda name, split: al.load_examples(bundled[name])
+    )
     monkeypatch.setattr(work, "paper_numbers", numbers)
     arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
     assert call(monkeypatch, "paper", *arguments) == 0

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import HookError, ModelError
-from anchorlens.models import heads
-from anchorlens.models.acting_hooks import acting_hooks
-from anchorlens.models.heads import (
+from anchorlens.models import head_outputs
+from anchorlens.models.added_hooks import added_hooks
+from anchorlens.models.head_outputs import (
     require_separate_heads,
     require_transformed_values,
     transformed_values,
@@ -76,7 +76,7 @@ def test_the_sum_over_keys_and_heads_is_the_output_of_the_attention(name: str, k
         outputs.setdefault(layer, output[0] if isinstance(output, tuple) else output)
 
     of_modules = [(block.attn, store) for block in model.blocks]
-    with torch.no_grad(), acting_hooks(model, hooks, of_modules=of_modules):
+    with torch.no_grad(), added_hooks(model, hooks, of_modules=of_modules):
         model(prompt.tokens, attention_mask=prompt.attention_mask.long())
     for layer, block in enumerate(model.blocks):
         vectors = transformed_values(model, layer, values[layer])
@@ -100,8 +100,8 @@ def test_a_trial_leaves_no_trace_and_runs_once(
     model = al.load_model(deepcopy(weights_of("Llama", torch.float32)), tokenizer=tokenizer())
     calls: list[int] = []
     model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
-    counted = Mock(wraps=getattr(heads, trial))
-    monkeypatch.setattr(heads, trial, counted)
+    counted = Mock(wraps=getattr(head_outputs, trial))
+    monkeypatch.setattr(head_outputs, trial, counted)
     before, state = hooks_on(model), torch.get_rng_state()
     with torch.inference_mode():
         requires(model)

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import grad_mode
 from torch.overrides import TorchFunctionMode
 
-from anchorlens.models import acting_hooks, model_state
+from anchorlens.models import added_hooks, model_state
 from anchorlens.models.replaced_attention import attention_by
 from anchorlens.system import put_back, torch_state
 from anchorlens.system.torch_state import own_random_state, torch_modes
@@ -18,13 +18,13 @@ from tests.models.test_model_state import functions_of
 from tests.support.interrupting import at_every_moment
 from tests.support.unchanged import everything_of, global_state
 
-MODULES = [contextlib, acting_hooks, model_state, put_back, torch_state]
+MODULES = [contextlib, added_hooks, model_state, put_back, torch_state]
 HOOKS = [("blocks.0.hook_resid_post", lambda resid, hook: None)] * 2
 
 
 def hooks_act(model: Any) -> Any:
     of_modules = [(model.blocks[0], lambda block, inputs, output: None)]
-    return acting_hooks.acting_hooks(model, HOOKS, HOOKS[:1], of_modules)
+    return added_hooks.added_hooks(model, HOOKS, HOOKS[:1], of_modules)
 
 
 CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anchorlens.models.attention_mask import Mask, causal_mask, mask_of
-from anchorlens.models.replaced_attention import Terms
+from anchorlens.models.replaced_attention import Mask, Terms, causal_mask, mask_of
 from anchorlens.passes.row_attention import RowAttention, keys_seen
 from anchorlens.system import row_pieces
 

@@ -21,7 +21,7 @@ from anchorlens.prompts.segment_names import (
     TARGET,
     TEXT,
 )
-from anchorlens.prompts.tokens import token_texts
+from anchorlens.prompts.token_texts import token_texts
 from tests.support.html_checks import Parsed
 
 pytestmark = pytest.mark.with_shapes

@@ -11,12 +11,11 @@ from typing import Any
 
 from ..errors import PromptError
 from .examples import Example
+from .label_positions import WrittenPrompt, encode
 from .tasks import Task
-from .tokens import encode
-from .written import WrittenPrompt
 
 
-def first_tokens(
+def query_label_tokens(
     tokenizer: Any,
     task: Task,
     prompts: Sequence[WrittenPrompt],

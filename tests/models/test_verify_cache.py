@@ -8,10 +8,10 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.models.cached_step import why_no_cached_step
 from anchorlens.models.kinds import name_of_cache
 from anchorlens.models.kv_cache import without_cache
 from anchorlens.models.native_attention import _run_renamed
+from anchorlens.models.verify_cache import why_no_cached_step
 from tests.support.measures import hooks_on
 from tests.support.tiny_models import questions, tiny_llama
 

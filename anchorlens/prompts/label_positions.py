@@ -1,10 +1,11 @@
-"""A prompt as it is written, in pieces, and its tokens: which piece each token belongs to.
+"""The positions of label words and of all other pieces of a prompt among its tokens.
 
 A prompt is joined from pieces (a text, a label word, the format around them), so that the piece of
 every character is known. The character offsets of the tokenizer then give the piece of every token.
 Token ids are never searched.
 """
 
+import unicodedata
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ from jaxtyping import Bool, Int
 from ..errors import PromptError
 from .segment_names import QUERY
 from .tasks import Piece
-from .tokens import encode
+
+_SPACE = "Ġ"  # how byte-level tokenizers write a space
 
 
 class WrittenPrompt(NamedTuple):
@@ -87,3 +89,67 @@ def write_prompt(
     of_query = np.flatnonzero(bounds[:, 1] > len(text) - len(end))
     start = int(of_query[0]) if len(of_query) else None
     return WrittenPrompt(pieces, text, end, start, tokens, bounds, added)
+
+
+def encode(
+    tokenizer: Any, text: str, *, adds_special_tokens: bool
+) -> tuple[list[int], list[tuple[int, int]], list[bool]]:
+    """Token ids, the characters [start, end) of each token, and which the tokenizer has added.
+
+    Offsets of a tokenizer can leave out the white space of a token. Here a token begins where the
+    previous token ended, so that the characters of " Positive" include the space.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"a text holds {text[error.start]!r}, half of a surrogate pair, "
+            f"after {text[max(0, error.start - 20) : error.start]!r}; remove it"
+        ) from error
+    encoded = tokenizer(
+        text,
+        add_special_tokens=adds_special_tokens,
+        return_offsets_mapping=True,
+        return_special_tokens_mask=True,
+        return_attention_mask=False,
+    )
+    special = [adds_special_tokens and bool(flag) for flag in encoded["special_tokens_mask"]]
+    names = encoded.tokens()
+    spans: list[tuple[int, int]] = []
+    previous = 0
+    for k, (start, end) in enumerate(encoded["offset_mapping"]):
+        if start == previous < end:
+            spans.append((start, end))
+            previous = end
+            continue
+        if special[k] and start == end:
+            spans.append((previous, previous))
+            continue
+        if _composes(text, previous, start):
+            # These characters belong to the previous token, joined to its last character.
+            spans[-1] = (spans[-1][0], start)
+            previous = start
+        # Tokens that share a character (bytes of an emoji) have the same offsets.
+        begin = min(start, previous)
+        if start > previous and k > 0 and names[k - 1].endswith(_SPACE):
+            spaces = len(names[k]) - len(names[k].lstrip(_SPACE))
+            if start - previous > spaces:
+                # The previous token ends in spaces ("\n  ") that its offsets leave out.
+                begin = start - spaces
+                spans[-1] = (spans[-1][0], begin)
+        spans.append((begin, end))
+        previous = max(previous, end)
+    return list(encoded["input_ids"]), spans, special
+
+
+def _composes(text: str, stop: int, start: int) -> bool:
+    """Whether the characters [stop, start) form one character with the character before them.
+
+    A letter and a combining accent do: the tokenizer joins them, and its offsets leave out the
+    accent.
+    """
+    if not 0 < stop < start or text[stop:start].isascii():  # no accent is of ASCII
+        return False
+    parts = (text[stop - 1 : stop], text[stop:start])
+    normal = [unicodedata.normalize("NFKC", part) for part in (*parts, "".join(parts))]
+    return normal[0] + normal[1] != normal[2]

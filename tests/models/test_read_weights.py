@@ -17,7 +17,7 @@ from transformers import (
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.models.weights import read_model_files
+from anchorlens.models.read_weights import read_model_files
 from tests.references.architectures import BY_NAME
 from tests.support.tiny_models import questions, randomize, tiny_gpt2, tiny_llama
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
 from anchorlens.models.hooked import Operands, verified_operands
-from anchorlens.models.verify import verify_hooks
+from anchorlens.models.verify_hooks import verify_hooks
 from tests.references.architectures import native
 from tests.support.measures import hooks_on
 from tests.support.tiny_models import boot, questions, randomize, tiny_gpt2, tiny_llama
@@ -150,13 +150,13 @@ def test_verification_finds_the_queries_and_keys_that_attention_multiplies(
 @pytest.mark.changes_model
 def test_distances_need_queries_and_keys_at_hook_points(gemma3: Any, monkeypatch: Any) -> None:
     """Attention does not multiply queries and keys as they are before the norm and the rotation."""
-    monkeypatch.setattr("anchorlens.models.verify.QUERY_AND_KEY", (("hook_q", "hook_k"),))
+    monkeypatch.setattr("anchorlens.models.verify_hooks.QUERY_AND_KEY", (("hook_q", "hook_k"),))
     al.prepare_model(gemma3)
     assert verified_operands[gemma3] == (None, None, None)
     batch = questions(gemma3, 2)[0]
     with pytest.raises(MetricError, match=r"layers \[0, 1, 2\] of .* at no hook point"):
         al.AnchorDistances().observe(gemma3, batch)
     monkeypatch.setattr(
-        "anchorlens.models.verify.QUERY_AND_KEY", (("hook_q_normed", "hook_k_normed"),)
+        "anchorlens.models.verify_hooks.QUERY_AND_KEY", (("hook_q_normed", "hook_k_normed"),)
     )
     assert al.prepare_model(gemma3) and verified_operands[gemma3] == (None, None, None)

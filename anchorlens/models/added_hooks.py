@@ -28,7 +28,7 @@ _VALUES = ("_is_full_backward_hook", "_pattern")
 ModuleHook = tuple[nn.Module, Callable[[Any, Any, Any], Any]]
 
 
-def acting_hooks(
+def added_hooks(
     model: Any,
     forward: Sequence[Hook] = (),
     backward: Sequence[Hook] = (),

@@ -7,7 +7,7 @@ from ..errors import DataError, PromptError
 from ..system.arguments import checked
 from .batch import PromptBatch
 from .build import build_prompts
-from .draw import Draw, Examples, draws_of, examples_of_task, task_of_name
+from .demonstration_sets import Draw, Examples, draws_of, examples_of_task, task_of_name
 from .examples import Example
 from .tasks import Task
 
