@@ -6,10 +6,10 @@
 3. A query is run after them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +30,7 @@ from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
 from ..system.texts import name_of
 from ..trials.comparison import TOLERANCE, difference_of, reason_of, tolerance
-from .placement import Placement, as_in_prompt
+from .placement import Placement, as_in_prompt, rebased
 from .protocol import QueryPass, bos_of, model_identity, queries_after
 from .selection import Keep, anchors_and_format
 from .stored import StoredContext, key_values_at_start
@@ -223,7 +223,7 @@ def contexts(
     *,
     positions: Placement = as_in_prompt,
 ) -> list[CompressedContext]:
-    """Several contexts from one run of the demonstrations; the first one is verified."""
+    """Several contexts from one run of the demonstrations."""
     ensure_prepared(model)
     check_batch(demonstrations)
     check_fits(model, demonstrations)
@@ -234,16 +234,22 @@ def contexts(
     bos = bos_of(prompt).tolist()
     info = {**model_identity(model), "positions": name_of(positions), "bos": bos}
     _measured.pop(model, None)  # the model's settings may have changed
+    placed = [_Placed(selected, *positions(selected)) for selected in masks]
     with frozen_in_eval_mode(model):
         with without_user_hooks(model):
             whole = verified_cache(model, prompt, shared)
-            way, placement = _way_to(positions, model, prompt, whole, masks[0])
+            trials: dict[bool, tuple[bool, float]] = {}  # of keys that stay, and of moved ones
+            cut = []
+            for each in placed:
+                if each.moves not in trials:
+                    trials[each.moves] = _trial(model, prompt, whole, each)
+                cut.append(_may_cut(model, each, *trials[each.moves], name_of(positions)))
         if has_user_hooks(model):
             whole = run_prefix(model, shared)
         made = []
-        for selected in masks:
-            prefix = way(model, shared, whole, selected)
-            made.append(_context(prompt, prefix, selected, placement(selected), info))
+        for each, is_cut in zip(placed, cut, strict=True):
+            prefix = _cut(model, shared, whole, each) if is_cut else whole
+            made.append(_context(prompt, prefix, each, info))
             made[-1].query_pass(model, prompt)  # an error now, and not when queries are answered
         return made
 
@@ -300,14 +306,32 @@ def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch)
     return whole
 
 
+class _Placed(NamedTuple):
+    """Selected positions of the demonstrations, and where their keys and the query are put."""
+
+    selected: Bool[Tensor, " position"]
+    keys: Int[Tensor, " key"]
+    query: int
+
+    @property
+    def moves(self) -> bool:
+        """Whether the keys are put at 0, 1, ..., and the query after them."""
+        if torch.equal(self.keys, self.selected.nonzero().flatten()):
+            return False
+        indices = torch.arange(len(self.keys), device=self.selected.device)
+        if torch.equal(self.keys, indices) and self.query == len(self.keys):
+            return True
+        raise PromptError(
+            "a placement must leave the keys at their positions in the prompt, or put them at 0, "
+            f"1, ... and the query after them; got keys at {self.keys.tolist()}, the query at "
+            f"{self.query}"
+        )
+
+
 def _context(
-    prompt: PromptBatch,
-    prefix: KeyValues,
-    selected: Bool[Tensor, " position"],
-    placed: tuple[Int[Tensor, " key"], int],
-    info: Mapping[str, Any],
+    prompt: PromptBatch, prefix: KeyValues, placed: _Placed, info: Mapping[str, Any]
 ) -> CompressedContext:
-    keys, query = placed
+    selected, keys, query = placed
     tokens, segments = (of[0, : len(selected)] for of in (prompt.tokens, prompt.segments))
     counts = {name: int(selected[segments == n].sum()) for n, name in enumerate(SEGMENTS)}
     # What is not run stays on the CPU, as in a context that was stored.
@@ -321,30 +345,15 @@ def _context(
     )
 
 
-# From a model, the demonstrations, their cache and selected positions to what a context caches.
-_Way = Callable[[HookedModel, PromptBatch, KeyValues, Bool[Tensor, " position"]], KeyValues]
-
-
-def _cut(
-    model: HookedModel, shared: PromptBatch, whole: KeyValues, selected: Bool[Tensor, " position"]
-) -> KeyValues:
-    return whole.columns(selected)
-
-
-def _masked(
-    model: HookedModel, shared: PromptBatch, whole: KeyValues, selected: Bool[Tensor, " position"]
-) -> KeyValues:
-    return whole
-
-
-def _moved(
-    model: HookedModel, shared: PromptBatch, whole: KeyValues, selected: Bool[Tensor, " position"]
-) -> KeyValues:
-    """Keys and values of the selected positions, moved to the positions 0, 1, ...
+def _cut(model: HookedModel, shared: PromptBatch, whole: KeyValues, placed: _Placed) -> KeyValues:
+    """Keys and values of the selected positions; moved ones are rotated for their new positions.
 
     The keys before the rotation are read from a run of all tokens. Then the model is run on the
     selected tokens, and in every layer these keys replace its own before the rotation.
     """
+    selected = placed.selected
+    if not placed.moves:
+        return whole.columns(selected)
     refuse_another_rotation(model, len(selected), int(selected.sum()))
     names = [f"blocks.{layer}.attn.hook_k" for layer in range(model.cfg.n_layers)]
     if not set(names) <= set(model.hook_dict):
@@ -367,56 +376,52 @@ def _moved(
     return replace(moved, values=read.values)
 
 
-def _way_to(
-    positions: Placement,
-    model: HookedModel,
-    prompt: PromptBatch,
-    whole: KeyValues,
-    selected: Bool[Tensor, " position"],
-) -> tuple[_Way, Placement]:
-    """What is right for how the model takes positions, which is tried on one prompt."""
-    keys, query = positions(selected)
-    length, indices = len(selected), torch.arange(len(selected), device=selected.device)
-    way: _Way = _cut
-    placement: Placement = as_in_prompt
-    if torch.equal(keys, selected.nonzero().flatten()):
-        # Without a gap between the keys wrong positions would not change the logits.
-        has_gap = not selected[int(selected.long().argmax()) :].all()
-        trial = selected if has_gap else indices % 2 == 0
-    elif torch.equal(keys, indices[: len(keys)]) and query == len(keys):
+def _trial(
+    model: HookedModel, prompt: PromptBatch, whole: KeyValues, placed: _Placed
+) -> tuple[bool, float]:
+    """Whether a cut cache gives the logits of the masked whole cache, and how far they are off."""
+    length, moves = len(placed.selected), placed.moves
+    indices = torch.arange(length, device=placed.selected.device)
+    if moves:
         # Without a gap all distances stay the same, so the answers must stay the same too.
-        trial = indices >= length // 2
-        way, placement = _moved, positions
+        selected = indices >= length // 2
+        trial = _Placed(selected, *rebased(selected))
     else:
-        raise PromptError(
-            "a placement must leave the keys at their positions in the prompt, or put them at 0, "
-            f"1, ... and the query after them; got keys at {keys.tolist()}, the query at {query}"
-        )
+        # Without a gap between the keys wrong positions would not change the logits.
+        has_gap = not placed.selected[int(placed.selected.long().argmax()) :].all()
+        selected = placed.selected if has_gap else indices % 2 == 0
+        trial = _Placed(selected, *as_in_prompt(selected))
     try:
-        prefix = way(model, prompt.before(length), whole, trial)
-        tried = _context(prompt, prefix, trial, placement(trial), {})
-        expected = _context(prompt, whole, trial, as_in_prompt(trial), {})
+        tried = _context(prompt, _cut(model, prompt.before(length), whole, trial), trial, {})
+        expected = _context(prompt, whole, _Placed(selected, *as_in_prompt(selected)), {})
         passes = [context.query_pass(model, prompt) for context in (tried, expected)]
         difference = difference_of(*(query_pass.logits(model) for query_pass in passes))
     except PromptError:
         raise
     except Exception as error:  # attention in chunks, keys without a hook point, wrong shapes
         reason_of(error)
-        difference = inf
-    is_right = difference <= tolerance(model, ROUNDINGS) and query >= 0
-    if is_right and way is _cut and difference > TOLERANCE:
+        return False, inf
+    is_right = difference <= tolerance(model, ROUNDINGS)
+    if is_right and not moves and difference > TOLERANCE:
         # In low precision the error of a cut cache with wrong distances (ALiBi) can be smaller than
         # rounding. Where distances are right, another position of the query gives other logits.
         earlier = replace(whole, next_position=whole.next_position - 1)
         after = prompt.after(length)
         logits = [run_pass(model, after, prefix=prefix) for prefix in (whole, earlier)]
         is_right = not torch.equal(*logits)
-    if is_right:
-        return way, positions
-    if way is _cut and query == length:
-        return _masked, as_in_prompt
+    return is_right, difference
+
+
+def _may_cut(
+    model: HookedModel, placed: _Placed, is_right: bool, difference: float, name: str
+) -> bool:
+    """Whether the cut cache is right, or else the masked whole cache; an error if neither is."""
+    if is_right and placed.query >= 0:
+        return True
+    if not placed.moves and placed.query == len(placed.selected):
+        return False
     raise ModelError(
-        f"positions cannot be {name_of(positions)} in {model.cfg.model_name}: its logits would be "
+        f"positions cannot be {name} in {model.cfg.model_name}: its logits would be "
         f"off by {difference:.1e} of the largest. They cannot be chosen in models whose positions "
         "are in the residual stream (learned ones), follow the index in the cache (ALiBi, a "
         "HookedTransformer) or enter the keys where there is no hook point; use "

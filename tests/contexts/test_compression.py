@@ -16,6 +16,7 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
 from tests.support.measures import difference, hooks_on
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
+from tests.support.trained_contexts import same
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
@@ -146,6 +147,22 @@ def test_a_whole_context_is_refused_if_positions_are_ignored(gpt2: Any) -> None:
             keep=al.selection.everything,
             positions=al.placement.restarted,
         )
+
+
+@pytest.mark.every_kind
+def test_contexts_of_one_run_are_those_of_each_selection_alone(llama: Any) -> None:
+    """All demonstrations stand at 0, 1, ... already; what is selected of them must be moved."""
+    batch = questions(llama, 3)[0]
+    selections = [al.selection.everything, al.selection.label_words]
+    for positions in (al.placement.as_in_prompt, al.placement.rebased):
+        if positions is al.placement.rebased and not hasattr(llama, "original_model"):
+            continue  # its keys cannot be moved
+        for order in (selections, selections[::-1]):
+            made = compressed.contexts(llama, batch, order, positions=positions)
+            for context, keep in zip(made, order, strict=True):
+                alone = al.compress(llama, batch, keep, positions=positions)
+                assert same(context, alone)
+                assert torch.equal(context.logits(llama, batch), alone.logits(llama, batch))
 
 
 def test_moved_keys_leave_no_gap(llama: Any) -> None:
