@@ -12,7 +12,7 @@ import torch
 import anchorlens as al
 
 CONTEXTS: dict[str, Any] = {
-    "cached": partial(al.compress, keep=al.selection.everything),
+    "cached": partial(al.compress, select=al.selection.everything),
     "compressed": al.compress,
 }
 
@@ -46,7 +46,7 @@ def main() -> None:
                 f"| {shots} | {tokens / len(queries):.0f} | {size} | "
                 + " | ".join(f"{1e3 * time:.0f} ms" for time in (whole, cached, compressed))
                 + f" | {whole / compressed:.1f} | {cached / compressed:.2f} "
-                f"| {context.kept.sum()} of {len(context.kept)} |",
+                f"| {context.selected.sum()} of {len(context.selected)} |",
                 flush=True,
             )
 

@@ -150,7 +150,7 @@ def main() -> None:
                 ]
                 for title, method in METHODS.items()
             },
-            "demonstrations": [al.compress(model, batches[0], keep=al.selection.everything)],
+            "demonstrations": [al.compress(model, batches[0], select=al.selection.everything)],
         }
         print(f"\n{name}: {len(queries)} queries; numbers in brackets are 95 % intervals")
         print_table(model, batches, groups)

@@ -221,12 +221,14 @@ def test_a_run_returns_results_and_a_sweep_can_be_drawn(gpt2: Any) -> None:
 
 def test_a_context_shows_the_segments_of_its_tokens(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
-    context = al.compress(gpt2, batch, keep=al.selection.label_words)
+    context = al.compress(gpt2, batch, select=al.selection.label_words)
     assert context.info["selected"] == {"label": len(batch.label_positions[0])}
-    assert f"positions 6 of {len(context.kept)}; segments label 6; cached these" in repr(context)
+    assert f"positions 6 of {len(context.selected)}; segments label 6; cached these" in repr(
+        context
+    )
     both = al.compress(gpt2, batch)
     counted = {
-        name: int((batch.segments[0, : len(both.kept)] == number)[both.kept].sum())
+        name: int((batch.segments[0, : len(both.selected)] == number)[both.selected].sum())
         for number, name in enumerate(("other", "text", "label", "format", "query", "target"))
     }
     assert both.info["selected"] == {name: count for name, count in counted.items() if count}

@@ -55,10 +55,10 @@ def untrained_contexts(draws: int) -> dict[str, Any]:
     """Nothing, the demonstrations, and parts of them."""
     return {
         "none": NoContext(),
-        "demonstrations": partial(compress, keep=everything),
+        "demonstrations": partial(compress, select=everything),
         "anchors only": compress,
         **{
-            f"random words, draw {draw}": partial(compress, keep=random_and_format(draw))
+            f"random words, draw {draw}": partial(compress, select=random_and_format(draw))
             for draw in range(draws)
         },
     }

@@ -32,7 +32,7 @@ from ..system.texts import name_of
 from ..trials.comparison import TOLERANCE, difference_of, reason_of, tolerance
 from .placement import Placement, as_in_prompt, rebased
 from .protocol import QueryPass, bos_of, model_identity, queries_after
-from .selection import Keep, anchors_and_format
+from .selection import Selection, anchors_and_format
 from .stored import StoredContext, key_values_at_start
 
 # How many roundings may lie between logits after a context and those of whole prompts.
@@ -46,7 +46,7 @@ class CompressedContext(StoredContext):
     Attributes:
         prefix: Keys and values of the selected tokens, or of all tokens if ``is_cut`` is False.
         tokens: The demonstrations, up to the first token of the query.
-        kept: True for the selected tokens.
+        selected: True for the selected tokens.
         key_positions: Position of each selected token as the model takes it.
         query_position: Position of the query's first token as the model takes it.
         info: The model, its type and weights, the placement, the BOS with which prompts begin, and
@@ -57,18 +57,18 @@ class CompressedContext(StoredContext):
         >>> context.logits(model, batch).shape[0] == len(batch)
         True
         >>> same = al.CompressedContext.load(context.save(folder / "context.safetensors"))
-        >>> bool((same.kept == context.kept).all())
+        >>> bool((same.selected == context.selected).all())
         True
     """
 
-    kept: Bool[Tensor, " position"]
+    selected: Bool[Tensor, " position"]
     key_positions: Int[Tensor, " key"]
     query_position: int
 
     def _summary(self) -> dict[str, str]:
         segments = self.info.get("selected", {})
         return {
-            "positions": f"{int(self.kept.sum())} of {len(self.kept)}",
+            "positions": f"{int(self.selected.sum())} of {len(self.selected)}",
             "segments": ", ".join(f"{name} {count}" for name, count in sorted(segments.items()))
             or "not known",
             "cached": "these positions" if self.is_cut else "all positions, the others masked",
@@ -85,12 +85,12 @@ class CompressedContext(StoredContext):
         in the cache. There all tokens stay in the cache and the dropped ones are masked: the
         answers are the same, but no memory is saved.
         """
-        return len(self.prefix) == int(self.kept.sum())
+        return len(self.prefix) == int(self.selected.sum())
 
     @property
     def cached_tokens(self) -> Int[Tensor, " cached"]:
         """The selected tokens."""
-        return self.tokens[self.kept]
+        return self.tokens[self.selected]
 
     @property
     def has_no_gap(self) -> bool:
@@ -118,12 +118,12 @@ class CompressedContext(StoredContext):
         refuse_another_rotation(model, self.prefix.text_length, self.query_position + longest)
         prefix, device = self.prefix.beside(model), whole.tokens.device
         read = torch.ones(whole.tokens.shape[1], dtype=torch.bool, device=device)
-        read[: len(self.kept)] = self.kept.to(device)
+        read[: len(self.selected)] = self.selected.to(device)
         if not self.is_cut:
             of_query = torch.arange(len(read), device=device) >= whole.first_query
             cut = edges.between(of_query[None], ~read[None])
             return QueryPass(whole, prefix, hooks_on_edges(model, whole, cut, Site()))
-        compact = selected_columns(whole, read).after(int(self.kept.sum()))
+        compact = selected_columns(whole, read).after(int(self.selected.sum()))
         hooks = [] if self.has_no_gap else self._window_hooks(model, compact, whole)
         return QueryPass(compact, prefix, hooks)
 
@@ -158,7 +158,7 @@ class CompressedContext(StoredContext):
     def _key_values(
         cls, keys: Sequence[Tensor], values: Sequence[Tensor], own: Mapping[str, Any]
     ) -> KeyValues:
-        in_prompt = torch.equal(own["key_positions"], own["kept"].nonzero().flatten())
+        in_prompt = torch.equal(own["key_positions"], own["selected"].nonzero().flatten())
         return replace(
             key_values_at_start(keys, values),
             next_position=torch.tensor([own["query_position"]], device="cpu"),
@@ -166,7 +166,7 @@ class CompressedContext(StoredContext):
         )
 
     def _check_loaded(self) -> None:
-        count = int(self.kept.sum())
+        count = int(self.selected.sum())
         if len(self.key_positions) != count or len(self.prefix) not in (count, len(self.tokens)):
             raise ValueError("the keys are neither those of the selected tokens nor of all tokens")
         if not {"bos", "selected"} <= self.info.keys():
@@ -177,7 +177,7 @@ class CompressedContext(StoredContext):
 def compress(
     model: HookedModel,
     demonstrations: PromptBatch,
-    keep: Keep = anchors_and_format,
+    select: Selection = anchors_and_format,
     *,
     positions: Placement = as_in_prompt,
 ) -> CompressedContext:
@@ -193,7 +193,7 @@ def compress(
         model: A hooked model; its attention hooks are verified at first use.
         demonstrations: Any batch of ``build_prompts`` with these demonstrations, which end before
             the first token of the query.
-        keep: Function that selects positions, from the demonstrations as a batch of one prompt to
+        select: Function that selects positions, from the demonstrations as a batch of one prompt to
             Bool["position"]: a function of ``al.selection``, or your own.
         positions: Function from the selected positions to the positions of keys and query as the
             model takes them: a function of ``al.placement``, or your own.
@@ -209,17 +209,17 @@ def compress(
             not be exact.
 
     Examples:
-        >>> context = al.compress(model, batch, keep=al.selection.anchors_and_format)
+        >>> context = al.compress(model, batch, select=al.selection.anchors_and_format)
         >>> logits = context.logits(model, batch)
-        >>> stored, whole = int(context.kept.sum()), len(context.kept)
+        >>> stored, whole = int(context.selected.sum()), len(context.selected)
     """
-    return contexts(model, demonstrations, [keep], positions=positions)[0]
+    return contexts(model, demonstrations, [select], positions=positions)[0]
 
 
 def contexts(
     model: HookedModel,
     demonstrations: PromptBatch,
-    selections: Sequence[Keep],
+    selections: Sequence[Selection],
     *,
     positions: Placement = as_in_prompt,
 ) -> list[CompressedContext]:
@@ -255,7 +255,7 @@ def contexts(
 
 
 def checked_selections(
-    selections: Sequence[Keep], demonstrations: PromptBatch
+    selections: Sequence[Selection], demonstrations: PromptBatch
 ) -> list[Bool[Tensor, " position"]]:
     """The positions that each function selects, checked before the model runs."""
     if only_set(demonstrations) is None:
@@ -269,7 +269,7 @@ def checked_selections(
     for selected in masks:
         if selected.shape != (length,) or selected.dtype != torch.bool or not selected.any():
             raise PromptError(
-                f"keep must give Bool['position'] with some of the {length} positions of the "
+                f"select must give Bool['position'] with some of the {length} positions of the "
                 f"demonstrations; got the shape {tuple(selected.shape)}, {selected.dtype}, and "
                 f"{int(selected.sum())} selected"
             )
@@ -338,7 +338,7 @@ def _context(
     return CompressedContext(
         prefix=replace(prefix, next_position=torch.tensor([query], device=tokens.device)),
         tokens=tokens.cpu(),
-        kept=selected.cpu(),
+        selected=selected.cpu(),
         key_positions=keys.cpu(),
         query_position=query,
         info={**info, "selected": {name: count for name, count in counts.items() if count}},
@@ -512,6 +512,6 @@ def refuse_gaps(context: StoredContext, what: str) -> None:
         raise PromptError(
             f"{what} must have its keys at the positions 0, 1, ... and the query after them, but "
             f"this context has them {context.info.get('positions')}; compress the demonstrations "
-            "with positions=al.placement.rebased, or keep everything "
-            "(keep=al.selection.everything)"
+            "with positions=al.placement.rebased, or select everything "
+            "(select=al.selection.everything)"
         )

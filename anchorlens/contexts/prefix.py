@@ -210,7 +210,7 @@ def _check_start(model: HookedModel, start: StoredContext, bos: Tensor) -> None:
     tokens = start.cached_tokens
     if not torch.equal(tokens[: len(bos)].cpu(), bos.cpu()):
         raise PromptError(
-            "the prompts begin with a BOS, which a start must hold too, before all else; let keep "
+            "the prompts begin with a BOS, which a start must hold too, before all else; "
             "select it, as the functions of al.selection do"
         )
     if len(tokens) == len(bos):

@@ -16,7 +16,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
 from ..system.arguments import checked
 
-Keep = Callable[[PromptBatch], Bool[Tensor, " position"]]
+Selection = Callable[[PromptBatch], Bool[Tensor, " position"]]
 
 
 @checked
@@ -30,7 +30,7 @@ def anchors_and_format(demonstrations: PromptBatch) -> Bool[Tensor, " position"]
     """BOS, instructions, and every template, separator and label token (Hidden_anchor).
 
     Examples:
-        >>> context = al.compress(model, batch, keep=al.selection.anchors_and_format)
+        >>> context = al.compress(model, batch, select=al.selection.anchors_and_format)
     """
     return _in_segments(demonstrations, OTHER, LABEL, FORMAT)
 
@@ -40,14 +40,14 @@ def label_words(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
     """BOS, instructions and the label words.
 
     Examples:
-        >>> al.compress(model, batch, keep=al.selection.label_words).kept.sum() >= len(demos)
+        >>> al.compress(model, batch, select=al.selection.label_words).selected.sum() >= len(demos)
         tensor(True)
     """
     return _in_segments(demonstrations, OTHER, LABEL)
 
 
 @checked
-def random_and_format(seed: int) -> Keep:
+def random_and_format(seed: int) -> Selection:
     """The control of ``anchors_and_format`` (Hidden_random).
 
     It selects, in place of each label word, as many random text tokens of the same demonstration
@@ -57,15 +57,15 @@ def random_and_format(seed: int) -> Keep:
         seed: Number of the draw.
 
     Returns:
-        A function for the argument ``keep`` of ``compress``. It raises a PromptError if a
+        A function for the argument ``select`` of ``compress``. It raises a PromptError if a
         demonstration has fewer text tokens than its label word has tokens.
 
     Examples:
-        >>> keeps = [al.selection.random_and_format(seed) for seed in range(3)]
-        >>> contexts = [al.compress(model, batch, keep=keep) for keep in keeps]
+        >>> selections = [al.selection.random_and_format(seed) for seed in range(3)]
+        >>> contexts = [al.compress(model, batch, select=select) for select in selections]
     """
 
-    def keep(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
+    def select(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
         selected = _in_segments(demonstrations, OTHER, FORMAT)
         set_id = int(demonstrations.demonstrations_id[0])
         generator = torch.Generator().manual_seed((seed * 1_000_003 + set_id) % 2**63)
@@ -90,14 +90,14 @@ def random_and_format(seed: int) -> Keep:
             selected[drawn.to(selected.device)] = True
         return selected
 
-    return keep
+    return select
 
 
 def _in_segments(demonstrations: PromptBatch, *segments: int) -> Bool[Tensor, " position"]:
     if not edges.segment(demonstrations, "text").any():
         raise PromptError(
             "it is not known which tokens of these prompts are texts and which are format; build "
-            "them with build_prompts, or pass your own keep: (demonstrations) to Bool['position']"
+            "them with build_prompts, or pass your own select: (demonstrations) to Bool['position']"
         )
     return torch.isin(
         demonstrations.segments[0], torch.tensor(segments, device="cpu").to(demonstrations.segments)

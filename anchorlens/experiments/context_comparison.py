@@ -26,7 +26,7 @@ from ..contexts.protocol import (
     is_context,
     refuse_another_model,
 )
-from ..contexts.selection import Keep, random_and_format
+from ..contexts.selection import Selection, random_and_format
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
 from ..metrics.loyalty import loyalty_contributions, next_tokens
@@ -218,7 +218,7 @@ def compare_contexts(
     *,
     draws: int = 0,
     seed: int = 0,
-    control: Callable[[int], Keep] = random_and_format,
+    control: Callable[[int], Selection] = random_and_format,
     positions: Placement = as_in_prompt,
     repeats: int = 5,
     resamples: int = 200,

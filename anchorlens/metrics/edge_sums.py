@@ -48,11 +48,11 @@ _SMALL = 16  # pieces, in bytes of tables of edges
 
 
 def product_hooks(
-    model: HookedModel, use: Callable[[int, Pattern, Pattern], None], *, keep: bool = False
+    model: HookedModel, use: Callable[[int, Pattern, Pattern], None], *, free_later: bool = False
 ) -> tuple[list[Hook], list[Hook]]:
     """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer.
 
-    A pattern is freed after the backward pass of its layer, or with ``keep`` stays for another.
+    A pattern is freed after the backward pass of its layer, or with the hooks if ``free_later``.
     """
     patterns: dict[int, Tensor] = {}
 
@@ -60,7 +60,7 @@ def product_hooks(
         patterns[layer] = pattern.detach()
 
     def multiply(layer: int, gradient: Tensor, hook: Any) -> None:
-        use(layer, patterns[layer] if keep else patterns.pop(layer), gradient)
+        use(layer, patterns[layer] if free_later else patterns.pop(layer), gradient)
 
     points = list(enumerate(names_of_layers(model, pattern_name)))
     hooks: list[Hook] = [(point, partial(store, layer)) for layer, point in points]
@@ -250,7 +250,7 @@ class EdgeFlows(Metric):
             raise MetricError(f"{self.name} needs the values of all tokens of each prompt")
         check_fits(model, batch)
         sums = EdgeSums(self.sets_of(batch), self.weight, 0)
-        return Observation(sums.contributions, *product_hooks(model, sums.add, keep=True))
+        return Observation(sums.contributions, *product_hooks(model, sums.add, free_later=True))
 
     def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
         """Whether the first tokens of every prompt have the edges that these have alone."""

@@ -182,9 +182,9 @@ def table_2(setting: PaperSetting) -> Iterator[PaperNumber]:
     """Loyalty and accuracy of compressed contexts: label words, random words, no texts."""
     batches = setting.prompts()
     contexts: dict[str, Any] = {
-        "demonstrations": partial(compress, keep=everything),
+        "demonstrations": partial(compress, select=everything),
         "Hidden_anchor": compress,
-        "label words alone": partial(compress, keep=label_words),
+        "label words alone": partial(compress, select=label_words),
     }
     draws: dict[str, Any] = {"draws": RANDOM_CONTEXTS, "seed": setting.seed}
     record = compare_contexts(setting.model, batches, contexts, repeats=0, **draws, **QUIET)
@@ -216,7 +216,7 @@ def table_3(setting: PaperSetting) -> Iterator[PaperNumber]:
     """How many times as fast a compressed context answers one query at a time."""
     few = setting.prompts(queries=setting.queries[:8], batch_size=1)
     contexts: dict[str, Any] = {
-        "cached": partial(compress, keep=everything),
+        "cached": partial(compress, select=everything),
         "compressed": compress,
     }
     record = compare_contexts(setting.model, few, contexts, repeats=TIMED_PASSES, **QUIET)

@@ -123,7 +123,7 @@ def _compare_saliency(
         def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
             products[layer] = pattern * gradient
 
-        hooks, backward_hooks = product_hooks(model, store, keep=True)
+        hooks, backward_hooks = product_hooks(model, store, free_later=True)
         return {"observers": hooks, "backward_hooks": backward_hooks}
 
     expected = run_pass(model, batch, hooks=change(batch), loss=loss, **stored_in(whole))

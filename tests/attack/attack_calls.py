@@ -256,10 +256,10 @@ def calls() -> list[Call]:
         Call(al.sites.single_heads, {"model": model, "layers": [0]}, {"layers": LAYERS}),
         Call(
             al.compress,
-            {"model": model, "demonstrations": batch, "keep": al.selection.label_words},
+            {"model": model, "demonstrations": batch, "select": al.selection.label_words},
             {
                 "demonstrations": bad,
-                "keep": [
+                "select": [
                     lambda prompt: torch.zeros(prompt.tokens.shape[1], dtype=torch.bool),
                     lambda prompt: torch.ones(3, dtype=torch.bool),
                     lambda prompt: prompt.tokens[0],

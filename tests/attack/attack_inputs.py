@@ -47,7 +47,7 @@ def check_refused(call: Call, name: str, value: Any) -> None:
         raise AssertionError(f"{attempt}: refused, but the model is not as before")
 
 
-USER_FUNCTIONS = ("hooks", "loss", "keep", "positions")
+USER_FUNCTIONS = ("hooks", "loss", "select", "positions")
 
 
 def fits(call: Call, name: str, value: Any) -> bool:

@@ -90,20 +90,20 @@ def test_placements_give_the_positions_of_keys_and_query() -> None:
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize(
-    "keep",
+    "select",
     [al.selection.anchors_and_format, al.selection.label_words, al.selection.random_and_format(1)],
 )
-def test_a_compressed_context_equals_masking(model: Any, keep: Any) -> None:
+def test_a_compressed_context_equals_masking(model: Any, select: Any) -> None:
     batches = questions(model, 7, batch_size=3, padding_side="left")
-    context = al.compress(model, batches[1], keep=keep)
+    context = al.compress(model, batches[1], select=select)
     for batch in batches:
-        expected = masked(model, batch, context.kept)
+        expected = masked(model, batch, context.selected)
         assert difference(context.logits(model, batch), expected) < 1e-5
         assert difference(run_pass(model, batch), expected) > 1e-3
     is_bridge = hasattr(model, "original_model")
     assert context.is_cut == is_bridge
-    share = int(context.kept.sum()) / len(context.kept)
-    whole = al.compress(model, batches[0], keep=al.selection.everything)
+    share = int(context.selected.sum()) / len(context.selected)
+    whole = al.compress(model, batches[0], select=al.selection.everything)
     assert context.size == pytest.approx(whole.size * (share if is_bridge else 1))
 
 
@@ -116,7 +116,7 @@ def test_restarted_positions_equal_a_computation_by_hand(gpt2: Any) -> None:
         return
     batch = questions(gpt2, 4)[0].padded_right()
     context = al.compress(gpt2, batch, positions=al.placement.restarted)
-    start, length = len(context.kept), batch.tokens.shape[1]
+    start, length = len(context.selected), batch.tokens.shape[1]
 
     def move(embeddings: Tensor, hook: Any) -> Tensor:
         moved = embeddings.expand(len(batch), -1, -1).clone()
@@ -124,7 +124,7 @@ def test_restarted_positions_equal_a_computation_by_hand(gpt2: Any) -> None:
         return moved
 
     cut = torch.zeros(1, length, length, dtype=torch.bool)
-    cut[:, start:, (~context.kept).nonzero().flatten()] = True
+    cut[:, start:, (~context.selected).nonzero().flatten()] = True
     hooks = [*al.block_edges(gpt2, batch, al.edges.every(batch) & cut), ("hook_pos_embed", move)]
     with torch.no_grad():
         logits = gpt2.run_with_hooks(
@@ -144,7 +144,7 @@ def test_a_whole_context_is_refused_if_positions_are_ignored(gpt2: Any) -> None:
         al.compress(
             gpt2,
             questions(gpt2, 2)[0],
-            keep=al.selection.everything,
+            select=al.selection.everything,
             positions=al.placement.restarted,
         )
 
@@ -159,8 +159,8 @@ def test_contexts_of_one_run_are_those_of_each_selection_alone(llama: Any) -> No
             continue  # its keys cannot be moved
         for order in (selections, selections[::-1]):
             made = compressed.contexts(llama, batch, order, positions=positions)
-            for context, keep in zip(made, order, strict=True):
-                alone = al.compress(llama, batch, keep, positions=positions)
+            for context, select in zip(made, order, strict=True):
+                alone = al.compress(llama, batch, select, positions=positions)
                 assert same(context, alone)
                 assert torch.equal(context.logits(llama, batch), alone.logits(llama, batch))
 
@@ -169,7 +169,7 @@ def test_moved_keys_leave_no_gap(llama: Any) -> None:
     batch = questions(llama, 3)[0]
     moved = al.compress(llama, batch, positions=al.placement.rebased)
     still = al.compress(llama, batch)
-    assert moved.key_positions.tolist() == list(range(int(moved.kept.sum())))
+    assert moved.key_positions.tolist() == list(range(int(moved.selected.sum())))
     assert difference(moved.logits(llama, batch), still.logits(llama, batch)) > 1e-3
 
 
@@ -212,12 +212,12 @@ def test_a_query_that_is_too_long_is_refused(hooked: Any, byte_level: Any) -> No
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
-        lambda m, b: al.compress(m, b, keep=lambda demos: torch.ones(3, dtype=torch.bool)),
+        lambda m, b: al.compress(m, b, select=lambda demos: torch.ones(3, dtype=torch.bool)),
         PromptError,
         r"got the shape \(3,\)",
     ),
     (
-        lambda m, b: al.compress(m, b, keep=lambda demos: al.selection.everything(demos) & False),
+        lambda m, b: al.compress(m, b, select=lambda demos: al.selection.everything(demos) & False),
         PromptError,
         "and 0 selected",
     ),
@@ -230,7 +230,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ),
     (
         lambda m, b: al.compress(
-            m, replace(b, demonstrations_id=torch.arange(len(b))), keep=al.selection.everything
+            m, replace(b, demonstrations_id=torch.arange(len(b))), select=al.selection.everything
         ),
         PromptError,
         "these prompts have several; compress each",
@@ -256,7 +256,7 @@ def test_texts_shorter_than_label_words_are_refused(gpt2: Any) -> None:
     demos = [al.Example("", 0), *(al.Example("What is it?", k) for k in range(1, 6))]
     (batch,) = al.build_prompts(gpt2.tokenizer, task, demos, ["Who?"])
     with pytest.raises(PromptError, match="has 0 text tokens, but its label word has"):
-        al.compress(gpt2, batch, keep=al.selection.random_and_format(0))
+        al.compress(gpt2, batch, select=al.selection.random_and_format(0))
 
 
 def test_a_cache_that_gives_different_logits_is_an_error(
@@ -327,7 +327,7 @@ def test_loyalty_equals_a_computation_by_hand(model: Any) -> None:
 
 
 def test_a_context_of_all_tokens_is_fully_loyal(gpt2: Any) -> None:
-    contexts: dict[str, Any] = {"all": partial(al.compress, keep=al.selection.everything)}
+    contexts: dict[str, Any] = {"all": partial(al.compress, select=al.selection.everything)}
     options: dict[str, Any] = {"draws": 1, "repeats": 0, "progress": False}
     record = al.compare_contexts(gpt2, questions(gpt2, 6, batch_size=3), contexts, **options)
     assert record.label_loyalty == record.word_loyalty == 1 and record.kl < 1e-9
@@ -356,4 +356,4 @@ def test_low_precision_equals_masking_approximately(hooked: Any, sentencepiece_l
     batch = questions(model, 4)[0]
     context = al.compress(model, batch)
     assert context.info["dtype"] == "bfloat16"
-    assert difference(context.logits(model, batch), masked(model, batch, context.kept)) < 0.06
+    assert difference(context.logits(model, batch), masked(model, batch, context.selected)) < 0.06

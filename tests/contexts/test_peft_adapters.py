@@ -50,7 +50,7 @@ def plain(name: str, model: Any) -> Any:
 
 
 def of_everything(model: Any, batch: al.PromptBatch) -> al.CompressedContext:
-    return al.compress(model, batch, keep=al.selection.everything)
+    return al.compress(model, batch, select=al.selection.everything)
 
 
 def changed(path: Path, **changes: Any) -> None:
@@ -94,7 +94,7 @@ def test_every_kind_of_context_becomes_an_adapter(llama: Any, tmp_path: Path) ->
         back = al.context_from_peft(folder, llama)
         assert difference(back.logits(llama, batch), logits) < LIMIT
     compressed = contexts[-1]
-    assert torch.equal(back.tokens, compressed.tokens[compressed.kept])
+    assert torch.equal(back.tokens, compressed.tokens[compressed.selected])
 
 
 def test_float64_differs_only_by_what_peft_holds_in_float32(
@@ -218,7 +218,7 @@ def test_contexts_that_peft_cannot_hold_are_refused(gpt2: Any, llama: Any, tmp_p
     wider = replace(context.prefix, keys=(*keys[:-1], torch.cat([keys[-1]] * 2, dim=3)))
     fewer = replace(context.prefix, keys=keys[:-1], values=context.prefix.values[:-1])
     bad: list[tuple[type[Exception], str, Any]] = [
-        (PromptError, r"positions=al\.placement\.rebased, or keep everything", gap),
+        (PromptError, r"positions=al\.placement\.rebased, or select everything", gap),
         (ModelError, "this context was made with", trained(gpt2, steps=0)),
         (ModelError, r"with \(heads, d_head\) \(2, 8\), \(2, 16\)", replace(context, prefix=wider)),
         (ModelError, "3 layers caches them in 2", replace(context, prefix=fewer)),

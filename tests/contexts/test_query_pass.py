@@ -85,4 +85,4 @@ def test_contexts_are_recognised_and_shown(gpt2: Any) -> None:
     context = al.compress(gpt2, batch)
     assert isinstance(context, al.Context) and isinstance(al.NoContext(), al.Context)
     shown = repr(context.query_pass(gpt2, batch))
-    assert f"{int(context.kept.sum())} cached positions, 0 hooks)" in shown
+    assert f"{int(context.selected.sum())} cached positions, 0 hooks)" in shown

@@ -33,7 +33,7 @@ from tests.support.trained_contexts import (
 def test_equal_seeds_give_equal_bits_and_others_other_batches(gpt2: Any) -> None:
     first, again, other = (trained(gpt2, seed=seed) for seed in (0, 0, 1))
     assert same(first, again) and not same(first, other)
-    start = al.compress(gpt2, questions(gpt2, 2)[0], keep=al.selection.everything)
+    start = al.compress(gpt2, questions(gpt2, 2)[0], select=al.selection.everything)
     losses = [curves(trained(gpt2, start=start, steps=6, seed=seed))[0] for seed in (0, 1, 2)]
     assert not all(torch.equal(losses[0], values) for values in losses)
 
@@ -212,7 +212,7 @@ def half_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
 def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) -> None:
     trained(gpt2, folder=tmp_path)
     first, second = split(gpt2)
-    start = al.compress(gpt2, questions(gpt2, 2)[0], keep=al.selection.everything)
+    start = al.compress(gpt2, questions(gpt2, 2)[0], select=al.selection.everything)
     changes: dict[str, dict[str, Any]] = {
         "context": {"length": 4},
         "context, shape": {"start": start},
@@ -268,7 +268,7 @@ def test_prompts_are_those_of_the_best_check_after_divergence(gpt2: Any, check_e
 
 
 def test_the_start_is_not_changed_by_its_training(gpt2: Any) -> None:
-    start = al.compress(gpt2, split(gpt2)[0][0], keep=al.selection.everything)
+    start = al.compress(gpt2, split(gpt2)[0][0], select=al.selection.everything)
     before = [tensor.clone() for tensor in (*start.prefix.keys, *start.prefix.values)]
     context = trained(gpt2, start=start)
     after = (*start.prefix.keys, *start.prefix.values)

@@ -20,7 +20,7 @@ from tests.support.measures import assert_same, difference, does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0, "repeats": 1}
-DEMONSTRATIONS = partial(al.compress, keep=al.selection.everything)
+DEMONSTRATIONS = partial(al.compress, select=al.selection.everything)
 TWO: dict[str, Any] = {"none": al.NoContext(), "anchors only": al.compress}
 THREE = TWO | {"demonstrations": DEMONSTRATIONS}
 
@@ -66,9 +66,9 @@ def test_all_numbers_equal_those_of_plain_transformers(
     weights: Any = make(len(model.tokenizer))
     weights.set_attn_implementation("eager")  # the others give out no patterns
     batches = questions(model, 12, batch_size=5, padding_side=side)
-    contexts = THREE | {"all but the first token": partial(al.compress, keep=all_but_first)}
+    contexts = THREE | {"all but the first token": partial(al.compress, select=all_but_first)}
     record = al.compare_contexts(model, batches, contexts, **QUIET)
-    kept = al.compress(model, batches[0]).kept
+    kept = al.compress(model, batches[0]).selected
     bos = batches[0].begins_with_bos
     expected: dict[str, list[Any]] = defaultdict(list)
     for batch in (batch.padded_right() for batch in batches):
@@ -338,7 +338,7 @@ def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
     monkeypatch.setattr(context_comparison, "_seconds_a_query", cached_positions)
     record = al.compare_contexts(gpt2, batches, THREE, **QUIET)
     context = al.compress(gpt2, batches[0])
-    assert record.seconds.tolist() == [0, int(context.kept.sum()), len(context.kept)]
+    assert record.seconds.tolist() == [0, int(context.selected.sum()), len(context.selected)]
     assert record.whole_seconds == 0  # nothing was cached
     assert timed == [[int(batches[3].index)] * 4]
     timed.clear()

@@ -31,7 +31,7 @@ def test_a_context_of_all_tokens_acts_as_the_demonstrations(
     batches = questions(model, 5, batch_size=3)
     metric = al.PrefixEffect(keys={"context": every_demonstration})
     expected = al.run(model, batches, [metric], **QUIET)["prefix_effect"]
-    context = al.compress(model, batches[0], keep=al.selection.everything)
+    context = al.compress(model, batches[0], select=al.selection.everything)
     effect = al.prefix_effect(model, batches, context, **QUIET)
     rounding: dict[str, Any] = {"invariance": torch.zeros(3).double()}
     assert_same(replace(effect, **rounding), replace(expected, **rounding), 1e-4)
@@ -41,7 +41,7 @@ def test_a_context_of_all_tokens_acts_as_the_demonstrations(
 def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any, tmp_path: Any) -> None:
     """It acts as the whole prompt without the edges from the query to the other tokens."""
     batches = questions(gpt2, 4)
-    context = al.compress(gpt2, batches[0], keep=al.selection.anchors_and_format)
+    context = al.compress(gpt2, batches[0], select=al.selection.anchors_and_format)
     effect = al.prefix_effect(gpt2, batches, context, rows=al.edges.target, **QUIET)
     again: dict[str, Any] = {"rows": al.edges.target, "folder": tmp_path, **QUIET}
     for _ in range(2):  # computed, then stored
@@ -67,7 +67,7 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any, tmp_path: Any) -
 def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
     keys = dict(al.PrefixEffect().keys)
-    context = al.compress(gpt2, batches[0], keep=al.selection.everything)
+    context = al.compress(gpt2, batches[0], select=al.selection.everything)
     effect = al.prefix_effect(gpt2, batches, context, keys=keys, **QUIET)
     expected = al.run(gpt2, batches, [al.PrefixEffect()], **QUIET)["prefix_effect"]
     assert effect.axis_names("segment") == expected.axis_names("segment")
@@ -77,12 +77,12 @@ def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
     positions, ends = batch.label_positions[0, [1, 4]], batch.label_ends[0, [1, 4]]
     assert torch.equal(positions, ends)
 
-    def keep(demonstrations: al.PromptBatch) -> Tensor:
+    def select(demonstrations: al.PromptBatch) -> Tensor:
         stored = torch.zeros_like(demonstrations.attention_mask[0])
         stored[positions], stored[7] = True, True
         return stored
 
-    context = al.compress(gpt2, batch, keep=keep)
+    context = al.compress(gpt2, batch, select=select)
     assert context.is_cut
     queries = context.query_pass(gpt2, batch).batch
     assert queries.label_positions.tolist() == [[1, 2]] * 4
@@ -99,7 +99,7 @@ def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
 
 def selected(batch: al.PromptBatch, context: al.CompressedContext) -> Tensor:
     mask = torch.zeros_like(batch.attention_mask)
-    mask[:, : len(context.kept)] = context.kept
+    mask[:, : len(context.selected)] = context.selected
     return mask
 
 
@@ -116,7 +116,7 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any, llama: Any) -> None:
     context = al.compress(gpt2, batches[0])
     with pytest.raises(MetricError, match="positions of every query"):
         al.prefix_effect(gpt2, batches, context, rows=al.edges.demonstrations, **QUIET)
-    no_text = al.compress(gpt2, batches[0], keep=al.selection.label_words)
+    no_text = al.compress(gpt2, batches[0], select=al.selection.label_words)
     with pytest.raises(MetricError, match="hold no token of some prompt"):
         keys = {"text": al.PrefixEffect().keys["text"]}
         al.prefix_effect(gpt2, batches, no_text, keys=keys, **QUIET)
@@ -137,7 +137,7 @@ def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(
 ) -> None:
     model = request.getfixturevalue(name)
     batch = questions(model, 4)[0]
-    context = al.compress(model, batch, keep=al.selection.everything)
+    context = al.compress(model, batch, select=al.selection.everything)
     expected = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2)
     figure = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2, context=context)
     for panel, panel_expected in zip(figure.data, expected.data, strict=True):

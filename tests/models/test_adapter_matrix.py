@@ -29,7 +29,7 @@ CASES = [case for case in cases("bridge") if case.values[0] not in NO_CACHE]
 def test_peft_and_a_context_give_the_same_logits(name: str, kind: str, tmp_path: Path) -> None:
     model, batch = hooked(name, torch.float32, kind), batch_of("right")
     weights, ours = weights_of(name, torch.float32), tmp_path / "ours"
-    context = al.compress(model, batch, keep=al.selection.everything)
+    context = al.compress(model, batch, select=al.selection.everything)
     if name in UNLIKE:
         with pytest.raises(ModelError, match=UNLIKE[name]):
             al.context_to_peft(context, model, ours)

@@ -127,22 +127,22 @@ def tail(demonstrations: al.PromptBatch) -> Tensor:
 def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
     """A context of everything equals the whole prompt; others equal a prompt with masked edges."""
     whole = run_pass(model, batch)
-    everything = al.compress(model, batch, keep=al.selection.everything)
+    everything = al.compress(model, batch, select=al.selection.everything)
     assert difference(everything.logits(model, batch), whole) < 1e-5
-    context = al.compress(model, batch, keep=some_positions)
+    context = al.compress(model, batch, select=some_positions)
     assert context.is_cut == (name not in NEVER_CUT and kind == "bridge")
     logits = context.logits(model, batch)
     # A first context without a gap does not show at which positions keys stand.
     for first in (al.selection.everything, tail):
         _, second = contexts(model, batch, [first, some_positions])
         assert torch.equal(second.logits(model, batch), logits)
-    dropped = (~context.kept).nonzero().flatten()
+    dropped = (~context.selected).nonzero().flatten()
     weights = weights_of(name, torch.float32)
     expected = []
     for prompt in plain.prompts_of(batch_of("right")):
         length = prompt.tokens.shape[1]
         cut = torch.zeros(length, length, dtype=torch.bool)
-        cut[len(context.kept) :, dropped] = True
+        cut[len(context.selected) :, dropped] = True
         expected.append(plain.with_cut_masks(weights, prompt, cut, range(model.cfg.n_layers)))
     masked = torch.stack(expected)
     assert difference(centred(logits), centred(masked)) < 1e-5
@@ -159,12 +159,15 @@ def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None
             al.compress(model, batch, positions=al.placement.rebased)
         return
     context = al.compress(model, batch, positions=al.placement.rebased)
-    assert context.is_cut and context.query_position == int(context.kept.sum())
+    assert context.is_cut and context.query_position == int(context.selected.sum())
     moved, still = (
         al.compress(model, batch, tail, positions=positions)
         for positions in (al.placement.rebased, al.placement.as_in_prompt)
     )
-    assert (moved.query_position, still.query_position) == (len(moved.kept) - 11, len(still.kept))
+    assert (moved.query_position, still.query_position) == (
+        len(moved.selected) - 11,
+        len(still.selected),
+    )
     assert difference(moved.logits(model, batch), still.logits(model, batch)) < 1e-5
 
 

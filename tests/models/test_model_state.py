@@ -128,7 +128,7 @@ def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
         model, batches, al.sites.first_and_last(model, [1]), draws=1, **QUIET
     )
     assert "hooks on the model" in sweep["last layer"].info["skipped_layers"]
-    context = al.compress(model, batches[0], keep=al.selection.everything)
+    context = al.compress(model, batches[0], select=al.selection.everything)
     answers = context.logits(model, batches[0])[batches[0].index.argsort()]
     assert difference(answers, expected) < 1e-5
     trained = al.train_reweighting(model, batches, al.Training(steps=1, progress=False))

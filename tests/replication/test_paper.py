@@ -184,8 +184,8 @@ def test_table_2_equals_compression_and_plain_transformers(
 ) -> None:
     batches = prompts(model, seed)
     whole_cache, alone = (
-        partial(al.compress, keep=keep)
-        for keep in (al.selection.everything, al.selection.label_words)
+        partial(al.compress, select=select)
+        for select in (al.selection.everything, al.selection.label_words)
     )
     contexts: dict[str, Any] = {"anchors": al.compress, "alone": alone, "all": whole_cache}
     record = al.compare_contexts(model, batches, contexts, draws=20, seed=seed, repeats=0, **QUIET)
