@@ -411,13 +411,7 @@ def as_site(site: SiteOrLayers) -> Site:
 def _checked_edges(
     batch: PromptBatch, edges: Edges | EdgesOfBatch, without_diagonal: str | None
 ) -> EdgeSet:
-    """The edges as a set of the batch.
-
-    Args:
-        batch: The prompts.
-        edges: The edges.
-        without_diagonal: What would happen to an edge of a position to itself, if this is wrong.
-    """
+    """The edges; ``without_diagonal`` says what an edge of a position to itself must not be."""
     chosen = check_edges(batch, edges, to_itself=True)
     if without_diagonal and any(
         of_rows.diagonal(rows.start, 1, 2).any() for rows, of_rows in chosen.pieces()

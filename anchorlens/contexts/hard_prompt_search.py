@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import MetricError, ModelError, NotFiniteError, PromptError
 from ..models.hooked import HookedModel, vocabulary_of
 from ..models.optimizers import root_mean_square
-from ..passes.descent import mean_loss_with_gradient
+from ..passes.forward import mean_loss_with_gradient
 from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch
 from ..prompts.plain_tokens import plain_tokens

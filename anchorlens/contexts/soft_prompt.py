@@ -11,8 +11,7 @@ from ..errors import ModelError, PromptError
 from ..models.hooked import Hook, HookedModel, device_of
 from ..models.kv_cache import KeyValues
 from ..models.optimizers import Adafactor
-from ..passes.descent import mean_loss_with_gradient
-from ..passes.forward import run_pass
+from ..passes.forward import mean_loss_with_gradient, run_pass
 from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch
 from ..system.arguments import check_from_1, checked

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from ..errors import MetricError, NotFiniteError, PromptError, StoreError
 from ..metrics.predictions import predicted_class, require_gold
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
-from ..passes.descent import mean_loss_with_gradient
+from ..passes.forward import mean_loss_with_gradient
 from ..passes.loss_checks import check_loss, refuse_several_targets
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch, digest

@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from threading import Event
 from typing import Any
 
@@ -130,6 +131,32 @@ def losses_of(
     losses = described.run()[1]
     assert losses is not None
     return losses.detach()
+
+
+def mean_loss_with_gradient(
+    model: HookedModel,
+    batch: PromptBatch,
+    loss: Loss,
+    into: Sequence[Tensor],
+    *,
+    hooks: Sequence[Hook] = (),
+    prefix: KeyValues | None = None,
+) -> float:
+    """The mean loss over a batch, whose gradient is added to ``grad`` of the tensors in ``into``.
+
+    It is NaN where the logits are not finite, because a step of an optimizer was too large.
+    """
+    losses: list[Tensor] = []
+
+    def mean_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
+        losses.append(loss(logits, batch))
+        return losses[-1] / len(batch)
+
+    try:
+        run_pass(model, batch, hooks=hooks, loss=mean_loss, into=into, prefix=prefix)
+    except NotFiniteError:
+        return nan
+    return float(losses[0].detach().mean())
 
 
 def logits_at(

@@ -6,7 +6,6 @@ there is one code for both.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -102,7 +101,7 @@ def from_caches(
                 "passes; give one (logits, cache) for each batch"
             )
         logits, cache = _checked(given, batch, number)
-        observed = _OnlyCache.of(cache, logits, batches) if model is None else model
+        observed = _OnlyCache(cache, logits, batches) if model is None else model
         if model is None and not collected:
             _check(metrics, batches, observed)
         known = cache if model is None else _with_aliases(cache, model)
@@ -256,22 +255,16 @@ def _check(metrics: Sequence[Metric], batches: Sequence[PromptBatch], model: Hoo
             refuse_folded_value_biases(model)
 
 
-@dataclass(frozen=True, eq=False)
 class _OnlyCache:
     """What metrics ask of a model, as far as a cache shows it."""
 
-    cfg: Any
-    hook_dict: Mapping[str, Tensor]
-    W_E: Tensor
-
-    @classmethod
-    def of(
-        cls, cache: Mapping[str, Tensor], logits: Tensor, batches: Sequence[PromptBatch]
-    ) -> "_OnlyCache":
+    def __init__(
+        self, cache: Mapping[str, Tensor], logits: Tensor, batches: Sequence[PromptBatch]
+    ) -> None:
         layers = [int(found[1]) for name in cache if (found := _LAYER.match(name))]
         patterns = [cache[name] for name in cache if name.endswith("attn.hook_pattern")]
         vocabulary = logits.shape[-1]
-        cfg = SimpleNamespace(
+        self.cfg = SimpleNamespace(
             n_layers=max(layers, default=0) + 1,  # of an empty cache the first is missing
             n_heads=patterns[0].shape[1] if patterns and patterns[0].ndim == 4 else 0,
             n_ctx=max(batch.tokens.shape[1] for batch in batches),
@@ -279,7 +272,7 @@ class _OnlyCache:
             d_vocab_out=vocabulary,
             model_name="the model of the caches",
         )
-        return cls(cfg, cache, logits.new_empty(vocabulary, 0))
+        self.hook_dict, self.W_E = cache, logits.new_empty(vocabulary, 0)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         raise MetricError("a metric runs the model, but only its cache was given; give model=...")

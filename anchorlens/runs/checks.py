@@ -131,7 +131,7 @@ def refuse_moved_hooks(
     They may act at positions of the batch as it was given.
     """
     pairs = zip(given, batches, strict=True)
-    if any(_stay(before, batch, hooks) for before, batch in pairs):
+    if any(_may_stay(before, batch, hooks) for before, batch in pairs):
         raise HookError(
             "prompts are run with their padding on the right, and these are padded on the left, so "
             "that hooks of your own could act at other positions than you mean; give "
@@ -139,7 +139,7 @@ def refuse_moved_hooks(
         )
 
 
-def _stay(before: PromptBatch, batch: PromptBatch, hooks: HooksOfBatch) -> bool:
+def _may_stay(before: PromptBatch, batch: PromptBatch, hooks: HooksOfBatch) -> bool:
     """Whether hooks may act at the same positions although prompts were moved."""
     moved = before.target_positions != batch.target_positions
     if not moved.any():

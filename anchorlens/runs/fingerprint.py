@@ -26,16 +26,10 @@ _version_of = cache(installed_version)  # it reads files of the installed packag
 
 
 class Fingerprint(NamedTuple):
-    """What must be equal if stored numbers belong to a run.
-
-    Attributes:
-        facts: Each by its name.
-        unknown: What they do not cover, in words. If this is not empty, stored numbers are computed
-            again.
-    """
+    """What must be equal if stored numbers belong to a run."""
 
     facts: dict[str, str]
-    unknown: tuple[str, ...]
+    unknown: tuple[str, ...]  # what the facts do not cover, so that all is computed again
 
 
 def versions() -> dict[str, str]:
@@ -54,7 +48,8 @@ def fingerprint(
     facts = {
         **identity(model),
         "hooks on the model": hooks.digest if on_model else "none",
-        "attention": _attention(model),
+        # Its implementation (eager, sdpa, ...); "None" for a HookedTransformer.
+        "attention": str(getattr(config_of(model), "_attn_implementation", None)),
         "dtype": ", ".join(sorted({str(weights.dtype) for weights in parameters})),
         "device": ", ".join(sorted(devices)),
         "precision": _precision(devices),
@@ -116,11 +111,6 @@ def _is_told(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return len(value) < 20 and all(map(_is_told, value))
     return isinstance(value, str | int | float | None) and len(str(value)) < _LONGEST / 20
-
-
-def _attention(model: Any) -> str:
-    """The implementation of attention (eager, sdpa, ...); "None" for a HookedTransformer."""
-    return str(getattr(config_of(model), "_attn_implementation", None))
 
 
 def _precision(devices: set[str]) -> str:

@@ -56,15 +56,10 @@ _NOT_OF_CLASS |= {
 
 
 class Identity(NamedTuple):
-    """What decides the numbers that a value gives.
+    """What decides the numbers that a value gives."""
 
-    Attributes:
-        digest: Equal for values with the same contents, in every process.
-        unknown: What the digest does not cover, in words; empty if it covers everything.
-    """
-
-    digest: str
-    unknown: tuple[str, ...]
+    digest: str  # equal for values with the same contents, in every process
+    unknown: tuple[str, ...]  # what the digest does not cover, in words
 
 
 def identity_of(value: Any, known: Mapping[int, str] | None = None) -> Identity:
@@ -78,16 +73,11 @@ def identity_of(value: Any, known: Mapping[int, str] | None = None) -> Identity:
 
 
 class _Walk:
-    """One walk over the parts of a value.
-
-    Attributes:
-        sha: Of all parts so far.
-        unknown: What cannot be seen so far.
-    """
+    """One walk over the parts of a value."""
 
     def __init__(self, known: Mapping[int, str]) -> None:
-        self.sha = hashlib.sha256()
-        self.unknown: list[str] = []
+        self.sha = hashlib.sha256()  # of all parts so far
+        self.unknown: list[str] = []  # what cannot be seen so far
         self._known = known
         self._seen: dict[int, int] = {}  # the number of each part, for parts that hold themselves
         self._alive: list[Any] = []  # so that no id is used again
@@ -157,14 +147,14 @@ class _Walk:
 
     def _add_function(self, function: FunctionType) -> None:
         """What the function holds; and what it does, unless an installer put it there."""
-        name, held = function.__module__ or "", [cell for cell in function.__closure__ or ()]
+        name = function.__module__ or ""
         self._write("function", function.__qualname__)
         if _is_installed(name):
             self._write(name, _version_of(name))
             if "<locals>" not in function.__qualname__:  # another name tells all
                 return
         self._add_all("defaults", function.__defaults__, function.__kwdefaults__)
-        self._add_all("closure", *map(_content, held))
+        self._add_all("closure", *map(_content, function.__closure__ or ()))
         self._add_all("attributes", vars(function))
         if _is_installed(name):
             return
@@ -260,11 +250,10 @@ def _lasting(value: Any, state: Any) -> Any:
     """The state without what ``cached_property`` stored, which follows from the rest."""
     if not isinstance(state, dict):
         return state
-    kind = type(value)
     lasting = {
         name: part
         for name, part in state.items()
-        if not isinstance(getattr(kind, str(name), None), functools.cached_property)
+        if not isinstance(getattr(type(value), str(name), None), functools.cached_property)
     }
     return lasting or None  # None is the state of an object without fields
 
@@ -290,9 +279,5 @@ def _is_installed(name: str) -> bool:
         return True
     module = sys.modules.get(top)
     places = [*getattr(module, "__path__", ())] or [getattr(module, "__file__", None)]
-    return any(place and _has_installer_files(Path(place).parent) for place in places)
-
-
-@functools.cache
-def _has_installer_files(folder: Path) -> bool:
-    return next(folder.glob("*.dist-info"), None) is not None
+    folders = {Path(place).parent for place in places if place}
+    return any(next(folder.glob("*.dist-info"), None) is not None for folder in folders)

@@ -5,6 +5,7 @@ reason is empty if it can.
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,10 +32,7 @@ HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts 
 
 
 def tolerance(model: HookedModel, roundings: int) -> float:
-    """What may lie between two computations of the same logits, as a share of the largest.
-
-    Other operations round in other ways: a few roundings of the weights' type are allowed.
-    """
+    """What may lie between the logits of other operations: a few roundings of the weights' type."""
     return max(TOLERANCE, roundings * torch.finfo(dtype_of(model)).eps)
 
 
@@ -58,11 +56,11 @@ def any_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
 
 def difference_of(got: Tensor, expected: Tensor) -> float:
     """Largest difference, as a share of the largest number; infinite where it is no number."""
-    return largest_difference([(got, expected, expected)])
+    return _largest([(got, expected, expected)])
 
 
-def largest_difference(pairs: list[tuple[Tensor, Tensor, Tensor]]) -> float:
-    """The largest of several differences, each as a share of the largest number of a third tensor.
+def _largest(pairs: Sequence[tuple[Tensor, Tensor, Tensor]]) -> float:
+    """The largest of differences, each as a share of the largest number of a third tensor.
 
     They are read at once, because Python waits for a GPU at each.
     """
@@ -74,18 +72,18 @@ def largest_difference(pairs: list[tuple[Tensor, Tensor, Tensor]]) -> float:
     return float(torch.stack(on_one_device(shares)).nan_to_num(torch.inf).max())
 
 
-def why_not_equal(what: str, difference: float, limit: float, whole: str = "prompts") -> str:
+def why_not_equal(
+    what: str, limit: float, *pairs: tuple[Tensor, Tensor, Tensor], whole: str = "prompts"
+) -> str:
     """Why numbers are not those of whole prompts or patterns; empty if it is only rounding."""
+    difference = _largest(pairs)
     if difference <= limit:
         return ""
     return f"{what} differ by {difference:.1e} of the largest from those of whole {whole}"
 
 
 def reason_of(error: Exception) -> str:
-    """The reason why a trial failed, in a line; unexpected errors are logged with their traceback.
-
-    An error of memory is raised again: fewer prompts may fit.
-    """
+    """Why a trial failed, in a line; an error of memory is raised again: fewer prompts may fit."""
     if is_out_of_memory(error):
         raise error
     if not isinstance(error, UNABLE):

@@ -29,24 +29,13 @@ from .must_checkpoint import why_checkpointed
 
 @dataclass(frozen=True)
 class HowToRun:
-    """How the batches of a study run, and the reasons.
+    """How the batches of a study run, and the reasons."""
 
-    Attributes:
-        shared_prefix: Whether the tokens that prompts share run once, and otherwise the reason.
-        lengths: For each set of demonstrations, how many leading tokens run once for all of its
-            prompts; empty where whole prompts run.
-        attention: For long prompts, whether the attention is fused, or the reason why it is not;
-            empty for short prompts, whose patterns are whole.
-        is_fused: Whether whole prompts and shared tokens form no pattern. The tokens after shared
-            ones always do.
-        is_checkpointed: Whether blocks store only their input for the gradient.
-    """
-
-    shared_prefix: str
-    lengths: Mapping[int, int]
-    attention: str = ""
-    is_fused: bool = False
-    is_checkpointed: bool = False
+    shared_prefix: str  # whether the tokens that prompts share run once, and otherwise the reason
+    lengths: Mapping[int, int]  # of the tokens that run once, by set of demonstrations
+    attention: str = ""  # of long prompts: whether it is fused, or why not
+    is_fused: bool = False  # no pattern is formed, but of the tokens after shared ones
+    is_checkpointed: bool = False  # blocks store only their input for the gradient
 
 
 def how_to_run(

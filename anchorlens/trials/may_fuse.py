@@ -15,7 +15,6 @@ from ..metrics.edge_sums import product_hooks, row_pieces
 from ..metrics.metric import Metric, observes_prefix
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, HookedModel, Operands, device_of, dtype_of, verified_operands
-from ..models.kv_cache import KeyValues
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..passes.forward import run_pass, run_prefix
 from ..passes.fused_attention import acts_when_fused, fused_attention, outside_attention
@@ -33,8 +32,6 @@ from .comparison import (
     SALIENCY_TOLERANCE,
     any_loss,
     beginnings,
-    difference_of,
-    largest_difference,
     reason_of,
     tolerance,
     two_of,
@@ -71,9 +68,10 @@ def why_not_fused(
         return "hooks may act on them"
     if isinstance(loss, WordCrossEntropy):
         return "the words of the loss continue the prompts"
-    shortest = _shortest(batches).to(device_of(model))
+    shortest = min(batches, key=lambda batch: batch.tokens.shape[1]).to(device_of(model))
     acting = [hook for change in changes for hook in change(shortest)]
-    if points := [hook[0] for hook in acting if not _can_act(model, hook)]:
+    able = [outside_attention(model, [hook]) or acts_when_fused(model, hook) for hook in acting]
+    if points := [point for (point, _), can in zip(acting, able, strict=True) if not can]:
         named = points[0] if isinstance(points[0], str) else "the points that a function selects"
         return f"hooks act at {named}"
     short = _beginnings_of(model, batches)
@@ -116,23 +114,15 @@ def why_not_observed_fused(
     lengths: Mapping[int, int],
 ) -> str:
     """Which metric cannot observe passes without a pattern; empty if all can."""
-    prompt = _shortest(batches).to(device_of(model)).prompt(0)
+    shortest = min(batches, key=lambda batch: batch.tokens.shape[1])
+    prompt = shortest.to(device_of(model)).prompt(0)
     able = (_can_observe(model, prompt, metric, lengths) for metric in metrics)
     unable = [metric.name for metric, can in zip(metrics, able, strict=True) if not can]
     return f"{unable[0]} needs them" if unable else ""
 
 
-def _shortest(batches: Sequence[PromptBatch]) -> PromptBatch:
-    return min(batches, key=lambda batch: batch.tokens.shape[1])
-
-
 def _beginnings_of(model: HookedModel, batches: Sequence[PromptBatch]) -> PromptBatch:
     return beginnings(two_of(batches[0]), _TRIED).to(device_of(model))
-
-
-def _can_act(model: HookedModel, hook: Hook) -> bool:
-    """Whether a hook acts outside of attention, or in a way that a fused attention follows."""
-    return bool(outside_attention(model, [hook])) or acts_when_fused(model, hook)
 
 
 def _can_observe(
@@ -186,20 +176,18 @@ def _compare_products(model: HookedModel, batch: PromptBatch, change: HooksOfBat
     with fused_attention(model, store_rows, hooks):
         logits = run_pass(model, batch, loss=any_loss)
     limit = tolerance(model, _ROUNDINGS)
-    difference = difference_of(logits, expected)
-    if reason := why_not_equal("logits of a fused attention", difference, limit, "patterns"):
+    pair = logits, expected, expected
+    if reason := why_not_equal("logits of a fused attention", limit, pair, whole="patterns"):
         return reason
     if dtype_of(model).itemsize < 4:  # the products of single edges are mostly rounding there
         return ""
     inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
-    largest = largest_difference(
-        [
-            (ours[layer] * inside, of_layer * inside, of_layer * inside)
-            for layer, of_layer in whole.items()
-        ]
-    )
+    pairs = [
+        (ours[layer] * inside, of_layer * inside, of_layer * inside)
+        for layer, of_layer in whole.items()
+    ]
     what = "saliencies of a fused attention"
-    return why_not_equal(what, largest, SALIENCY_TOLERANCE, "patterns")
+    return why_not_equal(what, SALIENCY_TOLERANCE, *pairs, whole="patterns")
 
 
 def _compare_prefix(model: HookedModel, prompt: PromptBatch) -> str:
@@ -209,14 +197,18 @@ def _compare_prefix(model: HookedModel, prompt: PromptBatch) -> str:
     whole, fused = dict[int, Tensor](), dict[int, Tensor]()
     leading = in_leading_tokens(_some_cuts(model, after), after.first_query)
     stored = run_shared(model, shared, leading, is_fused=True, observers=_key_hooks(model, fused))
-    # The last axis of each layer; the heads may be copied for each query head in one of the two.
-    if _widths(stored) != _widths(run_prefix(model, shared)):
+    # The heads may be copied for each query head in one of the two.
+    widths, of_whole = (
+        [tensor.shape[-1] for tensor in (*each.keys, *each.values)]
+        for each in (stored, run_prefix(model, shared))
+    )
+    if widths != of_whole:
         return "a fused attention stores other keys and values, as it does in latent attention"
     hooks, limit = _some_cuts(model, prompt), tolerance(model, _ROUNDINGS)
     expected = run_pass(model, prompt, hooks=hooks, observers=_key_hooks(model, whole))
     logits = run_pass(model, after, hooks=_some_cuts(model, after), prefix=stored)
-    difference = difference_of(logits, expected)
-    if reason := why_not_equal("logits after a fused prefix", difference, limit, "patterns"):
+    pair = logits, expected, expected
+    if reason := why_not_equal("logits after a fused prefix", limit, pair, whole="patterns"):
         return reason
     pairs = []
     for layer, keys in fused.items():
@@ -224,13 +216,7 @@ def _compare_prefix(model: HookedModel, prompt: PromptBatch) -> str:
         heads = max(each.shape[2] for each in both)
         ours, theirs = (each.repeat_interleave(heads // each.shape[2], dim=2) for each in both)
         pairs.append((ours, theirs, theirs))
-    difference = largest_difference(pairs)
-    return why_not_equal("keys of a fused attention", difference, limit, "patterns")
-
-
-def _widths(prefix: KeyValues) -> list[tuple[int, int]]:
-    """Channels of the keys and values of each layer."""
-    return [(k.shape[-1], v.shape[-1]) for k, v in zip(prefix.keys, prefix.values, strict=True)]
+    return why_not_equal("keys of a fused attention", limit, *pairs, whole="patterns")
 
 
 def _key_hooks(model: HookedModel, keys: dict[int, Tensor]) -> list[Hook]:

@@ -33,7 +33,6 @@ from .comparison import (
     SALIENCY_TOLERANCE,
     TOLERANCE,
     difference_of,
-    largest_difference,
     reason_of,
     two_of,
     why_not_equal,
@@ -101,7 +100,7 @@ def _compare_logits(
             logits = run_pass(model, after, hooks=acting, prefix=prefix)
         except Exception as error:
             return f"no run from a key-value cache ({reason_of(error)})"
-        if reason := why_not_equal("logits", difference_of(logits, expected), TOLERANCE):
+        if reason := why_not_equal("logits", TOLERANCE, (logits, expected, expected)):
             return reason
     return ""
 
@@ -134,14 +133,14 @@ def _compare_saliency(
         logits = run_pass(model, few, hooks=acting, loss=loss, prefix=prefix, **stored_in(lower))
     except Exception as error:
         return f"no shared gradients ({reason_of(error)})"
-    if reason := why_not_equal("logits", difference_of(logits, expected), TOLERANCE):
+    if reason := why_not_equal("logits", TOLERANCE, (logits, expected, expected)):
         return reason
     pairs = []
     for layer, saliency in whole.items():
         above, below = saliency.tensor_split([few.first_query], dim=2)
         pairs.append((upper[layer], above[..., : few.first_query], saliency))
         pairs.append((lower[layer], below, saliency))
-    return why_not_equal("saliencies", largest_difference(pairs), SALIENCY_TOLERANCE)
+    return why_not_equal("saliencies", SALIENCY_TOLERANCE, *pairs)
 
 
 def _why_not_observed(
@@ -152,10 +151,8 @@ def _why_not_observed(
 ) -> str:
     """Why a metric cannot observe shared tokens; empty if it can.
 
-    It says so itself, it selects other tokens there in some prompts than in others, or it observes
-    a gradient that the trial does not compare. The gradient of some points does not go through a
-    cached prefix: a bridge calls hook_q, hook_k, hook_v and hook_z with copies of what attention
-    uses.
+    The gradient of some points does not go through a cached prefix: a bridge calls hook_q, hook_k,
+    hook_v and hook_z with copies of what attention uses.
     """
     first: dict[int | None, PromptBatch] = {}
     for set_id, batch in zip(only_sets(batches), batches, strict=True):
@@ -217,11 +214,9 @@ def shared_lengths(
 ) -> dict[int, int]:
     """The number of leading tokens that all prompts of a set share, at most up to a target.
 
-    Targets are also the positions whose logits the loss gets. Sets of fewer prompts than ``least``
-    are left out.
-
-    A set that also occurs in a batch of several sets is left out: where memory runs out, a part of
-    that batch could have this set alone, and share fewer tokens.
+    Targets are also the positions whose logits the loss gets. Left out are sets of fewer prompts
+    than ``least``, and those that also occur in a batch of several sets: where memory runs out, a
+    part of that batch could have this set alone, and share fewer tokens.
     """
     of_sets: dict[int, list[PromptBatch]] = {}
     mixed: set[int] = set()
@@ -240,9 +235,10 @@ def shared_lengths(
 
 
 def _shared_length(batches: Sequence[PromptBatch], loss: Loss | None) -> int:
-    if any(_has_gaps(batch) for batch in batches):
-        return 0
     first = batches[0]
+    # With padding inside a prompt its positions cannot be counted.
+    if any((batch.attention_mask.long().diff(dim=1) > 0).any() for batch in batches):
+        return 0
     if any(batch.verbalizer is None for batch in batches):
         return 0
     targets = [batch.target_positions for batch in batches]
@@ -261,17 +257,10 @@ def _shared_length(batches: Sequence[PromptBatch], loss: Loss | None) -> int:
     return shared if shared > int(first.label_ends.max()) else 0
 
 
-def _has_gaps(batch: PromptBatch) -> bool:
-    """Whether there is padding inside a prompt, so that its positions cannot be counted."""
-    return bool((batch.attention_mask.long().diff(dim=1) > 0).any())
-
-
 def all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch, KeyValues | None]:
-    """A batch after the prefix of everything before its targets, for any number of passes.
+    """A batch after everything before its targets, and that prefix, for any number of passes.
 
-    Returns:
-        The batch after the prefix, and the prefix; the unchanged batch and None if the logits after
-        the prefix are different.
+    The unchanged batch and None if the logits after the prefix are different.
     """
     if has_user_hooks(model):
         return batch, None
@@ -284,4 +273,5 @@ def all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch,
     except Exception as error:
         reason_of(error)
         return batch, None
-    return (ready, prefix) if difference_of(logits, expected) <= TOLERANCE else (batch, None)
+    is_equal = difference_of(logits, expected) <= TOLERANCE
+    return (ready, prefix) if is_equal else (batch, None)

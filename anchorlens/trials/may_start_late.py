@@ -25,11 +25,7 @@ def why_not_late(
     logits: LogitsOfBatch,
     is_fused: bool,
 ) -> dict[int, str]:
-    """Why changes cannot start at the first layer where they act, as tried on two prompts.
-
-    Returns:
-        By layer, the reason why a pass cannot start there; empty if all can.
-    """
+    """By layer, why a change that acts from there on cannot start there; empty if all can."""
     few = two_of(batches[0]).to(device_of(model))
     if is_fused:
         reasons = {layer: "a long prefix runs from the first layer on" for layer in changes}

@@ -16,8 +16,7 @@ from anchorlens.contexts.embedded import (
 from anchorlens.contexts.protocol import bos_of, queries_after
 from anchorlens.errors import ModelError
 from anchorlens.models.optimizers import Adafactor
-from anchorlens.passes.descent import mean_loss_with_gradient
-from anchorlens.passes.forward import run_pass
+from anchorlens.passes.forward import mean_loss_with_gradient, run_pass
 from tests.support.measures import difference
 from tests.support.tiny_models import questions, tiny_gpt2
 from tests.support.trained_contexts import train_soft_prompt

@@ -255,7 +255,7 @@ def test_other_numbers_are_found_by_the_trial(gpt2: Any, monkeypatch: pytest.Mon
         patch.setattr(row_attention, "_with_shared_heads", larger)
         assert "because saliencies of a fused attention differ by" in attention()
     with monkeypatch.context() as patch:
-        patch.setattr(may_fuse, "difference_of", lambda ours, expected: 1e-3)
+        patch.setattr(comparison, "_largest", lambda pairs: 1e-3)
         assert "because logits of a fused attention differ by 1.0e-03" in attention()
     assert implementation_of(gpt2) == "eager"
 
