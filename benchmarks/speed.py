@@ -23,7 +23,8 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
 from anchorlens.models.read_weights import read_weights
-from anchorlens.passes.shared_prefix import SharedPrefixes, after_shared, no_hooks
+from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
+from anchorlens.prompts.batch import after_shared
 from anchorlens.trials.how_to_run import HowToRun, how_to_run
 from benchmarks import published_way
 from benchmarks.saliency_cost import byte_level_tokenizer, plain_transformers
@@ -153,7 +154,7 @@ def queries_after_demonstrations(weights: Any, how: HowToRun, batches: Batches) 
     keys: dict[int, Any] = {}
     with torch.no_grad():
         for batch in batches:
-            ready = after_shared(batch, how.lengths)
+            ready, _ = after_shared(batch, how.lengths)
             name, start = int(batch.demonstrations_id[0]), ready.first_query
             if name not in keys:
                 keys[name] = DynamicCache()

@@ -77,20 +77,6 @@ class KeyValues:
         """Bytes of the keys and values."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
-    def for_each(self, size: int) -> "KeyValues":
-        """One copy for each of ``size`` prompts, so that each collects its own gradient."""
-
-        def copies(tensor: Tensor) -> Tensor:
-            return tensor.expand(size, *tensor.shape[1:]).clone().requires_grad_()
-
-        return replace(
-            self,
-            keys=tuple(map(copies, self.keys)),
-            values=tuple(map(copies, self.values)),
-            attention_mask=self.attention_mask.expand(size, -1),
-            next_position=self.next_position.expand(size),
-        )
-
     def before(self, position: int) -> "KeyValues":
         """The columns before a position alone; all of them if there are fewer."""
         mask = self.attention_mask[:, :position]
@@ -129,21 +115,27 @@ class KeyValues:
 
 
 def inputs_after(
-    model: HookedModel, mask: Bool[Tensor, "batch query"], prefix: KeyValues | None = None
+    model: HookedModel,
+    mask: Bool[Tensor, "batch query"],
+    prefix: KeyValues | None = None,
+    copies: list[Tensor] | None = None,
 ) -> tuple[dict[str, Any], Any]:
     """Arguments of the model's forward for tokens after a prefix, and the cache in them.
 
-    A ModelError if the model does not continue from a cache.
+    In ``copies`` are then the keys and values of each layer, one copy for each prompt, so that each
+    collects its own gradient. A ModelError if the model does not continue from a cache.
     """
     if model in without_cache:
         raise ModelError(without_cache[model])
     if prefix is None:
         return inputs_with_cache(model, mask, (), mask[:, :0], 0)
-    size, before, start = len(mask), prefix.attention_mask, prefix.next_position[:, None]
-    pairs = [
-        (key.expand(size, -1, -1, -1), value.expand(size, -1, -1, -1))
-        for key, value in zip(prefix.keys, prefix.values, strict=True)
-    ]
+    before, start = prefix.attention_mask, prefix.next_position[:, None]
+    each = [tensor.expand(len(mask), -1, -1, -1) for tensor in (*prefix.keys, *prefix.values)]
+    if copies is not None:
+        each = [tensor.clone().requires_grad_() for tensor in each]
+        copies += each
+    half = len(prefix.keys)
+    pairs = list(zip(each[:half], each[half:], strict=True))
     return inputs_with_cache(model, mask, pairs, before.to(mask.device), start.to(mask.device))
 
 

@@ -242,18 +242,15 @@ def _run(
     model, batch, loss = described.model, described.batch, described.loss
     differentiates = loss is not None and described.runs_backward
     continues = isinstance(loss, WordCrossEntropy)
-    prefix, copies = described.prefix, list[Tensor]()
+    prefix, leaves = described.prefix, [*described.into]
     graph = prefix.graph if prefix is not None and differentiates else None
+    copies = list[Tensor]() if graph is not None else None
     changes, observed = _watched(described.hooks), _watched(described.observers)
     of_gradients = _watched(described.backward_hooks)
     checkpoints = Checkpoints() if described.gradient_checkpointing else None
     observers = observed if checkpoints is None else checkpoints.observers(observed)
     # An inference_mode of the caller would make tensors that autograd rejects.
     with torch.inference_mode(False):
-        if prefix is not None and graph is not None:
-            prefix = prefix.for_each(len(batch.tokens))
-            copies = [*prefix.keys, *prefix.values]
-        leaves = [*described.into, *copies]
         # The rows of logits that are needed: those of the loss, then that of the target.
         rows = batch.target_positions[:, None] - batch.first_query
         if hasattr(loss, "positions"):
@@ -272,7 +269,8 @@ def _run(
         nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
         acting,
     ):
-        tokens, inputs, cache = _inputs(model, batch, prefix, continues)
+        tokens, inputs, cache = _inputs(model, batch, prefix, continues, copies)
+        leaves += copies or ()
         outputs = model(tokens, **inputs)
         _check_calls(CHANGES, changes)
         every = outputs if last else _at_rows(outputs, rows)
@@ -292,7 +290,7 @@ def _run(
         are_finite = torch.stack([_is_finite(each.detach()) for each in numbers]).tolist()
         if losses is not None and differentiates and all(are_finite):
             _backward(losses, leaves)
-            if graph is not None:
+            if graph is not None and copies is not None:
                 for receive, gradient in graph.at_points(copies):
                     receive(gradient, hook=None)
     if all(are_finite):  # otherwise ``Pass.run`` says what is not
@@ -305,14 +303,18 @@ def _run(
 
 
 def _inputs(
-    model: HookedModel, batch: PromptBatch, prefix: KeyValues | None, continues: bool = False
+    model: HookedModel,
+    batch: PromptBatch,
+    prefix: KeyValues | None,
+    continues: bool = False,
+    copies: list[Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Any], Any]:
     """The tokens that are run, other arguments of the model's forward, and its cache, if needed."""
     first = batch.first_query
     tokens, mask = batch.tokens[:, first:], batch.attention_mask[:, first:]
     if prefix is None and not continues:
         return tokens, inputs_without_cache(model, mask), None
-    return tokens, *inputs_after(model, mask, prefix)
+    return tokens, *inputs_after(model, mask, prefix, copies)
 
 
 def _backward(losses: Float[Tensor, " batch"], leaves: Sequence[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """The tokens that the prompts of a batch share: they run once, and prompts continue from them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from weakref import ref
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, HookedModel, devices_of_layers
 from ..models.kv_cache import KeyValues
-from ..prompts.batch import PromptBatch, only_set, run_from
+from ..prompts.batch import PromptBatch, only_set
 from ..system.free_memory import free_for_layers
 from .forward import run_prefix
 from .fused_attention import run_fused
@@ -20,12 +20,6 @@ HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
 def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
     """The clean run."""
     return ()
-
-
-def after_shared(batch: PromptBatch, lengths: Mapping[int, int]) -> PromptBatch:
-    """A batch after the tokens that its prompts share; itself if they share none."""
-    set_id = only_set(batch)
-    return batch if set_id is None or set_id not in lengths else run_from(batch, lengths[set_id])
 
 
 def shared_tokens(batch: PromptBatch) -> PromptBatch:

@@ -529,6 +529,16 @@ def all_on_cpu(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
     return [batch.on_cpu for batch in batches]
 
 
+def after_shared(batch: PromptBatch, lengths: Mapping[int, int]) -> tuple[PromptBatch, int | None]:
+    """A batch after the tokens that its prompts share, by set of demonstrations, and its set.
+
+    It is the batch itself if they share none, and the set is None if there are several.
+    """
+    set_id = only_set(batch)
+    length = 0 if set_id is None else lengths.get(set_id, 0)
+    return run_from(batch, length) if length else batch, set_id
+
+
 def only_set(batch: PromptBatch) -> int | None:
     """The set of demonstrations of a batch; None if it has several."""
     return only_sets([batch])[0]
@@ -608,8 +618,13 @@ def check_batch(batch: PromptBatch) -> None:
     check_label_words([batch])
 
 
-def check_prompts(batch: PromptBatch) -> None:
+def check_prompts(*batches: PromptBatch) -> None:
     """Check that the fields of a batch agree: ``replace`` can make one in which they do not."""
+    for batch in batches:
+        _check_prompts(batch)
+
+
+def _check_prompts(batch: PromptBatch) -> None:
     if batch.first_query:
         raise PromptError(
             f"the prompts are to be run from position {batch.first_query}, but keys of 0 tokens "

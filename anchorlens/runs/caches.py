@@ -89,8 +89,7 @@ def from_caches(
     if not metrics:
         raise MetricError("there is nothing to compute: give at least one metric")
     require_batches(batches)
-    for batch in batches:
-        check_prompts(batch)
+    check_prompts(*batches)
     if model is not None:
         _check(metrics, batches, model)
     collected: list[dict[str, Tensor]] = []
@@ -247,8 +246,7 @@ def _with_aliases(cache: Mapping[str, Tensor], model: HookedModel) -> dict[str, 
 
 def _check(metrics: Sequence[Metric], batches: Sequence[PromptBatch], model: HookedModel) -> None:
     """Raise the errors that ``run`` raises before it runs."""
-    for batch in batches:
-        check_fits(model, batch)
+    check_fits(model, *batches)
     for metric in metrics:
         metric.check(model, batches, changed=False)
         if metric.needs_gradient and not isinstance(model, _OnlyCache):

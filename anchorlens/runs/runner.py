@@ -29,12 +29,11 @@ from ..passes.losses import Loss, label_cross_entropy
 from ..passes.shared_prefix import (
     HooksOfBatch,
     SharedPrefixes,
-    after_shared,
     no_hooks,
     run_shared,
     shared_tokens,
 )
-from ..prompts.batch import PromptBatch, only_set, run_from
+from ..prompts.batch import PromptBatch, after_shared
 from ..prompts.verbalizer import label_scores
 from ..results.contributions import Contributions
 from ..results.record import Record
@@ -98,7 +97,7 @@ class Runner:
 
         Whole prompts are run where hooks cannot act in the shared tokens once for all prompts.
         """
-        after = after_shared(batch, self.how.lengths)
+        after, _ = after_shared(batch, self.how.lengths)
         acting = hooks(after)
         if not after.is_whole:
             if all(isinstance(act, BatchHook) for _, act in acting):
@@ -164,13 +163,11 @@ class Runner:
         self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
     ) -> tuple[_Observed, Tensor]:
         """What metrics observe by hooks, and the logits."""
-        set_id = only_set(batch)
-        length = 0 if set_id is None else self.how.lengths.get(set_id, 0)
-        batch = run_from(batch, length) if length else batch
+        batch, set_id = after_shared(batch, self.how.lengths)
         acting = () if hooks is no_hooks else hooks(batch)
         before: Sequence[Observation | None] = [None] * len(metrics)
         prefix = None
-        if length:
+        if batch.first_query > 0:
             before, prefix = self._observed_in_set(set_id, batch, hooks, acting, metrics)
         observations = [metric.observe(self.model, batch) for metric in metrics]
         observers, backward_hooks = _read_only(metrics, observations, self._trusted)

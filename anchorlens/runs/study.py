@@ -494,8 +494,7 @@ def checked_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> list[
     """
     ensure_prepared(model)
     require_batches(batches)
-    for batch in batches:
-        check_prompts(batch)
+    check_prompts(*batches)
     check_fits(model, *batches)
     for batch in batches:
         if batch.verbalizer != batches[0].verbalizer:

@@ -21,13 +21,12 @@ from ..passes.fused_attention import acts_when_fused, fused_attention, outside_a
 from ..passes.losses import Loss, WordCrossEntropy
 from ..passes.shared_prefix import (
     HooksOfBatch,
-    after_shared,
     no_hooks,
     run_shared,
     shared_tokens,
 )
 from ..prompts import edges
-from ..prompts.batch import PromptBatch, longest_prompt
+from ..prompts.batch import PromptBatch, after_shared, longest_prompt
 from .comparison import (
     SALIENCY_TOLERANCE,
     any_loss,
@@ -93,7 +92,7 @@ def why_no_fused_prefix(
 
     A query forms patterns in its own rows alone then, and metrics without a gradient observe these.
     """
-    if any(after_shared(batch, lengths).is_whole for batch in batches):
+    if any(after_shared(batch, lengths)[0].is_whole for batch in batches):
         return "a batch has prompts of several sets, or a target is in the demonstrations"
     if reason := why_rotated_differently(model, batches, lengths):
         return reason
@@ -134,7 +133,7 @@ def _can_observe(
         return True
     if metric.needs_gradient:
         return observed.use_rows is not None
-    after = after_shared(prompt, lengths)
+    after, _ = after_shared(prompt, lengths)
     if after.is_whole or not observes_prefix(metric):
         return False
     in_prefix = metric.observe_prefix(model, shared_tokens(after))

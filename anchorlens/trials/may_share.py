@@ -22,12 +22,11 @@ from ..passes.memory import of_what_fits
 from ..passes.shared_prefix import (
     HooksOfBatch,
     SharedPrefixes,
-    after_shared,
     no_hooks,
     run_shared,
     shared_tokens,
 )
-from ..prompts.batch import PromptBatch, all_on_cpu, longest_prompt, only_sets
+from ..prompts.batch import PromptBatch, after_shared, all_on_cpu, longest_prompt, only_sets
 from .comparison import (
     HOOKS_OF_USER,
     SALIENCY_TOLERANCE,
@@ -91,7 +90,7 @@ def _compare_logits(
     batch: PromptBatch,
 ) -> str:
     """Why logits cannot come from shared demonstrations; empty if they can."""
-    model, after = prefixes.model, after_shared(batch, lengths)
+    model, (after, _) = prefixes.model, after_shared(batch, lengths)
     for change in changes:
         expected = run_pass(model, batch, hooks=change(batch))
         acting = change(after)
@@ -113,7 +112,7 @@ def _compare_saliency(
     batch: PromptBatch,
 ) -> str:
     """Why logits or A * dL/dA cannot come from a shared prefix; empty if they can."""
-    few = after_shared(batch, lengths)
+    few, _ = after_shared(batch, lengths)
     whole: dict[int, Tensor] = {}
     upper: dict[int, Tensor] = {}
     lower: dict[int, Tensor] = {}
@@ -157,11 +156,11 @@ def _why_not_observed(
     first: dict[int | None, PromptBatch] = {}
     for set_id, batch in zip(only_sets(batches), batches, strict=True):
         if set_id not in first:
-            first[set_id] = shared_tokens(after_shared(batch, lengths))
+            first[set_id] = shared_tokens(after_shared(batch, lengths)[0])
         for metric in metrics:
             if not metric.begins_as(batch, first[set_id]):
                 return f"{metric.name} differs between prompts that share their demonstrations"
-    after = after_shared(batches[0].to(device_of(model)), lengths)
+    after, _ = after_shared(batches[0].to(device_of(model)), lengths)
     compared = {pattern_name(layer) for layer in range(model.cfg.n_layers)}
     for metric in metrics:
         if metric.needs_gradient:
@@ -196,8 +195,8 @@ def why_not_in_prefix(
 ) -> str:
     """Why hooks cannot act in shared tokens once for all prompts; empty if they can."""
     in_prefix: dict[int | None, Sequence[Hook]] = {}
-    for set_id, batch in zip(only_sets(batches), batches, strict=True):
-        after, hooks = after_shared(batch, lengths), change(batch)
+    for batch in batches:
+        (after, set_id), hooks = after_shared(batch, lengths), change(batch)
         if not all(isinstance(act, BatchHook) for _, act in hooks):
             return "hooks of your own act on positions of whole prompts"
         if after.is_whole:

@@ -15,7 +15,8 @@ from anchorlens.models import kv_cache
 from anchorlens.models.hooked import pattern_name, verified_operands
 from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import run_pass, run_prefix
-from anchorlens.passes.shared_prefix import SharedPrefixes, after_shared, no_hooks
+from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
+from anchorlens.prompts.batch import after_shared
 from anchorlens.runs.runner import Runner
 from anchorlens.trials import how_to_run as decision
 from anchorlens.trials.how_to_run import how_to_run
@@ -140,7 +141,7 @@ def test_isolation_inside_the_prefix_changes_the_logits(gpt2: Any) -> None:
     change = isolated(gpt2)
     prefixes = SharedPrefixes(gpt2)
     ours = Runner(gpt2, how_to_run(prefixes, batches, [change]), prefixes)
-    ready = after_shared(batches[0], ours.how.lengths)
+    ready, _ = after_shared(batches[0], ours.how.lengths)
     assert ready.first_query > int(ready.label_positions.max())
     # The hooks act only in the demonstrations: after their cache there is no edge left to cut.
     _, prefix = prefixes.of(ready, change, change(ready))
