@@ -142,11 +142,17 @@ def scale_edges(
     factor: float | Float[Tensor, ""] | Float[Tensor, "layer head"],
     site: SiteOrLayers = EVERYWHERE,
 ) -> list[Hook]:
-    """Hooks that multiply the attention along edges by a factor: 0 cuts them, 1 changes nothing.
+    r"""Hooks that multiply the attention along edges by a factor: 0 cuts them, 1 changes nothing.
 
-    With ``renormalize`` each row is divided by its new sum, ``A f / sum_j A f``; without it the
-    pattern is ``A f``. A factor of 0 gives the numbers of ``block_edges`` bit for bit. Gradients
-    flow into a tensor.
+    With f the factor on the edges and 1 elsewhere,
+
+    $$
+    A'_{h\ell}(i, j) = \frac{f_{ij} \, A_{h\ell}(i, j)}{\sum\limits_k f_{ik} \, A_{h\ell}(i, k)}
+    \quad (\texttt{renormalize=True}), \qquad
+    A'_{h\ell}(i, j) = f_{ij} \, A_{h\ell}(i, j) \quad (\texttt{renormalize=False}).
+    $$
+
+    A factor of 0 gives the numbers of ``block_edges`` bit for bit. Gradients flow into a tensor.
 
     Args:
         model: The hooked model to which the hooks will be added.
@@ -156,7 +162,8 @@ def scale_edges(
             the site are used.
         site: Layers, or an ``al.Site`` with heads and more; all layers and heads by default. With
             ``renormalize=True`` it adds ``log(factor)`` to the scores before the softmax; in models
-            with attention sinks the row and its sink sum to 1. False multiplies the pattern after
+            with attention sinks the row and its sink sum to 1, so that the sink gets a part of what
+            the edges lose. False multiplies the pattern after
             the softmax, as ``reweight_anchors`` does.
 
     Returns:

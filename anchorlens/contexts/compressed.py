@@ -181,13 +181,34 @@ def compress(
     *,
     positions: Placement = as_in_prompt,
 ) -> CompressedContext:
-    """Run demonstrations once and store the keys and values of some positions (section 3.2).
+    r"""Run demonstrations once and store the keys and values of some positions (section 3.2).
 
-    The other positions are dropped. They did have an effect on the selected ones: label words
-    gather information in shallow layers. The answers are those of the whole prompt without the
-    edges from the query to dropped positions. This is verified on the first prompt: if a cache of
-    the selected positions alone gives other logits (by more than 1e-5 of the largest logit), the
-    whole cache is stored and those edges are blocked.
+    The other positions are dropped, after they had an effect on the selected ones: label words
+    gather information in shallow layers. With D the positions of the demonstrations, S the selected
+    ones, and s the scores before the softmax, the output of a head at a position i of the query is
+
+    $$
+    z_i = \sum\limits_{j \in J} \frac{\exp s_{ij}}{\sum\limits_{j' \in J} \exp s_{ij'}} \, v_j ,
+    \qquad J = \{ j \le i: \; j \in S \text{ or } j \notin D \} .
+    $$
+
+    So with positions as in the prompt the answers are those of the whole prompt without the edges
+    from the query to dropped positions. This is verified on the first prompt: if a cache of the
+    selected positions alone gives other logits (by more than 1e-5 of the largest; ALiBi, chunked
+    attention, a ``HookedTransformer``), the whole cache is stored and those edges are blocked. The
+    answers are the same, but no memory is saved; ``is_cut`` says which it is.
+
+    Moved keys (``al.placement.rebased``) are rotated by the model's own rotation. This is tried
+    where the answer is known: the later half of the keys, moved in one piece with the query, must
+    give the same answer. Else it is refused. Learned positions cannot be moved.
+
+    Pitfalls:
+        Format tokens collect information too, so compare with ``al.selection.random_and_format``,
+        which stores the same format.
+
+    Source:
+        Section 3.2, Tables 2 and 3. Text_anchor is no context but a prompt with empty texts
+        (``al.text_anchor_prompts``).
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.

@@ -58,10 +58,35 @@ class Langevin:
 @checked
 @dataclass(frozen=True)
 class Descent:
-    """How a hard prompt is searched: steps of an optimizer on embeddings P, with projections.
+    r"""How a hard prompt is searched: steps of an optimizer on embeddings P, with projections.
 
-    Each step takes the gradient at P', the embeddings of the tokens nearest to P. The optimizer
-    applies it to P.
+    Each step takes the gradient at P', the embeddings of the tokens nearest to P (by cosine; of
+    equally near ones that with the lowest id). The optimizer applies it to P, so that short steps
+    add up until another token is the nearest:
+
+    $$
+    P' = \mathrm{Proj}(P), \qquad
+    g = \nabla_{P'} \left[ (1 - \lambda) L_{\mathrm{task}}(P')
+    + \lambda L_{\mathrm{fluency}}(P') \right], \qquad P \leftarrow \mathrm{step}(P, g)
+    $$
+
+    Adafactor moves each coordinate by about its learning rate, whatever the size of the gradient
+    is, so a fixed rate makes large steps in one model and small ones in another. The rates of the
+    presets are therefore in units of s, the root mean square of the embeddings at the start. The
+    noise of FluentPrompt is s sqrt(2 * 10 beta_i): sqrt(s) times the published one with the rate 10
+    s, because ours has the unit of the steps. With plain gradients
+    (``replace(al.hard_prompts.AUTOPROMPT, optimizer=partial(torch.optim.SGD, lr=100.0))``) the rate
+    must be found for each model and loss.
+
+    Pitfalls:
+        The best candidate is chosen on the held-out queries, so its accuracy there is too high:
+        measure it on other queries. Compare with random tokens (``al.hard_prompts.random``, all of
+        them), with no tokens (``NoContext``) and with the start.
+
+    Source:
+        PEZ: Wen et al. (NeurIPS 2023), algorithm 1. Its script for language models projects twice
+        in a step, so that P is lost and PEZ makes the steps of its baseline; its script for images
+        follows the algorithm, as here. FluentPrompt: Shi et al. (2022).
 
     Attributes:
         optimizer: Function from [P] to its optimizer.

@@ -106,7 +106,7 @@ def train_reweighting(
     *,
     start: Float[Tensor, "_ _ _"] | None = None,
 ) -> Beta:
-    """Learn beta by gradient descent on the label loss.
+    r"""Learn beta by gradient descent on the label loss.
 
     ``Training`` explains what all trainers have in common; here nothing is held out, whole prompts
     are trained on, and the beta of the last step counts. The paper uses batches of one prompt
@@ -114,6 +114,30 @@ def train_reweighting(
     at learning rate 0.01, which are the defaults here. Where the model's cache gives other logits,
     steps run whole prompts. A step needs the step before it, so several processes all do the same
     training, and all get the beta of the main process.
+
+    $$
+    A_{h\ell}(q, p_i) \; \mapsto \; A_{h\ell}(q, p_i) \, \exp(\beta_{h\ell i})
+    $$
+
+    acts after the softmax, without renormalisation, on the row of the target only. So everything
+    before the target is run once, and a step runs one token of each prompt.
+
+    Range:
+        ``beta`` any number; 0 changes nothing.
+
+    How to read:
+        Above 0 the target reads the label word more, below 0 less. Whether this helps is an
+        accuracy on other queries, beside what the same training examples give in other ways: as
+        more demonstrations, and in ``examples/reweighting.py`` by contextual calibration (Zhao et
+        al., 2021) and a linear probe.
+
+    Pitfalls:
+        A few training examples and one number for each head and label word can be learned by heart:
+        read the accuracy on other queries and its paired interval, not the training loss.
+
+    Source:
+        Section 3.1, Table 1. The published code numbers anchors by class, here they are numbered by
+        appearance.
 
     Args:
         batches: Training prompts, all with the same demonstrations and with their true labels.

@@ -225,12 +225,39 @@ def compare_contexts(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> ContextsRecord:
-    """Answer the same queries after several contexts, and compare what these give and cost.
+    r"""Answer the same queries after several contexts, and compare what these give and cost.
 
-    Each context answers in place of the demonstrations of the prompts. Loyalty is to the whole
-    prompts. The times are those of the pass over the queries of one batch, of middle length: the
-    contexts and the whole prompts take turns, and each time is the median over ``repeats``. The
-    paper's Table 2 is this comparison for ``al.compress`` with 20 draws, and its Table 3 the times.
+    Each context answers in place of the demonstrations of the prompts. Accuracy is compared with
+    the first context and with the whole prompt, paired by query; [loyalty][anchorlens.Loyalty] is
+    to the whole prompts. The times are those of the pass over the queries of one batch, of middle
+    length: the contexts and the whole prompts take turns, and each time is the median over
+    ``repeats``. The fair baseline of a time is a cached prefix, ``al.compress`` with
+    ``al.selection.everything``. Stolen attention is the part of the target's row that goes to the
+    keys P of the context, without BOS:
+
+    $$
+    \frac{1}{L H} \sum\limits_{\ell, h} \, \sum\limits_{j \in P} A_{h\ell}(q, j)
+    $$
+
+    The paper's Table 2 is this comparison for ``al.compress`` with 20 draws, and its Table 3 the
+    times.
+
+    Range:
+        Accuracy, loyalties and stolen attention 0 to 1, gains and gaps -1 to 1, KL 0 or more. With
+        re-weighted label words stolen attention can be above 1.
+
+    How to read:
+        A gain above 0 means that the context answers better than the first one, or than the
+        demonstrations. High loyalties and a low KL mean that it answers as the demonstrations do,
+        right or wrong. ``label_gap`` above 0: the label words in particular carry what is needed.
+
+    Pitfalls:
+        A context that was trained on the queries is refused. One random draw is no control. The
+        best of 20 random draws (``top_``) is chosen on the prompts on which it is measured, so it
+        is too good. Much stolen attention does not mean a good context.
+
+    Source:
+        The comparison is ours. Compressed contexts are section 3.2, re-weighted ones section 3.1.
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.

@@ -154,7 +154,7 @@ def plot_prefix_pattern(
     The prefix is the demonstrations of the prompt, or a context that stands in their place.
 
     Divided by 1 - m, the attention to tokens outside the prefix is that of the first panel: a
-    prefix cannot change which of them a row prefers (I1 in the definitions). The first panel is
+    prefix cannot change which of them a row prefers (I1 of ``PrefixEffect``). The first panel is
     measured, with the input that the layer has with the prefix.
 
     Args:

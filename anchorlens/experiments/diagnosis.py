@@ -126,22 +126,44 @@ class DiagnosisRecord(Record):
 
 @checked
 def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
-    """Test whether the distance of keys predicts which classes are confused (section 3.3).
+    r"""Test whether the distance of keys predicts which classes are confused (section 3.3).
 
-    The p-value comes from a permutation test (Mantel's). Pairs that share a class are not
-    independent, so whole classes are permuted, not single pairs: each permutation f applies to both
-    rows and columns of the distances, and the confusions stay as they are.
-    ``p = mean(rho_f >= rho_identity)``, one sided. Up to 7 classes it is exact, over all
-    permutations; with more classes it is over the identity and 5000 permutations, drawn by a
-    separate generator with a fixed seed.
+    The p-value comes from a one-sided permutation test (Mantel's),
+
+    $$
+    p = \frac{\# \{ f : \rho(D_{f(a) f(b)}, U_{ab}) \ge \rho(D_{ab}, U_{ab}) \}}{\# \{ f \}} ,
+    $$
+
+    with the distances D, the actual AUCs U, the rank correlation rho over pairs of classes, and
+    permutations f of the classes. Pairs that share a class are not independent, so whole classes
+    are permuted, not single pairs. Pairs without an AUC are left out in every permutation. Up to 7
+    classes all permutations are used (5040 of 7); with more classes the identity and 5000, drawn
+    with a fixed seed.
+
+    Range:
+        ``correlation`` -1 to 1, NaN with two classes. ``p_value`` above 0 (at least 1/6 with three
+        classes, 1/24 with four) to 1.
+
+    How to read:
+        A correlation above 0 means that classes with near keys are confused. A small p-value means
+        that distance predicts confusion better than if the keys were assigned to the classes at
+        random.
+
+    Pitfalls:
+        The best of many layers correlates well by chance, and its p-value does not mean what it
+        says: use the default layer, or one chosen before you saw the numbers. The test does not
+        know why distance and confusion agree: if ``position_correlation`` is high, the reason may
+        be positions.
+
+    Source:
+        Section 3.3 shows the two matrices (Figure 6); the correlation and its test are ours.
+        Mantel, *The Detection of Disease Clustering and a Generalized Regression Approach* (1967).
 
     Args:
         distances: The record of ``AnchorDistances``. A run over several sets of demonstrations
             (joined lists of batches) averages the distances over sets.
         layer: The layer to report, negative from the end. By default the record's
-            ``default_layer``, at two thirds of the depth, and never the layer that correlates best:
-            the best of many layers can correlate well by chance, and its p-value would not be
-            valid after that choice. For the same reason give a layer only if you chose it before
+            ``default_layer``, at two thirds of the depth. Give another only if you chose it before
             you saw the correlations.
 
     Returns:

@@ -204,9 +204,34 @@ def edge_sweep(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> SweepResults:
-    """Cut edges at many sites, with random controls; all share the same clean run.
+    r"""Cut edges at many sites, with random controls; all share the same clean run.
 
-    ``isolation_sweep`` is this experiment for the edges by which label words collect.
+    With E the edges of a prompt, and E_1, E_2, ... as many random edges for each of D draws,
+
+    $$
+    \text{gap} = \frac{1}{D} \sum\limits_{d=1}^{D} \text{loyalty}(E_d) - \text{loyalty}(E) ,
+    $$
+
+    as a mean over prompts. ``isolation_sweep`` is this experiment for the edges by which label
+    words collect.
+
+    Range:
+        Loyalties 0 to 1, KL 0 or more, gaps -1 to 1.
+
+    How to read:
+        A low loyalty means that the model needs these edges in these layers, a gap above 0 that it
+        needs these edges in particular.
+
+    Pitfalls:
+        With ``renormalize=True`` (the default) attention goes to the edges that remain, so a cut
+        also adds. Random edges have less attention than edges that a model reads much, so a gap may
+        say no more than that: compare sets with one another too. ``random_edges`` from any query
+        cut mostly inside the demonstrations, before the query.
+
+    Source:
+        Not in the paper. Cutting the context from a layer on is the method of Sia et al., *Where
+        does In-context Learning Happen in Large Language Models?* (NeurIPS 2024), here with a
+        random control.
 
     If a site does not include the first layers, its runs skip them and start from their output in
     the clean run, where that gives the same logits. ``info["skipped_layers"]`` of each record is
@@ -220,7 +245,9 @@ def edge_sweep(
         sites: Where to cut, by name: from functions of ``al.sites``, or written by hand.
         control: Function (batch, edges, seed) to as many random edges, the same in all layers:
             ``al.edges.random_keys`` has other keys for the same queries, ``al.edges.random_edges``
-            any other edges of the prompt.
+            any other edges of the prompt, for sets that leave their queries too few other keys.
+            Neither draws edges of the set or edges to the first token. A draw depends on the seed,
+            the demonstrations and the edges alone.
         metrics: Metrics as in ``run`` that observe the clean run; none may need a gradient.
         draws: Number of random controls. Use about 10: their loyalties vary widely.
         seed: Number of the first draw.

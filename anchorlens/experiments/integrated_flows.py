@@ -78,23 +78,44 @@ def integrated_flows(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> IntegratedFlowsRecord:
-    """Flows between segments with the integrated gradient instead of the gradient.
+    r"""Flows between segments with the integrated gradient instead of the gradient.
 
-    Attention attribution (Hao et al., 2021): in each layer alone the pattern A grows from 0 to what
-    it is, in m steps, while the other layers compute as they do:
+    In each layer alone the pattern A grows from 0 to what it is, in m steps, while the other layers
+    compute as they do:
 
-        Attr = A * 1/m sum_s dF(alpha_s A) / d(alpha_s A)        alpha_s = (s - 1/2) / m
+    $$
+    \text{Attr}_h = A_h \cdot \frac{1}{m} \sum\limits_{s=1}^{m}
+    \frac{\partial F(\alpha_s A)}{\partial (\alpha_s A_h)}
+    \qquad \alpha_s = \frac{s - 1/2}{m}
+    $$
 
-    So it also sees an edge whose gradient has become 0 because the model is certain. The sum of
-    Attr over all edges of a layer, those of tokens to themselves too, is F(A) - F(0), but for an
+    The sum over all edges of a layer, those of tokens to themselves too, is F(A) - F(0), but for an
     error that falls as 1 / m^2. The record has both, and a warning names layers where they differ.
 
-    Where a norm follows the attention (Gemma 2 and 3, OLMo 2, GLM-4, EXAONE 4), it would undo every
-    alpha. On the path it divides by what it divides by in the clean run, so that its output grows
-    from 0 to what it is, as in models without such a norm.
+    Where a norm follows the attention (Gemma 2 and 3, OLMo 2 and 3, GLM-4, EXAONE 4), F(alpha A) =
+    F(A): the gradient along A is 0, and the formula would give a multiple of the signed saliency.
+    So the norm divides by what it divides by in the clean run, and its output grows from 0 to what
+    it is. This is the usual way to attribute through a norm; the choice is ours.
 
     Each layer needs m passes forward and backward and one forward, from this layer on where a trial
     finds the same logits.
+
+    Range:
+        Any number, in the unit of F.
+
+    How to read:
+        Above 0 means that the attention raises F; for a loss, that it does harm. It also sees an
+        edge whose gradient has become 0 because the model is certain.
+
+    Pitfalls:
+        Where F jumps, as other experts are chosen on the path (Mixtral, GPT-OSS), and where the
+        model divides by the size of what its heads give out (BitNet), no number of steps helps. The
+        baseline is a layer without attention, on which no model was trained. Sums of several layers
+        do not add up, because each layer is scaled alone.
+
+    Source:
+        Hao et al., *Self-Attention Attribution* (AAAI 2021). Midpoints instead of right ends, and
+        the mean over segments, are ours.
 
     Args:
         model: A hooked model.
@@ -114,10 +135,8 @@ def integrated_flows(
     Returns:
         A record as that of ``SegmentFlows``, in the unit of F, with F(A) - F(0) of each layer.
         ``info`` has the output, the number of steps, and the layers that could not be started
-        late, with the reason. A warning names layers whose attributions do not sum to
-        F(A) - F(0). More steps cure it where the path bends. Nothing cures it where F jumps, as
-        other experts are chosen on the path (Mixtral, GPT-OSS), and where the model divides by the
-        size of what the heads give out before the output projection (BitNet).
+        late, with the reason. A warning names layers whose attributions do not sum to F(A) - F(0).
+        More steps cure it where the path bends.
 
     Raises:
         MetricError: ``steps`` is below 1, ``output`` does not give

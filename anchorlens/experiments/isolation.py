@@ -28,7 +28,43 @@ def isolation_loyalty(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> CutEdgesRecord:
-    """Loyalty to the clean run with label words isolated, and with random words isolated.
+    r"""Loyalty to the clean run with label words isolated, and with random words isolated.
+
+    To isolate a label word is to cut its edges (p, i), i < p, in the heads of some layers: then it
+    collects nothing there. With s the scores before the softmax,
+
+    $$
+    s_{h\ell}(p, i) \mapsto -\infty \quad \text{(before the softmax)}
+    \qquad \text{or} \qquad
+    A_{h\ell}(p, i) \mapsto 0 \quad \text{(after it)}, \qquad i < p .
+    $$
+
+    Before the softmax (``renormalize=True``, the default and what the published code does) the rest
+    of the row still sums to 1: an isolated token attends only to itself, and to an attention sink
+    if the model has one. After it (the paper's equation) the row sums to less than 1.
+
+    The control isolates as many other positions of the demonstrations: no label words,
+    instructions, BOS or first token; with ``whole_words=True`` as many as the label words have
+    tokens. A draw depends only on the seed and the tokens of the demonstrations, so it is the same
+    in all layers, batches and processes.
+
+    Range:
+        Loyalties 0 to 1; ``label_gap`` and ``word_gap``, the mean loyalty of the control minus that
+        of the label words, -1 to 1.
+
+    How to read:
+        A low loyalty means that the model needs what was cut. A gap above 0 means that it needs the
+        label words in particular. The paper expects a low loyalty if the first layers are cut, and
+        one near 1 if the last are cut, because by then label words have collected what they
+        collect.
+
+    Pitfalls:
+        The paper's prompts have no BOS. If a prompt has one, attention often rests on it, and
+        cutting that single edge may do much of the damage: report ``keep_bos=True`` too. A single
+        draw is no control, because loyalties of draws vary widely.
+
+    Source:
+        Section 2.2, Figure 4.
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.
@@ -88,7 +124,10 @@ def isolation_sweep(
 ) -> SweepResults:
     """Isolate label words at many sites, with random controls; all share the same clean run.
 
-    It is ``edge_sweep`` for ``al.edges.wp``, with random words in place of random edges.
+    It is ``edge_sweep`` for ``al.edges.wp``, with random words in place of random edges;
+    ``isolation_loyalty`` has the definition. A site that begins in layer l starts from the clean
+    run's input of layer l. Two prompts also run from layer 0 to verify this: if a logit differs by
+    more than 1e-5 of the largest, all layers run, and ``info["skipped_layers"]`` has the reason.
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.

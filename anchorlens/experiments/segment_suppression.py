@@ -79,13 +79,37 @@ def segment_suppression(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> SegmentSuppressionRecord:
-    """What the predictions of each segment lose if no later token can read another segment.
+    r"""What the predictions of each segment lose if no later token can read another segment.
 
-    This is the attention suppression of Bogdan et al. (2025). For each segment s there is one pass
-    in which every edge from a token after the last token of s to a token of s is cut, in all layers
-    and heads, before the softmax. Then, over the positions t whose next token is in segment a:
+    For each segment s, which ends at position e_s, there is one pass in which every edge from a
+    later token to a token of s is cut, in all layers and heads, before the softmax. With the
+    distribution p_t of the token after position t, over the positions whose next token is in
+    segment a,
 
-        kl[a, s] = mean of KL(p_t || p_t with s suppressed),  t > last token of s
+    $$
+    \text{KL}(a, s) = \underset{t > e_s, \; t + 1 \in a}{\text{mean}} \;
+    \text{KL}(p_t \,\|\, p_t^{(s)}) .
+    $$
+
+    Range:
+        0 or more nats; NaN where no token of a is predicted after the end of s.
+
+    How to read:
+        High means that the model would predict something else in a if it could not read s:
+        directly, or through segments between the two that read s. Compare the cells of a row, which
+        are predictions of the same tokens; some tokens are easy to predict whatever was read.
+
+    Pitfalls:
+        A cut makes rows of attention that the model never saw in training, and this alone may
+        change predictions: compare with as many random edges (``edge_sweep`` with the edges of one
+        segment). Without BOS the first segment holds the first token, which many heads attend to,
+        so a cut of it may destroy what has nothing to do with its words. BOS is in no segment of
+        ``build_segments``, so it is not cut.
+
+    Source:
+        Bogdan et al., *Thought Anchors* (2025). Its code takes the mean of log(KL + 1e-9) at
+        temperature 0.6, leaves out unlikely tokens, and counts a position in the segment of its own
+        token. Here it counts in the segment of the token that it predicts.
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.

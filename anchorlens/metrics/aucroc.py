@@ -85,15 +85,44 @@ class AttentionAUCROCRecord(Record):
 @checked
 @dataclass(frozen=True)
 class AttentionAUCROC(Metric):
-    """AUCROC_l and R_l of the attention from the target to the label words (section 2.3).
+    r"""AUCROC_l and R_l of the attention from the target to the label words (section 2.3).
 
-    The score of a class is the attention from q to its label words, summed over them and over
-    heads; the label is the model's own prediction. Classes that are never predicted are left out.
-    Where two remain, the raw score of the second is used; else scores are divided by their sum, and
-    the AUCROC is one-vs-one, macro. Prompts of one set of demonstrations are pooled. AUCROC is
-    averaged over sets before R_l is computed. With fewer than two predicted classes it is NaN, with
-    a warning. Scores that differ by less than a rounding count as equal, so that a head that gives
-    every prompt the same shares, as in a first layer, has 0.5.
+    The score of class c is the attention from the target q to its label words, and AUCROC_l says
+    how well the scores tell the model's own prediction:
+
+    $$
+    s_\ell(c) = \sum\limits_h \sum\limits_{k: \, y_k = c} A_{h\ell}(q, p_k)
+    \qquad
+    R_\ell = \frac{\sum\limits_{i \le \ell} (\text{AUCROC}_i - 0.5)}
+    {\sum\limits_{i} (\text{AUCROC}_i - 0.5)}
+    $$
+
+    Classes that are never predicted are left out. If two remain, the raw score of the second is
+    used. Else scores are divided by their sum (alike for all classes where no anchor has
+    attention), and the AUCROC is one-vs-one, macro. Prompts of one set of demonstrations are
+    pooled; AUCROC is averaged over sets, then R_l is computed ([sets with fewer than 10 prompts are
+    pooled][intervals]). With fewer than two predicted classes it is NaN, with a warning.
+
+    Scores that differ by less than a rounding count as equal: by 1e-5 of their size, in bfloat16
+    and float16 by one rounding of that type and, for tiny attention, by its smallest number for
+    each label word; shares by twice as much. So a head that gives every prompt the same shares, as
+    in a first layer, has 0.5.
+
+    Range:
+        AUCROC 0 to 1, chance 0.5: how often attention orders two prompts with different predictions
+        rightly. R is 1 in the last layer; it may fall and leave 0 to 1 where a layer is below
+        chance, and is NaN where the total is not positive.
+
+    How to read:
+        R rises steeply where attention to label words tells the prediction. The paper expects this
+        in the middle and deep layers.
+
+    Pitfalls:
+        Below 0.5 the target attends *less* to the label word that it predicts, which is a finding
+        too. A class that is predicted once makes pairs of few prompts: read the interval.
+
+    Source:
+        Section 2.3, Figure 5; R is equation 6.
 
     Examples:
         >>> results = al.run(model, batches, [al.AttentionAUCROC()], progress=False)

@@ -123,14 +123,41 @@ def confusions(
 @checked
 @dataclass(frozen=True)
 class AnchorDistances(Metric):
-    """Distances of the label words' keys along the main directions of the queries (section 3.3).
+    r"""Distances of the label words' keys along the main directions of the queries (section 3.3).
 
     A query is that of the target, with all heads concatenated. PCA of the centred queries of all
-    prompts gives the first ``directions`` directions v_i with singular values s_i;
-    ``k_i' = s_i v_i^T k``; the distance of two classes is ``|k_a' - k_b'|`` over the largest. Keys
-    and queries are those that attention multiplies: after the rotary embedding, each query head
-    with its key head. Several label words of a class count by their mean key. Distances are
-    computed for each set of demonstrations, then averaged.
+    prompts gives the first ``directions`` directions v_i with singular values sigma_i, on which the
+    label words' keys are projected. The distance of two classes is divided by the largest of the
+    layer:
+
+    $$
+    \hat{k}_i = \sigma_i \, v_i^\top k
+    \qquad
+    \text{distance}(a, b)
+    = \frac{\| \hat{k}_a - \hat{k}_b \|}{\max_{c, d} \| \hat{k}_c - \hat{k}_d \|}
+    $$
+
+    Several label words of a class count by their mean key. Keys and queries are those that
+    attention multiplies: after norms and the rotary embedding, each query head with its key head.
+    Distances are computed for each set of demonstrations (with more prompts than directions, and at
+    least 10), then averaged. The actual confusion is the AUC-ROC of p_a / (p_a + p_b) among the
+    prompts whose true class is a or b.
+
+    Range:
+        Both 0 to 1. A distance is 0 on the diagonal, and 1 for the farthest pair of each layer.
+
+    How to read:
+        In both, low means confused; an AUC of 0.5 means that the model cannot tell the two classes
+        apart. Read ``default_layer``, which is not chosen by how well the two correlate.
+
+    Pitfalls:
+        On models with rotary embeddings the distance of two keys also grows with the distance of
+        their positions, which alone can make a large correlation: compare ``position_correlation``,
+        and average over orders of the demonstrations. If all queries are the same (a first layer
+        with ALiBi, or prompts of one length), there are no directions: NaN, with a warning.
+
+    Source:
+        Section 3.3, Figure 6.
 
     Args:
         directions: Number of directions used (the paper's 10).

@@ -124,21 +124,53 @@ class LabelHeadsRecord(Record):
 @checked
 @dataclass(frozen=True)
 class LabelHeads(Metric):
-    """Which heads read label words, read those of one class, and copy into label words.
+    r"""Which heads read label words, read those of one class, and copy into label words.
 
-    With q the target, p_k the label words of the demonstrations, y_k their classes, K their number:
+    With q the target, p_k the K label words of the demonstrations and y_k their classes, each head
+    has four scores in each prompt:
 
-    - read: ``sum_k A(q, p_k)``,
-    - correct: ``sum_{y_k = y} A(q, p_k) - sum_{y_k != y} A(q, p_k)``, y the true label,
-    - predicted: the same, y the label that the model predicts,
-    - copy: ``1/K sum_k A(p_k, p_k - 1)``, from each label word to the token before it.
+    $$
+    \text{read} = \sum\limits_k A(q, p_k) \qquad
+    \text{copy} = \frac{1}{K} \sum\limits_k A(p_k, p_k - 1)
+    $$
 
-    With n the number of tokens up to the target, and C that of classes, a head counts in a prompt
-    if its score is above 5/n (read and copy), or above 5/(n C) (correct and predicted). The same is
-    computed with random positions in place of the label words, as many, drawn from the
-    demonstrations after their first label word. See "Label heads" in the definitions, also for
-    differences from the source (Cho et al., "Revisiting In-context Learning Inference Circuit in
-    Large Language Models", ICLR 2025).
+    $$
+    \text{correct} = \sum\limits_{k: \, y_k = y} A(q, p_k) \;
+    - \sum\limits_{k: \, y_k \ne y} A(q, p_k)
+    $$
+
+    with the true label y; ``predicted`` is the same with the label that the model predicts. The
+    token before a label word ends its demonstration (the source's forerunner token): a head that
+    reads it there can copy the demonstration into the label word.
+
+    With n the number of tokens up to the target and C that of classes, a head counts in a prompt if
+    its score is above 5/n (read and copy) or 5/(n C) (correct and predicted). 1/n is the weight of
+    each token where the target reads all tokens alike. The same is computed with as many random
+    positions, the k-th with the class of the k-th label word. They are drawn from texts and format
+    of the demonstrations after their first label word.
+
+    Range:
+        read and copy 0 to 1, correct and predicted -1 to 1; ``share`` 0 to 1; ``heads`` 0 to the
+        heads of a layer, and ``gap`` from minus that number to that number.
+
+    How to read:
+        High read beside low random numbers: the head looks for label words. correct above 0: the
+        label words of the right class get more than all others together; with equal attention to
+        more than two classes it is below 0.
+
+    Pitfalls:
+        Rows near the beginning of a prompt have few tokens, so copy is high there without any
+        copying. A head that always attends to the token before it has a high copy too: compare with
+        ``random_scores``. A sum over many label words passes 5/n easily: where all tokens are read
+        alike, six label words do. If prompts share their demonstrations, copy is the same in all of
+        them: use several sets. Where anchors are the last tokens of label words, the token before
+        may be a part of the word.
+
+    Source:
+        Not in the paper. Cho et al., *Revisiting In-context Learning Inference Circuit in Large
+        Language Models* (ICLR 2025) and its code, whose prompts end with a label word of the query:
+        n is larger by it, and copy reads it alone. Here copy is the mean over the demonstrations'
+        label words. ``predicted`` and random positions in place of the label words are ours.
 
     Args:
         times: The number 5 of the thresholds: how many times the weight that each token has where

@@ -81,7 +81,31 @@ class LoyaltyRecord(Record):
 @checked
 @dataclass(frozen=True)
 class Loyalty(Metric):
-    """Label loyalty, word loyalty and KL of a run with hooks against the clean run (section 2.2).
+    r"""Label loyalty, word loyalty and KL of a run with hooks against the clean run (section 2.2).
+
+    Label loyalty is the share of prompts whose predicted label is unchanged. With T and T' the 5
+    most likely next tokens of a prompt in the clean and the changed run, and p and p' the
+    distributions of its next token, word loyalty and KL are the means over prompts of
+
+    $$
+    \frac{|T \cap T'|}{|T \cup T'|} \qquad \text{and} \qquad
+    \text{KL}(p \,\|\, p') = \sum\limits_t p(t) \log \frac{p(t)}{p'(t)} .
+    $$
+
+    Range:
+        Both loyalties 0 to 1; KL 0 or more, in nats.
+
+    How to read:
+        A high loyalty and a low KL mean that the answers are unchanged. Of word loyalty, 5 common
+        words of 5 are 1, 4 are 0.67, 3 are 0.43, 1 is 0.11.
+
+    Pitfalls:
+        If a model predicts one class for every query, label loyalty says little: read word loyalty
+        and KL too. Loyalty compares with the model's own answers and not with the truth: a run can
+        be loyal to wrong answers.
+
+    Source:
+        Section 2.2. The published code takes the 10 most likely words, the paper 5.
 
     Args:
         top: Number of most likely next tokens that word loyalty compares (the paper's 5).

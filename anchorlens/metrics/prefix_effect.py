@@ -143,16 +143,73 @@ class PrefixEffectRecord(Record):
 @checked
 @dataclass(frozen=True)
 class PrefixEffect(Metric):
-    """What demonstrations do to the attention of the query, as a prefix before it.
+    r"""What demonstrations do to the attention of the query, as a prefix before it.
 
-    With prefix keys P, content keys C (BOS and the query itself) and a row i of the query,
+    What stands before a query acts on a head only by the attention m that it takes and the mean b
+    of its values. For one head, with the prefix keys P, the content keys C (BOS and the query
+    itself), a row i of the query, the pattern A+ with the prefix and A if it is left out of this
+    layer,
 
-    ``z+_i = (1 - m_i) z~_i + m_i b_i``, ``m_i = sum_{p in P} A+_ip``, ``b_i = sum_p (A+_ip / m_i)
-    v_p``.
+    $$
+    m_i = \sum\limits_{p \in P} A^+(i, p)
+    \qquad
+    b_i = \sum\limits_{p \in P} \frac{A^+(i, p)}{m_i} \, v_p
+    $$
 
-    A prefix acts on a head only by what it takes (m) and where it moves the output (b). See
-    "Prefix effect" in the definitions, also for what is an identity and what is measured (Petrov,
-    Torr and Bibi, "When Do Prompting and Prefix-Tuning Work?", ICLR 2024, section 4).
+    $$
+    \text{(I1)} \quad A^+(i, j) = (1 - m_i) \, A(i, j), \quad j \in C
+    $$
+
+    $$
+    \text{(I2)} \quad z^+_i = (1 - m_i) \, z_i + m_i \, b_i
+    $$
+
+    $$
+    \text{(I3)} \quad m_i = \sigma \left( \operatorname{LSE}\limits_{p \in P} s_{ip}
+    - \operatorname{LSE}\limits_{j \in C} s_{ij} \right)
+    $$
+
+    z is the output of a head before W_O, s the scores after scale, soft cap and mask, LSE the
+    logarithm of the sum of exponentials. In words: (I1) a prefix does not change which of the other
+    tokens a row prefers; (I2) it moves the output towards a mean of its own values; (I3) scores
+    decide how far. All three are exact, also with soft caps, grouped keys, sliding windows, rotary
+    positions and ALiBi; with learned positions because all runs have the same tokens at the same
+    positions. An attention sink joins the second sum of (I3), and has a part of 1 - m.
+
+    In deeper layers the inputs differ too. Between the runs with and without the prefix,
+
+    $$
+    z^+ - z^0 = \underbrace{m \, (b - \tilde z)}\limits_{\text{direct}}
+    + \underbrace{(\tilde z - z^0)}\limits_{\text{indirect}},
+    \qquad \tilde z = \frac{z^+ - m \, b}{1 - m} .
+    $$
+
+    Direct is what the attention taken in this layer changes, indirect what earlier layers changed.
+    ``invariance`` alone tests the theory: it compares A+ / (1 - m) with the measured A.
+
+    For label words at the target, ``stolen_by_segment`` summed over heads is the class score of
+    ``AttentionAUCROC``. Re-weighting adds (exp(beta) - 1) A(q, p_k) v_{p_k}, in the span of the
+    label words' values. Compression cuts the other keys: by (I1) the rest is shared in the same
+    proportions, exactly so in the first layer.
+
+    Range:
+        Attention 0 to 1; changes 0 or more, without a unit: 1 is as large as the output itself.
+
+    How to read:
+        Where ``stolen`` is high and ``direct`` is low, the head reads the prefix, but b is close to
+        what it would output anyway. Concentration 1: all queries move along one line.
+
+    Pitfalls:
+        Plots of the raw difference z+ - z0 mislead: it also has -m z~, which differs from row to
+        row, where m b lies on one line for a prefix of one token (in general its rank is at most
+        min(P, d_head)). In low precision 1 - m is rough where m is near 1: use float32.
+        ``concentration``, ``effective_rank`` and ``spread`` use the last row of each prompt,
+        uncentred, and have no interval, because they are biased in resamples. Of a prefix of more
+        than 256 tokens ``spread`` uses 256 positions at equal distances.
+
+    Source:
+        Not in the paper. Petrov, Torr and Bibi, *When Do Prompting and Prefix-Tuning Work?* (ICLR
+        2024), section 4, which has (I1) and (I2) for one prefix token.
 
     The metric makes three forward passes of its own over whole prompts: as they are; with the edges
     from the query to the prefix cut in all layers; and with these cut in one layer at a time. All

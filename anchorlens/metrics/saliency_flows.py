@@ -106,11 +106,49 @@ class SaliencyFlowsRecord(Record):
 @checked
 @dataclass(frozen=True, repr=False)
 class SaliencyFlows(EdgeFlows):
-    """Saliency flows between text, label words and target (section 2.1, equations 1 to 4).
+    r"""Saliency flows between text, label words and target (section 2.1, equations 1 to 4).
 
-    ``I_l = | sum_h A_hl * dL/dA_hl |``; S_wp is the mean of I over (p_k, j) with j < p_k, S_pq
-    over (q, p_k), S_ww over all other pairs j < i. The loss L is the run's, the label cross
-    entropy by default.
+    A flow is the mean [saliency][saliency] over a set of edges C:
+
+    $$
+    S_C(\ell) = \frac{1}{|C|} \sum\limits_{(i, j) \in C} I_\ell(i, j)
+    $$
+
+    | Flow | Edges | Meaning |
+    | --- | --- | --- |
+    | S_wp | from label words p_k to tokens before them | what label words collect |
+    | S_pq | from the target q to the label words | what the target takes from them |
+    | S_ww | all other (i, j) with j < i | what flows between all other words |
+    | S_tq | from q to all but the label words | what the target takes from other tokens |
+
+    The diagonal and padding belong to no flow. Edges outside a sliding window count as zeros, which
+    they are. A prompt without an edge of a flow is left out of its mean. ``share`` is a flow's part
+    of the three in its layer,
+
+    $$
+    \text{share}_C(\ell) = \frac{S_C(\ell)}{S_{wp}(\ell) + S_{pq}(\ell) + S_{ww}(\ell)} ,
+    $$
+
+    for each set of demonstrations, then averaged over those in which each flow has an edge.
+
+    Range:
+        Flows 0 or more, in nats. Shares 0 to 1; those of a layer sum to 1. ``pq_over_tq`` 0 or
+        more.
+
+    How to read:
+        Read ``pq_over_tq`` first: about 1 means that the target takes no more from a label word
+        than from another token. The paper expects a high share of S_wp in shallow layers (label
+        words collect) and of S_pq in deep layers (the target reads them).
+
+    Pitfalls:
+        A share is a part of the sum of three *means*, and not of all saliency: S_ww is the mean
+        over hundreds of times more edges than S_pq. The loss is computed at the target, so edges
+        into it are salient in any model: with random weights S_pq has more than nine tenths of the
+        three in every layer. So its share alone shows nothing. S_tq, which is not in the paper, is
+        its baseline.
+
+    Source:
+        Section 2.1, equations 2 to 4, Figure 3.
 
     Args:
         edges: Other flows instead of these three: for each name a function of the batch that

@@ -63,16 +63,36 @@ class SegmentAttentionRecord(Record):
 @checked
 @dataclass(frozen=True, repr=False)
 class SegmentAttention(Metric):
-    """Attention between segments, vertical scores and receiver heads (Bogdan et al., 2025).
+    r"""Attention between segments, vertical scores and receiver heads (Bogdan et al., 2025).
 
-    With M(a, b) the mean attention from the tokens of segment a to those of segment b:
+    With M(a, b) the mean attention over the edges from the tokens of segment a to those of b, the
+    vertical score of a segment is what the text far after it reads there:
 
-        score(b) = mean of M(a, b) over a >= b + apart
+    $$
+    \text{score}(b) = \underset{a \ge b + \text{apart}}{\text{mean}} \; M(a, b)
+    $$
+
+    It needs no gradient.
 
     Segments are counted in their order in the batch, so give them in the order of the text. The
     kurtosis is that of ``scipy.stats.kurtosis`` (Fisher, biased) over the scores of a head in one
     prompt. It is averaged over prompts, as in the published code: sentence 3 of one text has
     nothing to do with sentence 3 of another, so a mean over texts would hide receiver heads.
+
+    Range:
+        Scores 0 to 1. Kurtosis -2 or more; with n scores it is at most about n - 5.
+
+    How to read:
+        A segment with a high score is read by much of the later text. A high kurtosis means that
+        the head gathers on few segments: a receiver head.
+
+    Pitfalls:
+        Kurtosis does not say how much the head attends, so read the scores beside it; with few
+        segments it says little. The first segment holds the first token, which many heads attend to
+        whatever the text is. Attention is not influence: compare with flows, or cut the edges.
+
+    Source:
+        Bogdan et al., *Thought Anchors* (2025).
 
     Args:
         segments: As in ``SegmentFlows``.

@@ -67,14 +67,39 @@ class SegmentFlowsRecord(Record):
 @checked
 @dataclass(frozen=True, repr=False)
 class SegmentFlows(EdgeFlows):
-    """Flows between any segments, such as question, steps and answer.
+    r"""Flows between any segments, such as question, steps and answer.
 
-    For each pair of segments a and b, over the edges E = {(i, j): i in a, j in b, j < i}:
+    A segment is a set of tokens with a name. For segments a and b, over the edges E from a token of
+    a to an earlier token of b:
 
-        total_l(a, b) = sum_E w_l(i, j)        flow_l(a, b) = total_l(a, b) / |E|
+    $$
+    \text{total}_\ell(a, b) = \sum\limits_{(i, j) \in E} w_\ell(i, j)
+    \qquad
+    \text{flow}_\ell(a, b) = \frac{\text{total}_\ell(a, b)}{|E|}
+    $$
 
-    w is the saliency ``| sum_h A dL/dA |`` of the run's loss by default. With the anchors, the
-    target and the rest as segments, sums of cells over their counts are S_wp, S_pq and S_ww.
+    w is the [saliency][saliency] of the run's loss by default. Several tokens can be the target;
+    see ``al.losses``. The flows of the paper are a case: with the anchors, the target and the rest
+    as segments, sums of cells over their counts are S_wp, S_pq and S_ww.
+
+    Range:
+        0 or more, in nats; NaN where there is no edge. A weight with a sign is below 0 where the
+        attention lowers the loss.
+
+    How to read:
+        A row reads, a column is read. High means that the loss depends on what a token of a takes
+        from a token of b. Compare the flows of one layer. Signed totals add up over segments and
+        over the tokens of a span, those of absolute values over segments only.
+
+    Pitfalls:
+        A total grows with the length of the segments, a flow does not. A few edges, such as those
+        to BOS, can be most of either. The segment of the target reads itself: leave that cell out.
+        A flow says what the loss depends on, not that the model needs it: cut the edges
+        (``edge_sweep``).
+
+    Source:
+        The saliency and its mean over edges are section 2.1. Segments of your own, other weights
+        and targets of several tokens are ours.
 
     Args:
         segments: Names of segments of the prompts; or, for each name, a function of the batch to

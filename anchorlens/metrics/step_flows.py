@@ -43,7 +43,8 @@ class StepFlowsRecord(Record):
             is read through other tokens is in it. Edges of later positions are exactly 0.
         output_saliency: Mean saliency of the edges from the position that predicts a step to the
             earlier steps, where the map of a layer ``sum_h |A dL/dA|`` is divided by its l2 norm
-            (Zhang et al., 2026). Low: the prediction depends little on what was written before.
+            (Zhang et al., 2026: its text, from which its published code differs). Low: the
+            prediction depends little on what was written before.
             NaN for the first two steps, which have no earlier step but that of the position itself.
         read_of_tokens: Weight of the edge from the position that predicts a step to each earlier
             token, of which ``read`` is the mean; 0 from that position on.
@@ -100,11 +101,19 @@ def step_flows(
     weight: Weight = saliency,
     chunk: int = 8,
 ) -> StepFlowsRecord:
-    """Flows of each token of a segment, with the loss of this token alone.
+    r"""Flows of each token of a segment, with the loss of this token alone.
 
     For step s, the token at position t + 1, ``L_s = - log p(token t+1 | tokens up to t)``; the
     weight of an edge is ``| sum_h A dL_s/dA |`` by default. The model runs forward once. Flows with
-    a sign add up over steps to those of ``span_cross_entropy``.
+    a sign add up over steps to those of ``span_cross_entropy``. The gradient of a pattern is that
+    of the output z of a head before W_O times its values v,
+
+    $$
+    \frac{\partial L}{\partial A_{h,ij}}
+    = \left( \frac{\partial L}{\partial z_h} \right)_i \cdot v_{h,j} ,
+    $$
+
+    and is taken itself where an architecture has a norm or a projection between the two.
 
     Args:
         model: A hooked model.

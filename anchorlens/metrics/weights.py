@@ -53,7 +53,8 @@ def signed(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
 
     Where a norm follows the attention (Gemma 2 and 3, OLMo 2 and 3, GLM-4, EXAONE 4), the sum over
     all keys of a query is 0: its row times any number gives the same output. There a value says how
-    an edge compares with the others of its query, not what the loss would be without all of them.
+    an edge compares with the others of its query, not what the loss would be without all of them:
+    below 0 then means that it lowers the loss more than the other keys of its query do.
     """
     return (pattern * gradient).sum(1)
 
@@ -127,11 +128,28 @@ class WithValues:
 
 @WithValues
 def value_norm(pattern: Pattern, gradient: Pattern, values: Values) -> EdgeWeights:
-    """``|| sum_h A_h f_h(x_j) ||``: the length of what passes along the edge, from 0 up.
+    r"""``|| sum_h A_h f_h(x_j) ||``: the length of what passes along the edge, from 0 up.
 
-    Of Kobayashi et al. (2020), in the unit of the residual stream. A key with a large A and short
-    values, as the first token often is, gets a small weight. The gradient is not used, though the
-    pass computes it.
+    With what a head would write for a key before its attention weighs it, ``f_h(x) = (x W_V +
+    b_V)_h W_O^h``,
+
+    $$
+    w(i, j) = \left\lVert \sum\limits_h A_h(i, j) \, f_h(x_j) \right\rVert
+    $$
+
+    in the unit of the residual stream: compare within a layer. A key with a large A and short
+    values, as the first token often is, gets a small weight. The vectors of all keys and heads plus
+    b_O are the output of the attention. A tiny pass verifies it, and refuses models with a norm or
+    another projection in between (BitNet, DeepSeek V2 and V3, Gemma 4, JetMoe). A norm after the
+    output, as in Gemma 2, is not in it. In a model that TransformerLens has processed, W_O is
+    centred, and so are the vectors. Prompts run whole.
+
+    Pitfalls:
+        It says what arrives, not whether the loss depends on it: no target is in it, and the
+        gradient is not used, though the pass computes it.
+
+    Source:
+        Kobayashi et al., *Attention is Not Only a Weight* (EMNLP 2020).
     """
     # Products of the heads' vectors at each key, because all vectors of all edges are too many.
     # float64, because a sum of vectors may be much shorter than each of them.

@@ -41,7 +41,7 @@ from .may_share import why_not_in_prefix, why_rotated_differently
 LARGE = 2**31  # bytes of the patterns of one prompt in all layers
 _TRIED = 128  # tokens of the prompts of the trial, whose patterns are small
 # Whole patterns are rounded to bfloat16 or float16, and rows of a pattern in float32 are not. Which
-# of the two is nearer to a model in float32 depends on the model (docs/definitions.md).
+# of the two is nearer to a model in float32 depends on the model (docs/benchmarks.md).
 _ROUNDINGS = 16
 
 
