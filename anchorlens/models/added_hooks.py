@@ -6,7 +6,6 @@ tables of hooks are stored before the first change, and put back whole.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -48,11 +47,11 @@ def added_hooks(
     blocks = getattr(model, "blocks", ())  # none in a model of transformers
     attentions = [block.attn for block in blocks if hasattr(block, "attn")]
     changed = dict.fromkeys([point for point, *_ in added] + [module for module, _ in of_modules])
-    found = [_Found.of(module) for module in [*changed, *attentions]]
+    restores = [_restore_of(module) for module in [*changed, *attentions]]
 
     def restore() -> None:
-        for of_module in found:
-            of_module.restore()
+        for restore_module in restores:
+            restore_module()
 
     def add() -> None:
         for point, act, direction in added:
@@ -73,36 +72,27 @@ def _points_of(points: Any, name: Any) -> list[Any]:
     return [points[name]]
 
 
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """What adding hooks changes in a module, as it was found."""
+def _restore_of(module: nn.Module) -> Callable[[], None]:
+    """A function that removes what was added since. What was found stays, in its order."""
+    # In __dict__, because a bridge passes attributes on to the module that it wraps.
+    attributes = vars(module)
+    tables, handles = (
+        {name: list(attributes[name]) for name in names if name in attributes}
+        for names in (_TABLES, _HANDLES)
+    )
+    values = {name: attributes[name] for name in _VALUES if name in attributes}
 
-    attributes: dict[str, Any]  # of the module
-    numbers: dict[str, list[int]]  # of the hooks in each table
-    handles: dict[str, list[Any]]
-    values: dict[str, Any]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> "_Found":
-        # In __dict__, because a bridge passes attributes on to the module that it wraps.
-        attributes = vars(module)
-        tables, handles = (
-            {name: list(attributes[name]) for name in names if name in attributes}
-            for names in (_TABLES, _HANDLES)
-        )
-        values = {name: attributes[name] for name in _VALUES if name in attributes}
-        return cls(attributes, tables, handles, values)
-
-    def restore(self) -> None:
-        """Remove what was added. What was found stays where it is, in its order."""
-        for name, numbers in self.numbers.items():
-            hooks = self.attributes[name]
+    def restore() -> None:
+        for name, numbers in tables.items():
+            hooks = attributes[name]
             added = {number: hook for number, hook in hooks.items() if number not in numbers}
             for number, hook in added.items():
                 # A bridge adds some hooks to its modules during its first pass, and only then.
-                if self.handles or not is_of_library(hook):
+                if handles or not is_of_library(hook):
                     hooks.pop(number, None)
-        for name, found in self.handles.items():
-            handles = self.attributes[name]
-            handles[:] = [handle for handle in handles if any(handle is each for each in found)]
-        self.attributes.update(self.values)
+        for name, found in handles.items():
+            of_point = attributes[name]
+            of_point[:] = [handle for handle in of_point if any(handle is each for each in found)]
+        attributes.update(values)
+
+    return restore

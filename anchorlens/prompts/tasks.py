@@ -139,7 +139,7 @@ class Task:
         # By its name, because the repr of a function holds an address, which differs between
         # processes.
         values["score"] = name_of(self.score)
-        if self.has_one_word_a_class:
+        if self.score is mean and self.labels == self.first_words:
             del values["score"]
         written = [f"{name}={value}" for name, value in values.items()]
         return f"{type(self).__name__}({', '.join(written)})"
@@ -153,11 +153,6 @@ class Task:
     def first_words(self) -> tuple[str, ...]:
         """The label word of each class that stands in the demonstrations."""
         return tuple(words[0] for words in self.words)
-
-    @property
-    def has_one_word_a_class(self) -> bool:
-        """Whether the logit of one word is the score of a class."""
-        return self.score is mean and all(len(words) == 1 for words in self.words)
 
     @property
     def pieces(self) -> tuple[str, str, str]:

@@ -46,10 +46,8 @@ def test_dropout_is_off_in_both_modes(name: str, kind: str) -> None:
     model.train()
     with as_before(model):
         maps = al.saliency(model, batches[0])
-        logits = al.target_logits(model, batches, progress=False)
     model.eval()
     assert torch.equal(maps, al.saliency(model, batches[0]))
-    assert torch.equal(logits, al.target_logits(model, batches, progress=False))
 
 
 @pytest.mark.every_kind

@@ -78,9 +78,15 @@ def test_tokens_and_positions_are_those_of_the_chat_template(
     task = replace(TASK, instructions=instructions)
     batches = built(tokenizer, task, QUERIES, batch_size=2)
     assert (tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()) == before
+    assert all(batch.begins_with_bos == (name in WITH_BOS) for batch in batches)
+    # The sentencepiece-like tokenizer adds a BOS to plain prompts. Here it is there once if the
+    # template writes it; Llama 2 writes one before every question.
+    of_queries = len(DEMOS) + 1 if name == "Llama 2" else 1
     for row, query in zip(rows(batches), QUERIES, strict=True):
         turns = conversation(task, query.text)
         assert row.tokens == ids_of(tokenizer, turns)
+        assert row.tokens.count(tokenizer.bos_token_id) == (of_queries if name in WITH_BOS else 0)
+        assert (row.tokens[0] == tokenizer.bos_token_id) == (name in WITH_BOS)
         assert (row.target, row.gold) == (len(row.tokens) - 1, query.label)
         answers = [k for k, turn in enumerate(turns) if turn["role"] == "assistant"]
         for k, (first, last, label), demo in zip(answers, row.words, DEMOS, strict=True):
@@ -138,21 +144,6 @@ def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str
         has_space = name not in TRIMMING or name == "Llama 2"
         assert words == ([" Negative", " Positive"] if has_space else words)
         assert all(word.startswith(" ") == has_space for word in words)
-
-
-@pytest.mark.with_shapes
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_bos_is_there_once_if_the_template_writes_it(kind: str, name: str) -> None:
-    """The sentencepiece-like tokenizer adds one to plain prompts."""
-    tokenizer = with_template(chat_tokenizer(kind), name)
-    (batch,) = al.build_prompts(tokenizer, TASK, DEMOS[:1] + DEMOS[2:3], ["so so"])
-    (row,) = rows([batch])
-    assert batch.begins_with_bos == (name in WITH_BOS)
-    assert (row.tokens[0] == tokenizer.bos_token_id) == (name in WITH_BOS)
-    # Llama 2 writes one before every question.
-    count = {True: 3 if name == "Llama 2" else 1, False: 0}[name in WITH_BOS]
-    assert row.tokens.count(tokenizer.bos_token_id) == count
-    assert (row.segments[0] == "other") == (name in (*WITH_BOS, "Qwen"))
 
 
 @pytest.mark.with_shapes
@@ -282,12 +273,6 @@ def test_a_template_writes_the_date_of_the_task(asks: str) -> None:
         assert date in chat(template).decode(row.tokens)
 
 
-@pytest.mark.parametrize("date", ["today", "2024-13-01"])
-def test_a_date_must_be_a_day(date: Any) -> None:
-    with pytest.raises(PromptError, match="the date of a chat task is a day such as '2024-07-26'"):
-        replace(TASK, date=date)
-
-
 @pytest.mark.with_shapes
 def test_another_template_may_be_given() -> None:
     plain = chat_tokenizer("byte-level")
@@ -358,9 +343,22 @@ def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error
         built(tokenizer)
 
 
-@pytest.mark.parametrize("options", [{"tokenize": True}, {"tools": []}])
-def test_wrong_options_raise_an_error(options: Any) -> None:
-    with pytest.raises(PromptError, match=r"options of a chat task are \{name: value\}"):
-        al.ChatTask(TEMPLATE, ["a", "b"], options=options)
-    with pytest.raises(TypeError, match="separator"):
-        al.ChatTask(TEMPLATE, ["a", "b"], separator="\n")  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (
+            {"options": {"tokenize": True}},
+            PromptError,
+            r"options of a chat task are \{name: value\}",
+        ),
+        ({"options": {"tools": []}}, PromptError, r"options of a chat task are \{name: value\}"),
+        ({"date": "today"}, PromptError, "date of a chat task is a day such as '2024-07-26'"),
+        ({"date": "2024-13-01"}, PromptError, "date of a chat task is a day such as '2024-07-26'"),
+        ({"separator": "\n"}, TypeError, "separator"),
+    ],
+)
+def test_wrong_fields_raise_an_error(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        al.ChatTask(TEMPLATE, ["a", "b"], **fields)

@@ -161,57 +161,95 @@ def test_csv_may_have_a_byte_order_mark_and_line_breaks_within_texts(tmp_path: P
 
 
 GOOD = '{"text": "a", "label": 0}\n'
+CSV = "text,label\n"
+NAMED = "sentence,verdict\na,bad\n"
+VERDICTS: dict[str, Any] = {"text": "sentence", "label": "verdict"}
+
+
+def then(text: Any, label: Any) -> str:
+    """A good row, and another one."""
+    return GOOD + json.dumps({"text": text, "label": label})
+
+
+# The content of a file, the options with which it is read, and the error.
+FAULTS: dict[str, list[tuple[str | bytes, dict[str, Any], str]]] = {
+    "f.jsonl": [
+        ("", {}, r"f\.jsonl has no rows; expected a text and its class"),
+        (" \n\n", {}, r"has no rows"),
+        (GOOD + '\n{"text": "b", label: 1}\n', {}, r"line 3 of .*f\.jsonl .*column 15.*label"),
+        (GOOD + "[" * 100_000, {}, r"line 2 of .*f\.jsonl cannot be read as json"),
+        (GOOD + "7" * 5000, {}, r"line 2 of .*f\.jsonl cannot be read as json"),
+        (GOOD + '"b"\n', {}, r"row 1 of .*f\.jsonl is not a json object; .* got 'b'$"),
+        (GOOD + GOOD.replace("a", "é"), {}, r"not UTF-8 text: line 2 has the byte 0xe9; save"),
+        (then("b", -1), {}, r"row 1 of .*l: expected a text and a class \(an integer .* label -1$"),
+        (then("b", 2), {"classes": [0, 5]}, r"classes=\[0, 5\]\); got text 'b' and label 2$"),
+        (then("b", None), {}, r"row 1 of .*f\.jsonl: .*label None$"),
+        (then(None, 1), {}, r"row 1 of .*f\.jsonl: .*got text None and label 1$"),
+        (then("b", "0"), {}, r"row 1 of .*f\.jsonl: .*label '0'$"),
+        (then("b", True), {}, r"row 1 of .*f\.jsonl: .*label True$"),
+        (then("b", 0.5), {}, r"row 1 of .*f\.jsonl: .*label 0\.5$"),
+        (then("b", "c"), {"classes": [0, "b"]}, r"row 1 of .*f\.jsonl: .*label 'c'$"),
+        (then("b", [0]), {"classes": [0, 1]}, r"row 1 of .*f\.jsonl: .*label \[0\]$"),
+    ],
+    "f.json": [
+        ("[]", {}, r"has no rows"),
+        (f"[\n{GOOD},\n5]", {}, r"row 1 of .* is not a json object; .* got 5$"),
+        (f"[\n{GOOD},}}]", {}, r"line 3 of .* cannot be read as json"),
+        ("[" * 100_000, {}, r"line 1 of .*f\.json cannot be read as json"),
+    ],
+    "f.csv": [
+        ("", {}, r"has no rows"),
+        (CSV, {}, r"has no rows"),
+        (CSV + "é,0\n", {}, r"not UTF-8 text: line 2 has the byte 0xe9; save it as"),
+        ((CSV + "a,0").encode("utf-16")[:-1], {}, r"begins as UTF-16 text, but cannot .* as UTF-8"),
+        (CSV + "a,b,0\n", {}, r"cannot be read as csv: .* line 2, saw 3; put quotes"),
+        (CSV + '"a,0\n', {}, r"cannot be read as csv: .*; put quotes"),
+        ("label,text\n0,a\n1\n", {}, r"row 1 of .* got text None and label 1$"),
+        (CSV + "a,\n", {}, r"row 0 of .* got text 'a' and label None$"),
+        (CSV + "a,1.0\n", {}, r"row 0 of .* label '1.0'$"),
+        (CSV + f"a,{'9' * 5000}\n", {}, r"row 0 of .* label '999"),
+        ("text,label,text\na,1,b\n", {}, r"several columns with the names \['text'\]; rename"),
+        (NAMED, {}, r"\['sentence', 'verdict'\], but not \['text', 'label'\]; name .*text="),
+        (NAMED, {"text": "sentence"}, r"but not \['label'\]; name the right ones .*label="),
+        (NAMED, {"text": "a", "label": "a"}, r"are two columns; got 'a' for both"),
+        (
+            NAMED,
+            VERDICTS | {"classes": ["bad", "bad", "good"]},
+            r"classes is a list of the different .*; got \['bad', 'bad', 'good'\]$",
+        ),
+        (NAMED, {"split": "test"}, r"a file is one split, but split='test' came with .*csv; pass"),
+    ],
+    "f.parquet": [("no parquet", {}, r"f\.parquet cannot be read as parquet: ")],
+    "f.txt": [
+        (GOOD, {}, r"f\.txt does not tell how to read it; .* \.jsonl, \.json, \.csv, \.parquet")
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "options", "message"),
+    [(name, *fault) for name, faults in FAULTS.items() for fault in faults],
+)
+def test_errors_name_the_file_and_what_is_wrong_in_it(
+    tmp_path: Path, name: str, content: str | bytes, options: dict[str, Any], message: str
+) -> None:
+    data = content if isinstance(content, bytes) else content.encode("latin-1")
+    (tmp_path / name).write_bytes(data)
+    with raises(match=message):
+        al.load_examples(tmp_path / name, **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
     [
-        ("f.jsonl", "", r"f\.jsonl has no rows; expected a text and its class"),
-        ("f.jsonl", " \n\n", r"has no rows"),
-        ("f.json", "[]", r"has no rows"),
-        ("f.csv", "", r"has no rows"),
-        ("f.csv", "text,label\n", r"has no rows"),
-        (
-            "f.jsonl",
-            GOOD + '\n{"text": "b", label: 1}\n',
-            r"line 3 of .*f\.jsonl .*column 15.*label",
-        ),
-        ("f.jsonl", GOOD + "[" * 100_000, r"line 2 of .*f\.jsonl cannot be read as json"),
-        ("f.jsonl", GOOD + "7" * 5000, r"line 2 of .*f\.jsonl cannot be read as json"),
-        ("f.jsonl", GOOD + '"b"\n', r"row 1 of .*f\.jsonl is not a json object; .* got 'b'$"),
-        (
-            "f.json",
-            '[\n{"text": "a", "label": 0},\n5]',
-            r"row 1 of .* is not a json object; .* got 5$",
-        ),
-        ("f.json", '[\n{"text": "a", "label": 0},\n}]', r"line 3 of .* cannot be read as json"),
-        ("f.json", "[" * 100_000, r"line 1 of .*f\.json cannot be read as json"),
-        (
-            "f.jsonl",
-            GOOD + GOOD.replace("a", "é"),
-            r"not UTF-8 text: line 2 has the byte 0xe9; save",
-        ),
-        ("f.csv", "text,label\né,0\n", r"not UTF-8 text: line 2 has the byte 0xe9; save it as"),
-        ("f.csv", "text,label\na,b,0\n", r"cannot be read as csv: .* line 2, saw 3; put quotes"),
-        ("f.csv", 'text,label\n"a,0\n', r"cannot be read as csv: .*; put quotes"),
-        ("f.csv", "label,text\n0,a\n1\n", r"row 1 of .* got text None and label 1$"),
-        ("f.csv", "text,label\na,\n", r"row 0 of .* got text 'a' and label None$"),
-        ("f.csv", "text,label\na,1.0\n", r"row 0 of .* label '1.0'$"),
-        ("f.csv", f"text,label\na,{'9' * 5000}\n", r"row 0 of .* label '999"),
-        ("f.csv", "text,label,text\na,1,b\n", r"several columns with the names \['text'\]; rename"),
-        (
-            "f.txt",
-            GOOD,
-            r"f\.txt does not tell how to read it; .* \.jsonl, \.json, \.csv, \.parquet",
-        ),
+        ("sst2", {"text": "review"}, r"columns of 'sst2', .* 'review' and 'label' came .*stanfo"),
+        ("news", {"split": "validation"}, r"'news' has the splits 'train' and 'test'; got 'val"),
+        ("none.csv", {}, r"no file .*none\.csv; give a jsonl, csv or parquet file"),
     ],
 )
-def test_errors_name_the_file_and_the_line_that_cannot_be_read(
-    tmp_path: Path, name: str, content: str, message: str
-) -> None:
-    (tmp_path / name).write_bytes(content.encode("latin-1"))
+def test_errors_name_the_source(source: str, options: dict[str, Any], message: str) -> None:
     with raises(match=message):
-        al.load_examples(tmp_path / name)
+        al.load_examples(source, **options)
 
 
 @pytest.mark.parametrize(
@@ -259,52 +297,6 @@ def test_a_name_of_a_set_is_a_file_only_if_given_as_a_path(
     for name in ("sst2", "news"):
         with raises(match=rf"{name} does not tell how to read it"):
             al.load_examples(Path(name))
-
-
-@pytest.mark.parametrize(
-    ("row", "classes", "message"),
-    [
-        (("b", -1), None, r"expected a text and a class \(an integer from 0.* label -1$"),
-        (("b", 2), [0, 5], r"classes=\[0, 5\]\); got text 'b' and label 2$"),
-        (("b", None), None, r"label None$"),
-        ((None, 1), None, r"got text None and label 1$"),
-        (("b", "0"), None, r"label '0'$"),
-        (("b", True), None, r"label True$"),
-        (("b", 0.5), None, r"label 0\.5$"),
-        (("b", "c"), [0, "b"], r"label 'c'$"),
-        (("b", [0]), [0, 1], r"label \[0\]$"),
-    ],
-)
-def test_errors_name_the_wrong_row(tmp_path: Path, row: Any, classes: Any, message: str) -> None:
-    path = write(tmp_path / "file.jsonl", [("a", 0), row])
-    with raises(match=rf"row 1 of .*file.jsonl: .*{message}"):
-        al.load_examples(path, classes=classes)
-
-
-def test_errors_say_what_cannot_be_read_and_the_cure(tmp_path: Path) -> None:
-    path = write(tmp_path / "file.csv", ROWS, "sentence", "verdict")
-    with raises(match=r"are two columns; got 'sentence' for both"):
-        al.load_examples(path, text="sentence", label="sentence", classes=["a"])
-    with raises(match=r"classes is a list of the different .*; got \['bad', 'bad', 'good'\]$"):
-        al.load_examples(path, text="sentence", label="verdict", classes=["bad", "bad", "good"])
-    with raises(match=r"columns of 'sst2', .* 'review' and 'label' came .*stanfordnlp/sst2"):
-        al.load_examples("sst2", text="review")
-    with raises(match=r"\['sentence', 'verdict'\], but not \['text', 'label'\]; name .*text="):
-        al.load_examples(path)
-    with raises(match=r"but not \['label'\]; name the right ones .*label="):
-        al.load_examples(path, text="sentence")
-    with raises(match=r"a file is one split, but split='test' came with .*csv; pass the file"):
-        al.load_examples(path, split="test")
-    with raises(match=r"no file .*none\.csv; give a jsonl, csv or parquet file"):
-        al.load_examples(tmp_path / "none.csv")
-    (tmp_path / "cut.csv").write_bytes("text,label\na,0".encode("utf-16")[:-1])
-    with raises(match=r"begins as UTF-16 text, but cannot be read .* as UTF-8"):
-        al.load_examples(tmp_path / "cut.csv")
-    (tmp_path / "broken.parquet").write_bytes(b"no parquet")
-    with raises(match=r"broken\.parquet cannot be read as parquet: "):
-        al.load_examples(tmp_path / "broken.parquet")
-    with raises(match=r"'news' has the splits 'train' and 'test'; got 'validation'"):
-        al.load_examples("news", split="validation")
 
 
 @pytest.mark.parametrize("name", BUNDLED)
