@@ -94,7 +94,7 @@ def test_your_own_score_counts_for_single_words_too(byte_level: Any) -> None:
     logits = torch.randn(1, len(byte_level))
     expected = logits.log_softmax(-1)[:, batch.label_token_ids] / 2
     torch.testing.assert_close(batch.label_scores(logits), expected)
-    assert "halved" in repr(batch.verbalizer)
+    assert "halved" in repr(batch.verbalizer) and "halved" in repr(task)
     assert " at 0x" not in repr(batch.verbalizer)
 
 
