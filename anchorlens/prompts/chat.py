@@ -20,9 +20,22 @@ from .tasks import Piece, Task
 
 # What build_prompts itself passes to apply_chat_template, and what it has no use for.
 _NO_OPTIONS = frozenset(
-    "conversation tools documents add_generation_prompt continue_final_message tokenize padding "
-    "sanitize_control_tokens truncation max_length return_tensors return_dict "
-    "return_assistant_tokens_mask tokenizer_kwargs".split()
+    [
+        "conversation",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "sanitize_control_tokens",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
 )
 
 # What strftime writes for a day; "-d" is a day without a leading 0.
