@@ -14,6 +14,7 @@ from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..runs.store import forget_run
 from ..system.processes import is_main
+from .before_weights import depth_of
 from .options import Run
 from .output import say
 from .summary import Summary, summarised
@@ -85,7 +86,8 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
     The rows of each batch are stored too, so that the same call resumes an interrupted run.
     """
     folder, output = options.out / task, options.output
-    sites = both_ends(model, batches, options.depth)
+    depth = depth_of(options.depth, model.cfg.n_layers)
+    sites = both_ends(model, batches, depth)
     output.note(f"{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}")
 
     def save(name: str, record: Record) -> None:
@@ -96,7 +98,7 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
     records = analyse(
         model,
         batches,
-        depth=options.depth,
+        depth=depth,
         draws=options.draws,
         gradient_checkpointing=options.gradient_checkpointing,
         keep=save,

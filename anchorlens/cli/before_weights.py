@@ -13,8 +13,16 @@ from ..prompts.batch import PromptBatch, longest_prompt
 BuildPrompts = Callable[[Any], Iterable[PromptBatch]]
 
 
+DEPTH = 5  # layers at each end, if a model has twice as many
+
+
 def checked_tokenizer(
-    model: str, device: str | None, depth: int, build_prompts: BuildPrompts, *, length: int = 0
+    model: str,
+    device: str | None,
+    depth: int | None,
+    build_prompts: BuildPrompts,
+    *,
+    length: int = 0,
 ) -> Any:
     """The tokenizer of a model, after everything was checked that needs no weights.
 
@@ -31,7 +39,7 @@ def checked_tokenizer(
     text_config = config.get_text_config()
     layers = getattr(text_config, "num_hidden_layers", None)
     if layers is not None:
-        check_depth(depth, layers)
+        depth_of(depth, layers)
     context = getattr(text_config, "max_position_embeddings", None)
     batches = list(build_prompts(tokenizer))
     if context is not None:
@@ -41,13 +49,18 @@ def checked_tokenizer(
     return tokenizer
 
 
-def check_depth(depth: int, layers: int) -> None:
-    """Raise an error if a model has fewer layers than ``--depth``."""
-    if depth > layers:
+def depth_of(wanted: int | None, layers: int) -> int:
+    """``--depth``, or else 5, or half of the layers of a smaller model.
+
+    Raises:
+        HookError: The model has fewer layers than ``--depth``.
+    """
+    if wanted is not None and wanted > layers:
         raise HookError(
-            f"--depth {depth} is more than the {layers} layers of the model; isolate fewer at each "
-            "end"
+            f"--depth {wanted} is more than the {layers} layers of the model; isolate fewer at "
+            "each end"
         )
+    return wanted or max(1, min(DEPTH, layers // 2))
 
 
 def check_length(length: int, context: int, batches: Sequence[PromptBatch]) -> None:

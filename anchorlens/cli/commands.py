@@ -5,6 +5,7 @@ import. Each command gets its options as one record and imports what it needs.
 """
 
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -42,7 +43,10 @@ def _command(kind: type[T]) -> Callable[[Callable[[T], None]], None]:
         def command(**options: Any) -> None:
             function(kind(**options))
 
-        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        # A paragraph is one line, so that the help is not wrapped twice.
+        paragraphs = re.split(r"\n\s*\n", inspect.getdoc(function) or "")
+        command.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
+        command.__name__ = function.__name__
         command.__annotations__ = get_type_hints(kind, include_extras=True)
         signature = inspect.signature(kind)
         last = [field.name for field in fields(Common) if field.name != "model"]
@@ -88,6 +92,7 @@ Version = Annotated[
     bool,
     typer.Option(
         "--version",
+        metavar="",
         is_eager=True,
         expose_value=False,
         callback=_show_version,
@@ -106,8 +111,9 @@ def anchorlens(version: Version = False) -> None:
 def demo(options: Demo) -> None:
     """Analyse a small model on the bundled questions and sentiments: 24 queries each.
 
-    The rows of each batch are stored in --out. Run the same command again to resume after an
-    interruption.
+    Run the same command again to resume after an interruption.
+
+    Example: anchorlens demo --model gpt2
     """
     from . import work
 
@@ -117,12 +123,12 @@ def demo(options: Demo) -> None:
 @_command(Run)
 @_stoppable
 def run(options: Run) -> None:
-    """Analyse a model on a task: one set of demonstrations for each seed.
+    """Analyse a model on your data, or on a task: one set of demonstrations for each seed.
 
-    The task is one of the package (--task), or your own (--task-file). --data gives other examples.
+    For a data file alone, columns, classes, template and label words are looked for in it; the
+    command says what it understood. Run the same command again to resume after an interruption.
 
-    The rows of each batch are stored in --out. Run the same command again to resume after an
-    interruption.
+    Example: anchorlens run tickets.csv --model gpt2
     """
     from . import work
 
@@ -136,6 +142,8 @@ def paper(options: Paper) -> None:
 
     After each part, numbers.csv and tables.txt hold all numbers so far. Run the same command
     again to resume after an interruption.
+
+    Example: anchorlens paper --model gpt2 --task sst2,trec
     """
     from . import work
 
@@ -149,6 +157,8 @@ def contexts(options: Contexts) -> None:
 
     The queries for training and for the comparison differ. Run the same command
     again to resume after an interruption.
+
+    Example: anchorlens contexts tickets.csv --model gpt2 --steps 100
     """
     from . import work
 
@@ -157,7 +167,10 @@ def contexts(options: Contexts) -> None:
 
 @_command(Models)
 def models(options: Models) -> None:
-    """Print the architectures that are tested against plain transformers."""
+    """Print the architectures that are tested against plain transformers.
+
+    Example: anchorlens models llama
+    """
     from .architectures import show_architectures
 
     show_architectures(options)
@@ -167,7 +180,9 @@ def models(options: Models) -> None:
 def check(options: Check) -> None:
     """Load a model, verify its hooks, and say what works on it, before a long run.
 
-    A model on which no analysis works is an error with the reason, and the exit status is 1.
+    If no analysis works, the exit status is 1, and the error says why.
+
+    Example: anchorlens check gpt2
     """
     from .check import check
 

@@ -4,6 +4,7 @@ The command line has an option for each field: its type and help are those of th
 here needs a package that takes seconds to import.
 """
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +21,10 @@ from .output import Output
 # It is small, open to everyone, and learns from examples in its prompt.
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M"
 A_MODEL = "Hub name, local folder, or .gguf file."
-_A_TASK = f"One of {', '.join(TASKS)}."
+_A_TASK = f"{', '.join(TASKS)}, or a .toml file with a task of your own"
+
+_AS_MANY = "by default {}, or as many as there are"
+PAPER_TASKS = ("sst2", "trec", "agnews")
 
 T = TypeVar("T")
 
@@ -84,6 +88,8 @@ def _refused(option: str, what: str, given: Sequence[Any]) -> DataError:
     return DataError(f"{option} takes {what}, repeated or separated by commas; got {got}")
 
 
+_number = partial(typer.Option, metavar="<int>")
+_flag = partial(typer.Option, metavar="")
 _option_of_path = partial(typer.Option, parser=_path, metavar="<path>")
 _option_of_list = partial(typer.Option, parser=_parts, metavar="<list>")
 _of_task: dict[str, Any] = {"rich_help_panel": "Task and examples"}
@@ -103,27 +109,35 @@ Out = Annotated[
     _option_of_path(help="Folder for the report, the results and the settings.", **_of_output),
 ]
 Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Start over: delete the rows in --out.", **_of_output)
+    bool,
+    _flag("--fresh", help="Start over: delete the rows in --out.", **_of_output),
 ]
 Quiet = Annotated[
     bool,
-    typer.Option(
-        "--quiet", help="Hide progress bars and notes; warnings and errors stay.", **_of_output
+    _flag(
+        "--quiet",
+        help="Hide progress bars and notes; warnings and errors stay.",
+        **_of_output,
     ),
 ]
 Json = Annotated[
     bool,
-    typer.Option(
+    _flag(
         "--json",
         help="Print the numbers as one json document; all else goes to standard error.",
         **_of_output,
     ),
 ]
-Queries = Annotated[int, typer.Option(min=1, help="Queries of each task and seed.")]
-Depth = Annotated[int, typer.Option(min=1, help="Layers isolated at each end of the model.")]
-Draws = Annotated[int, typer.Option(min=1, max=9999, help="Random controls of each isolation.")]
-Shots = Annotated[int, typer.Option(min=1, help="Demonstrations of each class.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Prompts in a batch.")]
+Queries = Annotated[int, _number(min=1, help="Queries of each task and seed.")]
+Depth = Annotated[
+    int | None,
+    _number(
+        min=1, help="Layers isolated at each end; by default 5, or half of a model below 10 layers."
+    ),
+]
+Draws = Annotated[int, _number(min=1, max=9999, help="Random controls of each isolation.")]
+Shots = Annotated[int, _number(min=1, help="Demonstrations of each class.")]
+BatchSize = Annotated[int, _number(min=1, help="Prompts in a batch.")]
 Seeds = Annotated[
     list[int],
     _option_of_list(
@@ -133,11 +147,14 @@ Seeds = Annotated[
         help="Seeds; each draws its own demonstrations. Repeat the option, or separate by commas.",
     ),
 ]
-OneTask = Annotated[str, typer.Option(help=_A_TASK, autocompletion=_tasks)]
-FolderOfTasks = Annotated[
-    Path | None,
-    _option_of_path(
-        help="Folder with TASK/train.jsonl and TASK/test.jsonl; by default the examples of --task.",
+OneTask = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        "--task-file",
+        help=f"{_A_TASK}. By default a data file is its own task.",
+        autocompletion=_tasks,
+        **_of_task,
     ),
 ]
 
@@ -165,120 +182,137 @@ class Common:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OfTask(Common):
+    """What the commands have that take tasks, of the package or your own."""
+
+    data: Annotated[
+        Path | None,
+        typer.Argument(
+            parser=_path,
+            metavar="DATA",
+            help="csv, jsonl or parquet file with a text and its class in each row; or a folder "
+            "with TASK/train.jsonl and TASK/test.jsonl. By default the examples of --task.",
+        ),
+    ] = None
+    chat: Annotated[
+        bool | None,
+        _flag(
+            "--chat/--no-chat",
+            help="Write demonstrations as turns of user and assistant, for a chat model.",
+            **_of_task,
+        ),
+    ] = None
+    text_column: Annotated[
+        str | None, typer.Option(help="Column of the texts in DATA.", **_of_task)
+    ] = None
+    label_column: Annotated[
+        str | None, typer.Option(help="Column of the classes in DATA.", **_of_task)
+    ] = None
+    classes: Annotated[
+        list[str] | None,
+        _option_of_list(
+            callback=_words,
+            help="The values of that column in class order; repeat, or separate by commas.",
+            **_of_task,
+        ),
+    ] = None
+    queries: int | None = None
+    dtype: WeightType = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Demo(Common):
     """The options of `anchorlens demo`."""
 
     model: Model = DEMO_MODEL
     out: Out = Path("demo-output")
     queries: Queries = 24
-    depth: Depth = 5
+    depth: Depth = None
     draws: Draws = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Common):
+class Run(OfTask):
     """The options of `anchorlens run`."""
 
-    task: Annotated[str | None, typer.Option(help=_A_TASK, autocompletion=_tasks, **_of_task)] = (
-        None
-    )
-    task_file: Annotated[
-        Path | None,
-        _option_of_path(help="toml file with a task of your own: template, labels ...", **_of_task),
+    task: OneTask = None
+    queries: Annotated[
+        int | None,
+        _number(min=1, help=f"Queries of each seed; {_AS_MANY.format(100)}."),
     ] = None
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Write demonstrations as turns of user and assistant, by the chat template of the "
-            "tokenizer.",
-            **_of_task,
-        ),
-    ] = None
-    data: Annotated[
-        Path | None,
-        _option_of_path(
-            help="jsonl, csv or parquet file, for demonstrations and queries; by default the "
-            "examples of the task.",
-            **_of_task,
-        ),
-    ] = None
-    text_column: Annotated[
-        str | None, typer.Option(help="Column of the texts; text by default.", **_of_task)
-    ] = None
-    label_column: Annotated[
-        str | None, typer.Option(help="Column of the classes; label by default.", **_of_task)
-    ] = None
-    classes: Annotated[
-        list[str] | None,
-        _option_of_list(
-            callback=_words,
-            help="The values of the label column in class order, if they are not 0, 1, ...; "
-            "repeated or separated by commas.",
-            **_of_task,
-        ),
-    ] = None
-    queries: Queries = 100
     shots: Shots = 1
     seed: Seeds = (42,)  # type: ignore[assignment]
-    depth: Depth = 5
+    depth: Depth = None
     draws: Draws = 10
     batch_size: BatchSize = 8
     gradient_checkpointing: Annotated[
         bool,
-        typer.Option("--gradient-checkpointing", help="For long prompts: less memory, more time."),
+        _flag("--gradient-checkpointing", help="For long prompts: less memory, more time."),
     ] = False
-    dtype: WeightType = None
     out: Out = Path("anchorlens-output")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paper(Common):
+class Paper(OfTask):
     """The options of `anchorlens paper`."""
 
     tasks: Annotated[
-        list[str],
+        list[str] | None,
         _option_of_list(
             "--task",
             "--tasks",
+            "--task-file",
             callback=_words,
-            help=f"Tasks of {', '.join(TASKS)}; repeated or separated by commas.",
+            help=f"{_A_TASK}; repeat, or separate by commas. By default {','.join(PAPER_TASKS)}, "
+            "or what is in a data file.",
             autocompletion=_tasks,
         ),
-    ] = ("sst2", "trec", "agnews")  # type: ignore[assignment]
-    data: FolderOfTasks = None
-    queries: Annotated[int, typer.Option(min=11, help="Queries of each task and seed.")] = 40
+    ] = None
+    queries: Annotated[
+        int | None,
+        _number(min=11, help=f"Queries of each task and seed; {_AS_MANY.format(40)}."),
+    ] = None
     seeds: Seeds = (42, 43)  # type: ignore[assignment]
-    depth: Depth = 5
+    depth: Depth = None
     draws: Draws = 10
-    appendix: Annotated[
-        bool, typer.Option("--appendix", help="Also compute the paper's appendix.")
-    ] = False
-    dtype: WeightType = None
+    appendix: Annotated[bool, _flag("--appendix", help="Also compute the paper's appendix.")] = (
+        False
+    )
     out: Out = Path("anchorlens-paper")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contexts(Common):
+class Contexts(OfTask):
     """The options of `anchorlens contexts`."""
 
-    task: OneTask
-    data: FolderOfTasks = None
-    queries: Annotated[int, typer.Option(min=1, help="Queries of the comparison.")] = 40
-    training: Annotated[int, typer.Option(min=1, help="Queries for training.")] = 32
+    task: OneTask = None
+    queries: Annotated[
+        int | None, _number(min=1, help=f"Queries of the comparison; {_AS_MANY.format(40)}.")
+    ] = None
+    training: Annotated[int, _number(min=1, help="Queries for training.")] = 32
     held_out: Annotated[
-        int, typer.Option(min=1, help="Queries by which the best step of a training is chosen.")
+        int, _number(min=1, help="Queries by which the best step of a training is chosen.")
     ] = 16
     shots: Shots = 1
-    seed: Annotated[int, typer.Option(help="Seed of all draws and of the training.")] = 42
-    steps: Annotated[int, typer.Option(min=0, help="Steps of each training.")] = 300
-    length: Annotated[int, typer.Option(min=1, help="Number of learned positions.")] = 10
+    seed: Annotated[int, _number(help="Seed of all draws and of the training.")] = 42
+    steps: Annotated[int, _number(min=0, help="Steps of each training.")] = 300
+    length: Annotated[int, _number(min=1, help="Number of learned positions.")] = 10
     draws: Annotated[
-        int, typer.Option(min=1, max=9999, help="Random selections of words to compare with.")
+        int, _number(min=1, max=9999, help="Random selections of words to compare with.")
     ] = 3
     batch_size: BatchSize = 8
-    dtype: WeightType = None
     out: Out = Path("anchorlens-contexts")
+
+
+def full_command(name: str, options: OfTask, task: Path) -> str:
+    """The command with all options that decide numbers, for the task in a file."""
+    others = ("model", "task", "tasks", "data", "chat", "text_column", "label_column", "classes")
+    words = ["anchorlens", name, "--model", options.model, "--task", str(task)]
+    for field, value in vars(options).items():
+        if field not in (*others, "fresh", "quiet", "as_json") and value not in (None, False):
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words += [f"--{field.replace('_', '-')}", *([] if value is True else [text])]
+    return shlex.join(words)
 
 
 @dataclass(frozen=True, kw_only=True)

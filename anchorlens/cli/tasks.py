@@ -1,62 +1,167 @@
 """Tasks and examples of the commands, read before any weights are loaded."""
 
+import os
 import re
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import DataError
+from ..errors import DataError, StoreError
 from ..models.quiet_libraries import quiet_datasets
-from ..prompts.demonstration_sets import Examples, task_of_name
+from ..prompts.datafiles import READERS
+from ..prompts.demonstration_sets import Examples
 from ..prompts.examples import HUB_SOURCES, load_examples
 from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
-from ..prompts.tasks import Task
-from .options import Run
+from ..prompts.tasks import TASKS, Task
+from ..system.files import write_text
+from ..system.processes import is_main
+from .options import OfTask
+from .own_data import entries_for, in_toml, layout_of, problems_of, told_apart
 
 
 class ChosenTask(NamedTuple):
-    """A task, its name in the folder of --out, its examples, and the entries of a file of it."""
+    """A task of a command.
+
+    Attributes:
+        name: Its name in the folder of --out.
+        task: Its template and label words.
+        examples: For demonstrations and for queries.
+        entries: The entries of a file of it.
+        is_proposed: Whether they were found in the data, so that label words may change.
+    """
 
     name: str
     task: Task
     examples: Examples
-    settings: dict[str, Any]
+    entries: dict[str, Any]
+    is_proposed: bool = False
+
+    def for_tokenizer(self, tokenizer: Any) -> "ChosenTask":
+        """The task with label words that a tokenizer tells apart, if they are proposed."""
+        if not self.is_proposed:
+            return self
+        task = told_apart(tokenizer, self.task)
+        return self._replace(task=task, entries={**self.entries, "labels": list(task.labels)})
+
+    def store(self, path: Path, fresh: bool) -> None:
+        """Write the entries as a task file, but over no other task."""
+        data = os.path.relpath(self.entries["data"], path.parent)  # a task file has it so
+        text = in_toml({**self.entries, "data": data})
+        if path.exists() and path.read_text("utf-8") != text and not fresh:
+            raise StoreError(
+                f"{path} holds another task than the one that {self.entries['data']} seems to "
+                f"hold; give it by --task {path}, or write it anew by --fresh"
+            )
+        if is_main():
+            write_text(path, text)
 
 
-def chosen_task(options: Run) -> ChosenTask:
-    """The task that the options name, whose entries the other options replace.
+def chosen_tasks(names: Sequence[str] | None, options: OfTask, shots: int = 1) -> list[ChosenTask]:
+    """The tasks that the options name, or the one that a data file seems to hold.
 
     Raises:
-        DataError: There is no task or there are two, or the examples cannot be read.
+        DataError: There is no task, or the examples cannot be read.
         PromptError: The template and the labels of a file are no task.
     """
-    if options.task is not None and options.task_file is not None:
-        raise DataError("--task and --task-file both name a task; give one of them")
-    if options.task is not None:
-        name, source = options.task, f"--task {options.task}"
-        entries: dict[str, Any] = {"task": name}
-    elif options.task_file is not None:
-        entries = read_entries(options.task_file)
-        name = re.sub(r"[^\w-]+", "-", options.task_file.stem).strip("-") or "task"
-        source = str(options.task_file)
+    data = options.data
+    if data is not None and data.suffix.lower() == ".toml":
+        raise DataError(f"{data} is a task file; give it by --task {data}")
+    if data is not None and not data.exists():
+        raise DataError(f"there is no file or folder {data}")
+    if names is None:
+        if data is None or data.is_dir():
+            raise DataError(
+                "there is no task; give a data file, or a name or a task file by --task (names: "
+                f"{', '.join(TASKS)})"
+            )
+        return [_proposed(data, options, shots)]
+    if len(names) > 1 and data is not None and not data.is_dir():
+        raise DataError(f"{data} is a file for one task, but --task names {', '.join(names)}")
+    for name in names:
+        _refuse_no_task(name)
+    chosen = [_named(name, options) for name in names]
+    folders = [task.name for task in chosen]
+    if twice := sorted({name for name in folders if folders.count(name) > 1}):
+        raise DataError(f"two task files are named {twice[0]}, and so would be their folders")
+    return chosen
+
+
+def _proposed(data: Path, options: OfTask, shots: int) -> ChosenTask:
+    """The task that a data file seems to hold; all its problems are one error."""
+    layout = layout_of(data, options.text_column, options.label_column)
+    given = None if options.classes is None else list(map(_class, options.classes))
+    classes = given or list(layout.counts)
+    if problems := problems_of(layout, classes, shots, options.queries):
+        raise DataError("\n  - ".join([f"{data} cannot be used as it is:", *problems]))
+    entries = {**entries_for(layout, given, bool(options.chat)), "data": data}
+    task = task_of(entries, str(data))
+    name = _folder_name(data)
+    return ChosenTask(name, task, examples_of(entries, task), entries, is_proposed=True)
+
+
+def _named(name: str, options: OfTask) -> ChosenTask:
+    """A task by its name or its file, whose entries the options replace."""
+    data = options.data
+    if name in TASKS:
+        entries, folder = {"task": name}, name
     else:
-        raise DataError("there is no task; give --task with a name, or --task-file")
-    if options.data is not None:
+        entries, folder = read_entries(Path(name)), _folder_name(Path(name))
+    if data is not None:
         of_hub = ("dataset", "split", "query_split")
         entries = {entry: value for entry, value in entries.items() if entry not in of_hub}
+    is_folder = data is not None and data.is_dir()
     replaced: dict[str, Any] = {
         "chat": options.chat,
-        "data": options.data,
+        "data": None if is_folder else data,
         "text_column": options.text_column,
         "label_column": options.label_column,
         "classes": options.classes and [_class(word) for word in options.classes],
     }
     entries |= {entry: value for entry, value in replaced.items() if value is not None}
-    task = task_of(entries, source)
+    task = task_of(entries, name)
+    if is_folder and data is not None:
+        names = ("text_column", "text"), ("label_column", "label"), ("classes", "classes")
+        columns = {part: entries[name] for name, part in names if name in entries}
+        halves = [data / folder / f"{half}.jsonl" for half in ("train", "test")]
+        examples = Examples(*(load_examples(half, **columns) for half in halves))
+        return ChosenTask(folder, task, examples, entries | entries_of(task))
     from_hub = "dataset" in entries or entries.get("task") in HUB_SOURCES
     with quiet_datasets() if from_hub and "data" not in entries else nullcontext():
-        examples = examples_of(entries, task)
-    return ChosenTask(name, task, examples, entries | entries_of(task))
+        try:
+            examples = examples_of(entries, task)
+        except DataError as error:
+            raise DataError(f"{error}{_columns_instead(entries, task)}") from error
+    return ChosenTask(folder, task, examples, entries | entries_of(task))
+
+
+def _refuse_no_task(name: str) -> None:
+    """Raise an error unless a text is a name of the package or of a task file."""
+    suffix = Path(name).suffix.lower()
+    if suffix in READERS:
+        raise DataError(f"{name} is no task; a data file stands alone, without --task")
+    if name not in TASKS and suffix != ".toml":
+        raise DataError(
+            f"there is no task {name!r}; choose one of {', '.join(TASKS)}, or give a .toml file"
+        )
+
+
+def _columns_instead(entries: dict[str, Any], task: Task) -> str:
+    """The options with which a data file can be read, in words; "" if none are found."""
+    try:
+        layout = layout_of(Path(entries["data"]))
+    except (DataError, KeyError):
+        return ""
+    cure = f". This may fit: --text-column {layout.text} --label-column {layout.label}"
+    if [*layout.counts] != [*range(len(task.labels))]:
+        values = ",".join(map(str, layout.counts))
+        cure += f" --classes {values} (in the order of {', '.join(task.first_words)})"
+    return cure
+
+
+def _folder_name(path: Path) -> str:
+    return re.sub(r"[^\w-]+", "-", path.stem).strip("-") or "task"
 
 
 def _class(word: str) -> str | int:
@@ -64,13 +169,10 @@ def _class(word: str) -> str | int:
     return int(word) if re.fullmatch(r"-?[0-9]+", word) else word
 
 
-def examples_of_package(task: str, data: Path | None) -> Examples:
-    """The examples of a task of the package: its own, or train.jsonl and test.jsonl in a folder.
-
-    Raises:
-        DataError: There is no such task, or its examples cannot be read.
-    """
-    if data is None:
-        return chosen_task(Run(model="", task=task)).examples
-    task_of_name(task)
-    return Examples(*(load_examples(data / task / f"{half}.jsonl") for half in ("train", "test")))
+def queries_that_fit(chosen: ChosenTask, used: int, wanted: int | None, most: int) -> int:
+    """``--queries``, or else all examples beside those that are used, at most ``most``."""
+    texts = [example.text for example in chosen.examples.tests]
+    repeats = sorted(
+        Counter(texts).values(), reverse=True
+    )  # one that is used takes all of its text
+    return wanted or max(1, min(most, len(texts) - sum(repeats[:used])))

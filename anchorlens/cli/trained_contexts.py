@@ -17,11 +17,11 @@ from ..contexts.reweighted import reweight_demonstrations, train_reweighting
 from ..contexts.selection import everything, random_and_format
 from ..contexts.soft_prompt import train_soft_prompt
 from ..contexts.training import Training, TrainingRecord
-from ..errors import ModelError, PromptError
+from ..errors import DataError, ModelError, PromptError
 from ..experiments.context_comparison import MakeContext
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
-from ..prompts.demonstration_sets import Draw, Examples
+from ..prompts.demonstration_sets import Draw, Examples, refuse_rare_classes
 from ..prompts.examples import sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..runs.store import forget_run
@@ -36,7 +36,7 @@ Prompts = Mapping[str, list[PromptBatch]]  # for training, held out, and the que
 
 
 def draws_without_overlap(
-    task: Task, examples: Examples, options: Contexts
+    task: Task, examples: Examples, options: Contexts, queries: int
 ) -> dict[str, list[Draw]]:
     """Draw demonstrations, and examples for training, for choosing and for the comparison.
 
@@ -44,9 +44,16 @@ def draws_without_overlap(
         DataError: There are too few examples.
     """
     count, seed = options.training, options.seed
+    refuse_rare_classes(task, examples.pool, options.shots)
     demos = sample_demonstrations(examples.pool, options.shots, seed)
-    drawn = sample_queries(examples.pool, count + options.held_out, seed, exclude=demos)
-    compared = sample_queries(examples.tests, options.queries, seed, exclude=[*demos, *drawn])
+    left, wanted = len(examples.pool) - len(demos), count + options.held_out
+    if wanted > left:
+        raise DataError(
+            f"--training {count} and --held-out {options.held_out} need {wanted} examples, but at "
+            f"most {left} are left beside the demonstrations; lower them or give more examples"
+        )
+    drawn = sample_queries(examples.pool, wanted, seed, exclude=demos)
+    compared = sample_queries(examples.tests, queries, seed, exclude=[*demos, *drawn])
     parts = {"training": drawn[:count], "held out": drawn[count:], "queries": compared}
     return {name: [Draw(task, demos, queries)] for name, queries in parts.items()}
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from textwrap import indent
+from typing import Any, TypeVar
 
 import torch
 from pandas import DataFrame
@@ -19,11 +20,10 @@ from ..models.load import load_model
 from ..models.quiet_libraries import quiet_libraries
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
-from ..prompts.demonstration_sets import Draw, draws_of, task_of_name
+from ..prompts.demonstration_sets import Draw, draws_of
 from ..prompts.examples import Example
 from ..prompts.sample_prompts import prompts_of_draws
-from ..prompts.tasks import TASKS
-from ..replication.paper import check_examples
+from ..replication.paper import TRAINING, check_examples
 from ..replication.paper import paper as paper_numbers
 from ..replication.paper_figures import paper_figures
 from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
@@ -34,11 +34,12 @@ from ..runs.store import forget_run
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main
 from .analysis import analysed, file_name, forget_analysis, make_folders, rows_folder
-from .before_weights import check_depth, check_length, checked_tokenizer
-from .options import Contexts, Demo, Dtype, Paper, Run
+from .before_weights import DEPTH, check_length, checked_tokenizer, depth_of
+from .options import PAPER_TASKS, Contexts, Demo, Dtype, OfTask, Paper, Run, full_command
 from .output import PrintedTable
+from .own_data import in_toml
 from .summary import numbers_of
-from .tasks import ChosenTask, chosen_task, examples_of_package
+from .tasks import ChosenTask, chosen_tasks, queries_that_fit
 from .trained_contexts import (
     draws_without_overlap,
     forget_contexts,
@@ -49,6 +50,8 @@ from .trained_contexts import (
     untrained_contexts,
 )
 
+Options = TypeVar("Options", Run, Paper, Contexts)
+
 
 @fails_together()
 @quiet_libraries()
@@ -56,40 +59,41 @@ def demo(options: Demo) -> None:
     """Analyse a model on two bundled tasks."""
     names = ["questions", "sentiment"]
     of_run = Run(**vars(options), dtype=Dtype.float32)
-    chosen = [chosen_task(replace(of_run, task=name)) for name in names]
-    after = f"another task or your own: anchorlens run --model {options.model} --help"
-    _analyse(of_run, chosen, {**of_run.settings(), "tasks": names}, after)
+    after = f"your own data: anchorlens run FILE.csv --model {options.model}"
+    _analyse(of_run, chosen_tasks(names, of_run), after)
 
 
 @fails_together()
 @quiet_libraries()
 def run(options: Run) -> None:
     """Analyse a model on a task."""
-    chosen = chosen_task(options)
+    chosen = chosen_tasks(options.task and [options.task], options, options.shots)
     after = (
         f"the paper's figures and tables for this model: anchorlens paper --model {options.model}"
     )
-    _analyse(options, [chosen], {**options.settings(), **chosen.settings}, after)
+    _analyse(options, chosen, after)
 
 
-def _analyse(
-    options: Run, chosen: Sequence[ChosenTask], settings: Mapping[str, Any], after: str
-) -> None:
+def _analyse(options: Run, chosen: Sequence[ChosenTask], after: str) -> None:
     """Analyse a model on tasks, and write the report; ``after`` is what to try next."""
     model, out, output = options.model, options.out, options.output
+    counts = [
+        queries_that_fit(each, options.shots * len(each.task.labels), options.queries, 100)
+        for each in chosen
+    ]
     draws = {
-        name: draws_of(task, examples, options.shots, options.queries, options.seed)
-        for name, task, examples, _ in chosen
+        each.name: draws_of(each.task, each.examples, options.shots, count, options.seed)
+        for each, count in zip(chosen, counts, strict=True)
     }
     make_folders(out, draws)
-
-    prompts = partial(_prompts, draws, options.batch_size)
-    loaded, batches = _loaded(options, options.depth, prompts)
+    loaded, batches = _loaded(options, partial(_prompts, chosen, draws, options.batch_size))
+    options, chosen = _settled("run", options, chosen, loaded, min(counts))
     pages = {}
     for name in draws:
         if options.fresh:
             forget_analysis(out / name)
         pages[name] = analysed(loaded, name, batches[name], options)
+    settings = _settings(options, chosen)
     report = _report({name: page.results for name, page in pages.items()}, out, settings)
     values = [page.summary.values for page in pages.values()]
     output.document({"model": model, "tasks": values, "report": report})
@@ -101,32 +105,40 @@ def _analyse(
 def paper(options: Paper) -> None:
     """Print the paper's figures and tables for a model."""
     out, output = options.out, options.output
-    for task in options.tasks:
-        task_of_name(task)  # before examples are read
-    examples = {task: examples_of_package(task, options.data) for task in options.tasks}
-    check_examples(examples, options.queries, options.seeds)
+    is_folder = options.data is None or options.data.is_dir()
+    chosen = chosen_tasks(options.tasks or (PAPER_TASKS if is_folder else None), options)
+    examples = {each.name: each.examples for each in chosen}
+    counts = [
+        queries_that_fit(each, (1 + TRAINING) * len(each.task.labels), options.queries, 40)
+        for each in chosen
+    ]
+    queries = min(counts)
+    check_examples(examples, queries, options.seeds, {each.name: each.task for each in chosen})
     make_folders(out)
 
     def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
-        return {task: _shortest_prompt(tokenizer, task) for task in options.tasks}
+        return {each.name: _shortest_prompt(tokenizer, each) for each in chosen}
 
     # The parts build the other prompts. There one that is too long is a warning.
-    loaded, _ = _loaded(options, options.depth, prompts)
+    loaded, _ = _loaded(options, prompts)
+    options, chosen = _settled("paper", options, chosen, loaded, queries)
+    settings = _settings(options, chosen)
     if options.fresh:
         forget_run(out / "rows")
 
     def save(numbers: DataFrame) -> None:
-        _save_settings(options.settings(), out)
+        _save_settings(settings, out)
         write_text(out / "numbers.csv", numbers.to_csv(index=False))
         write_text(out / "tables.txt", f"{paper_tables(numbers)}\n")
 
     numbers = paper_numbers(
         loaded,
         examples,
-        queries=options.queries,
+        tasks={each.name: each.task for each in chosen},
+        queries=queries,
         seeds=options.seeds,
         parts=PAPER_PARTS + (PAPER_APPENDIX if options.appendix else ()),
-        depth=options.depth,
+        depth=options.depth or DEPTH,
         draws=options.draws,
         keep=save,
         folder=out / "rows",
@@ -141,14 +153,14 @@ def paper(options: Paper) -> None:
     report = _report(
         {},
         out,
-        options.settings(),
+        settings,
         title=f"The figures and tables of 'Label Words are Anchors' for {options.model}",
         figures=paper_figures(numbers),
         summary=summary,
     )
     values = {"model": options.model, "numbers": numbers.to_dict("records"), "report": report}
     output.document(values)
-    after = f"a task of your own: anchorlens run --model {options.model} --help"
+    after = f"your own data: anchorlens run FILE.csv --model {options.model}"
     output.last_line(f"report: {report} (all numbers: numbers.csv beside it). Next: {after}")
 
 
@@ -156,12 +168,16 @@ def paper(options: Paper) -> None:
 @quiet_libraries()
 def contexts(options: Contexts) -> None:
     """Train contexts, and compare them with demonstrations and their label words."""
-    task, out, output = options.task, options.out, options.output
-    examples = examples_of_package(task, options.data)
-    draws = draws_without_overlap(TASKS[task], examples, options)
+    out, output = options.out, options.output
+    [chosen] = chosen_tasks(options.task and [options.task], options, options.shots)
+    task, classes = chosen.name, len(chosen.task.labels)
+    used = options.shots * classes + options.training + options.held_out
+    queries = queries_that_fit(chosen, used, options.queries, 40)
+    draws = draws_without_overlap(chosen.task, chosen.examples, options, queries)
     make_folders(out, [task])
-    prompts = partial(_prompts, draws, options.batch_size)
-    loaded, batches = _loaded(options, 1, prompts, length=options.length)
+    prompts = partial(_prompts, [chosen] * len(draws), draws, options.batch_size)
+    loaded, batches = _loaded(options, prompts, length=options.length)
+    options, [chosen] = _settled("contexts", options, [chosen], loaded, queries)
     rows = rows_folder(out, task)
     if options.fresh:
         forget_contexts(out / task)
@@ -171,9 +187,11 @@ def contexts(options: Contexts) -> None:
         "re-weighted": reweighted(loaded, batches, output),
         **trained,
     }
-    queries, folder = batches["queries"], rows / "contexts"
-    output.note(f"{task}: {sum(map(len, queries))} queries, {len(compared)} contexts")
-    record = compare_contexts(loaded, queries, compared, folder=folder, progress=not options.quiet)
+    output.note(f"{task}: {queries} queries, {len(compared)} contexts")
+    folder, progress = rows / "contexts", not options.quiet
+    record = compare_contexts(
+        loaded, batches["queries"], compared, folder=folder, progress=progress
+    )
     if is_main():
         record.save(out / task / "contexts.safetensors")
         for name, context in trained.items():
@@ -184,23 +202,33 @@ def contexts(options: Contexts) -> None:
         output.note(f"{name}: {text!r}")
     results = {task: {"contexts": record, **training_records(trained)}}
     title = f"What stands before a query: contexts for {options.model}"
-    report = _report(results, out, options.settings(), title=title)
+    report = _report(results, out, _settings(options, [chosen]), title=title)
     values = {"task": task, "contexts": numbers_of(record), "texts": texts}
     output.document({"model": options.model, **values, "report": report})
-    after = f"the flows in the demonstrations: anchorlens run --model {options.model} --task {task}"
+    given = options.task or out / f"{task}.toml"
+    after = (
+        f"the flows in the demonstrations: anchorlens run --model {options.model} --task {given}"
+    )
     output.last_line(f"report: {report} (open it in a browser). Next: {after}")
 
 
 def _prompts(
-    draws: Mapping[str, Sequence[Draw]], batch_size: int, tokenizer: Any
+    chosen: Sequence[ChosenTask],
+    draws: Mapping[str, Sequence[Draw]],
+    batch_size: int,
+    tokenizer: Any,
 ) -> dict[str, list[PromptBatch]]:
-    """The prompts of draws by name."""
-    return {name: prompts_of_draws(tokenizer, drawn, batch_size) for name, drawn in draws.items()}
+    """The prompts of draws by name; each is of the chosen task at its place."""
+    prompts = {}
+    for each, (name, drawn) in zip(chosen, draws.items(), strict=True):
+        task = each.for_tokenizer(tokenizer).task
+        of_task = [draw._replace(task=task) for draw in drawn]
+        prompts[name] = prompts_of_draws(tokenizer, of_task, batch_size)
+    return prompts
 
 
 def _loaded(
     options: Run | Paper | Contexts,
-    depth: int,
     prompts: Callable[[Any], dict[str, list[PromptBatch]]],
     length: int = 0,
 ) -> tuple[Any, dict[str, list[PromptBatch]]]:
@@ -209,6 +237,7 @@ def _loaded(
     def build(tokenizer: Any) -> Iterable[PromptBatch]:
         return chain.from_iterable(prompts(tokenizer).values())
 
+    depth = None if isinstance(options, Contexts) else options.depth
     tokenizer = checked_tokenizer(options.model, options.device, depth, build, length=length)
     options.output.note(f"loading {options.model}")
     loaded = load_model(
@@ -218,10 +247,38 @@ def _loaded(
         dtype=getattr(torch, options.dtype) if options.dtype else None,
     )
     batches = prompts(loaded.tokenizer)
-    check_depth(depth, loaded.cfg.n_layers)
+    depth_of(depth, loaded.cfg.n_layers)
     if length:
         check_length(length, loaded.cfg.n_ctx, [*chain.from_iterable(batches.values())])
     return loaded, batches
+
+
+def _settled(
+    command: str, options: Options, chosen: Sequence[ChosenTask], loaded: Any, queries: int
+) -> tuple[Options, list[ChosenTask]]:
+    """The options and tasks as they are used; what was not given is said, and a task is stored."""
+    output, layers = options.output, loaded.cfg.n_layers
+    found: dict[str, Any] = {"queries": queries}
+    if not isinstance(options, Contexts):
+        found["depth"] = depth_of(options.depth, layers)
+        if options.depth is None and found["depth"] < DEPTH:
+            output.note(
+                f"the model has {layers} layers: --depth {found['depth']}, the layers that are "
+                "isolated at each end"
+            )
+    settled = replace(options, **found)
+    final = [each.for_tokenizer(loaded.tokenizer) for each in chosen]
+    for each in final:
+        if each.is_proposed:
+            path = options.out / f"{each.name}.toml"
+            each.store(path, options.fresh)
+            output.note(
+                f"{options.data}: {len(each.examples.pool)} rows, understood as\n"
+                + indent(in_toml(each.entries), "  ")
+                + f"This is {path}; change it there, and run\n"
+                + f"  {full_command(command, settled, path)}"
+            )
+    return settled, final
 
 
 def _printed(record: ContextsRecord, task: str) -> PrintedTable:
@@ -231,14 +288,22 @@ def _printed(record: ContextsRecord, task: str) -> PrintedTable:
     return PrintedTable(rows, title=f"{task}, contexts [95 % intervals]", corner="context")
 
 
-def _shortest_prompt(tokenizer: Any, name: str) -> list[PromptBatch]:
+def _shortest_prompt(tokenizer: Any, chosen: ChosenTask) -> list[PromptBatch]:
     """A prompt with a short demonstration of each class, for what all prompts of a task share."""
-    task = TASKS[name]
+    task = chosen.for_tokenizer(tokenizer).task
     demonstrations = [Example("x", label) for label in range(len(task.labels))]
     try:
         return build_prompts(tokenizer, task, demonstrations, ["x"])
     except PromptError as error:
-        raise PromptError(f"{error}. This is the task {name}; leave it out of --tasks") from error
+        raise PromptError(
+            f"{error}. This is the task {chosen.name}; leave it out of --task"
+        ) from error
+
+
+def _settings(options: OfTask, chosen: Sequence[ChosenTask]) -> dict[str, Any]:
+    """What decides the numbers: the options, and the entries of a single task."""
+    entries = chosen[0].entries if len(chosen) == 1 else {"tasks": [each.name for each in chosen]}
+    return {**options.settings(), **entries}
 
 
 def _report(results: dict[str, Any], out: Path, settings: Mapping[str, Any], **page: Any) -> Path:

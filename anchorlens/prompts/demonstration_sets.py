@@ -1,5 +1,6 @@
 """Demonstrations and queries of a task, drawn and checked; no tokenizer is needed."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ def draws_of(
     """The draw of each seed."""
     if not seeds or len(set(seeds)) < len(seeds):
         raise DataError(f"seeds are different whole numbers, at least one; got {list(seeds)}")
+    refuse_rare_classes(task, examples.pool, shots)
     draws = []
     for seed in seeds:
         demos = sample_demonstrations(examples.pool, shots, seed)
@@ -51,6 +53,18 @@ def draws_of(
         demonstrations_by_query(task, demos, chosen)
         draws.append(Draw(task, demos, chosen))
     return draws
+
+
+def refuse_rare_classes(task: Task, pool: Sequence[Example], shots: int) -> None:
+    """Raise an error that names the classes with too few examples for demonstrations."""
+    counts = Counter(example.label for example in pool)
+    rare = [k for k in range(len(task.labels)) if 0 < counts[k] < shots]
+    if rare:
+        named = ", ".join(f"{task.first_words[k].strip()!r} {counts[k]}" for k in rare)
+        raise DataError(
+            f"{shots} of each class are asked for, but there are fewer examples of some ({named}); "
+            "lower shots (shots=) or give more examples"
+        )
 
 
 def demonstrations_by_query(

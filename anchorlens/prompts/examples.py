@@ -83,7 +83,7 @@ def load_examples(
     *,
     text: str = "text",
     label: str = "label",
-    classes: Sequence[str | int] | None = None,
+    classes: Sequence[str | int | bool] | None = None,
 ) -> list[Example]:
     """Read labelled examples.
 
@@ -254,7 +254,7 @@ def _read_hub(hub: HubSource, split: str) -> Columns:
 
 
 def _examples(
-    columns: Columns, source: str, text: str, label: str, classes: Sequence[str | int] | None
+    columns: Columns, source: str, text: str, label: str, classes: Sequence[str | int | bool] | None
 ) -> list[Example]:
     missing = [name for name in (text, label) if name not in columns]
     if missing:

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -44,6 +45,7 @@ def paper(
     model: HookedModel,
     examples: Mapping[str, tuple[Sequence[Example], Sequence[Example]]],
     *,
+    tasks: Mapping[str, Task] = MappingProxyType({}),
     queries: int = 40,
     seeds: Sequence[int] = (42, 43),
     parts: Sequence[Part] = PAPER_PARTS,
@@ -60,8 +62,9 @@ def paper(
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.
-        examples: For each task (a name in ``TASKS`` or of bundled examples) the examples for
-            demonstrations and training, and those for queries. They may be the same list.
+        examples: For each task, by name, the examples for demonstrations and training, and those
+            for queries. They may be the same list.
+        tasks: Tasks of your own by these names; other names are in ``TASKS``.
         queries: Queries of each task and seed.
         seeds: Each draws demonstrations, training examples and queries.
         parts: What to compute; ``paper_tables`` and ``paper_figures`` show the parts that were. A
@@ -91,9 +94,9 @@ def paper(
     """
     ensure_prepared(model)
     layer_numbers(model, range(depth))
-    check_examples(examples, queries, seeds)
+    check_examples(examples, queries, seeds, tasks)
     settings = [
-        (name, PaperSetting(model, *_drawn(name, *both, queries, seed), depth, draws, seed))
+        (name, PaperSetting(model, *_drawn(name, *both, queries, seed, tasks), depth, draws, seed))
         for name, both in examples.items()
         for seed in seeds
     ]
@@ -225,6 +228,7 @@ def check_examples(
     examples: Mapping[str, tuple[Sequence[Example], Sequence[Example]]],
     queries: int,
     seeds: Sequence[int],
+    tasks: Mapping[str, Task],
 ) -> None:
     """Raise an error for wrong tasks, examples, queries or seeds, before anything runs."""
     if queries <= AnchorDistances().directions:
@@ -236,11 +240,16 @@ def check_examples(
         raise DataError(f"seeds must differ, as equal seeds have no spread; got {list(seeds)}")
     for name, both in examples.items():
         for seed in seeds:
-            _drawn(name, *both, queries, seed)
+            _drawn(name, *both, queries, seed, tasks)
 
 
 def _drawn(
-    name: str, pool: Sequence[Example], tests: Sequence[Example], queries: int, seed: int
+    name: str,
+    pool: Sequence[Example],
+    tests: Sequence[Example],
+    queries: int,
+    seed: int,
+    tasks: Mapping[str, Task],
 ) -> tuple[Task, list[Example], list[Example], list[Example], list[Example]]:
     """Task, demonstrations, training examples, queries, and the pool without the queries."""
 
@@ -248,7 +257,7 @@ def _drawn(
         texts = {example.text for example in excluded}
         return [example for example in pool if example.text not in texts]
 
-    task = task_of_name(name)
+    task = tasks[name] if name in tasks else task_of_name(name)
     try:
         demos = sample_demonstrations(pool, 1, seed)
         if len(demos) != len(task.labels):

@@ -82,8 +82,10 @@ def by_part(numbers: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def task_name(task: str) -> str:
-    """The paper's name of a task; for a bundled task, that of the task that it resembles."""
-    return f"{task} (as {TASK_NAMES[BUNDLED[task]]})" if task in BUNDLED else TASK_NAMES[task]
+    """The paper's name of a task; for a bundled task, also that of the task that it resembles."""
+    if task in BUNDLED:
+        return f"{task} (as {TASK_NAMES[BUNDLED[task]]})"
+    return TASK_NAMES.get(task, task)
 
 
 def _legend(numbers: pd.DataFrame) -> str:
@@ -321,8 +323,11 @@ def _spread(values: Sequence[float], decimals: int, seeds: int) -> str:
 
 
 def _published(values: Values, rows: pd.DataFrame, decimals: int) -> TextTable:
-    """The paper's values for the tasks of these rows."""
-    tasks = {task_name(task): BUNDLED.get(task, task) for task in rows["task"].unique()}
+    """The paper's values for those tasks of these rows that are its own."""
+    names = {task_name(task): BUNDLED.get(task, task) for task in rows["task"].unique()}
+    tasks = {name: task for name, task in names.items() if task in TASK_NAMES}
+    if not tasks:
+        return {}
     return {
         (f"{model} in the paper", row): {
             name: digits(of_row[task], decimals) for name, task in tasks.items()

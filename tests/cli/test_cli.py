@@ -37,7 +37,7 @@ def error_of(captured: Any) -> str:
 
 def test_help_shows_options_of_the_task_before_those_of_the_machine() -> None:
     names = [parameter.name for parameter in COMMANDS["run"].params]
-    assert names[:2] == ["model", "task"] and names.index("gradient_checkpointing") < min(
+    assert names[:2] == ["model", "data"] and names.index("gradient_checkpointing") < min(
         names.index(name) for name in ("device", "out", "fresh", "quiet", "as_json")
     )
 
@@ -76,7 +76,7 @@ def test_run_takes_a_file_and_several_seeds(
         for label, word in enumerate(("bad", "good"))
     ]
     data.write_text("\n".join(map(json.dumps, rows)))
-    arguments = ["--task", "sentiment", "--data", str(data), "--seed", "1", "--seed", "2"]
+    arguments = ["--task", "sentiment", str(data), "--seed", "1", "--seed", "2"]
     arguments += ["--dtype", "float32", "--device", "cpu", "--out", str(tmp_path / "out"), *QUICK]
     arguments += ["--gradient-checkpointing"]
     assert call(monkeypatch, "run", "--model", str(shallow_folder), *arguments) == 0

@@ -48,31 +48,34 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("command", "option", "value", "words"),
     [
-        ("run", "--data", "none.jsonl", "there is no file none.jsonl"),
-        ("run", "--data", "empty.jsonl", "has no rows; expected a text and its class"),
-        ("run", "--data", "folder.jsonl", "folder.jsonl cannot be read: Is a directory"),
-        ("run", "--data", "good", "the name of good does not tell how to read it"),
-        ("run", "--data", "news", "the name of news does not tell how to read it"),
-        ("run", "--data", "three.jsonl", "has the label 2, but the task has the classes 0 to 1"),
-        ("run", "--data", "one.jsonl", "no demonstration for the labels [' Positive']"),
-        ("run", "--data", "few.jsonl", "11 queries are asked for, but only 4 examples are left"),
-        ("run", "--data", "unlabelled.jsonl", "has the columns ['text'], but not ['label']; name"),
-        ("run", "--data", "words.jsonl", "a class (an integer from 0; list others with --classes"),
+        ("run", "DATA", "none.jsonl", "there is no file or folder none.jsonl"),
+        ("run", "DATA", "empty.jsonl", "has no rows; expected a text and its class"),
+        ("run", "DATA", "folder.jsonl", "there is no file folder.jsonl/sentiment/train.jsonl"),
+        ("run", "DATA", "film.toml", "film.toml is a task file; give it by --task film.toml"),
+        ("run", "DATA", "news", "there is no file or folder news"),
+        ("run", "DATA", "three.jsonl", "has the label 2, but the task has the classes 0 to 1"),
+        ("run", "DATA", "one.jsonl", "no demonstration for the labels [' Positive']"),
+        ("run", "DATA", "few.jsonl", "11 queries are asked for, but only 4 examples are left"),
+        ("run", "DATA", "unlabelled.jsonl", "has the columns ['text'], but not ['label']; name"),
+        ("run", "DATA", "words.jsonl", "a class (an integer from 0; list others with --classes"),
         ("run", "--task", "sst3", "there is no task 'sst3'; choose one of sst2, trec"),
-        ("run", "--shots", HUGE, f"but {HUGE} of each class are asked for; lower shots"),
+        ("run", "--shots", HUGE, f"{HUGE} of each class are asked for, but there are fewer"),
+        ("run", "--shots", "99", "fewer examples of some ('Negative' 51, 'Positive' 51); lower"),
         ("run", "--queries", HUGE, f"{HUGE} queries are asked for, but only"),
         ("run", "--seed", "1,1", "--seed takes different whole numbers, repeated or separated by"),
         ("run", "--out", "good.jsonl", "--out good.jsonl cannot be a folder: File exists"),
         ("run", "--out", "good.jsonl/under", "cannot be a folder: Not a directory"),
         ("run", "--out", "taken", "--out taken/sentiment cannot be a folder: File exists"),
         ("run", "--out", "folders", "folders/report.html is a folder, so that no file can have"),
-        ("paper", "--data", "none", "there is no file none/sentiment/train.jsonl"),
-        ("paper", "--data", "good.jsonl", "train.jsonl cannot be read: Not a directory"),
-        ("paper", "--data", "three", "there are 2 classes, but 3 in the data"),
-        ("paper", "--data", "one", "there are 2 classes, but 1 in the data"),
-        ("paper", "--data", "few", "but 4 of each class are asked for; lower shots or give more"),
-        ("paper", "--data", "unlabelled", "name the right ones (text= and label=) or rename"),
-        ("paper", "--data", "words", "expected a text and a class (an integer from 0; list others"),
+        ("paper", "DATA", "none", "there is no file or folder none"),
+        ("paper", "DATA", "few.jsonl", "but 4 of each class are asked for; lower shots or give"),
+        ("paper", "--task", "news,good.jsonl", "good.jsonl is no task; a data file stands alone"),
+        ("paper", "--task", "a/x.toml,b/x.toml", "the task file a/x.toml cannot be read: No such"),
+        ("paper", "DATA", "three", "there are 2 classes, but 3 in the data"),
+        ("paper", "DATA", "one", "there are 2 classes, but 1 in the data"),
+        ("paper", "DATA", "few", "but 4 of each class are asked for; lower shots or give more"),
+        ("paper", "DATA", "unlabelled", "name the right ones (--text-column and --label-column)"),
+        ("paper", "DATA", "words", "expected a text and a class (an integer from 0; list others"),
         ("paper", "--tasks", "sst2,trek", "there is no task 'trek'; choose one of sst2, trec"),
         ("paper", "--tasks", ",", "--task takes different words, repeated or separated by commas"),
         ("paper", "--tasks", "news,news", "got 'sentiment', 'news', 'news'"),
@@ -84,8 +87,9 @@ def data(tmp_path: Path) -> Path:
         ("demo", "--queries", HUGE, f"{HUGE} queries are asked for, but only"),
         ("demo", "--out", "good.jsonl", "--out good.jsonl cannot be a folder: File exists"),
         ("contexts", "--task", "sst3", "there is no task 'sst3'; choose one of"),
+        ("contexts", "--training", "999", "--training 999 and --held-out 16 need 1015 examples"),
         ("contexts", "--queries", "999", "999 queries are asked for, but only"),
-        ("contexts", "--data", "none", "there is no file none/sentiment/train.jsonl"),
+        ("contexts", "DATA", "none", "there is no file or folder none"),
     ],
 )
 def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
@@ -94,7 +98,8 @@ def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
     monkeypatch.chdir(data)
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
     before = sorted(data.rglob("*"))
-    assert call(monkeypatch, *COMMANDS[command], "--model", "x", option, value) == 1
+    given = [value] if option == "DATA" else [option, value]
+    assert call(monkeypatch, *COMMANDS[command], "--model", "x", *given) == 1
     assert words in error_of(capsys.readouterr())
     assert sorted(data.rglob("*")) == before
 
@@ -102,8 +107,8 @@ def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--data", "long.jsonl"], "tokens, but the model's context is 512; use fewer or shorter"),
-        (["--data", "half.jsonl"], "a text holds '\\ud800', half of a surrogate pair"),
+        (["long.jsonl"], "tokens, but the model's context is 512; use fewer or shorter"),
+        (["half.jsonl"], "a text holds '\\ud800', half of a surrogate pair"),
         (["--depth", HUGE], f"--depth {HUGE} is more than the 6 layers of the model"),
         (["--device", "foo"], "cannot be put on the device 'foo'"),
     ],

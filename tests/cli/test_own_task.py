@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 import anchorlens as al
 from anchorlens.cli.analysis import analysed
 from anchorlens.cli.options import Run
-from anchorlens.cli.tasks import chosen_task
+from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import AnchorlensError, DataError
 from anchorlens.prompts.task_file import examples_of, task_of
 from tests.cli.test_cli import QUICK, call, error_of
@@ -42,7 +42,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def chosen(**options: Any) -> Any:
-    return chosen_task(Run(model="x", **options))
+    given = Run(model="x", **options)
+    return chosen_tasks(given.task and [given.task], given)[0]
 
 
 def read(text: str) -> tuple[al.Task, Any]:
@@ -62,7 +63,7 @@ def test_one_command_analyses_a_csv_file_and_stores_its_task(
     assert flows.info["labels"] == ["no", "yes"] and flows.info["demonstration_sets"] == 3
     settings = json.loads((folder / "out/settings.json").read_text())
     expected: dict[str, Any] = {
-        "task_file": "film.toml",
+        "task": "film.toml",
         "template": TASK.template,
         "labels": [" no", " yes"],
     }
@@ -81,23 +82,23 @@ def test_a_task_file_gives_a_task_and_examples(folder: Path, monkeypatch: Any) -
 
 def test_the_settings_of_a_task_are_entries_that_give_the_same_task(folder: Path) -> None:
     for given in (
-        chosen(task_file=folder / "film.toml"),
+        chosen(task=str(folder / "film.toml")),
         chosen(task="questions"),
         chosen(task="sentiment", chat=True),
     ):
-        assert task_of(given.settings, "settings") == given.task
-        assert examples_of(given.settings, given.task) == given.examples
+        assert task_of(given.entries, "settings") == given.task
+        assert examples_of(given.entries, given.task) == given.examples
 
 
 def test_options_replace_entries_of_a_task_file_and_of_a_task(folder: Path) -> None:
     rows = ["text,label", *(f"a {k},{(1, 5)[k % 2]}" for k in range(20))]
     (folder / "stars.csv").write_text("\n".join(rows))
     columns = {"text_column": "text", "label_column": "label", "classes": ["1", "5"]}
-    for source in ({"task_file": Path("film.toml")}, {"task": "sentiment"}):
+    for source in ({"task": "film.toml"}, {"task": "sentiment"}):
         found = chosen(**source, data=Path("stars.csv"), **columns)
         assert found.examples.pool[:2] == [al.Example("a 0", 0), al.Example("a 1", 1)]
     assert found.task == al.TASKS["sentiment"] and found.name == "sentiment"
-    assert chosen(task_file=folder / "film.toml").name == "film"
+    assert chosen(task=str(folder / "film.toml")).name == "film"
 
 
 def test_a_task_file_may_replace_parts_of_a_task_of_the_package(folder: Path) -> None:
@@ -158,8 +159,8 @@ def test_a_chat_may_be_a_task_of_the_package_or_of_a_file(folder: Path) -> None:
     of_package = chosen(task="sentiment", chat=True).task
     assert of_package == al.ChatTask(template, ["Negative", "Positive"])
     Path("chat.toml").write_text(TASK_FILE + "chat = true")
-    assert chosen(task_file=Path("chat.toml")).task == al.ChatTask(TASK.template, TASK.labels)
-    assert chosen(task_file=Path("chat.toml"), chat=False).task == TASK
+    assert chosen(task="chat.toml").task == al.ChatTask(TASK.template, TASK.labels)
+    assert chosen(task="chat.toml", chat=False).task == TASK
     of_template = 'options = {enable_thinking = false}\ndate = "2030-01-02"'
     task, _ = read(f'task = "sentiment"\nchat = true\n{of_template}')
     assert task == replace(of_package, options={"enable_thinking": False}, date="2030-01-02")
@@ -247,18 +248,23 @@ def test_a_task_file_that_cannot_be_read_is_an_error(folder: Path) -> None:
         al.read_task("none.toml")
 
 
-CSV = ["--task-file", "film.toml", "--data", "reviews.csv"]
+CSV = ["reviews.csv", "--task-file", "film.toml"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "there is no task; give --task with a name, or --task-file"),
-        (["--task", "sst2", "--task-file", "film.toml"], "--task and --task-file both name a task"),
+        ([], "there is no task; give a data file, or a name or a task file by --task (names: sst2"),
         (["--task", "sst2", "--classes", "a,a"], "--classes takes different words, repeated or"),
-        ([*CSV, "--text-column", "a"], "(--text-column and --label-column) or rename them"),
-        ([*CSV, "--classes", "neg,good"], "a class (one of --classes ['neg', 'good']); got text"),
-        ([*CSV, "--shots", "99"], "but 99 of each class are asked for; lower shots"),
+        (
+            [*CSV, "--text-column", "a"],
+            "or rename them. This may fit: --text-column review --label-",
+        ),
+        ([*CSV, "--classes", "neg,good"], "--classes neg,pos (in the order of  no,  yes)"),
+        (
+            [*CSV, "--shots", "99"],
+            "99 of each class are asked for, but there are fewer examples of some",
+        ),
         ([*CSV, "--queries", "99"], "examples are left without the demonstrations"),
         ([*CSV, "--out", "/proc"], "--out /proc cannot be written into"),
         (["--model", "MODEL", *CSV, "--device", "foo"], "device 'foo'"),

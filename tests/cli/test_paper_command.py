@@ -58,7 +58,7 @@ def test_paper_writes_numbers_tables_and_report(
     ("labels", "words"),
     [
         ([" yes", " yes please"], "at the target position; choose other label words. This is the "),
-        ([" yes", " yes please"], "the task sentiment; leave it out of --tasks"),
+        ([" yes", " yes please"], "the task sentiment; leave it out of --task"),
         ([" no" * 600, " yes"], "tokens, but the model's context is 512"),
     ],
 )
@@ -71,7 +71,9 @@ def test_a_task_that_the_tokenizer_cannot_write_is_an_error_before_weights_are_l
     words: str,
 ) -> None:
     task = replace(al.TASKS["sst2"], labels=labels)
-    monkeypatch.setattr(work, "TASKS", {**al.TASKS, "sentiment": task})
+    monkeypatch.setattr(
+        "anchorlens.prompts.demonstration_sets.TASKS", {**al.TASKS, "sentiment": task}
+    )
     monkeypatch.setattr(work, "load_model", None)
     arguments = ["--model", str(model_folder), "--tasks", "questions,sentiment", *QUICK]
     assert call(monkeypatch, "paper", *arguments, "--out", str(tmp_path)) == 1
@@ -186,7 +188,7 @@ def test_data_can_be_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Pa
         (tmp_path / "sst2").mkdir(exist_ok=True)
         (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr(work, "PAPER_PARTS", (record,))
-    arguments = ["--tasks", "sst2", "--data", str(tmp_path), "--out", str(tmp_path), *QUICK]
+    arguments = ["--tasks", "sst2", str(tmp_path), "--out", str(tmp_path), *QUICK]
     assert call(monkeypatch, "paper", "--model", str(model_folder), *arguments) == 0
     assert {
         example.text[:5] for example in (*settings[0].demonstrations, *settings[0].training)

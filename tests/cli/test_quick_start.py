@@ -45,7 +45,7 @@ def test_help_and_version_import_no_heavy_package(arguments: list[str], words: s
 
 def test_the_test_sees_a_heavy_package() -> None:
     """A command that computes imports PyTorch before it finds that there is no such file."""
-    arguments = ["run", "--model", "x", "--task", "sentiment", "--data", "none.jsonl"]
+    arguments = ["run", "--model", "x", "--task", "sentiment", "none.jsonl"]
     completed = subprocess.run(
         [sys.executable, "-c", CODE.format(heavy=("torch",)), *arguments],
         capture_output=True,

@@ -1,0 +1,218 @@
+"""A task for a data file that comes alone: its columns, classes, template and label words.
+
+1. Classes are in a column with few different values; texts are in the column with the longest.
+2. The template names both columns, and the name of a class is its label word.
+3. If a tokenizer cannot tell these words apart, other words take their place.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import isnan
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any, NamedTuple
+
+from ..errors import DataError, PromptError
+from ..prompts.chat import ChatTask
+from ..prompts.datafiles import read_columns
+from ..prompts.tasks import Task
+
+_MOST_CLASSES = 100
+# Names of columns, in the order in which they are taken; other names come after these.
+_TEXTS = ("text", "sentence", "review", "message", "body", "content", "question", "description")
+_CLASSES = ("label", "class", "category", "target", "topic", "intent", "sentiment", "type", "kind")
+
+
+class Layout(NamedTuple):
+    """Where a file has its texts and classes.
+
+    Attributes:
+        text: The column of the texts.
+        label: The column of the classes.
+        others: Other columns that may be that of the classes.
+        counts: How many rows each class has, in class order.
+        incomplete: The numbers of the rows without a text or a class, from 1.
+    """
+
+    text: str
+    label: str
+    others: list[str]
+    counts: dict[Any, int]
+    incomplete: list[int]
+
+
+def layout_of(path: Path, text: str | None = None, label: str | None = None) -> Layout:
+    """The columns that are named, or else those that look like texts and classes.
+
+    Raises:
+        DataError: There are no such columns.
+    """
+    columns = read_columns(path, label or "")
+    missing = [name for name in (text, label) if name is not None and name not in columns]
+    problems = [f"there is no column {name!r}" for name in missing]
+    # The classes are often the last column.
+    of_classes = [name for name in [*columns][::-1] if name != text and _has_classes(columns[name])]
+    of_classes.sort(key=lambda name: (_rank(name, _CLASSES), not _letters(columns[name])))
+    label = label or next(iter(of_classes), None)
+    of_texts = [name for name in columns if name != label and _letters(columns[name])]
+    of_texts.sort(key=lambda name: (_rank(name, _TEXTS), -_letters(columns[name])))
+    text = text or next(iter(of_texts), None)
+    if text is None:
+        problems.append("no column has texts (--text-column names one)")
+    if label is None:
+        problems.append(
+            f"no column has classes, that is 2 to {_MOST_CLASSES} different values, each in two "
+            "rows on average (--label-column names one)"
+        )
+    if problems or text is None or label is None:
+        found = "; ".join(f"{name} ({len(_counts(columns[name]))})" for name in columns)
+        raise DataError(
+            f"{path}: {'; '.join(problems)}. Columns, with how many different values: {found}"
+        )
+    values = read_columns(path, label)[label]  # a whole number is read as one there
+    rows = zip(columns[text], values, strict=True)
+    incomplete = [
+        number
+        for number, (words, value) in enumerate(rows, start=1)
+        if not _is_text(words) or _value(value) is None
+    ]
+    counts = sorted(_counts(values).items(), key=lambda each: (isinstance(each[0], str), each[0]))
+    others = [name for name in of_classes if name not in (text, label)]
+    return Layout(text, label, others, dict(counts), incomplete)
+
+
+def problems_of(
+    layout: Layout, classes: Sequence[Any], shots: int, queries: int | None
+) -> list[str]:
+    """All that keeps the rows of a file from being a task, in words."""
+    problems = []
+    if layout.incomplete:
+        first = ", ".join(map(str, layout.incomplete[:5])) + ", ..." * (len(layout.incomplete) > 5)
+        problems.append(
+            f"{len(layout.incomplete)} rows have no text or no class (counted from 1 without the "
+            f"names of the columns: {first}); fill them, or delete them"
+        )
+    if unlisted := [value for value in layout.counts if value not in classes]:
+        problems.append(
+            f"the column {layout.label} has the values {', '.join(map(str, unlisted))}, which are "
+            "not among --classes"
+        )
+    if not 1 < len(classes) <= _MOST_CLASSES:
+        problems.append(
+            f"the column {layout.label} has {len(classes)} classes, and a task has 2 to "
+            f"{_MOST_CLASSES}; name another by --label-column"
+        )
+    rare = [value for value in classes if layout.counts.get(value, 0) < shots]
+    if rare and len(rare) <= _MOST_CLASSES:
+        counted = ", ".join(f"{value} has {layout.counts.get(value, 0)}" for value in rare)
+        problems.append(f"--shots {shots} needs as many rows of each class, but {counted}")
+    left = sum(layout.counts.values()) - shots * len(classes)
+    if not rare and left < (queries or 1):
+        problems.append(
+            f"{left} rows are left for queries beside the demonstrations, and "
+            f"{queries or 1} are needed; lower --queries or --shots, or give more rows"
+        )
+    return problems
+
+
+def entries_for(layout: Layout, classes: Sequence[Any] | None, chat: bool) -> dict[str, Any]:
+    """The entries of a task file for a data file: columns, classes, template and label words."""
+    values = list(layout.counts) if classes is None else list(classes)
+    are_numbers = all(type(value) is int for value in values) and values == list(range(len(values)))
+    return {
+        "template": f"{_heading(layout.text)}: {{text}}\n{_heading(layout.label)}:{{label}}",
+        "labels": [_spelled(str(value), chat) for value in values],
+        **({"chat": True} if chat else {}),
+        "text_column": layout.text,
+        "label_column": layout.label,
+        **({} if are_numbers else {"classes": values}),
+    }
+
+
+def told_apart(tokenizer: Any, task: Task) -> Task:
+    """The task with label words of which no two begin with the same token.
+
+    Raises:
+        PromptError: No such words were found.
+    """
+    is_chat = isinstance(task, ChatTask)
+    before = "" if is_chat else task.pieces[1]
+    names = [word.strip() for word in task.first_words]
+    parts: dict[int | None, str] = {}  # of each name the whole, or its first word that differs
+    for name in names:
+        words = [_spelled(part, is_chat) for part in (name, *name.split())]
+        tokens = [_first_token(tokenizer, before, word) for word in words]
+        new = [k for k, token in enumerate(tokens) if token is not None and token not in parts]
+        parts |= {tokens[k]: words[k] for k in new[:1]}
+    letters = list(ascii_uppercase[: len(names)])
+    capital = [name[:1].upper() + name[1:] for name in names]
+    spelled = [[_spelled(word, is_chat) for word in words] for words in (names, capital, letters)]
+    for labels in (*spelled[:2], names, list(parts.values()), spelled[2], letters):
+        firsts = {_first_token(tokenizer, before, word) for word in labels} - {None}
+        if len(firsts) == len(names):
+            return replace(task, labels=tuple(labels))
+    raise PromptError(
+        f"of the names of the {len(names)} classes some begin with the same token, and so do "
+        "their words; give a task file with label words that begin differently (--task)"
+    )
+
+
+def _first_token(tokenizer: Any, before: str, word: str) -> int | None:
+    """The token that follows the end of the query; None if the word merges with this end."""
+    alone, both = tokenizer([before, before + word], add_special_tokens=False)["input_ids"]
+    return both[len(alone)] if both[: len(alone)] == alone and len(both) > len(alone) else None
+
+
+def in_toml(entries: Mapping[str, Any]) -> str:
+    """Entries as a task file; texts, numbers and lists are written as in json."""
+    return "".join(
+        f"{name} = {json.dumps(value, ensure_ascii=False, default=str)}\n"
+        for name, value in entries.items()
+    )
+
+
+def _spelled(name: str, is_chat: bool) -> str:
+    """The name of a class as a label word; an answer of a chat begins without a space."""
+    word = re.sub(r"[\s_]+", " ", name).strip() or name
+    return word if is_chat else f" {word}"
+
+
+def _heading(column: str) -> str:
+    words = re.sub(r"[\W_]+", " ", column).strip()
+    return words[:1].upper() + words[1:] or "Text"
+
+
+def _rank(name: str, names: Sequence[str]) -> int:
+    return names.index(name.lower()) if name.lower() in names else len(names)
+
+
+def _has_classes(values: Sequence[Any]) -> bool:
+    """Whether there are few different values, each in two rows on average."""
+    counts = _counts(values)
+    few = min(_MOST_CLASSES, counts.total() // 2)
+    known = all(type(value) in (str, int, bool, float, type(None)) for value in values)
+    return known and 1 < len(counts) <= few and not any(type(each) is float for each in counts)
+
+
+def _counts(values: Sequence[Any]) -> Counter[Any]:
+    """How many rows have each value, without missing ones."""
+    return Counter(value for value in map(_value, values) if value is not None)
+
+
+def _value(value: Any) -> Any:
+    """A cell: None if it is empty, a whole number for 1.0, a text for what has no order."""
+    if isinstance(value, float):
+        return None if isnan(value) else int(value) if value.is_integer() else value
+    return value if isinstance(value, str | int) or value is None else repr(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _letters(values: Sequence[Any]) -> int:
+    """How many letters the texts of a column have."""
+    return sum(sum(map(str.isalpha, value)) for value in values if isinstance(value, str))

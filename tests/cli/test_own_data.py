@@ -1,0 +1,202 @@
+"""`anchorlens run FILE` finds columns, classes, template and label words in a data file."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import anchorlens as al
+from anchorlens.cli.options import Run
+from anchorlens.cli.own_data import told_apart
+from anchorlens.cli.tasks import chosen_tasks
+from anchorlens.errors import DataError
+from tests.cli.test_cli import call, error_of
+from tests.support.chat_tokenizers import chat_tokenizer
+
+QUERIES = 11
+TWENTY = [f"{first}{second}" for first in "abcd" for second in "klmno"]
+
+
+def frame(classes: list[Any], text: str = "message", label: str = "topic") -> pd.DataFrame:
+    """Four rows of each class, and columns that hold neither texts nor classes."""
+    rows = [value for value in classes for _ in range(max(4, 16 // len(classes)))]
+    return pd.DataFrame(
+        {
+            "id": range(100, 100 + len(rows)),
+            text: [f"text number {k}, which is long" for k in range(len(rows))],
+            label: rows,
+            "date": [f"2026-01-{k % 28 + 1:02d}" for k in range(len(rows))],
+        }
+    )
+
+
+def semicolons(table: pd.DataFrame, path: Path) -> None:
+    table.to_csv(path, index=False, sep=";", encoding="utf-8-sig")
+
+
+def commas(table: pd.DataFrame, path: Path) -> None:
+    table.to_csv(path, index=False)
+
+
+def parquet(table: pd.DataFrame, path: Path) -> None:
+    table.to_parquet(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "table", "expected"),
+    [
+        (
+            "names.csv",
+            commas,
+            frame(["yes", "no", "may be"]),
+            {"labels": [" may be", " no", " yes"], "classes": ["may be", "no", "yes"]},
+        ),
+        (
+            "integers.csv",
+            commas,
+            frame([5, 1], "Review_text", "stars"),
+            {
+                "template": "Review text: {text}\nStars:{label}",
+                "labels": ["1", "5"],  # the tokenizer has no token for a space and a digit
+                "classes": [1, 5],
+                "label_column": "stars",
+            },
+        ),
+        ("twenty.csv", commas, frame(TWENTY), {"classes": TWENTY}),
+        (
+            "semicolon.csv",
+            semicolons,
+            frame(["gut", "schlecht"], "Text", "Gefühl"),
+            {"template": "Text: {text}\nGefühl:{label}", "text_column": "Text"},
+        ),
+        (
+            "rows.parquet",
+            parquet,
+            frame([0, 1]),
+            {"template": "Message: {text}\nTopic:{label}", "classes": None},
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers")
+@pytest.mark.filterwarnings("ignore:intervals of", "ignore:no result for")
+def test_a_file_is_analysed_and_the_printed_command_does_the_same(
+    monkeypatch: Any,
+    shallow_folder: Path,
+    tmp_path: Path,
+    capsys: Any,
+    name: str,
+    write: Any,
+    table: pd.DataFrame,
+    expected: dict[str, Any],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(table, tmp_path / name)
+    given = ["--queries", str(QUERIES), "--draws", "1", "--out", "out"]
+    assert call(monkeypatch, "run", name, "--model", str(shallow_folder), *given) == 0
+    printed = capsys.readouterr().err
+    settings = json.loads((tmp_path / "out/settings.json").read_text())
+    assert {entry: settings.get(entry) for entry in expected} == expected
+    assert f"{name}: {len(table)} rows, understood as" in printed
+    assert "the model has 3 layers: --depth 1, the layers" in printed
+    [line] = [line for line in printed.splitlines() if line.startswith("  anchorlens run")]
+    stored = tmp_path / f"out/{Path(name).stem}/saliency_flows.safetensors"
+    before = stored.read_bytes()
+    stored.unlink()
+    # The same prompts: the rows that are stored are those of this run.
+    assert call(monkeypatch, *shlex.split(line)[1:]) == 0
+    assert stored.read_bytes() == before
+    task, _ = al.read_task(f"out/{Path(name).stem}.toml")
+    assert task.template == settings["template"] and list(task.labels) == settings["labels"]
+
+
+def chosen(path: Path, **options: Any) -> Any:
+    return chosen_tasks(None, Run(model="x", data=path, **options))[0]
+
+
+def test_columns_and_classes_may_be_given(tmp_path: Path) -> None:
+    table = frame(["b", "a"]).assign(kind=["x", "y"] * 8)
+    commas(table, path := tmp_path / "a.csv")
+    assert chosen(path).entries["label_column"] == "topic"
+    found = chosen(path, label_column="kind", text_column="date", classes=["y", "x"])
+    assert found.task == al.Task("Date: {text}\nKind:{label}", labels=[" y", " x"])
+    assert found.examples.pool[0] == al.Example("2026-01-01", 1)
+
+
+def test_a_chat_has_answers_without_a_space(tmp_path: Path) -> None:
+    commas(frame(["not_yet", "done"]), path := tmp_path / "a.csv")
+    assert chosen(path, chat=True).task == al.ChatTask(
+        "Message: {text}\nTopic:{label}", labels=["done", "not yet"]
+    )
+
+
+def test_all_problems_of_a_file_are_one_error(
+    monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
+    table = frame(["a", "b", "c"]).loc[:11]
+    table.loc[2, "topic"] = None
+    table.loc[[4, 6], "message"] = " "
+    commas(table, path := tmp_path / "a.csv")
+    given = ["--model", "x", "--classes", "a,b,d", "--shots", "2", "--queries", "40"]
+    assert call(monkeypatch, "run", str(path), "--label-column", "topic", *given) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"error: {path} cannot be used as it is:"
+    assert [line[:33] for line in lines[1:]] == [
+        "  - 3 rows have no text or no cla",
+        "  - the column topic has the valu",
+        "  - --shots 2 needs as many rows ",
+    ]
+    assert "3, 5, 7)" in lines[1] and "values c, which" in lines[2] and "d has 0" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "words"),
+    [
+        (pd.DataFrame({"a": range(9), "b": range(9)}), {}, "no column has texts (--text-column n"),
+        (pd.DataFrame({"a": list("abcdefghi")}), {}, "no column has classes, that is 2 to 100"),
+        (frame(["a", "b"]), {"text_column": "c"}, "there is no column 'c'. Columns, with how many"),
+        (frame(["a", "b"]), {"queries": 50}, "14 rows are left for queries beside the demonstrat"),
+        (
+            frame(["a", "b"]),
+            {"label_column": "id"},
+            "0 rows are left for queries beside the demonstr",
+        ),
+    ],
+)
+def test_a_file_without_a_task_is_an_error(
+    tmp_path: Path, table: pd.DataFrame, options: dict[str, Any], words: str
+) -> None:
+    commas(table, tmp_path / "a.csv")
+    with pytest.raises(DataError) as caught:
+        chosen(tmp_path / "a.csv", **options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["alpha", "beta"], [" alpha", " beta"]),
+        # Their first words are the same, so the next ones stand for them.
+        (["delivery late", "delivery lost"], [" delivery late", " lost"]),
+        (["same", "same same"], [" A", " B"]),
+    ],
+)
+def test_words_that_begin_alike_are_replaced(names: list[str], labels: list[str]) -> None:
+    tokenizer = chat_tokenizer("byte-level")
+    task = al.Task("T: {text}\nL:{label}", labels=[f" {name}" for name in names])
+    assert list(told_apart(tokenizer, task).labels) == labels
+
+
+def test_a_task_file_that_was_changed_is_not_written_over(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commas(frame(["a", "b"]), Path("a.csv"))
+    Path("out").mkdir()
+    Path("out/a.toml").write_text("# mine")
+    arguments = ["a.csv", "--model", str(shallow_folder), "--out", "out", "--queries", "11"]
+    assert call(monkeypatch, "run", *arguments) == 1
+    assert "out/a.toml holds another task than the one that a.csv" in error_of(capsys.readouterr())
+    assert Path("out/a.toml").read_text() == "# mine"
