@@ -161,7 +161,7 @@ def test_all_problems_of_a_file_are_one_error(
         (
             frame(["a", "b"]),
             {"label_column": "id"},
-            "0 rows are left for queries beside the demonstr",
+            "0 rows are left for queries beside the",
         ),
     ],
 )
