@@ -1,7 +1,7 @@
 """Values that no function can use raise an error of this package."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from anchorlens.errors import (
     MetricError,
     ModelError,
     PromptError,
-    RunError,
     StoreError,
 )
 from anchorlens.passes.forward import run_pass
@@ -206,39 +205,6 @@ def test_label_positions_outside_the_prompt_are_refused(gpt2: Any, shift: int) -
     for call in calls:
         with pytest.raises(PromptError, match="label_positions of prompt 0 has a position outside"):
             call()
-
-
-@dataclass(frozen=True)
-class UserMetric(al.Metric):
-    """A metric that a user wrote."""
-
-    rows: Any
-    shared_rows: Any = lambda logits, clean_logits: {}
-    name: str = "own"
-    needs_gradient: bool = False
-
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        return al.Observation(self.rows)
-
-    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        return al.Observation(self.shared_rows)
-
-    def result(self, rows: Any) -> Any:
-        raise AssertionError("no rows should come")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (torch.Tensor.to_sparse, "got one of the layout torch.sparse_coo; give values.to_dense"),
-        (lambda values: values.to("meta"), "got one on the device meta"),
-    ],
-)
-def test_rows_must_be_dense_and_have_values(gpt2: Any, change: Any, message: str) -> None:
-    metric = UserMetric(lambda logits, clean_logits: {"v": change(logits[:, 0])})
-    with pytest.raises(RunError, match=message) as caught:
-        al.run(gpt2, questions(gpt2, 2), [metric, al.Accuracy()], progress=False, resamples=0)
-    assert list(caught.value.results) == ["accuracy"]
 
 
 def test_a_model_that_cannot_run_in_a_type_is_refused(byte_level: Any) -> None:

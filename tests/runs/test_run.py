@@ -10,13 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import (
-    AnchorlensError,
-    ArgumentError,
-    MetricError,
-    PromptError,
-    RunError,
-)
+from anchorlens.errors import AnchorlensError, ArgumentError, HookError, MetricError, PromptError
 from anchorlens.models.hooked import Hook, pattern_name
 from tests.support.measures import assert_same
 from tests.support.tiny_models import questions
@@ -58,22 +52,6 @@ class SelfAttention(al.Metric):
 
     def result(self, rows: Any) -> SelfAttentionRecord:
         return SelfAttentionRecord(own=rows["own"].mean(0), per_prompt=rows["own"])
-
-
-@dataclass(frozen=True)
-class Failing(SelfAttention):
-    name: ClassVar[str] = "failing"
-
-    def result(self, rows: Any) -> SelfAttentionRecord:
-        raise MetricError("no number comes from these prompts")
-
-
-@dataclass(frozen=True)
-class WrongRows(SelfAttention):
-    name: ClassVar[str] = "wrong_rows"
-
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        return al.Observation(lambda logits, clean: {"short": torch.zeros(1)})
 
 
 def run(model: Any, batches: Any, metrics: Any, **options: Any) -> Any:
@@ -123,6 +101,18 @@ REFUSED: list[tuple[Callable[[Any, list[al.PromptBatch]], Any], type[AnchorlensE
         lambda m, b: run(m, b, METRICS[:1], hooks=lambda batch: al.isolate_labels(m, batch, 99)),
         AnchorlensError,
         r"got \[99\]",
+    ),
+    (
+        lambda m, b: run(m, b, [al.Accuracy()], hooks=lambda batch: None),
+        HookError,
+        r"hooks must return a list of \(hook point, function\); got None",
+    ),
+    (
+        lambda m, b: run(
+            m, b, [al.Accuracy()], hooks=lambda b: [("blocks.9.attn.hook_pattern", print)]
+        ),
+        HookError,
+        "no hook point 'blocks.9.attn.hook_pattern'",
     ),
     (lambda m, b: run(m, b, METRICS, resamples=-3), MetricError, r"resamples must be 0 .* got -3"),
     (lambda m, b: run("gpt2", [], METRICS), ArgumentError, r"A TransformerBridge or .* as ``al.l"),
@@ -280,23 +270,6 @@ def test_clean_logits_are_given_only_with_hooks(gpt2: Any) -> None:
     assert nothing is None
     torch.testing.assert_close(clean, plain)
     assert not torch.allclose(changed, clean, atol=1e-3)
-
-
-def test_a_failing_metric_leaves_the_results_of_the_others(gpt2: Any) -> None:
-    batches = questions(gpt2, 6)
-    metrics = [al.SaliencyFlows(), Failing(), SelfAttention()]
-    with pytest.raises(RunError, match="failing: no number comes from these prompts") as caught:
-        run(gpt2, batches, metrics, resamples=3)
-    assert set(caught.value.results) == {"saliency_flows", "self_attention"}
-    expected = run(gpt2, batches, [al.SaliencyFlows()], resamples=3)
-    assert_same(caught.value.results["saliency_flows"], expected["saliency_flows"])
-
-
-def test_rows_must_have_one_entry_for_each_prompt(gpt2: Any) -> None:
-    message = r"wrong_rows: contribution 'short' must have one entry a prompt, 2; .* shape \(1,\)"
-    with pytest.raises(RunError, match=message) as caught:
-        run(gpt2, questions(gpt2, 3, batch_size=2), [WrongRows(), al.SaliencyFlows()])
-    assert set(caught.value.results) == {"saliency_flows"}
 
 
 def test_both_variants_of_saliency_share_a_run(gpt2: Any) -> None:

@@ -184,33 +184,6 @@ def test_reweighting_after_a_cached_prefix_equals_whole_prompts(gpt2: Any) -> No
     assert difference(logits, run_pass(gpt2, batches[0], hooks=hooks)) < 1e-5
 
 
-def test_hooks_that_differ_between_batches_run_whole_prompts(gpt2: Any, whole: Any) -> None:
-    """The first batch alone cannot show this: there the hooks do what they do in demonstrations."""
-    batches = questions(gpt2, 9, batch_size=3)
-
-    def drawn_anew(batch: al.PromptBatch) -> Any:
-        return al.isolate_random(gpt2, batch, range(3), seed=int(batch.index[0]))
-
-    def by_index(batch: al.PromptBatch) -> Any:
-        return al.isolate_labels(gpt2, batch, [0] if 0 in batch.index else [0, 1])
-
-    def one_prompt(batch: al.PromptBatch) -> Any:
-        positions = batch.label_positions + (batch.index == int(batches[-1].index[-1]))[:, None]
-        return al.isolate_labels(gpt2, replace(batch, label_positions=positions), 0)
-
-    def by_head(batch: al.PromptBatch) -> Any:
-        head = int(set(batch.index.tolist()) <= set(batches[1].index.tolist()))
-        return al.isolate_labels(gpt2, batch, al.Site(range(2), heads=head))
-
-    changes = (drawn_anew, by_index, one_prompt, by_head)
-    ours = [al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET) for change in changes]
-    whole()
-    for change, results in zip(changes, ours, strict=True):
-        assert "hooks differ between prompts" in results["loyalty"].info["shared_prefix"]
-        theirs = al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)
-        assert_same(results["loyalty"], theirs["loyalty"])
-
-
 def test_hooks_at_the_target_do_nothing_in_the_shared_tokens(gpt2: Any, whole: Any) -> None:
     def at_target(batch: al.PromptBatch) -> Any:
         targets = batch.target_positions[:, None].expand(-1, 6)

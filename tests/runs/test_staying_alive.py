@@ -19,7 +19,7 @@ from anchorlens.errors import StoreError
 from anchorlens.runs.store import Store, forget_run
 from anchorlens.system import files
 from anchorlens.system.signals import Stopped, signals_raise
-from tests.support.damages import DAMAGES, Damage, flipped_after, rewritten
+from tests.support.damages import DAMAGES, DEEP, Damage, flipped_after, rewritten
 from tests.support.stored_runs import Logits, run, same, stored_run
 
 
@@ -79,6 +79,7 @@ def test_a_flipped_bit_in_any_byte_is_detected(tmp_path: Path) -> None:
         rewritten(lambda data: data.replace(b"{", b'{"more": "", ')),
         rewritten(lambda data: b"[1]"),
         rewritten(lambda data: bytes(len(data))),
+        *(rewritten(lambda data, text=text: text.encode()) for text in DEEP),  # type: ignore[misc]
     ],
 )
 def test_a_damaged_run_file_is_named_and_written_anew(
@@ -94,6 +95,9 @@ def test_a_damaged_run_file_is_named_and_written_anew(
     (stored / "run.json").unlink()
     run(gpt2, metric, stored, metrics=[metric])
     assert contents(stored) == before
+    damage(stored / "run.json")
+    forget_run(stored)
+    assert not any(stored.iterdir())
 
 
 def test_rows_of_another_run_are_never_overwritten(gpt2: Any, stored: Path) -> None:

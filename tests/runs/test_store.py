@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from jaxtyping import Float
-from safetensors.torch import save
 from torch import Tensor
 
 import anchorlens as al
@@ -57,25 +56,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert again.seen == [1]  # the first batch is checked again, nothing else runs
 
 
-@pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
-def test_a_damaged_or_missing_file_is_computed_again(gpt2: Any, tmp_path: Path) -> None:
-    expected = run(gpt2, Logits(), tmp_path)
-    for number, damage in ((1, b""), (2, b"torn")):
-        (tmp_path / f"rows-0000{number}.safetensors").write_bytes(damage)
-    whole = (tmp_path / "rows-00003.safetensors").read_bytes()
-    (tmp_path / "rows-00003.safetensors").write_bytes(whole[:-8])
-    metric = Logits()
-    with pytest.warns(UserWarning, match="is damaged; batch . is computed again") as caught:
-        assert same(run(gpt2, metric, tmp_path), expected)
-    assert sum("is damaged" in str(warning.message) for warning in caught) == 3
-    assert metric.seen == [1] * 4
-    assert (tmp_path / "rows-00003.safetensors").read_bytes() == whole
-    (tmp_path / "rows-00002.safetensors").unlink()
-    metric = Logits()
-    assert same(run(gpt2, metric, tmp_path), expected)
-    assert metric.seen == [1] * 2
-
-
 def test_a_stored_batch_without_rows_of_a_metric_is_computed_again(
     gpt2: Any, tmp_path: Path
 ) -> None:
@@ -96,31 +76,6 @@ def test_a_folder_with_a_run_file_of_another_program_is_refused(gpt2: Any, tmp_p
         run(gpt2, Logits(), tmp_path)
     al.forget_run(tmp_path)
     assert path.read_text() == '{"my": "experiment"}'
-
-
-DEEP = ["[" * 100_000, '{"a":' * 100_000, '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"]
-
-
-@pytest.mark.parametrize("content", DEEP, ids=["list", "object", "value"])
-def test_a_run_file_with_too_many_brackets_is_damaged(
-    gpt2: Any, tmp_path: Path, content: str
-) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(content)
-    with pytest.warns(UserWarning, match="is damaged; it is written anew"):
-        run(gpt2, Logits(), tmp_path)
-    assert json.loads(path.read_text())["digest"]
-    path.write_text(content)
-    al.forget_run(tmp_path)
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_file_of_rows_with_too_many_brackets_is_damaged(gpt2: Any, tmp_path: Path) -> None:
-    expected = run(gpt2, Logits(), tmp_path)
-    path = tmp_path / "rows-00001.safetensors"
-    path.write_bytes(save({"a": torch.zeros(1)}, metadata={"anchorlens": DEEP[0]}))
-    with pytest.warns(UserWarning, match="rows-00001.* is damaged; batch 1 is computed again"):
-        assert same(run(gpt2, Logits(), tmp_path), expected)
 
 
 @pytest.mark.parametrize("first", ["whole", "damaged", "missing"])

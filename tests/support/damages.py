@@ -36,6 +36,10 @@ def rewritten(change: Callable[[bytes], bytes]) -> Damage:
     return lambda path: (path.write_bytes(change(path.read_bytes())), None)[1]
 
 
+# More brackets than Python reads: of a list, of an object, and of a value in one.
+DEEP = ["[" * 100_000, '{"a":' * 100_000, '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"]
+
+
 def a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -75,5 +79,8 @@ DAMAGES: dict[str, Damage] = {
         None,
     )[1],
     "swapped with another": swapped,
+    "too many brackets": lambda path: save_file(
+        {"a": torch.zeros(1)}, path, metadata={"anchorlens": DEEP[0]}
+    ),
     "rows of somebody else's": lambda path: save_file({"logits/logits": torch.ones(1, 6)}, path),
 }
