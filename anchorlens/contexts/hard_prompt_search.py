@@ -30,7 +30,7 @@ from ..system.texts import described
 from .embedded import embeddings_of, moved_embeddings, prefix_of_tokens, start_tokens
 from .hard_prompt import HardPrompt, made_of_tokens, tokenizer_of
 from .hard_prompts import PEZ, Descent, class_words
-from .protocol import QueryPass, check_queries, queries_after
+from .protocol import QueryPass, queries_after
 from .training import Trainable, Training, TrainingRun
 
 _ROWS = 2**15  # tokens whose embeddings are converted to another type at a time
@@ -118,7 +118,6 @@ def train_hard_prompt(
                 "a single token without a BOS before it has no fluency; use a length from 2, or a "
                 "method with fluency=0"
             )
-        check_queries(model, run.study.batches, len(tokens))
         run.check(tokens)
         check_embeds_by_table(model, batch, tokens)
         with torch.inference_mode(False):

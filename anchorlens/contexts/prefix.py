@@ -21,7 +21,6 @@ from .embedded import prefix_of_tokens
 from .protocol import (
     QueryPass,
     bos_of,
-    check_queries,
     checked_queries_after_cache,
     queries_after,
     refuse_another_model,
@@ -135,7 +134,6 @@ def train_prefix(
         if start is not None:
             _check_start(model, start, bos)
             count = len(start.prefix)
-        check_queries(model, run.study.batches, count)
         tokens = torch.cat([bos, random_tokens(model, count - len(bos), training.seed)])
         run.check(tokens)
         first = prefix_of_tokens(model, run.batches[0], tokens) if start is None else start.prefix

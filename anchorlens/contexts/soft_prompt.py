@@ -20,7 +20,7 @@ from ..trials.comparison import difference_of, tolerance
 from .compressed import ROUNDINGS
 from .embedded import embeddings_of, prefix_of_tokens, replaced_embeddings, start_tokens
 from .prefix import PrefixContext, random_tokens
-from .protocol import QueryPass, check_queries, queries_after
+from .protocol import QueryPass, queries_after
 from .training import Trainable, Training, TrainingRecord, TrainingRun
 
 
@@ -82,7 +82,6 @@ def train_soft_prompt(
         bos, batch = run.bos, run.batches[0]
         random = random_tokens(model, length, training.seed)
         tokens = torch.cat([bos, random if start is None else start_tokens(model, start, length)])
-        check_queries(model, run.study.batches, len(tokens))
         run.check(tokens)
         _check_reads_embeddings_alone(model, batch, tokens, len(bos))
         with torch.inference_mode(False):

@@ -39,7 +39,7 @@ from ..system.processes import gather_from_processes, is_main
 from ..system.texts import name_of
 from ..system.warn import warn_user
 from .compressed import cache_of_tokens
-from .protocol import Context, QueryPass, bos_of, model_identity
+from .protocol import Context, QueryPass, bos_of, check_queries, model_identity
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
@@ -305,6 +305,7 @@ class TrainingRun:
         ``tokens`` are as many as will stand before a query, with the BOS.
         """
         model, prompts, loss = self.study.model, self.study.batches, self.training.loss
+        check_queries(model, prompts, len(tokens))
         refuse_folded_value_biases(model)
         if any(not torch.equal(bos_of(batch), bos_of(prompts[0])) for batch in prompts):
             raise PromptError(

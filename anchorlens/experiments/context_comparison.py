@@ -388,22 +388,27 @@ def _check_prompts(
                     "several; call build_prompts for each set and join the lists"
                 )
             continue
-        try:
-            refuse_another_model(model, context)
-            _refuse_training_queries(context, digests)
-            for batch in batches:
-                context.query_pass(model, batch)
-        except (ModelError, PromptError) as error:
-            raise type(error)(f"the context {name!r}: {error}") from error
+        _check_fits(model, name, context, batches, digests)
 
 
-def _refuse_training_queries(context: Context, digests: Collection[int]) -> None:
-    trained_on = info_of(context).get("queries_in_training", ())
-    if both := set(trained_on) & set(digests):
-        raise PromptError(
-            f"{len(both)} of these queries were used to train or to choose it, so that its "
-            "accuracy would be too high; compare contexts on other queries"
-        )
+def _check_fits(
+    model: HookedModel,
+    name: str,
+    context: Context,
+    batches: Sequence[PromptBatch],
+    digests: Collection[int],
+) -> None:
+    try:
+        refuse_another_model(model, context)
+        if both := set(info_of(context).get("queries_in_training", ())) & set(digests):
+            raise PromptError(
+                f"{len(both)} of these queries were used to train or to choose it, so that its "
+                "accuracy would be too high; compare contexts on other queries"
+            )
+        for batch in batches:
+            context.query_pass(model, batch)
+    except (ModelError, PromptError) as error:
+        raise type(error)(f"the context {name!r}: {error}") from error
 
 
 def _made(
@@ -422,10 +427,7 @@ def _made(
             f"the function of {name!r} must return a context, which has size, query_pass and "
             f"logits; it returned a {type(context).__name__}"
         )
-    try:
-        _refuse_training_queries(context, digests)
-    except PromptError as error:
-        raise PromptError(f"the context {name!r}: {error}") from error
+    _check_fits(model, name, context, (), digests)
     return context
 
 
