@@ -189,6 +189,12 @@ def gemma3(request: Any, sentencepiece_like: Any, hooked: Any) -> Any:
     return shared(request, tiny_gemma3, sentencepiece_like)
 
 
+@pytest.fixture(params=["gpt2", "llama", "gemma3"])
+def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
+    """Each of the three in turn; a module or a test may have other models of this name."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """The models of a test's fixtures are as they were after it, and so is the global state.

@@ -21,11 +21,6 @@ from tests.support.trained_contexts import same
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 
-@pytest.fixture(params=["gpt2", "llama", "gemma3"])
-def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
-    return request.getfixturevalue(request.param)
-
-
 def shared(model: Any) -> al.PromptBatch:
     prompt = questions(model, 3)[0].prompt(0)
     return prompt.before(int(prompt.query_start[0]))

@@ -230,13 +230,8 @@ def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like
 
 
 @pytest.mark.every_kind
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
-@pytest.mark.usefixtures("kind_of_model")
-def test_the_tokens_nearest_to_p_are_run_and_give_the_logits_of_plain_tokens(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_tokens_nearest_to_p_are_run_and_give_the_logits_of_plain_tokens(model: Any) -> None:
     """With a hook that puts their embeddings in the place of other tokens: bit for bit."""
-    model = request.getfixturevalue(name)
     batch = questions(model, 4, padding_side="left")[0]
     bos = bos_of(batch)
     tokens, n_bos = torch.cat([bos, torch.tensor([300, 17, 301])]), len(bos)

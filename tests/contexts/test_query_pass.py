@@ -13,11 +13,6 @@ from tests.support.measures import centred, difference
 from tests.support.tiny_models import questions
 
 
-@pytest.fixture(params=["gpt2", "llama"])
-def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
-    return request.getfixturevalue(request.param)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_queries_stand_after_the_tokens(llama: Any, side: str) -> None:
     batch = questions(llama, 4, padding_side=side)[0]
@@ -35,6 +30,7 @@ def test_queries_stand_after_the_tokens(llama: Any, side: str) -> None:
 
 
 @pytest.mark.every_kind
+@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
 def test_no_context_gives_the_logits_of_a_query_alone(model: Any) -> None:
     batches = questions(model, 5, batch_size=3, padding_side="left")
     for batch in batches:

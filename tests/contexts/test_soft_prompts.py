@@ -37,12 +37,7 @@ def with_tokens(model: Any, batch: al.PromptBatch) -> tuple[al.PromptBatch, int]
 
 
 @pytest.mark.every_kind
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
-@pytest.mark.usefixtures("kind_of_model")
-def test_embeddings_of_tokens_give_the_logits_of_the_tokens_bit_for_bit(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    model = request.getfixturevalue(name)
+def test_embeddings_of_tokens_give_the_logits_of_the_tokens_bit_for_bit(model: Any) -> None:
     batch = questions(model, 4, padding_side="left")[0]
     queries, n_bos = with_tokens(model, batch)
     expected = run_pass(model, queries)

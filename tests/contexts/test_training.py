@@ -1,9 +1,10 @@
 """The loop of steps: resuming, divergence, the order of batches, and bad settings."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,19 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.contexts import compressed, training
-from anchorlens.errors import MetricError, ModelError, NotFiniteError, PromptError, StoreError
+from anchorlens.errors import (
+    AnchorlensError,
+    HookError,
+    MetricError,
+    ModelError,
+    NotFiniteError,
+    PromptError,
+    StoreError,
+)
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
 from tests.references.architectures import BY_NAME
 from tests.references.toys import native_bridge
+from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 from tests.support.trained_contexts import (
     curves,
@@ -28,6 +38,7 @@ from tests.support.trained_contexts import (
     train_soft_prompt,
     trained,
 )
+from tests.support.unchanged import ModelState
 
 
 def test_equal_seeds_give_equal_bits_and_others_other_batches(gpt2: Any) -> None:
@@ -39,17 +50,12 @@ def test_equal_seeds_give_equal_bits_and_others_other_batches(gpt2: Any) -> None
 
 
 NOISY = replace(al.hard_prompts.PEZ, noise=al.hard_prompts.Langevin(0.01))
-# Each trainer, and a change that makes another context of it.
-TRAINERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "prefix": (partial(train_prefix, length=2), {"length": 3}),
-    "soft prompt": (partial(train_soft_prompt, length=2), {"length": 3}),
-    "hard prompt": (
-        partial(train_hard_prompt, length=2, start=[300], method=NOISY),
-        {"start": [301]},
-    ),
-    "re-weighting": (
-        lambda model, batches, held_out, **options: train_reweighting(model, batches, **options),
-        {"start": torch.zeros(3, 1, 6)},
+TRAINERS: dict[str, Any] = {
+    "prefix": partial(train_prefix, length=2),
+    "soft prompt": partial(train_soft_prompt, length=2),
+    "hard prompt": partial(train_hard_prompt, length=2, start=[300], method=NOISY),
+    "re-weighting": lambda model, batches, held_out, **options: train_reweighting(
+        model, batches, **options
     ),
 }
 
@@ -59,8 +65,10 @@ def test_an_interrupted_training_continues_to_the_same_bits(
     gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """With the state of Adam and of Adafactor, and with noise."""
-    (train, change), (batches, held_out) = TRAINERS[kind], split(gpt2)
-    call = partial(train, gpt2, batches, held_out=held_out, steps=6, check_every=2, clip=inf)
+    batches, held_out = split(gpt2)
+    call = partial(
+        TRAINERS[kind], gpt2, batches, held_out=held_out, steps=6, check_every=2, clip=inf
+    )
     expected = call()
     steps: list[int] = []
 
@@ -81,8 +89,28 @@ def test_an_interrupted_training_continues_to_the_same_bits(
     assert len(steps) == 4 and same(resumed, expected)
     counted(99)
     assert same(call(folder=tmp_path), expected) and not steps
-    with pytest.raises(StoreError, match="another context"):
-        call(folder=tmp_path, **change)
+
+
+@pytest.mark.changes_model
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_training_leaves_the_model_as_it_was(gpt2: Any, kind: str) -> None:
+    """In training mode, also after an error in the middle."""
+    before, state = ModelState.of(gpt2.train()), torch.get_rng_state()
+    calls: list[int] = []
+
+    def failing_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        calls.append(1)
+        if len(calls) == 9:
+            raise RuntimeError("in the middle")
+        return al.losses.label_cross_entropy(logits, batch)
+
+    batches, held_out = split(gpt2)
+    call = partial(TRAINERS[kind], gpt2, batches, held_out=held_out)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        call(loss=failing_loss, steps=9, check_every=1)
+    call(steps=1)
+    assert not before.changes(gpt2) and torch.equal(state, torch.get_rng_state())
+    assert gpt2.training and all(parameter.requires_grad for parameter in gpt2.parameters())
 
 
 CONTEXTS = ["prefix", "soft prompt", "hard prompt"]
@@ -92,7 +120,7 @@ CONTEXTS = ["prefix", "soft prompt", "hard prompt"]
 @pytest.mark.parametrize("kind", CONTEXTS)
 def test_the_padding_side_changes_nothing(llama: Any, kind: str) -> None:
     left, right = (
-        TRAINERS[kind][0](llama, batches, held_out=held_out, steps=3, check_every=2)
+        TRAINERS[kind](llama, batches, held_out=held_out, steps=3, check_every=2)
         for batches, held_out in (split(llama, padding_side=side) for side in ("left", "right"))
     )
     assert same(left, right)
@@ -116,19 +144,46 @@ def test_low_precision_is_trained_in_float32(
     if kind == "hard prompt":
         how = {"method": al.hard_prompts.Descent(optimizer)}
     batches, held_out = split(model)
-    context = TRAINERS[kind][0](model, batches, held_out=held_out, steps=2, **how)
+    context = TRAINERS[kind](model, batches, held_out=held_out, steps=2, **how)
     assert set(types) == {torch.float32} and context.prefix.keys[0].dtype == dtype
     assert context.logits(model, held_out[0]).isfinite().all()
+
+
+def of_prompts(change: Callable[[al.PromptBatch], al.PromptBatch]) -> Callable[[Any], Any]:
+    """The batches of a call, of which the last is changed."""
+    return lambda batches: [*batches[:-1], change(batches[-1])]
+
+
+def two_numbers(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+    return logits.sum(1) if len(logits) == 4 else logits.sum()
 
 
 NONE = torch.zeros(700, dtype=torch.bool)
 FLUENT = {"length": 1, "method": al.hard_prompts.FLUENT_PROMPT}
 OPTIMIZER = {"optimizer": torch.optim.SGD}
+NO_LABEL = of_prompts(lambda batch: replace(batch, gold=None))
+OTHER_BOS = of_prompts(lambda batch: replace(batch, begins_with_bos=True))
+OTHER_ORDER = of_prompts(lambda batch: replace(batch, label_classes=batch.label_classes.flip(1)))
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     *((kind, {"length": 0}, PromptError, "length must be a whole .* got 0") for kind in CONTEXTS),
     *((kind, {"held_out": []}, PromptError, "no held-out prompts") for kind in CONTEXTS),
+    *((kind, {"batches": []}, PromptError, "no training prompts") for kind in TRAINERS),
     *((kind, {"steps": -1}, MetricError, "steps must be a whole number") for kind in TRAINERS),
     *((kind, {"clip": 0}, MetricError, "clip must be a number above 0") for kind in TRAINERS),
+    *((kind, {"batches": NO_LABEL}, AnchorlensError, "needs the true label") for kind in TRAINERS),
+    ("prefix", {"held_out": NO_LABEL}, PromptError, "training needs the true label"),
+    ("prefix", {"batches": OTHER_BOS}, PromptError, "must begin with the same BOS"),
+    ("prefix", {"clip": nan}, MetricError, "clip must be a number above 0"),
+    ("prefix", {"check_every": 0}, MetricError, "check_every must be a whole number from 1"),
+    ("prefix", {"optimizer": torch.optim.LBFGS}, MetricError, "whose step needs no arguments"),
+    ("prefix", {"loss": lambda logits, _: logits.sum()}, MetricError, "one number a prompt"),
+    (
+        "prefix",
+        {"loss": two_numbers, "held_out": of_prompts(lambda batch: batch.prompts(0, 2))},
+        MetricError,
+        "one number a prompt",
+    ),
+    ("prefix", {"length": 600}, PromptError, "left after 600 positions"),
     ("soft prompt", {"start": []}, PromptError, "got none"),
     ("soft prompt", {"start": [10**6]}, PromptError, r"from 0 to 699; got \[1000000\]"),
     ("soft prompt", {"length": 500}, PromptError, "12 of the model's context of 512 are left"),
@@ -138,16 +193,34 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("hard prompt", {"start": [700]}, PromptError, "from 0 to 699"),
     ("hard prompt", OPTIMIZER, MetricError, "the optimizer of a search is that of its method"),
     ("hard prompt", FLUENT, PromptError, "has no fluency"),
+    ("re-weighting", {"optimizer": partial(torch.optim.Adam, lr=-1.0)}, MetricError, "Invalid le"),
+    (
+        "re-weighting",
+        {"start": torch.zeros(3, 2, 5)},
+        HookError,
+        r"\(layer, head, anchor\) = \(3, 2, 6\).* got \(3, 2, 5\)",
+    ),
+    ("re-weighting", {"batches": OTHER_ORDER}, PromptError, "train each set of demonstrations"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "change", "error", "message"), BAD)
-def test_a_bad_argument_is_an_error_before_training(
+def test_a_bad_argument_is_an_error_before_any_pass(
     gpt2: Any, kind: str, change: Any, error: type[Exception], message: str
 ) -> None:
     batches, held_out = split(gpt2)
-    with pytest.raises(error, match=message):
-        TRAINERS[kind][0](gpt2, batches, **({"held_out": held_out} | change))
+    call: dict[str, Any] = {"batches": batches, "held_out": held_out}
+    for name, value in change.items():
+        changes = name in call and callable(value)
+        call[name] = value(call[name]) if changes else value
+    with pytest.raises(error, match=message), does_not_run(gpt2):
+        TRAINERS[kind](gpt2, **call)
+
+
+def test_held_out_queries_must_not_be_those_of_training(gpt2: Any) -> None:
+    batches, _ = split(gpt2)
+    with pytest.raises(PromptError, match="4 held-out queries are training queries"):
+        trained(gpt2, held_out=batches[:1])
 
 
 def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) -> None:
@@ -180,54 +253,42 @@ def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
             trained(gpt2, folder=tmp_path)
 
 
-def test_the_folder_of_another_start_or_method_is_refused(gpt2: Any, tmp_path: Path) -> None:
-    """Also if both starts have the same size and the same record."""
-    first, other = (trained(gpt2, steps=0, seed=seed) for seed in (0, 1))
-    trained(gpt2, start=first, folder=tmp_path / "prefix")
-    with pytest.raises(StoreError, match="another context"):
-        same_record = replace(first, prefix=other.prefix)
-        trained(gpt2, start=same_record, folder=tmp_path / "prefix")
-    batches, held_out = split(gpt2)
-    call: dict[str, Any] = {"held_out": held_out, "steps": 0, "length": 2}
-    soft = call | {"folder": tmp_path / "soft"}
-    train_soft_prompt(gpt2, batches, start=[300], **soft)
-    with pytest.raises(StoreError, match="another context"):
-        train_soft_prompt(gpt2, batches, start=[301], **soft)
-    hard = call | {"start": [300], "folder": tmp_path / "hard"}
-    train_hard_prompt(gpt2, batches, **hard)
-    allowed = torch.arange(len(gpt2.W_E)) >= 300
-    changes: list[dict[str, Any]] = [
-        {"allowed": allowed},
-        {"method": replace(al.hard_prompts.PEZ, fluency=0.5)},
-    ]
-    for change in changes:
-        with pytest.raises(StoreError, match="another context"):
-            train_hard_prompt(gpt2, batches, **(hard | change))
-
-
 def half_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
     return al.losses.label_cross_entropy(logits, batch) / 2
 
 
 def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) -> None:
-    trained(gpt2, folder=tmp_path)
-    first, second = split(gpt2)
-    start = al.compress(gpt2, questions(gpt2, 2)[0], select=al.selection.everything)
-    changes: dict[str, dict[str, Any]] = {
-        "context": {"length": 4},
-        "context, shape": {"start": start},
-        "steps": {"steps": 6},
-        "seed": {"seed": 1},
-        "optimizer": {"optimizer": partial(torch.optim.Adam, lr=0.02)},
-        "clip": {"clip": 2.0},
-        "check_every": {"check_every": 1},
-        "loss": {"loss": half_loss},
-        "prompts": {"batches": first[:1]},
-        "number of training batches": {"batches": first[:1], "held_out": [first[1], *second]},
-    }
-    for name, change in changes.items():
+    """Also if both starts have the same size and the same record."""
+    batches, held_out = split(gpt2)
+    first, other = (trained(gpt2, steps=0, seed=seed) for seed in (0, 1))
+    start = al.compress(gpt2, batches[0], select=al.selection.everything)
+    fewer = {"batches": batches[:1], "held_out": [batches[1], *held_out]}
+    changes: list[tuple[str, str, dict[str, Any]]] = [
+        ("context", "prefix", {"length": 4}),
+        ("context, shape", "prefix", {"start": start, "length": None}),
+        ("steps", "prefix", {"steps": 6}),
+        ("seed", "prefix", {"seed": 1}),
+        ("optimizer", "prefix", {"optimizer": partial(torch.optim.Adam, lr=0.02)}),
+        ("clip", "prefix", {"clip": 2.0}),
+        ("check_every", "prefix", {"check_every": 1}),
+        ("loss", "prefix", {"loss": half_loss}),
+        ("prompts", "prefix", {"batches": batches[:1]}),
+        ("number of training batches", "prefix", fewer),
+        ("context", "prefix from a start", {"start": replace(first, prefix=other.prefix)}),
+        ("context", "soft prompt", {"length": 3}),
+        ("context", "soft prompt", {"start": [301]}),
+        ("context", "hard prompt", {"start": [301]}),
+        ("context", "hard prompt", {"allowed": torch.arange(len(gpt2.W_E)) >= 300}),
+        ("context", "hard prompt", {"method": replace(NOISY, fluency=0.5)}),
+        ("context", "re-weighting", {"start": torch.zeros(3, 1, 6)}),
+    ]
+    trainers = TRAINERS | {"prefix from a start": partial(train_prefix, start=first)}
+    call: dict[str, Any] = {"batches": batches, "held_out": held_out, "steps": 0}
+    for kind, train in trainers.items():
+        train(gpt2, folder=tmp_path / kind, **call)
+    for name, kind, change in changes:
         with pytest.raises(StoreError, match=f"another.*{name}"):
-            trained(gpt2, folder=tmp_path, **change)
+            trainers[kind](gpt2, folder=tmp_path / kind, **(call | change))
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be made"):
         trained(gpt2, folder=tmp_path / "file" / "folder")
@@ -287,12 +348,12 @@ def test_a_start_without_finite_answers_is_an_error(gpt2: Any) -> None:
 def test_folded_value_biases_are_refused_before_training(raw: Any, byte_level: Any) -> None:
     folded = al.prepare_model(raw(tiny_gpt2(len(byte_level)), byte_level, fold=True))
     batches, held_out = split(folded)
-    passes: list[int] = []
-    folded.register_forward_pre_hook(lambda *inputs: passes.append(1))
-    for train, _ in TRAINERS.values():
-        with pytest.raises(ModelError, match="biases of this model are folded"):
+    for train in TRAINERS.values():
+        with (
+            pytest.raises(ModelError, match="biases of this model are folded"),
+            does_not_run(folded),
+        ):
             train(folded, batches, held_out=held_out, steps=1)
-    assert not passes
 
 
 def state(losses: list[float], held_out: float) -> Any:
@@ -357,7 +418,7 @@ def random_hard_prompts(model: Any, batches: Any, **options: Any) -> Any:
     return al.hard_prompts.random(model, length=1, draws=1, **options)
 
 
-EVERY = [TRAINERS[kind][0] for kind in CONTEXTS]
+EVERY = [TRAINERS[kind] for kind in CONTEXTS]
 EVERY += [hard_prompt, random_hard_prompts]
 
 
@@ -414,40 +475,6 @@ def test_the_best_check_has_the_highest_accuracy_then_the_lowest_loss() -> None:
     )
     assert record.best == 3 and float(record.best_accuracy) == 0.5
     assert "0.50 after step 3" in record.plot().layout.title.text
-
-
-def test_bad_settings_are_refused_before_any_pass(gpt2: Any) -> None:
-    passes: list[int] = []
-    handle = gpt2.register_forward_pre_hook(lambda *inputs: passes.append(1))
-    (first, *rest), held_out = split(gpt2)
-    bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (MetricError, "check_every must be a whole number from 1", {"check_every": 0}),
-        (MetricError, "clip must be a number above 0", {"clip": float("nan")}),
-        (MetricError, "whose step needs no arguments", {"optimizer": torch.optim.LBFGS}),
-        (PromptError, "there are no training prompts", {"batches": []}),
-        (PromptError, "4 held-out queries are training queries", {"held_out": [first]}),
-        (MetricError, "one number a prompt", {"loss": lambda logits, batch: logits.sum()}),
-        (
-            MetricError,
-            "one number a prompt",
-            {
-                "loss": lambda logits, batch: logits.sum(1) if len(logits) == 4 else logits.sum(),
-                "held_out": [held_out[0].prompts(0, 2)],
-            },
-        ),
-        (
-            PromptError,
-            "training needs the true label",
-            {"held_out": [replace(held_out[0], gold=None)]},
-        ),
-    ]
-    try:
-        for kind, message, change in bad:
-            with pytest.raises(kind, match=message):
-                trained(gpt2, **change)
-    finally:
-        handle.remove()
-    assert not passes and rest and held_out
 
 
 def test_a_loss_that_is_not_finite_at_the_start_is_refused(gpt2: Any) -> None:

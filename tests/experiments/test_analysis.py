@@ -20,9 +20,8 @@ def prompts_of(model: Any, queries: int = 12) -> list[al.PromptBatch]:
     return al.sample_prompts(model, "questions", queries=queries, seeds=[1])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_all_analyses_are_those_of_separate_calls(name: str, request: Any) -> None:
-    model = request.getfixturevalue(name)
+@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
+def test_all_analyses_are_those_of_separate_calls(model: Any) -> None:
     batches, kept = prompts_of(model), list[str]()
     results = al.analyse(
         model, batches, depth=1, draws=2, keep=lambda name, _: kept.append(name), **FEW
@@ -34,7 +33,7 @@ def test_all_analyses_are_those_of_separate_calls(name: str, request: Any) -> No
         sites["first layer, BOS edge kept"] = al.Site(range(1), keep_bos=True)
     expected |= al.isolation_sweep(model, batches, sites, draws=2, **FEW)
     assert [*results] == [*expected] == kept
-    assert len(results) == (6 if name == "llama" else 5)
+    assert len(results) == 5 + batches[0].begins_with_bos
     for key, record in expected.items():
         known = {name: results[key].info[name] for name in record.info}
         assert_same(replace(results[key], info=known), record)
@@ -47,9 +46,8 @@ def test_a_metric_without_a_result_is_a_warning(gpt2: Any) -> None:
     assert [*results] == names
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_models_of_random_weights_are_run_beside_the_model(name: str, request: Any) -> None:
-    model = request.getfixturevalue(name)
+@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
+def test_models_of_random_weights_are_run_beside_the_model(model: Any) -> None:
     batches = prompts_of(model, queries=14)
     before, state = [parameter.clone() for parameter in model.parameters()], torch.get_rng_state()
     results = al.analyse(model, batches, depth=1, draws=1, **FEW)

@@ -20,14 +20,9 @@ def every_demonstration(batch: al.PromptBatch) -> Tensor:
     return al.edges.demonstrations(batch)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 @pytest.mark.every_kind
-@pytest.mark.usefixtures("kind_of_model")
-def test_a_context_of_all_tokens_acts_as_the_demonstrations(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_context_of_all_tokens_acts_as_the_demonstrations(model: Any) -> None:
     """Without a BOS the whole context is the prefix; with one BOS is content in both."""
-    model = request.getfixturevalue(name)
     batches = questions(model, 5, batch_size=3)
     metric = al.PrefixEffect(keys={"context": every_demonstration})
     expected = al.run(model, batches, [metric], **QUIET)["prefix_effect"]
@@ -129,13 +124,8 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any, llama: Any) -> None:
             draw(gpt2, batches[0], 0, 0, context=al.NoContext())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 @pytest.mark.every_kind
-@pytest.mark.usefixtures("kind_of_model")
-def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    model = request.getfixturevalue(name)
+def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(model: Any) -> None:
     batch = questions(model, 4)[0]
     context = al.compress(model, batch, select=al.selection.everything)
     expected = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2)

@@ -24,11 +24,6 @@ close: Any = torch.testing.assert_close
 Hooks = Callable[[al.PromptBatch], list[Any]]
 
 
-@pytest.fixture(params=["gpt2", "llama", "gemma3"])
-def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
-    return request.getfixturevalue(request.param)
-
-
 def forerunners_read(batch: al.PromptBatch) -> Tensor:
     return edges.between(edges.query(batch), edges.forerunners(batch))
 

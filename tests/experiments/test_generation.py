@@ -16,12 +16,7 @@ PIECES: list[tuple[str | None, str]] = [
 
 
 @pytest.mark.every_kind
-@pytest.mark.usefixtures("kind_of_model")
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
-def test_each_written_token_is_the_likeliest_one_of_the_pass_over_the_text(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    model = request.getfixturevalue(name)
+def test_each_written_token_is_the_likeliest_one_of_the_pass_over_the_text(model: Any) -> None:
     trace = al.trace_generation(model, PIECES, max_new_tokens=5, stop_at_eos=False)
     length = int((trace.batch.segments[0] != 2).sum())
     tokens = trace.batch.tokens

@@ -18,11 +18,6 @@ from tests.support.tiny_models import questions
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
 
-@pytest.fixture(params=["gpt2", "llama", "gemma3"])
-def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
-    return request.getfixturevalue(request.param)
-
-
 def replaced_forwards(model: Any) -> int:
     return sum("forward" in vars(block) for block in model.blocks)
 

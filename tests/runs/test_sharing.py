@@ -32,11 +32,6 @@ METRICS: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(3), al.Accu
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
 
-@pytest.fixture(params=["gpt2", "llama", "gemma3"])
-def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
-    return request.getfixturevalue(request.param)
-
-
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that turns the sharing of demonstrations off."""
