@@ -254,21 +254,6 @@ def test_texts_shorter_than_label_words_are_refused(gpt2: Any) -> None:
         al.compress(gpt2, batch, select=al.selection.random_and_format(0))
 
 
-def test_a_cache_that_gives_different_logits_is_an_error(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = questions(gpt2, 3)[0]
-    right = compressed.run_prefix
-
-    def wrong(*args: Any, **options: Any) -> Any:
-        prefix = right(*args, **options)
-        return replace(prefix, values=tuple(value * 1.01 for value in prefix.values))
-
-    monkeypatch.setattr(compressed, "run_prefix", wrong)
-    with pytest.raises(ModelError, match="gives other logits after a cached prefix"):
-        al.compress(gpt2, batch)
-
-
 def test_loyalty_equals_a_computation_by_hand(model: Any) -> None:
     """Every quantity of two sets of demonstrations is computed from masked whole prompts."""
     examples = al.load_examples("questions")

@@ -1,9 +1,10 @@
 """Measures of models, tensors and records that tests compare."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
@@ -67,6 +68,16 @@ def assert_same(ours: al.Record, theirs: al.Record, tolerance: float = 1e-5) -> 
         largest = float(other.abs().max())
         assert float((values - other).abs().max()) <= tolerance * max(largest, 1e-30), name
     assert set(ours.intervals) == set(theirs.intervals)
+
+
+def assert_gradient(function: Callable[[Tensor], float], point: Tensor, gradient: Tensor) -> None:
+    """The gradient at a point is that of central differences, in three random directions."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        direction = torch.randn(point.shape, generator=generator, dtype=torch.float64)
+        step = 1e-5 * direction
+        slope = (function(point + step) - function(point - step)) / 2e-5
+        assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-6)
 
 
 @contextmanager

@@ -15,6 +15,12 @@ def split(model: Any, **options: Any) -> tuple[list[al.PromptBatch], list[al.Pro
     return batches[:2], batches[2:]
 
 
+def halves(model: Any, **options: Any) -> tuple[list[al.PromptBatch], list[al.PromptBatch]]:
+    """Four training and four held-out queries, a batch of each."""
+    batches = questions(model, 8, batch_size=4, **options)
+    return batches[:1], batches[1:]
+
+
 def trained(model: Any, **options: Any) -> al.PrefixContext:
     """A prefix after four steps, of three positions or from a start; checks after two and four."""
     training, held_out = split(model)
