@@ -21,14 +21,14 @@ from ..results.record import Record, kind_of_file
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
-from ..system.texts import printable
+from ..system.texts import KeepsRepr, printable
 from .protocol import Context
 
 _C = TypeVar("_C", bound="StoredContext")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class StoredContext(Context):
+class StoredContext(KeepsRepr, Context):
     """Keys and values before a query; the fields of subclasses are stored with them.
 
     Attributes:
@@ -40,12 +40,6 @@ class StoredContext(Context):
     prefix: KeyValues
     tokens: Int[Tensor, " position"]
     info: dict[str, Any] = field(default_factory=dict)
-
-    def __init_subclass__(cls) -> None:
-        # Without this, @dataclass writes a __repr__ for each subclass that shows whole tensors.
-        super().__init_subclass__()
-        if "__repr__" not in vars(cls):
-            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         """One line: the number of positions, bytes, the model, and what a subclass adds."""

@@ -18,7 +18,7 @@ from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
-from ..system.texts import printable
+from ..system.texts import KeepsRepr, printable
 from .estimate import Estimate
 from .html_tables import folded, note, table, titled
 from .in_short import axes_in_short, interval_in_short, shape_in_short, values_in_short
@@ -33,7 +33,7 @@ _LINE, _NAME = 200, 80  # characters of a repr, and of the name of a model in it
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Record:
+class Record(KeepsRepr):
     """Numbers of one analysis. Tensor fields name their axes in their annotations.
 
     Attributes:
@@ -72,12 +72,6 @@ class Record:
 
         def __getattr__(self, name: str) -> Any:
             """The fields of any record, as ``run`` returns records of several classes."""
-
-    def __init_subclass__(cls) -> None:
-        # Without this, @dataclass writes a __repr__ for each subclass that shows whole tensors.
-        super().__init_subclass__()
-        if "__repr__" not in vars(cls):
-            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         """One line: the class, fields with their axes, the number of prompts and the model."""

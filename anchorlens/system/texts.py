@@ -11,6 +11,16 @@ _NOT_PRINTABLE = re.compile(
 )
 
 
+class KeepsRepr:
+    """A class whose subclasses inherit its ``__repr__``, also those that are dataclasses."""
+
+    def __init_subclass__(cls) -> None:
+        # Without this, @dataclass writes one for each subclass, which shows whole tensors.
+        super().__init_subclass__()
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+
 def name_of(function: Callable[..., object]) -> str:
     """The name of a function, or of the class of a callable object."""
     return str(getattr(function, "__name__", type(function).__name__))

@@ -95,6 +95,12 @@ def test_a_compressed_context_equals_masking(model: Any, select: Any) -> None:
         expected = masked(model, batch, context.selected)
         assert difference(context.logits(model, batch), expected) < 1e-5
         assert difference(run_pass(model, batch), expected) > 1e-3
+        given, cut = batch.padded_right(), context.query_pass(model, batch).batch
+        stored = (context.selected[given.label_positions] & context.selected[given.label_ends]).all(0)
+        for name in ("label_positions", "label_ends"):
+            positions = getattr(given, name)[:, stored if context.is_cut else slice(None)]
+            expected = given.tokens.gather(1, positions)
+            assert torch.equal(cut.tokens.gather(1, getattr(cut, name)), expected)
     is_bridge = hasattr(model, "original_model")
     assert context.is_cut == is_bridge
     share = int(context.selected.sum()) / len(context.selected)

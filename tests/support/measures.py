@@ -60,6 +60,7 @@ def assert_same(ours: al.Record, theirs: al.Record, tolerance: float = 1e-5) -> 
     assert type(ours) is type(theirs)
     for name, values in ours.tensors().items():
         other = getattr(theirs, name)
+        assert values.dtype == other.dtype, name
         assert torch.equal(values.isnan(), other.isnan()), name
         values, other = (tensor.detach().nan_to_num().double() for tensor in (values, other))
         assert values.shape == other.shape, name
