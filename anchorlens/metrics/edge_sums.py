@@ -99,11 +99,6 @@ class EdgeSets:
             return self._table.sum((2, 3))
         return torch.stack([edges.counts() for edges in self.sets], dim=1)
 
-    def begins_as(self, shared: "EdgeSets") -> bool:
-        """Whether the first tokens of every prompt have the edges that a single prompt has."""
-        pairs = zip(self.sets, shared.sets, strict=True)
-        return all(edges.begins_as(leading) for edges, leading in pairs)
-
     def sums(
         self, queries: slice, keys: slice, *weights: Float[Tensor, "batch _ query key"]
     ) -> list[Float[Tensor, "batch _ set"]]:
@@ -128,11 +123,6 @@ class Segments:
         counts = self.positions.cpu().long()  # a GPU has no product of whole numbers
         earlier = counts.cumsum(2) - counts
         return torch.einsum("bsi,bti->bst", counts, earlier)
-
-    def begins_as(self, shared: "Segments") -> bool:
-        """Whether the first tokens of every prompt are in the segments of a single prompt."""
-        length = shared.positions.shape[2]
-        return bool((self.positions[..., :length] == shared.positions).all())
 
     def sums(
         self, queries: slice, keys: slice, *weights: Float[Tensor, "batch _ query key"]
@@ -251,11 +241,6 @@ class EdgeFlows(Metric):
         check_fits(model, batch)
         sums = EdgeSums(self.sets_of(batch), self.weight, 0)
         return Observation(sums.contributions, *product_hooks(model, sums.add, free_later=True))
-
-    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
-        """Whether the first tokens of every prompt have the edges that these have alone."""
-        sets: Any = self.sets_of(batch)
-        return bool(sets.begins_as(self.sets_of(shared)))
 
 
 def mean_weights(contributions: Contributions) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """What a metric is: what each prompt contributes, and a pure function of all contributions."""
 
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import on_one_device
+from ..system.texts import KeepsRepr, name_of
 
 ContributionsOfBatch = Callable[
     [Float[Tensor, "batch vocab"], Float[Tensor, "batch vocab"] | None], dict[str, Tensor]
@@ -80,7 +82,7 @@ def observes_nothing() -> Observation:
     return Observation(lambda logits, clean_logits: {})
 
 
-class Metric(ABC):
+class Metric(KeepsRepr, ABC):
     """What every metric inherits from; usually a frozen dataclass whose fields are its options.
 
     A metric needs a ``name``, ``observe`` and ``result``. Its other methods are optional.
@@ -99,6 +101,11 @@ class Metric(ABC):
 
     else:
         needs_gradient = False
+
+    def __repr__(self) -> str:
+        """One line: the options, functions by their names."""
+        options = ", ".join(f"{name}={_in_short(value)}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({options})"
 
     @abstractmethod
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
@@ -153,6 +160,13 @@ class Metric(ABC):
         shared tokens may depend on what follows them. Where it is False, whole prompts are run.
         """
         return True
+
+
+def _in_short(option: object) -> str:
+    """An option, in which functions have their names."""
+    if isinstance(option, Mapping):
+        option = {key: name_of(of) if callable(of) else of for key, of in option.items()}
+    return name_of(option) if callable(option) else reprlib.repr(option)
 
 
 def observes_prefix(metric: Metric) -> bool:

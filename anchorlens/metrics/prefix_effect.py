@@ -18,7 +18,6 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.texts import name_of
 from .metric import Metric, Observation, observes_nothing, of_one_width
 from .prefix_terms import LayerTerms, prefix_runs
 from .segment_flows import checked_positions
@@ -249,11 +248,6 @@ class PrefixEffect(Metric):
                 "keys are functions of the batch by name, {'labels': al.edges.anchors}; got "
                 f"{self.keys!r}"
             )
-
-    def __repr__(self) -> str:
-        """One line: the segments and the rows, by the names of their functions."""
-        keys = ", ".join(f"{name}: {name_of(function)}" for name, function in self.keys.items())
-        return f"PrefixEffect({self.name}; keys {keys}; rows {name_of(self.rows)})"
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for positions that are no prefix or no query, and for a changed run."""

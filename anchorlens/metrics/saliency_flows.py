@@ -1,6 +1,5 @@
 """The information flows S_wp, S_pq, S_ww by layer, or those along other sets of edges."""
 
-import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -19,7 +18,6 @@ from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.texts import name_of
 from ..system.warn import warn_user
 from .edge_sums import EdgeFlows, EdgeSets, mean_weights
 from .weights import Weight, WithValues, saliency
@@ -104,7 +102,7 @@ class SaliencyFlowsRecord(Record):
 
 
 @checked
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class SaliencyFlows(EdgeFlows):
     r"""Saliency flows between text, label words and target (section 2.1, equations 1 to 4).
 
@@ -182,11 +180,6 @@ class SaliencyFlows(EdgeFlows):
                 "edges are functions of the batch by name, {'to first': al.edges.from_first}; got "
                 f"{self.edges!r}"
             )
-
-    def __repr__(self) -> str:
-        """One line: the flows and the weight, by the names of functions."""
-        flows = reprlib.repr({name: name_of(of) for name, of in self.edges.items()})
-        return f"SaliencyFlows(edges={flows}, weight={name_of(self.weight)}, name={self.name!r})"
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where edges do not go from tokens to earlier tokens of the prompts."""

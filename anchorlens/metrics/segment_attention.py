@@ -1,6 +1,5 @@
 """Attention between segments, and the heads whose attention gathers on a few segments."""
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -61,7 +60,7 @@ class SegmentAttentionRecord(Record):
 
 
 @checked
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class SegmentAttention(Metric):
     r"""Attention between segments, vertical scores and receiver heads (Bogdan et al., 2025).
 
@@ -121,11 +120,6 @@ class SegmentAttention(Metric):
         SegmentFlows(self.segments)  # it refuses wrong segments
         if self.apart < 1:
             raise MetricError(f"apart is a number of segments from 1; got {self.apart!r}")
-
-    def __repr__(self) -> str:
-        """One line: the segments by the names of functions."""
-        segments = reprlib.repr(self._of_flows.segments_by_name())
-        return f"SegmentAttention(segments={segments}, apart={self.apart}, name={self.name!r})"
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where segments are wrong or too few."""

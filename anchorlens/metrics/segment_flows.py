@@ -1,6 +1,5 @@
 """Flows between named segments of the prompts, by layer and head, for any weight of an edge."""
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,7 +64,7 @@ class SegmentFlowsRecord(Record):
 
 
 @checked
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class SegmentFlows(EdgeFlows):
     r"""Flows between any segments, such as question, steps and answer.
 
@@ -139,13 +138,6 @@ class SegmentFlows(EdgeFlows):
                 f"by name, {{'anchors': al.edges.anchors}}; got {given!r}"
             )
 
-    def __repr__(self) -> str:
-        """One line: the segments and the weight, by the names of functions."""
-        return (
-            f"SegmentFlows(segments={reprlib.repr(self.segments_by_name())}, "
-            f"weight={name_of(self.weight)}, name={self.name!r})"
-        )
-
     def segments_by_name(self) -> Any:
         """The segments as they were given, functions by their names."""
         given = self.segments
@@ -156,6 +148,11 @@ class SegmentFlows(EdgeFlows):
     def sets_of(self, batch: PromptBatch) -> Segments:
         """The segments of a batch, from each of which weights are summed to each."""
         return Segments(self.segments_of(batch))
+
+    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
+        """Whether the first tokens of every prompt are in the segments that these have alone."""
+        leading = self.segments_of(shared)
+        return bool((self.segments_of(batch)[..., : leading.shape[2]] == leading).all())
 
     def result(self, contributions: Contributions) -> SegmentFlowsRecord:
         """Means over the edges of each prompt, then over prompts, then over sets."""

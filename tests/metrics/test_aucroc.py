@@ -153,46 +153,6 @@ def test_the_predicted_class_is_the_first_of_tied_classes() -> None:
 
 
 @pytest.mark.with_shapes
-@pytest.mark.every_kind
-@pytest.mark.parametrize("shots", [1, 2])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_record_equals_plain_transformers(gpt2: Any, shots: int, side: Any) -> None:
-    examples = al.load_examples("sentiment")
-    demos = al.sample_demonstrations(examples, shots=shots, seed=1)
-    queries = [example for example in examples if example not in demos][:16]
-    batches = al.build_prompts(
-        gpt2.tokenizer, al.TASKS["sst2"], demos, queries, batch_size=6, padding_side=side
-    )
-    plain = tiny_gpt2(gpt2.W_E.shape[0])
-    plain.set_attn_implementation("eager")
-    scores, predicted = [], []
-    for batch in batches:
-        for n, mask in enumerate(batch.attention_mask):
-            with torch.no_grad():
-                out = plain(batch.tokens[n][mask][None], output_attentions=True)
-            predicted.append(out.logits[0, -1, batch.label_token_ids].argmax())
-            at_target = torch.stack(out.attentions)[:, 0, :, -1].double()  # [layer, head, key]
-            anchor_scores = torch.zeros(*at_target.shape[:2], 2, dtype=torch.double)
-            positions = batch.label_positions[n] - mask.long().argmax()
-            for position, label in zip(positions, batch.label_classes[n], strict=True):
-                anchor_scores[..., label] += at_target[..., position]
-            scores.append(anchor_scores)
-    all_scores, labels = torch.stack(scores), torch.stack(predicted)
-    assert len(labels.unique()) == 2
-    expected = [reference(all_scores[:, layer].sum(1), labels) for layer in range(3)]
-    results = al.run(gpt2, batches, [al.AttentionAUCROC()], resamples=10, progress=False)
-    record = results["attention_aucroc"]
-    torch.testing.assert_close(record.aucroc, torch.tensor(expected, dtype=torch.double))
-    heads = [
-        [reference(all_scores[:, layer, head], labels) for head in range(2)] for layer in range(3)
-    ]
-    torch.testing.assert_close(record.per_head, torch.tensor(heads, dtype=torch.double))
-    torch.testing.assert_close(record.r, cumulative_excess(record.aucroc), equal_nan=True)
-    low, high = record.intervals["aucroc"]
-    assert (low <= high).all()
-
-
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_head_of_the_first_layer_does_not_rank_by_rounding(
     dtype: torch.dtype, hooked: Any, byte_level: Any

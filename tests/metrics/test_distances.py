@@ -1,6 +1,5 @@
 """Tests of key distances against the published steps, of confusions, and of errors."""
 
-import importlib
 from dataclasses import replace
 from math import isnan
 from typing import Any
@@ -17,14 +16,10 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.metrics.distances import confusions, key_distances, pair_auc, rank_correlation
-from anchorlens.passes.forward import run_pass
 from tests.support.measures import does_not_run
-from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.with_shapes
-
-MAKE: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
-FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 
 
 def published(queries: Tensor, keys: Tensor, directions: int) -> np.ndarray:
@@ -107,109 +102,6 @@ def test_rank_correlation_equals_scipy() -> None:
     assert rank_correlation(values, other).isnan().all()
 
 
-def keys_and_queries(
-    name: str, model: Any, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys in plain transformers, Float["layer head position d_head"] each.
-
-    In Llama and Gemma-3 they are taken after the norm and the rotary embedding. Key heads are
-    repeated.
-    """
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    attend, seen = module.eager_attention_forward, []
-
-    def store_and_attend(layer: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
-        seen.append((query[0], key[0].repeat_interleave(query.shape[1] // key.shape[1], 0)))
-        return attend(layer, query, key, *rest, **options)
-
-    plain = MAKE[name](model.W_E.shape[0])
-    plain.set_attn_implementation("eager")
-    with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(module, "eager_attention_forward", store_and_attend)
-        plain(tokens)
-    return torch.stack([pair[0] for pair in seen]), torch.stack([pair[1] for pair in seen])
-
-
-def observed(model: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
-    observation = al.AnchorDistances().observe(model, batch)
-    return observation.contributions(run_pass(model, batch, observers=observation.hooks), None)
-
-
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_observed_keys_and_queries_equal_those_of_attention(
-    name: str, side: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = request.getfixturevalue(name)
-    batch = questions(model, 3, padding_side=side)[0]
-    rows = observed(model, batch)
-    for n, mask in enumerate(batch.attention_mask):
-        tokens = batch.tokens[n][mask][None]
-        query, key = keys_and_queries(name, model, tokens, monkeypatch)
-        positions = torch.empty(6, dtype=torch.long)
-        positions[batch.label_classes[n]] = batch.label_positions[n] - mask.long().argmax()
-        expected = key[:, :, positions].transpose(1, 2).flatten(2)  # [layer, class, channel]
-        torch.testing.assert_close(rows["keys"][n], expected, rtol=1e-4, atol=1e-5)
-        queries = query[:, :, -1].flatten(1)
-        torch.testing.assert_close(rows["queries"][n], queries, rtol=1e-4, atol=1e-5)
-        assert rows["positions"][n].tolist() == positions.tolist()
-
-
-def test_queries_and_keys_of_gpt2_are_parts_of_c_attn(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``keys_and_queries`` equals a calculation that does not use the attention function."""
-    tokens = questions(gpt2, 1)[0].tokens
-    query, key = keys_and_queries("gpt2", gpt2, tokens, monkeypatch)
-    plain: Any = tiny_gpt2(gpt2.W_E.shape[0]).transformer
-    block = plain.h[0]
-    with torch.no_grad():
-        hidden = plain.wte(tokens) + plain.wpe(torch.arange(tokens.shape[1]))
-        projected = block.attn.c_attn(block.ln_1(hidden))[0]
-    torch.testing.assert_close(projected[:, :24].unflatten(1, (2, 12)).transpose(0, 1), query[0])
-    torch.testing.assert_close(projected[:, 24:48].unflatten(1, (2, 12)).transpose(0, 1), key[0])
-
-
-@pytest.mark.every_kind
-@FEW
-def test_the_record_of_a_run_equals_plain_transformers(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = questions(gpt2, 14, batch_size=5)
-    results = al.run(gpt2, batches, [al.AnchorDistances()], resamples=10, progress=False)
-    record = results["anchor_distances"]
-    queries, keys, logits, golds = [], [], [], []
-    for batch in batches:
-        assert batch.gold is not None
-        for n, mask in enumerate(batch.attention_mask):
-            tokens = batch.tokens[n][mask][None]
-            query, key = keys_and_queries("gpt2", gpt2, tokens, monkeypatch)
-            queries.append(query[:, :, -1].flatten(1))
-            order = batch.label_classes[n].argsort()
-            keys.append(key[:, :, batch.label_positions[n][order]].transpose(1, 2).flatten(2))
-            with torch.no_grad():
-                logits.append(gpt2(tokens)[0, -1, batch.label_token_ids])
-            golds.append(batch.gold[n])
-    distance = [
-        published(torch.stack(queries)[:, layer], torch.stack(keys).mean(0)[layer], 10)
-        for layer in range(3)
-    ]
-    np.testing.assert_allclose(record.anchor_distance, distance, atol=1e-5)
-    confusion = pair_auc(torch.stack(logits), torch.stack(golds))
-    torch.testing.assert_close(record.pair_auc, confusion, equal_nan=True)
-    upper = np.triu_indices(6, 1)
-    known = ~confusion[upper].isnan().numpy()
-    for layer in range(3):
-        distances = distance[layer][upper]
-        expected = spearmanr(distances[known], confusion[upper][known]).statistic
-        assert float(record.correlation[layer]) == pytest.approx(expected, abs=1e-6)
-        positions = batches[0].label_positions[0][batches[0].label_classes[0].argsort()]
-        gaps = (positions[:, None] - positions).abs()[upper]
-        expected = spearmanr(distances, gaps).statistic
-        assert float(record.position_correlation[layer]) == pytest.approx(expected, abs=1e-6)
-    assert {"anchor_distance", "pair_auc"} <= set(record.intervals)
-
-
 def rows_of(n_layers: int, sets: list[int], gold: Tensor | None = None) -> al.Contributions:
     generator = torch.Generator().manual_seed(0)
     n = len(sets)
@@ -236,26 +128,6 @@ def test_distances_are_averaged_over_sets_of_demonstrations() -> None:
         key_distances(rows["queries"][k::2], rows["keys"][k::2].mean(0), 3) for k in range(2)
     ]
     torch.testing.assert_close(record.anchor_distance, (of_sets[0] + of_sets[1]) / 2)
-
-
-def test_several_anchors_of_a_class_give_their_mean_key(gpt2: Any) -> None:
-    examples = al.load_examples("sentiment")
-    demos = al.sample_demonstrations(examples, shots=2)
-    batch = al.build_prompts(gpt2.tokenizer, al.TASKS["sst2"], demos, examples[:2])[0]
-    keys, singles = observed(gpt2, batch)["keys"], []
-    for anchor in range(4):
-        column = slice(anchor, anchor + 1)
-        single = replace(
-            batch,
-            label_positions=batch.label_positions[:, column],
-            label_ends=batch.label_ends[:, column],
-            label_classes=batch.label_classes[:, column] * 0,
-            verbalizer=al.Verbalizer([batch.label_token_ids[:1].tolist()]),
-        )
-        singles.append(observed(gpt2, single)["keys"][:, :, 0])
-    for label in range(2):
-        of_class = [singles[int(anchor)] for anchor in (batch.label_classes[0] == label).nonzero()]
-        torch.testing.assert_close(keys[:, :, label], (of_class[0] + of_class[1]) / 2)
 
 
 @pytest.mark.parametrize(

@@ -204,18 +204,6 @@ def test_rows_of_different_attention_are_averaged_over_the_query(gpt2: Any) -> N
         assert torch.equal(getattr(whole, name), getattr(target, name))
 
 
-@pytest.mark.every_kind
-def test_results_do_not_depend_on_padding_and_batches(gemma3: Any) -> None:
-    batches = questions(gemma3, 5, batch_size=5)
-    expected = effect_of(gemma3, batches)
-    others: list[dict[str, Any]] = [{"batch_size": 1}, {"batch_size": 2, "padding_side": "left"}]
-    for options in others:
-        effect = effect_of(gemma3, questions(gemma3, 5, **options))
-        rounding = {"invariance": torch.zeros(3).double()}
-        assert_same(replace(effect, **rounding), replace(expected, **rounding), 1e-4)
-        assert effect.indirect[0] == 0 and effect.invariance.max() < 1e-5
-
-
 def test_other_metrics_of_the_run_share_the_demonstrations(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
     results = al.run(gpt2, batches, [al.PrefixEffect(), al.SaliencyFlows()], **QUIET)

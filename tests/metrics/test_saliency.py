@@ -1,5 +1,6 @@
 """Tests of saliency against finite differences and plain transformers, of flows against loops."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from anchorlens.errors import MetricError
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import edges
-from tests.references.plain import flows_of, prompts_of
+from tests.references import plain
 from tests.support.measures import centred, difference
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
@@ -21,73 +22,33 @@ QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 SHORT = al.Task("{text} ->{label}", labels=(" Positive", " Negative"))
 
 
-def plain_products(name: str, model: Any, batch: al.PromptBatch, n: int) -> Tensor:
-    """A * dL/dA of one prompt, Float["layer head query key"], by autograd in transformers."""
-    plain = MAKE[name](model.W_E.shape[0])
-    plain.set_attn_implementation("eager")
-    assert batch.gold is not None
-    tokens = batch.tokens[n][batch.attention_mask[n]][None]
-    out = plain(tokens, output_attentions=True)
-    for attention in out.attentions:
-        attention.retain_grad()
-    label_logits = out.logits[0, -1, batch.label_token_ids]
-    torch.nn.functional.cross_entropy(label_logits, batch.gold[n]).backward()
-    return torch.stack([(a * a.grad)[0] for a in out.attentions]).detach()
+def observed(
+    name: str, model: Any, batch: al.PromptBatch, loss: Callable[[Tensor], Tensor] | None = None
+) -> list[plain.Observed]:
+    """Each prompt in plain transformers."""
+    oracle = MAKE[name](model.W_E.shape[0])
+    oracle.set_attn_implementation("eager")
+    return [plain.observe(oracle, prompt, loss) for prompt in plain.prompts_of(batch)]
 
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_saliency_and_flows_equal_plain_transformers(
+def test_saliency_equals_plain_transformers(
     name: str, side: Any, request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(name)
     batch = questions(model, 3, padding_side=side)[0]
-    starts = batch.attention_mask.long().argmax(1).tolist()
     assert len(set(batch.attention_mask.sum(1).tolist())) > 1
     maps = al.saliency(model, batch)
     of_heads = al.saliency(model, batch, weight=al.weights.signed, per_head=True)
-    other = al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="of heads")
-    record, variant = al.run(model, [batch], [al.SaliencyFlows(), other], **QUIET).values()
-    per_head, prompts = [], prompts_of(batch)
-    for n, start in enumerate(starts):
-        products = plain_products(name, model, batch, n)
-        merged = products.sum(1).abs()
-        stop = start + merged.shape[-1]
-        inside = (..., slice(start, stop), slice(start, stop))
-        assert difference(maps[n][inside], merged) <= 1e-5
-        assert difference(of_heads[n][inside], products) <= 1e-5  # with their signs
+    for n, expected in enumerate(observed(name, model, batch)):
+        tokens = batch.attention_mask[n].nonzero().flatten()
+        inside = (..., tokens[:, None], tokens)
+        assert difference(maps[n][inside], expected.saliency) <= 1e-5
+        assert difference(of_heads[n][inside], expected.products) <= 1e-5  # with their signs
         for outside in (maps[n].clone(), of_heads[n].clone()):
             outside[inside] = 0
             assert not outside.any()
-        prompt, index = prompts[n], int(batch.index[n])
-        slow = torch.tensor([flows_of(layer, prompt) for layer in merged])
-        assert difference(record.per_prompt[index], slow.double()) <= 1e-5
-        absolute = products.abs()
-        slow = torch.tensor([flows_of(layer, prompt) for layer in absolute.sum(1)])
-        assert difference(variant.per_prompt[index], slow.double()) <= 1e-5
-        heads = [[flows_of(head, prompt) for head in layer] for layer in absolute]
-        per_head.append(torch.tensor(heads))
-    assert difference(record.per_head, torch.stack(per_head).mean(0).double()) <= 1e-5
-    assert difference(record.flows, record.per_prompt.mean(0)) <= 1e-12
-    share = record.flows / record.flows.sum(-1, keepdim=True)
-    assert difference(record.share, share) <= 1e-12
-    means = torch.stack([maps[n][:, edges.tq(batch)[n]].mean(1) for n in range(3)]).mean(0)
-    assert difference(record.tq, means.double()) <= 1e-5
-    assert difference(record.pq_over_tq, record.flows[:, 1] / record.tq) <= 1e-12
-    # Three layers: the first is the first third, the last is the last third.
-    assert difference(record.share_change, share[2] - share[0]) <= 1e-12
-    assert difference(record.deep_pq_over_tq, record.pq_over_tq[2]) <= 1e-12
-
-
-def test_flows_equal_means_over_edges(gpt2: Any) -> None:
-    batch = questions(gpt2, 3)[0]
-    maps = al.saliency(gpt2, batch)
-    record = al.run(gpt2, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
-    flows = record["saliency_flows"].per_prompt[batch.index]
-    for k, chosen in enumerate((edges.wp(batch), edges.pq(batch), edges.ww(batch))):
-        for n in range(3):
-            mean = maps[n][:, chosen[n]].mean(1).double()
-            assert difference(flows[n, :, k], mean) <= 1e-5
 
 
 @pytest.mark.every_kind
@@ -105,10 +66,10 @@ def test_flows_of_custom_edges_equal_plain_transformers(gpt2: Any, share_prefix:
     record = results["saliency_flows"]
     assert record.info["shared_prefix"].startswith("off") is not share_prefix
     means = []
-    for n, mask in enumerate(batch.attention_mask):
-        merged = plain_products("gpt2", gpt2, batch, n).sum(1).abs()
+    for n, each in enumerate(observed("gpt2", gpt2, batch)):
+        mask = batch.attention_mask[n]
         sets = [function(batch)[n][mask][:, mask] for function in custom.values()]
-        means.append(torch.stack([merged[:, chosen].mean(1) for chosen in sets], dim=1))
+        means.append(torch.stack([each.saliency[:, chosen].mean(1) for chosen in sets], dim=1))
     expected = torch.stack(means).double()
     assert difference(record.per_prompt[batch.index], expected) <= 1e-5
     assert difference(record.flows, expected.mean(0)) <= 1e-5
@@ -170,8 +131,8 @@ def test_prompts_without_an_edge_are_left_out_of_its_flow(gpt2: Any, seeds: list
     for seed in seeds:
         flows = []
         for batch in questions(gpt2, 10, batch_size=5, seed=seed):
-            for n, mask in enumerate(batch.attention_mask):
-                merged = plain_products("gpt2", gpt2, batch, n).sum(1).abs().double().numpy()
+            for n, each in enumerate(observed("gpt2", gpt2, batch)):
+                mask, merged = batch.attention_mask[n], each.saliency.double().numpy()
                 sets = [of(batch)[n][mask][:, mask].numpy() for of in (*custom.values(), edges.tq)]
                 flows.append([[m[e].sum() / max(e.sum(), 1) for e in sets] for m in merged])
         of_prompts = np.array(flows)  # [prompt, layer, flow]
@@ -258,36 +219,9 @@ def test_saliency_of_a_custom_loss_equals_plain_transformers(gpt2: Any) -> None:
         return centred(logits)[:, batch.label_token_ids[0]]
 
     maps = al.saliency(gpt2, batch, loss=first_label)
-    plain = tiny_gpt2(gpt2.W_E.shape[0])
-    plain.set_attn_implementation("eager")
-    for n in range(2):
-        tokens = batch.tokens[n][batch.attention_mask[n]][None]
-        out = plain(tokens, output_attentions=True)
-        logit = first_label(out.logits[:, -1], batch).sum()
-        grads = torch.autograd.grad(logit, out.attentions)
-        products = [(a * g)[0].sum(0).abs() for a, g in zip(out.attentions, grads, strict=True)]
-        reference = torch.stack(products).detach()
-        size = tokens.shape[1]
-        assert difference(maps[n, :, :size, :size], reference) <= 1e-5
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_batching_padding_and_order_change_nothing(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    model = request.getfixturevalue(name)
-    runs = [questions(model, batch_size=size) for size in (1, 5, 12)]
-    runs += [questions(model, batch_size=5, padding_side="left"), runs[1][::-1]]
-    options: dict[str, Any] = {"resamples": 5, "progress": False}
-    first, *others = (
-        al.run(model, batches, [al.SaliencyFlows()], **options)["saliency_flows"]
-        for batches in runs
-    )
-    for record in others:
-        for field, values in record.tensors().items():
-            assert difference(values, getattr(first, field)) <= 1e-5
-            if field in record.intervals:
-                assert difference(record.intervals[field], first.intervals[field]) <= 1e-5
+    for n, each in enumerate(observed("gpt2", gpt2, batch, lambda z: first_label(z[-1:], batch))):
+        size = each.saliency.shape[1]
+        assert difference(maps[n, :, :size, :size], each.saliency) <= 1e-5
 
 
 def test_shares_of_flows_are_averaged_over_sets_of_demonstrations(gpt2: Any) -> None:

@@ -15,6 +15,7 @@ from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.losses import columns_of
 from anchorlens.prompts import segment_names
+from tests.references import plain
 from tests.support.measures import assert_same, difference, does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
@@ -48,17 +49,18 @@ def flows_in(
 
 def plain_products(name: str, model: Any, batch: al.PromptBatch, n: int, segment: int) -> Tensor:
     """A * dL/dA of one prompt, [layer, head, query, key], by autograd in plain transformers."""
-    plain = MAKE[name](model.W_E.shape[0])
-    plain.set_attn_implementation("eager")
+    oracle = MAKE[name](model.W_E.shape[0])
+    oracle.set_attn_implementation("eager")
     mask = batch.attention_mask[n]
     tokens, segments = batch.tokens[n][mask], batch.segments[n][mask]
-    out = plain(tokens[None], output_attentions=True)
-    for attention in out.attentions:
-        attention.retain_grad()
-    log_probs = out.logits[0].log_softmax(-1)
     inside = [t for t in range(1, len(tokens)) if segments[t] == segment]
-    torch.stack([-log_probs[t - 1, tokens[t]] for t in inside]).sum().backward()
-    return torch.stack([(a * a.grad)[0] for a in out.attentions]).detach()
+
+    def loss(logits: Tensor) -> Tensor:
+        log_probs = logits.log_softmax(-1)
+        return torch.stack([-log_probs[t - 1, tokens[t]] for t in inside]).sum()
+
+    prompt = plain.Prompt(tokens[None], [], [], tokens, tokens[0])
+    return plain.observe(oracle, prompt, loss).products
 
 
 def cell(edges: Tensor, segments: Tensor, a: int, b: int) -> tuple[float, int]:

@@ -46,9 +46,14 @@ class Observed:
 
     logits: Tensor  # [vocab], at the target
     attention: Tensor  # [layer, head, query, key]
-    saliency: Tensor  # [layer, query, key]
+    products: Tensor  # A * dL/dA [layer, head, query, key]
     queries: list[Tensor]  # [head, position, d_head] of each layer
     keys: list[Tensor]  # the same; grouped keys repeated for each query head
+
+    @property
+    def saliency(self) -> Tensor:
+        """The saliency [layer, query, key]."""
+        return self.products.sum(1).abs()
 
 
 def prompts_of(batch: al.PromptBatch) -> list[Prompt]:
@@ -78,7 +83,8 @@ def logits_of(model: Any, prompt: Prompt, **options: Any) -> Tensor:
         return forward(model, prompt, **options).logits[0, -1]
 
 
-def observe(model: Any, prompt: Prompt) -> Observed:
+def observe(model: Any, prompt: Prompt, loss: Callable[[Tensor], Tensor] | None = None) -> Observed:
+    """Observe the loss of the label, or another function of the logits [position, vocab]."""
     with _Operands(prompt) as operands:
         out = forward(model, prompt, output_attentions=True)
     for attention in out.attentions:
@@ -86,8 +92,11 @@ def observe(model: Any, prompt: Prompt) -> Observed:
     # As in the package, computations on results of low precision are not in low precision.
     wide = torch.promote_types(out.logits.dtype, torch.float32)
     logits = out.logits[0, -1].to(wide)
-    loss = torch.nn.functional.cross_entropy(logits[prompt.label_token_ids], prompt.gold)
-    loss.backward()
+    if loss is None:
+        of_labels = logits[prompt.label_token_ids]
+        torch.nn.functional.cross_entropy(of_labels, prompt.gold).backward()
+    else:
+        loss(out.logits[0]).backward()
     model.zero_grad()
     attention = torch.cat([a.detach() for a in out.attentions])
     products = torch.cat([(a.to(wide) * a.grad.to(wide)).detach() for a in out.attentions])
@@ -95,7 +104,7 @@ def observe(model: Any, prompt: Prompt) -> Observed:
     return Observed(
         logits=logits.detach(),
         attention=attention,
-        saliency=products.sum(1).abs(),
+        products=products,
         queries=[query for query, _ in operands.seen],
         keys=[key.repeat_interleave(len(query) // len(key), 0) for query, key in operands.seen],
     )

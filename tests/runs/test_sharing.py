@@ -28,7 +28,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts", "ignore:in layers"),
     pytest.mark.filterwarnings("ignore:in .* of .* sets"),
 ]
-METRICS: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(3), al.Accuracy()]
+METRICS: list[al.Metric] = [
+    *(al.AttentionAUCROC(), al.AnchorDistances(3), al.Accuracy()),
+    *(al.LabelHeads(draws=2), al.SegmentAttention(["text", "label", "target"], apart=1)),
+]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
 

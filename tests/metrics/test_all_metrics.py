@@ -1,0 +1,281 @@
+"""All metrics of one run: against plain transformers, and what must not matter."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.metrics.aucroc import cumulative_excess
+from anchorlens.metrics.distances import pair_auc
+from tests.metrics.test_aucroc import reference
+from tests.metrics.test_distances import published
+from tests.references import plain
+from tests.support.measures import assert_same, difference
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+
+MAKE: dict[str, Any] = {
+    "gpt2": (tiny_gpt2, "byte_level"),
+    "llama": (tiny_llama, "sentencepiece_like"),
+    "gemma3": (tiny_gemma3, "sentencepiece_like"),
+}
+METRICS: list[al.Metric] = [
+    al.SaliencyFlows(),
+    al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="of heads"),
+    al.AttentionAUCROC(),
+    al.AnchorDistances(),
+    al.LabelHeads(draws=2),
+]
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+# The limits of test_matrix.py in float64.
+TOLERANCE = {"bridge": 1e-9, "processed": 1e-6, "hooked-transformer": 1e-6}
+
+
+def sentiment(model: Any, count: int, seed: int, **options: Any) -> list[al.PromptBatch]:
+    """Prompts with two label words of each class."""
+    examples = al.load_examples("sentiment")
+    demos = al.sample_demonstrations(examples, shots=2, seed=seed)
+    queries = [example for example in examples if example not in demos][:count]
+    return al.build_prompts(model.tokenizer, al.TASKS["sst2"], demos, queries, **options)
+
+
+@pytest.mark.every_kind
+@pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
+@pytest.mark.parametrize("prompts_of", [questions, sentiment])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", MAKE)
+def test_records_equal_plain_transformers(
+    name: str,
+    side: Any,
+    prompts_of: Any,
+    hooked: Any,
+    kind_of_model: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    make, of_tokenizer = MAKE[name]
+    tokenizer = request.getfixturevalue(of_tokenizer)
+    weights, oracle = (make(len(tokenizer)).double() for _ in range(2))
+    model = hooked(weights, tokenizer)
+    oracle.set_attn_implementation("eager")
+    batches = prompts_of(model, 13, seed=3, batch_size=5, padding_side=side)
+    with plain.everything_in_float64():
+        results: Any = al.run(model, batches, METRICS, **QUIET)
+        prompts = [prompt for batch in batches for prompt in plain.prompts_of(batch)]
+        observed = [plain.observe(oracle, prompt) for prompt in prompts]
+    order = torch.cat([batch.index for batch in batches]).argsort()
+    tolerance = TOLERANCE[kind_of_model]
+    for expected in (
+        *flows_by_hand(prompts, [each.products for each in observed], order),
+        aucroc_by_hand(prompts, observed),
+        distances_by_hand(prompts, observed),
+        heads_by_hand(batches, prompts, observed),
+    ):
+        record = results[expected.pop("name")]
+        for field, values in expected.items():
+            ours = getattr(record, field)
+            assert torch.equal(ours.isnan(), values.isnan()), field
+            assert difference(ours.nan_to_num(), values.nan_to_num()) <= tolerance, field
+
+
+@pytest.mark.every_kind
+@pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts", "ignore:in layers")
+@pytest.mark.parametrize("name", MAKE)
+def test_batches_padding_order_and_sharing_change_nothing(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    segments = ["text", "label", "target"]
+    of_segments = [al.SegmentFlows(segments), al.SegmentAttention(segments, apart=1)]
+    metrics = [*METRICS, *of_segments, al.PrefixEffect(), al.Accuracy()]
+    few = questions(model, batch_size=5)
+    runs = [questions(model), questions(model, batch_size=1)[::-1], few]
+    runs += [few[::-1], questions(model, batch_size=5, padding_side="left")]
+    whole, *others = (
+        al.run(model, batches, metrics, share_prefix=share, resamples=5, progress=False)
+        for batches, share in zip(runs, (False, True, False, True, True), strict=True)
+    )
+    for results in others:
+        for key, ours in results.items():
+            expected: Any = whole[key]
+            tolerance = 1e-5
+            if key == "prefix_effect":
+                rounding: dict[str, Any] = {"invariance": torch.zeros(3)}
+                assert ours.indirect[0] == 0 and ours.invariance.max() < 1e-5
+                ours, expected = (replace(each, **rounding) for each in (ours, expected))
+                tolerance = 1e-4
+            assert_same(ours, expected, tolerance)
+            for field in ours.intervals:
+                bounds = [each.intervals[field].nan_to_num() for each in (ours, expected)]
+                assert difference(*bounds) <= tolerance, (key, field)
+
+
+def test_operands_of_the_oracle_are_parts_of_c_attn(gpt2: Any) -> None:
+    (prompt,) = plain.prompts_of(questions(gpt2, 1)[0])
+    model: Any = tiny_gpt2(gpt2.W_E.shape[0])
+    model.set_attn_implementation("eager")
+    seen, gpt, length = plain.observe(model, prompt), model.transformer, prompt.target + 1
+    with torch.no_grad():
+        hidden = gpt.wte(prompt.tokens) + gpt.wpe(torch.arange(length))
+        projected = gpt.h[0].attn.c_attn(gpt.h[0].ln_1(hidden))[0].unflatten(1, (3, 2, 12))
+    for number, operands in enumerate((seen.queries[0], seen.keys[0])):
+        torch.testing.assert_close(projected[:, number].transpose(0, 1), operands)
+
+
+def flows_by_hand(
+    prompts: list[plain.Prompt], products: list[Tensor], order: Tensor
+) -> list[dict[str, Any]]:
+    """Saliency with the absolute value after the sum over heads, and before it."""
+
+    def flows_of(maps: Tensor, prompt: plain.Prompt) -> Tensor:
+        """The flows [layer, flow], and S_tq in a last column."""
+        others = [j for j in range(prompt.target) if j not in prompt.anchors]
+        rows = [
+            [*plain.flows_of(of_layer, prompt), float(of_layer[prompt.target, others].mean())]
+            for of_layer in maps
+        ]
+        return torch.tensor(rows, dtype=torch.double)
+
+    def expected(name: str, maps: list[Tensor]) -> dict[str, Any]:
+        pairs = zip(maps, prompts, strict=True)
+        of_prompts = torch.stack([flows_of(*pair) for pair in pairs])
+        flows, tq = of_prompts.mean(0)[:, :3], of_prompts.mean(0)[:, 3]
+        share = flows / flows.sum(-1, keepdim=True)
+        of_heads = [
+            torch.stack([flows_of(head, prompt)[:, :3] for head in of_prompt.abs().unbind(1)], 1)
+            for of_prompt, prompt in zip(products, prompts, strict=True)
+        ]
+        return {
+            "name": name,
+            "per_prompt": of_prompts[order, :, :3],
+            "flows": flows,
+            "share": share,
+            "tq": tq,
+            "pq_over_tq": flows[:, 1] / tq,
+            # Three layers: the first is the first third, the last is the last third.
+            "shallow_share": share[0],
+            "deep_share": share[2],
+            "share_change": share[2] - share[0],
+            "deep_pq_over_tq": flows[2, 1] / tq[2],
+            "per_head": torch.stack(of_heads).mean(0),
+        }
+
+    merged = [of_prompt.sum(1).abs() for of_prompt in products]
+    apart = [of_prompt.abs().sum(1) for of_prompt in products]
+    return [expected("saliency_flows", merged), expected("of heads", apart)]
+
+
+def aucroc_by_hand(prompts: list[plain.Prompt], observed: list[plain.Observed]) -> dict[str, Any]:
+    scores, predicted = [], []
+    for prompt, each in zip(prompts, observed, strict=True):
+        of_classes = torch.zeros(*each.attention.shape[:2], len(prompt.label_token_ids)).double()
+        for position, label in zip(prompt.anchors, prompt.classes, strict=True):
+            of_classes[..., label] += each.attention[:, :, prompt.target, position]
+        scores.append(of_classes)
+        predicted.append(each.logits[prompt.label_token_ids].argmax())
+    of_heads, labels = torch.stack(scores), torch.stack(predicted)
+    assert len(labels.unique()) > 1
+    layers, heads = of_heads.shape[1:3]
+    of_layers = [reference(of_heads[:, layer].sum(1), labels) for layer in range(layers)]
+    aucroc = torch.tensor(of_layers, dtype=torch.double)
+    per_head = [
+        [reference(of_heads[:, layer, head], labels) for head in range(heads)]
+        for layer in range(layers)
+    ]
+    return {
+        "name": "attention_aucroc",
+        "aucroc": aucroc,
+        "per_head": torch.tensor(per_head, dtype=torch.double),
+        "r": cumulative_excess(aucroc),
+        "deep_aucroc": aucroc[2],
+    }
+
+
+def distances_by_hand(
+    prompts: list[plain.Prompt], observed: list[plain.Observed]
+) -> dict[str, Any]:
+    count, layers = len(prompts[0].label_token_ids), len(observed[0].queries)
+    of_class = [
+        [p for p, label in zip(prompts[0].anchors, prompts[0].classes, strict=True) if label == k]
+        for k in range(count)
+    ]
+    distances = []
+    for layer in range(layers):
+        queries = torch.stack([each.queries[layer][:, -1].flatten() for each in observed])
+        keys = [[each.keys[layer][:, at].mean(1).flatten() for at in of_class] for each in observed]
+        mean = torch.stack([torch.stack(of_prompt) for of_prompt in keys]).mean(0)
+        distances.append(torch.from_numpy(published(queries, mean, 10)))
+    distance = torch.stack(distances)
+    logits = torch.stack([each.logits[prompts[0].label_token_ids] for each in observed])
+    gold = torch.stack([prompt.gold for prompt in prompts])
+    confusion = pair_auc(logits, gold)
+    a, b = torch.ones_like(confusion).triu(1).nonzero().unbind(1)
+    known = ~confusion[a, b].isnan()
+    positions = torch.tensor([sum(at) / len(at) for at in of_class])
+
+    def correlation(with_what: Tensor, chosen: Tensor) -> Tensor:
+        if chosen.sum() < 3:
+            return torch.full((layers,), torch.nan).double()
+        pairs = [(of_layer[a, b][chosen], with_what[chosen]) for of_layer in distance]
+        return torch.tensor([spearmanr(*pair).statistic for pair in pairs]).double()
+
+    return {
+        "name": "anchor_distances",
+        "anchor_distance": distance,
+        "pair_auc": confusion,
+        "correlation": correlation(confusion[a, b], known),
+        "position_correlation": correlation((positions[a] - positions[b]).abs(), known | True),
+        "accuracy": (logits.argmax(1) == gold).double().mean(),
+    }
+
+
+def heads_by_hand(
+    batches: list[al.PromptBatch], prompts: list[plain.Prompt], observed: list[plain.Observed]
+) -> dict[str, Any]:
+    """The scores at label words and at two draws of random positions, term by term."""
+    drawn = []
+    for batch in batches:
+        after = batch.label_positions[:, :1]
+        draws = [al.edges.random_positions(batch, seed, after=after) for seed in range(2)]
+        for n, mask in enumerate(batch.attention_mask):
+            drawn.append([draw[n][mask].nonzero().flatten().tolist() for draw in draws])
+    scores, above = [], []
+    for prompt, each, at_random in zip(prompts, observed, drawn, strict=True):
+        predicted = int(each.logits[prompt.label_token_ids].argmax())
+        count, n_classes = prompt.tokens.shape[1], len(prompt.label_token_ids)
+        bounds = torch.tensor([5, 5 / n_classes, 5 / n_classes, 5]).double() / count
+        of_prompt = [
+            scores_of_prompt(each.attention, positions, prompt, predicted)
+            for positions in (prompt.anchors, *at_random)
+        ]
+        scores.append(torch.stack(of_prompt))
+        above.append((scores[-1] > bounds).double())
+    means, shares = torch.stack(scores).mean(0), torch.stack(above).mean(0)
+    heads, random_heads = shares[0].sum(1), shares[1:].mean(0).sum(1)
+    assert 0 < float(shares[0].mean()) < 1 and (means[0, ..., 1] != means[0, ..., 2]).any()
+    return {
+        "name": "label_heads",
+        "scores": means[0],
+        "share": shares[0],
+        "heads": heads,
+        "random_scores": means[1:].mean(0),
+        "random_share": shares[1:].mean(0),
+        "random_heads": random_heads,
+        "gap": heads - random_heads,
+    }
+
+
+def scores_of_prompt(
+    attention: Tensor, positions: list[int], prompt: plain.Prompt, predicted: int
+) -> Tensor:
+    """The four scores [layer, head, score] of one prompt from its patterns."""
+    scores = torch.zeros(*attention.shape[:2], 4, dtype=torch.double)
+    for position, label in zip(positions, prompt.classes, strict=True):
+        to_anchor = attention[:, :, prompt.target, position]
+        scores[..., 0] += to_anchor
+        scores[..., 1] += to_anchor if label == int(prompt.gold) else -to_anchor
+        scores[..., 2] += to_anchor if label == predicted else -to_anchor
+        scores[..., 3] += attention[:, :, position, position - 1] / len(positions)
+    return scores
