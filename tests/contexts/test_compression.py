@@ -96,7 +96,9 @@ def test_a_compressed_context_equals_masking(model: Any, select: Any) -> None:
         assert difference(context.logits(model, batch), expected) < 1e-5
         assert difference(run_pass(model, batch), expected) > 1e-3
         given, cut = batch.padded_right(), context.query_pass(model, batch).batch
-        stored = (context.selected[given.label_positions] & context.selected[given.label_ends]).all(0)
+        stored = (context.selected[given.label_positions] & context.selected[given.label_ends]).all(
+            0
+        )
         for name in ("label_positions", "label_ends"):
             positions = getattr(given, name)[:, stored if context.is_cut else slice(None)]
             expected = given.tokens.gather(1, positions)
