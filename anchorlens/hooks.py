@@ -418,7 +418,7 @@ def as_site(site: SiteOrLayers) -> Site:
 def _checked_edges(
     batch: PromptBatch, edges: Edges | EdgesOfBatch, without_diagonal: str | None
 ) -> EdgeSet:
-    """The edges; ``without_diagonal`` says what an edge of a position to itself must not be."""
+    """The edges as a set; ``without_diagonal`` is what an edge to itself cannot be, if refused."""
     chosen = check_edges(batch, edges, to_itself=True)
     if without_diagonal and any(
         of_rows.diagonal(rows.start, 1, 2).any() for rows, of_rows in chosen.pieces()

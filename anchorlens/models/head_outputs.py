@@ -25,11 +25,8 @@ _other_outputs: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
 
 def detached(z: Tensor, n_heads: int, heads: Sequence[int]) -> Tensor:
-    """The same outputs, but those of ``heads`` pass no gradient on.
-
-    A bridge divides z by ``cfg.d_head``, which is wrong where values have another width than keys
-    (latent attention), so that the heads are divided again.
-    """
+    """The same outputs, but those of ``heads`` pass no gradient on."""
+    # Where values have another width than keys (latent attention), a bridge divides z wrongly.
     by_head = z.reshape(*z.shape[:2], n_heads, -1)
     stopped = torch.zeros(n_heads, 1, dtype=torch.bool, device=z.device)
     stopped[list(heads)] = True
@@ -37,10 +34,7 @@ def detached(z: Tensor, n_heads: int, heads: Sequence[int]) -> Tensor:
 
 
 def require_separate_heads(model: HookedModel, layers: list[int]) -> None:
-    """Raise an error unless the gradient of each head goes through its own part of z alone.
-
-    A tiny pass finds out, once for each model.
-    """
+    """Raise an error unless the gradient of each head goes through its own part of z alone."""
     if model not in _mixing:
         _mixing[model] = _layers_that_mix(model)
     if wrong := sorted(_mixing[model].intersection(layers)):
@@ -96,10 +90,7 @@ def transformed_values(
 
 
 def require_transformed_values(model: HookedModel) -> None:
-    """Raise an error unless ``sum_h sum_j A_h,ij f_h(x_j) + b_O`` is the output of every layer.
-
-    A tiny pass finds out, once for each model.
-    """
+    """Raise an error unless ``sum_h sum_j A_h,ij f_h(x_j) + b_O`` is the output of every layer."""
     if not hasattr(model, "blocks"):
         raise MetricError(
             "the values of heads need the model, whose output projections no cache holds; give it: "

@@ -265,10 +265,9 @@ def ensure_prepared(model: HookedModel) -> None:
 
 
 def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
-    """Build the bridge that ``TransformerBridge.boot_transformers`` would build.
+    """The bridge of ``TransformerBridge.boot_transformers``, which patches classes of transformers.
 
-    That function is not called, because for models of images it installs torchvision, which may
-    replace torch, and because it patches classes of transformers.
+    For models of images it also installs torchvision, which may replace torch.
     """
     from transformer_lens.model_bridge.sources import build_bridge_from_module
     from transformer_lens.model_bridge.sources.transformers import (

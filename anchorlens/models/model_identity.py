@@ -46,10 +46,7 @@ def tokenizer_identity(tokenizer: Any) -> str:
 
 
 def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every weight and buffer, each once, of the hooked model and of the one inside it.
-
-    A bridge does not register all modules of the transformers model that it holds.
-    """
+    """Every weight and buffer, each once, also those that a bridge does not register."""
     counted: set[int] = set()
     for root in (model, original_of(model)) if is_bridge(model) else (model,):
         for path, module in root.named_modules():

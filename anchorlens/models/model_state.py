@@ -63,11 +63,7 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
 
 @safe_context
 def without_user_hooks(model: Any) -> Iterator[None]:
-    """Suspend the hooks that the user put on the model; restore them afterwards.
-
-    For passes that the user did not ask for: a hook that counts passes would count them, and a hook
-    made for prompts of another length would fail.
-    """
+    """Suspend the hooks that the user put on the model, in passes that the user did not ask for."""
     stored = [(hooks, dict(hooks), needed) for _, _, hooks, needed in _tables_of_user(model)]
     complete: dict[int, Hooks] = {}
 

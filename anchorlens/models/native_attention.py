@@ -77,10 +77,7 @@ def use_eager_attention(model: Any) -> None:
 
 
 def implementations_of(original: Any) -> Callable[[], None]:
-    """A function that puts back what the configurations of a transformers model name now.
-
-    A model of several parts has a configuration for each, which may name different ones.
-    """
+    """A function that puts back what the configurations of all parts of a model name now."""
     from transformers import PreTrainedModel
 
     parts = [part.config for part in original.modules() if isinstance(part, PreTrainedModel)]

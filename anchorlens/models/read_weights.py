@@ -179,10 +179,7 @@ def spread(weights: Any, device_map: str | Mapping[str, int | str | torch.device
 
 
 def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> None:
-    """Raise an error if weights are missing or of another shape: they would be random numbers.
-
-    The report of transformers is without tied tensors and computed buffers.
-    """
+    """Raise an error if weights are missing or of another shape: they would be random numbers."""
     problems = []
     if missing := report["missing_keys"]:
         problems.append(f"{_listed(missing)} missing")

@@ -103,8 +103,7 @@ def _kinds(model: Any) -> Iterator[tuple[str, int]]:
 def follows_the_prompts(module: Any, buffer: str) -> bool:
     """Whether each pass computes a buffer again from the length of its prompts.
 
-    Such a buffer depends on the last pass. The values from which it is computed are in another
-    buffer (``original_inv_freq``) and in the configuration.
+    The values from which it is computed are in ``original_inv_freq`` and in the configuration.
     """
     kind = str(getattr(module, "rope_type", ""))
     changing = LONGER_ROTATES in kind or LAST_TEXT_ROTATES in kind

@@ -17,10 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def verify_cached_step(model: Any) -> None:
-    """Make the cache act where only its name differs; remember why where it does not act.
-
-    TransformerLens takes the cache by the name that it had until transformers 5.23.
-    """
+    """Make the cache act where only its name differs; remember why where it does not act."""
     without_cache.pop(model, None)
     reason = why_no_cached_step(model)
     if reason and name_of_cache(model) == "cache":

@@ -304,10 +304,7 @@ class PromptBatch:
         return self.starts, self.tokens.shape[1] - last
 
     def _columns_from(self, starts: Int[Tensor, " batch"]) -> "PromptBatch":
-        """Rows that begin at ``starts`` and are as long as the longest prompt.
-
-        Indices wrap around at the end of a row, where only padding is read.
-        """
+        """Rows that begin at ``starts`` and are as long as the longest prompt."""
         first, ends = self.on_cpu._ends()
         width = int((ends - first).max())
         if width == self.tokens.shape[1] and not starts.any():
@@ -316,7 +313,7 @@ class PromptBatch:
         def moved(batch: PromptBatch) -> PromptBatch:
             begin = sent(starts, batch.tokens.device)
             numbers = torch.arange(width, device=begin.device) + begin[:, None]
-            columns = numbers % batch.tokens.shape[1]
+            columns = numbers % batch.tokens.shape[1]  # at the end of a row is only padding
             return batch._with(lambda value: value.gather(1, columns), begin)
 
         return on_both(self, moved)

@@ -96,8 +96,7 @@ def encode(
 ) -> tuple[list[int], list[tuple[int, int]], list[bool]]:
     """Token ids, the characters [start, end) of each token, and which the tokenizer has added.
 
-    Offsets of a tokenizer can leave out the white space of a token. Here a token begins where the
-    previous token ended, so that the characters of " Positive" include the space.
+    A token begins where the previous token ended, so that " Positive" includes its space.
     """
     try:
         text.encode()
@@ -143,11 +142,7 @@ def encode(
 
 
 def _composes(text: str, stop: int, start: int) -> bool:
-    """Whether the characters [stop, start) form one character with the character before them.
-
-    A letter and a combining accent do: the tokenizer joins them, and its offsets leave out the
-    accent.
-    """
+    """Whether characters form one character with that before them, as an accent after a letter."""
     if not 0 < stop < start or text[stop:start].isascii():  # no accent is of ASCII
         return False
     parts = (text[stop - 1 : stop], text[stop:start])

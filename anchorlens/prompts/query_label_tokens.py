@@ -56,10 +56,9 @@ def _written_words(
     sets: Sequence[Sequence[Example]],
     queries: Sequence[Example],
 ) -> list[str]:
-    """The words as they stand after the queries.
+    """The words as they stand after the queries, each of which is tried with one word, in turn.
 
-    A chat template is a program that is run for each query with one of the words, in turn: to run
-    it with every word takes longer than the model for conversations with many turns.
+    A chat template takes long: with every word it would take longer than the model.
     """
     written = [task.written_word(tokenizer, sets[0], queries[0].text, word) for word in words]
     for index, (demos, query) in enumerate(zip(sets, queries, strict=True)):

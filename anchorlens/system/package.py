@@ -13,11 +13,7 @@ from typing import Any
 def imported_at_first_use(
     package: str, source: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """The ``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562).
-
-    The imports under ``if TYPE_CHECKING`` in its source, which type checkers and editors read, are
-    also the list of the public names.
-    """
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its ``if TYPE_CHECKING``."""
     origins = {
         alias.asname or alias.name: (f"{package}.{node.module}", alias.name)
         for node in ast.walk(ast.parse(Path(source).read_text("utf-8")))

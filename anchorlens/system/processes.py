@@ -69,10 +69,7 @@ def process_device() -> "torch.device | None":
 
 
 def batches_of_process(costs: Sequence[int]) -> list[int]:
-    """The numbers of this process's batches: a contiguous part, about as costly as the others.
-
-    The part is contiguous, so that most sets of demonstrations run in one process only.
-    """
+    """A contiguous part of the batches, so that most sets of demonstrations run in one process."""
     if is_single_process():
         return list(range(len(costs)))
     state, total, before, part = process_state(), sum(costs) or 1, 0, []

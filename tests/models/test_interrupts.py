@@ -19,12 +19,12 @@ from tests.support.interrupting import at_every_moment
 from tests.support.unchanged import everything_of, global_state
 
 MODULES = [contextlib, added_hooks, model_state, put_back, torch_state]
-HOOKS = [("blocks.0.hook_resid_post", lambda resid, hook: None)] * 2
+HOOKS = [("blocks.0.hook_resid_post", lambda resid, hook: None)]
 
 
 def hooks_act(model: Any) -> Any:
     of_modules = [(model.blocks[0], lambda block, inputs, output: None)]
-    return added_hooks.added_hooks(model, HOOKS, HOOKS[:1], of_modules)
+    return added_hooks.added_hooks(model, HOOKS, HOOKS, of_modules)
 
 
 CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {

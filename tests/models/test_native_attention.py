@@ -14,7 +14,7 @@ from anchorlens.models.hooked import pattern_name, scores_name, verified_operand
 from tests.references import plain
 from tests.references.architectures import BY_NAME, NATIVE, native
 from tests.support.measures import centred, difference, hooks_on, logits_of
-from tests.support.tiny_models import boot, questions, randomize
+from tests.support.tiny_models import boot, questions
 
 pytestmark = pytest.mark.every_kind
 
@@ -198,26 +198,6 @@ def test_no_hook_is_left_after_an_exception(name: str, byte_level: Any) -> None:
             logits_of(model, batch, [(name, fail)])
         assert hooks_on(model) == hooked_before
     assert torch.equal(logits_of(model, batch, []), clean)
-
-
-def test_saliency_of_a_model_in_train_mode_has_no_dropout(byte_level: Any) -> None:
-    source = native("GPT-J")
-    source.config.attn_pdrop = 0.5
-    model: Any = al.prepare_model(boot(randomize(type(source)(source.config)), byte_level))
-    batch = questions(model, 2)[0]
-    hooks = [scaled_pattern(layer, 0.0) for layer in range(3)]
-    clean, zeroed = logits_of(model, batch, []), logits_of(model, batch, hooks)
-    assert not torch.equal(zeroed, clean)
-    maps = al.saliency(model, batch)
-    model.train()
-    # Dropout acts in a pass of the user's own, but not on a pattern that a hook sets to 0.
-    assert not torch.equal(logits_of(model, batch, []), clean)
-    assert torch.equal(logits_of(model, batch, hooks), zeroed)
-    state = torch.get_rng_state()
-    # Dropout is off in the passes of the package, and the mode is restored afterwards.
-    assert torch.equal(al.saliency(model, batch), maps)
-    assert all(module.training for module in model.modules())
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("name", NATIVE)

@@ -41,14 +41,17 @@ def test_wrong_requests_raise_an_error(
 
 
 def test_wrong_sizes_and_slow_tokenizers_raise_an_error(byte_level: Any) -> None:
-    with raises(match=r"batch_size must be a whole number from 1; got 0"):
-        al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], batch_size=0)
+    given: list[Any] = [(al.build_prompts, SST2, [GOOD, BAD], ["x"])]
+    given += [(al.build_segments, [[("a", "x")]])]
+    for build, *of_prompts in given:
+        with raises(match=r"batch_size must be a whole number from 1; got 0"):
+            build(byte_level, *of_prompts, batch_size=0)
+        for slow in (SimpleNamespace(is_fast=False), SimpleNamespace()):
+            with raises(match=r"SimpleNamespace gives no character offsets, .*load the fast"):
+                build(slow, *of_prompts)
     for length in (0, -1):
         with raises(match=rf"max_length must be a whole number from 1; got {length}"):
             al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], max_length=length)
-    for slow in (SimpleNamespace(is_fast=False), SimpleNamespace()):
-        with raises(match=r"SimpleNamespace gives no character offsets, .*load the fast version"):
-            al.build_prompts(slow, SST2, [GOOD, BAD], ["x"])
 
 
 def test_prompts_that_are_too_long_are_left_out_only_on_request(byte_level: Any) -> None:

@@ -81,13 +81,6 @@ def test_a_space_that_the_next_token_takes_is_no_segment(byte_level: Any) -> Non
         al.build_segments(byte_level, [pieces])
 
 
-def test_wrong_options_raise_an_error(byte_level: Any) -> None:
-    with pytest.raises(PromptError, match="batch_size must be a whole number"):
-        al.build_segments(byte_level, [PIECES], batch_size=0)
-    with pytest.raises(PromptError, match="gives no character offsets"):
-        al.build_segments(object(), [PIECES])
-
-
 @pytest.mark.with_shapes
 def test_flows_do_not_depend_on_the_side_of_the_padding(byte_level: Any) -> None:
     model = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
