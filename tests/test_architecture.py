@@ -92,7 +92,7 @@ def test_contributing_lists_the_folders() -> None:
 
 def test_imports_of_a_file_are_found() -> None:
     assert {"errors", "prompts.batch", "prompts.edges"} <= imports_of("hooks")
-    expected = {"results.figures", "results.record", "metrics.edge_sums"}
+    expected = {"results.figures", "results.record", "metrics.attention_times_gradient"}
     assert expected <= imports_of("metrics.saliency_flows")
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..metrics.edge_sums import EdgeSums
+from ..metrics.attention_times_gradient import EdgeSums
 from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Weight, refuse_values, signed
 from ..models.hooked import (

@@ -16,7 +16,13 @@ from ..prompts.batch import PromptBatch, check_prompts
 from ..system.arguments import checked
 from ..system.texts import described
 from . import weights
-from .edge_sums import edge_weights, merged_and_of_heads, not_finite, product_hooks, row_pieces
+from .attention_times_gradient import (
+    edge_weights,
+    merged_and_of_heads,
+    not_finite,
+    product_hooks,
+    row_pieces,
+)
 from .weights import Pattern, Weight, refuse_values
 
 

@@ -19,7 +19,7 @@ from ..results.depth import shallow_and_deep
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.warn import warn_user
-from .edge_sums import EdgeFlows, EdgeSets, mean_weights
+from .attention_times_gradient import EdgeFlows, EdgeSets, mean_weights
 from .weights import Weight, WithValues, saliency
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}

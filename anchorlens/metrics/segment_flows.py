@@ -18,7 +18,7 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.texts import described, name_of
-from .edge_sums import EdgeFlows, Segments, mean_weights
+from .attention_times_gradient import EdgeFlows, Segments, mean_weights
 from .weights import Weight, WithValues, saliency
 
 

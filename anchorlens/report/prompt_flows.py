@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..metrics.edge_sums import row_pieces
+from ..metrics.attention_times_gradient import row_pieces
 from ..metrics.predictions import predicted_class
 from ..metrics.saliency import observe_products, one_batch
 from ..models.hooked import HookedModel, check_fits, device_of, require_prepared

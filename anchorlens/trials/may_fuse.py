@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..hooks import Site, hooks_on_edges
-from ..metrics.edge_sums import product_hooks, row_pieces
+from ..metrics.attention_times_gradient import product_hooks, row_pieces
 from ..metrics.metric import Metric, observes_prefix
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, HookedModel, Operands, device_of, dtype_of, verified_operands

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MemoryLimitError, MetricError
-from ..metrics.edge_sums import product_hooks
+from ..metrics.attention_times_gradient import product_hooks
 from ..metrics.metric import Metric, observes_prefix
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel, device_of, pattern_name

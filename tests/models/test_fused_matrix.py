@@ -13,7 +13,7 @@ from transformers.models.gptj import modeling_gptj
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.metrics.edge_sums import product_hooks
+from anchorlens.metrics.attention_times_gradient import product_hooks
 from anchorlens.models.hooked import Hook
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.replaced_attention import _Interface, attention_by
