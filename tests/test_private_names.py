@@ -176,7 +176,7 @@ def a_compiled_module_holds_its_own() -> bool:
 @use_of(
     "transformers",
     "_attn_implementation",
-    "models/native_attention.py models/read_weights.py runs/fingerprint.py",
+    "models/native_attention.py models/read_weights.py runs/identity.py",
 )
 def configurations_name_the_attention() -> bool:
     """The configuration of a model names its attention implementation."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import anchorlens as al
-from anchorlens.runs import fingerprint
+from anchorlens.runs import identity
 from anchorlens.system import package
 from tests.support.tiny_models import questions
 
@@ -52,7 +52,7 @@ def test_the_package_has_its_version() -> None:
     assert (
         al.__version__
         == importlib.metadata.version("anchorlens")
-        == fingerprint.versions()["anchorlens"]
+        == identity.versions()["anchorlens"]
     )
 
 
@@ -83,7 +83,7 @@ def test_a_checkout_without_metadata_runs(
         return importlib.metadata.version(name)
 
     monkeypatch.setattr(package, "version", of_others)
-    monkeypatch.setattr(fingerprint, "_version_of", package.installed_version)
+    monkeypatch.setattr(identity, "_installed", package.installed_version)
     options: dict[str, Any] = {"folder": tmp_path, "resamples": 0, "progress": False}
     for _ in range(2):  # the second run reads what the first one stored
         record = al.run(gpt2, questions(gpt2, 2), [al.Accuracy()], **options)["accuracy"]

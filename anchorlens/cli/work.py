@@ -29,7 +29,7 @@ from ..replication.paper_figures import paper_figures
 from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
 from ..replication.paper_tables import paper_sections, paper_tables
 from ..report.page import write_report
-from ..runs.fingerprint import versions
+from ..runs.identity import versions
 from ..runs.store import forget_run
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main

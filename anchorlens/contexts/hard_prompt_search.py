@@ -22,7 +22,7 @@ from ..passes.forward import mean_loss_with_gradient
 from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch
 from ..prompts.plain_tokens import plain_tokens
-from ..runs.fingerprint import in_words
+from ..runs.identity import in_words
 from ..system.arguments import check_from_1, checked
 from ..system.devices import in_float64
 from ..system.processes import gather_from_processes

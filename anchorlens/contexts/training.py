@@ -30,7 +30,7 @@ from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch, digest
 from ..results import figures
 from ..results.record import Record
-from ..runs.fingerprint import fingerprint, in_words, warn_of_unknown
+from ..runs.identity import fingerprint, in_words, warn_of_unknown
 from ..runs.study import Study
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest

@@ -48,17 +48,6 @@ def _trim() -> Callable[[int], int]:
     return trim
 
 
-def unless_memory_runs_out(batch: PromptBatch, compute: Callable[[PromptBatch], T]) -> T | None:
-    """What ``compute`` returns; None, after freeing memory, if memory ran out."""
-    try:
-        return compute(batch)
-    except Exception as error:
-        check_out_of_memory(error, batch)
-    # After the except block, because until its end the error's frames hold their tensors.
-    free_memory()
-    return None
-
-
 def check_out_of_memory(error: Exception, batch: PromptBatch) -> None:
     """Raise an error again unless fewer prompts may help; another one for a single prompt."""
     if not is_out_of_memory(error):
@@ -81,9 +70,14 @@ def free_memory() -> None:
 
 def of_what_fits(batch: PromptBatch, compute: Callable[[PromptBatch], T]) -> T:
     """What ``compute`` returns for as many of the first prompts as fit into memory."""
-    while (result := unless_memory_runs_out(batch, compute)) is None:
+    while True:
+        try:
+            return compute(batch)
+        except Exception as error:
+            check_out_of_memory(error, batch)
+        # After the except block, because until its end the error's frames hold their tensors.
+        free_memory()
         batch = batch.prompts(0, half_of(batch))
-    return result
 
 
 def half_of(batch: PromptBatch) -> int:

@@ -24,8 +24,7 @@ from ..passes.forward import after_each_pass
 from ..prompts.demonstration_sets import demonstrations_by_query, task_of_name
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
-from ..runs.fingerprint import fingerprint, warn_of_unknown
-from ..runs.identity import identity_of
+from ..runs.identity import fingerprint, identity_of, warn_of_unknown
 from ..runs.run import target_logits
 from ..runs.store import Store, same_contributions
 from ..system.arguments import checked

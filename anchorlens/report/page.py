@@ -15,7 +15,7 @@ import plotly.io
 
 from ..errors import AnchorlensError
 from ..results.record import RANDOM_MODELS, Record, has_plot, meaning_of
-from ..runs.fingerprint import versions
+from ..runs.identity import versions
 from ..system.arguments import checked
 from ..system.files import write_text
 from . import flow_page

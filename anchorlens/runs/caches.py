@@ -32,7 +32,7 @@ from ..results.results import Results
 from ..system.arguments import checked
 from ..system.devices import wide
 from .checks import require_metrics
-from .fingerprint import versions
+from .identity import versions
 from .runner import results_of
 from .study import describe_prompts, order_of_queries, require_batches, sets_of
 

@@ -51,8 +51,7 @@ from ..system.texts import printable
 from ..trials.how_to_run import how_to_run
 from ..trials.may_fuse import patterns_are_large
 from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
-from .fingerprint import Fingerprint, fingerprint, in_words, versions, warn_of_unknown
-from .identity import identity_of
+from .identity import Fingerprint, fingerprint, identity_of, in_words, versions, warn_of_unknown
 from .runner import Runner, checking, results_of
 from .store import Store, same_contributions
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.models import rotary
 from anchorlens.prompts.label_positions import WrittenPrompt
-from anchorlens.runs import fingerprint, study
+from anchorlens.runs import identity, study
 from anchorlens.runs.identity import Identity
 from anchorlens.trials import may_share
 from tests.attack.attack_configurations import random_configurations
@@ -87,7 +87,7 @@ def test_a_section_finds_no_fault(section: Section, count: int) -> None:
 @pytest.mark.parametrize(
     ("section", "count", "owners", "name", "instead"),
     [
-        (stale_results, 20, [fingerprint, study], "identity_of", lambda *_: Identity("same", ())),
+        (stale_results, 20, [identity, study], "identity_of", lambda *_: Identity("same", ())),
         (odd_lengths, 50, [rotary, may_share], "rotate_alike", lambda *_: True),
         (odd_edges, 6, [Tensor], "nanmean", Tensor.mean),
         (odd_turns, 20, [al.ChatTask], "written_word", lambda *given: given[-1]),

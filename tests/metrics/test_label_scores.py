@@ -11,7 +11,7 @@ from sklearn.metrics import roc_auc_score
 import anchorlens as al
 from anchorlens.errors import MetricError, PromptError
 from anchorlens.passes.forward import run_pass
-from anchorlens.runs.fingerprint import fingerprint
+from anchorlens.runs.identity import fingerprint
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 TEMPLATE = al.TASKS["sst2"].template

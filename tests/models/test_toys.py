@@ -14,7 +14,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
 from anchorlens.errors import ModelError, PromptError
-from anchorlens.runs.fingerprint import fingerprint
+from anchorlens.runs.identity import fingerprint
 from tests.references.architecture_row import LINE
 from tests.references.architectures import BY_NAME
 from tests.references.toys import COMMON, hooked_toy, native_bridge

@@ -17,7 +17,7 @@ import anchorlens as al
 from anchorlens.contexts import protocol
 from anchorlens.errors import StoreError
 from anchorlens.models.model_identity import identity, tokenizer_identity
-from anchorlens.runs.fingerprint import fingerprint
+from anchorlens.runs.identity import fingerprint
 from anchorlens.system import checksum
 from anchorlens.system.checksum import digest_of, row_sums
 from tests.support.stored_runs import Logits, run

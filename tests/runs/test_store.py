@@ -15,7 +15,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import StoreError
-from anchorlens.runs.fingerprint import versions
+from anchorlens.runs.identity import versions
 from anchorlens.runs.store import Store, forget_run, same_contributions
 from tests.support.stored_runs import Killed, Logits, run, same, stored_run
 from tests.support.tiny_models import questions, tiny_gpt2
