@@ -1,4 +1,4 @@
-"""Runs with a fused attention, whose numbers are those of whole patterns."""
+"""Runs with a fused attention have the numbers of whole patterns, also with checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,10 +16,18 @@ import anchorlens as al
 from anchorlens.errors import HookError, ModelError
 from anchorlens.models import replaced_attention
 from anchorlens.models.kinds import modules_of
-from anchorlens.passes import fused_attention, row_attention
+from anchorlens.models.model_state import frozen_in_eval_mode
+from anchorlens.passes import row_attention
 from anchorlens.passes.forward import run_pass
+from anchorlens.passes.fused_attention import fused_attention
+from anchorlens.passes.recompute import Checkpoints
+from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
 from anchorlens.system import row_pieces
-from anchorlens.trials import comparison, may_fuse
+from anchorlens.trials import comparison, may_fuse, must_checkpoint
+from anchorlens.trials.comparison import beginnings
+from anchorlens.trials.how_to_run import how_to_run
+from anchorlens.trials.must_checkpoint import bytes_stored
+from tests.support.live import Live
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
@@ -318,7 +326,7 @@ def test_an_error_leaves_no_trace(gpt2: Any) -> None:
     after = al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))
     with (
         pytest.raises(ModelError, match="does not cut edges of the scores"),
-        fused_attention.fused_attention(gpt2, hooks=after),
+        fused_attention(gpt2, hooks=after),
     ):
         pass
 
@@ -347,19 +355,20 @@ def test_low_precision_is_as_near_to_float32_as_with_whole_patterns(
     options: dict[str, Any] = {"tokenizer": byte_level, "device": "cpu"}
     exact = al.load_model(weights, dtype=torch.float32, **options)
     low = al.load_model(weights, dtype=dtype, **options)
-    sets = [questions(exact, 4, seed=seed) for seed in range(1, 7)]
+    sets = [batch for seed in range(1, 7) for batch in questions(exact, 4, seed=seed)]
 
-    def records(model: Any) -> list[Any]:
-        return [al.run(model, batches, metrics, **QUIET)["saliency_flows"] for batches in sets]
+    def flows(model: Any, attention: str) -> Tensor:
+        """Of each set, whose prompts are in a row."""
+        record = al.run(model, sets, metrics, **QUIET)["saliency_flows"]
+        assert record.info.get("attention", "").startswith(attention)
+        return record.per_prompt.unflatten(0, (6, 4)).mean(1)
 
-    def distance(ours: list[Any]) -> float:
-        pairs = zip(ours, expected, strict=True)
-        return sum(difference(mine.flows, other.flows) for mine, other in pairs) / len(sets)
+    def distance(ours: Tensor) -> float:
+        return sum(map(difference, ours, expected)) / len(expected)
 
-    expected, whole = records(exact), records(low)
+    expected, whole = flows(exact, ""), flows(low, "")
     monkeypatch.setattr(may_fuse, "LARGE", 0)
-    ours = records(low)
-    assert all(record.info["attention"].startswith("fused: ") for record in ours)
+    ours = flows(low, "fused: ")
     assert distance(ours) <= 1.2 * distance(whole)
 
 
@@ -430,10 +439,97 @@ def test_two_models_are_fused_at_the_same_time(gpt2: Any, llama: Any) -> None:
     pairs = list(zip(models, batches, strict=True))
     expected = [al.target_logits(model, [batch], progress=False) for model, batch in pairs]
     before = [forwards_of(model) for model in models]
-    with fused_attention.fused_attention(gpt2), fused_attention.fused_attention(llama):
+    with fused_attention(gpt2), fused_attention(llama):
         assert len({implementation_of(model) for model in models} - {"eager"}) == 2
         ours = [run_pass(model, batch) for model, batch in pairs]
     for logits, reference in zip(ours, expected, strict=True):
         assert logits.allclose(reference, rtol=0, atol=1e-4)
     assert [implementation_of(model) for model in models] == ["eager", "eager"]
     assert [forwards_of(model) for model in models] == before
+
+
+@pytest.mark.parametrize("length", [70, 400])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_stored_bytes_are_those_alive_before_the_backward_pass(
+    name: str, length: int, request: Any
+) -> None:
+    model = request.getfixturevalue(name)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, 500, (1, length), generator=generator)
+    batch = al.PromptBatch.from_segments(tokens, torch.zeros_like(tokens), ["text"])
+    alive, at_loss = Live(1, model.parameters()), list[float]()
+
+    def loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        at_loss.append(alive.now)
+        return logits.logsumexp(-1)
+
+    with frozen_in_eval_mode(model), fused_attention(model), alive:
+        run_pass(model, batch, loss=loss)
+    before = hooks_on(model)
+    estimate = bytes_stored(model, batch)
+    assert hooks_on(model) == before
+    # Some tensors are alive and not stored: inputs of the model, the last output of a block.
+    assert 0.9 * at_loss[0] < estimate < at_loss[0]
+
+
+@pytest.mark.parametrize("free", [10**4, 10**12])
+def test_blocks_are_checkpointed_if_little_is_free(
+    free: int, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hooked(tiny_llama(len(byte_level)).double(), byte_level)
+    batches = questions(model, 3)
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]
+    expected = al.run(model, batches, metrics, **QUIET)["saliency_flows"]
+    counted: list[dict[int, int]] = []
+    require_all = Checkpoints.require_all
+
+    def count(checkpoints: Checkpoints, model: Any) -> None:
+        counted.append(checkpoints.times)
+        require_all(checkpoints, model)
+
+    monkeypatch.setattr(Checkpoints, "require_all", count)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
+    monkeypatch.setattr(must_checkpoint, "free_for_layers", lambda devices: free)
+    ours = al.run(model, batches, metrics, **QUIET)["saliency_flows"]
+    assert_same(ours, expected, 1e-5)
+    is_little = free == 10**4
+    assert counted == [{layer: 1 for layer in range(model.cfg.n_layers)}] * 3 * is_little
+    said = "; blocks are checkpointed, because a prompt would store "
+    assert (said in ours.info["attention"]) == is_little
+    assert ours.info["attention"].endswith(" MiB and 0.0 MiB are free") == is_little
+    assert ours.info["attention"].startswith("fused: ")
+
+
+@pytest.mark.usefixtures("little")
+def test_passes_without_a_gradient_store_nothing(gpt2: Any) -> None:
+    info = al.run(gpt2, questions(gpt2, 3), [al.Accuracy()], **QUIET)["accuracy"].info
+    assert "fused" in info["attention"] and "checkpointed" not in info["attention"]
+
+
+@pytest.mark.usefixtures("little")
+def test_all_processes_checkpoint_if_one_must(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = questions(gpt2, 3)
+    monkeypatch.setattr(must_checkpoint, "free_for_layers", lambda devices: 10**12)
+    options: Any = {"metrics": [al.SaliencyFlows()], "loss": al.losses.label_cross_entropy}
+    assert not how_to_run(SharedPrefixes(gpt2), prompts, [no_hooks], **options).is_checkpointed
+
+    def elsewhere(trial: str, reason: str) -> list[str]:
+        return [reason, "little is free" if trial == "memory that is free" else ""]
+
+    monkeypatch.setattr(comparison, "gather_from_processes", elsewhere)
+    how = how_to_run(SharedPrefixes(gpt2), prompts, [no_hooks], **options)
+    assert how.is_checkpointed and how.attention.endswith("because little is free")
+
+
+def test_the_first_tokens_of_a_prompt_are_a_text(gpt2: Any) -> None:
+    batch = questions(gpt2, 3)[0]
+    text = beginnings(batch.prompt(0), 7)
+    assert text.tokens.tolist() == batch.prompt(0).tokens[:, :7].tolist()
+    assert text.attention_mask.all() and text.target_positions.tolist() == [6]
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pattern counts as large, and almost nothing is free."""
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
+    monkeypatch.setattr(must_checkpoint, "free_for_layers", lambda devices: 1)

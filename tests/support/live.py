@@ -1,6 +1,7 @@
 """Measures how much memory of a pass is alive at the same time."""
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,16 +12,17 @@ from torch.utils._pytree import tree_leaves
 class Live(TorchDispatchMode):
     """Counts the memory of tensors of at least ``size`` bytes, forward and backward.
 
-    The unit is ``size``.
+    The unit is ``size``. Tensors that were ``given``, such as weights, do not count.
 
     Attributes:
         now: The memory of tensors that were made inside and are still alive.
         peak: The largest value of ``now`` so far.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, given: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.size = size
+        self.given = {tensor.untyped_storage()._cdata for tensor in given}
         self.now = self.peak = 0.0
         self.storages: dict[int, weakref.ref[Any]] = {}
 
@@ -33,7 +35,7 @@ class Live(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, part = storage._cdata, storage.nbytes() / self.size
-        if part < 1 or key in self.storages:
+        if part < 1 or key in self.storages or key in self.given:
             return
 
         def release(_: Any) -> None:
