@@ -1,5 +1,7 @@
 """When memory runs out, the same prompts run in smaller parts, and none is lost."""
 
+import ctypes
+import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MemoryLimitError
+from anchorlens.passes import memory
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.memory import is_out_of_memory
 from anchorlens.prompts.batch import only_set
@@ -225,3 +228,35 @@ def test_a_part_of_a_batch_shares_no_longer_prefix_than_its_set_does(
         logits = al.target_logits(gpt2, [mixed, *pure], progress=False)
     assert max(seen) == 2
     assert close(logits, expected)
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.with_shapes
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library")
+def test_freed_pieces_return_to_the_system() -> None:
+    memory.return_freed_memory()
+    before = resident()
+    # Too small to be returned at once. The last piece, at the end, would hold all the others.
+    pieces = [torch.ones(2**14) for _ in range(2**11)]
+    last = pieces.pop()
+    del pieces
+    memory.return_freed_memory()
+    assert resident() - before < 2**25
+    assert last.sum() == 2**14
+
+
+@pytest.mark.with_shapes
+def test_another_c_library_has_nothing_to_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(name: Any) -> Any:
+        raise OSError("no such library")
+
+    monkeypatch.setattr(ctypes, "CDLL", without)
+    memory._trim.cache_clear()
+    try:
+        memory.return_freed_memory()
+    finally:
+        memory._trim.cache_clear()
