@@ -412,28 +412,19 @@ def test_without_a_step_the_start_is_returned(gpt2: Any) -> None:
     assert searched(gpt2, steps=0, start=[300, 301]).ids.tolist() == [300, 301, 300]
 
 
-def test_the_text_is_encoded_again_and_measured(gpt2: Any) -> None:
-    _, held_out = halves(gpt2)
-    tokenizer = gpt2.tokenizer
+@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
+def test_the_text_is_that_of_the_tokens_after_the_bos_and_is_encoded_again(model: Any) -> None:
+    (_, held_out), tokenizer = halves(model), model.tokenizer
     joined = tokenizer(" the", add_special_tokens=False)["input_ids"]
-    assert len(joined) == 1
-    pieces = tokenizer.convert_tokens_to_ids(["Ġ", "t", "h", "e"])
-    prompt = al.hard_prompts.of_tokens(gpt2, pieces, held_out=held_out)
-    assert prompt.text == " the" and prompt.encoded.tolist() == joined
-    assert not prompt.encodes_back
-    other = al.hard_prompts.of_tokens(gpt2, joined, held_out=held_out)
-    assert other.encodes_back
-    assert float(prompt.encoded_accuracy) == float(other.training.best_accuracy)
-    assert "to other tokens" in prompt._repr_html_()
-
-
-def test_the_text_is_that_of_the_tokens_after_the_bos(llama: Any) -> None:
-    _, held_out = halves(llama)
-    tokenizer = llama.tokenizer
-    (token,) = tokenizer(" the", add_special_tokens=False)["input_ids"]
-    prompt = al.hard_prompts.of_tokens(llama, [token], held_out=held_out)
-    assert prompt.text == " the" and prompt.encodes_back
-    assert prompt.encoded.tolist() == prompt.tokens.tolist() == [tokenizer.bos_token_id, token]
+    whole = al.hard_prompts.of_tokens(model, joined, held_out=held_out)
+    assert whole.text == " the" and whole.encodes_back and len(joined) == 1
+    assert whole.encoded.tolist() == whole.tokens.tolist() == [*whole.info["bos"], *joined]
+    marker = "Ġ" if not whole.info["bos"] else "▁"
+    pieces = tokenizer.convert_tokens_to_ids([marker, "t", "h", "e"])
+    prompt = al.hard_prompts.of_tokens(model, pieces, held_out=held_out)
+    assert prompt.text == " the" and torch.equal(prompt.encoded, whole.tokens)
+    assert not prompt.encodes_back and "to other tokens" in prompt._repr_html_()
+    assert float(prompt.encoded_accuracy) == float(whole.training.best_accuracy)
 
 
 def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None:

@@ -57,61 +57,72 @@ def all_but_first(demonstrations: al.PromptBatch) -> Tensor:
     return torch.arange(demonstrations.tokens.shape[1]) > 0
 
 
-@pytest.mark.parametrize(("name", "side"), [("gpt2", "right"), ("llama", "left")])
+@pytest.mark.parametrize(("name_of_model", "side"), [("gpt2", "right"), ("llama", "left")])
 def test_all_numbers_equal_those_of_plain_transformers(
-    request: pytest.FixtureRequest, name: str, side: str
+    request: pytest.FixtureRequest, name_of_model: str, side: str
 ) -> None:
-    model = request.getfixturevalue(name)
-    make = {"gpt2": tiny_gpt2, "llama": tiny_llama}[name]
+    """Also those of random controls, for two sets of demonstrations."""
+    model = request.getfixturevalue(name_of_model)
+    make = {"gpt2": tiny_gpt2, "llama": tiny_llama}[name_of_model]
     weights: Any = make(len(model.tokenizer))
     weights.set_attn_implementation("eager")  # the others give out no patterns
-    batches = questions(model, 12, batch_size=5, padding_side=side)
+    options: dict[str, Any] = {"batch_size": 3, "padding_side": side}
+    batches = [b for seed in (1, 2) for b in questions(model, 5, seed=seed, **options)]
     contexts = THREE | {"all but the first token": partial(al.compress, select=all_but_first)}
-    record = al.compare_contexts(model, batches, contexts, **QUIET)
-    kept = al.compress(model, batches[0]).selected
+    record = al.compare_contexts(model, batches, contexts, draws=3, seed=5, **QUIET)
     bos = batches[0].begins_with_bos
+    controls = [al.selection.random_and_format(seed) for seed in (5, 6, 7)]
     expected: dict[str, list[Any]] = defaultdict(list)
     for batch in (batch.padded_right() for batch in batches):
         assert batch.gold is not None
+        start, labels = int(batch.query_start[0]), batch.label_token_ids
+        demos, nothing = batch.prompt(0).before(start), torch.zeros(start, dtype=torch.bool)
+        kept = [al.selection.anchors_and_format(demos), ~nothing, all_but_first(demos)]
+        drawn = [select(demos) for select in controls]
         for row in range(len(batch)):
             tokens = batch.tokens[row][batch.attention_mask[row]]
-            start, labels = int(batch.query_start[row]), batch.label_token_ids
-            nothing = torch.zeros(start, dtype=torch.bool)
-            alone = torch.cat([tokens[:bos], tokens[start:]])
             whole, _ = plain_run(weights, tokens, start, torch.arange(0))
-            runs = [
-                (*plain_run(weights, alone, 0, torch.arange(0)), nothing[:0]),
-                (*plain_run(weights, tokens, start, (~kept).nonzero()[:, 0]), ~nothing),
-                (*plain_run(weights, tokens, start, torch.arange(0)), ~nothing),
-                (*plain_run(weights, tokens, start, torch.arange(1)), ~nothing),
+            alone = torch.cat([tokens[:bos], tokens[start:]])
+            runs = [(*plain_run(weights, alone, 0, torch.arange(0)), nothing[:0])]
+            runs += [
+                (*plain_run(weights, tokens, start, (~mask).nonzero()[:, 0]), mask)
+                for mask in (*kept, *drawn)
             ]
             loyalties = [loyalty_by_hand(whole, logits, labels) for logits, _, _ in runs]
-            for k, each in enumerate(("label", "word", "kl")):
+            for k, each in enumerate(("label_loyalty", "word_loyalty", "kl")):
                 expected[each].append([loyalty[k] for loyalty in loyalties])
             gold = batch.gold[row]
             right = [float(logits[labels].argmax() == gold) for logits, _, _ in runs]
-            expected["correct"].append(right)
+            expected["accuracy"].append(right)
             expected["whole"].append(float(whole[labels].argmax() == gold))
             stolen = [pattern[..., bos : len(keys)].sum(-1).mean(1) for _, pattern, keys in runs]
-            expected["stolen"].append(torch.stack(stolen).tolist())
+            expected["stolen"].append(torch.stack(stolen[:4]).tolist())
+            expected["positions"].append([int(keys.sum()) for _, _, keys in runs[:4]])
     mean = {each: torch.tensor(values).double().mean(0) for each, values in expected.items()}
-    assert torch.equal(record.accuracy, mean["correct"])
+    tolerances = {"label_loyalty": 0.0, "word_loyalty": 1e-6, "kl": 1e-4, "accuracy": 0.0}
+    for name, tolerance in tolerances.items():
+        both = torch.cat([getattr(record, name), getattr(record, f"random_{name}")])
+        assert difference(both, mean[name]) <= tolerance, name
     assert record.whole_accuracy == mean["whole"]
-    assert torch.equal(record.label_loyalty, mean["label"])
-    assert difference(record.word_loyalty, mean["word"]) < 1e-6
-    assert difference(record.kl, mean["kl"]) < 1e-4
     assert difference(record.stolen_by_layer, mean["stolen"]) < 1e-5
     assert difference(record.stolen, mean["stolen"].mean(1)) < 1e-5
     assert torch.equal(record.gain_over_first, record.accuracy - record.accuracy[0])
     assert torch.equal(record.gain_over_demonstrations, record.accuracy - record.whole_accuracy)
+    # The two sets of five prompts are pooled: one of the draws is the best of all ten.
+    best = 4 + int(mean["label_loyalty"][4:].argmax())
+    for name in ("label_loyalty", "word_loyalty", "accuracy"):
+        assert float(getattr(record, f"top_{name}")) == pytest.approx(float(mean[name][best]))
+    for kind in ("label", "word"):
+        loyalty = mean[f"{kind}_loyalty"]
+        gap = loyalty[:4] - loyalty[4:].mean()
+        assert difference(getattr(record, f"{kind}_gap"), gap) < 1e-6
     # Keys and values of each layer, of 4 bytes a number.
-    channels = {"gpt2": 24, "llama": 2 * 8}[name]
-    a_position = 2 * 3 * channels * 4
-    counts = [0, int(kept.sum()), len(kept), len(kept) - 1]
-    assert record.bytes_stored.tolist() == [count * a_position for count in counts]
+    channels = {"gpt2": 24, "llama": 2 * 8}[name_of_model]
+    assert difference(record.bytes_stored, mean["positions"] * 2 * 3 * channels * 4) == 0
     assert (record.seconds > 0).all() and record.whole_seconds > 0
-    # So that this can fail: the contexts differ, and the demonstrations are all loyal.
+    # So that this can fail: contexts and draws differ, and the demonstrations are all loyal.
     assert len(set(record.kl.tolist())) == 4 and record.label_loyalty[2] == 1
+    assert len(set(record.random_kl.tolist())) == 3 and mean["label_loyalty"][4:].std() > 0
 
 
 def test_batches_and_padding_do_not_change_the_numbers(llama: Any) -> None:
