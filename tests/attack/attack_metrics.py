@@ -162,8 +162,7 @@ def check_with_odd_metric(odd: Odd, first: bool) -> None:
     except Exception as error:
         text = str(error).partition("\n")[0][:160]
         raise AssertionError(f"{odd.title}: {type(error).__name__}: {text}") from error
-    if setup.state() != before:
-        raise AssertionError(f"{odd.title}: the model is not as before")
+    setup.check(before, odd.title)
     if results is None:
         return
     rest = {name: record for name, record in results.items() if name in expected}

@@ -1,6 +1,5 @@
 """The material of the attack: a model, its prompts and results, and wrong values."""
 
-import random
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -10,8 +9,8 @@ from typing import Any
 import torch
 
 import anchorlens as al
-from tests.support.measures import hooks_on, logits_of
 from tests.support.tiny_models import byte_level_tokenizer, questions, tiny_gpt2
+from tests.support.unchanged import everything_of
 
 NAN, INF = float("nan"), float("inf")
 QUIET: dict[str, Any] = {"progress": False}
@@ -49,19 +48,19 @@ class Scene:
         self.data = self.folder / "data.jsonl"
         self.data.write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
 
-    def state(self) -> tuple[Any, ...]:
-        """Everything that a call must not change."""
-        model = self.model
-        return (
-            hooks_on(model),
-            [parameter.requires_grad for parameter in model.parameters()],
-            [parameter.grad is None for parameter in model.parameters()],
-            [module.training for module in model.modules()],
-            torch.get_rng_state().tolist(),
-            torch.is_grad_enabled(),
-            random.getstate(),
-            logits_of(model, self.batch, []).tolist(),
-        )
+    def check(self, before: dict[str, Any], attempt: str) -> None:
+        """Raise an error if an attempt has changed something, whatever came of it."""
+        after = self.state()
+        if changed := [name for name in after if after[name] != before.get(name)]:
+            raise AssertionError(f"{attempt}: the model is not as before: {changed[:3]}")
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a call must not change; a pass of the model would take ten times as long."""
+        parameters = list(self.model.parameters())
+        return everything_of(self.model) | {
+            "values": [parameter.detach().numpy().tobytes() for parameter in parameters],
+            "gradients": [parameter.grad is None for parameter in parameters],
+        }
 
 
 @cache
