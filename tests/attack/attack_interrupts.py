@@ -1,4 +1,4 @@
-"""Interrupts calls of the package at random moments, and counts what they leave on the model.
+"""Interrupts calls of the package at random moments, and sees what they leave on the model.
 
 Every attempt starts a timer whose signal raises KeyboardInterrupt, as Ctrl-C does; two of five
 attempts are interrupted twice. Then hooks, modes, forwards, patterns and global state must be those
@@ -10,11 +10,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.passes.fused_attention import fused_attention
@@ -51,41 +49,6 @@ def calls_of(model: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-@dataclass
-class Interrupts:
-    """Attempts on one model.
-
-    Attributes:
-        left: For each fault the call, and what was left.
-        counts: For each call how many were interrupted before their end.
-    """
-
-    model: Any
-    batches: list[al.PromptBatch]
-    before: dict[str, Any]
-    logits: Tensor
-    left: list[str] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def on(cls, model: Any) -> "Interrupts":
-        batches = questions(model, count=4, batch_size=4)
-        logits = al.target_logits(model, batches, **QUIET)
-        for call in calls_of(model).values():
-            call()  # a model gets hooks of libraries in its first passes
-        return cls(model, batches, everything_of(model), logits)
-
-    def check(self, name: str) -> None:
-        """Compare everything with the state before."""
-        self.counts[name] = self.counts.get(name, 0) + 1
-        after = everything_of(self.model)
-        changed = [key for key in after if after[key] != self.before[key]]
-        if changed:
-            self.left.append(f"{name}: {changed[:3]}")
-        elif not torch.equal(al.target_logits(self.model, self.batches, **QUIET), self.logits):
-            self.left.append(f"{name}: other logits")
-
-
 @contextmanager
 def interrupted_after(seconds: float, again: float | None) -> Iterator[None]:
     """Raise KeyboardInterrupt inside after some seconds, and after some more a second time."""
@@ -106,21 +69,28 @@ def interrupted_after(seconds: float, again: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def random_interrupts(model: Any, count: int, seed: int) -> Interrupts:
-    """Interrupt ``count`` calls at random moments."""
-    chosen = random.Random(seed)
-    attempts, calls = Interrupts.on(model), calls_of(model)
-    seconds = {}
+def left_by_interrupts(model: Any, count: int, seed: int) -> list[str]:
+    """Interrupt ``count`` calls at random moments: the first fault, if there is one."""
+    chosen, calls, seconds = random.Random(seed), calls_of(model), dict[str, float]()
+    batches = questions(model, count=4, batch_size=4)
     for name, call in calls.items():
+        call()  # a model gets hooks of libraries in its first passes
         start = time.perf_counter()
         call()
         seconds[name] = time.perf_counter() - start
-    while sum(attempts.counts.values()) < count and not attempts.left:
+    logits, before = al.target_logits(model, batches, **QUIET), everything_of(model)
+    interrupted = 0
+    while interrupted < count:
         name = chosen.choice(list(calls))
         again = chosen.uniform(1e-5, 1e-3) if chosen.random() < 0.4 else None
         try:
             with interrupted_after(chosen.uniform(0, seconds[name]) + 1e-6, again):
                 calls[name]()
         except KeyboardInterrupt:
-            attempts.check(name)
-    return attempts
+            interrupted += 1
+            after = everything_of(model)
+            if changed := [key for key in after if after[key] != before[key]]:
+                return [f"{name}: {changed[:3]}"]
+            if not torch.equal(al.target_logits(model, batches, **QUIET), logits):
+                return [f"{name}: other logits"]
+    return []
