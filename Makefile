@@ -136,10 +136,12 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.stamp-base $@
 
-# Playwright's own browsers are not used: the one of the system is in the package registry.
-$(VENV)/.stamp-browser: $(VENV)/.stamp-dev
+$(VENV)/.stamp-browser: $(VENV)/.stamp-dev $(VENV)/.stamp-chromium
 	$(INSTALL) -e '.[dev,docs,browser]'
-	@touch $(VENV)/.stamp-docs
+	@touch $(VENV)/.stamp-docs $@
+
+# Playwright's own browsers are not used: the one of the system is in the package registry.
+$(VENV)/.stamp-chromium: $(VENV)/.stamp-venv
 	@for browser in chromium chromium-browser google-chrome; do \
 		if command -v $$browser >/dev/null; then exit; fi; \
 	done; \

@@ -30,10 +30,10 @@ def test_a_browser_of_any_known_name_is_enough(
     for name in (browser, "apt-get"):
         (programs / name).write_text('#!/bin/sh\necho "$@" >> "$0.log"\n')
         (programs / name).chmod(0o755)
-    stamp = tmp_path / ".stamp-browser"
-    variables = [f"VENV={tmp_path}", "INSTALL=true", "SUDO="]
+    stamp = tmp_path / ".stamp-chromium"
+    variables = [f"VENV={tmp_path}", "SUDO="]
     done = subprocess.run(
-        [str(shutil.which("make")), "-o", f"{tmp_path}/.stamp-dev", *variables, str(stamp)],
+        [str(shutil.which("make")), "-o", f"{tmp_path}/.stamp-venv", *variables, str(stamp)],
         cwd=ROOT,
         env={"PATH": str(programs)},
         capture_output=True,

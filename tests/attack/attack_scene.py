@@ -55,7 +55,7 @@ class Scene:
             raise AssertionError(f"{attempt}: the model is not as before: {changed[:3]}")
 
     def state(self) -> dict[str, Any]:
-        """Everything that a call must not change; a pass of the model would take ten times as long."""
+        """Everything that a call must not change; a pass of the model would take longer."""
         parameters = list(self.model.parameters())
         return everything_of(self.model) | {
             "values": [parameter.detach().numpy().tobytes() for parameter in parameters],

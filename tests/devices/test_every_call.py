@@ -1,7 +1,7 @@
 """Every public function computes the numbers of the CPU on other devices.
 
-On a GPU where there is one, and on simulated ones: with a model that lies on two of them, which have
-no float64, and on one that is the default device.
+On a GPU where there is one, and on simulated ones: with a model that lies on two of them, both
+without float64, and on one that is the default device.
 """
 
 import ast
