@@ -1,12 +1,11 @@
 """Smaller parts of a batch where memory runs out."""
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from ..errors import MemoryLimitError
 from ..prompts.batch import PromptBatch
@@ -88,16 +87,3 @@ def half_of(batch: PromptBatch) -> int:
         f"with {half} at a time"
     )
     return half
-
-
-def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What all parts contribute, without metrics whose names or shapes differ between parts."""
-    shapes = [{name: values.shape[1:] for name, values in part.items()} for part in parts]
-    metrics = {name: name.partition("/")[0] for part in parts for name in part}
-    different = {
-        metric
-        for name, metric in metrics.items()
-        if any(of_part.get(name) != shapes[0].get(name) for of_part in shapes)
-    }
-    complete = [name for name, metric in metrics.items() if metric not in different]
-    return {name: torch.cat([part[name] for part in parts]) for name in complete}

@@ -22,7 +22,8 @@ from ..prompts.segment_names import LABEL, SEGMENTS, TARGET
 from ..prompts.token_texts import token_texts
 from ..system.arguments import checked
 from ..system.devices import in_float64
-from ..trials.may_fuse import patterns_are_large, why_not_fused
+from ..trials.how_to_run import patterns_are_large
+from ..trials.may_fuse import why_not_fused
 from .flow_page import FlowPage, rounded
 
 # Flows that are stored: for all heads together, and at most so many for each head.

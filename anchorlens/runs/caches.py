@@ -25,7 +25,6 @@ from ..models.hooked import (
     refuse_folded_value_biases,
 )
 from ..passes.forward import Watched
-from ..passes.memory import joined
 from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import check_resamples, with_intervals
 from ..results.results import Results
@@ -34,7 +33,7 @@ from ..system.devices import wide
 from .checks import require_metrics
 from .identity import versions
 from .runner import results_of
-from .study import describe_prompts, order_of_queries, require_batches, sets_of
+from .study import describe_prompts, joined, order_of_queries, require_batches, sets_of
 
 _LAYER = re.compile(r"blocks\.(\d+)\.")
 _GRADIENT = "_grad"  # what TransformerLens adds to the name where it caches gradients

@@ -26,7 +26,7 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
-from ..passes.memory import check_out_of_memory, free_memory, half_of, joined
+from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes, no_hooks
 from ..prompts.batch import PromptBatch, all_padded_right, check_prompts
 from ..prompts.segment_names import SEGMENTS
@@ -48,8 +48,7 @@ from ..system.processes import (
 )
 from ..system.put_back import safe_context
 from ..system.texts import printable
-from ..trials.how_to_run import how_to_run
-from ..trials.may_fuse import patterns_are_large
+from ..trials.how_to_run import how_to_run, patterns_are_large
 from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
 from .identity import Fingerprint, fingerprint, identity_of, in_words, versions, warn_of_unknown
 from .runner import Runner, checking, results_of
@@ -466,6 +465,19 @@ class PartsThatFit:
                 done += size
                 after_part(len(part.tokens))
         return dict(parts[0]) if len(parts) == 1 else joined(parts)
+
+
+def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What all parts contribute, without metrics whose names or shapes differ between parts."""
+    shapes = [{name: values.shape[1:] for name, values in part.items()} for part in parts]
+    metrics = {name: name.partition("/")[0] for part in parts for name in part}
+    different = {
+        metric
+        for name, metric in metrics.items()
+        if any(of_part.get(name) != shapes[0].get(name) for of_part in shapes)
+    }
+    complete = [name for name, metric in metrics.items() if metric not in different]
+    return {name: torch.cat([part[name] for part in parts]) for name in complete}
 
 
 def describe_prompts(batches: Sequence[PromptBatch]) -> dict[str, Any]:

@@ -9,22 +9,28 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
 from ..metrics.metric import Metric
-from ..models.hooked import HookedModel
+from ..models.hooked import HookedModel, device_of, devices_of_layers, dtype_of
+from ..models.model_state import frozen_in_eval_mode
+from ..passes.forward import run_pass
+from ..passes.fused_attention import fused_attention
 from ..passes.losses import Loss
 from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, longest_prompt
+from ..system.free_memory import free_for_layers
 from ..system.texts import bytes_in_words
-from .comparison import agreed
-from .may_fuse import (
-    bytes_of_patterns,
-    patterns_are_large,
-    why_no_fused_prefix,
-    why_not_fused,
-    why_not_observed_fused,
-)
+from .comparison import agreed, any_loss, beginnings
+from .may_fuse import why_no_fused_prefix, why_not_fused, why_not_observed_fused
 from .may_share import shared_lengths, why_not_shared
-from .must_checkpoint import why_checkpointed
+
+LARGE = 2**31  # bytes of the patterns of one prompt in all layers
+# The share of the free memory that may be stored for the gradient. The rest is for gradients, for
+# the tensors of one block, and for other programs.
+_SHARE = 0.7
+_SHORT = 64  # tokens; twice as many run too
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,17 @@ class HowToRun:
     attention: str = ""  # of long prompts: whether it is fused, or why not
     is_fused: bool = False  # no pattern is formed, but of the tokens after shared ones
     is_checkpointed: bool = False  # blocks store only their input for the gradient
+
+
+def bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int:
+    """Bytes of the patterns of the longest prompt in all layers."""
+    of_a_layer = model.cfg.n_heads * longest_prompt(*batches) ** 2 * dtype_of(model).itemsize
+    return int(model.cfg.n_layers * of_a_layer)
+
+
+def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bool:
+    """Whether the patterns of the longest prompt are too large for memory."""
+    return bytes_of_patterns(model, batches) > LARGE
 
 
 def how_to_run(
@@ -106,3 +123,45 @@ def _tokens_of(lengths: Mapping[int, int]) -> str:
     counts = sorted(set(lengths.values()))
     range_of_counts = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return f"{range_of_counts} tokens"
+
+
+def why_checkpointed(model: HookedModel, batches: Sequence[PromptBatch]) -> str:
+    """Why blocks must be checkpointed in a pass with a fused attention and a gradient."""
+    batch = max(batches, key=longest_prompt)
+    longest = batch.prompt(int(batch.attention_mask.sum(1).argmax()))
+    needed, free = bytes_stored(model, longest), free_for_layers(devices_of_layers(model))
+    if needed <= _SHARE * free:
+        return ""
+    return f"a prompt would store {bytes_in_words(needed)} and {bytes_in_words(free)} are free"
+
+
+def bytes_stored(model: HookedModel, batch: PromptBatch) -> int:
+    """The bytes that a pass over the first prompt stores for its gradient, with a fused attention.
+
+    They grow with the tokens, so that two short passes tell those of a long prompt. What does not
+    grow, such as weights in another type, is in both.
+    """
+    length = int(batch.attention_mask[0].sum())
+    device = device_of(model)
+    with frozen_in_eval_mode(model):
+        short, twice = (
+            _bytes_of_pass(model, beginnings(batch.prompt(0), count).to(device))
+            for count in (_SHORT, 2 * _SHORT)
+        )
+    return short + (twice - short) * (length - _SHORT) // _SHORT
+
+
+def _bytes_of_pass(model: HookedModel, batch: PromptBatch) -> int:
+    """The bytes of all tensors that autograd stores in a pass, without parameters."""
+    sizes: dict[int, int] = {}
+
+    def store(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # without a circle of an output and its node in the graph
+
+    with fused_attention(model), saved_tensors_hooks(store, lambda tensor: tensor):
+        run_pass(model, batch, loss=any_loss)
+    parameters = list(model.parameters())  # type: ignore[attr-defined]
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    return sum(size for address, size in sizes.items() if address not in weights)

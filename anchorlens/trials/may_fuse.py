@@ -26,7 +26,7 @@ from ..passes.shared_prefix import (
     shared_tokens,
 )
 from ..prompts import edges
-from ..prompts.batch import PromptBatch, after_shared, longest_prompt
+from ..prompts.batch import PromptBatch, after_shared
 from .comparison import (
     SALIENCY_TOLERANCE,
     any_loss,
@@ -38,22 +38,10 @@ from .comparison import (
 )
 from .may_share import why_not_in_prefix, why_rotated_differently
 
-LARGE = 2**31  # bytes of the patterns of one prompt in all layers
 _TRIED = 128  # tokens of the prompts of the trial, whose patterns are small
 # Whole patterns are rounded to bfloat16 or float16, and rows of a pattern in float32 are not. Which
 # of the two is nearer to a model in float32 depends on the model (docs/benchmarks.md).
 _ROUNDINGS = 16
-
-
-def bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int:
-    """Bytes of the patterns of the longest prompt in all layers."""
-    of_a_layer = model.cfg.n_heads * longest_prompt(*batches) ** 2 * dtype_of(model).itemsize
-    return int(model.cfg.n_layers * of_a_layer)
-
-
-def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bool:
-    """Whether the patterns of the longest prompt are too large for memory."""
-    return bytes_of_patterns(model, batches) > LARGE
 
 
 def why_not_fused(

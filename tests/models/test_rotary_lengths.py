@@ -20,7 +20,7 @@ from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.rotary import rotate_alike
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.losses import WordCrossEntropy
-from anchorlens.trials import may_fuse
+from anchorlens.trials import how_to_run
 from anchorlens.trials.may_share import all_but_target
 from tests.support.measures import difference
 from tests.support.peft_oracle import peft_logits
@@ -58,11 +58,11 @@ def length_of_demonstrations(batch: al.PromptBatch) -> int:
 
 
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
-@pytest.mark.parametrize("large", [may_fuse.LARGE, 0], ids=["whole", "fused"])
+@pytest.mark.parametrize("large", [how_to_run.LARGE, 0], ids=["whole", "fused"])
 def test_runs_with_several_sets_have_the_logits_of_whole_prompts(
     name: str, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(may_fuse, "LARGE", large)
+    monkeypatch.setattr(how_to_run, "LARGE", large)
     model, plain = rotating(*MAKE[name])
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, shots=2, seed=3)  # all above the switch

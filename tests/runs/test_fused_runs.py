@@ -23,10 +23,10 @@ from anchorlens.passes.fused_attention import fused_attention
 from anchorlens.passes.recompute import Checkpoints
 from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
 from anchorlens.system import row_pieces
-from anchorlens.trials import comparison, may_fuse, must_checkpoint
+from anchorlens.trials import comparison
+from anchorlens.trials import how_to_run as decision
 from anchorlens.trials.comparison import beginnings
-from anchorlens.trials.how_to_run import how_to_run
-from anchorlens.trials.must_checkpoint import bytes_stored
+from anchorlens.trials.how_to_run import bytes_stored, how_to_run
 from tests.support.live import Live
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
@@ -46,7 +46,7 @@ def fuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A function after which every pattern counts as large, and rows come in several pieces."""
 
     def set_both() -> None:
-        monkeypatch.setattr(may_fuse, "LARGE", 0)
+        monkeypatch.setattr(decision, "LARGE", 0)
         monkeypatch.setattr(row_pieces, "PIECE", 5_000)
 
     return set_both
@@ -140,7 +140,7 @@ def test_the_effect_of_a_prefix_equals_that_of_whole_prompts(
     metric: list[al.Metric] = [al.PrefixEffect()]
     expected = al.run(model, batches, metric, share_prefix=False, **QUIET)["prefix_effect"]
     assert expected.info["shared_prefix"].startswith("off")
-    monkeypatch.setattr(may_fuse, "LARGE", large)
+    monkeypatch.setattr(decision, "LARGE", large)
     ours = al.run(model, batches, metric, **QUIET)["prefix_effect"]
     assert ours.info["shared_prefix"].endswith("tokens of each prompt, run once for all")
     assert ours.info.get("attention", "").startswith("fused: " if large == 0 else "")
@@ -367,7 +367,7 @@ def test_low_precision_is_as_near_to_float32_as_with_whole_patterns(
         return sum(map(difference, ours, expected)) / len(expected)
 
     expected, whole = flows(exact, ""), flows(low, "")
-    monkeypatch.setattr(may_fuse, "LARGE", 0)
+    monkeypatch.setattr(decision, "LARGE", 0)
     ours = flows(low, "fused: ")
     assert distance(ours) <= 1.2 * distance(whole)
 
@@ -426,7 +426,7 @@ def test_a_metric_without_hooks_needs_no_observe_prefix(gpt2: Any) -> None:
 def test_all_processes_form_patterns_if_one_does(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(may_fuse, "LARGE", 0)
+    monkeypatch.setattr(decision, "LARGE", 0)
     elsewhere = lambda name, answer: [answer, "hooks may act on them"]  # noqa: E731
     monkeypatch.setattr(comparison, "gather_from_processes", elsewhere)
     info = al.run(gpt2, questions(gpt2, 3), [al.SaliencyFlows()], **QUIET)["saliency_flows"].info
@@ -488,8 +488,8 @@ def test_blocks_are_checkpointed_if_little_is_free(
         require_all(checkpoints, model)
 
     monkeypatch.setattr(Checkpoints, "require_all", count)
-    monkeypatch.setattr(may_fuse, "LARGE", 0)
-    monkeypatch.setattr(must_checkpoint, "free_for_layers", lambda devices: free)
+    monkeypatch.setattr(decision, "LARGE", 0)
+    monkeypatch.setattr(decision, "free_for_layers", lambda devices: free)
     ours = al.run(model, batches, metrics, **QUIET)["saliency_flows"]
     assert_same(ours, expected, 1e-5)
     is_little = free == 10**4
@@ -509,7 +509,7 @@ def test_passes_without_a_gradient_store_nothing(gpt2: Any) -> None:
 @pytest.mark.usefixtures("little")
 def test_all_processes_checkpoint_if_one_must(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = questions(gpt2, 3)
-    monkeypatch.setattr(must_checkpoint, "free_for_layers", lambda devices: 10**12)
+    monkeypatch.setattr(decision, "free_for_layers", lambda devices: 10**12)
     options: Any = {"metrics": [al.SaliencyFlows()], "loss": al.losses.label_cross_entropy}
     assert not how_to_run(SharedPrefixes(gpt2), prompts, [no_hooks], **options).is_checkpointed
 
@@ -531,5 +531,5 @@ def test_the_first_tokens_of_a_prompt_are_a_text(gpt2: Any) -> None:
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pattern counts as large, and almost nothing is free."""
-    monkeypatch.setattr(may_fuse, "LARGE", 0)
-    monkeypatch.setattr(must_checkpoint, "free_for_layers", lambda devices: 1)
+    monkeypatch.setattr(decision, "LARGE", 0)
+    monkeypatch.setattr(decision, "free_for_layers", lambda devices: 1)
