@@ -13,20 +13,10 @@ def aucroc(
     rounding: float = 0.0,
     smallest: float = 0.0,
 ) -> Float[Tensor, " series"]:
-    """AUCROC of class scores against predicted classes, for several series of scores at once.
+    """AUCROC of class scores from 0 up, a row of zeros as uniform, against predicted classes.
 
-    Args:
-        scores: Score of each class, from 0 up; a row of zeros counts as uniform.
-        predicted: The model's prediction.
-        rounding: Scores that differ by at most this share count as equal.
-        smallest: Scores that differ by at most this count as equal, too.
-
-    Returns:
-        From 0 to 1, 0.5 is chance; NaN with fewer than two predicted classes.
-
-    Examples:
-        >>> aucroc(torch.tensor([[[.9, .1], [.2, .8]]]), torch.tensor([0, 1])).tolist()
-        [1.0]
+    Scores that differ by at most the share ``rounding``, or by ``smallest``, count as equal. NaN
+    with fewer than two predicted classes.
     """
     present = predicted.unique()
     if len(present) < 2:

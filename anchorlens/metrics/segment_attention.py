@@ -186,13 +186,7 @@ class SegmentAttention(Metric):
 def vertical_scores(
     attention: Float[Tensor, "*batch segment segment"], apart: int
 ) -> Float[Tensor, "*batch segment"]:
-    """Mean attention that each segment gets from the segments at least ``apart`` after it.
-
-    Examples:
-        >>> from anchorlens.metrics.segment_attention import vertical_scores
-        >>> vertical_scores(torch.tensor([[0., 0., 0.], [.5, 0., 0.], [.3, .1, 0.]]), 1)[:2]
-        tensor([0.4000, 0.1000])
-    """
+    """Mean attention that each segment gets from the segments at least ``apart`` after it."""
     far = torch.ones_like(attention, dtype=torch.bool).tril(-apart)
     return attention.masked_fill(~far, torch.nan).nanmean(-2)
 

@@ -183,15 +183,9 @@ def paper_edges(batch: PromptBatch) -> dict[str, EdgeSet]:
 
 
 def check_edges(batch: PromptBatch, edges: Any, *, to_itself: bool = False) -> EdgeSet:
-    """The edges as a set of these prompts, each from a token of a prompt to an earlier one of it.
+    """The edges as a set of these prompts; an error unless each goes to an earlier token.
 
-    Args:
-        batch: The prompts.
-        edges: The edges, as ``as_edge_set`` takes them.
-        to_itself: Edges from a token to itself are allowed too.
-
-    Raises:
-        PromptError: They are no edges of these prompts.
+    With ``to_itself`` edges from a token to itself are allowed too.
     """
     chosen = as_edge_set(batch, edges)
     padding = ~batch.attention_mask
@@ -212,9 +206,6 @@ def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
     """Edges of a user, or a function of the batch to them, as a set; without a look at its values.
 
     Every function that takes edges begins here.
-
-    Raises:
-        PromptError: They are no tensor of True and False with the shape of these prompts.
     """
     given = edges(batch) if callable(edges) else edges
     shape, device = (*batch.tokens.shape, batch.tokens.shape[1]), batch.tokens.device

@@ -12,11 +12,7 @@ def digits(value: float, decimals: int) -> str:
 
 
 def aligned(table: TextTable, *, corner: str = "") -> Iterator[str]:
-    """The lines of a table; the rows of a group stand below its name.
-
-    Args:
-        table: The text of each group, row and column. A group or a column may have an empty name.
-        corner: The text above the names of the rows.
+    """The lines of a table; the rows of a group stand below its name, which may be empty.
 
     Examples:
         >>> table = {("TREC", "vanilla"): {"accuracy": "61.0"}}

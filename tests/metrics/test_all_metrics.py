@@ -1,6 +1,8 @@
 """All metrics of one run: against plain transformers, and what must not matter."""
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +112,50 @@ def test_batches_padding_order_and_sharing_change_nothing(
             for field in ours.intervals:
                 bounds = [each.intervals[field].nan_to_num() for each in (ours, expected)]
                 assert difference(*bounds) <= tolerance, (key, field)
+
+
+def test_attention_is_that_of_the_changed_run(gpt2: Any) -> None:
+    """A target that cannot read label words has no attention to them, and an AUCROC of 0.5."""
+    batches, metrics = questions(gpt2, 8), METRICS[2:5:2]
+
+    def records(cut: Any, layers: Any) -> Any:
+        hooks = lambda batch: al.block_edges(gpt2, batch, cut, layers)  # noqa: E731
+        return al.run(gpt2, batches, metrics, hooks=hooks, **QUIET).values()
+
+    aucroc, heads = records(al.edges.pq, range(3))
+    assert (aucroc.aucroc == 0.5).all()
+    assert not heads.scores[..., :3].any() and not heads.heads[:, :3].any()
+    assert float(heads.scores[..., 3].min()) > 0
+    assert float(heads.random_scores[..., 0].min()) > 0
+    _, heads = records(al.edges.wp, 0)
+    assert not heads.scores[0, :, 3].any() and float(heads.scores[..., 0].min()) > 0
+
+
+@pytest.mark.with_shapes
+@pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
+def test_numbers_have_intervals_and_stored_runs_and_saved_records_are_the_same(
+    gpt2: Any, tmp_path: Path
+) -> None:
+    batches = questions(gpt2, 20, batch_size=8)
+    # Functions are stored by name: their addresses differ in every process.
+    parts = {name: partial(al.edges.segment, name=name) for name in ("text", "label")}
+    metrics = [*METRICS, al.PrefixEffect(), al.SegmentFlows(parts)]
+    options: dict[str, Any] = {"resamples": 20, "progress": False, "folder": tmp_path / "run"}
+    first, again = (al.run(gpt2, batches, metrics, **options) for _ in range(2))
+    for key, record in first.items():
+        assert_same(again[key], record, 0.0)
+        assert_same(al.load_record(record.save(tmp_path / f"{key}.safetensors")), record, 0.0)
+        named = {name for name, axes in record.axes().items() if "prompt" not in axes}
+        assert set(record.intervals) == named - {*record.without_intervals}
+        if key in ("label_heads", "prefix_effect"):
+            for name, (low, high) in record.intervals.items():
+                value = getattr(record, name)
+                inside = (low <= value + 1e-12) & (value <= high + 1e-12)
+                assert (inside | value.isnan()).all(), name
+    with_intervals = {"stolen", "stolen_by_segment", "bos", "direct", "indirect"}
+    assert set(first["prefix_effect"].intervals) == with_intervals  # a maximum and ranks have none
+    low, high = first["label_heads"].intervals["share"]
+    assert (low < high).all()  # Wilson's, also where all prompts are alike
 
 
 def test_operands_of_the_oracle_are_parts_of_c_attn(gpt2: Any) -> None:

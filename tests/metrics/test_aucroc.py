@@ -13,7 +13,7 @@ import anchorlens as al
 from anchorlens.metrics.auc import auc, aucroc
 from anchorlens.metrics.aucroc import cumulative_excess
 from anchorlens.metrics.predictions import predicted_class
-from tests.support.tiny_models import questions, tiny_gpt2
+from tests.support.tiny_models import tiny_gpt2
 
 NAN = float("nan")
 
@@ -205,13 +205,3 @@ def test_scores_that_differ_by_more_than_a_rounding_are_ranked() -> None:
     positive = torch.tensor([False, True, False])
     assert auc(scores, positive, 1e-5).tolist() == [0.25]
     assert auc(scores, positive).tolist() == [0.5]
-
-
-@pytest.mark.with_shapes
-def test_attention_is_measured_in_the_changed_run(gpt2: Any) -> None:
-    """If the target cannot attend to label words, all scores are zero and AUCROC is 0.5."""
-    batches = questions(gpt2, 8)
-    options: dict[str, Any] = {"resamples": 0, "progress": False}
-    options["hooks"] = lambda batch: al.block_edges(gpt2, batch, al.edges.pq, range(3))
-    [record] = al.run(gpt2, batches, [al.AttentionAUCROC()], **options).values()
-    assert (record.aucroc == 0.5).all()

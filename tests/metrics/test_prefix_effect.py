@@ -271,14 +271,6 @@ def test_of_a_long_prefix_some_positions_at_equal_distances_are_stored() -> None
     assert short[:4].tolist() == [7, 8, 9, -1] and (short[3:] == -1).all()
 
 
-def test_a_maximum_and_ranks_have_no_interval(gpt2: Any) -> None:
-    results = al.run(gpt2, questions(gpt2, 20), [al.PrefixEffect()], progress=False, resamples=30)
-    effect = results["prefix_effect"]
-    assert set(effect.intervals) == {"stolen", "stolen_by_segment", "bos", "direct", "indirect"}
-    low, high = effect.intervals["stolen"]
-    assert (low < effect.stolen).all() and (effect.stolen < high).all()
-
-
 def test_a_run_that_continues_from_a_prefix_gives_the_whole_cache(gemma3: Any) -> None:
     batch = questions(gemma3, 4)[0]
     whole = run_prefix(gemma3, batch)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import anchorlens as al
 from anchorlens.errors import MetricError, NotFiniteError, PromptError, RunError
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.losses import columns_of
 from anchorlens.prompts import segment_names
 from tests.references import plain
 from tests.support.measures import assert_same, difference, does_not_run
@@ -144,40 +142,6 @@ def test_anchors_target_and_rest_give_the_flows_of_the_paper(
         total = torch.stack([totals[:, a, b] for a, b in cells]).sum(0)
         count = sum(float(counts[a, b]) for a, b in cells)
         assert difference(total / count, flows.flows[:, number]) <= 1e-12
-
-
-def test_signed_totals_of_a_span_are_the_sums_of_its_steps(
-    precise: Any, batch: al.PromptBatch
-) -> None:
-    span = al.losses.span_cross_entropy("answer")
-    positions = span.positions(batch)
-    steps = []
-    for number in range(2):
-        columns = columns_of(positions)[0][:, number]
-        steps.append(torch.zeros_like(positions).scatter(1, columns[:, None], True))
-    rest = positions & ~steps[0] & ~steps[1]  # the second prompt has a third token
-    metrics = [
-        al.SegmentFlows(weight=al.weights.signed, name="signed"),
-        al.SegmentFlows(name="absolute"),
-    ]
-
-    def totals(row: int, mask: Tensor) -> dict[str, Tensor]:
-        prompt = batch.prompt(row)
-        own = mask[row][batch.attention_mask[row]][None]
-        loss = al.losses.next_token_cross_entropy(lambda _: own)
-        results = al.run(precise, [prompt], metrics, loss=loss, **QUIET)
-        return {name: record.total for name, record in results.items()}
-
-    for row in range(2):
-        of_span = totals(row, positions)
-        parts = [totals(row, mask) for mask in (*steps, rest) if mask[row].any()]
-        assert len(parts) == 2 + row
-        signed = torch.stack([part["signed"] for part in parts]).sum(0)
-        assert difference(of_span["signed"], signed) <= 1e-12
-        absolute = torch.stack([part["absolute"] for part in parts]).sum(0)
-        # Equal where all steps have the same sign, but for rounding.
-        assert (of_span["absolute"] <= absolute + 1e-12).all()
-        assert (of_span["absolute"] < 0.99 * absolute).any()
 
 
 def test_rows_after_a_predicted_token_are_zero_and_those_before_do_not_see_it(
@@ -482,16 +446,6 @@ def test_a_batch_of_segments_shows_them(batch: al.PromptBatch, gpt2: Any) -> Non
     assert repr(shown) == gpt2.tokenizer.decode(TOKENS[0])
     unescaped = replace(batch, segment_names=("<b>", "step", "answer"))._repr_html_()
     assert "<b>" not in unescaped
-
-
-def test_a_stored_run_of_segments_goes_on(gpt2: Any, batch: al.PromptBatch, tmp_path: Any) -> None:
-    """Functions are stored by name: their addresses differ in every process."""
-
-    def record() -> al.Record:
-        parts = {name: partial(al.edges.segment, name=name) for name in NAMES}
-        return flows_in(gpt2, [batch], parts, folder=tmp_path)
-
-    assert_same(record(), record(), 0)
 
 
 def test_weights_of_an_edge_on_a_pattern_by_hand() -> None:

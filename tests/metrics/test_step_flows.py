@@ -36,12 +36,16 @@ def loss_of(step: int) -> Any:
 def test_signed_totals_of_the_steps_add_up_to_those_of_the_answer(
     precise: Any, prompt: al.PromptBatch
 ) -> None:
-    steps = al.step_flows(precise, prompt, "answer", weight=al.weights.signed)
-    metric = al.SegmentFlows(weight=al.weights.signed)
     loss = al.losses.span_cross_entropy("answer")
-    whole = al.run(precise, [prompt], [metric], loss=loss, **QUIET)["segment_flows"]
-    assert steps.total.shape == (4, 3, 3, 3)
-    assert difference(steps.total.sum(0), whole.total) <= 1e-12
+    for weight in (al.weights.signed, al.weights.saliency):
+        total = al.step_flows(precise, prompt, "answer", weight=weight).total
+        metric = al.SegmentFlows(weight=weight)
+        whole = al.run(precise, [prompt], [metric], loss=loss, **QUIET)["segment_flows"].total
+        assert total.shape == (4, 3, 3, 3)
+        if weight is al.weights.signed:
+            assert difference(total.sum(0), whole) <= 1e-12
+        else:  # equal where all steps have the same sign, but for rounding
+            assert (whole <= total.sum(0) + 1e-12).all() and (whole < 0.99 * total.sum(0)).any()
 
 
 @pytest.mark.every_kind
