@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import save_file
 from scipy.stats import norm, t
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, StoreError
 from anchorlens.results.bootstrap import with_intervals
-from anchorlens.system.digest_file import to_bytes_with_digest
 
 pytestmark = pytest.mark.with_shapes
 
@@ -120,20 +118,6 @@ def test_a_loaded_record_equals_the_saved_one(record: al.Record, tmp_path: Path)
         assert loaded.to_frame().equals(record.to_frame())
 
 
-def test_a_file_of_another_kind_raises_an_error(tmp_path: Path) -> None:
-    path = make_record().save(tmp_path / "means.safetensors")
-    with pytest.raises(StoreError, match=r"means\.safetensors holds a Means, not a Other; use"):
-        Other.load(path)
-    with pytest.raises(StoreError, match=r"none\.safetensors cannot be read: No such"):
-        Means.load(tmp_path / "none.safetensors")
-    (tmp_path / "text").write_text("not a record at all")
-    with pytest.raises(StoreError, match=r"text is no file that anchorlens saved"):
-        Means.load(tmp_path / "text")
-    save_file({"mean": torch.zeros(1)}, tmp_path / "bare.safetensors")
-    with pytest.raises(StoreError, match=r"bare\.safetensors is no file that"):
-        Means.load(tmp_path / "bare.safetensors")
-
-
 def test_the_repr_of_a_record_is_one_line() -> None:
     record = make_record(mean=torch.tensor(0.123456), info={"model": "tiny", "prompts": 200})
     assert repr(record) == (
@@ -167,25 +151,6 @@ def test_a_repr_that_a_class_defines_is_used() -> None:
         pass
 
     assert repr(Named(mean=torch.tensor(1.0))) == repr(Heir(mean=torch.tensor(1.0))) == "named"
-
-
-def test_load_record_raises_an_error_for_a_file_without_a_known_record(tmp_path: Path) -> None:
-    path = tmp_path / "record.safetensors"
-    one = torch.tensor(1.0)
-    path.write_bytes(to_bytes_with_digest({"record": "Unheard", "info": {}}, {"mean": one}))
-    with pytest.raises(StoreError, match=r"record\.safetensors holds a Unheard.*import the module"):
-        al.load_record(path)
-    path.write_bytes(to_bytes_with_digest({"record": "Other", "info": {}}, {"median": one}))
-    with pytest.raises(StoreError, match=r"what a Other of this version holds: .*\['median'\]"):
-        al.load_record(path)
-    path.write_bytes(to_bytes_with_digest({"context": {}}, {"tokens": torch.tensor([1])}))
-    with pytest.raises(StoreError, match=r"record\.safetensors holds no record"):
-        al.load_record(path)
-    path.write_text("not a record at all")
-    with pytest.raises(StoreError, match=r"is no file that anchorlens saved"):
-        al.load_record(path)
-    with pytest.raises(StoreError, match=r"none cannot be read: No such"):
-        al.load_record(tmp_path / "none")
 
 
 def record_class_in(module: str) -> type[al.Record]:

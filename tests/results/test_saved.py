@@ -42,6 +42,42 @@ def contents(record: Small) -> str:
     return repr((record.tensors(), dict(record.intervals), info))
 
 
+LOADERS = (Small.load, al.CompressedContext.load, al.load_record, al.load_context)
+
+
+@pytest.mark.parametrize("load_file", LOADERS)
+def test_what_nobody_saved_raises_an_error(load_file: Any, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not a record at all")
+    (tmp_path / "bare").write_bytes(save({"mean": torch.zeros(1)}))
+    for name, reason in (
+        ("text", "is no file that anchorlens saved"),
+        ("bare", "is no file that anchorlens saved"),
+        ("none", "cannot be read: No such"),
+        (".", "cannot be read: "),
+    ):
+        with pytest.raises(StoreError, match=f"{tmp_path / name} {reason}"):
+            load_file(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("header", "load_file", "message"),
+    [
+        ({"record": "Small"}, al.CompressedContext.load, "a Small, not a CompressedContext; use"),
+        ({"record": "Small"}, al.AccuracyRecord.load, "a Small, not a AccuracyRecord; use"),
+        ({"context": {}}, Small.load, "a CompressedContext, not a Small; use"),
+        ({"context": {}}, al.load_record, "no record"),
+        ({"record": "Unheard", "info": {}}, al.load_record, "a Unheard.*import the module"),
+    ],
+)
+def test_a_file_of_another_class_raises_an_error(
+    header: dict[str, Any], load_file: Any, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(to_bytes_with_digest(header, {"mean": torch.tensor(1.0)}))
+    with pytest.raises(StoreError, match=rf"file\.safetensors holds {message}"):
+        load_file(path)
+
+
 def is_store_error(path: Path, data: bytes, load: Callable[[Path], Any]) -> bool:
     """Whether loading the data raises a StoreError that names the file; others are not caught."""
     path.write_bytes(data)
@@ -163,7 +199,7 @@ def test_wrong_contents_of_a_record_raise_an_error(
     fields = {"mean": make_small().mean}
     path.write_bytes(to_bytes_with_digest({"record": "Small", "info": {}}, fields))
     with pytest.raises(StoreError, match=r"fields \['mean'\], not \['best', 'mean'\]"):
-        Small.load(path)
+        al.load_record(path)
 
 
 def replace_entry(
@@ -203,19 +239,6 @@ def test_wrong_contents_of_a_context_raise_an_error(
     path.write_bytes(to_bytes_with_digest({"context": header["context"]}, tensors))
     with pytest.raises(StoreError, match="not hold what a CompressedContext of this version"):
         al.CompressedContext.load(path)
-
-
-def test_a_file_of_another_class_or_no_file_raises_an_error(gpt2: Any, tmp_path: Path) -> None:
-    record = make_small().save(tmp_path / "small.safetensors")
-    context = al.compress(gpt2, questions(gpt2, 1)[0]).save(tmp_path / "context.safetensors")
-    with pytest.raises(StoreError, match="holds a Small, not a CompressedContext"):
-        al.CompressedContext.load(record)
-    with pytest.raises(StoreError, match=r"holds a CompressedContext, not a Small; use"):
-        Small.load(context)
-    for path in (tmp_path, tmp_path / "none"):
-        for load_file in (Small.load, al.CompressedContext.load):
-            with pytest.raises(StoreError, match=f"{path} cannot be read: "):
-                load_file(path)
 
 
 @pytest.mark.parametrize(
