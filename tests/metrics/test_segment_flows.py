@@ -455,3 +455,19 @@ def test_weights_of_an_edge_on_a_pattern_by_hand() -> None:
     expected["positive"] = 0.5  # the first head lowers the loss by 1, of two heads
     for name, value in expected.items():
         assert float(getattr(al.weights, name)(pattern, gradient)) == value, name
+
+
+def test_segments_that_depend_on_later_tokens_run_whole_prompts(gpt2: Any) -> None:
+    """In the shared tokens alone, no prompt has a long query."""
+
+    def before_long_queries(batch: al.PromptBatch) -> Tensor:
+        is_long = al.edges.query(batch).sum(1, keepdim=True) > 33
+        return al.edges.demonstrations(batch) & is_long
+
+    batches = questions(gpt2, 6)
+    parts = {"long": before_long_queries, "target": al.edges.target}
+    metrics: list[al.Metric] = [al.SegmentFlows(parts), al.SegmentAttention(parts, apart=1)]
+    ours, whole = (al.run(gpt2, batches, metrics, share_prefix=s, **QUIET) for s in (True, False))
+    for name, record in ours.items():
+        assert record.info["shared_prefix"].startswith("off: ")
+        assert_same(record, whole[name], 0)

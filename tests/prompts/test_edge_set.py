@@ -159,6 +159,10 @@ def test_edits_of_what_a_set_was_made_of_do_not_change_it(batch: al.PromptBatch)
     table = al.EdgeSet.of(expected)
     table.rows(slice(0, 90)).zero_()
     assert torch.equal(table, expected)
+    named = [of(batch) for of in NAMED]
+    before = [edges.table() for edges in named]
+    batch.attention_mask.zero_()
+    assert all(map(torch.equal, named, before))
 
 
 def test_joined_names_get_a_new_set(batch: al.PromptBatch) -> None:
