@@ -285,9 +285,10 @@ def _batches(
 ) -> list[PromptBatch]:
     """Batches of prompts, by set of demonstrations, then by length; ``of_all`` are equal fields."""
     # Sets in the order of their first prompt, so that the prompts of a set are adjacent.
-    rank = {prompt.demonstrations: k for k, prompt in reversed([*enumerate(prompts)])}
-    prompts = sorted(prompts, key=lambda p: (rank[p.demonstrations], len(p.tokens), p.number))
-    pad_token = tokenizer.pad_token_id or 0
+    first: dict[tuple[int, ...], int] = {}
+    rank = [first.setdefault(prompt.demonstrations, k) for k, prompt in enumerate(prompts)]
+    order = sorted(range(len(prompts)), key=lambda k: (rank[k], len(prompts[k].tokens)))
+    prompts, pad_token = [prompts[k] for k in order], tokenizer.pad_token_id or 0
     starts = range(0, len(prompts), size)
     return [_padded(prompts[k : k + size], side, pad_token, of_all) for k in starts]
 
