@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -61,15 +62,60 @@ def plain_products(name: str, model: Any, batch: al.PromptBatch, n: int, segment
     return plain.observe(oracle, prompt, loss).products
 
 
-def cell(edges: Tensor, segments: Tensor, a: int, b: int) -> tuple[float, int]:
-    """The sum over edges from one segment to another, and their number, by loops."""
-    values = [
-        float(edges[i, j])
-        for i in range(len(segments))
-        for j in range(i)
-        if segments[i] == a and segments[j] == b
+def of_gpt2(model: Any, layer: int, x: Tensor, centred: bool) -> Tensor:
+    """f_h(x_j) of each head, [head, key, d_model]."""
+    attention = model.transformer.h[layer].attn
+    value = attention.c_attn(x)[:, 2 * 24 :]
+    weight = attention.c_proj.weight  # [in, out]
+    weight = weight - weight.mean(1, keepdim=True) if centred else weight
+    return torch.stack(
+        [value[:, 12 * h : 12 * h + 12] @ weight[12 * h : 12 * h + 12] for h in (0, 1)]
+    )
+
+
+def of_llama(model: Any, layer: int, x: Tensor, centred: bool) -> Tensor:
+    attention = model.model.layers[layer].self_attn
+    value, weight = attention.v_proj(x), attention.o_proj.weight  # [out, in]
+    heads = [
+        value[:, 8 * (h // 2) : 8 * (h // 2) + 8] @ weight[:, 8 * h : 8 * h + 8].T for h in range(4)
     ]
-    return sum(values), len(values)
+    return torch.stack(heads)
+
+
+PLAIN: dict[str, tuple[Callable[[int], Any], Callable[..., Tensor], str]] = {
+    "gpt2": (tiny_gpt2, of_gpt2, "c_attn"),
+    "llama": (tiny_llama, of_llama, "v_proj"),
+}
+
+
+def plain_norms(name: str, vocabulary: int, tokens: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
+    """Norms of all edges [layer, query, key], and those of each head."""
+    make, vectors_of, projection = PLAIN[name]
+    model = make(vocabulary)
+    model.set_attn_implementation("eager")
+    inputs: list[Tensor] = []
+    for module_name, module in model.named_modules():
+        if module_name.endswith(projection):
+            module.register_forward_hook(lambda m, args, out: inputs.append(args[0][0]))
+    norms, of_heads = [], []
+    with torch.no_grad():
+        attentions = model(tokens[None], output_attentions=True).attentions
+        for layer, (attention, x) in enumerate(zip(attentions, list(inputs), strict=True)):
+            vectors = vectors_of(model, layer, x, centred)
+            passed = attention[0][..., None] * vectors[:, None]  # [head, query, key, d_model]
+            norms.append(passed.sum(0).norm(dim=-1))
+            of_heads.append(passed.norm(dim=-1))
+    return torch.stack(norms), torch.stack(of_heads)
+
+
+def cells(edges: Tensor, segments: Tensor) -> Tensor:
+    """Sums over the edges from each of three segments to each, [*axes, segment, segment]."""
+    earlier = torch.ones(len(segments), len(segments)).tril(-1)
+    sums = torch.zeros(*edges.shape[:-2], 3, 3)
+    for a, b in product(range(3), repeat=2):
+        chosen = earlier * (segments == a)[:, None] * (segments == b)
+        sums[..., a, b] = (edges * chosen).sum((-2, -1))
+    return sums
 
 
 @pytest.mark.every_kind
@@ -78,45 +124,49 @@ def test_flows_of_a_written_answer_equal_plain_transformers(
     name: str, batch: al.PromptBatch, request: pytest.FixtureRequest, kind_of_model: str
 ) -> None:
     model = request.getfixturevalue(name)
-    metrics = [
-        al.SegmentFlows(),
-        al.SegmentFlows(weight=al.weights.signed, name="signed"),
-        al.SegmentFlows(weight=al.weights.saliency_of_heads, name="of heads"),
-    ]
+    weights: dict[str, Any] = {
+        "saliency": al.weights.saliency,
+        "signed": al.weights.signed,
+        "of heads": al.weights.saliency_of_heads,
+        "norm": al.weights.value_norm,
+    }
+    metrics = [al.SegmentFlows(weight=weight, name=key) for key, weight in weights.items()]
     loss = al.losses.span_cross_entropy("answer")
     results = al.run(model, [batch], metrics, loss=loss, **QUIET)
     tolerance = 1e-4 if kind_of_model != "bridge" else 1e-5
-    expected: dict[str, list[Tensor]] = {name: [] for name in results}
-    heads = []
-    for n in range(2):
+    centred = kind_of_model != "bridge" and name == "gpt2"  # as TransformerLens centres W_O
+    sums: dict[str, list[Tensor]] = {key: [] for key in (*weights, "heads", "norm heads")}
+    counts = []
+    for n, mask in enumerate(batch.attention_mask):
+        tokens, segments = batch.tokens[n][mask], batch.segments[n][mask]
         products = plain_products(name, model, batch, n, 2)
-        segments = batch.segments[n][batch.attention_mask[n]]
+        norms, norms_of_heads = plain_norms(name, model.W_E.shape[0], tokens, centred)
+        for key, edges in {
+            "saliency": products.sum(1).abs(),
+            "signed": products.sum(1),
+            "of heads": products.abs().sum(1),
+            "norm": norms,
+            "heads": products.abs(),
+            "norm heads": norms_of_heads,
+        }.items():
+            sums[key].append(cells(edges, segments))
+        counts.append(cells(torch.ones(len(segments), len(segments)), segments))
+    of_edges = torch.stack(counts)[:, None]
 
-        def cells(edges: Tensor, segments: Tensor = segments) -> Tensor:
-            rows = [[cell(edges, segments, a, b)[0] for b in range(3)] for a in range(3)]
-            return torch.tensor(rows)
+    def same(ours: Tensor, theirs: Tensor) -> bool:
+        is_same = torch.equal(ours.isnan(), theirs.isnan())
+        return is_same and difference(ours.nan_to_num(), theirs.nan_to_num()) <= tolerance
 
-        expected["segment_flows"].append(torch.stack([cells(p.sum(0).abs()) for p in products]))
-        expected["signed"].append(torch.stack([cells(p.sum(0)) for p in products]))
-        expected["of heads"].append(torch.stack([cells(p.abs().sum(0)) for p in products]))
-        heads.append(torch.stack([torch.stack([cells(h.abs()) for h in p]) for p in products]))
-    for name_of_metric, record in results.items():
-        totals = torch.stack(expected[name_of_metric])
-        assert difference(record.total, totals.mean(0)) <= tolerance
-        counts = torch.tensor(
-            [
-                [[cell(torch.ones(9, 9), row[m], a, b)[1] for b in range(3)] for a in range(3)]
-                for row, m in zip(batch.segments, batch.attention_mask, strict=True)
-            ]
-        )
-        assert torch.equal(record.edges, counts.double().mean(0))
-        flows = totals / counts[:, None]
-        assert torch.equal(record.flow_of_prompts.isnan(), flows.isnan())
-        assert difference(record.flow_of_prompts.nan_to_num(), flows.nan_to_num()) <= tolerance
-        assert difference(record.flow.nan_to_num(), flows.nanmean(0).nan_to_num()) <= tolerance
-    by_head = torch.stack(heads) / counts[:, None, None]
-    ours = results["segment_flows"].flow_of_heads.nan_to_num()
-    assert difference(ours, by_head.nanmean(0).nan_to_num()) <= tolerance
+    for key, record in results.items():
+        totals = torch.stack(sums[key])
+        assert same(record.total, totals.mean(0))
+        assert torch.equal(record.edges, of_edges[:, 0].double().mean(0))
+        assert same(record.flow_of_prompts, totals / of_edges)
+        assert same(record.flow, (totals / of_edges).nanmean(0))
+        assert record.info["weight"] == weights[key].__name__
+    for key, of_heads in (("saliency", "heads"), ("norm", "norm heads")):
+        expected = (torch.stack(sums[of_heads]) / of_edges[:, None]).nanmean(0)
+        assert same(results[key].flow_of_heads, expected)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

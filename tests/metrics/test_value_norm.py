@@ -12,7 +12,7 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError
 from anchorlens.system import row_pieces
 from tests.support.measures import assert_same, difference
-from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30], [0, 0, 17, 4, 25, 9, 60, 12, 33]])
@@ -25,82 +25,6 @@ NORM = al.SegmentFlows(weight=al.weights.value_norm, name="norm")
 def batch() -> al.PromptBatch:
     names = ["question", "step", "answer"]
     return al.PromptBatch.from_segments(TOKENS, SEGMENTS, names, attention_mask=MASK)
-
-
-def of_gpt2(model: Any, layer: int, x: Tensor, centred: bool) -> Tensor:
-    """f_h(x_j) of each head, [head, key, d_model]."""
-    attention = model.transformer.h[layer].attn
-    value = attention.c_attn(x)[:, 2 * 24 :]
-    weight = attention.c_proj.weight  # [in, out]
-    weight = weight - weight.mean(1, keepdim=True) if centred else weight
-    return torch.stack(
-        [value[:, 12 * h : 12 * h + 12] @ weight[12 * h : 12 * h + 12] for h in (0, 1)]
-    )
-
-
-def of_llama(model: Any, layer: int, x: Tensor, centred: bool) -> Tensor:
-    attention = model.model.layers[layer].self_attn
-    value, weight = attention.v_proj(x), attention.o_proj.weight  # [out, in]
-    heads = [
-        value[:, 8 * (h // 2) : 8 * (h // 2) + 8] @ weight[:, 8 * h : 8 * h + 8].T for h in range(4)
-    ]
-    return torch.stack(heads)
-
-
-PLAIN: dict[str, tuple[Callable[[int], Any], Callable[..., Tensor], str]] = {
-    "gpt2": (tiny_gpt2, of_gpt2, "c_attn"),
-    "llama": (tiny_llama, of_llama, "v_proj"),
-}
-
-
-def plain_norms(name: str, vocabulary: int, tokens: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
-    """Norms of all edges [layer, query, key], and those of each head."""
-    make, vectors_of, projection = PLAIN[name]
-    model = make(vocabulary)
-    model.set_attn_implementation("eager")
-    inputs: list[Tensor] = []
-    for module_name, module in model.named_modules():
-        if module_name.endswith(projection):
-            module.register_forward_hook(lambda m, args, out: inputs.append(args[0][0]))
-    norms, of_heads = [], []
-    with torch.no_grad():
-        attentions = model(tokens[None], output_attentions=True).attentions
-        for layer, (attention, x) in enumerate(zip(attentions, list(inputs), strict=True)):
-            vectors = vectors_of(model, layer, x, centred)
-            passed = attention[0][..., None] * vectors[:, None]  # [head, query, key, d_model]
-            norms.append(passed.sum(0).norm(dim=-1))
-            of_heads.append(passed.norm(dim=-1))
-    return torch.stack(norms), torch.stack(of_heads)
-
-
-@pytest.mark.every_kind
-@pytest.mark.parametrize("name", PLAIN)
-def test_norms_equal_those_by_hand_in_plain_transformers(
-    name: str, batch: al.PromptBatch, request: pytest.FixtureRequest, kind_of_model: str
-) -> None:
-    model = request.getfixturevalue(name)
-    centred = kind_of_model != "bridge" and name == "gpt2"  # as TransformerLens centres W_O
-    record = al.run(model, [batch], [NORM], loss=al.losses.span_cross_entropy("answer"), **QUIET)[
-        "norm"
-    ]
-    flows, heads = list[Tensor](), list[Tensor]()
-    for row in range(2):
-        mask = batch.attention_mask[row]
-        norms, of_heads = plain_norms(name, model.W_E.shape[0], batch.tokens[row][mask], centred)
-        part = batch.segments[row][mask]
-        earlier = torch.ones(len(part), len(part)).tril(-1).bool()
-        cells = [
-            [earlier & (part == a)[:, None] & (part == b)[None] for b in range(3)] for a in range(3)
-        ]
-        for means, of_edges in ((flows, norms), (heads, of_heads)):
-            table = [torch.stack([of_edges[..., c].mean(-1) for c in row], -1) for row in cells]
-            means.append(torch.stack(table, -2))
-    expected, of_heads = torch.stack(flows), torch.stack(heads).nanmean(0)
-    tolerance = 1e-5 if kind_of_model == "bridge" else 1e-4
-    assert torch.equal(record.flow_of_prompts.isnan(), expected.isnan())
-    assert difference(record.flow_of_prompts.nan_to_num(), expected.nan_to_num()) <= tolerance
-    assert difference(record.flow_of_heads.nan_to_num(), of_heads.nan_to_num()) <= tolerance
-    assert record.info["weight"] == "value_norm"
 
 
 def test_norms_are_those_of_all_vectors_also_where_they_cancel() -> None:
