@@ -19,6 +19,8 @@ from .options import Run
 from .output import say
 from .summary import Summary, summarised
 
+PICTURES = 4  # of single prompts, in a report
+
 
 class Page(NamedTuple):
     """What the report shows of a task, by heading, and the numbers that matter most."""
@@ -108,19 +110,26 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
     isolations = {name: records.pop(name) for name in sites}
     summary = summarised(task, records, isolations)
     output.tables(summary.tables)
-    prompt = _one_prompt(model, batches[0], options.gradient_checkpointing)
-    return Page({**prompt, **records, "isolation": isolations}, summary)
+    prompts = _prompts(model, batches, options.gradient_checkpointing)
+    return Page({**prompts, **records, "isolation": isolations}, summary)
 
 
-def _one_prompt(
-    model: Any, batch: PromptBatch, gradient_checkpointing: bool
+def _prompts(
+    model: Any, batches: list[PromptBatch], gradient_checkpointing: bool
 ) -> dict[str, PromptFlows]:
-    """The picture of one prompt; a warning where there is none, as all else is computed then."""
-    try:
-        flows = plot_prompt(model, batch, gradient_checkpointing=gradient_checkpointing)
-    except Exception as error:
-        if not isinstance(error, AnchorlensError) and not is_out_of_memory(error):
-            raise
-        say(f"warning: no picture of one prompt: {str(error).partition(chr(10))[0]}", err=True)
-        return {}
-    return {"one prompt": flows}
+    """Pictures of the first prompts; a warning where one fails, as all else is computed."""
+    first = [(batch, number) for batch in batches for number in range(len(batch))][:PICTURES]
+    pictures: dict[str, PromptFlows] = {}
+    for count, (batch, number) in enumerate(first):
+        try:
+            picture = plot_prompt(
+                model, batch, number, gradient_checkpointing=gradient_checkpointing
+            )
+        except Exception as error:
+            if not isinstance(error, AnchorlensError) and not is_out_of_memory(error):
+                raise
+            text = str(error).partition("\n")[0]
+            say(f"warning: no picture of prompt {count}: {text}", err=True)
+            break
+        pictures[f"prompt {count}"] = picture
+    return pictures

@@ -57,9 +57,14 @@ _CONTROL = {code: chr(0x2400 + code) for code in range(32)} | {127: "â¡", 9: "â
 
 
 def token_spans(
-    tokens: Sequence[str], segments: Sequence[int], names: Sequence[str] = SEGMENTS
+    tokens: Sequence[str],
+    segments: Sequence[int],
+    names: Sequence[str] = SEGMENTS,
+    start: int = 0,
 ) -> str:
     """Tokens as HTML elements that show their segment; ``PROMPT_CSS`` has their style.
+
+    The first token has the position ``start``.
 
     Tokens without a text of their own (bytes of one character) are joined with the next token of
     their segment, and padding is left out. All texts are escaped.
@@ -69,7 +74,9 @@ def token_spans(
         '<span class="al-text" data-token="0">dull</span><strong'
     """
     return "".join(
-        _element(segment, escape(text).translate(_CONTROL), names, f' data-token="{position}"')
+        _element(
+            segment, escape(text).translate(_CONTROL), names, f' data-token="{start + position}"'
+        )
         for position, text, segment in _joined(tokens, segments, len(names))
     )
 

@@ -59,13 +59,13 @@ def how_sure(records: Collection[Record], judged: Collection[Claim]) -> str:
         Verdict.CANNOT_TELL: "cannot be told",
     }
     parts = [f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]]
-    found = [f"Of the {len(judged)} claims below {', '.join(parts)}."] if judged else []
+    found = [f"Of {len(judged)} claims of the paper {', '.join(parts)}."] if judged else []
     infos = [record.info for record in records if "prompts" in record.info]
     if infos:
         prompts, sets = infos[0]["prompts"], infos[0].get("demonstration_sets", 1)
-        found += [f"Computed from {prompts} prompt{'s' * (prompts != 1)} after"]
+        found += [f"From {prompts} prompt{'s' * (prompts != 1)} after"]
         found += [
-            "one set of demonstrations: the intervals do not speak of other sets."
+            "one set of demonstrations: intervals do not speak of other sets."
             if sets == 1
             else f"{sets} sets of demonstrations."
         ]

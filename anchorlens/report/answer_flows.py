@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 
 from ..errors import MetricError
 from ..metrics.step_flows import StepFlowsRecord
-from ..prompts.prompt_html import NO_SEGMENT, prompt_legend, segment_class
+from ..prompts.prompt_html import NO_SEGMENT, prompt_legend
 from ..prompts.segment_names import PADDING, SEGMENTS
 from ..system.arguments import checked
 from .flow_page import FlowPage, rounded
@@ -33,6 +33,7 @@ class Reads(NamedTuple):
         share: Part of the sizes of all weights that they hold, from 0 to 1.
         shares: Part of the sizes of all weights that each segment holds, from 0 to 1.
         means: Mean weight of the edges to each segment; None where it has no earlier token.
+        runs: Sum of the weights of the edges to each run of tokens of one segment.
     """
 
     keys: list[int]
@@ -40,6 +41,7 @@ class Reads(NamedTuple):
     share: float
     shares: list[float]
     means: list[float | None]
+    runs: list[float]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -80,13 +82,13 @@ class AnswerFlows(FlowPage):
             ],
         }
 
+    def rows(self) -> list[tuple[int, int, str]]:
+        """Runs of tokens of one segment."""
+        return [(first, last, "run") for first, last in _runs(self.segments)]
+
     def data(self) -> dict[str, Any]:
-        """Runs of tokens of one segment, steps, and what each reads."""
-        runs = [list(run) for _, run in groupby(range(len(self.tokens)), self.segments.__getitem__)]
+        """Steps, and what each reads."""
         return {
-            "rows": [
-                (run[0], run[-1], segment_class(self.segments[run[0]], self.names)) for run in runs
-            ],
             "steps": [
                 {"position": position, "loss": loss}
                 for position, loss in zip(self.positions, self.losses, strict=True)
@@ -145,8 +147,14 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
     steps, layers, _ = weights.shape
     count = min(STRONGEST, max(1, STORED // (steps * (layers + 1))))
     positions = flows.positions.tolist()
+    runs = torch.zeros(len(segments), len(_runs(segments)), dtype=torch.double, device="cpu")
+    for run, (first, last) in enumerate(_runs(segments)):
+        runs[first : last + 1, run] = 1
     of_steps = [
-        [_reads(row[: position - 1], parts[: position - 1], count) for row in (of.sum(0), *of)]
+        [
+            _reads(row[: position - 1], parts[: position - 1], runs[: position - 1], count)
+            for row in (of.sum(0), *of)
+        ]
         for of, position in zip(weights, positions, strict=True)
     ]
     return AnswerFlows(
@@ -161,6 +169,12 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
     )
 
 
+def _runs(segments: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last position of each run of tokens of one segment."""
+    runs = [list(run) for _, run in groupby(range(len(segments)), segments.__getitem__)]
+    return [(run[0], run[-1]) for run in runs]
+
+
 def _heading(text: str) -> str:
     """Which answer it is, by its first words."""
     words = " ".join(text.split())
@@ -169,7 +183,10 @@ def _heading(text: str) -> str:
 
 
 def _reads(
-    weights: Float[Tensor, " position"], parts: Float[Tensor, "position segment"], count: int
+    weights: Float[Tensor, " position"],
+    parts: Float[Tensor, "position segment"],
+    runs: Float[Tensor, "position run"],
+    count: int,
 ) -> Reads:
     """The strongest weights, and those of each segment."""
     sizes = weights.abs()
@@ -183,4 +200,5 @@ def _reads(
         share=float(f"{float(sizes[keys].sum()) / total:.3g}"),
         shares=rounded((sizes @ parts / total).tolist()),
         means=[None if mean != mean else float(f"{mean:.3g}") for mean in means],
+        runs=[float(f"{size:.7g}") for size in (weights @ runs).tolist()],
     )

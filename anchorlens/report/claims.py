@@ -258,9 +258,8 @@ def reason_against_ability(records: Iterable[Record]) -> str:
     if accuracy.low > commonest:
         return ""
     return (
-        f"the accuracy, {accuracy.percent()}, is not clearly above the "
-        f"{100 * commonest:.0f} % of a model that always names the commonest class, so that there "
-        "is no answer to explain: use more queries, or a task that the model can do"
+        f"the accuracy, {accuracy.percent()}, is not clearly above the {100 * commonest:.0f} % of "
+        "always naming the commonest class (use more queries, or a task that the model can do)"
     )
 
 
@@ -335,8 +334,8 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
         paper="S_pq is the largest flow in deep layers (Figure 3)",
         scope=scope_of(record),
         controls=_of_random_models(record, "deep_pq_over_tq"),
-        clause=f"in deep layers the answer depends {ratio:.1f} times as much on what it reads from "
-        "a label word as from another word",
+        clause=f"in deep layers the answer reads {ratio:.1f} times as much from a label word as "
+        "from another word",
     )
 
 
@@ -345,7 +344,7 @@ def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:
     draws = record.control_label_loyalty - record.random_label_loyalty
     layers = record.info["layers"]
     cut = [each for each in others if each.info["layers"] == layers and is_left]
-    cut_too = Control("edges to BOS cut too", gap_of(cut[0])) if cut else None
+    cut_too = Control("BOS cut too", gap_of(cut[0])) if cut else None
     claim = _claim(
         "Predictions need what label words gather in shallow layers.",
         f"share of predicted labels that stay with random words isolated in {first_layers(record)}"
@@ -360,8 +359,8 @@ def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:
             Control("single draws of random words", draws=draws.tolist()),
             *([cut_too] if cut_too else []),
         ),
-        clause=f"with the label words isolated in {first_layers(record)} {number.percent()} more "
-        "predictions change than with random words isolated",
+        clause=f"isolating the label words in {first_layers(record)} changes {number.percent()} "
+        "more predictions than isolating random words",
     )
     if record.info.get("begins_with_bos") and not is_left:
         reason = (
@@ -390,7 +389,7 @@ def _of_random_models(record: Record, name: str, *index: int) -> tuple[Control, 
     """The same number of models of the same architecture with random weights, if there are some."""
     numbers = [float(value[index]) for value in record.of_random_models(name)]
     draws = [number for number in numbers if not isnan(number)]
-    return (Control("same architecture, random weights", draws=draws),) if draws else ()
+    return (Control("models of random weights", draws=draws),) if draws else ()
 
 
 def _as_one_more_draw(number: Estimate, record: CutEdgesRecord) -> Estimate:

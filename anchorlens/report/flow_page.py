@@ -1,11 +1,13 @@
 """Flows of one text as a page of its own, which a notebook shows, and as a part of a report."""
 
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from markupsafe import Markup
 
 from ..prompts.prompt_html import PROMPT_CSS, prompt_legend, token_spans
@@ -36,6 +38,10 @@ class FlowPage:
         """What the slider of layers shows at each step."""
         return [str(layer) for layer in range(len(self.layers))]
 
+    def rows(self) -> list[tuple[int, int, str]]:
+        """First and last token and kind of each row, between which arcs go."""
+        raise NotImplementedError
+
     def values(self) -> dict[str, Any]:
         """What the template shows besides the values of all pages."""
         raise NotImplementedError
@@ -50,14 +56,20 @@ class FlowPage:
         text = template(self.template).render(
             heading=self.heading,
             legend=Markup(prompt_legend(self.segments, self.names)),
-            tokens=Markup(token_spans(self.tokens, self.segments, self.names)),
+            rows=[(kind, self._spans(first, last + 1)) for first, last, kind in self.rows()],
             n_layers=len(names),
             layer_name=names[self.start],
             start=self.start,
-            data=as_json({"tokens": list(self.tokens), "names": names, **self.data()}),
+            data=as_json(
+                {"tokens": list(self.tokens), "names": names, "start": self.start, **self.data()}
+            ),
             **self.values(),
         )
         return Markup(text)
+
+    def _spans(self, first: int, end: int) -> Markup:
+        tokens, segments = self.tokens[first:end], self.segments[first:end]
+        return Markup(token_spans(tokens, segments, self.names, first))
 
     def page(self) -> str:
         """One HTML page, which needs no other file and no network."""
@@ -65,7 +77,7 @@ class FlowPage:
             title=self.heading,
             style=static("page.css") + style(),
             fragment=self.fragment(),
-            script=script(),
+            script=static("save.js") + script(),
         )
         return text
 
@@ -95,9 +107,15 @@ def style() -> Markup:
 
 def script() -> Markup:
     """The script of fragments."""
-    return static("prompt.js") + static("answer.js") + static("flows.js")
+    files = ("prompt.js", "answer.js", "flows.js")
+    return Markup("").join(map(static, files))
 
 
 def rounded(values: Iterable[float]) -> list[float]:
     """Numbers with three digits, which a page shows."""
     return [float(f"{value:.3g}") for value in values]
+
+
+def packed(values: Sequence[float], kind: str) -> str:
+    """Numbers of a type of numpy as text, which takes a third of the room of json."""
+    return b64encode(np.array(values, dtype=kind).tobytes()).decode()

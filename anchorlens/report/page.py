@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from html import unescape
 from inspect import cleandoc
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from . import flow_page
 from .answer import headline, how_sure, sentences, surprises
 from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims, reason_against_ability
 from .contents import Contents, contents_of
+from .flow_page import FlowPage
+from .forest import forest
+from .prompt_flows import PromptFlows
 from .templates import json_in_script, static, template
 
 # A Record, PromptFlows or AnswerFlows by name, or a mapping of several records.
@@ -77,6 +81,7 @@ class _Prompt:
     id: str
     heading: str
     html: Any
+    choice: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,10 +93,12 @@ class _Chapter:
     claims: Sequence[Claim] = ()
     headline: str = ""
     how_sure: str = ""
+    forest: str = ""
     cannot_tell: str = ""
     sentences: Sequence[str] = ()
     surprises: Sequence[str] = ()
     prompts: Sequence[_Prompt] = ()
+    answers: Sequence[_Prompt] = ()
     sections: Sequence[_Section] = ()
 
 
@@ -158,7 +165,7 @@ def write_report(
     ]
     chapters += [_Chapter("figures", sections=own)] if own else []
     has_figures = any(section.figure for chapter in chapters for section in chapter.sections)
-    has_prompts = any(chapter.prompts for chapter in chapters)
+    has_prompts = any(chapter.prompts or chapter.answers for chapter in chapters)
     page = template("report.html").render(
         title=title,
         subtitle=_subtitle(common, [name for name in by_task if name]),
@@ -175,7 +182,9 @@ def write_report(
         has_figures=has_figures,
         sortable=static("sortable.min.js"),
         plotly=static("plotly-cartesian.min.js") if has_figures else "",
-        script=static("report.js") + (flow_page.script() if has_prompts else ""),
+        script=static("save.js")
+        + static("report.js")
+        + (flow_page.script() if has_prompts else ""),
     )
     path = Path(path)
     write_text(path, page)
@@ -208,22 +217,48 @@ def _chapter(
 ) -> _Chapter:
     """The chapter of a task; figures that replace plots are taken out of ``figures``."""
     judged, records = claims(contents.records), list(contents.records.values())
-    prompts = [
-        _Prompt(_id(chapter_id, "prompt", number), _heading(heading), flows.fragment())
-        for number, (heading, flows) in enumerate(contents.prompts.items())
-    ]
+    pages = {
+        name: _Prompt(_id(chapter_id, "prompt", number), _heading(name), flows.fragment())
+        for number, (name, flows) in enumerate(contents.prompts.items())
+    }
+    choices = _choices(contents.prompts)
+    prompts = [replace(pages.pop(name), choice=choice) for name, choice in choices.items()]
     return _Chapter(
         chapter_id,
         name,
         judged,
         headline(records, judged),
         how_sure(records, judged),
+        forest(judged) if judged else "",
         reason_against_ability(records),
         sentences(records),
         surprises(records),
         prompts,
+        [*pages.values()],
         [*_sections(chapter_id, contents.records, figures, common)],
     )
+
+
+def _short(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _choices(pages: Mapping[str, FlowPage]) -> dict[str, str]:
+    """The words by which a prompt is chosen: whether the answer is right, and the query.
+
+    What the model got wrong comes first, and words with which all queries begin are left out.
+    """
+    flows = {name: page for name, page in pages.items() if isinstance(page, PromptFlows)}
+    queries = [page.query.split() for page in flows.values()]
+    # The template of the task begins all of them with the same words.
+    same = takewhile(lambda words: len(set(words)) == 1, zip(*queries))  # noqa: B905
+    begin = len([*same]) if len(queries) > 1 else 0
+    signs = {True: "✓ ", False: "✗ ", None: ""}
+    words = {
+        name: signs[page.is_right] + _short(" ".join(query[begin:]))
+        for (name, page), query in zip(flows.items(), queries, strict=True)
+    }
+    return dict(sorted(words.items(), key=lambda item: not item[1].startswith("✗")))
 
 
 def _sections(

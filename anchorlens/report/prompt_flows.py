@@ -1,12 +1,18 @@
-"""The strongest flows of one prompt, as a page in which tokens and layers can be chosen."""
+"""The flows of one prompt, as a page in which layers, heads and tokens can be chosen.
+
+1. Divide the prompt into parts: label words, the target, and what stands between these.
+2. Sum the saliency of all pairs of tokens, parts by parts, in every layer and head.
+3. Store the largest sums, which are drawn as arcs, and the strongest flows between two tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..metrics.attention_times_gradient import row_pieces
@@ -18,27 +24,27 @@ from ..passes.forward import run_pass
 from ..passes.fused_attention import UseRows, fused_attention
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch, check_label_words
-from ..prompts.segment_names import LABEL, SEGMENTS, TARGET
+from ..prompts.segment_names import LABEL, QUERY, SEGMENTS, TARGET
 from ..prompts.token_texts import token_texts
 from ..system.arguments import checked
 from ..system.devices import in_float64
 from ..trials.how_to_run import patterns_are_large
 from ..trials.may_fuse import why_not_fused
-from .flow_page import FlowPage, rounded
+from .flow_page import FlowPage, packed
 
-# Flows that are stored: for all heads together, and at most so many for each head.
-STRONGEST, STRONGEST_OF_HEAD = 300, 120
-# At most so many flows of single heads altogether, so that a page of a large model opens quickly.
-FLOWS_OF_HEADS = 40_000
+# So many are stored at most, so that a page opens quickly: flows between tokens, arcs of a layer,
+# and arcs of single heads altogether.
+STRONGEST, ARCS, ARCS_OF_HEADS = 60, 400, 2400
+MOST_SUMS = 20_000_000  # of all layers and heads, in memory; of longer prompts no head is summed
 
 
 class Strongest(NamedTuple):
-    """The strongest flows between two different tokens, largest first.
+    """The strongest flows between two different tokens, or arcs between parts, largest first.
 
     Attributes:
-        keys: Position from which each flow comes.
-        queries: Position to which it goes.
-        sizes: Saliency of each, in nats.
+        keys: Position or part from which each comes.
+        queries: Position or part to which it goes.
+        sizes: Saliency of each, in nats; of an arc the sum over all pairs of tokens of its parts.
         share: Part of the saliency between different tokens that they hold, from 0 to 1.
     """
 
@@ -47,36 +53,56 @@ class Strongest(NamedTuple):
     sizes: list[float]
     share: float
 
+    def packed(self) -> dict[str, Any]:
+        """As a page stores them."""
+        return {
+            "keys": packed(self.keys, "<u4"),
+            "queries": packed(self.queries, "<u4"),
+            "sizes": packed(self.sizes, "<f4"),
+            "share": float(f"{self.share:.4g}"),
+        }
+
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PromptFlows(FlowPage):
-    """One prompt and its strongest flows, which a notebook shows as a page of its own.
+    """One prompt and its flows, which a notebook shows as a page of its own.
 
     Attributes:
         tokens: Text of each token.
         segments: Segment of each token, as in ``PromptBatch.segments``.
         parts: First and last token, kind and text of each part of the prompt: a label word, the
             target, or what stands between two of these.
-        layers: The strongest flows of each layer: of all heads together, then of each head.
-        start: The layer with the strongest S_pq, which is shown first.
+        layers: The arcs between parts in each layer: of all heads together, then of each head.
+        strongest: The strongest flows between two tokens in each layer, of all heads together.
+        start: The layer that is shown first: that with the most flow from label words to the
+            target.
         heading: What the model predicts for this prompt.
+        query: Text of the query.
+        is_right: Whether the model predicts the true label; None if that is not known.
+        source: The model and the number of the prompt.
     """
 
     parts: Sequence[tuple[int, int, str, str]]
     layers: Sequence[Sequence[Strongest]]
+    strongest: Sequence[Strongest] = ()
+    query: str = ""
+    is_right: bool | None = None
+    source: str = ""
     template: ClassVar[str] = "prompt.html"
+
+    def rows(self) -> list[tuple[int, int, str]]:
+        """The parts."""
+        return [(first, last, kind) for first, last, kind, _ in self.parts]
 
     def values(self) -> dict[str, Any]:
         """The number of heads."""
         return {"n_heads": len(self.layers[0]) - 1}
 
     def data(self) -> dict[str, Any]:
-        """Parts and strongest flows."""
-        layers = [
-            [{**flows._asdict(), "sizes": rounded(flows.sizes)} for flows in layer]
-            for layer in self.layers
-        ]
-        return {"rows": self.parts, "layers": layers}
+        """Arcs between parts and strongest flows between tokens."""
+        layers = [[arcs.packed() for arcs in of_layer] for of_layer in self.layers]
+        strongest = [flows.packed() for flows in self.strongest]
+        return {"layers": layers, "strongest": strongest, "source": self.source}
 
 
 @checked
@@ -89,12 +115,13 @@ def plot_prompt(
     loss: Loss = label_cross_entropy,
     gradient_checkpointing: bool = False,
 ) -> PromptFlows:
-    """The strongest flows of one prompt: its coloured text, and arcs between its parts.
+    """The flows of one prompt: its coloured text, and arcs between its parts.
 
     The flow from a key to a later query is its saliency, ``I_l = | sum_h A_hl * dL/dA_hl |``
-    (equation 1), or ``| A_hl * dL/dA_hl |`` for a single head. The page shows the flows of the
-    token that is pointed at, and arcs between the parts of the prompt, for each layer and head. It
-    begins with the layer that has the strongest S_pq.
+    (equation 1), or ``| A_hl * dL/dA_hl |`` for a single head. An arc is the sum of the flows from
+    all tokens of a part to all of a later part: parts with more tokens have more pairs, where
+    ``SaliencyFlows`` has means. All layers have one scale. The page begins with the layer that has
+    the most flow from label words to the target, and lights the arcs of a token that is pointed at.
 
     Args:
         model: A prepared model.
@@ -125,35 +152,88 @@ def plot_prompt(
     require_prepared(model)
     check_label_words([alone])
     check_fits(model, alone)
-    for_head = FLOWS_OF_HEADS // (model.cfg.n_layers * model.cfg.n_heads)
-    of_head = min(STRONGEST_OF_HEAD, for_head)
-    found = [
-        [Found(STRONGEST), *(Found(of_head) for _ in range(model.cfg.n_heads))]
-        for _ in range(model.cfg.n_layers)
-    ]
-    at_target, target = alone.label_positions[0], int(alone.target_positions)
-    pq = torch.zeros(model.cfg.n_layers, device="cpu")
+    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    segments = alone.segments[0].tolist()
+    parts = _parts(tokens, segments, alone.begins_with_bos)
+    if n_layers * (1 + n_heads) * len(parts) ** 2 > MOST_SUMS:
+        n_heads = 0
+    lengths = torch.tensor([last + 1 - first for first, last, *_ in parts], device="cpu")
+    part_of = torch.arange(len(parts), device="cpu").repeat_interleave(lengths)
+    shape = (n_layers, 1 + n_heads, len(parts), len(parts))
+    sums = torch.zeros(shape, dtype=torch.double, device="cpu")
+    found = [Found(STRONGEST) for _ in range(n_layers)]
 
     def select(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
         products = pattern[0] * gradient[0]
-        saliency = products.sum(0).abs()
-        for flows, values in zip(found[layer], (saliency, *products.abs()), strict=True):
-            flows.add(rows.start, keys.start or 0, values)
-        if rows.start <= target < rows.stop:
-            of_target = saliency.new_zeros(alone.tokens.shape[1])  # 0 outside of a window
-            of_target[keys] = saliency[target - rows.start]
-            pq[layer] = of_target[at_target.to(of_target.device)].mean()
+        first = keys.start or 0
+        saliency = _before(products.sum(0).abs(), rows.start, first)
+        found[layer].add(rows.start, first, saliency)
+        of_heads = _before(products[:n_heads].abs(), rows.start, first)
+        values = torch.cat([saliency[None], of_heads])
+        of_keys = part_of[first : first + saliency.shape[1]]
+        sums[layer] += sums_of_parts(values, part_of[rows], of_keys, len(parts)).cpu()
 
     logits = _run(model, alone, select, loss, gradient_checkpointing)
-    segments = alone.segments[0].tolist()
+    of_head = ARCS_OF_HEADS // (n_layers * n_heads) if n_heads else 0
+    counts = [ARCS] + [min(ARCS, of_head)] * n_heads
+    into_target = sums[:, 0, [kind == "target" for *_, kind, _ in parts]]
+    out_of_labels = into_target[..., [kind == "label" for *_, kind, _ in parts]]
     return PromptFlows(
         tokens=tokens,
         segments=segments,
-        parts=_parts(tokens, segments, alone.begins_with_bos),
-        layers=[[flows.strongest() for flows in of_layer] for of_layer in found],
-        start=int(pq.argmax()),
-        heading=_heading(alone, logits.cpu()),
+        parts=parts,
+        layers=[
+            [_largest(table, count) for table, count in zip(of_layer, counts, strict=True)]
+            for of_layer in sums
+        ],
+        strongest=[flows.strongest() for flows in found],
+        start=int(out_of_labels.sum((1, 2)).argmax()),
+        query="".join(t for t, s in zip(tokens, segments, strict=True) if s == QUERY).strip(),
+        source=f"{Path(str(model.cfg.model_name)).name}, prompt {prompt}",
+        **_predicted(alone, logits.cpu()),
     )
+
+
+def sums_of_parts(
+    values: Float[Tensor, "head query key"],
+    queries: Int[Tensor, " query"],
+    keys: Int[Tensor, " key"],
+    count: int,
+) -> Float[Tensor, "head part part"]:
+    """The sums of all pairs of tokens by the part of the query and that of the key, in float64.
+
+    Args:
+        values: A number for each pair.
+        queries: The part of each query.
+        keys: The part of each key.
+        count: The number of parts.
+
+    Examples:
+        >>> of_part = torch.tensor([0, 0, 1])
+        >>> sums_of_parts(torch.ones(1, 3, 3), of_part, of_part, 2).tolist()
+        [[[4.0, 2.0], [2.0, 1.0]]]
+    """
+    values = in_float64(values)
+    by_key = values.new_zeros(*values.shape[:2], count).index_add_(
+        2, keys.to(values.device), values
+    )
+    sums = values.new_zeros(len(values), count, count)
+    return sums.index_add_(1, queries.to(values.device), by_key)
+
+
+def _before(values: Float[Tensor, "... query key"], query: int, key: int) -> Tensor:
+    """The flows from a token to a later one, 0 elsewhere; the first query and key are given."""
+    return values.nan_to_num(0.0, 0.0, 0.0).tril(query - key - 1)
+
+
+def _largest(sums: Float[Tensor, "part part"], count: int) -> Strongest:
+    """The largest sums between two parts, and the share that they hold of all sums."""
+    between = sums.tril(-1)
+    sizes, indices = between.flatten().topk(min(count, between.numel()))
+    indices, sizes = indices[sizes > 0], sizes[sizes > 0]
+    share = float(sizes.sum() / sums.sum()) if sums.sum() else 0.0
+    width = len(sums)
+    return Strongest((indices % width).tolist(), (indices // width).tolist(), sizes.tolist(), share)
 
 
 @dataclass
@@ -182,7 +262,7 @@ class Found:
 
     def add(self, query: int, key: int, saliency: Float[Tensor, "query key"]) -> None:
         """Look in some rows, of which the first query and the first key are given."""
-        between = saliency.nan_to_num(0.0, 0.0, 0.0).tril(query - key - 1)
+        between = _before(saliency, query, key)
         sizes, indices = between.flatten().topk(min(self.count, between.numel()))
         indices, width = indices.cpu(), saliency.shape[1]
         both = torch.cat([self.sizes, sizes.cpu()])
@@ -221,7 +301,7 @@ def _run(
         return run_pass(model, prompt, loss=loss, gradient_checkpointing=True)
 
 
-def _heading(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> str:
+def _predicted(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> dict[str, Any]:
     """What the model predicts, with its probability among the labels, and the true label."""
     names = [label.strip() for label in batch.labels]
     if not names:
@@ -229,10 +309,12 @@ def _heading(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> str:
     scores = batch.label_scores(logits)
     answer = int(predicted_class(scores)[0])
     share = float(scores[0].softmax(0)[answer])
-    text = (
-        f"The model answers {names[answer]} ({100 * share:.0f} % of the label words' probability)"
-    )
-    return f"{text}." if batch.gold is None else f"{text}; true is {names[int(batch.gold[0])]}."
+    text = f"The model answers {names[answer]} ({100 * share:.0f} % among the label words)"
+    if batch.gold is None:
+        return {"heading": f"{text}."}
+    gold, is_right = names[int(batch.gold[0])], answer == int(batch.gold[0])
+    verdict = "right" if is_right else f"wrong, true is {gold}"
+    return {"heading": f"{text}: {verdict}.", "is_right": is_right}
 
 
 def _parts(

@@ -1,24 +1,32 @@
 """Templates and files of the pages, read from the package."""
 
 import json
+import re
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 
 @cache
 def _environment() -> Environment:
     loader = PackageLoader("anchorlens", "report/pages")
-    return Environment(
+    environment = Environment(
         loader=loader,
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["code"] = _code
+    return environment
+
+
+def _code(text: str) -> Markup:
+    """A text of a docstring, whose ``code`` becomes an element."""
+    return Markup(re.sub(r"``(.+?)``", r"<code>\1</code>", escape(text)))
 
 
 def template(name: str) -> Template:

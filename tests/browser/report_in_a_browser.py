@@ -4,9 +4,11 @@
 """
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -44,8 +46,30 @@ def test_all_figures_are_drawn_without_errors_and_requests(
         page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= screen[0]["width"], "the page is wider than the screen"
-        buttons = page.locator(".modebar-btn").evaluate_all("all => all.map(b => b.dataset.title)")
-        assert {title.partition(" ")[0] for title in buttons} == {"Download", "Reset"}
+        assert page.locator(".modebar").count() == 0  # it would lie over the legend
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_figure_is_saved_as_svg_and_png(report: Path, browser: Any, scheme: str) -> None:
+    with Visit(browser, report, WIDE, scheme) as page:
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+        figures = page.locator(".save")
+        assert figures.count() == 2 * (1 + 1 + 4)  # the prompt, the claims, and all others
+        for number in range(6):
+            for kind in ("svg", "png"):
+                with page.expect_download() as download:
+                    figures.nth(number).locator(f"[data-save={kind}]").click()
+                assert download.value.suggested_filename.endswith(f".{kind}")
+                content = Path(download.value.path()).read_bytes()
+                assert content.startswith(b"\x89PNG" if kind == "png" else b"<svg")
+                if kind == "svg":
+                    ElementTree.fromstring(content)  # it is whole
+                    assert scheme == "dark" or b"rgb(255, 255, 255)" in content
+        picture = figures.first.locator("[data-save=svg]")
+        with page.expect_download() as download:
+            picture.click()
+        text = Path(download.value.path()).read_text("utf-8")
+        assert "layer " in text and "nats" in text and "The model answers" in text
 
 
 def test_numbers_in_cells_are_black_or_white(report: Path, browser: Any, screen: Any) -> None:
@@ -78,15 +102,14 @@ def test_a_long_prompt_scrolls_and_is_whole_on_paper(
     flows = al.plot_prompt(gpt2, questions(gpt2, count=1)[0])
     with Visit(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
         # As high as hundreds of demonstrations.
-        page.add_style_tag(content=".rows li, .al-tokens span { display: block; height: 300px }")
+        page.add_style_tag(content=".rows li { height: 300px; max-height: none !important }")
         hidden = "part => [part.clientHeight, part.scrollHeight - part.clientHeight]"
-        for part in (page.locator(".al-tokens"), page.locator(".arcs")):
-            height, below = part.evaluate(hidden)
-            assert height == 60 * 16 and below > 0
+        picture = page.locator(".picture")
+        height, below = picture.evaluate(hidden)
+        assert height <= 38 * 16 and below > 0
         assert not serious_violations(page)
         page.emulate_media(media="print")
-        for part in (page.locator(".al-tokens"), page.locator(".arcs")):
-            assert part.evaluate(hidden)[1] == 0
+        assert picture.evaluate(hidden)[1] == 0
 
 
 def test_a_chosen_token_of_an_answer_shows_what_it_reads(
@@ -137,7 +160,7 @@ def test_a_chosen_token_of_an_answer_shows_what_it_reads(
         assert_shown(last, 3)
         page.locator("select").select_option("2")
         assert_shown(2, 3)
-        page.locator("select").focus()
+        page.locator(".own").focus()
         page.keyboard.press("Tab")
         assert page.locator(".here").evaluate("e => e === document.activeElement")
         assert_shown(2, 3)
@@ -146,7 +169,7 @@ def test_a_chosen_token_of_an_answer_shows_what_it_reads(
 def test_every_section_is_reached_by_its_link_and_by_keys(report: Path, browser: Any) -> None:
     with Visit(browser, report, WIDE) as page:
         links = page.locator("nav a").evaluate_all("all => all.map(a => a.getAttribute('href'))")
-        assert len(links) == 2 * (1 + 1 + 1 + 4) + 1
+        assert len(links) == 2 * (1 + 1 + 4) + 1
         for link in links:
             page.locator(f"nav a[href='{link}']").focus()
             page.keyboard.press("Enter")
@@ -172,8 +195,15 @@ def test_a_token_shows_its_flows_by_pointer_and_by_keys(report: Path, browser: A
         target = tokens.last
         target.hover()
         text = detail.inner_text()
-        assert re.search(r"reads from: “.*” \(\d+\) [\d.e-]+", text), text
+        assert re.search(r"reads from: “.*” \(\d+\) [\d.e-]+ nats", text), text
         assert prompt.locator(".from").count() == 3
+        row = target.evaluate(
+            "token => [...token.closest('ol').children].indexOf(token.closest('li'))"
+        )
+        assert row == prompt.locator(".rows li").count() - 1
+        lit, dim = prompt.locator(".arcs .lit"), prompt.locator(".arcs .dim")
+        assert lit.count() > 1 and dim.count() > 1
+        assert all(f"→ {':'}" in title for title in lit.locator("title").all_text_contents())
         first = tokens.first
         first.focus()
         assert "It is read by: “" in detail.inner_text()
@@ -184,37 +214,108 @@ def test_a_token_shows_its_flows_by_pointer_and_by_keys(report: Path, browser: A
         assert detail.inner_text() == text
 
 
-def test_layer_head_and_parts_change_the_arcs(report: Path, browser: Any) -> None:
+def sums_of_parts(flows: al.PromptFlows, saliency: torch.Tensor) -> list[float]:
+    """The saliency of all pairs of tokens of two parts, parts by parts, largest first."""
+    spans = [slice(first, last + 1) for first, last, *_ in flows.parts]
+    pairs = [(key, query) for query in range(len(spans)) for key in range(query)]
+    sums = [float(saliency[spans[query], spans[key]].double().sum()) for key, query in pairs]
+    return sorted(sums, reverse=True)
+
+
+def widths(page: Any) -> list[float]:
+    drawn = page.locator(".arcs path").evaluate_all(
+        "all => all.map(p => +p.getAttribute('stroke-width'))"
+    )
+    return sorted(drawn, reverse=True)
+
+
+def test_widths_of_arcs_are_the_sums_over_all_pairs_on_one_scale(
+    gpt2: Any, browser: Any, tmp_path: Path
+) -> None:
+    batch = questions(gpt2, count=1)[0]
+    flows = al.plot_prompt(gpt2, batch)
+    saliency = al.saliency(gpt2, batch)[0]
+    exact = [sums_of_parts(flows, of_layer) for of_layer in saliency]
+    largest = max(sums[0] for sums in exact)
+    label, target = batch.label_positions[0], int(batch.target_positions)
+    assert flows.start == int(saliency[:, target, label].sum(-1).argmax())
+    with Visit(browser, flows.save(tmp_path / "prompt.html"), WIDE) as page:
+        for layer, sums in enumerate(exact):
+            page.locator(".thumbs button").nth(layer).click()
+            for scale, own in ((largest, False), (sums[0], True)):
+                page.locator(".own").set_checked(own)
+                expected = [12 * size / scale for size in sums if size > scale / 200]
+                assert widths(page) == pytest.approx(expected, rel=1e-6)
+                title = page.locator(".title").inner_text()
+                assert f"layer {layer} of 0 to 2" in title and f"up to {scale:.3g} nats" in title
+                assert ("one scale for all layers" in title) != own
+                assert ("shown first" in title) == (layer == flows.start)
+            page.locator(".own").set_checked(False)
+        heads = al.saliency(gpt2, batch, weight=al.weights.signed, per_head=True)[0].abs()
+        page.locator(".heads").select_option("2")
+        of_head = [sums_of_parts(flows, table[1]) for table in heads]
+        scale = max(sums[0] for sums in of_head)
+        expected = [12 * size / scale for size in of_head[2] if size > scale / 200]
+        assert widths(page) == pytest.approx(expected, rel=1e-6)
+        assert "in this layer and head" not in page.locator(".title").inner_text()
+        assert "head 1" in page.locator(".title").inner_text()
+
+
+def test_the_choice_of_a_picture_stands_in_the_address(report: Path, browser: Any) -> None:
     with Visit(browser, report, WIDE) as page:
         prompt = page.locator(".prompt").first
-        slider, heads = prompt.locator(".layer"), prompt.locator(".heads")
-
-        def arcs() -> str:
-            return str(prompt.locator(".arcs svg").inner_html())
-
-        shown = arcs()
-        assert shown.count("<path") > 3
-        slider.focus()
-        page.keyboard.press("Home")
-        at_first = arcs()
-        page.keyboard.press("ArrowRight")
-        assert prompt.locator("output").inner_text() == "1"
-        assert arcs() != at_first
-        before = arcs()
-        heads.select_option("1")
-        assert arcs() != before
-        assert "in this layer and head" in prompt.locator(".held").inner_text()
-        rows = prompt.locator(".rows li").count()
-        button = prompt.locator(".rows button").first
-        button.click()
-        assert prompt.locator(".rows li").count() > rows
-        assert prompt.locator(".rows button").first.get_attribute("aria-expanded") == "true"
-        prompt.locator(".rows button").first.click()
-        assert prompt.locator(".rows li").count() == rows
-        prompt.locator(".play").click()
-        page.wait_for_function(
-            "document.querySelector('.prompt output').textContent !== '1'", timeout=5000
+        prompt.locator(".layer").focus()
+        page.keyboard.press("End")
+        prompt.locator(".heads").select_option("1")
+        prompt.locator(".own").check()
+        address = page.evaluate("location.href")
+        assert address.endswith("-prompt-0?layer=2&choice=1&own=1")
+        shown = prompt.locator(".arcs").inner_html()
+        page.goto("about:blank")
+        page.goto(address)
+        assert prompt.locator("output").inner_text() == "2"
+        assert prompt.locator(".arcs").inner_html() == shown
+        other = page.locator(".prompt").nth(1).locator("output")
+        assert (
+            other.inner_text() != "2" or other.inner_text() == prompt.locator("output").inner_text()
         )
+
+
+def test_other_prompts_are_a_click_away(gpt2: Any, browser: Any, tmp_path: Path) -> None:
+    batch = questions(gpt2, count=6)[0]
+    results = {f"prompt {k}": al.plot_prompt(gpt2, batch, k) for k in range(3)}
+    right = Counter(flows.is_right for flows in results.values())
+    with Visit(browser, al.write_report(results, tmp_path / "report.html"), WIDE) as page:
+        choices = page.locator(".choices button")
+        signs = [text[0] for text in choices.all_text_contents()]
+        assert signs == ["✗"] * right[False] + ["✓"] * right[True]
+        assert page.locator(".one-prompt:visible").count() == 1
+        choices.nth(2).click()
+        shown = page.locator(".one-prompt:visible")
+        assert shown.count() == 1 and choices.nth(2).get_attribute("aria-pressed") == "true"
+        assert shown.locator(".arcs path").count() > 3 and shown.locator(".thumbs path").count() > 3
+        shown.locator(".layer").focus()
+        page.keyboard.press("Home")
+        address = page.evaluate("location.href")
+        page.goto("about:blank")
+        page.goto(address)
+        assert choices.nth(2).get_attribute("aria-pressed") == "true"
+        assert not serious_violations(page)
+
+
+def test_the_answer_the_picture_and_the_claims_are_on_the_first_screen(
+    report: Path, browser: Any, screen: Any
+) -> None:
+    with Visit(browser, report, *screen) as page:
+        tops = [
+            page.locator(name).first.evaluate("e => e.getBoundingClientRect().top")
+            for name in (".headline", ".picture", ".forest")
+        ]
+        if screen[0] == WIDE:
+            assert max(tops) < 600
+        else:
+            assert tops == sorted(tops) and tops[0] < WIDE["height"] / 2
+            assert not page.locator(".contents").evaluate("e => e.open")
 
 
 def test_numbers_are_sorted_and_downloaded(report: Path, browser: Any) -> None:
@@ -298,8 +399,11 @@ def test_texts_of_users_stay_texts(report: Path, browser: Any, tmp_path: Path) -
         segments=[1, 2, 5],
         parts=[(0, 0, "text", evil), (1, 1, "label", "Yes"), (2, 2, "target", ":")],
         layers=[[al.report.prompt_flows.Strongest([0], [1], [1.0], 1.0)] * 2],
+        strongest=[al.report.prompt_flows.Strongest([0], [1], [1.0], 1.0)],
         start=0,
         heading=evil,
+        query=evil,
+        source=evil,
     )
     path = al.write_report({evil: flows}, tmp_path / "report.html", title=evil)
     with Visit(browser, path, WIDE) as page:
@@ -322,5 +426,9 @@ def test_an_arc_of_a_very_long_text_has_its_own_ends(browser: Any, tmp_path: Pat
         heading="A long text",
     )
     with Visit(browser, flows.save(tmp_path / "long.html"), WIDE) as page:
-        (title,) = page.locator(".arcs svg title").all_text_contents()
-        assert title == f"t3 → t{count - 1}: 1.00 nats"
+        (title,) = page.locator(".arcs title").all_text_contents()
+        assert title == "x → x: 1.00 nats"
+        rows = page.locator(".rows li")
+        edges = [rows.nth(k).evaluate("e => e.getBoundingClientRect().top") for k in (3, count - 1)]
+        box = page.locator(".arcs path").evaluate("e => e.getBoundingClientRect().toJSON()")
+        assert (box["top"], box["bottom"]) == pytest.approx([edge + 12 for edge in edges], abs=8)

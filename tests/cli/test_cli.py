@@ -152,7 +152,7 @@ def test_without_a_picture_of_a_prompt_there_is_still_a_report(
     arguments = ["--model", str(shallow_folder), "--out", str(tmp_path), "--task", "questions"]
     assert call(monkeypatch, "run", *arguments, "--queries", "12", "--depth", "1") == 0
     printed = capsys.readouterr()
-    assert "warning: no picture of one prompt: CUDA out of memory. Tried" in printed.err
+    assert "warning: no picture of prompt 0: CUDA out of memory. Tried" in printed.err
     assert "questions, claims of the paper" in printed.out
     page = (tmp_path / "report.html").read_text()
     assert ">Saliency flows</h3>" in page and ">One prompt</h3>" not in page

@@ -21,6 +21,7 @@ TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30, 14]])
 SEGMENTS = [0, 0, 0, -1, 1, 1, 2, 2, 2, 2]
 NAMES = ["question", "step", "answer"]
 POSITIONS = [6, 7, 8, 9]
+RUNS = [(0, 3), (3, 4), (4, 6), (6, 10)]  # of one segment
 
 
 def prompt() -> al.PromptBatch:
@@ -69,6 +70,8 @@ def test_numbers_are_the_saliency_of_the_loss_of_each_token(gpt2: Any) -> None:
         assert read["keys"] == weights.argsort(descending=True).tolist()
         assert_rounded(read["sizes"], weights.sort(descending=True).values.tolist())
         assert read["share"] == 1
+        runs = [sum(float(x) for x in weights[first:end]) for first, end in RUNS]
+        assert read["runs"] == pytest.approx(runs, rel=1e-5)
         in_order = [*range(3), -1]  # tokens without a segment come last
         inside = [[k for k in range(row) if SEGMENTS[k] == part] for part in in_order]
         assert_rounded(read["shares"], [float(weights[k].sum() / weights.sum()) for k in inside])
@@ -123,7 +126,8 @@ def test_the_second_token_of_a_text_reads_nothing(gpt2: Any) -> None:
     assert page.positions == [1]
     assert {read.share for layer in page.layers for read in layer} == {0.0}
     [[_, _, read], *_] = reads(data_of(page.page()))
-    assert read == {"keys": [], "sizes": [], "share": 0, "shares": [0] * 3, "means": [None] * 3}
+    empty = {"keys": [], "sizes": [], "share": 0, "shares": [0] * 3, "means": [None] * 3}
+    assert read == empty | {"runs": [0] * 3}
 
 
 def test_tokens_without_any_weight_are_not_among_the_strongest(flows: al.StepFlowsRecord) -> None:

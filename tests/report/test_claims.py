@@ -131,13 +131,13 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     assert str(judged[2].estimate) == "0.50 [0.20, 0.70]"
     records = [distances(), attention(), isolation(), flows()]
     assert headline(records, judged) == (
-        "Yes: with the label words isolated in the first 2 layers 50 % [20, 70] more predictions "
-        "change than with random words isolated, and in deep layers the answer depends "
-        "3.0 [2.9, 3.1] times as much on what it reads from a label word as from another word."
+        "Yes: isolating the label words in the first 2 layers changes 50 % [20, 70] more "
+        "predictions than isolating random words, and in deep layers the answer reads "
+        "3.0 [2.9, 3.1] times as much from a label word as from another word."
     )
-    assert headline(records, judged[:2]).startswith("Yes: in deep layers the answer depends 3.0")
+    assert headline(records, judged[:2]).startswith("Yes: in deep layers the answer reads 3.0")
     assert headline(records, judged[3:]) == headline([], []) == ""
-    assert how_sure(records, judged) == "Of the 5 claims below 5 agree."
+    assert how_sure(records, judged) == "Of 5 claims of the paper 5 agree."
 
 
 @pytest.mark.with_shapes
@@ -219,7 +219,7 @@ def test_the_isolation_that_leaves_the_edges_to_bos_decides() -> None:
         assert "first 2 layers, but for their edges to BOS, keeps" in sentences(records)[1]
         words, cut_too = claim.controls
         assert (str(cut_too.estimate), words.draws) == ("0.27 [0.11, 0.41]", [0, 0])
-        assert headline(records, judged).startswith("Not sure: with the label words isolated in")
+        assert headline(records, judged).startswith("Not sure: isolating the label words in")
     without = isolation(0.27, 0.11, 0.41)
     assert "edges to BOS are cut too" in al.claims({"a": distances(), "b": without})[0].measure
     assert verdicts(distances(), without)[0] == AGREES
@@ -302,7 +302,7 @@ def test_without_ability_nothing_can_be_told() -> None:
     unable = distances(accuracy_low=0.45)  # half of the queries are of one class
     judged = al.claims({"a": unable, "b": attention(), "c": isolation(), "d": flows()})
     assert {claim.verdict for claim in judged} == {CANNOT_TELL}
-    assert "70 % [45, 80], is not clearly above the 50 % of a model" in judged[0].reason
+    assert "70 % [45, 80], is not clearly above the 50 % of always" in judged[0].reason
     records = [unable, attention(), isolation(), flows()]
     assert headline(records, judged).startswith("This cannot be told: the accuracy, 70 % [45, 80]")
 
@@ -354,10 +354,10 @@ def test_the_answer_says_the_numbers_in_words() -> None:
     apart = {"b": isolation(-0.3, -0.4, -0.1, prompts=20), "c": flows(), "a": distances()}
     judged = al.claims(apart)
     assert headline([*apart.values()], judged).startswith("No: ")
-    assert ", but in deep layers the answer depends" in headline([*apart.values()], judged)
+    assert ", but in deep layers the answer reads" in headline([*apart.values()], judged)
     assert how_sure([*apart.values()], judged) == (
-        "Of the 4 claims below 3 agree, 1 do not agree. Computed from 20 prompts after one set of "
-        "demonstrations: the intervals do not speak of other sets."
+        "Of 4 claims of the paper 3 agree, 1 do not agree. From 20 prompts after one set of "
+        "demonstrations: intervals do not speak of other sets."
     )
 
 

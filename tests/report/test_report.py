@@ -20,8 +20,11 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, PromptError
+from anchorlens.report.claims import Claim, Control, Verdict
+from anchorlens.report.forest import forest
 from anchorlens.report.prompt_flows import Found
 from anchorlens.report.templates import as_json
+from anchorlens.results.estimate import Estimate
 from tests.support.tiny_models import questions, tiny_gpt2
 
 pytestmark = pytest.mark.with_shapes
@@ -229,7 +232,7 @@ def test_several_tasks_are_chapters_with_one_section_for_all_isolations(
     tasks = {"a & b": {"flows": flows, "sweep": sweep, "one": prompt}, "c": {"flows": flows}}
     text = written(tmp_path, tasks, command="anchorlens run")
     assert re.findall(r'heading">(.*?)</h2>', text) == ["a &amp; b", "c"]
-    assert headings_of(text) == ["One", "Flows", "Isolation", "Flows"]
+    assert headings_of(text) == ["Flows", "Isolation", "Flows"] and ">One</h4>" in text
     assert figures_of(text) == 3
     cells = Page(tmp_path / "report.html").cells
     fields = sum(values.numel() for values in results["isolation"].tensors().values())
@@ -255,24 +258,59 @@ def test_a_page_has_its_title_in_the_window_of_the_browser(
 
 def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None:
     text = written(tmp_path, results)
-    answer, figure = text.index("right class of"), text.index('class="figure"')
-    assert answer < text.index("Claims of the paper") < figure
+    places = ["This cannot be told", "Of 5 claims", '<svg class="forest"', "right class of"]
+    places += ['aria-label="Claims of the paper"', 'class="figure"']
+    assert [*map(text.index, places)] == sorted(map(text.index, places))
     for claim in al.claims(results):
         assert claim.statement in unescape(text)
         assert claim.reason in unescape(text)
 
 
-def test_the_answer_leads_to_the_pictures_of_prompts(
+def test_prompts_stand_beside_the_claims_those_with_wrong_answers_first(
     results: dict[str, Any], prompt: al.PromptFlows, tmp_path: Path
 ) -> None:
-    without = written(tmp_path, results)
-    assert "in a single prompt" not in without
-    text = written(tmp_path, results | {"one": prompt, "b & c": prompt})
-    answer = text.partition('class="answer"')[2].partition('<table class="claims">')[0]
-    links = re.findall(r'<a href="#([^"]*)">(.*?)</a>[,.]', answer)
-    assert [heading for _, heading in links] == ["One", "B &amp; c"]
-    for section, heading in links:
-        assert f'<h3 id="{section}-heading">{heading}</h3>' in text
+    assert '<ul class="choices"' not in written(tmp_path, results | {"one": prompt})
+    several = {
+        "a": replace(prompt, is_right=True, query="What is: a dog"),
+        "b": replace(prompt, is_right=False, query=f"What is: {EVIL}"),
+        "c": replace(prompt, is_right=None, query="What is: a cat"),
+    }
+    text = written(tmp_path, results | several)
+    chosen = re.findall('data-shows="(.*?)" aria-pressed="(.*?)">(.*?)<', text)
+    assert [(pressed, unescape(words)) for _, pressed, words in chosen] == [
+        ("true", "✗ <script>alert('a & b')</script>"),
+        ("false", "✓ a dog"),
+        ("false", "a cat"),
+    ]
+    shown = re.findall('<div id="(.*?)" class="one-prompt"(.*?)>', text)
+    assert shown == [(chosen[0][0], ""), (chosen[1][0], " hidden"), (chosen[2][0], " hidden")]
+
+
+def test_the_forest_draws_each_claim_with_its_controls() -> None:
+    limit, control = 0.5, Control("models of <b>", Estimate(0.3, 0.2, 0.4), [0.1, 0.35])
+    claim = Claim(
+        "A claim that is so long that its name needs a second line of the picture.",
+        "a number", Estimate(0.7, 0.6, 0.9), limit, "", "", Verdict.AGREES, "", [control],
+    )  # fmt: skip
+    none = replace(claim, estimate=Estimate(float("nan")), controls=[])
+    ratio = replace(claim, estimate=Estimate(4.0, 1.0, 16.0), limit=4.0, controls=[])
+    drawn = forest([claim, none, ratio])
+    texts = re.findall("<text.*?>(.*?)</text>", drawn)
+    assert "0.70 [0.60, 0.90]  ✓ agrees" in texts and "no number  ✓ agrees" in texts
+    assert "models of &lt;b&gt;: 0.30 [0.20, 0.40]" in texts and texts.count("0.5") == 2
+    assert [
+        len(re.findall(f'<circle class="{kind}"', drawn)) for kind in ("forest-agrees", "control")
+    ] == [2, 3]
+    # Places along an axis are those of the numbers; of ratios, of their logarithms.
+    (at,) = re.findall('forest-agrees" cx="(.*?)"', drawn)[:1]
+    draws = [float(x) for x in re.findall('circle class="control" cx="(.*?)"', drawn)]
+    limits = [float(x) for x in re.findall('class="limit" x1="(.*?)"', drawn)]
+    per_unit = (float(at) - limits[0]) / (0.7 - limit)
+    assert draws == pytest.approx(
+        [limits[0] + per_unit * (x - limit) for x in (0.3, 0.1, 0.35)], abs=0.2
+    )
+    low, high = map(float, re.findall(r'd="M([\d.]+),.*?H([\d.]+)', drawn)[-1])
+    assert limits[2] - low == pytest.approx(high - limits[2], abs=0.2)
 
 
 def test_the_file_of_the_plotting_library_is_that_of_its_package() -> None:

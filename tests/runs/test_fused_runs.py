@@ -181,13 +181,23 @@ def test_a_page_of_a_prompt_has_the_flows_of_whole_patterns(
     assert ours.start == expected.start
     for layer, of_layer in enumerate(ours.layers):
         tables = [saliency[layer], *heads[0, layer].abs()]
-        for flows, theirs, table in zip(of_layer, expected.layers[layer], tables, strict=True):
-            earlier = table.tril(-1)
-            sizes = earlier[flows.queries, flows.keys]
-            assert sizes.allclose(torch.tensor(flows.sizes), rtol=1e-4, atol=1e-9)
-            assert sizes.allclose(earlier.flatten().topk(len(sizes)).values, rtol=1e-4, atol=1e-9)
-            assert flows.share == pytest.approx(theirs.share, abs=1e-4)
-            assert len(flows.sizes) == len(theirs.sizes)
+        for arcs, theirs, table in zip(of_layer, expected.layers[layer], tables, strict=True):
+            sums = {
+                (key, query): float(table.tril(-1)[q0 : q1 + 1, k0 : k1 + 1].double().sum())
+                for key, (k0, k1, *_) in enumerate(ours.parts)
+                for query, (q0, q1, *_) in enumerate(ours.parts)
+                if key < query
+            }
+            drawn = dict(zip(zip(arcs.keys, arcs.queries, strict=True), arcs.sizes, strict=True))
+            assert drawn == pytest.approx({pair: sums[pair] for pair in drawn}, rel=1e-4, abs=1e-9)
+            largest = sorted(sums.values(), reverse=True)[: len(drawn)]
+            assert arcs.sizes == pytest.approx(largest, rel=1e-4, abs=1e-9)
+            assert arcs.share == pytest.approx(theirs.share, abs=1e-4)
+            assert len(arcs.sizes) == len(theirs.sizes)
+        flows, earlier = ours.strongest[layer], saliency[layer].tril(-1)
+        sizes = earlier[flows.queries, flows.keys]
+        assert sizes.allclose(torch.tensor(flows.sizes), rtol=1e-4, atol=1e-9)
+        assert sizes.allclose(earlier.flatten().topk(len(sizes)).values, rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.usefixtures("small")

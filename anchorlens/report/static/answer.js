@@ -1,9 +1,10 @@
 "use strict";
 // The page of an answer: what the chosen token reads, as bars below the tokens and as numbers.
-function viewOfAnswer({ data, find, choice, tokens, elementOf, flows, text, draw }) {
+function viewOfAnswer({ data, find, choice, rows, tokens, elementOf, layer, text, draw }) {
   const MOST_ROWS = 8;
   const elements = data.steps.map(({ position }) => elementOf(position));
   const stops = [...new Set(elements)];
+  const flows = () => data.layers[layer()][choice.value];
   const step = () => data.steps[choice.value];
   const percent = (share) => share && share < 0.001 ? `${(100 * share).toPrecision(1)} %`
     : `${(100 * share).toFixed(1)} %`;
@@ -39,12 +40,12 @@ function viewOfAnswer({ data, find, choice, tokens, elementOf, flows, text, draw
   let shown = null;
   const show = () => {
     const { position, loss } = step(), { keys, sizes, share, shares, means } = flows();
-    const here = elements[choice.value], box = find(".al-tokens");
+    const here = elements[choice.value], box = find(".picture");
     for (const stop of stops) {
       stop.classList.toggle("here", stop === here);
       stop.tabIndex = stop === here ? 0 : -1;
     }
-    if (here !== shown) box.scrollTop = here.offsetTop - box.offsetTop - 0.7 * box.clientHeight;
+    if (here !== shown) box.scrollTop = here.offsetTop - 0.7 * box.clientHeight;
     shown = here;
     drawBars();
     find(".detail").textContent = `${text(position)} has the probability `
@@ -63,21 +64,18 @@ function viewOfAnswer({ data, find, choice, tokens, elementOf, flows, text, draw
     stop.addEventListener("click", () => stop.focus());
   }
   return {
-    // What is before the chosen token, and this token.
-    parts: () => {
-      const { position } = step();
-      const before = data.rows.filter(([first]) => first < position).map(([first, last, kind]) => {
-        const end = Math.min(last, position - 1);
-        return [first, end, kind, data.tokens.slice(first, end + 1).join("").trim() || "␣"];
-      });
-      return [...before, [position, position, "target", text(position)]];
+    // From the runs of tokens before the chosen one; those of its own run are among the bars.
+    arcs: (layer) => {
+      const to = elements[choice.value], { runs } = data.layers[layer][choice.value];
+      return runs.map((size, k) => ({ size, from: rows[k], to, kind: size < 0 ? "into" : "out" }))
+        .filter(({ size, from }) => size && from !== to.closest("li"));
     },
-    queries: () => flows().keys.map(() => step().position),
-    kindOf: (from, to, size) => size < 0 ? "into" : "out",
+    lit: () => null,
+    title: () => ["", ""],
+    measure: "the sum of the weights",
     unit: "",
-    held: () => `Drawn from the ${flows().keys.length} strongest of the ${step().position - 1} tokens `
-      + `before the position that predicts this one. They hold ${percent(flows().share)} of what is read. `
-      + "Wider and darker is more.",
+    held: () => `The bars are the ${flows().keys.length} strongest of the ${step().position - 1} tokens `
+      + `before the position that predicts this one. They hold ${percent(flows().share)} of what is read.`,
     stops,
     choose: (element) => {
       if (elements[choice.value] === element) return;

@@ -1,96 +1,133 @@
 "use strict";
-// Flows of one text: its tokens, and arcs between its parts in a layer. What a choice of tokens shows
-// is a matter of the page of a prompt or of that of an answer.
+// Flows of one text: rows of its tokens, and arcs between rows in a layer. Which arcs there are, and
+// what a choice of tokens shows, is a matter of the page of a prompt or of that of an answer.
+const WIDEST = 12;  // pixels
+const arcPath = (y1, y2, width) => {
+  const bulge = Math.min(width - 8, 24 + Math.abs(y2 - y1) * 0.9) * 1.3;
+  return `M4,${y1} C${bulge},${y1} ${bulge},${y2} 10,${y2}`;
+};
+const HEAD = " m5,-4 l-6,4 l6,4";
+const arcNode = ({ size, kind }, path, part, widest) => svgNode("path", { d: path, class: kind,
+  "data-size": size, "stroke-width": widest * part, "stroke-opacity": (0.45 + 0.5 * part).toFixed(2) });
+const shorter = (text, most) => text.length > most ? `${text.slice(0, most - 1)}…` : text;
+
 for (const root of document.querySelectorAll(".prompt")) {
   const data = JSON.parse(root.querySelector("script").textContent);
   const find = (selector) => root.querySelector(selector);
-  const slider = find(".layer"), choice = find("select"), play = find(".play");
-  const list = find(".rows"), svg = find("svg"), held = find(".held");
-  const tokens = [...root.querySelectorAll(".al-tokens [data-token]")];
+  const slider = find(".layer"), choice = find("select"), own = find(".own"), svg = find(".arcs");
+  const rows = [...root.querySelectorAll(".rows > li")], picture = find(".picture");
+  const tokens = [...root.querySelectorAll("[data-token]")];
+  const layer = () => Number(slider.value);
   const elementOf = (position) =>  // a part of a character has no element of its own
     tokens.findLast((element) => Number(element.dataset.token) <= position);
-  const ROW = 26, open = new Set();
-  const flows = () => data.layers[slider.value][choice.value];
   // The text of a character of several tokens is that of its element.
   const textOf = (position) => data.tokens[position] || elementOf(position)?.textContent || "";
   const text = (position) => `“${textOf(position).trim() || "␣"}” (${position})`;
-  const page = { data, find, choice, tokens, elementOf, flows, text, draw: () => draw() };
+  const page = { data, find, choice, rows, tokens, elementOf, layer, text, draw: () => draw() };
   const view = data.steps ? viewOfAnswer(page) : viewOfPrompt(page);
+  const layers = data.names.map((_, k) => k);
+  const largestOf = (arcs) => Math.max(0, ...arcs.map(({ size }) => Math.abs(size)));
+  // One scale for all layers, unless a layer's own is wanted.
+  const scale = () => largestOf(own.checked ? view.arcs(layer()) : layers.flatMap(view.arcs)) || 1;
+  const name = ({ textContent }) => shorter(textContent.replace(/\s+/g, " ").trim() || "␣", 40);
+  const label = ({ from, to, size }) =>
+    `${name(from)} → ${name(to)}: ${size.toPrecision(3)}${view.unit}`;
 
-  // The rows of the arc picture: a part of the prompt, or each of its tokens if it is open.
-  const visibleRows = () => view.parts().flatMap(([first, last, kind, label], part) => {
-    const row = { first, last, kind, label, part };
-    if (!open.has(part)) return [row];
-    const inside = Array.from({ length: last - first + 1 }, (_, k) => ({
-      first: first + k, last: first + k, kind, label: textOf(first + k), part, token: true }));
-    return [{ ...row, last: first - 1 }, ...inside];
-  });
-
-  const drawRows = (rows) => list.replaceChildren(...rows.map((row) => {
-    const item = document.createElement("li");
-    const [first, last] = view.parts()[row.part];
-    const folds = !row.token && first < last;
-    const shown = document.createElement(folds ? "button" : "span");
-    shown.textContent = row.label.replaceAll("\n", "↵");
-    shown.className = `${row.kind}${row.token ? " token" : ""}`;
-    if (folds) {
-      shown.type = "button";
-      shown.setAttribute("aria-expanded", open.has(row.part));
-      shown.addEventListener("click", () => {
-        open.has(row.part) ? open.delete(row.part) : open.add(row.part);
-        draw();
-        list.querySelectorAll("li")[rows.findIndex((r) => r.part === row.part)]
-          ?.querySelector("button")?.focus();
-      });
-    }
-    item.append(shown);
-    return item;
-  }));
-
-  const arcsOf = (rows) => {
-    const rowOf = [];
-    rows.forEach((row, k) => { for (let p = row.first; p <= row.last; p++) rowOf[p] = k; });
-    const sums = new Map();
-    const { keys, sizes } = flows(), queries = view.queries();
-    sizes.forEach((size, k) => {
-      const [from, to] = [rowOf[keys[k]], rowOf[queries[k]]];
-      const pair = from * rows.length + to;
-      if (from !== to) sums.set(pair, (sums.get(pair) ?? 0) + size);
-    });
-    return [...sums].map(([pair, size]) =>
-      [Math.floor(pair / rows.length), pair % rows.length, size]);
+  const title = () => {
+    const layerName = /^\d+$/.test(data.names[layer()])
+      ? `layer ${data.names[layer()]} of 0 to ${data.names.at(-1)}` : "all layers together";
+    const [source, heads] = view.title();
+    const first = layer() === data.start && view.why ? `, ${view.why}` : "";
+    return [[source, layerName, heads].filter(Boolean).join(", ") + first,
+      `Arcs: ${view.measure} up to ${scale().toPrecision(3)}${view.unit} `
+        + `(${own.checked ? "scale of this layer alone" : "one scale for all layers"})`];
+  };
+  const middle = (element) => {
+    const box = element.getBoundingClientRect();
+    return box.top + box.height / 2 - svg.getBoundingClientRect().top;
   };
 
-  const drawArcs = (rows) => {
-    const arcs = arcsOf(rows).sort((a, b) => Math.abs(a[2]) - Math.abs(b[2]));
-    const width = svg.clientWidth || 300, largest = Math.abs(arcs.at(-1)?.[2] ?? 1);
-    svg.setAttribute("height", rows.length * ROW);
-    svg.setAttribute("viewBox", `0 0 ${width} ${rows.length * ROW}`);  // paper is narrower
-    const wide = arcs.filter(([, , size]) => Math.abs(size) > largest / 100);
-    svg.replaceChildren(...wide.map(([from, to, size]) => {
-      const [y1, y2] = [(from + 0.5) * ROW, (to + 0.5) * ROW], part = Math.abs(size) / largest;
-      const bulge = Math.min(width - 8, 24 + (y2 - y1) * 0.9) * 1.3;
-      const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-      path.setAttribute("d", `M4,${y1} C${bulge},${y1} ${bulge},${y2} 10,${y2} m5,-4 l-6,4 l6,4`);
-      path.setAttribute("class", view.kindOf(rows[from], rows[to], size));
-      path.setAttribute("stroke-width", (0.6 + 6 * part).toFixed(2));
-      path.setAttribute("stroke-opacity", (0.2 + 0.75 * part).toFixed(2));
-      const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
-      title.textContent = `${rows[from].label} → ${rows[to].label}: ${size.toPrecision(3)}${view.unit}`;
-      path.append(title);
-      return path;
+  const drawArcs = () => {
+    const height = find(".rows").scrollHeight, width = svg.clientWidth || 300, largest = scale();
+    if (!height) return;
+    svg.setAttribute("height", height);
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    const lit = view.lit();
+    const drawn = view.arcs(layer()).filter(({ size }) => Math.abs(size) > largest / 200)
+      .sort((a, b) => Math.abs(a.size) - Math.abs(b.size));
+    svg.replaceChildren(...drawn.map((arc) => {
+      const path = arcPath(middle(arc.from), middle(arc.to), width) + HEAD;
+      const node = arcNode(arc, path, Math.abs(arc.size) / largest, WIDEST);
+      if (lit) node.classList.add(lit === arc.from || lit === arc.to ? "lit" : "dim");
+      node.append(svgNode("title", {}, label(arc)));
+      node.addEventListener("pointerenter", () => { find(".detail").textContent = label(arc); });
+      return node;
+    }));
+    return height;
+  };
+
+  const thumbs = find(".thumbs"), SIZE = [26, 40];
+  const drawThumbs = () => {
+    const all = layers.map(view.arcs), largest = largestOf(all.flat()) || 1;
+    const height = find(".rows").scrollHeight || 1;
+    thumbs.replaceChildren(...all.map((arcs, k) => {
+      const button = document.createElement("button");
+      const small = svgNode("svg", { viewBox: `0 0 ${SIZE.join(" ")}` });
+      small.append(...arcs.filter(({ size }) => Math.abs(size) > largest / 50).map((arc) => {
+        const [y1, y2] = [arc.from, arc.to].map((end) => middle(end) / height * SIZE[1]);
+        return arcNode(arc, arcPath(y1, y2, SIZE[0]), Math.abs(arc.size) / largest, 4);
+      }));
+      button.append(small, data.names[k]);
+      button.type = "button";
+      button.tabIndex = -1;  // the slider is for keys
+      button.className = k === layer() ? "chosen" : "";
+      button.addEventListener("click", () => { slider.value = k; changed(); });
+      return button;
     }));
   };
 
   const draw = () => {
-    const rows = visibleRows();
     const name = data.names[slider.value];
     find("output").textContent = name;
     slider.setAttribute("aria-valuetext", `layer ${name}`);
-    drawRows(rows);
-    drawArcs(rows);
-    held.textContent = view.held();
+    [...thumbs.children].forEach((thumb, k) => thumb.classList.toggle("chosen", k === layer()));
+    find(".title").replaceChildren(...title().map((line) => {
+      const element = document.createElement("span");
+      element.textContent = line;
+      return element;
+    }));
+    drawArcs();
+    find(".held").textContent = view.held();
     view.show();
+  };
+
+  // The picture as a file: rows of one line each, with its title.
+  svg.toSvg = () => {
+    const [width, left, line, top] = [860, 520, 24, 76], styles = getComputedStyle(root);
+    const height = top + rows.length * line + 40, largest = scale();
+    const color = (kind) => styles.getPropertyValue(`--${kind}`).trim();
+    const ink = getComputedStyle(document.body);
+    const write = (x, y, text, more = {}) =>
+      svgNode("text", { x, y, "font-family": "sans-serif", "font-size": 13, fill: ink.color, ...more }, text);
+    const y = (element) => top + (rows.indexOf(element.closest("li")) + 0.5) * line;
+    const arcs = view.arcs(layer()).filter(({ from, to, size }) =>
+      Math.abs(size) > largest / 200 && from !== to.closest("li"));
+    const heading = find(".heading").textContent;
+    const keys = [...root.querySelectorAll(".arc-keys span span")];
+    return textOfSvg(svgNode("svg", { width, height, viewBox: `0 0 ${width} ${height}` },
+      svgNode("rect", { width, height, fill: ink.backgroundColor }),
+      ...[shorter(heading, 120), ...title()].map((text, k) =>
+        write(12, 22 + 19 * k, text, { "font-weight": k ? "normal" : "bold" })),
+      ...rows.map((row) => write(12, y(row) + 4, shorter(name(row), 70), {
+        "font-weight": /label|target/.test(row.className) ? "bold" : "normal" })),
+      svgNode("g", { transform: `translate(${left} 0)`, fill: "none" }, ...arcs.map((arc) => {
+        const path = arcPath(y(arc.from), y(arc.to), width - left) + HEAD;
+        const node = arcNode(arc, path, Math.abs(arc.size) / largest, WIDEST);
+        node.setAttribute("stroke", color(arc.kind));
+        return node;
+      })),
+      ...keys.map((key, k) => write(12 + 230 * k, height - 14, `— ${key.parentElement.textContent}`,
+        { fill: color(key.className.split(" ").at(-1).replace("-key", "")) }))));
   };
 
   view.stops.forEach((element, k, stops) => {
@@ -108,24 +145,37 @@ for (const root of document.querySelectorAll(".prompt")) {
     });
   });
 
-  let timer = null;
-  const stop = () => {
-    clearInterval(timer);
-    timer = null;
-    play.textContent = "Play";
-    play.setAttribute("aria-pressed", "false");
+  // What is chosen stands in the address, so that a link or a reload shows the same.
+  const id = root.closest("[id]")?.id;
+  const changed = () => {
+    draw();
+    const state = new URLSearchParams({ layer: slider.value, choice: choice.value,
+      ...(own.checked ? { own: 1 } : {}) });
+    if (id && location.protocol !== "about:") history.replaceState(null, "", `#${id}?${state}`);
   };
-  play.addEventListener("click", () => {
-    if (timer !== null) return stop();
-    play.textContent = "Stop";
-    play.setAttribute("aria-pressed", "true");
-    timer = setInterval(() => {
-      slider.value = (Number(slider.value) + 1) % data.layers.length;
-      draw();
-    }, 900);
-  });
-  slider.addEventListener("input", () => { stop(); draw(); });
-  choice.addEventListener("change", draw);
-  new ResizeObserver(() => drawArcs(visibleRows())).observe(svg);
+  const restore = () => {
+    const [of, state] = decodeURIComponent(location.hash.slice(1)).split("?");
+    if (!id || of !== id) return;
+    const chosen = new URLSearchParams(state);
+    slider.value = chosen.get("layer") ?? slider.value;
+    choice.value = chosen.get("choice") ?? choice.value;
+    own.checked = chosen.has("own");
+    root.dispatchEvent(new Event("chosen", { bubbles: true }));
+    draw();
+    if (state) root.scrollIntoView();
+  };
+  slider.addEventListener("input", changed);
+  own.addEventListener("change", changed);
+  choice.addEventListener("change", () => { changed(); drawThumbs(); });
+  addEventListener("hashchange", restore);
+  let seen = 0;
+  new ResizeObserver(() => {
+    if (!svg.clientWidth) return;  // it is not shown
+    drawArcs();
+    if (seen !== svg.clientWidth) drawThumbs();
+    if (!seen) picture.scrollTop = picture.scrollHeight;  // the target is at the end
+    seen = svg.clientWidth;
+  }).observe(picture);
   draw();
+  restore();
 }

@@ -1,7 +1,21 @@
 "use strict";
-// The page of a prompt: the strongest flows from and to the token that is pointed at.
-function viewOfPrompt({ data, find, choice, tokens, elementOf, flows, text }) {
+// The page of a prompt: arcs between its parts, and those of the token that is pointed at.
+function viewOfPrompt({ data, find, choice, rows, tokens, elementOf, layer, text, draw }) {
+  const unpack = (packed, Type) =>
+    [...new Type(Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0)).buffer)];
+  const flowsOf = ({ keys, queries, sizes, share }) => ({ share, sizes: unpack(sizes, Float32Array),
+    keys: unpack(keys, Uint32Array), queries: unpack(queries, Uint32Array) });
+  const layers = data.layers.map((heads) => heads.map(flowsOf));
+  const strongest = data.strongest.map(flowsOf);
+  const kindOf = (from, to) => to.className.includes("target") && from.className.includes("label")
+    ? "out" : to.className.includes("label") ? "into" : "other";
   let current = null;
+
+  const arcs = (layer) => {
+    const { keys, queries, sizes } = layers[layer][choice.value];
+    return sizes.map((size, k) => ({ size, from: rows[keys[k]], to: rows[queries[k]],
+      kind: kindOf(rows[keys[k]], rows[queries[k]]) }));
+  };
   const show = () => {
     for (const token of tokens) token.classList.remove("from", "to", "here");
     if (current === null) return;
@@ -9,34 +23,37 @@ function viewOfPrompt({ data, find, choice, tokens, elementOf, flows, text }) {
     const first = Number(current.dataset.token);
     const last = next ? Number(next.dataset.token) - 1 : data.tokens.length - 1;
     const inside = (position) => first <= position && position <= last;
-    const { keys, queries, sizes } = flows();
-    const strongest = (ends, others) => sizes.map((size, k) => [size, k])
-      .filter(([, k]) => inside(ends[k]) && !inside(others[k]))
-      .sort((a, b) => b[0] - a[0]).slice(0, 3).map(([size, k]) => [others[k], size]);
-    const from = strongest(queries, keys), to = strongest(keys, queries);
+    const { keys, queries, sizes } = strongest[layer()] ?? { keys: [], queries: [], sizes: [] };
+    const of = (ends, others) => sizes.map((size, k) => [others[k], size, ends[k]])
+      .filter(([other, , end]) => inside(end) && !inside(other)).slice(0, 3);
+    const from = of(queries, keys), to = of(keys, queries);
     current.classList.add("here");
     from.forEach(([position]) => elementOf(position).classList.add("from"));
     to.forEach(([position]) => elementOf(position).classList.add("to"));
     const words = (flows) => flows.length
-      ? flows.map(([position, size]) => `${text(position)} ${size.toPrecision(2)}`).join(", ")
-      : "none of the strongest flows";
+      ? flows.map(([position, size]) => `${text(position)} ${size.toPrecision(2)} nats`).join(", ")
+      : `none of the ${sizes.length} strongest flows between two tokens`;
     find(".detail").textContent =
       `${text(first)} reads from: ${words(from)}. It is read by: ${words(to)}.`;
   };
   const choose = (element) => {
     current = element;
-    show();
+    draw();
   };
   for (const token of tokens) token.addEventListener("pointerenter", () => choose(token));
+  // A long part shows its first lines until it is chosen.
+  for (const row of rows)
+    row.addEventListener("click", () => { row.classList.toggle("open"); draw(); });
   return {
-    parts: () => data.rows,
-    queries: () => flows().queries,
-    kindOf: (from, to) => to.kind === "target" && from.kind === "label" ? "out"
-      : to.kind === "label" ? "into" : "other",
+    arcs,
+    lit: () => current?.closest("li"),
+    title: () => [data.source, choice.value === "0" ? "all heads" : `head ${choice.value - 1}`],
+    why: "shown first as it has the most flow from label words to the target",
+    measure: "|A · ∂L/∂A| summed over all pairs of tokens,",
     unit: " nats",
-    held: () => `Drawn from the ${flows().sizes.length} strongest flows between two tokens, which `
-      + `hold ${(100 * flows().share).toFixed(0)} % of the saliency between two tokens in this layer`
-      + `${choice.value === "0" ? "" : " and head"}. Wider and darker is more.`,
+    held: () => `The arcs of this layer${choice.value === "0" ? "" : " and head"} hold `
+      + `${(100 * layers[layer()][choice.value].share).toFixed(0)} % of its saliency between tokens; `
+      + "the rest flows inside parts, or in arcs too small to store.",
     stops: tokens,
     choose,
     show,

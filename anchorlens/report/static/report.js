@@ -3,8 +3,7 @@
 (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const narrow = matchMedia("(max-width: 640px)");
-  const config = { responsive: true, displaylogo: false,
-    modeBarButtons: [["toImage", "resetScale2d"]] };
+  const config = { responsive: true, displayModeBar: false };
   const holders = [...document.querySelectorAll(".figure")];
   const figures = holders.map((holder) => JSON.parse(holder.nextElementSibling.textContent));
 
@@ -41,6 +40,18 @@
     const figure = figures[number], layout = layoutOf(figure, isDark, isNarrow);
     Plotly.react(holders[number], dataOf(figure, isDark), { ...layout, ...size }, config);
   };
+  // A file has the title, which stands beside the figure on the page.
+  holders.forEach((holder, number) => {
+    holder.toSvg = async () => {
+      const { data, layout } = figures[number], width = 900, height = parseFloat(holder.style.height);
+      const drawn = { ...layoutOf(figures[number], dark.matches, false), width, height,
+        title: { ...layout.title, text: holder.dataset.title }, margin: layout.margin,
+        paper_bgcolor: getComputedStyle(document.body).backgroundColor };
+      const url = await Plotly.toImage({ data: dataOf({ data }, dark.matches), layout: drawn },
+        { format: "svg", width, height });
+      return decodeURIComponent(url.slice(url.indexOf(",") + 1));
+    };
+  });
   const draw = (number) => show(number, dark.matches, narrow.matches, {});
   const drawAll = () => holders.forEach((_, number) => draw(number));
   // Paper has no scroll bars: all of a figure must fit between the margins of A4, and two on a page.
@@ -52,6 +63,25 @@
   narrow.addEventListener("change", drawAll);
   addEventListener("beforeprint", drawForPaper);
   addEventListener("afterprint", drawAll);
+
+  // A phone shows the answer before a list of what follows.
+  const contents = document.querySelector(".contents");
+  contents.open = matchMedia("(min-width: 1100px)").matches;
+
+  // Of several prompts one is shown.
+  const choose = (id) => {
+    const button = document.querySelector(`[data-shows="${id}"]`);
+    for (const other of button?.closest("ul").querySelectorAll("button") ?? []) {
+      other.setAttribute("aria-pressed", other === button);
+      document.getElementById(other.dataset.shows).hidden = other !== button;
+    }
+  };
+  for (const button of document.querySelectorAll("[data-shows]"))
+    button.addEventListener("click", () => {
+      choose(button.dataset.shows);
+      history.replaceState(null, "", `#${button.dataset.shows}`);
+    });
+  document.addEventListener("chosen", ({ target }) => choose(target.closest("[id]").id));
 
   const cell = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
   for (const button of document.querySelectorAll("button.download"))

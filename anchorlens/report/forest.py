@@ -1,0 +1,97 @@
+"""Draws the claims below each other: number, 95 % interval, limit, and controls in grey.
+
+Each claim has an axis of its own, because the numbers have different units. Brackets are intervals
+and dots are draws. All is SVG, so that it is there before any script has run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import isfinite, isnan, log
+from textwrap import wrap
+
+from markupsafe import Markup, escape
+
+from ..results.estimate import Estimate
+from .claims import SIGNS, Claim
+
+Place = Callable[[float], float]  # from a number to its place along an axis
+WIDTH, TRACK, LEFT = 400, 190, 6
+LINE, TITLE, GAP = 15, 14, 22
+MOST = 66  # characters of a line
+
+
+def forest(claims: Sequence[Claim]) -> Markup:
+    """The claims as one picture; it is as wide as its column, and 400 units."""
+    parts, top = list[str](), 4
+    for claim in claims:
+        title = wrap(claim.statement.rstrip("."), MOST)
+        parts += (
+            _text(0, top + 11 + TITLE * k, line, "claim-name") for k, line in enumerate(title)
+        )
+        top += TITLE * len(title)
+        parts += _rows(claim, top)
+        top += LINE * (1 + len(claim.controls)) + GAP
+    alternative = " ".join(
+        f"{claim.statement} {claim.estimate}, {claim.verdict}." for claim in claims
+    )
+    return Markup(
+        f'<svg class="forest" data-figure="claims" role="img" aria-label="{escape(alternative)}" '
+        f'viewBox="0 0 {WIDTH} {top}">{"".join(parts)}</svg>'
+    )
+
+
+def _rows(claim: Claim, top: float) -> Iterator[str]:
+    """The number of a claim, its limit and its controls."""
+    place, middle = _scale(claim), top + LINE / 2
+    end = top + LINE * (1 + len(claim.controls))
+    limit = place(claim.limit)
+    yield f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top}" y2="{end}"/>'
+    yield _text(limit, end + 9, f"{claim.limit:g}", "limit-name")
+    kind = f"forest-{claim.verdict.name.lower()}"
+    yield from _interval(claim.estimate, place, middle, kind)
+    sign = f"{claim.estimate}  {SIGNS[claim.verdict]} {claim.verdict}"
+    yield _text(TRACK + 26, middle + 4, sign, f"number {kind}")
+    for number, control in enumerate(claim.controls, start=1):
+        at = middle + number * LINE
+        yield from _interval(control.estimate, place, at, "control")
+        for draw in control.draws:
+            yield f'<circle class="control" cx="{place(draw):.1f}" cy="{at}" r="2.4"/>'
+        known = "" if isnan(control.estimate.value) else f": {control.estimate}"
+        yield _text(TRACK + 26, at + 4, f"{control.name}{known}", "control-name")
+
+
+def _interval(estimate: Estimate, place: Place, middle: float, kind: str) -> Iterator[str]:
+    """A point, and a line with ends for its interval."""
+    if isnan(estimate.value):
+        return
+    if estimate.has_interval:
+        low, high = place(estimate.low), place(estimate.high)
+        yield f'<path class="{kind}" d="M{low:.1f},{middle - 4} v8 m0,-4 H{high:.1f} m0,-4 v8"/>'
+    yield f'<circle class="{kind}" cx="{place(estimate.value):.1f}" cy="{middle}" r="3.4"/>'
+
+
+def _scale(claim: Claim) -> Place:
+    """A function from a number to its place along the axis, which has all numbers of the claim.
+
+    Ratios, whose limit is above 1, have a logarithmic axis.
+    """
+    estimates = [claim.estimate, *(control.estimate for control in claim.controls)]
+    numbers = [claim.limit, *(draw for control in claim.controls for draw in control.draws)]
+    numbers += [end for each in estimates for end in (each.value, each.low, each.high)]
+    is_ratio = claim.limit > 1
+    known = [n for n in numbers if isfinite(n) and (n > 0 or not is_ratio)]
+
+    def along(number: float) -> float:
+        return log(max(number, min(known) / 2)) if is_ratio else number
+
+    low, high = along(min(known)), along(max(known))
+    room = (high - low) * 0.06 or 1.0
+
+    def place(number: float) -> float:
+        share = (along(number) - low + room) / (high - low + 2 * room)
+        return LEFT + TRACK * min(max(share, 0.0), 1.0)
+
+    return place
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
