@@ -155,7 +155,7 @@ def test_without_a_picture_of_a_prompt_there_is_still_a_report(
     assert "warning: no picture of prompt 0: CUDA out of memory. Tried" in printed.err
     assert "questions, claims of the paper" in printed.out
     page = (tmp_path / "report.html").read_text()
-    assert ">Saliency flows</h3>" in page and ">One prompt</h3>" not in page
+    assert ">Saliency flows</h3>" in page and ">Single prompts</h4>" not in page
 
 
 @pytest.mark.parametrize("command", ["demo", "run", "paper", "check"])
