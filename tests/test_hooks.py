@@ -77,25 +77,6 @@ def test_isolation_equals_attention_written_by_hand(
 
 
 @pytest.mark.with_shapes
-def test_isolation_equals_an_additive_mask(gpt2: Any, batch: al.PromptBatch) -> None:
-    """transformers adds this mask, Float["batch 1 query key"], to the scores."""
-    length = batch.tokens.shape[1]
-    allowed = torch.ones(length, length).tril().bool() & batch.attention_mask[:, None, :]
-    for row, label_positions in zip(allowed, batch.label_positions.tolist(), strict=True):
-        for position in label_positions:
-            row[position, :position] = False
-    mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)[:, None]
-    plain = tiny_gpt2(700)
-    plain.set_attn_implementation("eager")
-    positions = (batch.attention_mask.long().cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        theirs = plain(batch.tokens, attention_mask=mask, position_ids=positions).logits
-    theirs = centred(theirs[torch.arange(len(batch)), batch.target_positions])
-    ours = logits_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(3)))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("head", [0, 1])
 def test_edges_cut_in_one_head_equal_attention_written_by_hand(

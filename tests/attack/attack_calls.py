@@ -1,4 +1,4 @@
-"""A valid call of every public function, with wrong values for its parameters."""
+"""Valid calls of the functions that run a model or read a file, and wrong values for parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +37,10 @@ COUNTS: list[Any] = [-1, -100]
 
 
 def calls() -> list[Call]:
-    """At least one call for each public function."""
+    """Calls of public functions, but for values that are refused with words in other tests.
+
+    These are tests/prompts, tests/metrics/test_loyalty.py and tests/runs/test_bad_values.py.
+    """
     setup = scene()
     model, batch, batches = setup.model, setup.batch, setup.batches
     both: dict[str, Any] = {"model": model, "batch": batch}
@@ -59,39 +62,6 @@ def calls() -> list[Call]:
         loss for loss in odd_losses() if callable(loss) and len(signature(loss).parameters) == 2
     ]
     return [
-        Call(
-            al.build_prompts,
-            {
-                **{"tokenizer": setup.tokenizer, "task": setup.task, "demonstrations": setup.demos},
-                **{"queries": setup.queries, "batch_size": 2, "padding_side": "right"},
-                "max_length": None,
-            },
-            {
-                "demonstrations": [*examples, [setup.demos], setup.demos[:1], [[], []]],
-                "queries": [
-                    [],
-                    [al.Example("x", 99)],
-                    [al.Example("x", -1)],
-                    ["x", *setup.queries],
-                ],
-                "batch_size": sizes,
-                "padding_side": ["up", "", "LEFT"],
-                "max_length": [0, -1, 1, NAN, "9"],
-            },
-        ),
-        Call(
-            al.Task,
-            {
-                "template": "{text}{label}",
-                "labels": [" a", " b"],
-                "separator": "",
-                "instructions": "",
-            },
-            {
-                "template": ["", "{text}", "{label}", "{label}{text}", "{text}{text}{label}"],
-                "labels": [[], [" a"], [" a", " a"], ["", " a"], [" ", " a"], "ab"],
-            },
-        ),
         Call(
             al.sample_demonstrations,
             {"examples": setup.examples, "shots": 1, "seed": 0},
@@ -309,37 +279,9 @@ def calls() -> list[Call]:
             },
         ),
         Call(
-            al.loyalty,
-            {
-                **{"reference_logits": setup.logits, "logits": setup.logits},
-                **{"label_token_ids": batch.label_token_ids, "top": 5},
-            },
-            {
-                "logits": [
-                    setup.logits[:1],
-                    setup.logits[:, :3],
-                    setup.logits * NAN,
-                    setup.logits[:0],
-                ],
-                "reference_logits": [setup.logits * NAN, setup.logits[0]],
-                "label_token_ids": [vector, batch.label_token_ids + 10**6, vector[:0].long()],
-                "top": [0, 10**6, *COUNTS],
-            },
-        ),
-        Call(
             al.compare_accuracies,
             {"correct": setup.correct, "resamples": 2},
-            {
-                "correct": [
-                    {},
-                    {"a": torch.ones(4), "b": torch.ones(3)},
-                    {"a": torch.ones(0)},
-                    {"a": torch.ones(2, 2), "b": torch.ones(2, 2)},
-                    {"a": torch.full((4,), NAN), "b": torch.ones(4)},
-                    {"a": torch.full((4,), 7.0), "b": torch.ones(4)},
-                ],
-                "resamples": COUNTS,
-            },
+            {"correct": [{}, {"a": torch.ones(0)}]},
         ),
         Call(
             al.diagnose,
@@ -368,24 +310,10 @@ def calls() -> list[Call]:
                 **{"label_classes": [[0, 1], [1, 0]], "label_token_ids": [5, 6], "gold": [0, 1]},
             },
             {
-                "tokens": [
-                    torch.zeros(0, 6),
-                    torch.zeros(2),
-                    torch.rand(2, 6),
-                    -torch.ones(2, 6).long(),
-                ],
-                "label_positions": [
-                    [[1, 9], [1, 3]],
-                    [[3, 1], [1, 3]],
-                    [[1], [1, 3]],
-                    [[1, 5]] * 2,
-                    [],
-                ],
-                "label_classes": [[[0, 2], [1, 0]], [[0], [1]], [], [[0.5, 1], [0, 1]]],
+                "tokens": [torch.zeros(0, 6)],
+                "label_classes": [[[0.5, 1], [0, 1]]],
                 "label_token_ids": [[5, 5], [], [-1, 5], [0.5, 1.0], [[5, 6]]],
-                "gold": [[0], [0, 2], [-1, 0], [0.5, 0.1]],
-                "attention_mask": [torch.zeros(2, 6), torch.ones(1, 6), torch.ones(2, 6) * NAN],
-                "target_positions": [[9, 5], [2, 5], [5], [-1, -1]],
+                "gold": [[0.5, 0.1]],
             },
         ),
         Call(batch.prompt, {"number": 0}, {"number": [99, -1, 1.5, "x"]}),
