@@ -53,8 +53,9 @@ def test_demo_writes_report_results_and_settings(
     for task in ("questions", "sentiment"):
         assert f">{task}</h2>" in page
         assert f"{task}, claims of the paper" in printed
-    for heading in ("One prompt", "Saliency flows", "Attention and prediction", "Isolation"):
+    for heading in ("Saliency flows", "Attention and prediction", "Isolation"):
         assert page.count(f">{heading}</h3>") == 2
+    assert page.count(">Single prompts</h4>") == 2
     assert "label words, first 2 layers" in printed
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["model"] == str(model_folder)
