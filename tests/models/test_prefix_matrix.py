@@ -24,6 +24,7 @@ CASES = cases("bridge", "HookedTransformer")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_the_identities_of_a_prefix_hold(name: str, kind: str) -> None:
     model, batch = hooked(name, torch.float64, kind), batch_of("left")
+    weights = weights_of(name, torch.float64)  # which are drawn in float32
     in_prefix, queries = al.edges.demonstrations(batch), al.edges.query(batch)
     with precise(torch.float64):
         if name in NO_CACHE and kind == "bridge":
@@ -34,7 +35,7 @@ def test_the_identities_of_a_prefix_hold(name: str, kind: str) -> None:
         layers = list(runs.layers())
         check_attention(model, batch, layers, queries[:, runs.rows], runs.rows)
         for number in PROMPTS:
-            check_outputs(name, kind, batch, layers, number, runs.rows)
+            check_outputs(weights, kind, batch, layers, number, runs.rows)
         if name == "Gemma 4":  # whose heads are wider in some layers
             effect = al.run(model, [batch], [al.PrefixEffect()], resamples=0, progress=False)
             last = torch.arange(len(batch)), batch.target_positions - runs.rows.start
@@ -69,13 +70,18 @@ def check_attention(
 
 
 def check_outputs(
-    name: str, kind: str, batch: al.PromptBatch, layers: list[LayerTerms], number: int, rows: slice
+    weights: Any,
+    kind: str,
+    batch: al.PromptBatch,
+    layers: list[LayerTerms],
+    number: int,
+    rows: slice,
 ) -> None:
     """I2, and that the direct and the indirect change are all that changes."""
     prompt = plain.prompts_of(batch)[number]
     mask, query = batch.attention_mask[number], al.edges.query(batch)[number]
     cut = al.edges.between(query[None], al.edges.demonstrations(batch)[number][None])[0]
-    weights, limit = weights_of(name, torch.float64), KINDS[kind].limits[torch.float64]
+    limit = KINDS[kind].limits[torch.float64]
     with_prefix = plain.head_outputs(weights, prompt)
     without = plain.head_outputs(weights, prompt, cut[mask][:, mask])
     for layer, (terms, z, z_0) in enumerate(zip(layers, with_prefix, without, strict=True)):
