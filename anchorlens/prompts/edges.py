@@ -11,17 +11,15 @@ Examples:
     False
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import HookError, PromptError
 from ..system.arguments import checked
 from ..system.devices import sent
-from ..system.row_pieces import row_slices
 from ..system.texts import described
 from .batch import PromptBatch, anchors_of, check_inside, holds_integers
 from .edge_set import (
@@ -29,10 +27,10 @@ from .edge_set import (
     EdgeSet,
     EdgesOfBatch,
     Positions,
-    check_edges,
     edges_between,
     paper_edges,
 )
+from .random_edges import best_of_all_rows, best_of_each_row, draw_generator, drawn_edges
 from .segment_names import SEGMENTS
 
 PositionsOfBatch = Callable[[PromptBatch], Positions]
@@ -232,7 +230,7 @@ def random_positions(
                 "label words, too few for a random control; use longer demonstrations"
             )
         # Padding does not change the draw: candidates are counted, not positions.
-        generator = _draw_generator(seed, set_id)
+        generator = draw_generator(seed, set_id)
         chosen = torch.randperm(len(candidates), generator=generator, device="cpu")[:count]
         drawn[row, candidates[chosen]] = True
     return sent(drawn, device)
@@ -265,7 +263,7 @@ def random_keys(batch: PromptBatch, edges: Edges | EdgesOfBatch, seed: int) -> E
         >>> bool((drawn & edges.pq(batch)).any())
         False
     """
-    return _drawn(batch, edges, seed, _best_of_each_row, 1)
+    return drawn_edges(batch, edges, from_first(batch), seed, best_of_each_row, 1)
 
 
 @checked
@@ -281,104 +279,8 @@ def random_edges(batch: PromptBatch, edges: Edges | EdgesOfBatch, seed: int) -> 
         >>> bool((drawn.sum((1, 2)) == context.sum((1, 2))).all())
         True
     """
-    return _drawn(batch, edges, seed, _best_of_all_rows, (0, 1))
+    return drawn_edges(batch, edges, from_first(batch), seed, best_of_all_rows, (0, 1))
 
 
 def _first(batch: PromptBatch) -> Positions:
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.starts[:, None], True)
-
-
-def _at(positions: Iterable[Tensor], shape: tuple[int, ...]) -> EdgeSet:
-    """The edges at some prompts, queries and keys; only these numbers are stored."""
-    prompts, queries, keys = positions
-    count, length, width = shape
-
-    def rows_of(rows: slice) -> Edges:
-        start, stop, _ = rows.indices(length)
-        inside = (queries >= start) & (queries < stop)
-        edges = torch.zeros(count, stop - start, width, dtype=torch.bool, device=keys.device)
-        edges[prompts[inside], queries[inside] - start, keys[inside]] = True
-        return edges
-
-    return EdgeSet(rows_of, shape, keys.device)
-
-
-def _draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:
-    """The generator of a draw for prompts with these demonstrations."""
-    return torch.Generator().manual_seed((seed * 1_000_003 + demonstrations_id) % 2**63)
-
-
-# Chooses as many of the free edges of a square (query, key) as are wanted, by their random numbers.
-_Choice = Callable[[Int[Tensor, " _"], Bool[Tensor, "query key"], torch.Generator], Tensor]
-
-
-def _drawn(
-    batch: PromptBatch, edges: Any, seed: int, choose: _Choice, axes: int | tuple[int, int]
-) -> EdgeSet:
-    """As many other edges of each prompt; ``axes`` are those over which edges are counted."""
-    given, allowed = check_edges(batch, edges).table().cpu(), every(batch).table().cpu()
-    counted = given & allowed
-    free = allowed & ~from_first(batch).table().cpu() & ~counted
-    drawn = []
-    for row, set_id in enumerate(batch.demonstrations_id.tolist()):
-        # Padding does not change the draw: tokens are counted, not positions.
-        tokens = batch.attention_mask[row].cpu().nonzero().flatten()
-        square = (row, tokens[:, None], tokens)
-        wanted, available = (each[square].sum(axes).view(-1) for each in (counted, free))
-        worst = (wanted - available).argmax()
-        if wanted[worst] > available[worst]:
-            raise HookError(
-                f"prompt {row} has {available[worst]} other edges to draw from for {wanted[worst]} "
-                "edges, too few for a random control; draw from all edges of the prompt "
-                "(control=al.edges.random_edges), or choose fewer edges"
-            )
-        chosen = choose(wanted, free[square], _draw_generator(seed, set_id))
-        queries, keys = (tokens[numbers] for numbers in chosen.nonzero().unbind(1))
-        drawn.append(torch.stack([torch.full_like(queries, row), queries, keys]))
-    device = batch.tokens.device
-    return _at(torch.cat(drawn, dim=1).int().to(device), tuple(counted.shape))
-
-
-def _best_of_each_row(
-    wanted: Int[Tensor, " query"], free: Bool[Tensor, "query key"], generator: torch.Generator
-) -> Bool[Tensor, "query key"]:
-    chosen = torch.zeros_like(free)
-    for rows, scores in _scores(free, generator):
-        busy = (wanted[rows] > 0).nonzero().flatten()
-        order = scores[busy].argsort(dim=1, descending=True, stable=True)
-        ranked = torch.arange(len(free), device="cpu") < wanted[rows][busy, None]
-        chosen[rows.start + busy] = torch.zeros_like(ranked).scatter(1, order, ranked)
-    return chosen
-
-
-def _best_of_all_rows(
-    wanted: Int[Tensor, " 1"], free: Bool[Tensor, "query key"], generator: torch.Generator
-) -> Bool[Tensor, "query key"]:
-    best = torch.zeros(0, dtype=torch.double, device="cpu")
-    indices = torch.zeros(0, dtype=torch.long, device="cpu")
-    for rows, scores in _scores(free, generator):
-        start = rows.start * len(free)
-        more = torch.arange(start, start + scores.numel(), device="cpu")
-        best, indices = torch.cat([best, scores.flatten()]), torch.cat([indices, more])
-        best, selected = best.topk(min(int(wanted), len(best)))
-        indices = indices[selected]
-    chosen = torch.zeros_like(free).flatten()
-    chosen[indices] = True
-    return chosen.view_as(free)
-
-
-def _scores(
-    free: Bool[Tensor, "query key"], generator: torch.Generator
-) -> Iterator[tuple[slice, Float[Tensor, "query key"]]]:
-    """Random numbers of the free edges, -1 elsewhere, a few query rows at a time.
-
-    Row by row, so that later tokens do not change the numbers of earlier rows.
-    """
-    for rows in row_slices(len(free), len(free)):
-        scores = torch.zeros_like(free[rows], dtype=torch.double)
-        count, length = scores.shape
-        queries, keys = torch.tril_indices(count, length, offset=rows.start - 1, device="cpu")
-        scores[queries, keys] = torch.rand(
-            len(queries), dtype=torch.double, generator=generator, device="cpu"
-        )
-        yield rows, scores.masked_fill(~free[rows], -1.0)
