@@ -138,6 +138,7 @@ def test_restarted_positions_equal_a_computation_by_hand(gpt2: Any) -> None:
     assert difference(*centred) < 1e-5
 
 
+@pytest.mark.every_kind
 def test_a_whole_context_is_refused_if_positions_are_ignored(gpt2: Any) -> None:
     """All tokens are selected, so that only the position of the query can show it."""
     if hasattr(gpt2, "original_model"):
@@ -165,6 +166,14 @@ def test_contexts_of_one_run_are_those_of_each_selection_alone(llama: Any) -> No
                 alone = al.compress(llama, batch, select, positions=positions)
                 assert same(context, alone)
                 assert torch.equal(context.logits(llama, batch), alone.logits(llama, batch))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_selection_that_cannot_be_moved_is_refused_beside_others(gpt2: Any, order: int) -> None:
+    """All demonstrations stand at 0, 1, ... also where positions cannot be chosen."""
+    selections = [al.selection.everything, al.selection.label_words][::order]
+    with pytest.raises(ModelError, match="positions cannot be rebased"):
+        compressed.contexts(gpt2, questions(gpt2, 3)[0], selections, positions=al.placement.rebased)
 
 
 def test_moved_keys_leave_no_gap(llama: Any) -> None:
