@@ -6,6 +6,7 @@ records in them, and as json the class, numbers, texts and ``info``.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from inspect import isclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -133,7 +134,8 @@ class StoredContext(KeepsRepr, Context):
         own: dict[str, Any] = {}
         for name in cls._own_fields():
             # A record, or what may be one, such as TrainingRecord | None.
-            kinds = [each for each in (hints[name], *get_args(hints[name])) if _is_record(each)]
+            classes = [each for each in (hints[name], *get_args(hints[name])) if isclass(each)]
+            kinds = [each for each in classes if issubclass(each, Record)]
             if kinds:
                 begin = f"{name}."
                 names = [each for each in rest if each.startswith(begin)]
@@ -187,10 +189,6 @@ def key_values_at_start(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Key
         next_position=torch.full((1,), count, device=device),
         text_length=count,
     )
-
-
-def _is_record(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Record)
 
 
 def _fits(value: Any, hint: Any) -> bool:

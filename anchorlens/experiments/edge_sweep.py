@@ -425,7 +425,8 @@ def _bars(record: CutEdgesRecord, kind: str) -> list[list[float]]:
 
 def _record(contributions: Contributions) -> CutEdgesRecord:
     names = ("label_kept", "word_overlap", "random_label_kept", "random_word_overlap")
-    label, word, random_label, random_word = (contributions[name] for name in names)
+    of_prompts: dict[str, Any] = {name: contributions[name] for name in names}
+    label, word, random_label, random_word = of_prompts.values()
     return CutEdgesRecord(
         label_loyalty=label.mean(),
         word_loyalty=word.mean(),
@@ -437,8 +438,5 @@ def _record(contributions: Contributions) -> CutEdgesRecord:
         control_word_loyalty=random_word.mean(),
         label_gap=random_label.mean() - label.mean(),
         word_gap=random_word.mean() - word.mean(),
-        label_kept=label,
-        word_overlap=word,
-        random_label_kept=random_label,
-        random_word_overlap=random_word,
+        **of_prompts,
     )

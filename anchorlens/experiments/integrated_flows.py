@@ -288,8 +288,4 @@ def probability_of_prediction(clean: Float[Tensor, "batch vocab"], batch: Prompt
 
 def _halved(layer: int) -> HooksOfBatch:
     """A change of one layer, for the trial."""
-
-    def halve(pattern: Tensor, hook: Any) -> Tensor:
-        return pattern / 2
-
-    return lambda batch: [(pattern_name(layer), halve)]
+    return lambda batch: [(pattern_name(layer), lambda pattern, hook: pattern / 2)]

@@ -1,6 +1,5 @@
 """The parts of ``paper``: its figures, tables and appendix, each for one task and seed."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -327,14 +326,15 @@ def _by_layer(part: str, row: str, column: str, values: Tensor) -> Iterator[Pape
 
 def _more_shots(setting: PaperSetting) -> tuple[int, list[PromptBatch]]:
     """Prompts with the training examples as demonstrations, as many as fit, and their number."""
-    for shots in range(len(setting.training) // len(setting.task.labels), 0, -1):
-        counts: Counter[int | None] = Counter()
-        chosen = []
-        for example in setting.training:
-            counts[example.label] += 1
-            chosen += [example] if counts[example.label] <= shots else []
+    labels = [example.label for example in setting.training]
+    for shots in range(len(labels) // len(setting.task.labels), 0, -1):
+        first = [
+            example
+            for number, example in enumerate(setting.training)
+            if labels[:number].count(example.label) < shots
+        ]
         try:
-            batches = setting.prompts([*setting.demonstrations, *chosen])
+            batches = setting.prompts([*setting.demonstrations, *first])
             checked_batches(setting.model, batches)
         except PromptError:  # too long for the tokenizer, or for the model
             continue
