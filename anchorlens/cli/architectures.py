@@ -8,9 +8,9 @@ from importlib.resources import files
 from typing import Any
 
 from ..errors import DataError
-from ..results.text_tables import TextTable
+from ..results.text_tables import Section, TextTable
 from .options import Models
-from .output import Output, PrintedTable
+from .output import Output
 
 # The bridges of processed models and the quantities are in the documentation only.
 _COLUMNS = ("4.3 bridge", "3.9 bridge", "3.9 HookedTransformer")
@@ -50,7 +50,7 @@ def show_architectures(options: Models) -> None:
         }
         for row in found
     }
-    output.tables([PrintedTable(rows, corner="architecture")])
+    output.tables([Section("", rows, corner="architecture")])
     output.document({"versions": table["versions"], "architectures": found})
     output.note(
         f"\nA number is the largest relative difference from plain transformers, in float32 and in "

@@ -25,10 +25,11 @@ from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import load_examples, sample_demonstrations, sample_queries
 from ..prompts.tasks import TASKS
+from ..results.text_tables import Section
 from ..runs.run import run
 from ..system.processes import fails_together
 from .options import Check
-from .output import Output, PrintedTable
+from .output import Output
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 PROMPTS = 3
@@ -58,7 +59,7 @@ def check(options: Check) -> None:
     findings["seconds"] = round(time.perf_counter() - started, 1)
     everything = facts | findings
     rows = {("", name.replace("_", " ")): {"": _text(value)} for name, value in everything.items()}
-    output.tables([PrintedTable(rows, title=title_of(model, reasons))])
+    output.tables([Section(title_of(model, reasons), rows)])
     output.document({"model": model, **everything})
     if all(reasons):
         raise ModelError(f"no analysis works on {model}: {'; '.join(dict.fromkeys(reasons))}")

@@ -4,41 +4,17 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from shutil import get_terminal_size
 from typing import Any, TextIO
 
 import typer
 
-from ..results.text_tables import TextTable, aligned
+from ..results.text_tables import Section
 from ..system.processes import is_main
 from ..system.texts import printable
-
-
-@dataclass(frozen=True)
-class PrintedTable:
-    """A table that the commands print.
-
-    Attributes:
-        rows: The text of each group, row and column.
-        title: A line above it.
-        corner: The text above the names of the rows.
-        note: What stands below it.
-    """
-
-    rows: TextTable
-    title: str = ""
-    corner: str = ""
-    note: str = ""
-
-    def text(self) -> str:
-        """The table as aligned text."""
-        indent = "  " if self.title else ""
-        title = [self.title] if self.title else []
-        note = [self.note] if self.note else []
-        lines = [indent + line for line in aligned(self.rows, corner=self.corner)]
-        return "\n".join([*title, *lines, *note])
 
 
 @dataclass(frozen=True)
@@ -59,14 +35,11 @@ class Output:
         if not self.quiet:
             say(text, err=True)
 
-    def tables(self, tables: Sequence[PrintedTable], text: str | None = None) -> None:
-        """Print results as tables: drawn on a terminal, elsewhere as text (aligned by default)."""
-        if self.as_json or not is_main():
-            return
-        if sys.stdout.isatty():
-            _draw(tables)
-        else:
-            say("\n".join(table.text() for table in tables) if text is None else text)
+    def tables(self, tables: Iterable[Section]) -> None:
+        """Print results as tables that fit the terminal, or else 80 columns."""
+        if not self.as_json:
+            width = get_terminal_size().columns
+            say("\n\n".join(table.text(width) for table in tables))
 
     def document(self, values: Mapping[str, Any]) -> None:
         """Print results as json, if they are wanted so."""
@@ -144,45 +117,6 @@ def lasting_streams() -> Iterator[LastingStream]:
     finally:
         sys.stdout.flush()
         sys.stdout, sys.stderr = before
-
-
-def _draw(tables: Sequence[PrintedTable]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console()
-    for number, table in enumerate(tables):
-        if number:
-            console.print()
-        if table.title:
-            console.print(Text(printable(table.title), style="bold"))
-        if table.rows:
-            console.print(_drawn(table))
-        if table.note:
-            console.print(Text(printable(table.note)))
-
-
-def _drawn(table: PrintedTable) -> Any:
-    """The rows of a table, those of each group below its name."""
-    from rich.table import Table
-    from rich.text import Text
-
-    def cell(text: str, style: str = "") -> Text:
-        return Text(printable(text), style=style)
-
-    columns = list(dict.fromkeys(name for texts in table.rows.values() for name in texts))
-    drawn = Table(show_header=bool(table.corner) or any(columns))
-    drawn.add_column(cell(table.corner))
-    for column in columns:
-        drawn.add_column(cell(column), overflow="fold")
-    for group in dict.fromkeys(group for group, _ in table.rows):
-        if group:
-            drawn.add_section()
-            drawn.add_row(cell(group, "bold"))
-        for (of_group, row), texts in table.rows.items():
-            if of_group == group:
-                drawn.add_row(cell(row), *(cell(texts.get(column, "")) for column in columns))
-    return drawn
 
 
 def _finite(value: Any) -> Any:

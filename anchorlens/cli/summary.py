@@ -8,8 +8,7 @@ from ..report.answer import headline, sentences, surprises
 from ..report.claims import Verdict, claims, reason_against_ability
 from ..results.estimate import Estimate
 from ..results.record import Record
-from ..results.text_tables import TextTable
-from .output import PrintedTable
+from ..results.text_tables import Section, TextTable
 
 Values = dict[str, Any]
 
@@ -24,7 +23,7 @@ class Summary:
             ``{"value": ..., "interval": [low, high]}``.
     """
 
-    tables: tuple[PrintedTable, ...]
+    tables: tuple[Section, ...]
     values: Values
 
 
@@ -55,8 +54,8 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
         for words, of in (("label words", ""), ("random words", "control_"))
     }
     tables = (
-        PrintedTable(verdicts, title=f"{task}, claims of the paper", note="\n".join(lines)),
-        PrintedTable(loyalties, title=f"{task}, isolation", corner="isolated"),
+        Section(f"{task}, claims of the paper", verdicts, "\n".join(lines)),
+        Section(f"{task}, isolation", loyalties, corner="isolated"),
     )
     values = {
         "task": task,

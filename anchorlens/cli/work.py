@@ -29,6 +29,7 @@ from ..replication.paper_figures import paper_figures
 from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
 from ..replication.paper_tables import paper_sections, paper_tables
 from ..report.page import write_report
+from ..results.text_tables import Section
 from ..runs.identity import versions
 from ..runs.store import forget_run
 from ..system.files import write_text
@@ -36,7 +37,6 @@ from ..system.processes import fails_together, is_main
 from .analysis import analysed, file_name, forget_analysis, make_folders, rows_folder
 from .before_weights import DEPTH, check_length, checked_tokenizer, depth_of
 from .options import PAPER_TASKS, Contexts, Demo, Dtype, OfTask, Paper, Run, full_command
-from .output import PrintedTable
 from .own_data import in_toml
 from .summary import numbers_of
 from .tasks import ChosenTask, chosen_tasks, queries_that_fit
@@ -145,11 +145,7 @@ def paper(options: Paper) -> None:
         progress=not options.quiet,
     )
     summary = paper_tables(numbers)
-    drawn = [
-        PrintedTable(section.table, section.title, note=section.note)
-        for section in paper_sections(numbers)
-    ]
-    output.tables(drawn, text=summary)
+    output.tables(paper_sections(numbers))
     report = _report(
         {},
         out,
@@ -281,11 +277,11 @@ def _settled(
     return settled, final
 
 
-def _printed(record: ContextsRecord, task: str) -> PrintedTable:
+def _printed(record: ContextsRecord, task: str) -> Section:
     """The table of the contexts; numbers in brackets are 95 % intervals."""
     frame = record.table()
     rows = {("", str(name)): dict(texts) for name, texts in frame.iterrows()}
-    return PrintedTable(rows, title=f"{task}, contexts [95 % intervals]", corner="context")
+    return Section(f"{task}, contexts [95 % intervals]", rows, corner="context")
 
 
 def _shortest_prompt(tokenizer: Any, chosen: ChosenTask) -> list[PromptBatch]:

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isnan, nan
 from statistics import fmean, median, stdev
-from textwrap import fill, shorten
-from typing import NamedTuple
+from textwrap import shorten
 
 import pandas as pd
 
@@ -13,31 +12,16 @@ from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.saliency_flows import FLOWS, RATIO
 from ..prompts.examples import BUNDLED
 from ..results.depth import shallow_and_deep
-from ..results.text_tables import TextTable, aligned, digits
+from ..results.text_tables import Section, TextTable, digits
 from ..system.arguments import checked
 from .published import TABLE_1, TABLE_2, TABLE_3, TASK_NAMES, Values
 
-WIDTH = 110
 HERE = "this model"
 
 Parts = Mapping[str, pd.DataFrame]
 
 
 Cell = tuple[str, str, str, float]  # group, row and column in a table, and the value of one seed
-
-
-class Section(NamedTuple):
-    """A table, what it shows and how to read it; the first section is the note on all tables."""
-
-    title: str
-    table: TextTable
-    note: str
-
-    def text(self) -> str:
-        """The section as text."""
-        title = [self.title] if self.title else []
-        note = [fill(self.note, WIDTH)] if self.note else []
-        return "\n".join([*title, *aligned(self.table), *note])
 
 
 @checked
@@ -71,7 +55,7 @@ def paper_sections(numbers: pd.DataFrame) -> list[Section]:
     for variant, parts in variants.items():
         for section in _sections(parts, numbers["seed"].nunique()):
             if variant:  # its notes were given above
-                section = Section(f"{variant}: {section.title}", section.table, "")
+                section = Section(f"{variant}: {section.title}", section.table)
             sections.append(section)
     return sections
 

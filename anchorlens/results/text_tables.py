@@ -1,8 +1,27 @@
 """Aligned text tables."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from textwrap import fill, wrap
+from typing import NamedTuple
 
 TextTable = dict[tuple[str, str], dict[str, str]]  # (group, row): {column: text}
+WIDTH = 80  # characters of a line of a terminal
+
+
+class Section(NamedTuple):
+    """A table with a title above it and a note below."""
+
+    title: str
+    table: TextTable
+    note: str = ""
+    corner: str = ""  # above the names of the rows
+
+    def text(self, width: int = WIDTH) -> str:
+        """The section as text."""
+        title = [self.title] if self.title else []
+        notes = [fill(line, width) for line in self.note.splitlines()]
+        return "\n".join([*title, *aligned(self.table, corner=self.corner, width=width), *notes])
 
 
 def digits(value: float, decimals: int) -> str:
@@ -11,32 +30,56 @@ def digits(value: float, decimals: int) -> str:
     return f"{value:{width}.{decimals}f}"
 
 
-def aligned(table: TextTable, *, corner: str = "") -> Iterator[str]:
-    """The lines of a table; the rows of a group stand below its name, which may be empty.
+def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterator[str]:
+    """The lines of a table; the rows of a group stand below its name.
+
+    Long names of rows and columns go on in the next line, and columns that do not fit beside the
+    others stand in another block below.
+
+    Args:
+        table: The text of each group, row and column. A group or a column may have an empty name.
+        corner: The text above the names of the rows.
+        width: The most characters of a line, if the texts allow it.
 
     Examples:
         >>> table = {("TREC", "vanilla"): {"accuracy": "61.0"}}
         >>> list(aligned(table))
         ['           accuracy', 'TREC', '  vanilla  61.0']
+        >>> list(aligned({("", "a b"): {"c d": "1", "e": "2.0"}}, width=7))
+        ['     c', '     d', 'a b  1', '', '     e', 'a b  2.0']
     """
     columns = list(dict.fromkeys(column for texts in table.values() for column in texts))
     names = {(group, row): f"  {row}" if group else row for group, row in table}
-    widths = [
-        max(map(len, [corner, *names.values()])),
-        *(
-            max(len(column), *(len(texts.get(column, "")) for texts in table.values()))
-            for column in columns
-        ),
+    first = max(map(len, [corner, *names.values()]), default=0)
+    cells = {name: max(len(texts.get(name, "")) for texts in table.values()) for name in columns}
+    widths = {name: max(cells[name], len(name)) for name in columns}
+    if first + sum(2 + of for of in widths.values()) > width:  # headings in several lines
+        widths = {name: max([cells[name], *map(len, name.split())]) for name in columns}
+        first = min(first, max(width - sum(2 + of for of in widths.values()), width // 3, 3))
+    blocks: list[list[str]] = [[]]
+    for name in columns:
+        if blocks[-1] and first + sum(2 + widths[each] for each in [*blocks[-1], name]) > width:
+            blocks.append([])
+        blocks[-1].append(name)
+    for number, block in enumerate(blocks):
+        yield from [""] if number else []
+        of_block = [first, *(widths[name] for name in block)]
+        if corner or any(columns):
+            yield from _row([corner, *block], of_block)
+        for group in dict.fromkeys(group for group, _ in table):
+            yield from [group] if group else []
+            for key, name in names.items():
+                if key[0] == group:
+                    texts = (table[key].get(column, "") for column in block)
+                    yield from _row([name, *texts], of_block)
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """The lines of a row; a long cell goes on in the next, indented if it begins so."""
+    lines = [
+        wrap(cell, width, subsequent_indent=" " * (len(cell) - len(cell.lstrip())))
+        for cell, width in zip(cells, widths, strict=True)
     ]
-
-    def line(*cells: str) -> str:
-        texts = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        return "  ".join(texts).rstrip()
-
-    if corner or any(columns):
-        yield line(corner, *columns)
-    for group in dict.fromkeys(group for group, _ in table):
-        yield from [group] if group else []
-        for key, name in names.items():
-            if key[0] == group:
-                yield line(name, *(table[key].get(column, "") for column in columns))
+    for texts in zip_longest(*lines, fillvalue=""):
+        padded = (text.ljust(width) for text, width in zip(texts, widths, strict=True))
+        yield "  ".join(padded).rstrip()
