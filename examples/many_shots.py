@@ -9,6 +9,7 @@ interruption continues.
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,4 +141,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except al.AnchorlensError as error:  # the data cannot be loaded without a network, for example
+        sys.exit(f"error: {error}")

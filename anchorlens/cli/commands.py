@@ -205,10 +205,17 @@ def main() -> None:
 
 def _status() -> int:
     """Run the command that the arguments call; return its exit status."""
-    options = _options_of(sys.argv[1:])
-    warnings.formatwarning = lambda message, *_, **__: printable(
-        f"warning: {in_words_of_the_command(str(message), options)}\n"
-    )
+    options, said = _options_of(sys.argv[1:]), set[str]()
+
+    def line_of(message: Warning | str, *_: Any, **__: Any) -> str:
+        """A warning, once however often it comes."""
+        text = printable(f"warning: {in_words_of_the_command(str(message), options)}\n")
+        if text in said:
+            return ""
+        said.add(text)
+        return text
+
+    warnings.formatwarning = line_of
     try:
         if was_launched():
             _join_launched()

@@ -295,7 +295,7 @@ class Contexts(OfTask):
     ] = 16
     shots: Shots = 1
     seed: Annotated[int, _number(help="Seed of all draws and of the training.")] = 42
-    steps: Annotated[int, _number(min=0, help="Steps of each training.")] = 300
+    steps: Annotated[int, _number(min=0, help="Steps of each training.")] = 100
     length: Annotated[int, _number(min=1, help="Number of learned positions.")] = 10
     draws: Annotated[
         int, _number(min=1, max=9999, help="Random selections of words to compare with.")
@@ -304,12 +304,17 @@ class Contexts(OfTask):
     out: Out = Path("anchorlens-contexts")
 
 
-def full_command(name: str, options: OfTask, task: Path) -> str:
-    """The command with all options that decide numbers, for the task in a file."""
-    others = ("model", "task", "tasks", "data", "chat", "text_column", "label_column", "classes")
-    words = ["anchorlens", name, "--model", options.model, "--task", str(task)]
-    for field, value in vars(options).items():
-        if field not in (*others, "fresh", "quiet", "as_json") and value not in (None, False):
+def full_command(name: str, options: OfTask, task: str) -> str:
+    """The command with all options that decide numbers, for a name of a task or its file."""
+    given = dict(vars(options))
+    for each in ("fresh", "quiet", "as_json", "tasks"):
+        given.pop(each, None)
+    if task.endswith(".toml"):  # which has all of these
+        given |= dict.fromkeys(("data", "chat", "text_column", "label_column", "classes"))
+    data = given.pop("data")
+    words = ["anchorlens", name, *([str(data)] if data else [])]
+    for field, value in {"model": options.model, **given, "task": task}.items():
+        if value is not None and value is not False:
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             words += [f"--{field.replace('_', '-')}", *([] if value is True else [text])]
     return shlex.join(words)

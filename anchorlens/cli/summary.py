@@ -21,10 +21,14 @@ class Summary:
         tables: The claims with what the numbers say, and the isolations.
         values: The same numbers and more by name; those with an interval as
             ``{"value": ..., "interval": [low, high]}``.
+        is_able: Whether the model does the task, as far as is known.
+        is_sure: Whether no interval includes the limit of its claim.
     """
 
     tables: tuple[Section, ...]
     values: Values
+    is_able: bool
+    is_sure: bool
 
 
 def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str, Any]) -> Summary:
@@ -35,10 +39,11 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
         ("", claim.statement): {"this model": str(claim.estimate), "verdict": claim.verdict}
         for claim in judged
     }
+    unable = reason_against_ability(every)
     reasons = [
         f"Cannot tell: {claim.statement} {claim.reason[:1].upper()}{claim.reason[1:]}."
         for claim in judged
-        if claim.verdict == Verdict.CANNOT_TELL and claim.reason != reason_against_ability(every)
+        if claim.verdict == Verdict.CANNOT_TELL and claim.reason != unable
     ]
     lines = [
         line
@@ -66,7 +71,10 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
         **{name: numbers_of(record) for name, record in records.items()},
         "isolation": {site: numbers_of(record) for site, record in isolations.items()},
     }
-    return Summary(tables, values)
+    is_sure = all(
+        claim.verdict != Verdict.CANNOT_TELL or not claim.estimate.has_interval for claim in judged
+    )
+    return Summary(tables, values, is_able=not unable, is_sure=is_sure)
 
 
 def numbers_of(record: Record) -> Values:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ class ChosenTask(NamedTuple):
         task: Its template and label words.
         examples: For demonstrations and for queries.
         entries: The entries of a file of it.
+        given: What named it.
         is_proposed: Whether they were found in the data, so that label words may change.
     """
 
@@ -36,7 +38,12 @@ class ChosenTask(NamedTuple):
     task: Task
     examples: Examples
     entries: dict[str, Any]
+    given: str
     is_proposed: bool = False
+
+    def source(self, out: Path) -> str:
+        """What names the task in a command: its name, or its file."""
+        return str(out / f"{self.name}.toml") if self.is_proposed else self.given
 
     def for_tokenizer(self, tokenizer: Any) -> "ChosenTask":
         """The task with label words that a tokenizer tells apart, if they are proposed."""
@@ -98,7 +105,7 @@ def _proposed(data: Path, options: OfTask, shots: int) -> ChosenTask:
     entries = {**entries_for(layout, given, bool(options.chat)), "data": data}
     task = task_of(entries, str(data))
     name = _folder_name(data)
-    return ChosenTask(name, task, examples_of(entries, task), entries, is_proposed=True)
+    return ChosenTask(name, task, examples_of(entries, task), entries, str(data), is_proposed=True)
 
 
 def _named(name: str, options: OfTask) -> ChosenTask:
@@ -126,14 +133,14 @@ def _named(name: str, options: OfTask) -> ChosenTask:
         columns = {part: entries[name] for name, part in names if name in entries}
         halves = [data / folder / f"{half}.jsonl" for half in ("train", "test")]
         examples = Examples(*(load_examples(half, **columns) for half in halves))
-        return ChosenTask(folder, task, examples, entries | entries_of(task))
+        return ChosenTask(folder, task, examples, entries | entries_of(task), name)
     from_hub = "dataset" in entries or entries.get("task") in HUB_SOURCES
     with quiet_datasets() if from_hub and "data" not in entries else nullcontext():
         try:
             examples = examples_of(entries, task)
         except DataError as error:
             raise DataError(f"{error}{_columns_instead(entries, task)}") from error
-    return ChosenTask(folder, task, examples, entries | entries_of(task))
+    return ChosenTask(folder, task, examples, entries | entries_of(task), name)
 
 
 def _refuse_no_task(name: str) -> None:
@@ -153,11 +160,15 @@ def _columns_instead(entries: dict[str, Any], task: Task) -> str:
         layout = layout_of(Path(entries["data"]))
     except (DataError, KeyError):
         return ""
-    cure = f". This may fit: --text-column {layout.text} --label-column {layout.label}"
+    if len(layout.counts) != len(task.labels):
+        return (
+            f". Its column {layout.label} has {len(layout.counts)} classes, and the task has "
+            f"{len(task.labels)}: without --task the file is a task of its own"
+        )
+    fitting = ["--text-column", layout.text, "--label-column", layout.label]
     if [*layout.counts] != [*range(len(task.labels))]:
-        values = ",".join(map(str, layout.counts))
-        cure += f" --classes {values} (in the order of {', '.join(task.first_words)})"
-    return cure
+        fitting += ["--classes", ",".join(map(str, layout.counts))]
+    return f". This may fit: {shlex.join(fitting)} (in the order of {', '.join(task.first_words)})"
 
 
 def _folder_name(path: Path) -> str:

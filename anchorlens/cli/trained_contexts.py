@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from ..contexts.compressed import compress
@@ -27,8 +28,9 @@ from ..prompts.tasks import Task
 from ..runs.store import forget_run
 from .analysis import forget_files
 from .options import Contexts
-from .output import Output
 
+TRAINED = ("soft prompt", "hard prompt", "prefix", "prefix from anchors")
+FACTORS, COMPARED = "factors of the label words", "comparison"
 _FILES = re.compile(r"(contexts|soft_prompt|hard_prompt|prefix(_from_anchors)?)\.safetensors")
 
 
@@ -71,63 +73,115 @@ def untrained_contexts(draws: int) -> dict[str, Any]:
     }
 
 
-def reweighted(model: HookedModel, prompts: Prompts, output: Output) -> MakeContext:
-    """Demonstrations whose label words are re-weighted, trained on the training prompts."""
-    output.note("training the factors of the label words")
+@dataclass(frozen=True)
+class Parts:
+    """The parts of the command, whose times are those of so many steps each."""
+
+    options: Contexts
+    seconds: float  # of a step
+    steps: dict[str, float]
+
+    @classmethod
+    def of(cls, model: HookedModel, prompts: Prompts, options: Contexts) -> "Parts":
+        """The parts, after a few steps were timed, with a note on the time that all take."""
+        held_out, queries = len(prompts["held out"]), len(prompts["queries"])
+        checks = (options.steps // 25 + 2) * held_out / 3  # a pass back takes twice one forward
+        trained = dict.fromkeys(TRAINED, options.steps + checks)
+        steps = {
+            **trained,
+            FACTORS: options.steps / options.batch_size,
+            COMPARED: 6.0 * (queries + 5),
+        }
+        parts = cls(options, _seconds_of_a_step(model, prompts, options), steps)
+        lower = f"; --steps {max(1, options.steps // 4)} takes about a quarter"
+        options.output.note(f"this takes {parts.time_after(0)}{lower * (options.steps > 20)}")
+        return parts
+
+    def time_after(self, done: int) -> str:
+        """The time that is left after so many parts, in words."""
+        minutes = self.seconds * sum([*self.steps.values()][done:]) / 60
+        return f"about {minutes:.0f} minutes" if minutes >= 1.5 else "a minute or two"
+
+    def training(self, name: str, folder: Path) -> Training:
+        """How a context is trained, after a note that this begins."""
+        self.begin(name, "training: ")
+        options = self.options
+        return Training(
+            steps=options.steps,
+            seed=options.seed,
+            folder=folder / name.replace(" ", "_"),
+            progress=not options.quiet,
+        )
+
+    def begin(self, name: str, what: str = "") -> None:
+        """Say which part begins."""
+        number = [*self.steps].index(name)
+        left = self.time_after(number)
+        self.options.output.note(
+            f"part {number + 1} of {len(self.steps)}, {what}{name}; {left} left"
+        )
+
+
+def _seconds_of_a_step(model: HookedModel, prompts: Prompts, options: Contexts) -> float:
+    """The time of a step of the training of a soft prompt; 0 where there can be none."""
+    batches, held_out = prompts["training"][:1], prompts["held out"][:1]
+
+    def seconds(steps: int) -> float:
+        started, how = perf_counter(), Training(steps=steps, progress=False)
+        train_soft_prompt(model, batches, how, held_out=held_out, length=options.length)
+        return perf_counter() - started
+
+    try:
+        return max(0.0, seconds(2) - seconds(0)) / 2.3  # two steps and a check
+    except (ModelError, PromptError):
+        return 0.0
+
+
+def reweighted(model: HookedModel, prompts: Prompts, parts: Parts, folder: Path) -> MakeContext:
+    """Demonstrations whose label words are re-weighted, trained on one prompt a step."""
     steps = [batch.prompt(row) for batch in prompts["training"] for row in range(len(batch))]
-    beta = train_reweighting(model, steps, Training(progress=not output.quiet))
+    beta = train_reweighting(model, steps, parts.training(FACTORS, folder))
     return partial(reweight_demonstrations, beta=beta)
 
 
 def trained_contexts(
-    model: HookedModel, prompts: Prompts, options: Contexts, folder: Path
+    model: HookedModel, prompts: Prompts, parts: Parts, folder: Path
 ) -> dict[str, PrefixContext]:
     """A soft prompt, a hard prompt, and two prefixes, where the model can have them.
 
     Args:
         model: A prepared model.
         prompts: All have the same demonstrations.
-        options: The length of a context that starts from nothing, the number of steps, and a seed.
+        parts: The options, and what is said of the time.
         folder: Where the states of trainings are stored.
     """
-    batches, length, output = prompts["training"], options.length, options.output
+    batches, length = prompts["training"], parts.options.length
 
-    def prefix(**others: Any) -> PrefixContext:
-        return train_prefix(model, batches, length=length, **others)
+    def prefix(training: Training, **others: Any) -> PrefixContext:
+        return train_prefix(model, batches, training, length=length, **others)
 
-    def soft_prompt(**others: Any) -> PrefixContext:
-        return train_soft_prompt(model, batches, length=length, **others)
+    def soft_prompt(training: Training, **others: Any) -> PrefixContext:
+        return train_soft_prompt(model, batches, training, length=length, **others)
 
-    def hard_prompt(**others: Any) -> PrefixContext:
+    def hard_prompt(training: Training, **others: Any) -> PrefixContext:
         if any((batch.label_ends != batch.label_positions).any() for batch in batches):
-            output.note("the search starts from the first token of each label word")
+            parts.options.output.note("the search starts from the first token of each label word")
         words = batches[0].label_token_ids.tolist()
-        return train_hard_prompt(model, batches, length=length, start=words, **others)
+        return train_hard_prompt(model, batches, training, length=length, start=words, **others)
 
-    def prefix_from_anchors(**others: Any) -> PrefixContext:
+    def prefix_from_anchors(training: Training, **others: Any) -> PrefixContext:
         anchors = compress(model, batches[0], positions=rebased)
-        return train_prefix(model, batches, start=anchors, **others)
+        return train_prefix(model, batches, training, start=anchors, **others)
 
-    trainers = {
-        "soft prompt": soft_prompt,
-        "hard prompt": hard_prompt,
-        "prefix": prefix,
-        "prefix from anchors": prefix_from_anchors,
-    }
     contexts: dict[str, PrefixContext] = {}
-    for name, train in trainers.items():
-        output.note(f"training: {name}")
-        training = Training(
-            steps=options.steps,
-            seed=options.seed,
-            folder=folder / name.replace(" ", "_"),
-            progress=not options.quiet,
-        )
+    ways = (soft_prompt, hard_prompt, prefix, prefix_from_anchors)
+    for name, train in zip(TRAINED, ways, strict=True):
+        training = parts.training(name, folder)
         try:
-            contexts[name] = train(training=training, held_out=prompts["held out"])
+            contexts[name] = train(training, held_out=prompts["held out"])
         # Learned positions cannot be moved, or a token is no start of a search, for example.
         except (ModelError, PromptError) as error:
-            output.note(f"no {name}: {error}")
+            parts.options.output.note(f"no {name}: {error}")
     return contexts
 
 

@@ -24,6 +24,7 @@ _OPTIONS = {
     "steps=": "--steps",
     "text=": "--text-column",
 }
+_ONLY_IN_PYTHON = r", or (resamples=0 for no intervals|AnchorDistances\(directions=\d+\))"
 # What needs less memory, by the option that does it.
 _NEEDS_LESS_MEMORY = {
     "--dtype": "a smaller --dtype",
@@ -44,7 +45,7 @@ def in_words_of_the_command(message: str, options: Collection[str]) -> str:
             named = rf"(?<![\w.]){argument}(?:torch\.|True\b)?"
             message = re.sub(rf"{named}(?=[\w'\"[-])", f"{option} ", message)
             message = re.sub(named, option, message)
-    return message
+    return re.sub(_ONLY_IN_PYTHON, "", message)
 
 
 def need_less_memory(options: Collection[str]) -> str:

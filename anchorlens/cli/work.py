@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,9 +39,11 @@ from .analysis import analysed, file_name, forget_analysis, make_folders, rows_f
 from .before_weights import DEPTH, check_length, checked_tokenizer, depth_of
 from .options import PAPER_TASKS, Contexts, Demo, Dtype, OfTask, Paper, Run, full_command
 from .own_data import in_toml
-from .summary import numbers_of
+from .summary import Summary, numbers_of
 from .tasks import ChosenTask, chosen_tasks, queries_that_fit
 from .trained_contexts import (
+    COMPARED,
+    Parts,
     draws_without_overlap,
     forget_contexts,
     reweighted,
@@ -59,8 +62,7 @@ def demo(options: Demo) -> None:
     """Analyse a model on two bundled tasks."""
     names = ["questions", "sentiment"]
     of_run = Run(**vars(options), dtype=Dtype.float32)
-    after = f"your own data: anchorlens run FILE.csv --model {options.model}"
-    _analyse(of_run, chosen_tasks(names, of_run), after)
+    _analyse(of_run, chosen_tasks(names, of_run))
 
 
 @fails_together()
@@ -68,14 +70,11 @@ def demo(options: Demo) -> None:
 def run(options: Run) -> None:
     """Analyse a model on a task."""
     chosen = chosen_tasks(options.task and [options.task], options, options.shots)
-    after = (
-        f"the paper's figures and tables for this model: anchorlens paper --model {options.model}"
-    )
-    _analyse(options, chosen, after)
+    _analyse(options, chosen)
 
 
-def _analyse(options: Run, chosen: Sequence[ChosenTask], after: str) -> None:
-    """Analyse a model on tasks, and write the report; ``after`` is what to try next."""
+def _analyse(options: Run, chosen: Sequence[ChosenTask]) -> None:
+    """Analyse a model on tasks, and write the report."""
     model, out, output = options.model, options.out, options.output
     counts = [
         queries_that_fit(each, options.shots * len(each.task.labels), options.queries, 100)
@@ -97,7 +96,33 @@ def _analyse(options: Run, chosen: Sequence[ChosenTask], after: str) -> None:
     report = _report({name: page.results for name, page in pages.items()}, out, settings)
     values = [page.summary.values for page in pages.values()]
     output.document({"model": model, "tasks": values, "report": report})
-    output.last_line(f"report: {report} (open it in a browser). Next: {after}")
+    steps = (_next(options, each, pages[each.name].summary) for each in chosen)
+    after = next(
+        filter(None, steps),
+        f"the paper's figures and tables for this model:\n  anchorlens paper --model {model}",
+    )
+    output.last_line(f"report: {report} (open it in a browser)\nNext: {after}")
+
+
+def _next(options: Run, chosen: ChosenTask, summary: Summary) -> str:
+    """What to do where verdicts are missing, with a command; "" where they are not."""
+    queries, shots = options.queries or 1, 4 * options.shots
+    rarest = min(Counter(example.label for example in chosen.examples.pool).values())
+    used = options.shots * len(chosen.task.labels)
+    if summary.is_able and summary.is_sure:
+        return ""
+    if not summary.is_able:
+        where = f" (in {chosen.source(options.out)})" if chosen.is_proposed else ""
+        why = f"{chosen.name} is too hard so: more demonstrations, or other label words{where}"
+        changed: dict[str, Any] = {"shots": shots if shots < rarest else options.shots}
+    elif queries_that_fit(chosen, used, None, 4 * queries) == 4 * queries:
+        why = f"{chosen.name} with 4 times as many queries, so that intervals are half as wide"
+        changed = {"queries": 4 * queries}
+    else:
+        why = f"{chosen.name} with several sets of demonstrations, as there are no more queries"
+        changed = {"seed": [*options.seed, *range(max(options.seed) + 1, max(options.seed) + 3)]}
+    again = replace(options, **changed, out=options.out.with_name(f"{options.out.name}-2"))
+    return f"{why}:\n  {full_command('run', again, chosen.source(options.out))}"
 
 
 @fails_together()
@@ -125,6 +150,11 @@ def paper(options: Paper) -> None:
     settings = _settings(options, chosen)
     if options.fresh:
         forget_run(out / "rows")
+
+    output.note(
+        f"{len(chosen)} tasks with {len(options.seeds)} seeds; the bar says how long this takes, "
+        "and fewer of --task, --seed, --queries and --draws take less"
+    )
 
     def save(numbers: DataFrame) -> None:
         _save_settings(settings, out)
@@ -157,7 +187,7 @@ def paper(options: Paper) -> None:
     values = {"model": options.model, "numbers": numbers.to_dict("records"), "report": report}
     output.document(values)
     after = f"your own data: anchorlens run FILE.csv --model {options.model}"
-    output.last_line(f"report: {report} (all numbers: numbers.csv beside it). Next: {after}")
+    output.last_line(f"report: {report} (all numbers: numbers.csv beside it)\nNext: {after}")
 
 
 @fails_together()
@@ -177,13 +207,11 @@ def contexts(options: Contexts) -> None:
     rows = rows_folder(out, task)
     if options.fresh:
         forget_contexts(out / task)
-    trained = trained_contexts(loaded, batches, options, rows)
-    compared = {
-        **untrained_contexts(options.draws),
-        "re-weighted": reweighted(loaded, batches, output),
-        **trained,
-    }
-    output.note(f"{task}: {queries} queries, {len(compared)} contexts")
+    parts = Parts.of(loaded, batches, options)
+    trained = trained_contexts(loaded, batches, parts, rows)
+    factors = reweighted(loaded, batches, parts, rows)
+    compared = {**untrained_contexts(options.draws), "re-weighted": factors, **trained}
+    parts.begin(COMPARED, f"{task}, {queries} queries, {len(compared)} contexts: ")
     folder, progress = rows / "contexts", not options.quiet
     record = compare_contexts(
         loaded, batches["queries"], compared, folder=folder, progress=progress
@@ -205,7 +233,7 @@ def contexts(options: Contexts) -> None:
     after = (
         f"the flows in the demonstrations: anchorlens run --model {options.model} --task {given}"
     )
-    output.last_line(f"report: {report} (open it in a browser). Next: {after}")
+    output.last_line(f"report: {report} (open it in a browser)\nNext: {after}")
 
 
 def _prompts(
@@ -266,8 +294,8 @@ def _settled(
     final = [each.for_tokenizer(loaded.tokenizer) for each in chosen]
     for each in final:
         if each.is_proposed:
-            path = options.out / f"{each.name}.toml"
-            each.store(path, options.fresh)
+            path = each.source(options.out)
+            each.store(Path(path), options.fresh)
             output.note(
                 f"{options.data}: {len(each.examples.pool)} rows, understood as\n"
                 + indent(in_toml(each.entries), "  ")

@@ -211,8 +211,9 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _no_device(device: str | torch.device, reason: str) -> ModelError:
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    devices = ", ".join([*(name for name in there if there[name]), "cpu"])
     return ModelError(
         f"the model cannot be put on the device {str(device)!r}: {reason.partition(chr(10))[0]}; "
-        "name a device that this machine has (cuda, mps, cpu), and leave the type (dtype=) of "
-        "quantised weights as it is"
+        f"this machine has {devices}, and the type (dtype=) of quantised weights must stay as it is"
     )

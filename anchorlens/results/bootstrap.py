@@ -116,10 +116,11 @@ def warn_if_few_units(sets: Int[Tensor, " prompt"]) -> None:
     """Warn that intervals of so few prompts or sets are rough; call it once for a run."""
     population = population_of(sets.cpu())
     if population.units < FEW_UNITS:
+        kind, _, how = population.name.partition("; ")
         warn_user(
-            f"intervals of {population.units} {population.name} are rough: with fewer than "
-            f"{FEW_UNITS} they may hold the true value in 85 of 100 cases and not in 95; use more "
-            "queries, or resamples=0 for no intervals"
+            f"intervals of {population.units} {kind} are rough{how and f' ({how})'}: with fewer "
+            f"than {FEW_UNITS} they may hold the true value in 85 of 100 cases and not in 95; use "
+            "more queries, or resamples=0 for no intervals"
         )
 
 

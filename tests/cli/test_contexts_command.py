@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import anchorlens as al
+from anchorlens.cli import trained_contexts
 from anchorlens.cli import work as command_prompts
 from anchorlens.contexts import soft_prompt, training
 from anchorlens.experiments import context_comparison
@@ -31,6 +32,10 @@ def test_contexts_are_trained_compared_and_reported(
     names = ["none", "demonstrations", "anchors only", "random words, draw 0", "re-weighted"]
     assert list(record.info["contexts"]) == [*names, "soft prompt", "hard prompt", "prefix"]
     assert "no prefix from anchors: positions cannot be rebased" in printed.err
+    assert "this takes a minute or two\n" in printed.err
+    assert "part 2 of 6, training: hard prompt; a minute or two left" in printed.err
+    # The factors of label words take as many steps as the other trainings.
+    assert printed.err.count("training steps: 100%|██████████| 1/1") == 4
     printed_values = json.loads(printed.out)
     values = printed_values["contexts"]
     assert values["kl"]["anchors only"]["value"] == float(record.kl[2])
@@ -115,6 +120,7 @@ def test_an_interrupted_command_continues_and_a_fresh_one_begins_again(
     arguments += ["--steps", "2", "--training", "2", "--held-out", "2", "--batch-size", "2"]
     # What this test is not about, left out or made short.
     monkeypatch.setattr("anchorlens.cli.work.reweighted", lambda *arguments: al.compress)
+    monkeypatch.setattr(trained_contexts, "_seconds_of_a_step", lambda *arguments: 0.0)
     monkeypatch.setattr("anchorlens.cli.work.write_report", lambda *results, **page: None)
 
     def status(*others: str, **stops: int) -> tuple[int, list[int]]:
