@@ -51,7 +51,7 @@ def rows_folder(out: Path, task: str) -> Path:
 
 
 _RECORDS = re.compile(
-    r"(saliency_flows|attention_aucroc|anchor_distances"
+    r"(saliency_flows|attention_aucroc|anchor_distances|accuracy"
     r"|isolation_(first|last)_(\d+_layers|layer)(_BOS_edge_kept)?)\.safetensors"
 )
 

@@ -134,7 +134,7 @@ def test_fresh_leaves_no_record_of_the_run_before(
         assert call(monkeypatch, "run", *arguments) == 0
     records = {path.name for path in folder.glob("*.safetensors")}
     assert records == {
-        *("saliency_flows.safetensors", "attention_aucroc.safetensors"),
+        *("saliency_flows.safetensors", "attention_aucroc.safetensors", "accuracy.safetensors"),
         *("isolation_first_2_layers.safetensors", "isolation_last_2_layers.safetensors"),
         "isolation_mine.safetensors",
     }
