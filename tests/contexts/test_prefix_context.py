@@ -158,34 +158,6 @@ def test_a_class_of_ones_own_is_saved_with_its_fields(gpt2: Any, tmp_path: Path)
         wrong.save(path)
 
 
-def test_other_files_are_refused(gpt2: Any, tmp_path: Path) -> None:
-    compressed = al.compress(gpt2, questions(gpt2, 2)[0]).save(tmp_path / "compressed")
-    assert isinstance(al.load_context(compressed), al.CompressedContext)
-    trained_path = trained(gpt2, steps=0).save(tmp_path / "trained")
-    record = al.loyalty(torch.eye(3, 9), torch.eye(3, 9), torch.tensor([0, 1])).save(
-        tmp_path / "record"
-    )
-    with pytest.raises(StoreError, match="holds a CompressedContext, not a PrefixContext"):
-        al.PrefixContext.load(compressed)
-    with pytest.raises(StoreError, match="holds a PrefixContext, not a CompressedContext"):
-        al.CompressedContext.load(trained_path)
-    with pytest.raises(StoreError, match="holds a PrefixContext, not a LoyaltyRecord"):
-        al.LoyaltyRecord.load(trained_path)
-    with pytest.raises(StoreError, match="holds a LoyaltyRecord, not a CompressedContext"):
-        al.CompressedContext.load(record)
-    with pytest.raises(StoreError, match="holds a LoyaltyRecord, not a context"):
-        al.load_context(record)
-    with pytest.raises(StoreError, match=r"holds no record.*al\.load_context"):
-        al.load_record(trained_path)
-    with pytest.raises(StoreError, match="cannot be read"):
-        al.load_context(tmp_path / "none")
-    data = bytearray(trained_path.read_bytes())
-    data[-3] ^= 1
-    trained_path.write_bytes(data)
-    with pytest.raises(StoreError, match="is damaged"):
-        al.load_context(trained_path)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -204,9 +176,6 @@ def test_wrong_contents_are_refused(gpt2: Any, tmp_path: Path, change: Callable[
     change(header, tensors)
     path.write_bytes(to_bytes_with_digest({"context": header}, tensors))
     with pytest.raises(StoreError, match="not hold what a PrefixContext of this version holds"):
-        al.load_context(path)
-    path.write_bytes(to_bytes_with_digest({"context": {"class": "Mine"}}, tensors))
-    with pytest.raises(StoreError, match="holds a Mine, a class that is not known here"):
         al.load_context(path)
 
 

@@ -65,7 +65,15 @@ def test_what_nobody_saved_raises_an_error(load_file: Any, tmp_path: Path) -> No
         ({"record": "Small"}, al.CompressedContext.load, "a Small, not a CompressedContext; use"),
         ({"record": "Small"}, al.AccuracyRecord.load, "a Small, not a AccuracyRecord; use"),
         ({"context": {}}, Small.load, "a CompressedContext, not a Small; use"),
-        ({"context": {}}, al.load_record, "no record"),
+        ({"context": {}}, al.load_record, r"no record.*al\.load_context"),
+        ({"record": "Small"}, al.load_context, "a Small, not a context; expected"),
+        ({"context": {}}, al.PrefixContext.load, "a CompressedContext, not a PrefixContext; use"),
+        (
+            {"context": {"class": "SoftPrompt"}},
+            al.PrefixContext.load,
+            r"a SoftPrompt, not a PrefixContext; use al\.load_context",
+        ),
+        ({"context": {"class": "Mine"}}, al.load_context, "a Mine, a class that is not known here"),
         ({"record": "Unheard", "info": {}}, al.load_record, "a Unheard.*import the module"),
     ],
 )
