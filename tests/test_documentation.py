@@ -68,12 +68,19 @@ def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path)
         lambda name, **options: load_plain(str(model_folder), **options),
     )
     monkeypatch.setattr(al, "load_model", load_tiny)
-    sample = al.sample_queries
+    sample, sample_prompts = al.sample_queries, al.sample_prompts
     monkeypatch.setattr(
         al,
         "sample_queries",
         lambda pool, count, *args, **options: sample(
             pool, min(count, MOST_QUERIES), *args, **options
+        ),
+    )
+    monkeypatch.setattr(
+        al,
+        "sample_prompts",
+        lambda *args, queries=MOST_QUERIES, **options: sample_prompts(
+            *args, queries=min(queries, MOST_QUERIES), **options
         ),
     )
     monkeypatch.setattr(go.Figure, "show", lambda figure: None)

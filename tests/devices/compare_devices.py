@@ -128,9 +128,13 @@ def readme() -> dict[str, Any]:
         weights = tiny_gpt2(len(tokenizer), n_layer=6, n_embd=16)
         model = al.load_model(weights, tokenizer=tokenizer, device=device)
         short = partial(al.train_reweighting, training=al.Training(steps=2))
+        sample = al.sample_prompts
         with (
             mock.patch.object(al, "load_model", lambda name: model),
             mock.patch.object(al, "train_reweighting", short),
+            mock.patch.object(
+                al, "sample_prompts", lambda *g, **o: sample(*g, **o | {"queries": 12})
+            ),
             contextlib.chdir(folder),
             contextlib.redirect_stdout(printed),
         ):
