@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import anchorlens as al
 from anchorlens.cli import commands
+from anchorlens.report.claims import Verdict
 from tests.support.printed_code import FENCE, MODULES, ROOT, blocks_of, run_page
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -163,16 +164,14 @@ def test_the_definition_of_a_metric_is_complete(metric: str) -> None:
     assert re.search(r"^\$\$$", text, re.MULTILINE), "no formula"
 
 
-def test_the_code_of_the_readme_is_short() -> None:
-    sections = sections_of(ROOT / "README.md")
-
-    def lines_of(section: str) -> list[str]:
-        [block] = [match for match in FENCE.finditer(sections[section]) if match[1] == "python"]
-        return [line for line in block[2].splitlines() if line.strip()]
-
-    assert 5 < len(lines_of("use-it")) <= 15
-    metric = lines_of("a-metric-of-your-own")
-    assert any("class " in line for line in metric) and len(metric) <= 30
+def test_the_readme_is_short_and_begins_with_code_and_its_result() -> None:
+    readme = ROOT / "README.md"
+    assert len(readme.read_text().splitlines()) <= 120
+    [block] = blocks_of(readme, "python")
+    assert len([line for line in block.code.splitlines() if line.strip()]) <= 7
+    [printed] = blocks_of(readme, "text")
+    verdicts = [line.partition(":")[0] for line in printed.code.splitlines() if line[0] != " "]
+    assert len(verdicts) == 5 and {*verdicts} <= {*map(str, Verdict)}
 
 
 def test_recipes_are_short() -> None:

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,19 +59,13 @@ def check(options: Check) -> None:
     findings["seconds"] = round(time.perf_counter() - started, 1)
     everything = facts | findings
     rows = {("", name.replace("_", " ")): {"": _text(value)} for name, value in everything.items()}
-    output.tables([Section(title_of(model, reasons), rows)])
+    possible = "cannot be analysed" if all(reasons) else "can be analysed"
+    in_part = " in part" if any(reasons) and not all(reasons) else ""
+    output.tables([Section(f"{model} {possible}{in_part}", rows)])
     output.document({"model": model, **everything})
     if all(reasons):
         raise ModelError(f"no analysis works on {model}: {'; '.join(dict.fromkeys(reasons))}")
     output.last_line(f"Next: anchorlens run --model {model} --task sentiment")
-
-
-def title_of(model: str, reasons: Iterable[str]) -> str:
-    """What can be done with a model, by the reasons against each analysis; "" where it works."""
-    failed = [bool(reason) for reason in reasons]
-    if all(failed):
-        return f"{model} cannot be analysed"
-    return f"{model} can be analysed in part" if any(failed) else f"{model} can be analysed"
 
 
 def facts_of(model: Any) -> dict[str, Any]:

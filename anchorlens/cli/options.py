@@ -23,7 +23,6 @@ DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M"
 A_MODEL = "Hub name, local folder, or .gguf file."
 _A_TASK = f"{', '.join(TASKS)}, or a .toml file with a task of your own"
 
-_AS_MANY = "by default {}, or as many as there are"
 PAPER_TASKS = ("sst2", "trec", "agnews")
 
 T = TypeVar("T")
@@ -89,74 +88,52 @@ def _refused(option: str, what: str, given: Sequence[Any]) -> DataError:
 
 
 _number = partial(typer.Option, metavar="<int>")
-_flag = partial(typer.Option, metavar="")
-_option_of_path = partial(typer.Option, parser=_path, metavar="<path>")
-_option_of_list = partial(typer.Option, parser=_parts, metavar="<list>")
-_of_task: dict[str, Any] = {"rich_help_panel": "Task and examples"}
-_of_output: dict[str, Any] = {"rich_help_panel": "Machine and output"}
+_count = partial(_number, min=1)
+_paths: dict[str, Any] = {"parser": _path, "metavar": "<path>"}
+_list = partial(typer.Option, parser=_parts, metavar="<list>", rich_help_panel="Task and examples")
+_task = partial(typer.Option, rich_help_panel="Task and examples")
+_machine = partial(typer.Option, rich_help_panel="Machine and output")
+_flag = partial(_machine, metavar="")
 
 Model = Annotated[str, typer.Option(help=A_MODEL)]
-Device = Annotated[
-    str | None,
-    typer.Option(help="cuda, mps or cpu; by default the first that exists.", **_of_output),
-]
-WeightType = Annotated[
-    Dtype | None,
-    typer.Option(help="Number type of the weights; by default as stored.", **_of_output),
-]
-Out = Annotated[
-    Path,
-    _option_of_path(help="Folder for the report, the results and the settings.", **_of_output),
-]
-Fresh = Annotated[
-    bool,
-    _flag("--fresh", help="Start over: delete the rows in --out.", **_of_output),
-]
-Quiet = Annotated[
-    bool,
-    _flag(
-        "--quiet",
-        help="Hide progress bars and notes; warnings and errors stay.",
-        **_of_output,
-    ),
-]
-Json = Annotated[
-    bool,
-    _flag(
-        "--json",
-        help="Print the numbers as one json document; all else goes to standard error.",
-        **_of_output,
-    ),
-]
-Queries = Annotated[int, _number(min=1, help="Queries of each task and seed.")]
+Device = Annotated[str | None, _machine(help="cuda, mps or cpu; by default the first there is.")]
+WeightType = Annotated[Dtype | None, _machine(help="Type of the weights; by default as stored.")]
+Out = Annotated[Path, _machine(help="Folder for report, results and settings.", **_paths)]
+Fresh = Annotated[bool, _flag("--fresh", help="Start over: delete the rows in --out.")]
+Quiet = Annotated[bool, _flag("--quiet", help="No bars and no notes; warnings and errors stay.")]
+Json = Annotated[bool, _flag("--json", help="Print the numbers as one json document.")]
+Queries = Annotated[int | None, _count(help="Queries of each seed; by default 100, or all.")]
 Depth = Annotated[
-    int | None,
-    _number(
-        min=1, help="Layers isolated at each end; by default 5, or half of a model below 10 layers."
-    ),
+    int | None, _count(help="Layers isolated at each end; by default 5, or half of fewer than 10.")
 ]
-Draws = Annotated[int, _number(min=1, max=9999, help="Random controls of each isolation.")]
-Shots = Annotated[int, _number(min=1, help="Demonstrations of each class.")]
-BatchSize = Annotated[int, _number(min=1, help="Prompts in a batch.")]
-Seeds = Annotated[
-    list[int],
-    _option_of_list(
-        "--seed",
-        "--seeds",
-        callback=_whole_numbers,
-        help="Seeds; each draws its own demonstrations. Repeat the option, or separate by commas.",
-    ),
-]
+Draws = Annotated[int, _count(max=9999, help="Random controls of each isolation.")]
+Shots = Annotated[int, _count(help="Demonstrations of each class.")]
+BatchSize = Annotated[int, _count(help="Prompts in a batch.")]
+_SEEDS = "Seeds; each draws its own demonstrations. Repeat the option, or separate by commas."
+Seeds = Annotated[list[int], _list("--seed", "--seeds", callback=_whole_numbers, help=_SEEDS)]
+_ONE_TASK = f"{_A_TASK}. By default a data file is its own task."
+_ALL_TASKS = f"{_A_TASK}; repeat, or separate by commas. By default {','.join(PAPER_TASKS)}."
 OneTask = Annotated[
-    str | None,
-    typer.Option(
-        "--task",
-        "--task-file",
-        help=f"{_A_TASK}. By default a data file is its own task.",
-        autocompletion=_tasks,
-        **_of_task,
+    str | None, _task("--task", "--task-file", help=_ONE_TASK, autocompletion=_tasks)
+]
+Tasks = Annotated[
+    list[str] | None,
+    _list(
+        "--task", "--tasks", "--task-file", help=_ALL_TASKS, callback=_words, autocompletion=_tasks
     ),
 ]
+_DATA = (
+    "csv, jsonl or parquet file with a text and its class in each row; or a folder with "
+    "TASK/train.jsonl and TASK/test.jsonl. By default the examples of --task."
+)
+Data = Annotated[Path | None, typer.Argument(parser=_path, metavar="DATA", help=_DATA)]
+Chat = Annotated[
+    bool | None, _task("--chat/--no-chat", metavar="", help="Write prompts as a chat.")
+]
+TextColumn = Annotated[str | None, _task(help="Column of the texts in DATA.")]
+LabelColumn = Annotated[str | None, _task(help="Column of the classes in DATA.")]
+_CLASSES = "The values of that column in class order; repeat, or separate by commas."
+Classes = Annotated[list[str] | None, _list(callback=_words, help=_CLASSES)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,37 +162,11 @@ class Common:
 class OfTask(Common):
     """What the commands have that take tasks, of the package or your own."""
 
-    data: Annotated[
-        Path | None,
-        typer.Argument(
-            parser=_path,
-            metavar="DATA",
-            help="csv, jsonl or parquet file with a text and its class in each row; or a folder "
-            "with TASK/train.jsonl and TASK/test.jsonl. By default the examples of --task.",
-        ),
-    ] = None
-    chat: Annotated[
-        bool | None,
-        _flag(
-            "--chat/--no-chat",
-            help="Write demonstrations as turns of user and assistant, for a chat model.",
-            **_of_task,
-        ),
-    ] = None
-    text_column: Annotated[
-        str | None, typer.Option(help="Column of the texts in DATA.", **_of_task)
-    ] = None
-    label_column: Annotated[
-        str | None, typer.Option(help="Column of the classes in DATA.", **_of_task)
-    ] = None
-    classes: Annotated[
-        list[str] | None,
-        _option_of_list(
-            callback=_words,
-            help="The values of that column in class order; repeat, or separate by commas.",
-            **_of_task,
-        ),
-    ] = None
+    data: Data = None
+    chat: Chat = None
+    text_column: TextColumn = None
+    label_column: LabelColumn = None
+    classes: Classes = None
     queries: int | None = None
     dtype: WeightType = None
 
@@ -236,18 +187,14 @@ class Run(OfTask):
     """The options of `anchorlens run`."""
 
     task: OneTask = None
-    queries: Annotated[
-        int | None,
-        _number(min=1, help=f"Queries of each seed; {_AS_MANY.format(100)}."),
-    ] = None
+    queries: Queries = None
     shots: Shots = 1
     seed: Seeds = (42,)  # type: ignore[assignment]
     depth: Depth = None
     draws: Draws = 10
     batch_size: BatchSize = 8
     gradient_checkpointing: Annotated[
-        bool,
-        _flag("--gradient-checkpointing", help="For long prompts: less memory, more time."),
+        bool, _flag("--gradient-checkpointing", help="For long prompts: less memory, more time.")
     ] = False
     out: Out = Path("anchorlens-output")
 
@@ -256,21 +203,9 @@ class Run(OfTask):
 class Paper(OfTask):
     """The options of `anchorlens paper`."""
 
-    tasks: Annotated[
-        list[str] | None,
-        _option_of_list(
-            "--task",
-            "--tasks",
-            "--task-file",
-            callback=_words,
-            help=f"{_A_TASK}; repeat, or separate by commas. By default {','.join(PAPER_TASKS)}, "
-            "or what is in a data file.",
-            autocompletion=_tasks,
-        ),
-    ] = None
+    tasks: Tasks = None
     queries: Annotated[
-        int | None,
-        _number(min=11, help=f"Queries of each task and seed; {_AS_MANY.format(40)}."),
+        int | None, _number(min=11, help="Queries of each task and seed; by default 40, or all.")
     ] = None
     seeds: Seeds = (42, 43)  # type: ignore[assignment]
     depth: Depth = None
@@ -286,20 +221,14 @@ class Contexts(OfTask):
     """The options of `anchorlens contexts`."""
 
     task: OneTask = None
-    queries: Annotated[
-        int | None, _number(min=1, help=f"Queries of the comparison; {_AS_MANY.format(40)}.")
-    ] = None
-    training: Annotated[int, _number(min=1, help="Queries for training.")] = 32
-    held_out: Annotated[
-        int, _number(min=1, help="Queries by which the best step of a training is chosen.")
-    ] = 16
+    queries: Annotated[int | None, _count(help="Queries compared; by default 40, or all.")] = None
+    training: Annotated[int, _count(help="Queries for training.")] = 32
+    held_out: Annotated[int, _count(help="Queries that choose the best step of a training.")] = 16
     shots: Shots = 1
     seed: Annotated[int, _number(help="Seed of all draws and of the training.")] = 42
     steps: Annotated[int, _number(min=0, help="Steps of each training.")] = 100
-    length: Annotated[int, _number(min=1, help="Number of learned positions.")] = 10
-    draws: Annotated[
-        int, _number(min=1, max=9999, help="Random selections of words to compare with.")
-    ] = 3
+    length: Annotated[int, _count(help="Number of learned positions.")] = 10
+    draws: Annotated[int, _count(max=9999, help="Random selections of words to compare with.")] = 3
     batch_size: BatchSize = 8
     out: Out = Path("anchorlens-contexts")
 

@@ -14,12 +14,12 @@ from ..models.quiet_libraries import quiet_datasets
 from ..prompts.datafiles import READERS
 from ..prompts.demonstration_sets import Examples
 from ..prompts.examples import HUB_SOURCES, load_examples
+from ..prompts.own_data import entries_for, in_toml, layout_of, problems_of, told_apart
 from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
 from ..prompts.tasks import TASKS, Task
 from ..system.files import write_text
 from ..system.processes import is_main
 from .options import OfTask
-from .own_data import entries_for, in_toml, layout_of, problems_of, told_apart
 
 
 class ChosenTask(NamedTuple):

@@ -1,7 +1,7 @@
 """The contexts of `anchorlens contexts`: demonstrations, parts of them, and what is trained."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -157,28 +157,25 @@ def trained_contexts(
     """
     batches, length = prompts["training"], parts.options.length
 
-    def prefix(training: Training, **others: Any) -> PrefixContext:
-        return train_prefix(model, batches, training, length=length, **others)
-
-    def soft_prompt(training: Training, **others: Any) -> PrefixContext:
-        return train_soft_prompt(model, batches, training, length=length, **others)
-
-    def hard_prompt(training: Training, **others: Any) -> PrefixContext:
-        if any((batch.label_ends != batch.label_positions).any() for batch in batches):
-            parts.options.output.note("the search starts from the first token of each label word")
-        words = batches[0].label_token_ids.tolist()
-        return train_hard_prompt(model, batches, training, length=length, start=words, **others)
-
-    def prefix_from_anchors(training: Training, **others: Any) -> PrefixContext:
+    def from_anchors(*arguments: Any, **others: Any) -> PrefixContext:
         anchors = compress(model, batches[0], positions=rebased)
-        return train_prefix(model, batches, training, start=anchors, **others)
+        return train_prefix(*arguments, start=anchors, **others)
 
+    words = batches[0].label_token_ids.tolist()
+    ways: tuple[Callable[..., PrefixContext], ...] = (
+        partial(train_soft_prompt, length=length),
+        partial(train_hard_prompt, length=length, start=words),
+        partial(train_prefix, length=length),
+        from_anchors,
+    )
     contexts: dict[str, PrefixContext] = {}
-    ways = (soft_prompt, hard_prompt, prefix, prefix_from_anchors)
     for name, train in zip(TRAINED, ways, strict=True):
         training = parts.training(name, folder)
+        long = any((batch.label_ends != batch.label_positions).any() for batch in batches)
+        if name == "hard prompt" and long:
+            parts.options.output.note("the search starts from the first token of each label word")
         try:
-            contexts[name] = train(training, held_out=prompts["held out"])
+            contexts[name] = train(model, batches, training, held_out=prompts["held out"])
         # Learned positions cannot be moved, or a token is no start of a search, for example.
         except (ModelError, PromptError) as error:
             parts.options.output.note(f"no {name}: {error}")

@@ -16,13 +16,14 @@ import torch
 from pandas import DataFrame
 
 from ..errors import PromptError
-from ..experiments.context_comparison import ContextsRecord, compare_contexts
+from ..experiments.context_comparison import compare_contexts
 from ..models.load import load_model
 from ..models.quiet_libraries import quiet_libraries
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.demonstration_sets import Draw, draws_of
 from ..prompts.examples import Example
+from ..prompts.own_data import in_toml
 from ..prompts.sample_prompts import prompts_of_draws
 from ..replication.paper import TRAINING, check_examples
 from ..replication.paper import paper as paper_numbers
@@ -30,7 +31,7 @@ from ..replication.paper_figures import paper_figures
 from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
 from ..replication.paper_tables import paper_sections, paper_tables
 from ..report.page import write_report
-from ..results.text_tables import Section
+from ..results.text_tables import Section, TextTable
 from ..runs.identity import versions
 from ..runs.store import forget_run
 from ..system.files import write_text
@@ -38,7 +39,6 @@ from ..system.processes import fails_together, is_main
 from .analysis import analysed, file_name, forget_analysis, make_folders, rows_folder
 from .before_weights import DEPTH, check_length, checked_tokenizer, depth_of
 from .options import PAPER_TASKS, Contexts, Demo, Dtype, OfTask, Paper, Run, full_command
-from .own_data import in_toml
 from .summary import Summary, numbers_of
 from .tasks import ChosenTask, chosen_tasks, queries_that_fit
 from .trained_contexts import (
@@ -220,7 +220,8 @@ def contexts(options: Contexts) -> None:
         record.save(out / task / "contexts.safetensors")
         for name, context in trained.items():
             context.save(out / task / f"{file_name(name)}.safetensors")
-    output.tables([_printed(record, task)])
+    table: TextTable = {("", str(name)): {**row} for name, row in record.table().iterrows()}
+    output.tables([Section(f"{task}, contexts [95 % intervals]", table, corner="context")])
     texts = texts_of(trained)
     for name, text in texts.items():
         output.note(f"{name}: {text!r}")
@@ -303,13 +304,6 @@ def _settled(
                 + f"  {full_command(command, settled, path)}"
             )
     return settled, final
-
-
-def _printed(record: ContextsRecord, task: str) -> Section:
-    """The table of the contexts; numbers in brackets are 95 % intervals."""
-    frame = record.table()
-    rows = {("", str(name)): dict(texts) for name, texts in frame.iterrows()}
-    return Section(f"{task}, contexts [95 % intervals]", rows, corner="context")
 
 
 def _shortest_prompt(tokenizer: Any, chosen: ChosenTask) -> list[PromptBatch]:

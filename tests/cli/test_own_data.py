@@ -10,9 +10,9 @@ import pytest
 
 import anchorlens as al
 from anchorlens.cli.options import Run
-from anchorlens.cli.own_data import told_apart
 from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import DataError
+from anchorlens.prompts.own_data import told_apart
 from tests.cli.test_cli import call, error_of
 from tests.support.chat_tokenizers import chat_tokenizer
 
@@ -154,7 +154,7 @@ def test_all_problems_of_a_file_are_one_error(
 @pytest.mark.parametrize(
     ("table", "options", "words"),
     [
-        (pd.DataFrame({"a": range(9), "b": range(9)}), {}, "no column has texts (--text-column n"),
+        (pd.DataFrame({"a": range(9), "b": range(9)}), {}, "no column has texts (text= names one"),
         (pd.DataFrame({"a": list("abcdefghi")}), {}, "no column has classes, that is 2 to 100"),
         (frame(["a", "b"]), {"text_column": "c"}, "there is no column 'c'. Columns, with how many"),
         (frame(["a", "b"]), {"queries": 50}, "14 rows are left for queries beside the demonstrat"),

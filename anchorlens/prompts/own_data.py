@@ -16,9 +16,9 @@ from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from ..errors import DataError, PromptError
-from ..prompts.chat import ChatTask
-from ..prompts.datafiles import read_columns
-from ..prompts.tasks import Task
+from .chat import ChatTask
+from .datafiles import read_columns
+from .tasks import Task
 
 _MOST_CLASSES = 100
 # Names of columns, in the order in which they are taken; other names come after these.
@@ -61,11 +61,11 @@ def layout_of(path: Path, text: str | None = None, label: str | None = None) -> 
     of_texts.sort(key=lambda name: (_rank(name, _TEXTS), -_letters(columns[name])))
     text = text or next(iter(of_texts), None)
     if text is None:
-        problems.append("no column has texts (--text-column names one)")
+        problems.append("no column has texts (text= names one)")
     if label is None:
         problems.append(
             f"no column has classes, that is 2 to {_MOST_CLASSES} different values, each in two "
-            "rows on average (--label-column names one)"
+            "rows on average (label= names one)"
         )
     if problems or text is None or label is None:
         found = "; ".join(f"{name} ({len(_counts(columns[name]))})" for name in columns)
@@ -98,22 +98,22 @@ def problems_of(
     if unlisted := [value for value in layout.counts if value not in classes]:
         problems.append(
             f"the column {layout.label} has the values {', '.join(map(str, unlisted))}, which are "
-            "not among --classes"
+            "not among classes="
         )
     if not 1 < len(classes) <= _MOST_CLASSES:
         problems.append(
             f"the column {layout.label} has {len(classes)} classes, and a task has 2 to "
-            f"{_MOST_CLASSES}; name another by --label-column"
+            f"{_MOST_CLASSES}; name another by label="
         )
     rare = [value for value in classes if layout.counts.get(value, 0) < shots]
     if rare and len(rare) <= _MOST_CLASSES:
         counted = ", ".join(f"{value} has {layout.counts.get(value, 0)}" for value in rare)
-        problems.append(f"--shots {shots} needs as many rows of each class, but {counted}")
+        problems.append(f"shots={shots} needs as many rows of each class, but {counted}")
     left = sum(layout.counts.values()) - shots * len(classes)
     if not rare and left < (queries or 1):
         problems.append(
             f"{left} rows are left for queries beside the demonstrations, and "
-            f"{queries or 1} are needed; lower --queries or --shots, or give more rows"
+            f"{queries or 1} are needed; lower queries= or shots=, or give more rows"
         )
     return problems
 
@@ -156,7 +156,7 @@ def told_apart(tokenizer: Any, task: Task) -> Task:
             return replace(task, labels=tuple(labels))
     raise PromptError(
         f"of the names of the {len(names)} classes some begin with the same token, and so do "
-        "their words; give a task file with label words that begin differently (--task)"
+        "their words; give a task file with label words that begin differently"
     )
 
 
