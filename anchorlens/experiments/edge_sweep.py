@@ -69,6 +69,9 @@ KEEP_BOS = (
 )
 
 
+_KINDS = ("label", "word")
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CutEdgesRecord(Record):
     """Loyalty with edges cut, and with as many random edges cut.
@@ -159,8 +162,8 @@ class SweepResults(Results):
     def plot(self) -> go.Figure:
         """Loyalties at all sites side by side, each with its control (the paper's Figure 4).
 
-        Bars of a cut show 95 % intervals, and bars of its control the range of the draws. Records
-        of metrics, which a sweep also returns, are left out.
+        Brackets are 95 % intervals and small dots single draws. Records of metrics, which a sweep
+        also returns, are left out.
 
         Raises:
             MetricError: There is no record of a cut.
@@ -171,20 +174,24 @@ class SweepResults(Results):
                 "there is no CutEdgesRecord to plot, as isolation_sweep and edge_sweep give; got "
                 f"{sorted({type(record).__name__ for record in self.values()}) or 'none'}"
             )
-        bars = [[_bars(record, kind) for record in cuts.values()] for kind in ("label", "word")]
-        low, values, high = torch.tensor(bars, dtype=torch.double, device="cpu").unbind(-2)
+        numbers = [[_points(record, kind) for record in cuts.values()] for kind in _KINDS]
+        low, values, high = torch.stack([torch.stack(of_kind) for of_kind in numbers]).unbind(-1)
+        draws = [
+            [getattr(each, f"random_{kind}_loyalty") for each in cuts.values()] for kind in _KINDS
+        ]
+        most = max(len(drawn) for of_kind in draws for drawn in of_kind)
         isolated = all(record.is_isolation for record in cuts.values())
         what, control = ("label words", "words") if isolated else ("edges", "edges")
         done = "isolated" if isolated else "cut"
-        return figures.bars(
+        return figures.points(
             values,
+            low,
+            high,
+            torch.stack([torch.stack([_padded(each, most) for each in of]) for of in draws]),
             ["label loyalty", "word loyalty"],
             list(cuts),
-            (f"{what} {done}", f"random {control} {done} (range of draws)"),
+            (f"{what} {done}", f"random {control} {done}, mean"),
             title=f"What stays as it was when {control} are {done}",
-            low=low,
-            high=high,
-            controls=True,
         )
 
 
@@ -414,13 +421,17 @@ def _loyalty_with(
     return loyalty_contributions(clean, next_tokens(logits, batch.label_scores(logits)))
 
 
-def _bars(record: CutEdgesRecord, kind: str) -> list[list[float]]:
-    """Lower ends, heights and upper ends of a loyalty: of the cut, and of its controls."""
-    name = f"{kind}_loyalty"
-    value, draws = float(getattr(record, name)), getattr(record, f"random_{name}")
-    low, high = record.intervals[name].tolist() if name in record.intervals else (value, value)
-    control = float(getattr(record, f"control_{name}"))
-    return [[low, float(draws.min())], [value, control], [high, float(draws.max())]]
+def _points(record: CutEdgesRecord, kind: str) -> Float[Tensor, "series end"]:
+    """Low end, value and high end of a loyalty: of the cut, and of the mean of its controls."""
+    found = [record.estimate(f"{of}{kind}_loyalty") for of in ("", "control_")]
+    ends = [(each.low, each.value, each.high) for each in found]
+    return torch.tensor(ends, dtype=torch.double, device="cpu")
+
+
+def _padded(draws: Float[Tensor, " draw"], count: int) -> Float[Tensor, " most"]:
+    """The draws with NaN up to a common number."""
+    rest = torch.full((count - len(draws),), torch.nan, dtype=torch.double, device="cpu")
+    return torch.cat([draws.double(), rest])
 
 
 def _record(contributions: Contributions) -> CutEdgesRecord:

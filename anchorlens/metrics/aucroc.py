@@ -26,7 +26,7 @@ from .predictions import predicted_class
 
 # Attention that is mathematically equal differs by this share in float32, and between batches.
 _ROUNDING = 1e-5
-_CUMULATIVE = "reached up to this layer (R_l)"
+_CUMULATIVE = "part of all layers that is reached up to this one (R_l)"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,20 +66,42 @@ class AttentionAUCROCRecord(Record):
         return {"aucroc": 2, "deep_aucroc": 2, "per_head": 2}
 
     def plot(self) -> go.Figure:
-        """AUCROC_l and R_l by layer (the paper's Figure 5)."""
-        bounds = [self.intervals.get(name) for name in ("aucroc", "r")]
-        known = bounds[0] is not None and bounds[1] is not None
-        low, high = torch.stack(bounds, dim=1) if known else (None, None)  # type: ignore[arg-type]
-        return figures.lines_by_layer(
-            torch.stack([self.aucroc, self.r]),
-            ["attention tells the prediction (AUCROC_l)", _CUMULATIVE],
-            title="Does the attention to label words tell the prediction?",
-            y_title="AUCROC_l, R_l",
-            low=low,
-            high=high,
-            dashed=[_CUMULATIVE],
+        """AUCROC_l and below it R_l by layer (the paper's Figure 5)."""
+        title = "Does the attention to label words tell the prediction?"
+        if self.aucroc.isnan().all():
+            return figures.sentence(
+                "There is no AUCROC: the model predicts fewer than two classes. Use more or other "
+                "queries.",
+                title=title,
+            )
+        bounds, of_r = self.intervals.get("aucroc"), self.intervals.get("r")
+        random = torch.tensor(self.of_random_models("aucroc"), device="cpu")
+        tells = figures.lines_by_layer(
+            self.aucroc[None],
+            ["attention tells the prediction (AUCROC_l)"],
+            title=title,
+            y_title="AUCROC_l",
+            low=None if bounds is None else bounds[0, None],
+            high=None if bounds is None else bounds[1, None],
             reference=0.5,
+            random=random.reshape(-1, 1, len(self.aucroc)),
+            colors=[figures.OUT],
+            height=340,
         )
+        if self.r.isnan().all():
+            return tells
+        reached = figures.lines_by_layer(
+            self.r[None],
+            [_CUMULATIVE],
+            title="",
+            y_title="R_l",
+            low=None if of_r is None else of_r[0, None],
+            high=None if of_r is None else of_r[1, None],
+            dashed=[_CUMULATIVE],
+            colors=[figures.OUT],
+            height=280,
+        )
+        return figures.stacked(tells, reached)
 
 
 @checked

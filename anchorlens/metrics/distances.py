@@ -31,6 +31,8 @@ from .auc import auc
 from .metric import Metric, Observation, by_layer, of_one_width
 from .predictions import predicted_class, require_gold
 
+_MOST_CLASSES = 8  # whose pairs are drawn as tables
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AnchorDistancesRecord(Record):
@@ -66,9 +68,10 @@ class AnchorDistancesRecord(Record):
 
     caption: ClassVar[str] = (
         "Left: distance of the label words' keys along the main directions of the queries "
-        "(predicted). Right: AUC-ROC of telling two classes apart (actual). Low, that is dark, "
-        "means confused in both. In the paper the most confused pair of TREC is dark on both "
-        "sides."
+        "(predicted). Right: AUC-ROC of telling two classes apart (actual); 0.5 is chance, and of "
+        "few queries it can be 0 or 1 by chance. Low, that is dark, means confused in "
+        "both. In the paper the most confused pair of TREC is dark on both sides. More than "
+        "eight classes are drawn as dots, one for each pair: distance along x, AUC-ROC along y."
     )
     # Directions of few queries have the same bias in every set (docs/benchmarks.md, "Intervals").
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
@@ -104,7 +107,26 @@ def confusions(
     title: str,
 ) -> go.Figure:
     """Predicted and actual confusions side by side, without diagonals (the paper's Figure 6)."""
+    if len(names) == 2:
+        number = float(actual[0, 1])
+        known = f"{number:.2f}, where 0.5 is chance and 1 is certain"
+        text = "no number" if isnan(number) else known
+        return figures.sentence(
+            f"With two classes there is one pair, and its distance is the largest. The model tells "
+            f"{names[0]} and {names[1]} apart with an AUC-ROC of {text}.",
+            title=title,
+        )
     both = torch.stack([predicted.double(), actual.double()])
+    if len(names) > _MOST_CLASSES:
+        first, second = torch.ones_like(both[0]).triu(1).nonzero().T.tolist()
+        return figures.pairs(
+            both[0, first, second],
+            both[1, first, second],
+            [f"{names[a]} and {names[b]}" for a, b in zip(first, second, strict=True)],
+            title=title,
+            x_title="predicted: distance of keys, over the largest",
+            y_title="actual: AUC-ROC of the pair",
+        )
     both[:, range(len(names)), range(len(names))] = torch.nan
     return figures.heat_map(
         both,
@@ -112,7 +134,7 @@ def confusions(
         names,
         ("predicted: distance of keys", "actual: AUC-ROC of the pair"),
         title=title,
-        bar_title="low = confused",
+        bar_title="low = confused (AUC: 0.5 or less)",
         row_title="class",
         column_title="class",
         limits=(0.0, 1.0),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import plotly.graph_objects as go
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -82,23 +83,61 @@ class SaliencyFlowsRecord(Record):
     per_prompt: Float[Tensor, "prompt layer flow"]
 
     caption: ClassVar[str] = (
-        f"Each flow's share of the sum of the three mean saliencies in a layer. {FLOWS}"
+        f"Top: {RATIO} Middle: each flow's share of the sum of the three mean saliencies in a "
+        f"layer. {FLOWS} With random weights (grey) S_pq has nearly all, too: where a line is in "
+        "its band, the paper's own measure cannot tell the model from one that learnt nothing. "
+        "Bottom: that sum; where it is small, shares say little."
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": tuple(PAPER_FLOWS)}
     names_in_info: ClassVar[Mapping[str, str]] = {"flow": "flows"}
     stored_by_set: ClassVar[Collection[str]] = ("share_change", "deep_pq_over_tq")
 
     def plot(self) -> go.Figure:
-        """Each flow's share by layer, with its interval (the paper's Figure 3)."""
-        bounds = self.intervals.get("share")
-        return figures.lines_by_layer(
-            self.share.T,
-            [_LEGEND.get(name, name) for name in self.axis_names("flow") or ()],
+        """S_pq / S_tq, each flow's share (the paper's Figure 3), and their sum, by layer.
+
+        Grey bands are models of the same architecture with random weights, where ``analyse`` has
+        drawn them.
+        """
+        ratio, share = (self.intervals.get(name) for name in ("pq_over_tq", "share"))
+        names = self.axis_names("flow") or ()
+        read = figures.lines_by_layer(
+            self.pq_over_tq[None],
+            ["a label word over another word (S_pq / S_tq)"],
             title="Where information flows",
-            y_title="share of the mean saliencies",
-            low=None if bounds is None else bounds[0].T,
-            high=None if bounds is None else bounds[1].T,
+            y_title="S_pq / S_tq",
+            low=None if ratio is None else ratio[0, None],
+            high=None if ratio is None else ratio[1, None],
+            reference=1,
+            random=self._random("pq_over_tq", (1, len(self.share))),
+            colors=[figures.OUT],
+            log=True,
+            height=320,
         )
+        shares = figures.lines_by_layer(
+            self.share.T,
+            [_LEGEND.get(name, name) for name in names],
+            title="",
+            y_title="share of the three means",
+            low=None if share is None else share[0].T,
+            high=None if share is None else share[1].T,
+            random=self._random("share", tuple(self.share.shape)).mT,
+            colors=[figures.INTO, figures.OUT, figures.OTHER] if "pq" in names else figures.PALETTE,
+            height=320,
+        )
+        total = figures.lines_by_layer(
+            self.flows.sum(-1)[None],
+            ["all three means together, of which shares are parts"],
+            title="",
+            y_title="nats",
+            colors=["#56B4E9"],
+            height=220,
+        )
+        return figures.stacked(read, shares, total)
+
+    def _random(self, name: str, shape: tuple[int, ...]) -> Float[Tensor, "draw ..."]:
+        """A field of models with random weights; no draw where there are none."""
+        numbers = torch.tensor(self.of_random_models(name), device="cpu")
+        return numbers.reshape(-1, *shape)
 
 
 @checked

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..experiments.edge_sweep import ISOLATION
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord, confusions
-from ..metrics.saliency_flows import FLOWS
+from ..metrics.saliency_flows import FLOWS, RATIO
 from ..results import figures
 from ..system.arguments import checked
 from .paper_tables import Parts, by_part, task_name
@@ -49,8 +49,15 @@ def _lines(rows: pd.DataFrame, title: str, y_title: str, **options: Any) -> Any:
 
 def _flows(parts: Parts) -> Any:
     rows = parts["Figure 3"]
-    shares = rows[rows["column"] == "share"]
-    return _lines(shares, "Where information flows", "share of the three mean saliencies")
+    ratios, shares = (rows[rows["column"] == column] for column in ("ratio", "share"))
+    read, title = {"log": True, "reference": 1, "height": 320}, "Where information flows"
+    colors = [figures.INTO, figures.OUT, figures.OTHER]
+    drawn = _lines(shares, title, "share of the three mean saliencies", colors=colors)
+    if not len(ratios):
+        return drawn
+    return figures.stacked(
+        _lines(ratios, title, "S_pq / S_tq", colors=[figures.OUT], **read), drawn
+    )
 
 
 def _isolation(parts: Parts) -> Any:
@@ -83,7 +90,7 @@ def _confusions(parts: Parts) -> Any:
 
 
 _DRAWINGS: dict[str, tuple[Callable[[Parts], Any], str]] = {
-    "Figure 3": (_flows, FLOWS),
+    "Figure 3": (_flows, f"{RATIO} {FLOWS}"),
     "Figure 4": (_isolation, ISOLATION),
     "Figure 5": (_attention, AttentionAUCROCRecord.caption),
     "Figure 6, actual": (_confusions, AnchorDistancesRecord.caption),

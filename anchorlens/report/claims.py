@@ -360,7 +360,7 @@ def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:
             *([cut_too] if cut_too else []),
         ),
         clause=f"isolating the label words in {first_layers(record)} changes {number.percent()} "
-        "more predictions than isolating random words",
+        "more of the predictions than isolating random words",
     )
     if record.info.get("begins_with_bos") and not is_left:
         reason = (

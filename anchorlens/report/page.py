@@ -56,6 +56,7 @@ class _Section:
     id: str
     heading: str
     caption: str = ""
+    sentence: str = ""
     title: str = ""
     figure: str = ""
     height: int = _HEIGHT
@@ -239,6 +240,12 @@ def _chapter(
     )
 
 
+def _same(texts: Sequence[Sequence[str]]) -> int:
+    """With how many words all texts begin, of several."""
+    same = takewhile(lambda words: len(set(words)) == 1, zip(*texts))  # noqa: B905
+    return len([*same]) if len(texts) > 1 else 0
+
+
 def _short(text: str, most: int = 40) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
@@ -250,12 +257,11 @@ def _choices(pages: Mapping[str, FlowPage]) -> dict[str, str]:
     """
     flows = {name: page for name, page in pages.items() if isinstance(page, PromptFlows)}
     queries = [page.query.split() for page in flows.values()]
-    # The template of the task begins all of them with the same words.
-    same = takewhile(lambda words: len(set(words)) == 1, zip(*queries))  # noqa: B905
-    begin = len([*same]) if len(queries) > 1 else 0
+    # The template of the task is the same in all of them.
+    begin, end = (_same(queries), _same([query[::-1] for query in queries]))
     signs = {True: "✓ ", False: "✗ ", None: ""}
     words = {
-        name: signs[page.is_right] + _short(" ".join(query[begin:]))
+        name: signs[page.is_right] + _short(" ".join(query[begin : len(query) - end]))
         for (name, page), query in zip(flows.items(), queries, strict=True)
     }
     return dict(sorted(words.items(), key=lambda item: not item[1].startswith("✗")))
@@ -292,9 +298,10 @@ def _section(
     """The section of a record, or of several records of one kind by name."""
     record = next(iter(records.values()))
     frame = pd.concat([_numbers(record, name) for name, record in records.items()])
+    section = _figure_section(section_id, _heading(heading), figure)
     return replace(
-        _figure_section(section_id, _heading(heading), figure),
-        caption=record.caption or meaning_of(type(record)),
+        section,
+        caption="" if section.sentence else record.caption or meaning_of(type(record)),
         table=record.table() if hasattr(record, "table") else None,
         fields=_fields(record),
         columns=list(frame.columns),
@@ -318,9 +325,11 @@ def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> 
     if figure is None:
         return _Section(section_id, heading)
     _refuse_unknown_traces(heading, figure)
+    meta = figure.layout.meta if isinstance(figure.layout.meta, dict) else {}
+    if "sentence" in meta:
+        return _Section(section_id, heading, sentence=str(meta["sentence"]))
     title, subtitle = figure.layout.title.text, figure.layout.title.subtitle.text
     drawn = figure.to_plotly_json()
-    meta = figure.layout.meta if isinstance(figure.layout.meta, dict) else {}
     if figure.layout.template in (
         plotly.io.templates["plotly_white"],
         plotly.io.templates["plotly"],

@@ -1,4 +1,4 @@
-"""Draws tensors as plotly figures: lines over layers or steps, bars, heat maps and directions.
+"""Draws tensors as plotly figures: lines over layers or steps, bars, points, heat maps, directions.
 
 Each function returns a new `plotly.graph_objects.Figure`. It does not show or save it, and does not
 change its tensors. Texts are shown literally: plotly would otherwise read `<b>` as markup and `$x$`
@@ -7,6 +7,7 @@ as TeX. NaN values leave gaps. Figures have a height in pixels and fill the widt
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, product
+from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
@@ -30,6 +31,8 @@ from .figure_parts import (
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "cross")
 DOTTED = {"dash": "dot", "color": PALETTE[-1]}  # seen on light and on dark pages
 PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
+RANDOM = "#9AA4AE"  # of what is random: weights, words
+INTO, OUT, OTHER = PALETTE[0], PALETTE[1], PALETTE[-1]  # flows, as in the picture of a prompt
 MOST_NAMES = 40  # along an axis; more would overlap
 
 
@@ -44,6 +47,10 @@ def lines_by_layer(
     high: Float[Tensor, "series layer"] | None = None,
     dashed: Collection[str] = (),
     reference: float | None = None,
+    random: Float[Tensor, "draw series layer"] | None = None,
+    colors: Sequence[str] = PALETTE,
+    log: bool = False,
+    height: int = 420,
 ) -> go.Figure:
     """Draw one line per series over the layers (paper: Figures 3 and 5).
 
@@ -56,6 +63,11 @@ def lines_by_layer(
         high: upper ends of the intervals; give both or neither.
         dashed: names of the series to draw dashed, such as baselines.
         reference: height of a dotted horizontal line, such as chance.
+        random: the same numbers of models with random weights; a grey band from the smallest draw
+            to the largest, for each series.
+        colors: the colours of the series; after the last the first comes again.
+        log: whether the y axis is logarithmic.
+        height: height of the figure in pixels.
 
     Returns:
         The figure; its x axis counts layers from 0. A band that goes far beyond all lines is cut
@@ -73,7 +85,7 @@ def lines_by_layer(
     check(set(dashed) <= set(names), f"dashed among {list(names)}", dashed, "pass series' names")
     ends, lines, bands = _ends(values, low, high), [], []
     for row, (name, heights) in enumerate(zip(names, values.tolist(), strict=True)):
-        color, dash = PALETTE[row % len(PALETTE)], "dash" if name in dashed else "solid"
+        color, dash = colors[row % len(colors)], "dash" if name in dashed else "solid"
         line = go.Scatter(x=list(range(len(heights))), y=heights, name=literal(name))
         line.update(line={"color": color, "dash": dash, "width": 2.5}, mode="lines+markers")
         line.update(marker={"symbol": SYMBOLS[row % len(SYMBOLS)], "size": 7}, legendgroup=row)
@@ -81,13 +93,19 @@ def lines_by_layer(
         band = go.Scatter(_outline(*ends[:, row].tolist()), mode="lines", line_color=color)
         band.update(fill="toself", fillcolor=color, opacity=0.2, hoverinfo="skip")
         bands.append(band.update(legendgroup=row, showlegend=False))
-    figure = go.Figure(lines if low is None else bands + lines, layout(title, 420))
+    grey = _bands_of_random_models(values, random)
+    figure = go.Figure(grey + (lines if low is None else bands + lines), layout(title, height))
     if reference is not None:  # named in the legend, where the name covers no line
         name = f"reference {reference:g}"
         figure.add_hline(reference, line=DOTTED, showlegend=True, name=name)
     figure.update_layout(hovermode="x unified", xaxis_title="layer", yaxis_title=literal(y_title))
     layers = values.shape[1]
     figure.update_xaxes(dtick=1 + layers // 16, range=[-0.5, layers - 0.5])
+    if log:
+        ticks = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
+        texts = [f"{tick:g}" for tick in ticks]
+        figure.update_yaxes(type="log", tickvals=ticks, ticktext=texts)
+        values, ends = values.log10(), ends.log10()
     figure.update_yaxes(range=_range_of_lines(values, ends))
     return figure.update_xaxes(unifiedhovertitle_text="layer %{x}")
 
@@ -129,9 +147,8 @@ def bars(
     title: str,
     low: Float[Tensor, "panel group series"] | None = None,
     high: Float[Tensor, "panel group series"] | None = None,
-    controls: bool = False,
 ) -> go.Figure:
-    """Draw groups of bars with error bars, in one panel or several (paper: Figure 4).
+    """Draw groups of bars with error bars, in one panel or several.
 
     Args:
         values: heights of the bars, in the unit that the panel names.
@@ -141,9 +158,6 @@ def bars(
         title: text over the figure.
         low: heights of the lower ends of the error bars.
         high: heights of the upper ends; give both or neither.
-        controls: True where the first series is compared with the others, its controls, in numbers
-            from 0 to 1: then each group has a colour, and controls a tint of it. Otherwise each
-            series has a colour.
 
     Returns:
         The figure, with a trace for each panel and series.
@@ -161,29 +175,153 @@ def bars(
     check_shape(values, shape, "pass one name per panel, group and series")
     ends = _ends(values, low, high)
     figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.08)
-    colors = [PALETTE[number % len(PALETTE)] for number in range(max(len(groups), len(series)))]
-    tints, of_groups = [_tint(color) for color in colors], range(len(groups))
+    of_groups = list(range(len(groups)))
     for panel, column in product(range(len(panels)), range(len(series))):
         heights, (below, above) = values[panel, :, column], ends[:, panel, :, column]
-        bar = go.Bar(x=list(of_groups), y=heights.tolist(), name=literal(series[column]))
+        bar = go.Bar(x=of_groups, y=heights.tolist(), name=literal(series[column]))
         errors = {"array": (above - heights).tolist(), "arrayminus": (heights - below).tolist()}
         bar.update(error_y={**errors, "visible": low is not None})
         customdata = torch.stack([below, above], dim=1).tolist()
         bar.update(customdata=customdata, hovertemplate="%{x}<br>" + _hover(low))
         bar.update(legendgroup=column, showlegend=panel == 0)
-        if controls:
-            bar.update(marker_color=[(tints if column else colors)[group] for group in of_groups])
-        else:
-            pattern = {"shape": PATTERNS[column % len(PATTERNS)], "fgcolor": "white", "size": 7}
-            bar.update(marker={"color": colors[column], "pattern": pattern})
+        pattern = {"shape": PATTERNS[column % len(PATTERNS)], "fgcolor": "white", "size": 7}
+        bar.update(marker={"color": PALETTE[column % len(PALETTE)], "pattern": pattern})
         figure.add_trace(bar, panel + 1, 1)
         figure.update_yaxes(title=literal(panels[panel]), row=panel + 1)
-    if controls:
-        figure.update_layout(legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"})
-        figure.update_yaxes(range=[0, 1.02])
     height = 420 if len(panels) == 1 else 80 + 230 * len(panels)
     return figure.update_layout(layout(title, height), barmode="group").update_xaxes(
         name_ticks(groups)
+    )
+
+
+@checked
+def points(
+    values: Float[Tensor, "panel group series"],
+    low: Float[Tensor, "panel group series"],
+    high: Float[Tensor, "panel group series"],
+    draws: Float[Tensor, "panel group draw"],
+    panels: Sequence[str],
+    groups: Sequence[str],
+    series: Sequence[str],
+    *,
+    title: str,
+) -> go.Figure:
+    """Draw numbers from 0 to 1 as points with intervals, beside dots for random draws (Figure 4).
+
+    Args:
+        values: the numbers: those of interest, then the mean of the draws.
+        low: lower ends of their intervals.
+        high: upper ends.
+        draws: the number of each random draw; NaN leaves it out.
+        panels: a name for each panel, along its y axis.
+        groups: a name for each group of points, for the x axis.
+        series: names of the two kinds of points, for the legend.
+        title: text over the figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        AnchorlensError: shapes or counts do not fit.
+
+    Examples:
+        >>> loyalty = torch.tensor([[[0.25, 0.75]]])
+        >>> draws = torch.tensor([[[0.5, 1.0]]])
+        >>> names = ["loyalty"], ["first layers"], ["label words", "random words"]
+        >>> points(loyalty, loyalty - 0.1, loyalty + 0.1, draws, *names, title="").data[0].y
+        (0.25,)
+    """
+    check_shape(values, (len(panels), len(groups), 2), "pass one name per panel and group")
+    figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.08)
+    for panel, name in enumerate(panels):
+        first = {"row": panel + 1, "col": 1}
+        for column, color in enumerate((INTO, RANDOM)):
+            of_series = values[panel, :, column]
+            below, above = of_series - low[panel, :, column], high[panel, :, column] - of_series
+            marks = go.Scatter(mode="markers", name=literal(series[column]), y=of_series.tolist())
+            marks.update(x=[group - 0.12 + 0.24 * column for group in range(len(groups))])
+            marks.update(error_y={"array": above.tolist(), "arrayminus": below.tolist()})
+            marks.update(marker={"color": color, "size": 11, "symbol": SYMBOLS[column]})
+            bounds = torch.stack([low[panel, :, column], high[panel, :, column]], dim=1)
+            marks.update(customdata=bounds.tolist(), hovertemplate=_hover(low))
+            figure.add_trace(marks.update(legendgroup=column, showlegend=not panel), **first)
+        at, _ = torch.ones_like(draws[panel]).nonzero().T
+        dots = go.Scatter(x=(at + 0.26).tolist(), y=draws[panel].flatten().tolist(), mode="markers")
+        dots.update(name=f"each of {draws.shape[2]} draws", marker={"color": RANDOM, "size": 5})
+        dots.update(hovertemplate="one draw: %{y:.3g}<extra></extra>", legendgroup="draws")
+        figure.add_trace(dots.update(showlegend=not panel), **first)
+        figure.update_yaxes(title=literal(name), range=[-0.02, 1.05], row=panel + 1)
+    figure.update_layout(layout(title, 80 + 230 * len(panels)))
+    figure.update_layout(legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"})
+    return figure.update_xaxes(name_ticks(groups), range=[-0.5, len(groups) - 0.5])
+
+
+@checked
+def pairs(
+    x: Float[Tensor, " pair"],
+    y: Float[Tensor, " pair"],
+    names: Sequence[str],
+    *,
+    title: str,
+    x_title: str,
+    y_title: str,
+    named: int = 3,
+) -> go.Figure:
+    """Draw two numbers of each pair as a dot, where a table would have too many cells.
+
+    Args:
+        x: the number along the x axis.
+        y: the number along the y axis.
+        names: the name of each pair, which is shown under the pointer.
+        title: text over the figure.
+        x_title: text along the x axis.
+        y_title: text along the y axis.
+        named: so many of the lowest dots have their names beside them.
+
+    Returns:
+        The figure.
+
+    Raises:
+        AnchorlensError: there is not one name for each pair.
+
+    Examples:
+        >>> ones = torch.ones(1)
+        >>> pairs(ones, ones, ["a, b"], title="", x_title="distance", y_title="AUC").data[0].text
+        ('a, b',)
+    """
+    check_shape(x, (len(names),), "pass one name per pair")
+    known = [k for k in y.argsort().tolist() if not y[k].isnan()]
+    shown = {k: literal(names[k]) for k in known[:named]}
+    texts = [literal(name) for name in names]
+    dots = go.Scatter(x=x.tolist(), y=y.tolist(), mode="markers", text=texts)
+    dots.update(marker={"color": PALETTE[0], "size": 7, "opacity": 0.6})
+    dots.update(hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>")
+    figure = go.Figure(dots, layout(title, 460))
+    for k, name in shown.items():
+        figure.add_annotation(x=float(x[k]), y=float(y[k]), text=name, ax=0, ay=-18, arrowsize=0.5)
+    return figure.update_layout(xaxis_title=literal(x_title), yaxis_title=literal(y_title))
+
+
+@checked
+def sentence(text: str, *, title: str) -> go.Figure:
+    """A figure that has no numbers to draw, with a sentence in place of empty axes.
+
+    Args:
+        text: why there is nothing to draw, or what there is to say.
+        title: text over the figure.
+
+    Returns:
+        The figure; a report shows the sentence, from its ``layout.meta["sentence"]``.
+
+    Examples:
+        >>> sentence("There is one class.", title="Confusions").layout.meta["sentence"]
+        'There is one class.'
+    """
+    figure = go.Figure(layout=layout(title, 140)).update_layout(meta={"sentence": text})
+    figure.update_xaxes(visible=False).update_yaxes(visible=False)
+    lines = "<br>".join(literal(line) for line in wrap(text, 100))
+    return figure.add_annotation(
+        text=lines, x=0, xref="paper", y=0.5, yref="paper", showarrow=False
     )
 
 
@@ -272,42 +410,55 @@ def heat_map(
 
 
 @checked
-def stacked(upper: go.Figure, lower: go.Figure) -> go.Figure:
-    """Draw a figure of lines under another figure; both keep their heights.
+def stacked(*figures: go.Figure) -> go.Figure:
+    """Draw figures below each other; all keep their heights.
 
     Args:
-        upper: any figure of this module, such as confusion matrices; its title is used.
-        lower: a figure with one pair of axes, such as lines by layer; its title is left out.
+        figures: any figure of this module, such as confusion matrices; its title is used. The
+            others have one pair of axes, such as lines by layer; their titles are left out.
 
     Returns:
-        The figure, as high as both together, with the legend above the lines.
+        The figure, as high as all together, with the legend of each above it.
 
     Examples:
         >>> lines = lines_by_layer(torch.ones(1, 3), ["a"], title="", y_title="AUC")
         >>> stacked(lines, lines).layout.height
         840
     """
-    above, below = upper.layout, lower.layout
-    whole = above.height + below.height
-    inner = whole - above.margin.t - below.margin.b
-    start = 1 - (above.height - above.margin.t - above.margin.b) / inner
-    end = (below.height - below.margin.t - below.margin.b) / inner
-    figure = go.Figure(upper).update_yaxes(domain=[start, 1])
-    bar = {"len": 1 - start, "y": 1, "yanchor": "top"}
-    figure.update_coloraxes(colorbar=bar)
+    check(len(figures) > 0, "a figure or several", "none", "pass figures")
+    first, margins = figures[0], [figure.layout.margin for figure in figures]
+    heights = [figure.layout.height for figure in figures]
+    inner = sum(heights) - margins[0].t - margins[-1].b
+    domains, top = list[tuple[float, float]](), -margins[0].t
+    for height, margin in zip(heights, margins, strict=True):
+        domains.append((1 - (top + height - margin.b) / inner, 1 - (top + margin.t) / inner))
+        top += height
+    start, end = max(domains[0][0], 0.0), 1.0
+    figure = go.Figure(first).update_yaxes(domain=[start, end])
+    figure.update_coloraxes(colorbar={"len": 1 - start, "y": 1, "yanchor": "top"})
     figure.for_each_annotation(lambda note: note.update(y=start + (1 - start) * note.y))
-    number = 1 + len([*upper.select_xaxes()])
-    x, y = f"x{number}", f"y{number}"
-    figure.add_traces(go.Figure(lower).update_traces(xaxis=x, yaxis=y).data)
-    for line in below.shapes:
-        figure.add_shape(line, xref=line.xref.replace("x", x), yref=line.yref.replace("y", y))
-    for note in below.annotations:
-        figure.add_annotation(note, xref=note.xref.replace("x", x), yref=note.yref.replace("y", y))
-    across, along = below.xaxis.to_plotly_json(), below.yaxis.to_plotly_json()
-    axes = {f"xaxis{number}": across | {"anchor": y}}
-    axes |= {f"yaxis{number}": along | {"anchor": x, "domain": [0, end]}}
-    legend = {"orientation": "h", "x": 0, "y": end, "yanchor": "bottom"}
-    return figure.update_layout(axes, height=whole, legend=legend, hovermode="closest")
+    legend = {"orientation": "h", "x": 0, "yanchor": "bottom"}
+    figure.update_layout(height=sum(heights), hovermode="closest", legend={**legend, "y": 1})
+    number = len([*first.select_xaxes()])
+    across_all = figures[-1].layout.xaxis.title
+    for lower, (start, end) in zip(figures[1:], domains[1:], strict=True):
+        number += 1
+        x, y, name = f"x{number}", f"y{number}", f"legend{number}"
+        figure.add_traces(go.Figure(lower).update_traces(xaxis=x, yaxis=y, legend=name).data)
+        for line in lower.layout.shapes:
+            at = {"xref": line.xref.replace("x", x), "yref": line.yref.replace("y", y)}
+            figure.add_shape(line, **at, legend=name)
+        for note in lower.layout.annotations:
+            at = {"xref": note.xref.replace("x", x), "yref": note.yref.replace("y", y)}
+            figure.add_annotation(note, **at)
+        across, along = lower.layout.xaxis.to_plotly_json(), lower.layout.yaxis.to_plotly_json()
+        axes = {f"xaxis{number}": across | {"anchor": y}}
+        axes |= {f"yaxis{number}": along | {"anchor": x, "domain": [max(start, 0.0), end]}}
+        figure.update_layout(axes, **{name: {**legend, "y": end}})
+    # The lowest axis names that of all.
+    for axis in [*figure.select_xaxes(lambda axis: axis.title == across_all)][:-1]:
+        axis.title = None
+    return figure
 
 
 @checked
@@ -373,6 +524,25 @@ def _outline(low: list[float], high: list[float]) -> dict[str, list[Any]]:
     return {"x": x, "y": y}
 
 
+def _bands_of_random_models(
+    values: Float[Tensor, "series layer"], random: Float[Tensor, "draw series layer"] | None
+) -> list[go.Scatter]:
+    """A grey band for each series, of which one stands in the legend."""
+    if random is None:
+        return []
+    random = random[~random.isnan().all((1, 2))]  # such a model may predict one class only
+    if not len(random):
+        return []
+    check_shape(random[0], tuple(values.shape), "pass each draw in the shape of the values")
+    bands = []
+    for row, (low, high) in enumerate(zip(random.amin(0), random.amax(0), strict=True)):
+        band = go.Scatter(_outline(low.tolist(), high.tolist()), mode="lines", line_color=RANDOM)
+        band.update(fill="toself", fillcolor=RANDOM, opacity=0.45, hoverinfo="skip")
+        name = f"random weights (range of {len(random)} draws)"
+        bands.append(band.update(name=name, showlegend=not row, legendgroup="random"))
+    return bands
+
+
 def _range_of_lines(
     values: Float[Tensor, "series layer"], ends: Float[Tensor, "end series layer"]
 ) -> list[float] | None:
@@ -385,12 +555,6 @@ def _range_of_lines(
     shown = [max(bands.min().item(), lowest - room), min(bands.max().item(), highest + room)]
     is_cut = shown != [bands.min().item(), bands.max().item()]
     return shown if is_cut and room > 0 else None
-
-
-def _tint(color: str) -> str:
-    """The colour with the background shining through."""
-    red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
-    return f"rgba({red}, {green}, {blue}, 0.4)"
 
 
 def _ticks(names: Sequence[str] | None, count: int, most: int) -> dict[str, Any]:

@@ -250,33 +250,30 @@ def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path
     expected |= {"edges": "wp", "control": "random_words"}
     assert expected.items() <= record.info.items() and record.info["labels"][1] == "Entity"
     assert record.random_kl.shape == (4,) and record.random_label_kept.shape == (12, 4)
-    bars = record.plot().data
-    assert [trace.name for trace in bars[:2]] == [
-        "label words isolated",
-        "random words isolated (range of draws)",
-    ]
-    assert bars[0].y == (float(record.label_loyalty),)
-    assert bars[1].y == (float(record.random_label_loyalty.mean()),)
-    assert bars[3].y == (float(record.random_word_loyalty.mean()),)
-    low, high = record.random_word_loyalty.min(), record.random_word_loyalty.max()
-    assert [*bars[3].customdata[0]] == [float(low), float(high)]
-    assert len(replace(record, intervals={}).plot().data) == 4
+    drawn = record.plot().data
+    names = ["label words isolated", "random words isolated, mean", "each of 4 draws"]
+    assert [trace.name for trace in drawn[:3]] == names
+    assert drawn[0].y == (float(record.label_loyalty),)
+    assert drawn[1].y == (float(record.random_label_loyalty.mean()),)
+    assert drawn[4].y == (float(record.random_word_loyalty.mean()),)
+    # A bracket is an interval, also of the control; dots are its draws.
+    assert [*drawn[4].customdata[0]] == record.intervals["control_word_loyalty"].tolist()
+    assert [*drawn[5].y] == record.random_word_loyalty.tolist()
+    assert len(replace(record, intervals={}).plot().data) == 6
 
     cuts = al.edge_sweep(gpt2, batches, edges.pq, al.sites.windows(gpt2, 2), draws=2, **QUIET)
     cut = cuts["layers 0 to 1"]
     assert cut.info["edges"] == "pq" and cut.info["control"] == "random_keys"
     assert cut.info["layers"] == [0, 1] and record.is_isolation and not cut.is_isolation
-    assert [bar.name for bar in cuts.plot().data[:2]] == [
-        "edges cut",
-        "random edges cut (range of draws)",
-    ]
-    assert al.load_record(cut.save(tmp_path / "cut.safetensors")).plot() == cut.plot()
+    assert [trace.name for trace in cuts.plot().data[:2]] == ["edges cut", "random edges cut, mean"]
+    loaded = al.load_record(cut.save(tmp_path / "cut.safetensors"))
+    assert loaded.plot().to_json() == cut.plot().to_json()
     others = al.run(gpt2, batches, [al.Accuracy()], **QUIET)
     with pytest.raises(MetricError, match=r"no CutEdgesRecord .*\['AccuracyRecord'\]"):
         SweepResults(others).plot()
     isolations = {"first": record, "last": record}
     both = SweepResults(isolations | others).plot()
-    assert len(both.data) == 4 and len(both.data[0].y) == 2
+    assert len(both.data) == 6 and len(both.data[0].y) == 2
     assert SweepResults({**cuts, **isolations}).plot().data[0].name == "edges cut"
     text = al.write_report({**cuts, **isolations}, tmp_path / "report.html").read_text("utf-8")
     # Both windows are in one figure.

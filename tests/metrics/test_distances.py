@@ -162,10 +162,28 @@ def test_pairs_of_classes_without_prompts_give_nan_and_a_warning() -> None:
 
 
 def test_the_figure_of_confusions_has_no_diagonals() -> None:
-    predicted = torch.tensor([[1.0, 0.5], [0.25, 1.0]])
+    predicted = torch.tensor([[1.0, 0.5, 0.1], [0.25, 1.0, 0.2], [0.1, 0.2, 1.0]])
     copy = predicted.clone()
-    figure = confusions(predicted, predicted / 2, ["a", "b"], "title")
+    figure = confusions(predicted, predicted / 2, ["a", "b", "c"], "title")
     for heat, scale in zip(figure.data, (1, 2), strict=True):
-        (first, second), (third, fourth) = heat.z
+        (first, second, _), (third, fourth, _), _ = heat.z
         assert isnan(first) and isnan(fourth) and (second, third) == (0.5 / scale, 0.25 / scale)
     assert torch.equal(predicted, copy)
+
+
+@pytest.mark.with_shapes
+def test_two_classes_are_a_sentence_and_many_are_dots() -> None:
+    two = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
+    said = confusions(two, two / 2, ["a", "b"], "title").layout.meta["sentence"]
+    assert said.endswith(
+        "tells a and b apart with an AUC-ROC of 0.25, where 0.5 is chance and 1 is certain."
+    )
+    unknown = confusions(two, two * torch.nan, ["a", "b"], "title").layout.meta["sentence"]
+    assert unknown.endswith("an AUC-ROC of no number.")
+    many = torch.arange(81.0).reshape(9, 9)
+    (dots,) = confusions(many, many / 81, list("abcdefghi"), "title").data
+    assert len(dots.x) == 36 and (dots.x[0], dots.text[0], dots.y[1]) == (
+        1,
+        "a and b",
+        pytest.approx(2 / 81),
+    )

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from io import StringIO
+from itertools import product
 from math import nan
 from pathlib import Path
 from statistics import fmean, stdev
@@ -288,10 +289,11 @@ CONFUSIONS = [
     for seed, values in {1: (0.5, nan), 2: (0.25, 0.5)}.items()
     for (a, b), value in zip((("no", "yes"), ("yes", "no")), values, strict=True)
 ] + [
-    PaperNumber(f"Figure 6, {kind}", a, a, nan, -1, "sst2", seed)
+    PaperNumber(f"Figure 6, {kind}", a, b, nan, -1, "sst2", seed)
     for kind in ("predicted", "actual")
-    for a in ("no", "yes")
+    for a, b in product(("no", "yes", "maybe"), repeat=2)
     for seed in (1, 2)
+    if a == b or "maybe" in (a, b)
 ]
 
 
@@ -299,8 +301,9 @@ def test_figures_show_means_and_ranges() -> None:
     figures = al.paper_figures(table([*LAYERED, *isolation("Figure 4"), *CONFUSIONS]))
     assert list(figures) == [*(f"TREC: Figure {k}" for k in (3, 4, 5)), "SST-2: Figure 6"]
     figure = figures["TREC: Figure 3"]
-    (line,) = [trace for trace in figure.data if trace.name]
-    assert line.name == "S_pq"  # only shares are drawn
+    ratio, line = [trace for trace in figure.data if trace.name]
+    assert (ratio.name, line.name) == ("S_pq / S_tq", "S_pq")
+    assert list(ratio.y) == [1.5, 3, 0, 0, 0, 4.5, 3.5] and figure.layout.yaxis.type == "log"
     means = [fmean(pair) for pair in zip(PQ[1], PQ[2], strict=True)]
     ranges = [sorted(pair) for pair in zip(PQ[1], PQ[2], strict=True)]
     assert list(line.y) == pytest.approx(means)

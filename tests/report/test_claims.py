@@ -132,7 +132,7 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     records = [distances(), attention(), isolation(), flows()]
     assert headline(records, judged) == (
         "Yes: isolating the label words in the first 2 layers changes 50 % [20, 70] more "
-        "predictions than isolating random words, and in deep layers the answer reads "
+        "of the predictions than isolating random words, and in deep layers the answer reads "
         "3.0 [2.9, 3.1] times as much from a label word as from another word."
     )
     assert headline(records, judged[:2]).startswith("Yes: in deep layers the answer reads 3.0")

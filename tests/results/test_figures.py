@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from anchorlens.errors import AnchorlensError
-from anchorlens.results.figures import bars, heat_map, lines_by_layer, stacked
+from anchorlens.results.figures import (
+    bars,
+    heat_map,
+    lines_by_layer,
+    pairs,
+    points,
+    sentence,
+    stacked,
+)
 
 TITLES: dict[str, Any] = {"title": "title", "y_title": "share of prompts"}
 MAPS: dict[str, Any] = {"title": "title", "bar_title": "low = confused", "limits": (0.0, 1.0)}
@@ -93,24 +101,53 @@ def test_bars_with_equal_or_numeric_names_stay_separate() -> None:
 
 
 @pytest.mark.with_shapes
-def test_bars_with_controls_show_values_ends_and_tints() -> None:
+def test_points_show_values_intervals_and_each_draw() -> None:
     values = torch.tensor([[[0.25, 0.75], [1.0, 0.5]], [[0.1, 0.2], [0.3, 0.4]]])
+    draws = torch.tensor([[[0.5, 1.0], [0.5, math.nan]]] * 2)
     names = ["label", "word"], ["first", "last"], ["isolated", "random"]
-    ends: dict[str, Any] = {"low": values - 0.1, "high": values + 0.2}
-    figure = bars(values, *names, title="x", controls=True, **ends)
-    assert [(bar.name, bar.yaxis) for bar in figure.data] == [
-        *(("isolated", "y"), ("random", "y")),
-        *(("isolated", "y2"), ("random", "y2")),
+    figure = points(values, values - 0.1, values + 0.2, draws, *names, title="x")
+    assert [(marks.name, marks.yaxis) for marks in figure.data[::3]] == [
+        *(("isolated", "y"), ("isolated", "y2")),
     ]
-    assert same(figure.data[1].y, [0.75, 0.5]) and same(figure.data[2].y, [0.1, 0.3])
-    assert same(figure.data[1].error_y.array, [0.2, 0.2])
-    assert same(figure.data[1].error_y.arrayminus, [0.1, 0.1])
-    assert same(figure.data[1].customdata, [[0.65, 0.95], [0.4, 0.7]])
-    assert figure.data[0].marker.color == ("#0072B2", "#D55E00")
-    assert figure.data[1].marker.color == ("rgba(0, 114, 178, 0.4)", "rgba(213, 94, 0, 0.4)")
-    assert [bar.showlegend for bar in figure.data] == [True, True, False, False]
+    isolated, control, dots = figure.data[:3]
+    assert same(control.y, [0.75, 0.5]) and same(figure.data[3].y, [0.1, 0.3])
+    assert same(control.error_y.array, [0.2, 0.2]) and same(control.error_y.arrayminus, [0.1, 0.1])
+    assert same(control.customdata, [[0.65, 0.95], [0.4, 0.7]])
+    assert same(dots.y, [0.5, 1.0, 0.5, math.nan]) and same(dots.x, [0.26, 0.26, 1.26, 1.26])
+    assert dots.error_y.array is None  # a bracket is an interval, and a dot is a draw
+    assert isolated.marker.color != control.marker.color == dots.marker.color
+    assert [marks.showlegend for marks in figure.data] == [True] * 3 + [False] * 3
     assert figure.layout.xaxis2.ticktext == ("first", "last")
     assert figure.layout.yaxis.title.text == "label"
+
+
+@pytest.mark.with_shapes
+def test_models_of_random_weights_are_a_grey_band() -> None:
+    values = torch.tensor([[0.5, 2.0]])
+    random = torch.tensor([[[1.0, 3.0]], [[2.0, 1.0]], [[math.nan, math.nan]]])
+    figure = lines_by_layer(values, ["a"], random=random, log=True, reference=1, **TITLES)
+    band, line = figure.data
+    assert band.x == (0, 1, 1, 0, None) and same(band.y[:-1], [1.0, 1.0, 3.0, 2.0])
+    assert band.name == "random weights (range of 2 draws)" and same(line.y, [0.5, 2.0])
+    assert figure.layout.yaxis.type == "log" and 0.5 in figure.layout.yaxis.tickvals
+    for none in (None, random[:0], random[2:]):
+        assert len(lines_by_layer(values, ["a"], random=none, **TITLES).data) == 1
+    with pytest.raises(AnchorlensError, match="pass each draw in the shape"):
+        lines_by_layer(values, ["a"], random=random[..., :1], **TITLES)
+
+
+@pytest.mark.with_shapes
+def test_pairs_and_sentences_take_the_place_of_what_is_hard_to_read() -> None:
+    names = ["a and b", "a and <c>", "b and c"]
+    y = torch.tensor([0.9, 0.2, math.nan])
+    figure = pairs(y, y, names, title="", x_title="x", y_title="y", named=1)
+    (note,) = figure.layout.annotations
+    assert (note.text, note.y) == ("a and &lt;c&gt;", pytest.approx(0.2))
+    assert same(figure.data[0].y, y.tolist())
+    said = sentence("There is <nothing>.", title="t")
+    assert said.layout.meta == {"sentence": "There is <nothing>."} and not said.data
+    assert said.layout.annotations[0].text == "There is &lt;nothing&gt;."
+    assert not said.layout.xaxis.visible
 
 
 @pytest.mark.with_shapes

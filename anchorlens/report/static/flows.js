@@ -3,7 +3,8 @@
 // what a choice of tokens shows, is a matter of the page of a prompt or of that of an answer.
 const WIDEST = 12;  // pixels
 const arcPath = (y1, y2, width) => {
-  const bulge = Math.min(width - 8, 24 + Math.abs(y2 - y1) * 0.9) * 1.3;
+  const long = Math.abs(y2 - y1);  // far ends bulge more, and never out of the picture
+  const bulge = 1.3 * (0.08 + 0.9 * long / (long + 0.8 * width)) * width;
   return `M4,${y1} C${bulge},${y1} ${bulge},${y2} 10,${y2}`;
 };
 const HEAD = " m5,-4 l-6,4 l6,4";

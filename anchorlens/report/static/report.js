@@ -12,15 +12,20 @@
     zerolinecolor: isDark ? "#6b7680" : "#9aa4ae", automargin: true });
   const inLegend = (item) => item.showlegend ?? "name" in item;
   // Error bars have one colour in plotly, which dark pages hide.
-  const dataOf = ({ data }, isDark) => data.map((trace) => (trace.error_y
-    ? { ...trace, error_y: { ...trace.error_y, color: isDark ? "#e6e9ec" : "#1c2024" } } : trace));
+  const dataOf = ({ data }, isDark, isNarrow) => data.map((trace, k) => ({ ...trace,
+    ...(trace.error_y && trace.type === "bar"
+      ? { error_y: { ...trace.error_y, color: isDark ? "#e6e9ec" : "#1c2024" } } : {}),
+    // A narrow figure has one legend, with each name once.
+    ...(isNarrow ? { legend: "legend", legendgroup: "", showlegend: inLegend(trace)
+      && data.findIndex(({ name }) => name === trace.name) === k } : {}) }));
   // Empty cells must not look like dark ones.
   const groundsOf = (data) => data.filter((trace) => trace.type === "heatmap").map((trace) => ({
     type: "rect", layer: "below", fillcolor: "#68727c", line: { width: 0 }, x0: 0, x1: 1, y0: 0, y1: 1,
     xref: `${trace.xaxis ?? "x"} domain`, yref: `${trace.yaxis ?? "y"} domain` }));
   const layoutOf = ({ data, layout }, isDark, isNarrow) => {
     const style = { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      shapes: [...(layout.shapes ?? []), ...(isDark ? groundsOf(data) : [])],
+      shapes: [...(layout.shapes ?? []).map((shape) => isNarrow ? { ...shape, legend: "legend" } : shape),
+        ...(isDark ? groundsOf(data) : [])],
       font: { ...layout.font, family: "system-ui, sans-serif",
         color: isDark ? "#e6e9ec" : "#1c2024" } };
     for (const name of Object.keys(layout).filter((key) => /^[xy]axis\d*$/.test(key)))
@@ -30,15 +35,16 @@
     style.hoverlabel = { bgcolor: isDark ? "#1e242a" : "#fff" };
     if (isNarrow) {  // the legend is below, one name in a line
       const rows = [...data, ...(layout.shapes ?? [])].filter(inLegend).length;
-      style.legend = { ...layout.legend, orientation: "h",
-        x: 0, y: 0, yref: "container", yanchor: "bottom" };
+      style.legend = { orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom" };
+      for (const name of Object.keys(style).filter((key) => /^legend\d+$/.test(key)))
+        delete style[name];
       style.margin = { ...style.margin, l: 44, r: 8, b: 60 + 20 * rows };
     }
     return style;
   };
   const show = (number, isDark, isNarrow, size) => {
     const figure = figures[number], layout = layoutOf(figure, isDark, isNarrow);
-    Plotly.react(holders[number], dataOf(figure, isDark), { ...layout, ...size }, config);
+    Plotly.react(holders[number], dataOf(figure, isDark, isNarrow), { ...layout, ...size }, config);
   };
   // A file has the title, which stands beside the figure on the page.
   holders.forEach((holder, number) => {
