@@ -70,8 +70,7 @@ class AnchorDistancesRecord(Record):
         "Left: distance of the label words' keys along the main directions of the queries "
         "(predicted). Right: AUC-ROC of telling two classes apart (actual); 0.5 is chance, and of "
         "few queries it can be 0 or 1 by chance. Low, that is dark, means confused in "
-        "both. In the paper the most confused pair of TREC is dark on both sides. More than "
-        "eight classes are drawn as dots, one for each pair: distance along x, AUC-ROC along y."
+        "both. In the paper the most confused pair of TREC is dark on both sides."
     )
     # Directions of few queries have the same bias in every set (docs/benchmarks.md, "Intervals").
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {

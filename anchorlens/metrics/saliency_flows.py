@@ -83,10 +83,9 @@ class SaliencyFlowsRecord(Record):
     per_prompt: Float[Tensor, "prompt layer flow"]
 
     caption: ClassVar[str] = (
-        f"Top: {RATIO} Middle: each flow's share of the sum of the three mean saliencies in a "
-        f"layer. {FLOWS} With random weights (grey) S_pq has nearly all, too: where a line is in "
-        "its band, the paper's own measure cannot tell the model from one that learnt nothing. "
-        "Bottom: that sum; where it is small, shares say little."
+        f"Top: {RATIO} Middle: each flow's share of the three means. {FLOWS} Inside the grey band "
+        "the paper's own measure cannot tell a model from one with random weights. Bottom: the "
+        "sum; where it is small, shares say little."
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": tuple(PAPER_FLOWS)}
     names_in_info: ClassVar[Mapping[str, str]] = {"flow": "flows"}
