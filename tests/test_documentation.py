@@ -5,6 +5,7 @@ import doctest
 import importlib
 import inspect
 import re
+import runpy
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,6 +180,45 @@ def test_recipes_are_short() -> None:
         for block in blocks_of(page, "python")[1:]:
             lines = [line for line in block.code.splitlines() if line.strip()]
             assert len(lines) <= 15, f"line {block.line} of {page.name}"
+
+
+def test_pages_are_short() -> None:
+    """Another page is easier to find than a place in a long one."""
+    long = {"architectures.md", "findings.md"}
+    pages = [page for page in PAGES if page.parent.name != "reference" and page.name not in long]
+    lines = {page.name: page.read_text().count("\n") for page in pages}
+    assert {name: count for name, count in lines.items() if count > 300} == {}
+
+
+SEARCHED = """few-shot, quantized, out of memory, multi-token, troubleshooting, faq, svg,
+matplotlib, batch size, confidence interval, save a figure, logit lens, colab"""
+
+
+@pytest.mark.parametrize("words", SEARCHED.replace("\n", " ").split(", "))
+def test_what_people_search_for_is_on_a_page(words: str) -> None:
+    texts = {page.name: " ".join(page.read_text().lower().split()) for page in PAGES}
+    assert [name for name, text in texts.items() if words in text and name != "README.md"]
+
+
+PICTURE = re.compile(r"\]\((?:\.\./)*(images/\S+?)\)")
+
+
+def test_pictures_are_made_by_the_code_above_them() -> None:
+    theme = runpy.run_path(str(ROOT / "docs" / "theme" / "pictures.py"))
+    pages = [page for page in PAGES if page.name != "README.md"]
+    made = {picture for page in pages for picture, _ in theme["pictures"](page)}
+    shown = {picture for page in pages for picture in PICTURE.findall(page.read_text())}
+    files = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs/images").rglob("*.*")}
+    assert len(shown) > 20
+    assert shown == made | theme["DIAGRAMS"] == files
+
+
+def test_a_tutorial_begins_with_the_picture_of_its_result() -> None:
+    pages = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+    pages += [ROOT / "docs" / f"{name}.md" for name in ("metrics", "experiments", "own_context")]
+    for page in pages:
+        before, _, _ = page.read_text().partition("```")
+        assert PICTURE.search(before), f"{page.name} shows no result before its code"
 
 
 def public_names() -> dict[str, str]:
