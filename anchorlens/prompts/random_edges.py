@@ -1,4 +1,4 @@
-"""How random edges are drawn, the control of a set of edges, for those that ``edges.py`` offers.
+"""How random edges are drawn, the control of a set of edges; ``edges.py`` draws random words.
 
 1. The other edges of a prompt get random numbers, which follow from a seed and the demonstrations.
 2. As many of them as are wanted are drawn, those with the largest numbers: in each row, or in all.

@@ -1,4 +1,4 @@
-"""What decides a number, by content: a digest of any value, and what of it cannot be seen.
+"""The fingerprint of a run: what decides its numbers, by content, and what of it cannot be seen.
 
 1. A value is walked part by part, and each part is added to one SHA-256.
 2. A function is its code, constants, defaults and closure, and the values of the globals that it
@@ -7,9 +7,9 @@
 4. A file that a function reads, or an object whose contents Python does not tell, is unknown.
    What was computed with it is computed again, not believed.
 
-Pickles do not serve: they store a function of a module by its name, and not what it does. The
-fingerprint of a run, by which contributions are stored, is that of its model, prompts and settings,
-and the versions of packages.
+The fingerprint holds the model, the prompts, the settings and the versions of packages; it is
+stored with contributions. Pickles do not serve: they store a function of a module by its name, and
+not what it does.
 """
 
 import builtins

@@ -1,1 +1,1 @@
-"""All batches and all metrics, on disk and over processes."""
+"""How batches run: whether a shortcut gives the same numbers, tried on two prompts."""
