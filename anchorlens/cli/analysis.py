@@ -102,6 +102,7 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
         batches,
         depth=depth,
         draws=options.draws,
+        random_weights=options.random_weights or None,
         gradient_checkpointing=options.gradient_checkpointing,
         keep=save,
         folder=rows_folder(options.out, task),

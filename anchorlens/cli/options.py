@@ -192,6 +192,9 @@ class Run(OfTask):
     seed: Seeds = (42,)  # type: ignore[assignment]
     depth: Depth = None
     draws: Draws = 10
+    random_weights: Annotated[
+        bool, _flag("--random-weights", help="Compare a large model with random weights, too.")
+    ] = False
     batch_size: BatchSize = 8
     gradient_checkpointing: Annotated[
         bool, _flag("--gradient-checkpointing", help="For long prompts: less memory, more time.")

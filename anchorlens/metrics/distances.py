@@ -32,6 +32,12 @@ from .metric import Metric, Observation, by_layer, of_one_width
 from .predictions import predicted_class, require_gold
 
 _MOST_CLASSES = 8  # whose pairs are drawn as tables
+_OF_PAIRS = (
+    "A dot is a pair of classes. Along x: distance of the label words' keys along the main "
+    "directions of the queries (predicted confusion). Along y: AUC-ROC of telling the two apart "
+    "(actual); 0.5 is chance, and of few queries it can be 0 or 1 by chance. Dots would rise from "
+    "left to right if near keys were confused. The lowest pairs have their names."
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,7 +92,7 @@ class AnchorDistancesRecord(Record):
         layer = int(self.default_layer)
         names = self.axis_names("class") or [f"class {k}" for k in range(len(self.pair_auc))]
         correlation = float(self.correlation[layer])
-        agreement = f"rank correlation {correlation:.2f}"
+        agreement = f"rank correlation {correlation:z.2f}"
         if isnan(correlation):
             agreement = "too few pairs of classes for a rank correlation"
         title = "Which classes are confused, with their numbers of queries "
@@ -118,7 +124,7 @@ def confusions(
     both = torch.stack([predicted.double(), actual.double()])
     if len(names) > _MOST_CLASSES:
         first, second = torch.ones_like(both[0]).triu(1).nonzero().T.tolist()
-        return figures.pairs(
+        figure = figures.pairs(
             both[0, first, second],
             both[1, first, second],
             [f"{names[a]} and {names[b]}" for a, b in zip(first, second, strict=True)],
@@ -126,6 +132,7 @@ def confusions(
             x_title="predicted: distance of keys, over the largest",
             y_title="actual: AUC-ROC of the pair",
         )
+        return figure.update_layout(meta={"caption": _OF_PAIRS})
     both[:, range(len(names)), range(len(names))] = torch.nan
     return figures.heat_map(
         both,

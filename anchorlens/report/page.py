@@ -301,7 +301,9 @@ def _section(
     section = _figure_section(section_id, _heading(heading), figure)
     return replace(
         section,
-        caption="" if section.sentence else record.caption or meaning_of(type(record)),
+        caption=""
+        if section.sentence
+        else section.caption or record.caption or meaning_of(type(record)),
         table=record.table() if hasattr(record, "table") else None,
         fields=_fields(record),
         columns=list(frame.columns),

@@ -33,6 +33,7 @@ DOTTED = {"dash": "dot", "color": PALETTE[-1]}  # seen on light and on dark page
 PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
 RANDOM = "#9AA4AE"  # of what is random: weights, words
 INTO, OUT, OTHER = PALETTE[0], PALETTE[1], PALETTE[-1]  # flows, as in the picture of a prompt
+SAVED = 40  # pixels below a figure, where the name of its axis is left out
 MOST_NAMES = 40  # along an axis; more would overlap
 
 
@@ -297,8 +298,9 @@ def pairs(
     dots.update(marker={"color": PALETTE[0], "size": 7, "opacity": 0.6})
     dots.update(hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>")
     figure = go.Figure(dots, layout(title, 460))
-    for k, name in shown.items():
-        figure.add_annotation(x=float(x[k]), y=float(y[k]), text=name, ax=0, ay=-18, arrowsize=0.5)
+    for number, (k, name) in enumerate(shown.items(), start=1):
+        above = {"ax": 0, "ay": -18 * number, "arrowhead": 0, "bgcolor": "rgba(128,128,128,0.15)"}
+        figure.add_annotation(x=float(x[k]), y=float(y[k]), text=name, **above)
     return figure.update_layout(xaxis_title=literal(x_title), yaxis_title=literal(y_title))
 
 
@@ -423,24 +425,29 @@ def stacked(*figures: go.Figure) -> go.Figure:
     Examples:
         >>> lines = lines_by_layer(torch.ones(1, 3), ["a"], title="", y_title="AUC")
         >>> stacked(lines, lines).layout.height
-        840
+        800
     """
     check(len(figures) > 0, "a figure or several", "none", "pass figures")
     first, margins = figures[0], [figure.layout.margin for figure in figures]
     heights = [figure.layout.height for figure in figures]
+    named = figures[-1].layout.xaxis.title  # by the lowest axis for all that have the same
+    heights[:-1] = [
+        height - SAVED * (figure.layout.xaxis.title == named)
+        for height, figure in zip(heights, figures[:-1], strict=False)
+    ]
     inner = sum(heights) - margins[0].t - margins[-1].b
     domains, top = list[tuple[float, float]](), -margins[0].t
-    for height, margin in zip(heights, margins, strict=True):
-        domains.append((1 - (top + height - margin.b) / inner, 1 - (top + margin.t) / inner))
+    for height, margin, figure in zip(heights, margins, figures, strict=True):
+        end = top + figure.layout.height - margin.b
+        domains.append((1 - end / inner, 1 - (top + margin.t) / inner))
         top += height
-    start, end = max(domains[0][0], 0.0), 1.0
-    figure = go.Figure(first).update_yaxes(domain=[start, end])
+    start = max(domains[0][0], 0.0)  # of a single figure a rounding below 0
+    figure = go.Figure(first).update_yaxes(domain=[start, 1])
     figure.update_coloraxes(colorbar={"len": 1 - start, "y": 1, "yanchor": "top"})
     figure.for_each_annotation(lambda note: note.update(y=start + (1 - start) * note.y))
     legend = {"orientation": "h", "x": 0, "yanchor": "bottom"}
     figure.update_layout(height=sum(heights), hovermode="closest", legend={**legend, "y": 1})
     number = len([*first.select_xaxes()])
-    across_all = figures[-1].layout.xaxis.title
     for lower, (start, end) in zip(figures[1:], domains[1:], strict=True):
         number += 1
         x, y, name = f"x{number}", f"y{number}", f"legend{number}"
@@ -455,8 +462,7 @@ def stacked(*figures: go.Figure) -> go.Figure:
         axes = {f"xaxis{number}": across | {"anchor": y}}
         axes |= {f"yaxis{number}": along | {"anchor": x, "domain": [max(start, 0.0), end]}}
         figure.update_layout(axes, **{name: {**legend, "y": end}})
-    # The lowest axis names that of all.
-    for axis in [*figure.select_xaxes(lambda axis: axis.title == across_all)][:-1]:
+    for axis in [*figure.select_xaxes(lambda axis: axis.title == named)][:-1]:
         axis.title = None
     return figure
 

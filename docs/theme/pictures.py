@@ -45,13 +45,13 @@ Plotly.toImage({figure}, {{format: "svg", width: {width}, height: {height}}}).th
 }});
 </script>"""
 CHROMIUM = ("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
-LEFT_OUT = ".controls, .detail, .caption:not(.arc-keys)"
+LEFT_OUT = ".controls, .detail, .caption:not(.arc-keys), .save"
 # Of each picture of a page: size in pixels, pixels for each of the page, and what is left out.
 PAGES = {
-    "one_prompt": ("1572,780", 1.5, LEFT_OUT),
-    "one_prompt_phone": ("780,1000", 2, f"{LEFT_OUT}, .legend, .prompt-columns > :first-child"),
-    "one_answer": ("1572,420", 1.5, ".controls, .caption, .tables"),
-    "one_answer_phone": ("780,1000", 2, ".controls, .caption, .tables"),
+    "one_prompt": ("1572,900", 1.5, LEFT_OUT),
+    "one_prompt_phone": ("780,1500", 2, f"{LEFT_OUT}, .legend"),
+    "one_answer": ("1572,560", 1.5, ".controls, .caption, .tables, .save"),
+    "one_answer_phone": ("780,1400", 2, ".controls, .caption, .tables, .save"),
     "report": ("1400,900", 1, ""),
     "report_phone": ("390,844", 1, ""),
     "tokens": ("1000,260", 1.5, ""),
