@@ -48,8 +48,8 @@ CHROMIUM = ("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hi
 LEFT_OUT = ".controls, .detail, .caption:not(.arc-keys), .save"
 # Of each picture of a page: size in pixels, pixels for each of the page, and what is left out.
 PAGES = {
-    "one_prompt": ("1572,900", 1.5, LEFT_OUT),
-    "one_prompt_phone": ("780,1500", 2, f"{LEFT_OUT}, .legend"),
+    "one_prompt": ("1572,1010", 1.5, LEFT_OUT),
+    "one_prompt_phone": ("780,1900", 2, f"{LEFT_OUT}, .legend"),
     "one_answer": ("1572,560", 1.5, ".controls, .caption, .tables, .save"),
     "one_answer_phone": ("780,1400", 2, ".controls, .caption, .tables, .save"),
     "report": ("1400,900", 1, ""),

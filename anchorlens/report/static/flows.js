@@ -43,10 +43,7 @@ for (const root of document.querySelectorAll(".prompt")) {
       `Arcs: ${view.measure} up to ${scale().toPrecision(3)}${view.unit} `
         + `(${own.checked ? "scale of this layer alone" : "one scale for all layers"})`];
   };
-  const middle = (element) => {
-    const box = element.getBoundingClientRect();
-    return box.top + box.height / 2 - svg.getBoundingClientRect().top;
-  };
+  const middle = (element) => element.offsetTop + element.offsetHeight / 2;  // in the picture
 
   const drawArcs = () => {
     const height = find(".rows").scrollHeight, width = svg.clientWidth || 300, largest = scale();
