@@ -14,7 +14,6 @@ from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..runs.store import forget_run
 from ..system.processes import is_main
-from .before_weights import depth_of
 from .options import Run
 from .output import say
 from .summary import Summary, summarised
@@ -43,11 +42,6 @@ def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
     for name in ("report.html", "settings.json"):
         if (out / name).is_dir():
             raise StoreError(f"{out / name} is a folder, so that no file can have this name")
-
-
-def rows_folder(out: Path, task: str) -> Path:
-    """The folder with a folder for the rows of each analysis of a task."""
-    return out / task / "rows"
 
 
 _RECORDS = re.compile(
@@ -88,8 +82,7 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
     The rows of each batch are stored too, so that the same call resumes an interrupted run.
     """
     folder, output = options.out / task, options.output
-    depth = depth_of(options.depth, model.cfg.n_layers)
-    sites = both_ends(model, batches, depth)
+    sites = both_ends(model, batches, options.depth)
     output.note(f"{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}")
 
     def save(name: str, record: Record) -> None:
@@ -100,12 +93,12 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
     records = analyse(
         model,
         batches,
-        depth=depth,
+        depth=options.depth,
         draws=options.draws,
         random_weights=options.random_weights or None,
         gradient_checkpointing=options.gradient_checkpointing,
         keep=save,
-        folder=rows_folder(options.out, task),
+        folder=folder / "rows",
         progress=not options.quiet,
     )
     isolations = {name: records.pop(name) for name in sites}

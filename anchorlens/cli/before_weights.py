@@ -13,9 +13,6 @@ from ..prompts.batch import PromptBatch, longest_prompt
 BuildPrompts = Callable[[Any], Iterable[PromptBatch]]
 
 
-DEPTH = 5  # layers at each end, if a model has twice as many
-
-
 def checked_tokenizer(
     model: str,
     device: str | None,
@@ -39,7 +36,7 @@ def checked_tokenizer(
     text_config = config.get_text_config()
     layers = getattr(text_config, "num_hidden_layers", None)
     if layers is not None:
-        depth_of(depth, layers)
+        check_depth(depth, layers)
     context = getattr(text_config, "max_position_embeddings", None)
     batches = list(build_prompts(tokenizer))
     if context is not None:
@@ -49,18 +46,13 @@ def checked_tokenizer(
     return tokenizer
 
 
-def depth_of(wanted: int | None, layers: int) -> int:
-    """``--depth``, or else 5, or half of the layers of a smaller model.
-
-    Raises:
-        HookError: The model has fewer layers than ``--depth``.
-    """
-    if wanted is not None and wanted > layers:
+def check_depth(depth: int | None, layers: int) -> None:
+    """Raise an error if a model has fewer layers than ``--depth``."""
+    if depth is not None and depth > layers:
         raise HookError(
-            f"--depth {wanted} is more than the {layers} layers of the model; isolate fewer at "
-            "each end"
+            f"--depth {depth} is more than the {layers} layers of the model; isolate fewer at each "
+            "end"
         )
-    return wanted or max(1, min(DEPTH, layers // 2))
 
 
 def check_length(length: int, context: int, batches: Sequence[PromptBatch]) -> None:

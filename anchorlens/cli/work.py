@@ -16,6 +16,7 @@ import torch
 from pandas import DataFrame
 
 from ..errors import PromptError
+from ..experiments.analysis import DEPTH, depth_of
 from ..experiments.context_comparison import compare_contexts
 from ..models.load import load_model
 from ..models.quiet_libraries import quiet_libraries
@@ -36,8 +37,8 @@ from ..runs.identity import versions
 from ..runs.store import forget_run
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main
-from .analysis import analysed, file_name, forget_analysis, make_folders, rows_folder
-from .before_weights import DEPTH, check_length, checked_tokenizer, depth_of
+from .analysis import analysed, file_name, forget_analysis, make_folders
+from .before_weights import check_depth, check_length, checked_tokenizer
 from .options import PAPER_TASKS, Contexts, Demo, Dtype, OfTask, Paper, Run, full_command
 from .summary import Summary, numbers_of
 from .tasks import ChosenTask, chosen_tasks, queries_that_fit
@@ -60,9 +61,8 @@ Options = TypeVar("Options", Run, Paper, Contexts)
 @quiet_libraries()
 def demo(options: Demo) -> None:
     """Analyse a model on two bundled tasks."""
-    names = ["questions", "sentiment"]
     of_run = Run(**vars(options), dtype=Dtype.float32)
-    _analyse(of_run, chosen_tasks(names, of_run))
+    _analyse(of_run, chosen_tasks(["questions", "sentiment"], of_run))
 
 
 @fails_together()
@@ -151,10 +151,8 @@ def paper(options: Paper) -> None:
     if options.fresh:
         forget_run(out / "rows")
 
-    output.note(
-        f"{len(chosen)} tasks with {len(options.seeds)} seeds; the bar says how long this takes, "
-        "and fewer of --task, --seed, --queries and --draws take less"
-    )
+    less = "fewer of --task, --seed, --queries and --draws take less"
+    output.note(f"the bar counts all parts of all tasks and seeds; {less}")
 
     def save(numbers: DataFrame) -> None:
         _save_settings(settings, out)
@@ -186,7 +184,8 @@ def paper(options: Paper) -> None:
     )
     values = {"model": options.model, "numbers": numbers.to_dict("records"), "report": report}
     output.document(values)
-    after = f"your own data: anchorlens run FILE.csv --model {options.model}"
+    source = f"--task {chosen[0].source(out)}" if chosen[0].is_proposed else "YOURS.csv"
+    after = f"claims and flows of one task: anchorlens run {source} --model {options.model}"
     output.last_line(f"report: {report} (all numbers: numbers.csv beside it)\nNext: {after}")
 
 
@@ -204,7 +203,7 @@ def contexts(options: Contexts) -> None:
     prompts = partial(_prompts, [chosen] * len(draws), draws, options.batch_size)
     loaded, batches = _loaded(options, prompts, length=options.length)
     options, [chosen] = _settled("contexts", options, [chosen], loaded, queries)
-    rows = rows_folder(out, task)
+    rows = out / task / "rows"
     if options.fresh:
         forget_contexts(out / task)
     parts = Parts.of(loaded, batches, options)
@@ -230,10 +229,8 @@ def contexts(options: Contexts) -> None:
     report = _report(results, out, _settings(options, [chosen]), title=title)
     values = {"task": task, "contexts": numbers_of(record), "texts": texts}
     output.document({"model": options.model, **values, "report": report})
-    given = options.task or out / f"{task}.toml"
-    after = (
-        f"the flows in the demonstrations: anchorlens run --model {options.model} --task {given}"
-    )
+    source = chosen.source(out)
+    after = f"the flows of the task: anchorlens run --model {options.model} --task {source}"
     output.last_line(f"report: {report} (open it in a browser)\nNext: {after}")
 
 
@@ -272,7 +269,7 @@ def _loaded(
         dtype=getattr(torch, options.dtype) if options.dtype else None,
     )
     batches = prompts(loaded.tokenizer)
-    depth_of(depth, loaded.cfg.n_layers)
+    check_depth(depth, loaded.cfg.n_layers)
     if length:
         check_length(length, loaded.cfg.n_ctx, [*chain.from_iterable(batches.values())])
     return loaded, batches

@@ -32,13 +32,16 @@ from .sites import first_and_last
 METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances())
 
 
+DEPTH = 5  # layers at each end, if a model has twice as many
+
+
 @fails_together()
 @checked
 def analyse(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     *,
-    depth: int = 5,
+    depth: int | None = None,
     draws: int = 10,
     random_weights: bool | None = None,
     gradient_checkpointing: bool = False,
@@ -54,7 +57,7 @@ def analyse(
     Args:
         model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts of one task, from ``sample_prompts`` or ``build_prompts``.
-        depth: Layers isolated at each end of the model.
+        depth: Layers isolated at each end of the model; by default 5, or half of fewer than 10.
         draws: Random controls of each isolation.
         random_weights: Whether to draw models of the same architecture with random weights, three
             on a few prompts, whose numbers figures and claims show beside those of the model. By
@@ -101,8 +104,16 @@ def analyse(
     return Results({**results, **isolations})
 
 
-def both_ends(model: HookedModel, batches: Sequence[PromptBatch], depth: int) -> dict[str, Site]:
+def depth_of(wanted: int | None, layers: int) -> int:
+    """The depth that is wanted, or else 5, or half of the layers of a smaller model."""
+    return max(1, min(DEPTH, layers // 2)) if wanted is None else wanted
+
+
+def both_ends(
+    model: HookedModel, batches: Sequence[PromptBatch], wanted: int | None
+) -> dict[str, Site]:
     """The first and the last layers; the first also without cuts of the edges to BOS, if any."""
+    depth = depth_of(wanted, model.cfg.n_layers)
     sites = first_and_last(model, [depth])
     if batches[0].begins_with_bos:
         sites[f"{next(iter(sites))}, BOS edge kept"] = Site(range(depth), keep_bos=True)

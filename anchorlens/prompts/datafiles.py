@@ -30,7 +30,7 @@ def read_columns(path: Path, label: str) -> Columns:
     if suffix not in READERS:
         raise DataError(
             f"the name of {path} does not tell how to read it; give a file whose name ends in "
-            f"{', '.join(READERS)}"
+            f"{', '.join(READERS)} (a spreadsheet can be saved as csv)"
         )
     try:
         data = path.read_bytes()
@@ -46,7 +46,7 @@ def read_columns(path: Path, label: str) -> Columns:
     columns = READERS[suffix](data, path)
     if not any(columns.values()):
         raise DataError(f"{path} has no rows; expected a text and its class in each row")
-    if suffix == ".csv" and label in columns:
+    if READERS[suffix] is _csv and label in columns:
         cells = columns[label]
         columns = {
             **columns,
@@ -91,8 +91,10 @@ def _csv(data: bytes, path: Path) -> Columns:
     import pandas as pd
 
     text = _text(data, path)
-    # A comma between the names of the columns, or else a semicolon or a tab.
-    separator = next((mark for mark in ",;\t" if mark in text.partition("\n")[0]), ",")
+    # What stands between the names of the columns, and as often in the first row: else the most.
+    names, *rest = text.split("\n", 2)
+    fits = {mark: (names.count(mark) == (rest or [names])[0].count(mark) > 0) for mark in ",;\t"}
+    separator = max(fits, key=lambda mark: (fits[mark], names.count(mark)))
     try:
         # header=None: else pandas may take the first column for an index. dtype and
         # keep_default_na: else it changes texts such as "NA", "null" or "007".
@@ -152,5 +154,5 @@ def _short(value: Any) -> str:
 
 
 READERS: Mapping[str, Callable[[bytes, Path], Columns]] = MappingProxyType(
-    {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+    {".jsonl": _json, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
 )

@@ -200,3 +200,21 @@ def test_a_task_file_that_was_changed_is_not_written_over(
     assert call(monkeypatch, "run", *arguments) == 1
     assert "out/a.toml holds another task than the one that a.csv" in error_of(capsys.readouterr())
     assert Path("out/a.toml").read_text() == "# mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "tabs.tsv",
+            "mail\tkind\n" + "".join(f"text {k}, long\t{'ab'[k % 2]}\n" for k in range(8)),
+        ),
+        ("comma.csv", "a,mail;kind\n" + "".join(f"text {k};{'ab'[k % 2]}\n" for k in range(8))),
+    ],
+)
+def test_columns_are_separated_by_what_is_in_the_first_lines(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    found = chosen(tmp_path / name)
+    assert found.entries["label_column"] == "kind" and found.examples.pool[1].label == 1
