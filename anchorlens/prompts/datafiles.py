@@ -92,9 +92,10 @@ def _csv(data: bytes, path: Path) -> Columns:
 
     text = _text(data, path)
     # What stands between the names of the columns, and as often in the first row: else the most.
-    names, *rest = text.split("\n", 2)
-    fits = {mark: (names.count(mark) == (rest or [names])[0].count(mark) > 0) for mark in ",;\t"}
-    separator = max(fits, key=lambda mark: (fits[mark], names.count(mark)))
+    first, *others = text.split("\n", 2)
+    second = others[0] if others else first
+    fits = {mark: first.count(mark) == second.count(mark) > 0 for mark in ",;\t"}
+    separator = max(fits, key=lambda mark: (fits[mark], first.count(mark)))
     try:
         # header=None: else pandas may take the first column for an index. dtype and
         # keep_default_na: else it changes texts such as "NA", "null" or "007".

@@ -46,7 +46,7 @@ def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterat
         >>> list(aligned(table))
         ['           accuracy', 'TREC', '  vanilla  61.0']
         >>> list(aligned({("", "a b"): {"c d": "1", "e": "2.0"}}, width=7))
-        ['     c', '     d', 'a b  1', '', '     e', 'a b  2.0']
+        ['     c', '     d', 'a b  1', '     e', 'a b  2.0']
     """
     columns = list(dict.fromkeys(column for texts in table.values() for column in texts))
     names = {(group, row): f"  {row}" if group else row for group, row in table}
@@ -61,8 +61,7 @@ def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterat
         if blocks[-1] and first + sum(2 + widths[each] for each in [*blocks[-1], name]) > width:
             blocks.append([])
         blocks[-1].append(name)
-    for number, block in enumerate(blocks):
-        yield from [""] if number else []
+    for block in blocks:
         of_block = [first, *(widths[name] for name in block)]
         if corner or any(columns):
             yield from _row([corner, *block], of_block)
