@@ -221,7 +221,11 @@ FAULTS: dict[str, list[tuple[str | bytes, dict[str, Any], str]]] = {
     ],
     "f.parquet": [("no parquet", {}, r"f\.parquet cannot be read as parquet: ")],
     "f.txt": [
-        (GOOD, {}, r"f\.txt does not tell how to read it; .* \.jsonl, \.json, \.csv, \.tsv, \.parquet")
+        (
+            GOOD,
+            {},
+            r"f\.txt does not tell how to read it; .* \.jsonl, \.json, \.csv, \.tsv, \.parquet",
+        )
     ],
 }
 
