@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import AnchorlensError
+from ..errors import AnchorlensError, ModelError, RunError
 from ..metrics.metric import Metric, possible
 from ..models.hooked import HookedModel, device_of
 from ..models.kinds import original_of
@@ -26,6 +26,7 @@ from ..prompts.batch import PromptBatch
 from ..results.record import RANDOM_MODELS, Record
 from ..results.results import Results
 from ..runs.run import run
+from ..system.processes import fails_together
 from ..system.torch_state import own_random_state
 from ..system.warn import warn_user
 
@@ -63,7 +64,8 @@ def with_random_models(
         try:
             for seed in SEEDS:
                 store = None if folder is None else folder / f"random weights {seed}"
-                found.append(_run(model, few, metrics, seed, folder=store, **options))
+                with fails_together():  # all processes have these numbers, or none has
+                    found.append(_run(model, few, metrics, seed, folder=store, **options))
         except (AnchorlensError, RuntimeError, MemoryError) as error:
             if not isinstance(error, AnchorlensError) and not is_out_of_memory(error):
                 raise
@@ -110,17 +112,37 @@ def _run(
     **options: Any,
 ) -> Mapping[str, Record]:
     """The metrics of a model of the same architecture with weights of a seed."""
-    original = original_of(model)
-    config = copy.deepcopy(original.config)
-    with own_random_state(seed=seed), torch.device("cpu"):
-        weights = type(original)(config)
-    weights = weights.to(device=device_of(model), dtype=original.dtype).eval()
-    drawn = load_model(weights, tokenizer=getattr(model, "tokenizer", None))
+    drawn = _drawn(model, seed)
     with warnings.catch_warnings():
         # Such a model may predict one class only, where a metric has no number.
         warnings.simplefilter("ignore")
         able, _ = possible(drawn, batches, metrics)
-        return run(drawn, batches, able, **options)
+        try:
+            return run(drawn, batches, able, **options)
+        except RunError as error:  # some metrics have no result; the others have
+            return error.results
+
+
+def _drawn(model: HookedModel, seed: int) -> HookedModel:
+    """A model of the same architecture with weights of a seed."""
+    original = original_of(model)
+    try:
+        with own_random_state(seed=seed), torch.device("cpu"):
+            weights = type(original)(copy.deepcopy(original.config))
+    except Exception as error:  # of a class that was written elsewhere
+        raise ModelError(
+            f"{type(original).__name__} cannot be made from its configuration alone: {error}"
+        ) from error
+    weights = weights.to(device=device_of(model), dtype=original.dtype).eval()
+    drawn = load_model(weights, tokenizer=getattr(model, "tokenizer", None))
+    for size in ("n_layers", "n_heads", "d_model"):
+        now, before = getattr(drawn.cfg, size), getattr(model.cfg, size)
+        if now != before:
+            raise ModelError(
+                f"the configuration was changed after the model was loaded: its {size} is {now}, "
+                f"and that of the model {before}"
+            )
+    return drawn
 
 
 def _numbers(records: Sequence[Record]) -> dict[str, Any]:

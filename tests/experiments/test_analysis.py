@@ -1,16 +1,19 @@
 """``analyse``: all analyses of a task are those of the separate calls, and go on after an error."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
 import anchorlens as al
-from anchorlens.errors import HookError
+from anchorlens.errors import HookError, MetricError
 from anchorlens.experiments import analysis, random_weights
 from tests.support.measures import assert_same
+from tests.support.tiny_models import byte_level_tokenizer, tiny_gpt2
 
 pytestmark = pytest.mark.filterwarnings("ignore:in .* of .* sets", "ignore:some pairs")
 FEW: dict[str, Any] = {"resamples": 5, "progress": False}
@@ -93,6 +96,53 @@ def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
     monkeypatch.setattr(random_weights, "load_model", raise_out_of_memory)
     with pytest.warns(UserWarning, match="no models of random weights to compare with: no room"):
         assert reason(random_weights=True) == "no room"
+
+
+class MadeFromMore(GPT2LMHeadModel):
+    """A class whose models are not made from a configuration alone."""
+
+    def __init__(self, config: Any, more: int) -> None:
+        super().__init__(config)
+        self.more = more
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        (GPT2LMHeadModel, {"n_layer": 2}, "the configuration was changed .* n_layers is 2, and"),
+        (GPT2LMHeadModel, {"n_head": 5}, "GPT2LMHeadModel cannot be made from its configuration"),
+        (MadeFromMore, {}, "MadeFromMore cannot be made from its configuration alone: .*'more'"),
+    ],
+)
+def test_a_model_that_cannot_be_drawn_again_is_analysed_without_controls(
+    kind: type[GPT2LMHeadModel], changes: dict[str, int], reason: str
+) -> None:
+    tokenizer = byte_level_tokenizer()
+    weights = tiny_gpt2(len(tokenizer))
+    if kind is MadeFromMore:
+        plain = weights
+        weights = MadeFromMore(plain.config, 1)
+        weights.load_state_dict(plain.state_dict())
+    model = al.load_model(weights, tokenizer=tokenizer)
+    batches = prompts_of(model)
+    for name, value in changes.items():
+        setattr(weights.config, name, value)
+    with pytest.warns(UserWarning, match=f"no models of random weights .*: .*{reason}"):
+        results = al.analyse(model, batches, depth=1, draws=1, **FEW)
+    assert re.search(reason, results["saliency_flows"].info["random_weights"])
+    assert "first layer" in results
+
+
+def test_a_metric_that_fails_on_random_weights_leaves_the_others_their_numbers(gpt2: Any) -> None:
+    class Fails(al.Accuracy):
+        def result(self, *_: Any, **__: Any) -> Any:
+            raise MetricError("not here")
+
+    metrics = [al.SaliencyFlows(), Fails()]
+    batches = prompts_of(gpt2)
+    results = al.run(gpt2, batches, metrics[:1], **FEW)
+    record = random_weights.with_random_models(gpt2, batches, metrics, results, progress=False)
+    assert len(record["saliency_flows"].of_random_models("share")) == 3
 
 
 def raise_out_of_memory(*_: Any, **__: Any) -> None:
