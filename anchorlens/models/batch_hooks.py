@@ -40,6 +40,10 @@ class BatchHook:
             return True
         return torch.equal(made_for.to(batch.tokens.device), batch.tokens)
 
+    def does_the_same(self, other: Any) -> bool:
+        """Whether another hook does the same to its edges or heads, whichever tokens these are."""
+        return False  # so that whole prompts run
+
 
 # TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,6 +77,9 @@ class DetachedHeads(BatchHook):
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor:
         return detached(tensor, self.n_heads, self.heads)
 
+    def does_the_same(self, other: Any) -> bool:
+        return isinstance(other, DetachedHeads) and self.heads == other.heads
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EdgeHook(BatchHook):
@@ -103,6 +110,14 @@ class EdgeHook(BatchHook):
             return torch.where(where, tensor * factors.to(tensor), tensor)
         scores = tensor + factors.log().to(tensor)
         return torch.where(where, scores.clamp(min=lowest), tensor)
+
+    def does_the_same(self, other: Any) -> bool:
+        if not isinstance(other, EdgeHook) or self.heads != other.heads:
+            return False
+        first, second = self.factors, other.factors
+        if first is None or second is None:
+            return first is second
+        return first is second or torch.equal(first, second)
 
     @property
     def cuts_scores(self) -> bool:
@@ -151,21 +166,9 @@ def act_alike(hooks: Sequence[Hook], leading: Sequence[Hook]) -> bool:
         return False
     pairs: dict[tuple[int, int], tuple[EdgeSet, EdgeSet]] = {}  # compared once for all layers
     for (point, act), (expected_point, expected) in zip(acting, leading, strict=True):
-        if point != expected_point or not _do_the_same(act, expected):
+        same = isinstance(act, BatchHook) and act.does_the_same(expected)
+        if point != expected_point or not same:
             return False
         if isinstance(act, EdgeHook) and isinstance(expected, EdgeHook):
             pairs[id(act.edges), id(expected.edges)] = act.edges, expected.edges
     return all(edges.begins_as(expected) for edges, expected in pairs.values())
-
-
-def _do_the_same(act: HookFunction, expected: HookFunction) -> bool:
-    """Whether two hooks do the same to their edges or heads, whichever edges these are."""
-    if isinstance(act, EdgeHook) and isinstance(expected, EdgeHook):
-        first, second = act.factors, expected.factors
-        same = first is second or (
-            first is not None and second is not None and torch.equal(first, second)
-        )
-        return same and act.heads == expected.heads
-    if isinstance(act, DetachedHeads) and isinstance(expected, DetachedHeads):
-        return act.heads == expected.heads
-    return False
