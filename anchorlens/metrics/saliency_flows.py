@@ -106,7 +106,7 @@ class SaliencyFlowsRecord(Record):
             y_title="S_pq / S_tq",
             low=None if ratio is None else ratio[0, None],
             high=None if ratio is None else ratio[1, None],
-            reference=1,
+            reference=1.0,
             random=self._random("pq_over_tq", (1, len(self.share))),
             colors=[figures.OUT],
             log=True,

@@ -50,7 +50,7 @@ def _lines(rows: pd.DataFrame, title: str, y_title: str, **options: Any) -> Any:
 def _flows(parts: Parts) -> Any:
     rows = parts["Figure 3"]
     ratios, shares = (rows[rows["column"] == column] for column in ("ratio", "share"))
-    read, title = {"log": True, "reference": 1, "height": 320}, "Where information flows"
+    read, title = {"log": True, "reference": 1.0, "height": 320}, "Where information flows"
     colors = [figures.INTO, figures.OUT, figures.OTHER]
     drawn = _lines(shares, title, "share of the three mean saliencies", colors=colors)
     if not len(ratios):

@@ -116,6 +116,6 @@ def rounded(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.3g}") for value in values]
 
 
-def packed(values: Sequence[float], kind: str) -> str:
+def packed(values: Sequence[int] | Sequence[float], kind: str) -> str:
     """Numbers of a type of numpy as text, which takes a third of the room of json."""
     return b64encode(np.array(values, dtype=kind).tobytes()).decode()

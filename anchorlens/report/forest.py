@@ -14,18 +14,18 @@ from ..results.estimate import Estimate
 from .claims import SIGNS, Claim
 
 Place = Callable[[float], float]  # from a number to its place along an axis
-WIDTH, TRACK, LEFT = 400, 190, 6
-LINE, TITLE, GAP = 15, 14, 22
+WIDTH, TRACK, LEFT = 400, 190.0, 6.0
+LINE, TITLE, GAP = 15.0, 14.0, 22.0
 MOST = 66  # characters of a line
 
 
 def forest(claims: Sequence[Claim]) -> Markup:
     """The claims as one picture; it is as wide as its column, and 400 units."""
-    parts, top = list[str](), 4
+    parts, top = list[str](), 4.0
     for claim in claims:
         title = wrap(claim.statement.rstrip("."), MOST)
         parts += (
-            _text(0, top + 11 + TITLE * k, line, "claim-name") for k, line in enumerate(title)
+            _text(0.0, top + 11 + TITLE * k, line, "claim-name") for k, line in enumerate(title)
         )
         top += TITLE * len(title)
         parts += _rows(claim, top)
@@ -35,7 +35,7 @@ def forest(claims: Sequence[Claim]) -> Markup:
     )
     return Markup(
         f'<svg class="forest" data-figure="claims" role="img" aria-label="{escape(alternative)}" '
-        f'viewBox="0 0 {WIDTH} {top}">{"".join(parts)}</svg>'
+        f'viewBox="0 0 {WIDTH} {top:g}">{"".join(parts)}</svg>'
     )
 
 

@@ -125,15 +125,19 @@ def test_points_show_values_intervals_and_each_draw() -> None:
 def test_models_of_random_weights_are_a_grey_band() -> None:
     values = torch.tensor([[0.5, 2.0]])
     random = torch.tensor([[[1.0, 3.0]], [[2.0, 1.0]], [[math.nan, math.nan]]])
-    figure = lines_by_layer(values, ["a"], random=random, log=True, reference=1, **TITLES)
+    figure = lines_by_layer(values, ["a"], random=random, log=True, reference=1.0, **TITLES)
     band, line = figure.data
     assert band.x == (0, 1, 1, 0, None) and same(band.y[:-1], [1.0, 1.0, 3.0, 2.0])
     assert band.name == "random weights (range of 2 draws)" and same(line.y, [0.5, 2.0])
     assert figure.layout.yaxis.type == "log" and 0.5 in figure.layout.yaxis.tickvals
     for none in (None, random[:0], random[2:]):
         assert len(lines_by_layer(values, ["a"], random=none, **TITLES).data) == 1
+
+
+def test_draws_of_random_weights_have_the_shape_of_the_values() -> None:
+    values = torch.tensor([[0.5, 2.0]])
     with pytest.raises(AnchorlensError, match="pass each draw in the shape"):
-        lines_by_layer(values, ["a"], random=random[..., :1], **TITLES)
+        lines_by_layer(values, ["a"], random=values[None, :, :1], **TITLES)
 
 
 @pytest.mark.with_shapes
