@@ -1,5 +1,6 @@
 """`anchorlens check`: what works on a model, tried on three short prompts."""
 
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ def check(options: Check) -> None:
     output.document({"model": model, **everything})
     if all(reasons):
         raise ModelError(f"no analysis works on {model}: {'; '.join(dict.fromkeys(reasons))}")
-    output.last_line(f"Next: anchorlens run --model {model} --task sentiment")
+    output.last_line(f"Next: anchorlens run --model {shlex.quote(model)} --task sentiment")
 
 
 def facts_of(model: Any) -> dict[str, Any]:

@@ -236,15 +236,20 @@ class Contexts(OfTask):
     out: Out = Path("anchorlens-contexts")
 
 
-def full_command(name: str, options: OfTask, task: str) -> str:
-    """The command with all options that decide numbers, for a name of a task or its file."""
+def full_command(name: str, options: OfTask, task: str, *, is_whole: bool = False) -> str:
+    """The command with all options that decide numbers.
+
+    A task is named, or its file is; that file is whole if it also says all of data and columns.
+    """
     given = dict(vars(options))
     for each in ("fresh", "quiet", "as_json", "tasks"):
         given.pop(each, None)
-    if task.endswith(".toml"):  # which has all of these
+    if is_whole:
         given |= dict.fromkeys(("data", "chat", "text_column", "label_column", "classes"))
     data = given.pop("data")
     words = ["anchorlens", name, *([str(data)] if data else [])]
+    if given["chat"] is False:
+        words.append("--no-chat")
     for field, value in {"model": options.model, **given, "task": task}.items():
         if value is not None and value is not False:
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

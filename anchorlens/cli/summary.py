@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..report.answer import headline, sentences, surprises
-from ..report.claims import Verdict, claims, reason_against_ability
+from ..report.claims import Verdict, accuracy_of, claims, reason_against_ability
 from ..results.estimate import Estimate
 from ..results.record import Record
 from ..results.text_tables import Section, TextTable
@@ -21,8 +21,8 @@ class Summary:
         tables: The claims with what the numbers say, and the isolations.
         values: The same numbers and more by name; those with an interval as
             ``{"value": ..., "interval": [low, high]}``.
-        is_able: Whether the model does the task, as far as is known.
-        is_sure: Whether no interval includes the limit of its claim.
+        is_able: Whether the model may do the task, which more queries could show.
+        is_sure: Whether it does, and no interval includes the limit of its claim.
     """
 
     tables: tuple[Section, ...]
@@ -39,7 +39,7 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
         ("", claim.statement): {"this model": str(claim.estimate), "verdict": claim.verdict}
         for claim in judged
     }
-    unable = reason_against_ability(every)
+    unable, accuracy = reason_against_ability(every), accuracy_of(every)
     reasons = [
         f"Cannot tell: {claim.statement} {claim.reason[:1].upper()}{claim.reason[1:]}."
         for claim in judged
@@ -71,10 +71,12 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
         **{name: numbers_of(record) for name, record in records.items()},
         "isolation": {site: numbers_of(record) for site, record in isolations.items()},
     }
-    is_sure = all(
+    is_sure = not unable and all(
         claim.verdict != Verdict.CANNOT_TELL or not claim.estimate.has_interval for claim in judged
     )
-    return Summary(tables, values, is_able=not unable, is_sure=is_sure)
+    # Where all queries are of one class, no accuracy is above that of naming this class.
+    is_able = accuracy is None or accuracy[1] == 1 or accuracy[0].value > accuracy[1]
+    return Summary(tables, values, is_able, is_sure)
 
 
 def numbers_of(record: Record) -> Values:

@@ -19,7 +19,7 @@ from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
 from ..prompts.tasks import TASKS, Task
 from ..system.files import write_text
 from ..system.processes import is_main
-from .options import OfTask
+from .options import OfTask, full_command
 
 
 class ChosenTask(NamedTuple):
@@ -44,6 +44,10 @@ class ChosenTask(NamedTuple):
     def source(self, out: Path) -> str:
         """What names the task in a command: its name, or its file."""
         return str(out / f"{self.name}.toml") if self.is_proposed else self.given
+
+    def command(self, name: str, options: OfTask, out: Path) -> str:
+        """The command of a name for this task, whose file is in a folder if it is proposed."""
+        return full_command(name, options, self.source(out), is_whole=self.is_proposed)
 
     def for_tokenizer(self, tokenizer: Any) -> "ChosenTask":
         """The task with label words that a tokenizer tells apart, if they are proposed."""

@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -39,7 +39,7 @@ from ..system.files import write_text
 from ..system.processes import fails_together, is_main
 from .analysis import analysed, file_name, forget_analysis, make_folders
 from .before_weights import check_depth, check_length, checked_tokenizer
-from .options import PAPER_TASKS, Contexts, Demo, Dtype, OfTask, Paper, Run, full_command
+from .options import PAPER_TASKS, Contexts, Demo, Dtype, OfTask, Paper, Run
 from .summary import Summary, numbers_of
 from .tasks import ChosenTask, chosen_tasks, queries_that_fit
 from .trained_contexts import (
@@ -97,32 +97,39 @@ def _analyse(options: Run, chosen: Sequence[ChosenTask]) -> None:
     values = [page.summary.values for page in pages.values()]
     output.document({"model": model, "tasks": values, "report": report})
     steps = (_next(options, each, pages[each.name].summary) for each in chosen)
-    after = next(
-        filter(None, steps),
-        f"the paper's figures and tables for this model:\n  anchorlens paper --model {model}",
-    )
+    paper = f"the paper's figures and tables for this model:\n  {_command('paper', model)}"
+    after = next(filter(None, steps), paper)
     output.last_line(f"report: {report} (open it in a browser)\nNext: {after}")
+
+
+def _command(name: str, model: str, *words: str) -> str:
+    return shlex.join(["anchorlens", name, *words, "--model", model])
 
 
 def _next(options: Run, chosen: ChosenTask, summary: Summary) -> str:
     """What to do where verdicts are missing, with a command; "" where they are not."""
-    queries, shots = options.queries or 1, 4 * options.shots
-    rarest = min(Counter(example.label for example in chosen.examples.pool).values())
-    used = options.shots * len(chosen.task.labels)
     if summary.is_able and summary.is_sure:
         return ""
+    queries, classes = options.queries or 1, len(chosen.task.labels)
+    more, changed = 4 * options.shots, dict[str, Any]()
     if not summary.is_able:
+        words = "other label words"
+        rows = Counter(example.label for example in chosen.examples.pool)
+        if more < min(rows.values()):
+            words = f"more demonstrations, or {words}"
+            fitting = queries_that_fit(chosen, more * classes, None, queries)
+            changed = {"shots": more, "queries": fitting}
         where = f" (in {chosen.source(options.out)})" if chosen.is_proposed else ""
-        why = f"{chosen.name} is too hard so: more demonstrations, or other label words{where}"
-        changed: dict[str, Any] = {"shots": shots if shots < rarest else options.shots}
-    elif queries_that_fit(chosen, used, None, 4 * queries) == 4 * queries:
+        why = f"{chosen.name} is too hard so: {words}{where}"
+    elif queries_that_fit(chosen, options.shots * classes, None, 4 * queries) == 4 * queries:
         why = f"{chosen.name} with 4 times as many queries, so that intervals are half as wide"
         changed = {"queries": 4 * queries}
     else:
         why = f"{chosen.name} with several sets of demonstrations, as there are no more queries"
         changed = {"seed": [*options.seed, *range(max(options.seed) + 1, max(options.seed) + 3)]}
-    again = replace(options, **changed, out=options.out.with_name(f"{options.out.name}-2"))
-    return f"{why}:\n  {full_command('run', again, chosen.source(options.out))}"
+    here = options.out if options.out.name else options.out.resolve()  # "." has no name
+    again = replace(options, **changed, out=Path(f"{here}-2"))
+    return f"{why}:\n  {chosen.command('run', again, options.out)}"
 
 
 @fails_together()
@@ -184,8 +191,8 @@ def paper(options: Paper) -> None:
     )
     values = {"model": options.model, "numbers": numbers.to_dict("records"), "report": report}
     output.document(values)
-    source = f"--task {chosen[0].source(out)}" if chosen[0].is_proposed else "YOURS.csv"
-    after = f"claims and flows of one task: anchorlens run {source} --model {options.model}"
+    task = ["--task", chosen[0].source(out)] if chosen[0].is_proposed else ["YOURS.csv"]
+    after = f"claims and flows of one task: {_command('run', options.model, *task)}"
     output.last_line(f"report: {report} (all numbers: numbers.csv beside it)\nNext: {after}")
 
 
@@ -229,8 +236,9 @@ def contexts(options: Contexts) -> None:
     report = _report(results, out, _settings(options, [chosen]), title=title)
     values = {"task": task, "contexts": numbers_of(record), "texts": texts}
     output.document({"model": options.model, **values, "report": report})
-    source = chosen.source(out)
-    after = f"the flows of the task: anchorlens run --model {options.model} --task {source}"
+    shared = {each.name: getattr(options, each.name) for each in fields(OfTask)}
+    of_run = Run(**shared | {"out": Run.out}, shots=options.shots, seed=[options.seed])
+    after = f"the flows of the task:\n  {chosen.command('run', of_run, out)}"
     output.last_line(f"report: {report} (open it in a browser)\nNext: {after}")
 
 
@@ -298,7 +306,7 @@ def _settled(
                 f"{options.data}: {len(each.examples.pool)} rows, understood as\n"
                 + indent(in_toml(each.entries), "  ")
                 + f"This is {path}; change it there, and run\n"
-                + f"  {full_command(command, settled, path)}"
+                + f"  {each.command(command, settled, options.out)}"
             )
     return settled, final
 

@@ -218,3 +218,52 @@ def test_columns_are_separated_by_what_is_in_the_first_lines(
     (tmp_path / name).write_text(text)
     found = chosen(tmp_path / name)
     assert found.entries["label_column"] == "kind" and found.examples.pool[1].label == 1
+
+
+def next_command(printed: Any) -> tuple[str, list[str]]:
+    """What the command says to do next, and the arguments of that command."""
+    reason, line = printed.out.partition("Next: ")[2].splitlines()[:2]
+    return reason, shlex.split(line)[1:]
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers")
+@pytest.mark.filterwarnings("ignore:intervals of", "ignore:no result for")
+def test_the_next_command_has_the_same_data_and_no_more_queries_than_there_are(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    commas(frame(["a", "b"]), tmp_path / "a.csv")
+    commas(
+        frame(["a", "b"], text="text").assign(text="other " + frame([0, 1]).message),
+        tmp_path / "b.csv",
+    )
+    entries = (
+        'template = "T: {text}\\nL:{label}"\nlabels = ["A", "B"]\nchat = true\ndata = "a.csv"\n'
+    )
+    (tmp_path / "t.toml").write_text(f'{entries}label_column = "topic"\nclasses = ["a", "b"]')
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    given = ["--task", "../t.toml", "--model", str(shallow_folder), "--out", ".", "--no-chat"]
+    assert call(monkeypatch, "run", "../b.csv", *given, "--draws", "1", "--quiet") == 0
+    reason, command = next_command(capsys.readouterr())
+    assert reason == "t is too hard so: more demonstrations, or other label words:"
+    assert call(monkeypatch, *command, "--quiet") == 0
+    settings = json.loads((tmp_path / "here-2/settings.json").read_text())
+    assert [settings[name] for name in ("data", "chat", "shots", "queries")] == [
+        "../b.csv",
+        False,
+        4,
+        8,
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:no result for", "ignore:in . of . sets", "ignore:intervals of")
+def test_of_one_query_no_one_knows_whether_the_task_is_too_hard(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commas(frame(["a", "b"]), Path("a.csv"))
+    given = ["a.csv", "--model", str(shallow_folder), "--queries", "1", "--draws", "1"]
+    assert call(monkeypatch, "run", *given, "--quiet") == 0
+    reason, command = next_command(capsys.readouterr())
+    assert reason.startswith("a with 4 times as many queries")
+    assert command[command.index("--queries") + 1] == "4"
