@@ -24,11 +24,7 @@ def table_of_architectures() -> dict[str, Any]:
 
 
 def show_architectures(options: Models) -> None:
-    """Print the architectures whose name or speciality contains the given part.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Print the architectures whose name or speciality contains the given part."""
     part, output = options.part, Output(as_json=options.as_json)
     table = table_of_architectures()
     found = [

@@ -42,11 +42,7 @@ NO = "no: "
 @fails_together()
 @quiet_libraries()
 def check(options: Check) -> None:
-    """Load a model, verify its hooks, and print what works on it.
-
-    Raises:
-        ModelError: The model is refused, or no analysis works on it.
-    """
+    """Load a model, verify its hooks, and print what works on it."""
     started = time.perf_counter()
     model, output = options.model, Output(options.quiet, options.as_json)
     output.note(f"loading {model}")

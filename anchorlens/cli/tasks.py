@@ -70,12 +70,7 @@ class ChosenTask(NamedTuple):
 
 
 def chosen_tasks(names: Sequence[str] | None, options: OfTask, shots: int = 1) -> list[ChosenTask]:
-    """The tasks that the options name, or the one that a data file seems to hold.
-
-    Raises:
-        DataError: There is no task, or the examples cannot be read.
-        PromptError: The template and the labels of a file are no task.
-    """
+    """The tasks that the options name, or the one that a data file seems to hold."""
     data = options.data
     if data is not None and data.suffix.lower() == ".toml":
         raise DataError(f"{data} is a task file; give it by --task {data}")

@@ -147,14 +147,7 @@ def reweighted(model: HookedModel, prompts: Prompts, parts: Parts, folder: Path)
 def trained_contexts(
     model: HookedModel, prompts: Prompts, parts: Parts, folder: Path
 ) -> dict[str, PrefixContext]:
-    """A soft prompt, a hard prompt, and two prefixes, where the model can have them.
-
-    Args:
-        model: A prepared model.
-        prompts: All have the same demonstrations.
-        parts: The options, and what is said of the time.
-        folder: Where the states of trainings are stored.
-    """
+    """A soft prompt, a hard prompt, and two prefixes, where the model can have them."""
     batches, length = prompts["training"], parts.options.length
 
     def from_anchors(*arguments: Any, **others: Any) -> PrefixContext:

@@ -9,10 +9,12 @@ import pandas as pd
 import pytest
 
 import anchorlens as al
+from anchorlens.cli import work
 from anchorlens.cli.options import Run
 from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import DataError
 from anchorlens.prompts.own_data import told_apart
+from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 from tests.cli.test_cli import call, error_of
 from tests.support.chat_tokenizers import chat_tokenizer
 
@@ -267,3 +269,33 @@ def test_of_one_query_no_one_knows_whether_the_task_is_too_hard(
     reason, command = next_command(capsys.readouterr())
     assert reason.startswith("a with 4 times as many queries")
     assert command[command.index("--queries") + 1] == "4"
+
+
+def test_paper_takes_a_file_and_has_no_published_values_for_it(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    def accuracy(setting: PaperSetting) -> Any:
+        yield PaperNumber("Table 1", "vanilla", "accuracy", float(len(setting.task.labels)))
+
+    monkeypatch.setattr(work, "PAPER_PARTS", (accuracy,))
+    monkeypatch.chdir(tmp_path)
+    table = pd.concat([frame(["a", "b", "c"])] * 2)
+    commas(table.assign(message=[f"text {k}" for k in range(30)]), Path("own.csv"))
+    arguments = ["own.csv", "--text-column", "message", "--model", str(shallow_folder)]
+    assert call(monkeypatch, "paper", *arguments, "--out", "out", "--seed", "1") == 0
+    printed = capsys.readouterr()
+    assert pd.read_csv("out/numbers.csv")[["task", "value"]].values.tolist() == [["own", 3.0]]
+    assert "in the paper\n" not in printed.out and "--queries 15 " in printed.err
+    assert "--task out/own.toml" in printed.out.splitlines()[-1]
+
+
+def test_contexts_takes_a_file(monkeypatch: Any, shallow_folder: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr(work, "trained_contexts", lambda *arguments: {})
+    monkeypatch.setattr(work, "reweighted", lambda *arguments: al.compress)
+    monkeypatch.chdir(tmp_path)
+    commas(frame(["a", "b"]), Path("own.csv"))
+    arguments = ["own.csv", "--model", str(shallow_folder), "--out", "out", "--quiet"]
+    arguments += ["--training", "4", "--held-out", "2", "--draws", "1"]
+    assert call(monkeypatch, "contexts", *arguments) == 0
+    record = al.ContextsRecord.load("out/own/contexts.safetensors")
+    assert record.info["prompts"] == 16 - 2 - 4 - 2 and Path("out/own.toml").exists()

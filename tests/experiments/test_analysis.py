@@ -169,3 +169,12 @@ def test_it_goes_on_where_it_was_stopped(
 def test_too_many_layers_are_an_error_before_any_pass(gpt2: Any) -> None:
     with pytest.raises(HookError, match="depths are from 1 to 3 layers; got 4"):
         al.analyse(gpt2, prompts_of(gpt2), depth=4, **FEW)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layers", "depth"), [(None, 18, 5), (None, 4, 2), (None, 1, 1), (3, 4, 3)]
+)
+def test_a_default_depth_is_at_most_half_of_the_layers(
+    wanted: int | None, layers: int, depth: int
+) -> None:
+    assert analysis.depth_of(wanted, layers) == depth
