@@ -122,6 +122,9 @@ def test_columns_and_classes_may_be_given(tmp_path: Path) -> None:
     table = frame(["b", "a"]).assign(kind=["x", "y"] * 8)
     commas(table, path := tmp_path / "a.csv")
     assert chosen(path).entries["label_column"] == "topic"
+    # Of columns whose names say nothing, the last one.
+    commas(table.rename(columns={"topic": "c1", "kind": "c2"}), tmp_path / "b.csv")
+    assert chosen(tmp_path / "b.csv").entries["label_column"] == "c2"
     found = chosen(path, label_column="kind", text_column="date", classes=["y", "x"])
     assert found.task == al.Task("Date: {text}\nKind:{label}", labels=[" y", " x"])
     assert found.examples.pool[0] == al.Example("2026-01-01", 1)
