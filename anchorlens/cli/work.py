@@ -120,7 +120,7 @@ def _next(options: Run, chosen: ChosenTask, summary: Summary) -> str:
             fitting = queries_that_fit(chosen, more * classes, None, queries)
             changed = {"shots": more, "queries": fitting}
         where = f" (in {chosen.source(options.out)})" if chosen.is_proposed else ""
-        why = f"{chosen.name} is too hard so: {words}{where}"
+        why = f"{chosen.name} is not clearly done; try {words}{where}"
     elif queries_that_fit(chosen, options.shots * classes, None, 4 * queries) == 4 * queries:
         why = f"{chosen.name} with 4 times as many queries, so that intervals are half as wide"
         changed = {"queries": 4 * queries}
