@@ -90,12 +90,15 @@ def _parsed(text: str, path: Path, first_line: int) -> Any:
 def _csv(data: bytes, path: Path) -> Columns:
     import pandas as pd
 
-    text = _text(data, path)
+    text = _text(data, path).lstrip("\r\n")
+    declared = re.match(r"sep=(.)\r?\n", text)  # Excel begins some files so
+    text = text[declared.end() :] if declared else text
     # What stands between the names of the columns, and as often in the first row: else the most.
     first, *others = text.split("\n", 2)
     second = others[0] if others else first
-    fits = {mark: first.count(mark) == second.count(mark) > 0 for mark in ",;\t"}
-    separator = max(fits, key=lambda mark: (fits[mark], first.count(mark)))
+    fits = {mark: first.count(mark) == second.count(mark) > 0 for mark in ",;\t|"}
+    found = max(fits, key=lambda mark: (fits[mark], first.count(mark)))
+    separator = declared[1] if declared else found
     try:
         # header=None: else pandas may take the first column for an index. dtype and
         # keep_default_na: else it changes texts such as "NA", "null" or "007".

@@ -21,6 +21,7 @@ from .datafiles import read_columns
 from .tasks import Task
 
 _MOST_CLASSES = 100
+_CELLS = str | int | float | None
 # Names of columns, in the order in which they are taken; other names come after these.
 _TEXTS = ("text", "sentence", "review", "message", "body", "content", "question", "description")
 _CLASSES = ("label", "class", "category", "target", "topic", "intent", "sentiment", "type", "kind")
@@ -53,6 +54,11 @@ def layout_of(path: Path, text: str | None = None, label: str | None = None) -> 
     columns = read_columns(path, label or "")
     missing = [name for name in (text, label) if name is not None and name not in columns]
     problems = [f"there is no column {name!r}" for name in missing]
+    if unfit := [value for value in columns.get(label or "", ()) if not _may_be_class(value)]:
+        problems.append(
+            f"the column {label!r} has values that are no texts and no whole numbers, such as "
+            f"{unfit[0]!r}"
+        )
     # The classes are often the last column.
     of_classes = [name for name in [*columns][::-1] if name != text and _has_classes(columns[name])]
     of_classes.sort(key=lambda name: (_rank(name, _CLASSES), not _letters(columns[name])))
@@ -105,6 +111,17 @@ def problems_of(
             f"the column {layout.label} has {len(classes)} classes, and a task has 2 to "
             f"{_MOST_CLASSES}; name another by label="
         )
+    words = Counter(_spelled(str(value), is_chat=True) for value in classes)
+    alike = [
+        repr(value)
+        for value in classes
+        if words[_spelled(str(value), is_chat=True)] > 1 or not str(value).strip()
+    ]
+    if alike:
+        problems.append(
+            f"the classes {', '.join(alike)} are the same word, or blank; give each class one name "
+            "in all rows"
+        )
     rare = [value for value in classes if layout.counts.get(value, 0) < shots]
     if rare and len(rare) <= _MOST_CLASSES:
         counted = ", ".join(f"{value} has {layout.counts.get(value, 0)}" for value in rare)
@@ -121,14 +138,13 @@ def problems_of(
 def entries_for(layout: Layout, classes: Sequence[Any] | None, chat: bool) -> dict[str, Any]:
     """The entries of a task file for a data file: columns, classes, template and label words."""
     values = list(layout.counts) if classes is None else list(classes)
-    are_numbers = all(type(value) is int for value in values) and values == list(range(len(values)))
     return {
         "template": f"{_heading(layout.text)}: {{text}}\n{_heading(layout.label)}:{{label}}",
         "labels": [_spelled(str(value), chat) for value in values],
         **({"chat": True} if chat else {}),
         "text_column": layout.text,
         "label_column": layout.label,
-        **({} if are_numbers else {"classes": values}),
+        "classes": values,
     }
 
 
@@ -193,8 +209,11 @@ def _has_classes(values: Sequence[Any]) -> bool:
     """Whether there are few different values, each in two rows on average."""
     counts = _counts(values)
     few = min(_MOST_CLASSES, counts.total() // 2)
-    known = all(type(value) in (str, int, bool, float, type(None)) for value in values)
-    return known and 1 < len(counts) <= few and not any(type(each) is float for each in counts)
+    return 1 < len(counts) <= few and all(map(_may_be_class, values))
+
+
+def _may_be_class(value: Any) -> bool:
+    return isinstance(_value(value), str | int | None) and isinstance(value, _CELLS)
 
 
 def _counts(values: Sequence[Any]) -> Counter[Any]:

@@ -1,6 +1,7 @@
 """`anchorlens run FILE` finds columns, classes, template and label words in a data file."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def parquet(table: pd.DataFrame, path: Path) -> None:
             "rows.parquet",
             parquet,
             frame([0, 1]),
-            {"template": "Message: {text}\nTopic:{label}", "classes": None},
+            {"template": "Message: {text}\nTopic:{label}", "classes": [0, 1]},
         ),
     ],
 )
@@ -130,6 +131,24 @@ def test_columns_and_classes_may_be_given(tmp_path: Path) -> None:
     assert found.examples.pool[0] == al.Example("2026-01-01", 1)
 
 
+def test_classes_of_json_may_be_numbers_with_a_point_or_truths_but_no_lists(tmp_path: Path) -> None:
+    def stored(classes: list[Any]) -> Path:
+        frame(classes).to_json(tmp_path / "a.jsonl", orient="records", lines=True)
+        return tmp_path / "a.jsonl"
+
+    for values in ([0.0, 1.0], [False, True]):
+        found = chosen(stored(values))
+        assert found.entries["classes"] == values
+        assert [example.label for example in found.examples.pool] == [0] * 8 + [1] * 8
+    for unfit, shown in (([[0], [1]], "[0]"), ([0.5, 1.5], "0.5")):
+        path = stored(unfit)
+        with pytest.raises(DataError, match="no column has classes"):
+            chosen(path)
+        words = f"'topic' has values that are no texts and no whole numbers, such as {shown}"
+        with pytest.raises(DataError, match=re.escape(words)):
+            chosen(path, label_column="topic")
+
+
 def test_a_chat_has_answers_without_a_space(tmp_path: Path) -> None:
     commas(frame(["not_yet", "done"]), path := tmp_path / "a.csv")
     assert chosen(path, chat=True).task == al.ChatTask(
@@ -168,6 +187,13 @@ def test_all_problems_of_a_file_are_one_error(
             {"label_column": "id"},
             "0 rows are left for queries beside the",
         ),
+        (
+            frame(["good", "good "]),
+            {},
+            "the classes 'good', 'good ' are the same word, or blank; g",
+        ),
+        (frame(["a_b", "a b", "c"]), {}, "the classes 'a b', 'a_b' are the same word, or blank; g"),
+        (frame(["a", " "]), {}, "the classes ' ' are the same word, or blank; give each class one"),
     ],
 )
 def test_a_file_without_a_task_is_an_error(

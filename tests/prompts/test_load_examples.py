@@ -140,15 +140,16 @@ def test_json_lines_may_have_blank_lines_any_line_end_and_a_byte_order_mark(tmp_
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
-@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 def test_marks_and_header_tell_the_encoding_and_separator(
     encoding: str, separator: str, tmp_path: Path
 ) -> None:
     rows = [["text", "label"], ['"né, un; deux"', "0"], ["b", "1"]]
     text = "\n".join(separator.join(row) for row in rows)
-    (tmp_path / "file.csv").write_bytes(text.encode(encoding))
     expected = [al.Example("né, un; deux", 0), al.Example("b", 1)]
-    assert al.load_examples(tmp_path / "file.csv") == expected
+    for begin in ("", "\r\n", f"sep={separator}\r\n"):  # Excel writes the last
+        (tmp_path / "file.csv").write_bytes(f"{begin}{text}".encode(encoding))
+        assert al.load_examples(tmp_path / "file.csv") == expected
 
 
 def test_csv_may_have_a_byte_order_mark_and_line_breaks_within_texts(tmp_path: Path) -> None:
