@@ -151,6 +151,8 @@ def with_intervals(
     population = population_of(demonstrations)
     everything = Contributions(contributions, population.sets, demonstrations)
     record = result(everything)
+    if not isinstance(record, Record):
+        raise MetricError(f"a result must be an al.Record; got a {type(record).__name__}")
     drawn_info = {
         "drawn": population.name,
         "units": population.units,

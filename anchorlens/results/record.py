@@ -155,10 +155,11 @@ class Record(KeepsRepr):
         """
         axes = self.axes().get(name)
         if axes is None or len(index) != len(axes):
-            expected = "one of " + ", ".join(self.axes()) if axes is None else f"an index of {axes}"
+            call = f"estimate({', '.join((repr(name), *(axes or ())))})"
+            expected = f"one of {', '.join(self.axes())}" if axes is None else call
             raise MetricError(
                 f"a number of a {type(self).__name__} has the name of a field and an index of each "
-                f"of its axes: expected {expected}; got {name!r} and {index}"
+                f"of its axes: expected {expected}; got {', '.join(map(repr, (name, *index)))}"
             )
         bounds = self.intervals.get(name)
         ends = () if bounds is None else (float(bound[index]) for bound in bounds)

@@ -91,7 +91,7 @@ def as_hint(value: Any, hint: Any) -> Any:
     if origin is Literal:
         return _require(value, isinstance(value, str) and value in args)
     if origin is Callable:
-        return _require(value, callable(value))
+        return _require(value, callable(value), _cure_of_hooks(value))
     if origin is not None and issubclass(origin, Mapping):
         return _as_mapping(value, *args)
     if origin is tuple and Ellipsis not in args:
@@ -109,8 +109,17 @@ def as_hint(value: Any, hint: Any) -> Any:
     if isinstance(value, Mapping) and hasattr(hint, "from_row"):
         return hint.from_row(value)
     is_class = isinstance(value, type) and issubclass(value, hint)
+    is_list = isinstance(value, list | tuple) and any(isinstance(each, hint) for each in value)
     cure = f"; an instance is needed, {value.__name__}()" if is_class else ""
+    cure = "; give one element of the list" if is_list else cure
     return _require(value, isinstance(value, hint), cure)
+
+
+def _cure_of_hooks(value: Any) -> str:
+    """What to write if hooks came in place of a function of the batch that makes them."""
+    pairs = value if isinstance(value, list) else []
+    are_hooks = pairs and all(isinstance(each, tuple) and callable(each[-1]) for each in pairs)
+    return "; write lambda batch: and then what makes these hooks" if are_hooks else ""
 
 
 def _require(value: Any, fits: bool, cure: str = "") -> Any:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import ArgumentError, HookError, MetricError
+from anchorlens.errors import ArgumentError, HookError, MetricError, RunError
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions
 
@@ -121,3 +121,22 @@ def test_a_missing_hook_point_in_shared_demonstrations_raises_an_error(
     with pytest.raises(HookError, match=f"no hook point '{MISSING}', which mine names"):
         al.run(gpt2, questions(gpt2, 4), [metric], progress=False)
     assert not [name for name, point in gpt2.hook_dict.items() if point.fwd_hooks]
+
+
+def test_a_result_that_is_no_record_is_named(gpt2: Any) -> None:
+    class OfNumbers(Mine):
+        def result(self, rows: Any) -> Any:
+            return {"mean": rows["v"].mean()}
+
+    metric = OfNumbers(observation=observing((PATTERN, observe_nothing)), shared=NOTHING)
+    with pytest.raises(
+        RunError, match=r"no result for mine: a result must be an al\.Record; got a"
+    ):
+        al.run(gpt2, questions(gpt2, 2), [metric], progress=False, resamples=0)
+
+
+def test_a_list_in_place_of_a_batch_says_to_take_one(gpt2: Any) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"must be a PromptBatch; got .*; give one element of the list"
+    ):
+        al.isolate_labels(gpt2, questions(gpt2, 2), 0)  # type: ignore[arg-type]

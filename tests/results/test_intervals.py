@@ -169,8 +169,13 @@ def test_a_single_prompt_has_intervals_of_shares_only() -> None:
     assert str(record.estimate("kl")) == "1.00"
     assert f"{record.estimate('label_loyalty'):+.1f}" == "+1.0 [+0.2, +1.0]"
     assert str(record.estimate("label_kept", 0)) == "1.00"
-    for name, index in (("kl", [0]), ("label_kept", []), ("none", [])):
-        with pytest.raises(MetricError, match="the name of a field and an index of each"):
+    wrong = (
+        ("kl", [0], r"estimate\('kl'\); got 'kl', 0"),
+        ("label_kept", [], r"estimate\('label_kept', prompt\); got 'label_kept'"),
+        ("none", [], "one of label_loyalty, .*; got 'none'"),
+    )
+    for name, index, message in wrong:
+        with pytest.raises(MetricError, match=f"an index of each of its axes: expected {message}"):
             record.estimate(name, *index)
 
 
