@@ -46,16 +46,23 @@ Plotly.toImage({figure}, {{format: "svg", width: {width}, height: {height}}}).th
 </script>"""
 CHROMIUM = ("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 LEFT_OUT = ".controls, .detail, .caption:not(.arc-keys), .save"
-# Of each picture of a page: size in pixels, pixels for each of the page, and what is left out.
+ANSWER_LEFT_OUT = ".controls, .caption, .tables, .save"
+# Of each picture of a page: width and height in pixels (None: all of it), pixels for each of the
+# page, and what is left out.
 PAGES = {
-    "one_prompt": ("1572,1010", 1.5, LEFT_OUT),
-    "one_prompt_phone": ("780,1900", 2, f"{LEFT_OUT}, .legend"),
-    "one_answer": ("1572,560", 1.5, ".controls, .caption, .tables, .save"),
-    "one_answer_phone": ("780,1400", 2, ".controls, .caption, .tables, .save"),
-    "report": ("1400,900", 1, ""),
-    "report_phone": ("390,844", 1, ""),
-    "tokens": ("1000,260", 1.5, ""),
+    "one_prompt": (1572, None, 1.5, LEFT_OUT),
+    "one_prompt_phone": (780, None, 2, f"{LEFT_OUT}, .legend"),
+    "one_answer": (1572, None, 1.5, ANSWER_LEFT_OUT),
+    "one_answer_phone": (780, None, 2, ANSWER_LEFT_OUT),
+    "report": (1400, 900, 1, ""),
+    "report_phone": (780, 1688, 2, ""),
+    "tokens": (1000, None, 1.5, ""),
 }
+HEIGHT = """<script>
+addEventListener("load", () => setTimeout(() => {
+  document.documentElement.dataset.height = Math.ceil(document.body.getBoundingClientRect().bottom);
+}, 500));
+</script>"""
 
 
 def pictures(page: Path) -> list[tuple[str, list[str]]]:
@@ -101,15 +108,19 @@ def _svg_of(figure: go.Figure) -> str:
 
 def _photograph(page: str, picture: Path) -> None:
     """Write the picture of a page, as a browser shows it."""
-    size, zoom, left_out = PAGES[picture.stem]
+    width, height, zoom, left_out = PAGES[picture.stem]
     style = f"body {{ zoom: {zoom} }}"
     if left_out:
-        style += f" {left_out} {{ display: none }}"
+        style += f" {left_out} {{ display: none !important }}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
-        path.write_text(page.replace("</style>", f"{style}</style>", 1))
+        path.write_text(page.replace("</style>", f"{style}</style>{HEIGHT}", 1))
         wait = "--virtual-time-budget=10000"
-        _chromium(f"--screenshot={picture}", f"--window-size={size}", wait, path.as_uri())
+        if height is None:
+            shown = _chromium("--dump-dom", wait, f"--window-size={width},200", path.as_uri())
+            height = int(re.findall(r'data-height="(\d+)"', shown)[0]) + 16
+        size = f"--window-size={width},{height}"
+        _chromium(f"--screenshot={picture}", size, wait, path.as_uri())
 
 
 def _chromium(*arguments: str) -> str:
