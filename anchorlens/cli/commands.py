@@ -218,7 +218,11 @@ def _status() -> int:
     warnings.formatwarning = line_of
     try:
         if was_launched():
-            _join_launched()
+            from ..system.processes import is_main, join_launched
+
+            join_launched()
+            if not is_main():
+                warnings.simplefilter("ignore")
         app()
     except SystemExit as end:  # the command is over
         return int(end.code or 0)
@@ -243,11 +247,3 @@ def _options_of(arguments: Sequence[str]) -> set[str]:
         for parameter in getattr(commands.get(name), "params", ())
         for option in parameter.opts
     }
-
-
-def _join_launched() -> None:
-    from ..system.processes import is_main, join_launched
-
-    join_launched()
-    if not is_main():
-        warnings.simplefilter("ignore")

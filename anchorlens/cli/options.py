@@ -44,10 +44,6 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _tasks() -> list[str]:
-    return list(TASKS)
-
-
 def _parts(text: Any) -> list[str]:
     """One value of an option that takes several, which may be separated by commas."""
     return [part.strip() for part in str(text).split(",")]
@@ -114,12 +110,17 @@ Seeds = Annotated[list[int], _list("--seed", "--seeds", callback=_whole_numbers,
 _ONE_TASK = f"{_A_TASK}. By default a data file is its own task."
 _ALL_TASKS = f"{_A_TASK}; repeat, or separate by commas. By default {','.join(PAPER_TASKS)}."
 OneTask = Annotated[
-    str | None, _task("--task", "--task-file", help=_ONE_TASK, autocompletion=_tasks)
+    str | None, _task("--task", "--task-file", help=_ONE_TASK, autocompletion=lambda: [*TASKS])
 ]
 Tasks = Annotated[
     list[str] | None,
     _list(
-        "--task", "--tasks", "--task-file", help=_ALL_TASKS, callback=_words, autocompletion=_tasks
+        "--task",
+        "--tasks",
+        "--task-file",
+        help=_ALL_TASKS,
+        callback=_words,
+        autocompletion=lambda: [*TASKS],
     ),
 ]
 _DATA = (

@@ -19,16 +19,10 @@ from ..system.texts import printable
 
 @dataclass(frozen=True)
 class Output:
-    """Where the output of a command goes.
+    """Where the output of a command goes."""
 
-    Attributes:
-        quiet: No progress bars and no notes; warnings and errors stay.
-        as_json: The results are one json document, and notes and tables are left out of the
-            standard output.
-    """
-
-    quiet: bool = False
-    as_json: bool = False
+    quiet: bool = False  # no progress bars and no notes; warnings and errors stay
+    as_json: bool = False  # results are one json document, without notes and tables beside it
 
     def note(self, text: str) -> None:
         """Print what the command does, to the standard error."""

@@ -19,8 +19,7 @@ class Summary:
 
     Attributes:
         tables: The claims with what the numbers say, and the isolations.
-        values: The same numbers and more by name; those with an interval as
-            ``{"value": ..., "interval": [low, high]}``.
+        values: The same and more by name, such as ``{"value": 1, "interval": [0, 2]}``.
         is_able: Whether the model may do the task, which more queries could show.
         is_sure: Whether it does, and no interval includes the limit of its claim.
     """

@@ -40,11 +40,7 @@ Prompts = Mapping[str, list[PromptBatch]]  # for training, held out, and the que
 def draws_without_overlap(
     task: Task, examples: Examples, options: Contexts, queries: int
 ) -> dict[str, list[Draw]]:
-    """Draw demonstrations, and examples for training, for choosing and for the comparison.
-
-    Raises:
-        DataError: There are too few examples.
-    """
+    """Draw demonstrations, and examples for training, for choosing and for the comparison."""
     count, seed = options.training, options.seed
     refuse_rare_classes(task, examples.pool, options.shots)
     demos = sample_demonstrations(examples.pool, options.shots, seed)

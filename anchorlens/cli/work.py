@@ -179,7 +179,6 @@ def paper(options: Paper) -> None:
         folder=out / "rows",
         progress=not options.quiet,
     )
-    summary = paper_tables(numbers)
     output.tables(paper_sections(numbers))
     report = _report(
         {},
@@ -187,7 +186,7 @@ def paper(options: Paper) -> None:
         settings,
         title=f"The figures and tables of 'Label Words are Anchors' for {options.model}",
         figures=paper_figures(numbers),
-        summary=summary,
+        summary=paper_tables(numbers),
     )
     values = {"model": options.model, "numbers": numbers.to_dict("records"), "report": report}
     output.document(values)
