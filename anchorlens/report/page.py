@@ -116,8 +116,9 @@ def write_report(
 ) -> Path:
     """Write results as one HTML page: the answer first, one prompt, figures, and all numbers.
 
-    The page begins with what the numbers say in sentences, and with the claims of the paper, each
-    with the number of this model and a verdict (``claims``). It needs no other file and no
+    The page begins with a sentence that answers, the pictures of single prompts, those with wrong
+    answers first, and the claims of the paper (``claims``), drawn with their intervals, limits and
+    controls. Each figure can be saved as SVG or PNG. The page needs no other file and no
     network. Texts are escaped. Numbers of single prompts and of single tokens are not shown; the
     saved results hold them.
 
