@@ -35,7 +35,8 @@ HOW_VERDICTS_ARE_REACHED = (
     "distances is about classes, of which more queries do not give more: there a permutation test "
     f"over classes decides, with p below {CERTAIN:g}. In the claim about isolation, label words "
     "must differ from random words by more than one draw of random words differs from another, and "
-    "where prompts begin with a BOS they must do so while the edges to it stay. In "
+    "where prompts begin with a BOS they must do so while the edges to it stay. A flow or an "
+    "AUCROC that a model of the same architecture with random weights reaches too says nothing. In "
     "all other cases one cannot tell. One also cannot tell if the model does not do the task, that "
     "is, if its accuracy is not clearly above that of naming the commonest class: then there is no "
     "answer to explain, and even the numbers of a model with random weights can be far from chance."
@@ -52,6 +53,7 @@ class Verdict(StrEnum):
 
 SIGNS = {Verdict.AGREES: "✓", Verdict.DOES_NOT_AGREE: "✗", Verdict.CANNOT_TELL: "?"}
 NO_NUMBER = Estimate(nan)
+RANDOM_WEIGHTS = "models of random weights"
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ def claims(results: Mapping[str, Any]) -> Claims:
     ``diagnose`` decides. In the claim about isolation the label words must differ from random words
     by more than one draw of random words from another. Where prompts begin with a BOS, only a run
     in which the edges to BOS stay decides, because cutting these edges alone may change answers.
+    One cannot tell from a flow or an AUCROC that ``analyse`` also found in a model of random
+    weights: the architecture and the prompts alone may give it.
 
     One also cannot tell, whatever the numbers are, if the model does not do the task: if the 95 %
     interval of its accuracy is not above the share of the commonest class. There is then no answer
@@ -276,10 +280,18 @@ def _claim(
 ) -> Claim:
     """A claim, judged by the interval of its number; ``no_number`` says why it has none."""
     verdict = Verdict.CANNOT_TELL
+    of_random = [
+        each for control in controls if control.name == RANDOM_WEIGHTS for each in control.draws
+    ]
     if isnan(number.value):
         reason = no_number
     elif not number.has_interval:
         reason = "the number has no interval"
+    elif number.low > limit and max(of_random, default=limit) >= number.value:
+        reason = (
+            f"the whole interval is above {limit:g}, but a model of random weights has "
+            f"{max(of_random):.2f}: the architecture and the prompts alone may give such numbers"
+        )
     elif number.low > limit:
         verdict, reason = Verdict.AGREES, f"the whole interval is above {limit:g}"
     elif number.high < limit:
@@ -389,7 +401,7 @@ def _of_random_models(record: Record, name: str, *index: int) -> tuple[Control, 
     """The same number of models of the same architecture with random weights, if there are some."""
     numbers = [float(value[index]) for value in record.of_random_models(name)]
     draws = [number for number in numbers if not isnan(number)]
-    return (Control("models of random weights", draws=draws),) if draws else ()
+    return (Control(RANDOM_WEIGHTS, draws=draws),) if draws else ()
 
 
 def _as_one_more_draw(number: Estimate, record: CutEdgesRecord) -> Estimate:

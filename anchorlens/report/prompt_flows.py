@@ -155,8 +155,8 @@ def plot_prompt(
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
     segments = alone.segments[0].tolist()
     parts = _parts(tokens, segments, alone.begins_with_bos)
-    if n_layers * (1 + n_heads) * len(parts) ** 2 > MOST_SUMS:
-        n_heads = 0
+    if n_layers * n_heads > ARCS_OF_HEADS or n_layers * n_heads * len(parts) ** 2 > MOST_SUMS:
+        n_heads = 0  # rather than heads without arcs
     lengths = torch.tensor([last + 1 - first for first, last, *_ in parts], device="cpu")
     part_of = torch.arange(len(parts), device="cpu").repeat_interleave(lengths)
     shape = (n_layers, 1 + n_heads, len(parts), len(parts))

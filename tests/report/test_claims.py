@@ -121,6 +121,37 @@ def verdicts(*records: Any) -> list[Verdict]:
     return [claim.verdict for claim in al.claims(dict(zip("abcdef", records)))]  # noqa: B905
 
 
+@pytest.mark.parametrize(("of_random", "expected"), [(0.9, AGREES), (1.1, CANNOT_TELL)])
+def test_a_number_that_random_weights_reach_too_does_not_agree(
+    of_random: float, expected: Verdict
+) -> None:
+    def beside(record: Any, **fields: Any) -> Any:
+        numbers = {name: [0 * of_each, of_each] for name, of_each in fields.items()}
+        lists = {name: [each.tolist() for each in of_all] for name, of_all in numbers.items()}
+        return replace(record, info={"of_random_models": lists})
+
+    flow = flows()
+    judged = al.claims(
+        {
+            "a": distances(),
+            "b": beside(attention(), deep_aucroc=of_random * attention().deep_aucroc),
+            "c": beside(
+                flow,
+                share_change=of_random * flow.share_change,
+                deep_pq_over_tq=of_random * flow.deep_pq_over_tq,
+            ),
+        }
+    )
+    assert [claim.verdict for claim in judged] == [expected] * 3 + [AGREES]
+    if expected == CANNOT_TELL:
+        assert judged[0].reason == (
+            "the whole interval is above 0.25, but a model of random weights has 0.55: the "
+            "architecture and the prompts alone may give such numbers"
+        )
+    below = beside(attention(0.3, 0.2, 0.4), deep_aucroc=of_random * torch.tensor(0.5))
+    assert verdicts(distances(), below) == [DISAGREES, AGREES]
+
+
 @pytest.mark.with_shapes
 def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     judged = al.claims({"a": distances(), "b": attention(), "c": isolation(), "d": flows()})

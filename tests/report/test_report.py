@@ -20,6 +20,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, PromptError
+from anchorlens.report import prompt_flows
 from anchorlens.report.claims import Claim, Control, Verdict
 from anchorlens.report.forest import forest
 from anchorlens.report.prompt_flows import Found
@@ -384,6 +385,17 @@ def test_figures_may_have_any_meta_and_a_subtitle(tmp_path: Path) -> None:
     (caption,) = re.findall('<p class="caption">(.*?)</p>', text)
     assert unescape(caption) == EVIL
     assert EVIL not in text
+
+
+def test_heads_can_be_chosen_where_each_has_arcs(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = questions(gpt2, count=1)[0]
+    assert al.plot_prompt(gpt2, batch).values() == {"n_heads": gpt2.cfg.n_heads}
+    of_all = gpt2.cfg.n_layers * gpt2.cfg.n_heads
+    monkeypatch.setattr(prompt_flows, "ARCS_OF_HEADS", of_all - 1)
+    shown = al.plot_prompt(gpt2, batch)
+    assert shown.values() == {"n_heads": 0} and "head 0" not in shown.fragment()
 
 
 def test_a_prompt_needs_a_tokenizer_and_survives_saliency_that_is_not_finite(
