@@ -53,11 +53,11 @@ class Strongest(NamedTuple):
     sizes: list[float]
     share: float
 
-    def packed(self) -> dict[str, Any]:
-        """As a page stores them."""
+    def packed(self, position: str) -> dict[str, Any]:
+        """As a page stores them, with a type of numpy for positions."""
         return {
-            "keys": packed(self.keys, "<u4"),
-            "queries": packed(self.queries, "<u4"),
+            "keys": packed(self.keys, position),
+            "queries": packed(self.queries, position),
             "sizes": packed(self.sizes, "<f4"),
             "share": float(f"{self.share:.4g}"),
         }
@@ -100,8 +100,9 @@ class PromptFlows(FlowPage):
 
     def data(self) -> dict[str, Any]:
         """Arcs between parts and strongest flows between tokens."""
-        layers = [[arcs.packed() for arcs in of_layer] for of_layer in self.layers]
-        strongest = [flows.packed() for flows in self.strongest]
+        position = "<u2" if len(self.tokens) <= 2**16 else "<u4"
+        layers = [[arcs.packed(position) for arcs in of_layer] for of_layer in self.layers]
+        strongest = [flows.packed(position) for flows in self.strongest]
         return {"layers": layers, "strongest": strongest, "source": self.source}
 
 

@@ -3,8 +3,9 @@
 function viewOfPrompt({ data, find, choice, rows, tokens, elementOf, layer, text, draw }) {
   const unpack = (packed, Type) =>
     [...new Type(Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0)).buffer)];
+  const Position = data.tokens.length <= 2 ** 16 ? Uint16Array : Uint32Array;
   const flowsOf = ({ keys, queries, sizes, share }) => ({ share, sizes: unpack(sizes, Float32Array),
-    keys: unpack(keys, Uint32Array), queries: unpack(queries, Uint32Array) });
+    keys: unpack(keys, Position), queries: unpack(queries, Position) });
   const layers = data.layers.map((heads) => heads.map(flowsOf));
   const strongest = data.strongest.map(flowsOf);
   const kindOf = (from, to) => to.className.includes("target") && from.className.includes("label")
