@@ -71,7 +71,7 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
         "isolation": {site: numbers_of(record) for site, record in isolations.items()},
     }
     is_sure = not unable and all(
-        claim.verdict != Verdict.CANNOT_TELL or not claim.estimate.has_interval for claim in judged
+        not claim.estimate.low <= claim.limit <= claim.estimate.high for claim in judged
     )
     # Where all queries are of one class, no accuracy is above that of naming this class.
     is_able = accuracy is None or accuracy[1] == 1 or accuracy[0].value > accuracy[1]
