@@ -42,13 +42,14 @@ def check_is_tokenizer(tokenizer: Any) -> None:
     """Raise an error for what cannot turn tokens into text and back."""
     if not has_methods(tokenizer, "decode", "encode"):
         raise PromptError(
-            "expected the tokenizer with which the prompts were built, such as model.tokenizer; "
+            "expected the tokenizer of the prompts, such as model.tokenizer; "
             f"got a {type(tokenizer).__name__}"
         )
 
 
 def check_tokenizer(tokenizer: Any, batch_size: int) -> None:
     """Raise an error for a tokenizer without offsets, or a wrong batch size."""
+    check_is_tokenizer(tokenizer)
     if not getattr(tokenizer, "is_fast", False):
         raise PromptError(
             f"{type(tokenizer).__name__} gives no character offsets, from which positions are "
