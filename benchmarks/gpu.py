@@ -404,7 +404,7 @@ def main() -> None:
         for package in ("torch", "transformers", "transformer-lens")
     )
     say(f"## {name}\n\n{', '.join(versions)}, Python {platform.python_version()}")
-    warnings.filterwarnings("ignore", message=".*fewer than two classes")
+    warnings.filterwarnings("ignore", message=".*one class for all queries")
     every = parts(device, options.quick)
     for section in options.sections:
         for title, part in every[section].items():

@@ -190,7 +190,8 @@ def paper(options: Paper) -> None:
     )
     values = {"model": options.model, "numbers": numbers.to_dict("records"), "report": report}
     output.document(values)
-    task = ["--task", chosen[0].source(out)] if chosen[0].is_proposed else ["YOURS.csv"]
+    named = chosen[0].is_proposed or options.data is None
+    task = ["--task", chosen[0].source(out)] if named else ["YOURS.csv"]
     after = f"claims and flows of one task: {_command('run', options.model, *task)}"
     output.last_line(f"report: {report} (all numbers: numbers.csv beside it)\nNext: {after}")
 

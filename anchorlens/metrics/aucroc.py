@@ -70,8 +70,8 @@ class AttentionAUCROCRecord(Record):
         title = "Does the attention to label words tell the prediction?"
         if self.aucroc.isnan().all():
             return figures.sentence(
-                "There is no AUCROC: the model predicts fewer than two classes. Use more or other "
-                "queries.",
+                "There is no AUCROC: the model predicts one class for all queries. Use other "
+                "queries or more of them, or more demonstrations.",
                 title=title,
             )
         bounds, of_r = self.intervals.get("aucroc"), self.intervals.get("r")
@@ -123,7 +123,7 @@ class AttentionAUCROC(Metric):
     used. Else scores are divided by their sum (alike for all classes where no anchor has
     attention), and the AUCROC is one-vs-one, macro. Prompts of one set of demonstrations are
     pooled; AUCROC is averaged over sets, then R_l is computed ([sets with fewer than 10 prompts are
-    pooled][intervals]). With fewer than two predicted classes it is NaN, with a warning.
+    pooled][intervals]). With one predicted class it is NaN, with a warning.
 
     Scores that differ by less than a rounding count as equal: by 1e-5 of their size, in bfloat16
     and float16 by one rounding of that type and, for tiny attention, by its smallest number for
@@ -204,8 +204,9 @@ class AttentionAUCROC(Metric):
         empty = sum(bool(values.isnan().any()) for values in of_sets)
         if empty:
             warn_user(
-                f"in {empty} of {len(of_sets)} sets of demonstrations the model predicts fewer "
-                "than two classes, so that they have no AUCROC; use more or other queries"
+                f"in {empty} of {len(of_sets)} sets of demonstrations the model predicts one class "
+                "for all queries, so that there is no AUCROC; use other queries or more of them, "
+                "or more demonstrations"
             )
         mean = torch.stack(of_sets).nanmean(0)
         by_layer = mean[:, 0]

@@ -167,9 +167,9 @@ def _table_1(parts: Parts, seeds: int) -> Section:
         _spreads(_column_per_task(rows, 100.0), 1, seeds)
         | _spreads(_column_per_task(shots), 0, seeds)
         | _published(TABLE_1, rows, 2),
-        "Vanilla and re-weighted have 1 demonstration a class. More shots: besides it what "
-        "re-weighting is trained on, as many a class as the context takes; in the paper 5, on "
-        "AGNews 3.",
+        "Vanilla and re-weighted have 1 demonstration a class. More shots: the examples too that "
+        "re-weighting is trained on, as many of each class as fit into the prompt; in the paper "
+        "5, on AGNews 3.",
     )
 
 

@@ -430,7 +430,7 @@ def _of_attention(record: AttentionAUCROCRecord) -> Claim:
         limit=CHANCE,
         paper="about 0.8 (Figure 5)",
         scope=scope_of(record),
-        no_number="the model predicts fewer than two classes",
+        no_number="the model predicts one class for all queries",
         controls=_of_random_models(record, "deep_aucroc"),
     )
 

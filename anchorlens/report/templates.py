@@ -26,7 +26,7 @@ def _environment() -> Environment:
 
 def _code(text: str) -> Markup:
     """A text of a docstring, whose ``code`` becomes an element."""
-    return Markup(re.sub(r"``(.+?)``", r"<code>\1</code>", escape(text)))
+    return Markup(re.sub(r"``(.+?)``", r"<code>\1</code>", str(escape(text))))
 
 
 def template(name: str) -> Template:

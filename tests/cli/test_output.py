@@ -80,7 +80,8 @@ def test_paper_prints_its_tables_stores_the_same_text_and_prints_json(
     arguments += ["--queries", "11", "--seed", "1", "--depth", "1", "--draws", "1"]
     assert call(monkeypatch, "paper", *arguments) == 0
     stored = (tmp_path / "tables.txt").read_bytes()
-    assert stored.decode() in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert stored.decode() in printed and "anchorlens run --task news --model" in printed
     assert "\nTable 1. Accuracy, %\n" in stored.decode()
     assert max(map(len, stored.decode().splitlines())) <= 80
     assert (tmp_path / "tables.txt").read_bytes() == stored

@@ -109,7 +109,7 @@ def test_fewer_than_two_predicted_classes_give_nan_and_a_warning() -> None:
         "predicted": torch.tensor([1, 1, 1]),
         "rounding": torch.zeros(3, 2),
     }
-    with pytest.warns(UserWarning, match=r"1 of 1 sets .* fewer than two classes.*more or other"):
+    with pytest.warns(UserWarning, match=r"1 of 1 sets .* one class for all queries.*use other"):
         record = al.AttentionAUCROC().result(al.Contributions(rows))
     assert record.aucroc.isnan().all() and record.aucroc.shape == (4,)
     assert record.per_head.isnan().all() and record.per_head.shape == (4, 2)

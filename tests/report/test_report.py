@@ -200,6 +200,11 @@ def test_texts_are_escaped(results: dict[str, Any], tmp_path: Path) -> None:
     assert page.cells.count(EVIL) > 5  # settings, info and the names of classes
 
 
+def test_code_in_a_meaning_is_shown_as_code(results: dict[str, Any], tmp_path: Path) -> None:
+    page = al.write_report(results, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<code>|A_h * dL/dA_h|</code>" in page and "&lt;code&gt;" not in page
+
+
 def test_a_record_without_a_figure_shows_its_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, {"my_numbers": plain(labels=["a", "b"])})
     text = path.read_text(encoding="utf-8")
