@@ -447,14 +447,23 @@ def _of_distances(record: AnchorDistancesRecord) -> Claim:
         limit=0.0,
         paper="the most confused pair of TREC is also the predicted one (Figure 6)",
         scope=f"other keys of these {count} classes",
-        no_number="there is no rank correlation: there are fewer than three pairs of classes, all "
-        "pairs are equal, or this layer has no distances",
+        no_number=f"there is no rank correlation: {_without_correlation(record)}",
         controls=_of_random_models(record, "correlation", layer),
     )
     if isnan(number):
         return claim
     verdict, reason = judge_distances(record)
     return replace(claim, verdict=verdict, reason=reason)
+
+
+def _without_correlation(record: AnchorDistancesRecord) -> str:
+    """Why distances and confusions have no rank correlation in the layer that is judged."""
+    distance, auc = record.anchor_distance[int(record.default_layer)], record.pair_auc
+    known = int((distance + auc).isnan().logical_not().triu(1).sum())
+    if known < 3:
+        pairs = len(auc) * (len(auc) - 1) // 2
+        return f"it needs three pairs of classes with queries and distances; got {known} of {pairs}"
+    return "all pairs of classes have the same distance, or the model tells all apart equally well"
 
 
 def judge_distances(record: AnchorDistancesRecord) -> tuple[Verdict, str]:

@@ -1,5 +1,6 @@
 """The base record of every result: numbers with named axes, their intervals, saving, loading."""
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -338,6 +339,9 @@ def load_record(path: str | Path) -> Record:
             f"{path} holds no record; expected a file that save of a record wrote (use "
             "al.load_context for a context)"
         )
+    package = sys.modules[__name__.partition(".")[0]]
+    if name in package.__all__:
+        getattr(package, name)  # imports the module that defines it
     # A notebook cell that runs again defines its class again: the last definition counts.
     kinds = {
         (kind.__module__, kind.__qualname__): kind

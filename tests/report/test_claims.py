@@ -356,11 +356,18 @@ def test_the_report_gives_the_reason_against_all_claims_once(tmp_path: Path) -> 
 
 
 @pytest.mark.with_shapes
-def test_two_classes_have_no_correlation_to_judge() -> None:
-    record = replace(distances(), correlation=torch.full((3,), torch.nan))
+@pytest.mark.parametrize(
+    ("auc", "reason"),
+    [
+        (torch.full((5, 5), torch.nan), r"needs three pairs .*; got 0 of 10"),
+        (torch.ones(5, 5), "the model tells all apart equally well"),
+    ],
+)
+def test_without_a_correlation_the_reason_is_said(auc: torch.Tensor, reason: str) -> None:
+    record = replace(distances(), correlation=torch.full((3,), torch.nan), pair_auc=auc)
     (claim,) = al.claims({"a": record})
     assert claim.verdict == CANNOT_TELL
-    assert "there are fewer than three pairs of classes, all pairs are equal" in claim.reason
+    assert re.search(reason, claim.reason)
     assert str(claim.estimate) == "no number"
 
 

@@ -1,5 +1,7 @@
 """Records: named axes, tables, files, and intervals against a bootstrap in numpy."""
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -94,6 +96,15 @@ def test_classes_without_names_are_numbered() -> None:
 
 
 VALUES = torch.tensor([1.0, 2.0])
+
+
+def test_a_record_is_read_where_its_class_was_not_used_yet(tmp_path: Path) -> None:
+    record = al.AccuracyRecord(accuracy=torch.tensor(0.5), correct=torch.tensor([0.0, 1.0]))
+    path = str(record.save(tmp_path / "record.safetensors"))
+    code = f"import anchorlens as al; print(type(al.load_record({path!r})).__name__)"
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed == "AccuracyRecord\n"
 
 
 @pytest.mark.parametrize(
