@@ -116,11 +116,12 @@ def _on_isolation(records: Collection[Record]) -> Iterator[str]:
             for name in ("label", "control_label", "word", "control_word")
         )
         words = f"by {word} and by {random_word}"
-        bos = ", but for their edges to BOS," * bool(record.info.get("keep_bos"))
+        bos = " but BOS" * bool(record.info.get("keep_bos"))
         yield (
-            f"Isolating the label words in {first_layers(record)}{bos} keeps {label} of the "
-            f"predicted labels; isolating as many random words keeps {random_label}. The five "
-            f"likeliest next words overlap with those of the clean run {words}."
+            f"If the label words read nothing before them{bos} in {first_layers(record)} "
+            f"(isolation), {label} of the predicted labels stay; if as many random words read "
+            f"nothing, {random_label}. The five likeliest next words overlap with those of the "
+            f"clean run {words}."
         )
 
 

@@ -155,7 +155,8 @@ class Record(KeepsRepr):
             'accuracy ... [..., ...]'
         """
         axes = self.axes().get(name)
-        if axes is None or len(index) != len(axes):
+        are_numbers = all(hasattr(number, "__index__") for number in index)
+        if axes is None or len(index) != len(axes) or not are_numbers:
             call = f"estimate({', '.join((repr(name), *(axes or ())))})"
             expected = f"one of {', '.join(self.axes())}" if axes is None else call
             raise MetricError(

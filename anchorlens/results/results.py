@@ -18,6 +18,9 @@ class Results(dict[str, Record]):
           accuracy: AccuracyRecord(accuracy ...; 14 prompts, ...)
     """
 
+    def __missing__(self, name: object) -> Record:
+        raise KeyError(f"there is no result {name!r}; the results are {', '.join(self)}")
+
     def __repr__(self) -> str:
         lines = [f"  {printable(name)}: {self[name]!r}" for name in self]
         return "\n".join([self._heading(), *lines])

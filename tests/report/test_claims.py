@@ -247,7 +247,7 @@ def test_the_isolation_that_leaves_the_edges_to_bos_decides() -> None:
             "the interval includes 0; only with the edges to BOS cut too it is above: "
             "0.27 [0.11, 0.41]"
         )
-        assert "first 2 layers, but for their edges to BOS, keeps" in sentences(records)[1]
+        assert "nothing before them but BOS in the first 2 layers" in sentences(records)[1]
         words, cut_too = claim.controls
         assert (str(cut_too.estimate), words.draws) == ("0.27 [0.11, 0.41]", [0, 0])
         assert headline(records, judged).startswith("Not sure: isolating the label words in")
@@ -380,7 +380,7 @@ def test_the_answer_says_the_numbers_in_words() -> None:
     text = " ".join(sentences([*records.values()]))
     assert "right class of 70 % [60, 80] of the queries" in text
     assert "commonest class would be right for 50 %" in text
-    assert "in the first 2 layers keeps 50 % of the predicted labels" in text
+    assert "in the first 2 layers (isolation), 50 % of the predicted labels stay" in text
     assert "(S_wp) is 50 % of the three mean flows" in text
     assert "3.0 [2.9, 3.1] times as much as another word" in text
     assert "AUCROC of 0.80 [0.70, 0.90]" in text

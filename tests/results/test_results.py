@@ -317,3 +317,10 @@ def test_each_figure_of_a_record_has_its_own_caption(kind: type[al.Record]) -> N
     assert kind.plot is not al.Record.plot and len(RECORDS) == 18
     assert kind.caption.endswith(".") and 80 < len(kind.caption) < 600
     assert sum(other.caption == kind.caption for other in RECORDS) == 1
+
+
+def test_a_result_that_does_not_exist_names_those_that_do() -> None:
+    results = al.Results(accuracy=make_record())
+    with pytest.raises(KeyError, match="there is no result 'flows'; the results are accuracy"):
+        results["flows"]
+    assert results.get("flows") is None and "flows" not in results
