@@ -216,7 +216,8 @@ def test_a_run_returns_results_and_a_sweep_can_be_drawn(gpt2: Any) -> None:
     assert type(al.run(gpt2, batches, [al.Accuracy()], **options)) is al.Results
     sweep = al.isolation_sweep(gpt2, batches, sites, metrics=[al.Accuracy()], draws=1, **options)
     assert list(sweep) == [*sites, "accuracy"]
-    assert len(sweep.plot().data) == 2 * len(sites)
+    # In each of two panels: label words, random words, and the draws of these, at every site.
+    assert [len(points.y) for points in sweep.plot().data] == [len(sites)] * 6
 
 
 def test_a_context_shows_the_segments_of_its_tokens(gpt2: Any) -> None:
