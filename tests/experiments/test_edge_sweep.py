@@ -251,7 +251,7 @@ def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path
     assert expected.items() <= record.info.items() and record.info["labels"][1] == "Entity"
     assert record.random_kl.shape == (4,) and record.random_label_kept.shape == (12, 4)
     # In a tiny model a cut may cost no more than its control does.
-    control = {
+    control: dict[str, Any] = {
         "control_label_loyalty": torch.tensor(0.25),
         "control_word_loyalty": torch.tensor(0.5),
     }

@@ -169,7 +169,7 @@ def test_a_single_prompt_has_intervals_of_shares_only() -> None:
     assert str(record.estimate("kl")) == "1.00"
     assert f"{record.estimate('label_loyalty'):+.1f}" == "+1.0 [+0.2, +1.0]"
     assert str(record.estimate("label_kept", 0)) == "1.00"
-    wrong = (
+    wrong: tuple[tuple[str, list[Any], str], ...] = (
         ("kl", [0], r"estimate\('kl'\); got 'kl', 0"),
         ("label_kept", [], r"estimate\('label_kept', prompt\); got 'label_kept'"),
         ("label_kept", ["a"], r"estimate\('label_kept', prompt\); got 'label_kept', 'a'"),
