@@ -215,5 +215,5 @@ def _no_device(device: str | torch.device, reason: str) -> ModelError:
     devices = ", ".join([*(name for name in there if there[name]), "cpu"])
     return ModelError(
         f"the model cannot be put on the device {str(device)!r}: {reason.partition(chr(10))[0]}; "
-        f"this machine has {devices}, and the type (dtype=) of quantised weights must stay as it is"
+        f"this machine has {devices}; leave the type (dtype=) of quantised weights as it is"
     )

@@ -139,12 +139,12 @@ class Record(KeepsRepr):
         return {}
 
     @checked
-    def estimate(self, name: str, *index: int) -> Estimate:
+    def estimate(self, name: str, *index: Any) -> Estimate:
         """A number of the record with its 95 % interval, whose text has both.
 
         Args:
             name: The field.
-            index: The position on each of its axes.
+            index: The position on each of its axes, a whole number.
 
         Raises:
             MetricError: There is no such number.
