@@ -226,7 +226,7 @@ def test_a_device_that_cannot_compute_is_refused_before_weights_are_read(
     with pytest.raises(ModelError, match=r"device 'meta': its tensors have shapes and no numbers"):
         al.load_model(tmp_path, device="meta")
     for device in ("no-such-device", torch.device("cuda", 63)):
-        with pytest.raises(ModelError, match="cannot be put on the device .*; this machine has .*cpu; leave"):
+        with pytest.raises(ModelError, match=r"the device .*; this machine has .*cpu"):
             al.load_model(tmp_path, device=device)
     weights: Any = tiny_gpt2(len(byte_level))
     with pytest.raises(ModelError, match="shapes and no numbers"):
