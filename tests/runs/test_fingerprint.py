@@ -338,4 +338,5 @@ def test_weights_are_summed_once_for_each_set_of_contexts(
     batches = questions(gpt2, count=4, batch_size=1)
     contexts: dict[str, Any] = {"anchors": al.compress}
     al.compare_contexts(gpt2, batches, contexts, draws=2, progress=False, resamples=0)
-    assert len(summed) == 2  # for the context, and once for both controls
+    # As the context is made, as it is compared with the model, and once for both controls.
+    assert len(summed) == 3
