@@ -182,7 +182,6 @@ def _class(word: str) -> str | int:
 def queries_that_fit(chosen: ChosenTask, used: int, wanted: int | None, most: int) -> int:
     """``--queries``, or else all examples beside those that are used, at most ``most``."""
     texts = [example.text for example in chosen.examples.tests]
-    repeats = sorted(
-        Counter(texts).values(), reverse=True
-    )  # one that is used takes all of its text
+    # An example that is used takes all examples with its text.
+    repeats = sorted(Counter(texts).values(), reverse=True)
     return wanted or max(1, min(most, len(texts) - sum(repeats[:used])))

@@ -53,7 +53,7 @@ def draws_without_overlap(
     drawn = sample_queries(examples.pool, wanted, seed, exclude=demos)
     compared = sample_queries(examples.tests, queries, seed, exclude=[*demos, *drawn])
     parts = {"training": drawn[:count], "held out": drawn[count:], "queries": compared}
-    return {name: [Draw(task, demos, queries)] for name, queries in parts.items()}
+    return {name: [Draw(task, demos, of_part)] for name, of_part in parts.items()}
 
 
 def untrained_contexts(draws: int) -> dict[str, Any]:
@@ -157,10 +157,10 @@ def trained_contexts(
         partial(train_prefix, length=length),
         from_anchors,
     )
+    long = any((batch.label_ends != batch.label_positions).any() for batch in batches)
     contexts: dict[str, PrefixContext] = {}
     for name, train in zip(TRAINED, ways, strict=True):
         training = parts.training(name, folder)
-        long = any((batch.label_ends != batch.label_positions).any() for batch in batches)
         if name == "hard prompt" and long:
             parts.options.output.note("the search starts from the first token of each label word")
         try:

@@ -30,8 +30,6 @@ from .random_weights import with_random_models
 from .sites import first_and_last
 
 METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances())
-
-
 DEPTH = 5  # layers at each end, if a model has twice as many
 
 
@@ -64,7 +62,8 @@ def analyse(
             default of models up to 300 million parameters, because it takes a second model.
         gradient_checkpointing: For long prompts; see ``run``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        keep: Called with the name of each record and the record, as soon as it is computed.
+        keep: Called with the name of each record and the record, as soon as it is whole: records of
+            metrics after the models of random weights.
         folder: Where what each batch contributed is stored; after an interruption the same call
             goes on from there.
         progress: Show a progress bar.
@@ -88,13 +87,13 @@ def analyse(
     batches = checked_batches(model, batches)
     sites = both_ends(model, batches, depth)
 
-    rows = None if folder is None else Path(folder)
-    folders = [rows and rows / name for name in ("metrics", "isolation")]
+    store = None if folder is None else Path(folder)
+    folders = [store and store / name for name in ("metrics", "isolation")]
     options: dict[str, Any] = {"resamples": resamples, "progress": progress}
     memory = {"gradient_checkpointing": gradient_checkpointing}
     results = run_possible(model, batches, folder=folders[0], **memory, **options)
     results = with_random_models(
-        model, batches, METRICS, results, asked=random_weights, folder=rows, progress=progress
+        model, batches, METRICS, results, asked=random_weights, folder=store, progress=progress
     )
     for name, record in results.items():
         keep(name, record)

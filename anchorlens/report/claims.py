@@ -53,7 +53,6 @@ class Verdict(StrEnum):
 
 SIGNS = {Verdict.AGREES: "✓", Verdict.DOES_NOT_AGREE: "✗", Verdict.CANNOT_TELL: "?"}
 NO_NUMBER = Estimate(nan)
-RANDOM_WEIGHTS = "models of random weights"
 
 
 @dataclass(frozen=True)
@@ -276,13 +275,16 @@ def _claim(
     scope: str,
     no_number: str = "there is no number",
     controls: Sequence[Control] = (),
+    of_random: Sequence[float] = (),
     clause: str = "",
 ) -> Claim:
-    """A claim, judged by the interval of its number; ``no_number`` says why it has none."""
+    """A claim, judged by the interval of its number and by the numbers of random weights.
+
+    ``no_number`` says why there is none.
+    """
     verdict = Verdict.CANNOT_TELL
-    of_random = [
-        each for control in controls if control.name == RANDOM_WEIGHTS for each in control.draws
-    ]
+    if of_random:
+        controls = [*controls, Control("models of random weights", draws=of_random)]
     if isnan(number.value):
         reason = no_number
     elif not number.has_interval:
@@ -331,9 +333,8 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
             paper="S_wp is large in shallow layers and small in deep ones (Figure 3)",
             scope=scope_of(record),
             no_number="the model has one layer, which is neither shallow nor deep",
-            controls=[
-                replace(control, draws=[-change for change in control.draws])
-                for control in _of_random_models(record, "share_change", flows.index("wp"))
+            of_random=[
+                -change for change in _of_random_models(record, "share_change", flows.index("wp"))
             ],
         )
     ratio = estimate_over_sets(record, "deep_pq_over_tq", ends=(0.0, inf))
@@ -345,7 +346,7 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
         limit=RATIO_LIMIT,
         paper="S_pq is the largest flow in deep layers (Figure 3)",
         scope=scope_of(record),
-        controls=_of_random_models(record, "deep_pq_over_tq"),
+        of_random=_of_random_models(record, "deep_pq_over_tq"),
         clause=f"in deep layers the answer reads {ratio:.1f} times as much from a label word as "
         "from another word",
     )
@@ -397,11 +398,10 @@ def gap_of(record: CutEdgesRecord) -> Estimate:
     return number if "of_sets" in record.info else _as_one_more_draw(number, record)
 
 
-def _of_random_models(record: Record, name: str, *index: int) -> tuple[Control, ...]:
-    """The same number of models of the same architecture with random weights, if there are some."""
+def _of_random_models(record: Record, name: str, *index: int) -> list[float]:
+    """The same number of each model of the same architecture with random weights that has one."""
     numbers = [float(value[index]) for value in record.of_random_models(name)]
-    draws = [number for number in numbers if not isnan(number)]
-    return (Control(RANDOM_WEIGHTS, draws=draws),) if draws else ()
+    return [number for number in numbers if not isnan(number)]
 
 
 def _as_one_more_draw(number: Estimate, record: CutEdgesRecord) -> Estimate:
@@ -431,7 +431,7 @@ def _of_attention(record: AttentionAUCROCRecord) -> Claim:
         paper="about 0.8 (Figure 5)",
         scope=scope_of(record),
         no_number="the model predicts one class for all queries",
-        controls=_of_random_models(record, "deep_aucroc"),
+        of_random=_of_random_models(record, "deep_aucroc"),
     )
 
 
@@ -448,7 +448,7 @@ def _of_distances(record: AnchorDistancesRecord) -> Claim:
         paper="the most confused pair of TREC is also the predicted one (Figure 6)",
         scope=f"other keys of these {count} classes",
         no_number=f"there is no rank correlation: {_without_correlation(record)}",
-        controls=_of_random_models(record, "correlation", layer),
+        of_random=_of_random_models(record, "correlation", layer),
     )
     if isnan(number):
         return claim

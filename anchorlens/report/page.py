@@ -243,7 +243,7 @@ def _chapter(
 
 def _same(texts: Sequence[Sequence[str]]) -> int:
     """With how many words all texts begin, of several."""
-    same = takewhile(lambda words: len(set(words)) == 1, zip(*texts))  # noqa: B905
+    same = takewhile(lambda words: len(set(words)) == 1, zip(*texts, strict=False))
     return len([*same]) if len(texts) > 1 else 0
 
 
@@ -259,7 +259,7 @@ def _choices(pages: Mapping[str, FlowPage]) -> dict[str, str]:
     flows = {name: page for name, page in pages.items() if isinstance(page, PromptFlows)}
     queries = [page.query.split() for page in flows.values()]
     # The template of the task is the same in all of them.
-    begin, end = (_same(queries), _same([query[::-1] for query in queries]))
+    begin, end = _same(queries), _same([query[::-1] for query in queries])
     signs = {True: "✓ ", False: "✗ ", None: ""}
     words = {
         name: signs[page.is_right] + _short(" ".join(query[begin : len(query) - end]))

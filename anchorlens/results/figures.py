@@ -233,18 +233,21 @@ def points(
         (0.25,)
     """
     check_shape(values, (len(panels), len(groups), 2), "pass one name per panel and group")
+    of_groups = (len(panels), len(groups), *draws.shape[-1:])
+    check_shape(draws, of_groups, "pass the draws of each panel and group")
+    ends = _ends(values, low, high)
     figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.08)
     for panel, name in enumerate(panels):
         first = {"row": panel + 1, "col": 1}
         for column, color in enumerate((INTO, RANDOM)):
-            of_series = values[panel, :, column]
-            below, above = of_series - low[panel, :, column], high[panel, :, column] - of_series
+            of_series, (below, above) = values[panel, :, column], ends[:, panel, :, column]
             marks = go.Scatter(mode="markers", name=literal(series[column]), y=of_series.tolist())
             marks.update(x=[group - 0.12 + 0.24 * column for group in range(len(groups))])
-            marks.update(error_y={"array": above.tolist(), "arrayminus": below.tolist()})
+            errors = {"array": (above - of_series).tolist()}
+            marks.update(error_y={**errors, "arrayminus": (of_series - below).tolist()})
             marks.update(marker={"color": color, "size": 11, "symbol": SYMBOLS[column]})
-            bounds = torch.stack([low[panel, :, column], high[panel, :, column]], dim=1)
-            marks.update(customdata=bounds.tolist(), hovertemplate=_hover(low))
+            bounds = torch.stack([below, above], dim=1).tolist()
+            marks.update(customdata=bounds, hovertemplate=_hover(low))
             figure.add_trace(marks.update(legendgroup=column, showlegend=not panel), **first)
         at, _ = torch.ones_like(draws[panel]).nonzero().T
         dots = go.Scatter(x=(at + 0.26).tolist(), y=draws[panel].flatten().tolist(), mode="markers")
@@ -290,7 +293,8 @@ def pairs(
         >>> pairs(ones, ones, ["a, b"], title="", x_title="distance", y_title="AUC").data[0].text
         ('a, b',)
     """
-    check_shape(x, (len(names),), "pass one name per pair")
+    for numbers in (x, y):
+        check_shape(numbers, (len(names),), "pass one name per pair")
     known = [k for k in y.argsort().tolist() if not y[k].isnan()]
     shown = {k: literal(names[k]) for k in known[:named]}
     texts = [literal(name) for name in names]

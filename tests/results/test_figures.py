@@ -106,9 +106,8 @@ def test_points_show_values_intervals_and_each_draw() -> None:
     draws = torch.tensor([[[0.5, 1.0], [0.5, math.nan]]] * 2)
     names = ["label", "word"], ["first", "last"], ["isolated", "random"]
     figure = points(values, values - 0.1, values + 0.2, draws, *names, title="x")
-    assert [(marks.name, marks.yaxis) for marks in figure.data[::3]] == [
-        *(("isolated", "y"), ("isolated", "y2")),
-    ]
+    assert [marks.name for marks in figure.data[::3]] == ["isolated"] * 2
+    assert [marks.yaxis for marks in figure.data[::3]] == ["y", "y2"]
     isolated, control, dots = figure.data[:3]
     assert same(control.y, [0.75, 0.5]) and same(figure.data[3].y, [0.1, 0.3])
     assert same(control.error_y.array, [0.2, 0.2]) and same(control.error_y.arrayminus, [0.1, 0.1])
@@ -259,6 +258,9 @@ def test_any_float_type_and_gradients_are_accepted(dtype: torch.dtype) -> None:
 
 ONES = torch.ones(2, 3)
 THREE: list[Any] = [["y"], ["a", "b"], [*"cde"]]
+TWO = torch.ones(1, 3, 2)  # two numbers of three groups
+GROUPS: list[Any] = [["y"], [*"abc"], ["d", "e"]]
+PAIRS = {"title": "", "x_title": "", "y_title": ""}
 WRONG: list[tuple[Callable[[], go.Figure], str]] = [
     (lambda: lines_by_layer(torch.ones(2), ["a", "b"], **TITLES), r"got shape \(2,\)"),
     (lambda: lines_by_layer(torch.ones(()), [], **TITLES), r"got shape \(\)"),
@@ -271,6 +273,9 @@ WRONG: list[tuple[Callable[[], go.Figure], str]] = [
     (lambda: lines_by_layer(ONES, ["a", "b"], low=ONES, **TITLES), "both low and high"),
     (lambda: bars(ONES[None], ["y"], ["a", "b"], ["c"], title=""), r"expected shape \(1, 2, 1\)"),
     (lambda: bars(ONES[None], *THREE, title="", high=ONES[None]), "low and high"),
+    (lambda: points(TWO, TWO, TWO.mT, TWO, *GROUPS, title=""), "one interval per value"),
+    (lambda: points(TWO, TWO, TWO, TWO[:, :1], *GROUPS, title=""), r"expected shape \(1, 3, 2\)"),
+    (lambda: pairs(ONES[0], ONES[:, 0], [*"abc"], **PAIRS), r"got shape \(2,\); pass one name"),
     (lambda: heat_map(torch.ones(2, 2, 2), ["a"], None, **MAPS), r"expected shape \(2, 1, 2\)"),
     (lambda: heat_map(torch.ones(1, 2, 2), None, None, **MAPS), r"expected shape \(2, 2, 2\)"),
 ]
