@@ -260,7 +260,7 @@ ONES = torch.ones(2, 3)
 THREE: list[Any] = [["y"], ["a", "b"], [*"cde"]]
 TWO = torch.ones(1, 3, 2)  # two numbers of three groups
 GROUPS: list[Any] = [["y"], [*"abc"], ["d", "e"]]
-PAIRS = {"title": "", "x_title": "", "y_title": ""}
+PAIRS: dict[str, Any] = {"title": "", "x_title": "", "y_title": ""}
 WRONG: list[tuple[Callable[[], go.Figure], str]] = [
     (lambda: lines_by_layer(torch.ones(2), ["a", "b"], **TITLES), r"got shape \(2,\)"),
     (lambda: lines_by_layer(torch.ones(()), [], **TITLES), r"got shape \(\)"),
