@@ -91,6 +91,8 @@ if TYPE_CHECKING:
     from .metrics.segment_attention import SegmentAttentionRecord as SegmentAttentionRecord
     from .metrics.segment_flows import SegmentFlows as SegmentFlows
     from .metrics.segment_flows import SegmentFlowsRecord as SegmentFlowsRecord
+    from .metrics.segment_rollout import SegmentRollout as SegmentRollout
+    from .metrics.segment_rollout import SegmentRolloutRecord as SegmentRolloutRecord
     from .metrics.step_flows import StepFlowsRecord as StepFlowsRecord
     from .metrics.step_flows import step_flows as step_flows
     from .models.kv_cache import KeyValues as KeyValues

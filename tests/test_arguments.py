@@ -28,7 +28,10 @@ from tests.attack.attack_scene import Scene, scene
 NOTHING = object()
 LISTS = (Sequence, Collection, Iterable, list, tuple)
 # What a study calls itself, for each batch, and what the package makes: records and their parts.
-NOT_CALLED_BY_USERS = {"observe", "observe_prefix", "result", "check", "begins_as", "sets_of"}
+NOT_CALLED_BY_USERS = {
+    *("observe", "observe_prefix", "result", "check", "begins_as", "sets_of"),
+    "segment_scores",
+}
 MADE_BY_THE_PACKAGE = (
     *(al.Record, al.PromptFlows, al.AnswerFlows, al.Claim, al.GenerationTrace),
     *(al.CompressedContext, al.PrefixContext, al.ReweightedContext, al.QueryPass),

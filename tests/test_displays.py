@@ -56,6 +56,7 @@ def instances(model: Any) -> Iterator[Any]:
     yield from all_records()
     yield from (al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty())
     yield from (al.PrefixEffect(), al.LabelHeads(), al.SegmentFlows(), al.SegmentAttention())
+    yield al.SegmentRollout()
     yield al.SegmentAttention({f"segment {k}": al.edges.anchors for k in range(40)})
     yield al.SegmentFlows({f"segment {k}": al.edges.anchors for k in range(40)})
     yield al.trace_generation(model, "Who?", max_new_tokens=20, stop_at_eos=False)

@@ -19,7 +19,7 @@ from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import wide
 from .metric import Metric, Observation, by_layer
-from .segment_flows import SegmentFlows
+from .segment_flows import SegmentFlows, read_by_others
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -162,6 +162,13 @@ class SegmentAttention(Metric):
             kurtosis=contributions.mean(kurtosis),
             info={"apart": self.apart} | ({"segment_names": names} if names else {}),
         )
+
+    def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
+        """What tokens of other segments attend to each segment: its score in ``al.faithfulness``.
+
+        The attention along these edges, mean over heads, summed over edges and layers.
+        """
+        return read_by_others(contributions["sums"].double().mean(2))
 
     @property
     def _of_flows(self) -> SegmentFlows:

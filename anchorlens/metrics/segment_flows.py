@@ -167,6 +167,14 @@ class SegmentFlows(EdgeFlows):
             info={"weight": name_of(self.weight)} | ({"segment_names": names} if names else {}),
         )
 
+    def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
+        """What tokens of other segments read from each segment: its score in ``al.faithfulness``.
+
+        The weight of these edges, summed over edges and layers, in the unit of the weight. High
+        must mean that the segment helps, so give ``al.weights.helpful`` and not ``signed``.
+        """
+        return read_by_others(contributions["sums"].double())
+
     @checked
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
         """The positions of each segment in a batch."""
@@ -194,6 +202,14 @@ class SegmentFlows(EdgeFlows):
             return self.segments
         names = batch.segment_names if self.segments is None else self.segments
         return {name: partial(edges.segment, name=name) for name in names}
+
+
+def read_by_others(
+    sums: Float[Tensor, "prompt layer segment segment"],
+) -> Float[Tensor, "prompt segment"]:
+    """The weight of the edges to each segment from tokens of others, summed over layers."""
+    between = sums.sum(1)
+    return between.sum(1) - between.diagonal(dim1=1, dim2=2)
 
 
 def checked_positions(

@@ -60,6 +60,16 @@ def signed(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
 
 
 @checked
+def helpful(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
+    """``- sum_h A_h dL/dA_h``: in nats; above 0 where the attention lowers the loss.
+
+    Minus ``signed``, for where high should mean that a part of the prompt helps the answer, as in
+    ``al.faithfulness``. Where a norm follows the attention, see ``signed``.
+    """
+    return -signed(pattern, gradient)
+
+
+@checked
 def positive(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
     """``mean_h relu(- A_h dL/dA_h)``: what helps the answer (after Chefer et al., 2021).
 

@@ -199,7 +199,10 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             al.saliency(model, batch),
             al.saliency(model, batch, weight=al.weights.signed, per_head=True),
         ],
-        "rollout": lambda: al.rollout(al.saliency(model, batch, per_head=True).to(device)),
+        "rollout": lambda: [
+            al.rollout(al.saliency(model, batch, per_head=True).to(device)),
+            run(al.SegmentRollout()),
+        ],
         "of tensors": lambda: al.flows(
             numbers[0], numbers[1], torch.ones(3, 9, 9).tril(-1).bool().to(device)
         ),

@@ -1,0 +1,162 @@
+"""Attention rollout from the target to named segments, computed while the layers run.
+
+``al.rollout`` multiplies the patterns of all layers; here each layer multiplies what the layers
+before it gave to the segments, so that no pattern is stored.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import plotly.graph_objects as go
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..errors import MetricError
+from ..models.hooked import HookedModel, check_fits, hooks_by_layer, pattern_name
+from ..prompts import edges
+from ..prompts.batch import PromptBatch
+from ..results import figures
+from ..results.contributions import Contributions
+from ..results.record import Record
+from ..system.arguments import checked
+from ..system.devices import beside, wide
+from .metric import Metric, Observation
+from .segment_flows import SegmentFlows, checked_positions
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SegmentRolloutRecord(Record):
+    """How much of each segment reaches the target, if attention were all that mixes tokens.
+
+    Attributes:
+        reach: Rollout from the target to all tokens of a segment, from 0 to 1; mean over prompts,
+            then over sets. High means that much of the segment arrives, whether it matters or not.
+        reach_of_prompts: That of each prompt.
+    """
+
+    reach: Float[Tensor, " segment"]
+    reach_of_prompts: Float[Tensor, "prompt segment"]
+
+    caption: ClassVar[str] = (
+        "Part of each segment in the target, if attention and the residual stream alone mixed "
+        "tokens. It is the same whatever the model predicts."
+    )
+
+    def plot(self) -> go.Figure:
+        """The part of each segment, with its interval."""
+        bounds = self.intervals.get("reach")
+        low, high = (None, None) if bounds is None else (each[None, :, None] for each in bounds)
+        return figures.bars(
+            self.reach[None, :, None],
+            ["rollout"],
+            self.axis_names("segment") or (),
+            ["rollout"],
+            title="What reaches the target by attention",
+            low=low,
+            high=high,
+        )
+
+
+@checked
+@dataclass(frozen=True)
+class SegmentRollout(Metric):
+    r"""Attention rollout from the target to segments (Abnar and Zuidema, 2020).
+
+    With R the product of all layers in [rollout][rollout], and q the target,
+
+    $$
+    \text{reach}(b) = \sum\limits_{j \in b} R(q, j)
+    $$
+
+    It needs no gradient and no target word. Prompts run whole.
+
+    Range:
+        0 to 1. Over segments that hold all tokens it sums to 1; with attention sinks to less.
+
+    How to read:
+        A baseline: high means that much of the segment would arrive at the target if attention were
+        all that mixes tokens.
+
+    Pitfalls:
+        It is the same whatever the model predicts, and values, norms and MLPs count for nothing.
+        With many layers most of it is the first token's, which nearly every head attends to.
+
+    Source:
+        Abnar and Zuidema, *Quantifying Attention Flow in Transformers* (ACL 2020), section 3. Sums
+        over segments are ours.
+
+    Args:
+        segments: As in ``SegmentFlows``.
+        queries: Function of the batch to the positions from which it is computed, at least one in
+            each prompt; the mean over several of them.
+        name: Key of the result.
+
+    Raises:
+        MetricError: As ``SegmentFlows``, or a prompt has none of ``queries``.
+
+    Examples:
+        >>> metric = al.SegmentRollout(["text", "label", "target"])
+        >>> record = al.run(model, batches, [metric], progress=False)["segment_rollout"]
+        >>> bool(0 < record.reach.sum() <= 1)
+        True
+    """
+
+    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = field(
+        default=None, hash=False
+    )
+    queries: edges.PositionsOfBatch = edges.target
+    name: str = "segment_rollout"
+
+    def __post_init__(self) -> None:
+        SegmentFlows(self.segments)  # it refuses wrong segments
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error where segments are wrong, or a prompt has no query."""
+        for batch in batches:
+            self._segments_of(batch)
+            has_none = ~self._queries_of(batch).any(1)
+            if has_none.any():
+                row = int(has_none.nonzero()[0])
+                raise MetricError(
+                    f"queries of {self.name} are at least one position of each prompt; got none in "
+                    f"prompt {int(batch.index[row])}; leave it out, or give others, such as "
+                    "al.edges.target"
+                )
+
+    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe the pattern of every layer; store what each position has of each segment."""
+        check_fits(model, batch)
+        reach = [self._segments_of(batch).mT.float()]  # of the layers so far
+
+        def add(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
+            attention = wide(pattern.detach()).mean(1)
+            (before,) = beside(attention, reach[0].to(attention.dtype))
+            reach[0] = (attention @ before + before) / 2
+
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            (queries,) = beside(reach[0], self._queries_of(batch).to(reach[0].dtype))
+            sums = (queries[:, None] @ reach[0])[:, 0] / queries.sum(1, keepdim=True)
+            return {"reach": sums.cpu()}
+
+        return Observation(contributions, hooks_by_layer(model, pattern_name, add))
+
+    def result(self, contributions: Contributions) -> SegmentRolloutRecord:
+        """Means over prompts, then over sets."""
+        of_prompts = self.segment_scores(contributions)
+        names = () if self.segments is None else tuple(self.segments)
+        return SegmentRolloutRecord(
+            reach=contributions.mean(of_prompts),
+            reach_of_prompts=of_prompts,
+            info={"segment_names": names} if names else {},
+        )
+
+    def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
+        """The part of each segment in the target: its score in ``al.faithfulness``."""
+        return contributions["reach"].double()
+
+    def _segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
+        return SegmentFlows(self.segments, name=self.name).segments_of(batch)
+
+    def _queries_of(self, batch: PromptBatch) -> edges.Positions:
+        return checked_positions(batch, self.name, "queries", self.queries)

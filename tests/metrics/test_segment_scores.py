@@ -1,0 +1,141 @@
+"""What metrics give each segment as a score, against loops over edges and layers in numpy."""
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens.errors import MetricError
+from tests.references import plain
+from tests.support.measures import does_not_run, patterns_of
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+MAKE: dict[str, Any] = {
+    "gpt2": (tiny_gpt2, "byte_level"),
+    "llama": (tiny_llama, "sentencepiece_like"),
+    "gemma3": (tiny_gemma3, "sentencepiece_like"),
+}
+# Label words read most of the prompt, and no token is in two segments.
+PARTS: dict[str, Any] = {
+    "labels": al.edges.anchors,
+    "before": al.edges.forerunners,
+    "rest": lambda batch: (
+        batch.attention_mask & ~al.edges.anchors(batch) & ~al.edges.forerunners(batch)
+    ),
+}
+# The padding side, the size of batches, and whether shared tokens run once.
+RUNS: list[tuple[Any, int, bool]] = [("left", 4, True), ("right", 3, True), ("left", 3, False)]
+
+
+def scores_of(model: Any, batches: list[al.PromptBatch], metric: Any, **options: Any) -> Any:
+    """The scores of all prompts, in the order of their queries."""
+    with al.Study(model, batches, {}, **QUIET) as study:
+        plan = study.plan([metric], **options)
+        collected = study.collect(plan.contributions)
+    start = f"{metric.name}/"
+    own = {name.removeprefix(start): each for name, each in collected.items() if start in name}
+    return metric.segment_scores(al.Contributions(own))
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("name", MAKE)
+def test_flows_to_a_segment_are_sums_over_edges_and_layers(
+    name: str, hooked: Any, request: pytest.FixtureRequest, kind_of_model: str
+) -> None:
+    make, of_tokenizer = MAKE[name]
+    tokenizer = request.getfixturevalue(of_tokenizer)
+    model = hooked(make(len(tokenizer)).double(), tokenizer)
+    metrics: list[Any] = [
+        al.SegmentFlows(PARTS),
+        al.SegmentFlows(PARTS, al.weights.helpful),
+        al.SegmentAttention(PARTS, apart=1),
+    ]
+    with plain.everything_in_float64():
+        expected: list[list[Any]] = [[], [], []]
+        for prompt in alone(model):
+            signed = al.saliency(model, prompt, weight=al.weights.signed)[0].numpy()
+            attention = patterns_of(model, prompt, [])[0].mean(1).numpy()
+            for rows, edges in zip(expected, (np.abs(signed), -signed, attention), strict=True):
+                rows.append(read_by_others(edges.sum(0), prompt))
+        tolerance = 1e-10 if kind_of_model == "bridge" else 1e-6
+        for (side, size, share), number in product(RUNS, range(3)):
+            batches = questions(model, 4, batch_size=size, padding_side=side)
+            ours = scores_of(model, batches, metrics[number], share_prefix=share)
+            np.testing.assert_allclose(ours, expected[number], rtol=tolerance)
+
+
+def alone(model: Any) -> list[al.PromptBatch]:
+    """Each prompt in a batch of its own, in the order of their queries."""
+    return sorted(questions(model, 4, batch_size=1), key=lambda batch: int(batch.index))
+
+
+def read_by_others(weights: Any, prompt: al.PromptBatch) -> list[float]:
+    """Sums over the edges to each part from the other parts, with loops."""
+    segments = [of(prompt)[0].nonzero().flatten().tolist() for of in PARTS.values()]
+    return [
+        sum(
+            weights[i, j]
+            for a, readers in enumerate(segments)
+            for i, j in product(readers, keys)
+            if a != b and j < i
+        )
+        for b, keys in enumerate(segments)
+    ]
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("name", MAKE)
+def test_a_rollout_to_segments_is_the_sum_of_that_of_cached_patterns(
+    name: str, request: pytest.FixtureRequest, kind_of_model: str
+) -> None:
+    model = request.getfixturevalue(name)
+    queries: Any = [al.edges.target, al.edges.query]
+    patterns = [(each, patterns_of(model, each, [])) for each in alone(model)]
+    for (side, size, _), of in product(RUNS, queries):
+        batches = questions(model, 4, batch_size=size, padding_side=side)
+        metric, expected = al.SegmentRollout(PARTS, of), []
+        for prompt, pattern in patterns:
+            means = al.rollout(pattern)[0, of(prompt)[0]].double().mean(0)
+            expected.append([float(means[part(prompt)[0]].sum()) for part in PARTS.values()])
+        [record] = al.run(model, batches, [metric], **QUIET).values()
+        ours = record.reach_of_prompts
+        np.testing.assert_allclose(ours, expected, rtol=1e-5)
+        assert torch.equal(scores_of(model, batches, metric, loss=None), ours)
+        torch.testing.assert_close(record.reach, ours.mean(0))
+        torch.testing.assert_close(ours.sum(1).float(), torch.ones(4))  # of all tokens
+
+
+@pytest.mark.with_shapes
+def test_a_rollout_has_a_figure_and_intervals(gpt2: Any) -> None:
+    batches = questions(gpt2, 12)
+    metric = al.SegmentRollout(["text", "label", "target"])
+    with pytest.warns(UserWarning, match="intervals of 12 prompts"):
+        [record] = al.run(gpt2, batches, [metric], resamples=9, progress=False).values()
+    figure = record.plot()
+    assert figure.data[0].y == tuple(record.reach.tolist())
+    low = record.reach - torch.tensor(figure.data[0].error_y.arrayminus)
+    torch.testing.assert_close(low, record.intervals["reach"][0])
+    assert figure.layout.xaxis.ticktext == ("text", "label", "target")
+    [alone] = al.run(gpt2, batches, [al.SegmentRollout(["label"])], **QUIET).values()
+    assert alone.plot().data[0].y == (float(record.reach[1]),)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"queries": lambda batch: al.edges.target(batch) & False}, "got none in prompt 0; leave"),
+        ({"queries": al.edges.pq}, "'queries' of segment_rollout must give a tensor of True"),
+        ({"segments": ["reply"]}, "there is no segment 'reply'"),
+    ],
+)
+def test_wrong_queries_and_segments_are_an_error_before_any_pass(
+    options: Any, message: str, gpt2: Any
+) -> None:
+    with pytest.raises(al.AnchorlensError, match=message), does_not_run(gpt2):
+        al.run(gpt2, questions(gpt2, 2), [al.SegmentRollout(**options)], **QUIET)
+    with pytest.raises(MetricError, match="segments are different names"):
+        al.SegmentRollout(["text", "text"])
