@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from .contexts.training import TrainingRecord as TrainingRecord
     from .contexts.training import train_context as train_context
     from .errors import AnchorlensError as AnchorlensError
+    from .experiments import removal as removal
     from .experiments import sites as sites
+    from .experiments import subsets as subsets
     from .experiments.analysis import analyse as analyse
     from .experiments.context_comparison import ContextsRecord as ContextsRecord
     from .experiments.context_comparison import compare_contexts as compare_contexts

@@ -209,6 +209,7 @@ def examples_of_types() -> dict[Any, Any]:
     values += [torch.float32, al.Site(0), al.Example("text"), setup.results, go.Figure()]
     values += [al.Verbalizer([[1], [2]]), al.hard_prompts.Descent(torch.optim.SGD)]
     values += [al.PrefixEffect(), al.Training(), *setup.results.values()]
+    values += [torch.Generator(), al.subsets.one_by_one]
     values += [al.step_flows(setup.model, setup.batch.prompt(0), "query")]
     by_type: dict[Any, Any] = {type(value): value for value in values}
     hooked = {hint: setup.model for hint in _protocols() if "hook" in hint.__name__.lower()}

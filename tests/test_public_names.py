@@ -25,13 +25,23 @@ def python(code: str) -> str:
 
 
 def test_importing_the_package_imports_no_heavy_package() -> None:
-    heavy = ("torch", "pandas", "scipy", "numpy", "plotly", "transformers", "datasets", "peft")
+    heavy = (
+        "torch",
+        "pandas",
+        "scipy",
+        "numpy",
+        "plotly",
+        "transformers",
+        "datasets",
+        "peft",
+        "sklearn",
+    )
     code = (
         "import sys, anchorlens as al; names = dir(al); task = al.TASKS['sst2'];"
         f"print([name for name in {heavy} if name in sys.modules]);"
-        "al.run; print('torch' in sys.modules)"
+        "al.run; al.subsets.lasso(); print([each in sys.modules for each in ('torch', 'sklearn')])"
     )
-    assert python(code).split("\n") == ["[]", "True"]
+    assert python(code).split("\n") == ["[]", "[True, False]"]
 
 
 def test_peft_is_imported_only_when_an_adapter_is_written() -> None:

@@ -12,6 +12,7 @@ Examples:
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Int
@@ -21,7 +22,7 @@ from ..errors import HookError, PromptError
 from ..system.arguments import checked
 from ..system.devices import sent
 from ..system.texts import described
-from .batch import PromptBatch, anchors_of, check_inside, holds_integers
+from .batch import PromptBatch, anchors_of, check_inside, check_label_words, holds_integers
 from .edge_set import (
     Edges,
     EdgeSet,
@@ -31,7 +32,7 @@ from .edge_set import (
     paper_edges,
 )
 from .random_edges import best_of_all_rows, best_of_each_row, draw_generator, drawn_edges
-from .segment_names import SEGMENTS
+from .segment_names import FORMAT, SEGMENTS, TEXT
 
 PositionsOfBatch = Callable[[PromptBatch], Positions]
 
@@ -128,6 +129,63 @@ def target(batch: PromptBatch) -> Positions:
 def demonstrations(batch: PromptBatch) -> Positions:
     """Positions of all tokens before the query, without BOS."""
     return batch.attention_mask & ~batch.from_query & ~bos(batch)
+
+
+@checked
+def demonstration(batch: PromptBatch, number: int) -> Positions:
+    """Positions of one demonstration: its text, its label word, and the separator after it.
+
+    So a prompt without these tokens is the prompt that would be written without the demonstration.
+    As many tokens belong to the separator as stand between the last label word and the query. The
+    first demonstration begins after BOS and the instructions.
+
+    Args:
+        batch: Prompts with known label words.
+        number: Which one, from 0, in order of appearance.
+
+    Raises:
+        PromptError: There are no label words, or no demonstration of this number.
+
+    Examples:
+        >>> first = edges.demonstration(batch, 0)
+        >>> bool((first & edges.anchors(batch)).sum(1).eq(1).all())
+        True
+    """
+    check_label_words([batch])
+    count = batch.label_ends.shape[1]
+    if not 0 <= number < count:
+        raise PromptError(f"the prompts have the demonstrations 0 to {count - 1}; got {number}")
+    after = (batch.query_start - batch.label_ends[:, -1] - 1).clamp(min=0)  # of the separator
+    stop = batch.label_ends[:, number] + 1 + after
+    if number:
+        start = batch.label_ends[:, number - 1] + 1 + after
+    else:  # batches from bare positions do not know which tokens are instructions
+        inside = (batch.segments == TEXT) | (batch.segments == FORMAT)
+        known = torch.where(inside.any(1, keepdim=True), inside, batch.attention_mask & ~bos(batch))
+        start = known.long().argmax(1)
+    is_after = batch.positions >= start[:, None]
+    return batch.attention_mask & is_after & (batch.positions < stop[:, None])
+
+
+@checked
+def each_demonstration(batch: PromptBatch) -> dict[str, PositionsOfBatch]:
+    """Every demonstration as a segment: functions of the batch to ``demonstration``, by name.
+
+    Args:
+        batch: Prompts with known label words; other batches have as many demonstrations.
+
+    Raises:
+        PromptError: There are no label words.
+
+    Examples:
+        >>> results = al.run(model, batches, [al.SegmentFlows(edges.each_demonstration(batch))],
+        ...                  progress=False)
+        >>> results["segment_flows"].axis_names("segment")[:2]
+        ('demonstration 1', 'demonstration 2')
+    """
+    check_label_words([batch])
+    numbers = range(batch.label_ends.shape[1])
+    return {f"demonstration {k + 1}": partial(demonstration, number=k) for k in numbers}
 
 
 @checked

@@ -14,7 +14,7 @@ from threading import Event
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, NotFiniteError, RunError
@@ -22,7 +22,7 @@ from ..metrics.metric import Metric, Observation, observes_prefix
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
-from ..passes.forward import Pass, Watched, unedited
+from ..passes.forward import Pass, Watched, logits_at, unedited
 from ..passes.fused_attention import run_fused
 from ..passes.late_start import Start, started
 from ..passes.losses import Loss, label_cross_entropy
@@ -111,6 +111,19 @@ class Runner:
         run = partial(run_fused, _run) if self.how.is_fused else _run
         with started(self.model, start):
             return run(self.model, batch, hooks=acting)
+
+    def logits_at(
+        self, batch: PromptBatch, positions: Bool[Tensor, "batch position"], hooks: HooksOfBatch
+    ) -> list[Float[Tensor, "_ vocab"]]:
+        """The logits at some positions of each prompt, which runs as a whole."""
+        acting = hooks(batch)
+        if not self.how.is_fused:
+            return logits_at(self.model, batch, positions, acting)
+
+        def run(model: HookedModel, batch: PromptBatch, hooks: Any, observers: Any) -> Any:
+            return logits_at(model, batch, positions, hooks)
+
+        return run_fused(run, self.model, batch, hooks=acting)
 
     def why_not_late(
         self, batches: Sequence[PromptBatch], changes: Mapping[int, HooksOfBatch]

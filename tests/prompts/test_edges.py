@@ -179,3 +179,50 @@ def test_tokens_after_the_target_have_no_edges() -> None:
     for flow in (edges.every, edges.wp, edges.pq, edges.ww, edges.tq):
         assert torch.equal(flow(whole)[:, :5, :5], flow(shortened))
         assert not flow(whole)[:, 5:].any() and not flow(whole)[:, :, 5:].any()
+
+
+@pytest.mark.with_shapes
+def test_demonstrations_are_all_between_instructions_and_query(batch: al.PromptBatch) -> None:
+    """Each is a text, its label word and the separator: here the line break after it."""
+    named = edges.each_demonstration(batch)
+    assert list(named) == [f"demonstration {k}" for k in range(1, 5)]
+    parts = [positions_of(batch) for positions_of in named.values()]
+    covered = torch.stack(parts).sum(0)
+    names = ("text", "label", "format")
+    inside = torch.stack([edges.segment(batch, name) for name in names]).any(0)
+    assert torch.equal(covered, inside.long())
+    for number, part in enumerate(parts):
+        assert torch.equal(part, edges.demonstration(batch, number))
+        for row in range(len(batch)):
+            places = part[row].nonzero()[:, 0]
+            assert places.diff().eq(1).all()
+            assert int(batch.label_ends[row, number]) == int(places[-1]) - 1
+    last = parts[3][0].nonzero()[-1]
+    assert int(last) + 1 == int(batch.query_start[0])
+
+
+@pytest.mark.with_shapes
+def test_demonstrations_of_bare_positions_end_with_their_label_words() -> None:
+    bare = al.PromptBatch.from_positions(
+        torch.tensor([[0, 0, 9, 5, 5, 8, 6, 7], [9, 5, 8, 8, 6, 7, 4, 4]]),
+        label_positions=[[3, 4, 6], [1, 2, 4]],
+        label_classes=[[0, 0, 1]] * 2,
+        label_token_ids=[5, 6],
+        attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8]),
+    )
+    expected = [[[2, 3], [4], [5, 6]], [[0, 1], [2], [3, 4]]]
+    for begins_with_bos in (False, True):
+        given = replace(bare, begins_with_bos=begins_with_bos)
+        for number in range(3):
+            part = edges.demonstration(given, number)
+            for row in range(2):
+                places = expected[row][number]
+                places = places[1:] if begins_with_bos and number == 0 else places
+                assert part[row].nonzero()[:, 0].tolist() == places
+    for number in (-1, 3):
+        with pytest.raises(PromptError, match=f"have the demonstrations 0 to 2; got {number}"):
+            edges.demonstration(bare, number)
+    segments = al.PromptBatch.from_segments(torch.tensor([[1, 2]]), [[0, 0]], ["a"])
+    for function in (edges.each_demonstration, lambda batch: edges.demonstration(batch, 0)):
+        with pytest.raises(PromptError, match="no label words"):
+            function(segments)

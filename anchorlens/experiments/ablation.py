@@ -1,0 +1,317 @@
+"""How likely the answer of each prompt is with only some segments of the prompt.
+
+1. The clean run names the answer: the label word that the model predicts, or the tokens of a
+   segment, which count if each is the likeliest where it stands.
+2. A removal takes segments out of the prompts (``removal.py``). The token at which the answer is
+   predicted stays in any case.
+3. y = sum over the answer's tokens of log p - log(1 - p), in float64.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from ..errors import MetricError
+from ..metrics.segment_flows import SegmentFlows
+from ..models.hooked import Hook, HookedModel, check_fits, device_of
+from ..passes.losses import before_segment
+from ..passes.shared_prefix import HooksOfBatch, no_hooks
+from ..prompts import edges
+from ..prompts.batch import PromptBatch, check_prompts
+from ..prompts.random_edges import draw_generator
+from ..runs.runner import Runner
+from ..runs.study import Study
+from ..system.devices import in_float64
+from ..system.texts import described, name_of
+from ..system.warn import warn_user
+from .removal import Removal
+from .subsets import Draw
+
+_ROWS = 8  # of logits that are computed at a time, because all in float64 may not fit into memory
+
+SegmentsOfBatch = Mapping[str, edges.PositionsOfBatch] | Sequence[str]
+
+
+class Outcome(NamedTuple):
+    """How likely the answer of each prompt is, summed over its tokens; NaN for another answer."""
+
+    log_odds: Float[Tensor, "batch *subset"]
+    log_prob: Float[Tensor, "batch *subset"]
+
+
+@dataclass(frozen=True, eq=False)
+class Ablation:
+    """Which segments are removed, how, and what is measured."""
+
+    segments: SegmentFlows  # which knows names and positions
+    answer: str | None  # the segment of a written answer; None for the predicted label word
+    remove: Removal
+    # The functions of hooks by the segments that they keep: what shared tokens give with hooks is
+    # stored under the identity of their function.
+    _hooks: dict[tuple[bool, ...], HooksOfBatch] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        batches: Sequence[PromptBatch],
+        segments: SegmentsOfBatch | None,
+        answer: str | None,
+        remove: Removal,
+    ) -> "Ablation":
+        """The segments that were asked for, or demonstrations, or all but the answer."""
+        if segments is None:
+            if batches[0].has_label_words:
+                segments = edges.each_demonstration(batches[0])
+                counts = {batch.label_ends.shape[1] for batch in batches}
+                if len(counts) > 1:
+                    raise MetricError(
+                        "every prompt must have equally many demonstrations, which are the "
+                        f"segments; got {sorted(counts)}; run them one after the other, or give "
+                        "segments"
+                    )
+            else:
+                segments = [name for name in batches[0].segment_names if name != answer]
+        return cls(SegmentFlows(segments, name="segments"), answer, remove)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What distinguishes it from others, for a study."""
+        return {
+            "segments": self.segments.segments_by_name(),
+            "answer": self.answer,
+            "remove": name_of(self.remove),
+        }
+
+    def check(self, study: Study) -> None:
+        """Raise an error if answer, segments or removal do not fit the prompts; no model runs."""
+        for given in study.batches:
+            batch = given.to(device_of(study.model))
+            self._check_answer(batch)
+            removable = self.removable(batch)
+            names = self.segments.names_of(batch)
+            if not removable.any(-1).all():
+                row, number = (~removable.any(-1)).nonzero()[0].tolist()
+                raise MetricError(
+                    f"segment {names[number]!r} is empty in prompt {int(batch.index[row])}, or "
+                    "holds only the token at which the answer is predicted, which stays; every "
+                    "prompt needs a token of each segment"
+                )
+            last = (removable * batch.positions).amax(-1)
+            late = last > self.predicting(batch).long().argmax(1)[:, None]
+            if late.any():
+                row, number = late.nonzero()[0].tolist()
+                raise MetricError(
+                    f"segment {names[number]!r} of prompt {int(batch.index[row])} goes on after "
+                    "the answer has begun; only what stands before an answer can be removed, so "
+                    "leave it out (segments=)"
+                )
+            for removed in (removable[:, 0], removable.any(1)):
+                self.changed(study.model, batch, removed)
+
+    def plan(self, study: Study) -> Runner:
+        """How the passes run, tried with the first segment removed."""
+        self.check(study)
+        count = len(self.segments.names_of(study.batches[0]))
+        first_removed = self.stored_hooks(study.model, torch.arange(count, device="cpu") > 0)
+        return study.plan(interventions=[first_removed], loss=None)
+
+    def predicting(self, batch: PromptBatch) -> edges.Positions:
+        """The positions at which the tokens of the answer are predicted."""
+        if self.answer is None:
+            return edges.target(batch)
+        return before_segment(batch, self.answer)
+
+    def removable(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
+        """The tokens of each segment without those at which the answer is predicted."""
+        return self.segments.segments_of(batch) & ~self.predicting(batch)[:, None]
+
+    def removed(self, batch: PromptBatch, kept: Bool[Tensor, "_ segment"]) -> edges.Positions:
+        """The tokens of the segments that are not kept, by prompt or by one row for all."""
+        left_out = ~kept.to(batch.tokens.device)
+        return (self.removable(batch) & left_out[..., None]).any(1)
+
+    def stored_hooks(self, model: HookedModel, kept: Bool[Tensor, " segment"]) -> HooksOfBatch:
+        """The hooks of a removal from every prompt, as one function each time."""
+        row = tuple(kept.tolist())
+        return self._hooks.setdefault(row, partial(self._hooks_of, model, row))
+
+    def _hooks_of(
+        self, model: HookedModel, kept: tuple[bool, ...], batch: PromptBatch
+    ) -> Sequence[Hook]:
+        """The hooks of a removal that act in the batch itself."""
+        row = torch.tensor([kept], device=batch.tokens.device)
+        changed, hooks = self.changed(model, batch, self.removed(batch, row))
+        return hooks if changed is batch else ()
+
+    def _check_answer(self, batch: PromptBatch) -> None:
+        if self.answer is None:
+            if not batch.has_label_words:
+                raise MetricError(
+                    "these prompts have no label words, so that the answer must be a segment; "
+                    f"give its name, answer={batch.segment_names[-1]!r}"
+                )
+            return
+        inside = edges.segment(batch, self.answer)
+        if not inside.any(1).all():
+            row = int((~inside.any(1)).nonzero()[0])
+            raise MetricError(
+                f"the answer, segment {self.answer!r}, is empty in prompt {int(batch.index[row])}; "
+                "leave this prompt out, or give it an answer"
+            )
+        if (inside & (batch.positions == batch.starts[:, None])).any():
+            raise MetricError(
+                f"the answer, segment {self.answer!r}, holds the first token of a prompt, which is "
+                "predicted from nothing; put a text before it"
+            )
+
+    def changed(
+        self, model: HookedModel, batch: PromptBatch, removed: edges.Positions
+    ) -> tuple[PromptBatch, Sequence[Hook]]:
+        """What the removal gives; an error if it gives something else than prompts and hooks."""
+        given: Any = self.remove(model, batch, removed)
+        is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Sequence)
+        if not is_pair or not isinstance(given[0], PromptBatch):
+            raise MetricError(
+                f"remove={name_of(self.remove)} must return the batch that runs and a list of "
+                f"hooks, as al.removal.edges does; got {described(given)}"
+            )
+        changed, hooks = given
+        if changed is batch:
+            return changed, hooks
+        check_prompts(changed.whole())
+        check_fits(model, changed.whole())
+        if len(changed) != len(batch) or self.tokens(changed) != self.tokens(batch):
+            raise MetricError(
+                f"remove={name_of(self.remove)} must keep the prompts and the tokens of their "
+                "answers; the batch that it returned has others"
+            )
+        return changed, hooks
+
+    def tokens(self, batch: PromptBatch) -> list[list[int]]:
+        """The tokens of the written answer of each prompt; none for label words."""
+        if self.answer is None:
+            return []
+        after = self.predicting(batch).roll(1, dims=1)
+        rows = zip(batch.tokens.tolist(), after.tolist(), strict=True)
+        return [[t for t, is_answer in zip(*row, strict=True) if is_answer] for row in rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """The answer of each prompt of a batch, and how likely it is with some segments only."""
+
+    ablation: Ablation
+    plan: Runner
+    batch: PromptBatch
+    tokens: Sequence[Sequence[int]]  # of the answer, by prompt
+    is_given: Bool[Tensor, " batch"]  # whether the model gives this answer
+    clean: Outcome
+
+    @classmethod
+    def of(cls, ablation: Ablation, plan: Runner, batch: PromptBatch) -> "Answers":
+        """The clean run of a batch."""
+        rows = _logits(ablation, plan, batch, no_hooks)
+        if ablation.answer is None:
+            tokens = _predicted_words(batch, torch.cat(rows))
+            is_given = torch.ones(len(batch), dtype=torch.bool, device="cpu")
+        else:
+            tokens = ablation.tokens(batch)
+            pairs = zip(rows, tokens, strict=True)
+            likeliest = [logits.argmax(-1).tolist() == ids for logits, ids in pairs]
+            is_given = torch.tensor(likeliest, device="cpu")
+        return cls(ablation, plan, batch, tokens, is_given, _outcome(rows, tokens, is_given))
+
+    def of_kept(self, kept: Bool[Tensor, "batch segment"]) -> Outcome:
+        """How likely the answers are with the kept segments only; all of them are the clean run."""
+        if kept.all() or not self.is_given.any():
+            return self.clean
+        ablation, batch, model = self.ablation, self.batch, self.plan.model
+        changed, hooks = ablation.changed(model, batch, ablation.removed(batch, kept))
+        hooks_of_batch: HooksOfBatch = lambda _: hooks  # noqa: E731
+        if changed is batch and (kept == kept[0]).all():
+            hooks_of_batch = ablation.stored_hooks(model, kept[0])
+        rows = _logits(ablation, self.plan, changed, hooks_of_batch)
+        return _outcome(rows, self.tokens, self.is_given)
+
+    def of_subsets(self, subsets: Bool[Tensor, "batch subset segment"]) -> Outcome:
+        """The same for several subsets, [batch, subset]; one that repeats runs once."""
+        alike, of_each = subsets.unique(dim=1, return_inverse=True)
+        outcomes = [self.of_kept(kept) for kept in alike.unbind(1)]
+        log_odds, log_prob = (torch.stack(each, dim=1) for each in zip(*outcomes, strict=True))
+        return Outcome(log_odds[:, of_each], log_prob[:, of_each])
+
+
+def subsets_of(
+    draw: Draw, batch: PromptBatch, segments: int, seed: int
+) -> Bool[Tensor, "batch subset segment"]:
+    """The subsets of each prompt, the same after the same demonstrations."""
+    numbers = batch.on_cpu.demonstrations_id.tolist()
+    of_sets = {each: draw(segments, draw_generator(seed, each)) for each in set(numbers)}
+    return torch.stack([of_sets[number] for number in numbers])
+
+
+def info_of_answers(ablation: Ablation, is_given: Bool[Tensor, " prompt"]) -> dict[str, Any]:
+    """What a record says of the answers; a warning if some are not what the model gives."""
+    info: dict[str, Any] = {"answer": ablation.answer, "remove": name_of(ablation.remove)}
+    if is_given.all():
+        return info
+    count = f"{int((~is_given).sum())} of {len(is_given)} prompts"
+    reason = f"the model does not give the answer {ablation.answer!r} of {count}"
+    if not is_given.any():
+        raise MetricError(
+            f"{reason}: some token of it is not the likeliest, so that scores would explain what "
+            "the model does not say; let it write the answers, or give answers that it gives"
+        )
+    warn_user(f"{reason}, which count for nothing (NaN): some token is not the likeliest there")
+    return info | {"left_out": reason}
+
+
+def log_odds_of(
+    logits: Float[Tensor, "token vocab"], tokens: Sequence[int]
+) -> Float[Tensor, " token"]:
+    """log p - log(1 - p) of a token in each row, in float64; exact also where p is near 0 or 1."""
+    odds = []
+    ids = torch.tensor(tokens, device=logits.device)[:, None]
+    for rows, of_rows in zip(logits.split(_ROWS), ids.split(_ROWS), strict=True):
+        exact = in_float64(rows)
+        at = of_rows.to(exact.device)
+        others = exact.scatter(1, at, -torch.inf).logsumexp(1)
+        odds.append(exact.gather(1, at)[:, 0] - others)
+    return torch.cat(odds)
+
+
+def _outcome(
+    rows: Sequence[Float[Tensor, "token vocab"]],
+    tokens: Sequence[Sequence[int]],
+    is_given: Bool[Tensor, " batch"],
+) -> Outcome:
+    sums = []
+    for logits, ids in zip(rows, tokens, strict=True):
+        odds = log_odds_of(logits, ids)
+        sums.append(torch.stack([odds.sum(), logsigmoid(odds).sum()]))
+    values = torch.stack(sums).cpu().masked_fill(~is_given[:, None], torch.nan)
+    return Outcome(*values.unbind(1))
+
+
+def _logits(
+    ablation: Ablation, plan: Runner, batch: PromptBatch, hooks: HooksOfBatch
+) -> list[Float[Tensor, "token vocab"]]:
+    """The logits that predict the answer of each prompt."""
+    if ablation.answer is None:
+        return list(plan.logits(batch, hooks)[:, None])
+    return plan.logits_at(batch, ablation.predicting(batch), hooks)
+
+
+def _predicted_words(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> list[list[int]]:
+    """The first token of the label word that the model predicts; the likeliest of its class."""
+    verbalizer = batch.verbalizer
+    assert verbalizer is not None
+    words = [verbalizer.token_ids[k] for k in batch.label_scores(logits).argmax(-1).tolist()]
+    pairs = zip(words, logits, strict=True)
+    return [[ids[int(of_prompt[list(ids)].argmax())]] for ids, of_prompt in pairs]

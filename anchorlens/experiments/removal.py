@@ -1,0 +1,149 @@
+"""How segments are removed from prompts: the edges to them are cut, or their tokens are deleted.
+
+A removal is a function of the model, a batch and the removed positions. It returns the batch that
+runs and the hooks of the pass, so that you can write your own. Experiments never remove the token
+at which the answer is predicted.
+
+Examples:
+    The tokens stay, and their input is 0.
+
+    >>> def silence(model, batch, removed):
+    ...     def set_to_0(resid, hook):
+    ...         return resid.masked_fill(removed[:, batch.query_rows, None].to(resid.device), 0.0)
+    ...     return batch, [("blocks.0.hook_resid_pre", set_to_0)]
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PromptError
+from ..hooks import Site, hooks_on_edges
+from ..models.hooked import Hook, HookedModel
+from ..prompts import edges as edge_sets
+from ..prompts.batch import PromptBatch, demonstrations_ids
+from ..prompts.segment_names import PADDING
+from ..system.arguments import checked
+from ..system.texts import described
+
+Removal = Callable[
+    [HookedModel, PromptBatch, edge_sets.Positions], tuple[PromptBatch, Sequence[Hook]]
+]
+
+
+@checked
+def edges(
+    model: HookedModel, batch: PromptBatch, removed: edge_sets.Positions
+) -> tuple[PromptBatch, Sequence[Hook]]:
+    """Cuts every edge from a token that stays to a removed token, in all layers and heads.
+
+    It cuts before the softmax, so that attention goes to the tokens that remain. Positions stay as
+    they were; removed tokens still read one another, but nothing reads them.
+
+    Args:
+        model: A hooked model.
+        batch: The prompts.
+        removed: True for the tokens to remove.
+
+    Returns:
+        The batch itself, and the hooks.
+
+    Raises:
+        PromptError: ``removed`` are no positions of the batch.
+
+    Examples:
+        >>> same, hooks = al.removal.edges(model, batch, al.edges.demonstration(batch, 0))
+        >>> same is batch, len(hooks) == model.cfg.n_layers
+        (True, True)
+    """
+    removed = _inside(batch, removed)
+    if not removed.any():
+        return batch, []
+    cut = edge_sets.between(batch.attention_mask & ~removed, removed)
+    return batch, hooks_on_edges(model, batch, cut, Site())
+
+
+@checked
+def text(
+    model: HookedModel, batch: PromptBatch, removed: edge_sets.Positions
+) -> tuple[PromptBatch, Sequence[Hook]]:
+    """Prompts without the removed tokens: later tokens move up, and the model never sees them.
+
+    Tokens are deleted, not characters, so that the text may have other tokens than a tokenizer
+    would give it. A label word of which a token is removed is no anchor any more. Where prompts
+    keep no label words, or not equally many, the new batch has none.
+
+    Args:
+        model: A hooked model; it is not needed, and every removal gets it.
+        batch: The prompts.
+        removed: True for the tokens to remove.
+
+    Returns:
+        Another batch, padded on the right, and no hooks; the batch itself if nothing is removed.
+
+    Raises:
+        PromptError: ``removed`` are no positions of the batch, or hold a target position.
+
+    Examples:
+        >>> shorter, hooks = al.removal.text(model, batch, al.edges.demonstration(batch, 0))
+        >>> shorter.label_positions.shape[1] == batch.label_positions.shape[1] - 1
+        True
+    """
+    removed = _inside(batch, removed)
+    if not removed.any():
+        return batch, []
+    device, given, removed = batch.tokens.device, batch.on_cpu, removed.cpu()
+    stays = given.attention_mask & ~removed
+    if not stays.gather(1, given.target_positions[:, None]).all():
+        raise PromptError("the target position is removed, so that nothing is predicted; keep it")
+    counts = stays.sum(1)
+    # A stable sort puts the tokens that stay first, in their order.
+    columns = (~stays).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
+    inside = torch.arange(columns.shape[1], device="cpu") < counts[:, None]
+
+    def moved(positions: Tensor) -> Tensor:
+        """How many tokens stay before each position."""
+        rows = positions if positions.ndim == 2 else positions[:, None]
+        before = stays.cumsum(1).gather(1, rows) - stays.gather(1, rows).long()
+        return before.view_as(positions)
+
+    changed = replace(
+        given,
+        tokens=given.tokens.gather(1, columns).masked_fill(~inside, 0),
+        attention_mask=inside,
+        segments=given.segments.gather(1, columns).masked_fill(~inside, PADDING),
+        target_positions=moved(given.target_positions),
+        query_start=moved(given.query_start),
+        begins_with_bos=given.begins_with_bos
+        and bool(stays.gather(1, given.starts[:, None]).all()),
+        **_words(given, stays, moved),
+    )
+    return replace(changed, demonstrations_id=demonstrations_ids(changed)).to(device), []
+
+
+def _words(
+    batch: PromptBatch, stays: edge_sets.Positions, moved: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    """The fields of the label words that stay; those of a batch without label words if need be."""
+    names = ("label_positions", "label_ends", "label_classes")
+    kept = stays.gather(1, batch.label_positions) & stays.gather(1, batch.label_ends)
+    counts = kept.sum(1)
+    if not counts.min() or counts.min() < counts.max():
+        none = batch.label_classes[:, :0]
+        return {"verbalizer": None, "labels": (), **dict.fromkeys(names, none)}
+    first, last = moved(batch.label_positions), moved(batch.label_ends)
+    values = zip(names, (first, last, batch.label_classes), strict=True)
+    return {name: value[kept].view(len(batch), -1) for name, value in values}
+
+
+def _inside(batch: PromptBatch, removed: edge_sets.Positions) -> edge_sets.Positions:
+    """The removed tokens on the device of the batch, without padding."""
+    if removed.dtype != torch.bool or removed.shape != batch.tokens.shape:
+        raise PromptError(
+            "removed must be True and False for each token, of the shape (batch, position) = "
+            f"{tuple(batch.tokens.shape)}, as al.edges.segment gives; got {described(removed)}"
+        )
+    return removed.to(batch.tokens.device) & batch.attention_mask

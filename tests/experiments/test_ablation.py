@@ -1,0 +1,348 @@
+"""How likely answers are with some segments only, against plain transformers with masks."""
+
+from dataclasses import replace
+from functools import partial
+from math import log
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, MetricError
+from anchorlens.experiments.ablation import (
+    Ablation,
+    Answers,
+    info_of_answers,
+    log_odds_of,
+    subsets_of,
+)
+from anchorlens.passes import shared_prefix
+from anchorlens.passes.forward import logits_at
+from tests.support.measures import does_not_run
+from tests.support.tiny_models import questions, tiny_gpt2
+
+NAMES = ("museum", "shop", "question", "answer")
+TEXTS = [
+    ("It opens at ten.", " It sells cheese.", " When?"),
+    ("Nobody is there today.", " It is new.", " What does it sell, and why?"),
+]
+
+
+def study_of(model: Any, batches: list[al.PromptBatch]) -> al.Study:
+    return al.Study(model, batches, {"experiment": "test"}, resamples=0, progress=False)
+
+
+def outcomes(
+    model: Any, batches: list[al.PromptBatch], count: int = 6, whole: bool = False, **options: Any
+) -> tuple[list[Answers], list[Tensor], list[Any]]:
+    """The answers of each batch, random subsets, and the outcome of each."""
+    with study_of(model, batches) as study:
+        given = {"segments": None, "answer": None, "remove": al.removal.edges} | options
+        ablation = Ablation.of(study.batches, **given)
+        plan = ablation.plan(study)
+        if whole:
+            plan.how = replace(plan.how, lengths={})
+        answers = [Answers.of(ablation, plan, batch) for batch in study.batches]
+        draw = partial(al.subsets.random, count)
+        number = len(ablation.segments.names_of(study.batches[0]))
+        kept = [subsets_of(draw, batch, number, 0) for batch in study.batches]
+        return answers, kept, [a.of_subsets(k) for a, k in zip(answers, kept, strict=True)]
+
+
+def written(tokenizer: Any, model: Any, side: Any = "right") -> al.PromptBatch:
+    """Prompts of documents with the answer that the model writes, three tokens."""
+    pieces = [list(zip(NAMES, (*texts, " x"), strict=True)) for texts in TEXTS]
+    [batch] = al.build_segments(tokenizer, pieces)
+    tokens, segments = [], []
+    for row in range(2):
+        inside = batch.attention_mask[row] & (batch.segments[row] < 3)
+        ids = batch.tokens[row, inside].tolist()
+        for _ in range(3):
+            prompt = al.PromptBatch.from_segments(torch.tensor([ids]), [[0] * len(ids)], ["a"])
+            [logits] = logits_at(model, prompt, al.edges.target(prompt))
+            ids.append(int(logits[0].argmax()))
+        tokens.append(ids)
+        segments.append(batch.segments[row, inside].tolist() + [3] * 3)
+    width = max(map(len, tokens))
+
+    def padded(rows: list[list[int]], value: int) -> Tensor:
+        left = side == "left"
+        pads = [[value] * (width - len(row)) for row in rows]
+        return torch.tensor([p + r if left else r + p for p, r in zip(pads, rows, strict=True)])
+
+    mask = padded([[1] * len(row) for row in tokens], 0)
+    return al.PromptBatch.from_segments(
+        padded(tokens, 0), padded(segments, -1), NAMES, attention_mask=mask
+    )
+
+
+def plain_log_odds(
+    weights: Any, tokens: Tensor, removed: Tensor, predicting: list[int], answer: list[int]
+) -> float:
+    """log p / (1 - p) of the answer of a prompt without padding, with a mask of four axes."""
+    count = len(tokens)
+    allowed = torch.ones(count, count, dtype=torch.bool).tril()
+    allowed[~removed] &= ~removed | torch.eye(count, dtype=torch.bool)[~removed]
+    mask = torch.zeros(count, count, dtype=torch.double)
+    mask.masked_fill_(~allowed, torch.finfo(torch.double).min)
+    with torch.no_grad():
+        out = weights(tokens[None], attention_mask=mask[None, None], use_cache=False)
+    chances = out.logits[0].softmax(-1)
+    odds = [float(chances[t, token]) for t, token in zip(predicting, answer, strict=True)]
+    return sum(log(p / (1 - p)) for p in odds)
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["label words", "written"])
+def test_log_odds_are_those_of_plain_transformers(
+    side: Any, kind: str, hooked: Any, byte_level: Any, kind_of_model: str
+) -> None:
+    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    if kind == "written":
+        answer, batches = "answer", [written(byte_level, model, side)]
+    else:
+        answer, batches = None, questions(model, 3, batch_size=2, padding_side=side)
+    answers, kept, got = outcomes(model, batches, count=4, answer=answer)
+    weights: Any = tiny_gpt2(len(byte_level)).double()
+    weights.set_attn_implementation("eager")
+    tolerance = 1e-9 if kind_of_model == "bridge" else 1e-6
+    for of_batch, subsets, outcome in zip(answers, kept, got, strict=True):
+        batch = of_batch.batch
+        assert of_batch.is_given.all() and (of_batch.ablation.answer is None) == (answer is None)
+        inside = [
+            batch.segments == k if answer else al.edges.demonstration(batch, k)
+            for k in range(subsets.shape[2])
+        ]
+        for row in range(len(batch)):
+            real = batch.attention_mask[row]
+            if answer:
+                places = (batch.segments[row, real] == 3).nonzero()[:, 0].tolist()
+                words = batch.tokens[row, real][places].tolist()
+                predicting = [place - 1 for place in places]
+            else:
+                predicting = [int(real.sum()) - 1]
+                words = list(of_batch.tokens[row])
+            for number, subset in enumerate(subsets[row]):
+                removed = torch.zeros_like(real)
+                for k in range(len(inside)):
+                    removed |= inside[k][row] & ~subset[k]
+                removed = removed[real]
+                removed[predicting[0]] = False
+                expected = plain_log_odds(
+                    weights, batch.tokens[row, real], removed, predicting, words
+                )
+                assert float(outcome.log_odds[row, number]) == pytest.approx(
+                    expected, rel=0, abs=tolerance
+                )
+
+
+@pytest.mark.every_kind
+def test_all_segments_are_the_clean_run_bit_for_bit(model: Any) -> None:
+    batches = questions(model, 4, batch_size=2)
+    logits = al.target_logits(model, batches, progress=False)
+    parts = ["text", "label", "format"]
+    answers, kept, got = outcomes(model, batches, count=8, segments=parts)  # all subsets of three
+    clean = torch.cat([of_batch.clean.log_odds for of_batch in answers])
+    predicted = logits[:, batches[0].label_token_ids].argmax(1)
+    words = batches[0].label_token_ids[predicted].tolist()
+    order = torch.cat([batch.index for batch in batches])
+    expected = torch.cat(
+        [log_odds_of(row[None], [w]) for row, w in zip(logits, words, strict=True)]
+    )
+    assert torch.equal(clean, expected[order])
+    for of_batch, subsets, outcome in zip(answers, kept, got, strict=True):
+        whole = subsets.all(-1)
+        assert (whole.sum(1) == 1).all()
+        assert torch.equal(outcome.log_odds[whole], of_batch.clean.log_odds)
+        assert torch.equal(outcome.log_prob[whole], of_batch.clean.log_prob)
+        assert (outcome.log_odds[:, :5] != of_batch.clean.log_odds[:, None]).any()
+
+
+@pytest.mark.parametrize("remove", [al.removal.edges, al.removal.text])
+def test_shared_tokens_batches_and_padding_do_not_matter(
+    remove: Any, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, runs = hooked(tiny_gpt2(len(byte_level)).double(), byte_level), list[int]()
+    run_prefix = shared_prefix.run_prefix
+
+    def counted(*args: Any, **options: Any) -> Any:
+        runs.append(1)
+        return run_prefix(*args, **options)
+
+    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
+    _, subsets, got = outcomes(model, questions(model, 6, batch_size=2), remove=remove)
+    # One for the clean run and one for each subset, for the three batches; the trial's are stored.
+    different = len(subsets[0][0].unique(dim=0)) - int(subsets[0][0].all(-1).any())
+    expected = {al.removal.edges: 2 + different, al.removal.text: 2}
+    assert len(runs) <= expected[remove] and different > 4
+    reference = torch.cat([outcome.log_odds for outcome in got])
+    for options in ({"batch_size": 6}, {"batch_size": 4, "padding_side": "left"}):
+        _, _, again = outcomes(model, questions(model, 6, **options), remove=remove)
+        torch.testing.assert_close(torch.cat([o.log_odds for o in again]), reference)
+    _, _, again = outcomes(model, questions(model, 6, batch_size=2), remove=remove, whole=True)
+    torch.testing.assert_close(torch.cat([o.log_odds for o in again]), reference)
+
+
+def test_text_without_a_demonstration_is_the_prompt_without_it(
+    hooked: Any, byte_level: Any
+) -> None:
+    """As it was built in the first place."""
+    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    task = al.Task("Review: {text}\nSentiment:{label}", (" Negative", " Positive"))
+    demos = [al.Example(f"text {k} is here", k % 2) for k in range(4)]
+    queries = [al.Example("short", 0), al.Example("and a longer one", 1)]
+    batches = al.build_prompts(byte_level, task, demos, queries)
+    with study_of(model, batches) as study:
+        ablation = Ablation.of(study.batches, None, None, al.removal.text)
+        answers = Answers.of(ablation, ablation.plan(study), study.batches[0])
+        for number in range(4):
+            kept = (torch.arange(4) != number).expand(2, 4)
+            rest = demos[:number] + demos[number + 1 :]
+            [built] = al.build_prompts(byte_level, task, rest, queries)
+            logits = al.target_logits(model, [built], progress=False)
+            pairs = zip(logits, answers.tokens, strict=True)
+            expected = torch.cat([log_odds_of(row[None], words) for row, words in pairs])
+            torch.testing.assert_close(answers.of_kept(kept).log_odds, expected)
+
+
+@pytest.mark.with_shapes
+def test_log_odds_are_exact_where_a_probability_is_near_0_or_1() -> None:
+    """In words of three: the others have the logits 0 and 0."""
+    for chance in (1 - 1e-12, 1e-30, 0.25):
+        odds = log(chance / (1 - chance)) if chance != 1 - 1e-12 else log(1e12 - 1)
+        row = torch.tensor([[0.0, odds + log(2), 0.0]], dtype=torch.double)
+        [got] = log_odds_of(row, [1]).tolist()
+        assert got == pytest.approx(odds, rel=1e-14)
+    rows = torch.tensor([[5.0, 0.0], [-1.0, 2.0]]).repeat(10, 1)  # in several pieces
+    assert log_odds_of(rows, [0, 1] * 10).tolist() == [5.0, 3.0] * 10
+
+
+@pytest.mark.with_shapes
+def test_the_log_probability_is_a_sum_over_tokens(gpt2: Any, byte_level: Any) -> None:
+    batch = written(byte_level, gpt2)
+    [answers], _, _ = outcomes(gpt2, [batch], answer="answer")
+    predicting = al.losses.span_cross_entropy("answer").positions(batch)
+    rows = logits_at(gpt2, batch, predicting)
+    for row, logits in enumerate(rows):
+        chances = logits.double().softmax(-1)[range(3), answers.tokens[row]]
+        assert float(answers.clean.log_prob[row]) == pytest.approx(float(chances.log().sum()))
+        odds = (chances / (1 - chances)).log().sum()
+        assert float(answers.clean.log_odds[row]) == pytest.approx(float(odds))
+
+
+def test_another_answer_than_the_models_counts_for_nothing(gpt2: Any, byte_level: Any) -> None:
+    batch = written(byte_level, gpt2)
+    tokens = batch.tokens.clone()
+    last = batch.attention_mask[1].nonzero()[-1]
+    tokens[1, last] = (tokens[1, last] + 1) % 700
+    [answers], _, [outcome] = outcomes(gpt2, [replace(batch, tokens=tokens)], answer="answer")
+    assert answers.is_given.tolist() == [True, False]
+    assert outcome.log_odds.isnan().tolist() == [[False] * 6, [True] * 6]
+    with pytest.warns(UserWarning, match="does not give the answer 'answer' of 1 of 2 prompts"):
+        info = info_of_answers(answers.ablation, answers.is_given)
+    assert "1 of 2" in info["left_out"]
+    with pytest.raises(MetricError, match=r"of 2 of 2 prompts.*some token of it is not the likeli"):
+        info_of_answers(answers.ablation, torch.zeros(2, dtype=torch.bool))
+
+
+def test_no_subset_runs_where_the_model_gives_no_answer(
+    gpt2: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = written(byte_level, gpt2)
+    with study_of(gpt2, [replace(batch, tokens=(batch.tokens + 1) % 700)]) as study:
+        ablation = Ablation.of(study.batches, None, "answer", al.removal.edges)
+        answers = Answers.of(ablation, ablation.plan(study), study.batches[0])
+        with does_not_run(gpt2):
+            outcome = answers.of_subsets(torch.zeros(2, 2, 3, dtype=torch.bool))
+    assert outcome.log_odds.shape == (2, 2) and outcome.log_odds.isnan().all()
+
+
+def test_the_likeliest_word_of_the_predicted_class_is_the_answer(gpt2: Any) -> None:
+    [batch] = questions(gpt2, 3)
+    words = al.Verbalizer([[k, k + 50] for k in batch.label_token_ids.tolist()], torch.logsumexp)
+    [answers], _, _ = outcomes(gpt2, [replace(batch, verbalizer=words)])
+    log_probs = al.target_logits(gpt2, [batch], progress=False).log_softmax(-1)
+    for row, of_prompt in enumerate(log_probs):
+        best = max(words.token_ids, key=lambda ids: float(of_prompt[list(ids)].logsumexp(0)))
+        assert list(answers.tokens[row]) == [max(best, key=lambda word: float(of_prompt[word]))]
+
+
+SEGMENTS = {"a": partial(al.edges.demonstration, number=0), "b": al.edges.bos}
+
+
+def returning(*given: Any) -> Any:
+    return lambda model, batch, removed: given if len(given) != 1 else given[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"segments": []}, "segments are different names"),
+        ({"segments": ["nothing"]}, "there is no segment 'nothing'"),
+        ({"segments": ["text", "other"]}, "segment 'other' is empty in prompt 0"),
+        ({"segments": ["text", "target"]}, "or holds only the token at which the answer"),
+        ({"segments": dict.fromkeys("ab", al.edges.query)}, r"in the segments \['a', 'b'\]"),
+        ({"answer": "nothing"}, "there is no segment 'nothing'"),
+        ({"answer": "other"}, "the answer, segment 'other', is empty in prompt 0"),
+        ({"answer": "text"}, "segment 'demonstration 1' of prompt 0 goes on after the answer"),
+        ({"answer": "query", "segments": ["text", "query"]}, "'query' of prompt 0 goes on after"),
+        ({"answer": "format"}, "holds the first token of a prompt"),
+        ({"remove": returning()}, "must return the batch that runs and a list of hooks.*tuple"),
+        ({"remove": returning(1)}, "must return the batch that runs and a list.*got a int"),
+        ({"remove": lambda m, b, r: (b.prompt(0), [])}, "must keep the prompts and the tokens"),
+    ],
+)
+def test_bad_input_is_an_error_before_any_pass(options: Any, message: str, gpt2: Any) -> None:
+    al.target_logits(gpt2, questions(gpt2, 1), progress=False)
+    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
+        outcomes(gpt2, questions(gpt2, 3), **options)
+
+
+def test_bad_prompts_are_an_error_before_any_pass(gpt2: Any, byte_level: Any) -> None:
+    batch = written(byte_level, gpt2)
+
+    def changed(model: Any, given: al.PromptBatch, removed: Tensor) -> Any:
+        return replace(given, tokens=given.tokens + 1), []
+
+    cases: list[tuple[list[al.PromptBatch], dict[str, Any], str]] = [
+        ([batch], {}, "no label words, so that the answer must be a segment.*answer='answer'"),
+        ([batch], {"answer": "shop"}, "segment 'question' of prompt 0 goes on after the answer"),
+        ([batch], {"answer": "answer", "remove": changed}, "keep the prompts and the tokens of"),
+        (
+            [*questions(gpt2, 1), *questions(gpt2, 1, seed=2)],
+            {},
+            "every prompt must have equally many demonstrations",
+        ),
+    ]
+    shorter = cases[-1][0][1]
+    cases[-1][0][1] = al.removal.text(gpt2, shorter, al.edges.demonstration(shorter, 0))[0]
+    for batches, options, message in cases:
+        with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
+            outcomes(gpt2, batches, **options)
+
+
+def test_a_removal_of_ones_own_can_use_plain_hooks(gpt2: Any) -> None:
+    """A token whose input is 0 is not the same as one that nobody reads."""
+
+    def silence(model: Any, batch: al.PromptBatch, removed: Tensor) -> Any:
+        def set_to_0(resid: Tensor, hook: Any) -> Tensor:
+            return resid.masked_fill(removed[:, batch.query_rows, None], 0.0)
+
+        return batch, [("blocks.0.hook_resid_pre", set_to_0)]
+
+    batches = questions(gpt2, 4, batch_size=2)
+    [first, _], [subsets, _], [outcome, _] = outcomes(gpt2, batches, remove=silence)
+    batch, kept = first.batch, subsets[:, 0]
+    removed = first.ablation.removed(batch, kept)
+    logits = gpt2.run_with_hooks(
+        batch.tokens,
+        attention_mask=batch.attention_mask.long(),
+        fwd_hooks=silence(gpt2, batch, removed)[1],
+    )
+    rows = logits[range(2), batch.target_positions]
+    pairs = zip(rows, first.tokens, strict=True)
+    expected = torch.cat([log_odds_of(row[None], words) for row, words in pairs])
+    torch.testing.assert_close(outcome.log_odds[:, 0], expected.detach(), rtol=0, atol=1e-4)

@@ -1,0 +1,164 @@
+"""Methods of attribution by ablation: subsets that run, and scores, against independent ones."""
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from sklearn.linear_model import Lasso
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError
+from anchorlens.experiments.ablation import subsets_of
+from tests.support.tiny_models import questions
+
+pytestmark = pytest.mark.with_shapes
+METHODS = [al.subsets.one_by_one, al.subsets.lasso(32, 1e-9), al.subsets.shapley()]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def game(kept: Tensor) -> Tensor:
+    """A value of six segments in which pairs matter; 1 and 2 do the same."""
+    v = kept.double()
+    return 2 * v[:, 0] - v[:, 1] * v[:, 3] - v[:, 2] * v[:, 3] + 3 * v[:, 1] * v[:, 2] + v[:, 5]
+
+
+@pytest.mark.parametrize(("count", "segments"), [(40, 6), (64, 6), (300, 20), (1, 1)])
+def test_random_subsets_are_different_and_keep_half(count: int, segments: int) -> None:
+    kept = al.subsets.random(count, segments, generator())
+    assert kept.shape == (count, segments) and len(kept.unique(dim=0)) == count
+    assert torch.equal(kept, al.subsets.random(count, segments, generator()))
+    if count >= 40:
+        assert not torch.equal(kept, al.subsets.random(count, segments, generator(1)))
+        assert (kept.double().mean(0) - 0.5).abs().max() < 0.2
+
+
+def test_each_subset_is_drawn_as_often_as_any_other() -> None:
+    """Also the pairs of subsets that are drawn together."""
+    counts = torch.zeros(8, 8)
+    for seed in range(700):
+        bits = al.subsets.random(2, 3, generator(seed)).long() @ torch.tensor([1, 2, 4])
+        counts[bits[0], bits[1]] += 1
+    assert not counts.diagonal().any() and counts.sum() == 700
+    expected = 700 / 56
+    square = ((counts - expected) ** 2 / expected).sum() - 8 * expected  # without the diagonal
+    assert square < 96  # chi square of 55 degrees of freedom, 1 in 2,000
+
+
+def test_more_subsets_than_there_are_are_an_error() -> None:
+    for count in (0, 9):
+        with pytest.raises(MetricError, match=f"there are 8 subsets of 3 segments.*got {count}"):
+            al.subsets.random(count, 3, generator())
+    with pytest.raises(MetricError, match="there are 8 subsets of 3 segments"):
+        al.subsets.lasso().draw(3, generator())
+
+
+def test_prompts_with_the_same_demonstrations_have_the_same_subsets(gpt2: Any) -> None:
+    batches = [*questions(gpt2, 3, batch_size=2), *questions(gpt2, 2, seed=2)]
+    draw = al.subsets.lasso(12).draw
+    drawn = [subsets_of(draw, batch, 6, 3) for batch in batches]
+    assert torch.equal(drawn[0][0], drawn[0][1]) and torch.equal(drawn[0][0], drawn[1][0])
+    assert not torch.equal(drawn[0][0], drawn[2][0])
+    assert not torch.equal(drawn[0], subsets_of(draw, batches[0], 6, 4))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_sum_over_segments_gives_its_weights(method: Any) -> None:
+    weights = torch.tensor([1.5, -2.0, 0.0, 0.25, 30.0], dtype=torch.double)
+    kept = method.draw(5, generator())
+    scores = method.scores(kept, kept.double() @ weights - 7)
+    torch.testing.assert_close(scores, weights, rtol=0, atol=1e-6)
+
+
+def test_one_by_one_is_what_is_lost_without_each() -> None:
+    kept = al.subsets.one_by_one.draw(6, generator())
+    assert kept.shape == (7, 6) and kept[0].all() and (~kept[1:]).sum() == 6
+    scores = al.subsets.one_by_one.scores(kept, game(kept))
+    assert scores.tolist() == [2, 2, 2, -2, 0, 1]
+
+
+def test_lasso_is_the_pipeline_of_scikit_learn() -> None:
+    kept = al.subsets.random(40, 6, generator())
+    y = game(kept) + torch.randn(40, generator=generator(), dtype=torch.double)
+    for alpha in (0.01, 0.4):
+        pipeline = make_pipeline(StandardScaler(), Lasso(alpha=alpha))
+        pipeline.fit(kept.double().numpy(), y.numpy())
+        masks = torch.cat([torch.zeros(1, 6), torch.eye(6)]).double().numpy()
+        y_hat = torch.from_numpy(pipeline.predict(masks))
+        scores = al.subsets.lasso(40, alpha).scores(kept, y)
+        torch.testing.assert_close(scores, y_hat[1:] - y_hat[0], rtol=0, atol=1e-10)
+    assert (scores == 0).any() and (scores != 0).any()
+
+
+def test_lasso_is_the_least_of_what_it_says() -> None:
+    """The conditions of the minimum of mean square / 2 + alpha * sum |weights|."""
+    kept, alpha = al.subsets.random(48, 6, generator()), 0.1
+    y = game(kept)
+    scale = kept.double().std(0, correction=0)
+    masks = (kept.double() - kept.double().mean(0)) / scale
+    weights = al.subsets.lasso(48, alpha).scores(kept, y) * scale
+    slope = masks.T @ (y - y.mean() - masks @ weights) / len(y)
+    assert slope[weights == 0].abs().max() <= alpha + 1e-9
+    torch.testing.assert_close(
+        slope[weights != 0], alpha * weights[weights != 0].sign(), rtol=0, atol=1e-3
+    )
+
+
+def test_exact_shapley_values_are_means_over_all_orders() -> None:
+    method = al.subsets.shapley()
+    kept = method.draw(6, generator())
+    assert len(kept.unique(dim=0)) == 64
+    scores = method.scores(kept, game(kept))
+    value = {tuple(row): float(y) for row, y in zip(kept.tolist(), game(kept), strict=True)}
+    expected = [0.0] * 6
+    for order in permutations(range(6)):
+        inside = [False] * 6
+        for segment in order:
+            before = value[tuple(inside)]
+            inside[segment] = True
+            expected[segment] += (value[tuple(inside)] - before) / 720
+    torch.testing.assert_close(scores, torch.tensor(expected, dtype=torch.double))
+    # Efficiency, symmetry, and a segment that does nothing.
+    assert float(scores.sum()) == pytest.approx(value[(True,) * 6] - value[(False,) * 6])
+    assert float(scores[1]) == pytest.approx(float(scores[2])) and scores[4] == 0
+    assert method.errors is not None and not method.errors(kept, game(kept)).any()
+
+
+def test_sampled_shapley_values_are_within_their_errors_of_the_exact() -> None:
+    exact, sampled = al.subsets.shapley(), al.subsets.shapley(40, exact_up_to=5)
+    kept = exact.draw(6, generator())
+    expected = exact.scores(kept, game(kept))
+    outside, estimates, errors = 0, [], []
+    for seed in range(30):
+        kept = sampled.draw(6, generator(seed))
+        assert kept.shape == (280, 6) and not kept[::7].any() and kept[6::7].all()
+        scores = sampled.scores(kept, game(kept))
+        assert float(scores.sum()) == pytest.approx(4.0)  # efficient, however few orders
+        assert sampled.errors is not None
+        estimates.append(scores)
+        errors.append(sampled.errors(kept, game(kept)))
+        outside += int(((scores - expected).abs() > 2.1 * errors[-1] + 1e-9).sum())
+    assert outside <= 15  # of 180, of which 5 % are expected outside
+    spread, claimed = torch.stack(estimates).std(0), torch.stack(errors).mean(0)
+    pairs = claimed > 1e-9
+    assert pairs.sum() == 3 and ((spread / claimed)[pairs] - 1).abs().max() < 0.4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: al.subsets.lasso(1), "at least 2 subsets and alpha above 0; got subsets=1"),
+        (lambda: al.subsets.lasso(alpha=0.0), "alpha=0.0"),
+        (lambda: al.subsets.lasso(alpha=float("nan")), "alpha=nan"),
+        (lambda: al.subsets.shapley(1), "at least 2 permutations; got 1"),
+    ],
+)
+def test_bad_settings_of_a_method_are_an_error(make: Any, message: str) -> None:
+    with pytest.raises(MetricError, match=message):
+        make()
