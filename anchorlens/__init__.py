@@ -120,6 +120,8 @@ if TYPE_CHECKING:
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task
     from .prompts.verbalizer import Verbalizer as Verbalizer
+    from .replication.across_models import AcrossModelsRecord as AcrossModelsRecord
+    from .replication.across_models import across_models as across_models
     from .replication.paper import paper as paper
     from .replication.paper_figures import paper_figures as paper_figures
     from .replication.paper_parts import PAPER_APPENDIX as PAPER_APPENDIX

@@ -32,7 +32,14 @@ from .native_attention import (
     wrap_attention,
     wrap_operands,
 )
-from .read_weights import best_device, moved, read_weights, refuse_device, spread
+from .read_weights import (
+    best_device,
+    moved,
+    read_weights,
+    refuse_device,
+    refuse_revision,
+    spread,
+)
 from .tiny_pass import logits_of, n_tokens_of, relative_difference, rounding_of, trial_of
 from .verify_cache import verify_cached_step
 from .verify_hooks import attends_to_later, verify_hooks
@@ -63,6 +70,7 @@ def load_model(
     device: str | torch.device | None = None,
     device_map: str | Mapping[str, int | str | torch.device] | None = None,
     dtype: torch.dtype | None = None,
+    revision: str | None = None,
 ) -> TransformerBridge:
     """Load a language model as a prepared, hooked model.
 
@@ -79,6 +87,8 @@ def load_model(
         device_map: Spreads the layers over several devices, in the words of accelerate: ``"auto"``,
             or the device of each module by its name. It takes the place of ``device``.
         dtype: Type of the weights; by default, the type in which they are stored.
+        revision: For a name on the hub a branch, tag or commit, such as a checkpoint of the
+            training; it becomes a part of the model's name (``name@revision``).
 
     Returns:
         A ``TransformerBridge`` whose attention hooks were verified. ``model.tokenizer`` adds a BOS
@@ -89,20 +99,18 @@ def load_model(
             cannot be found or read, needs code of its own, or was made inside
             ``torch.inference_mode``; its weights lack tensors or have tensors of another shape, a
             device cannot be used or has too little memory, both ``device`` and ``device_map`` are
-            given, TransformerLens does not know the architecture or computes other logits than
-            transformers, or its attention hooks cannot be made to act.
+            given, ``source`` has no revisions, TransformerLens does not know the architecture or
+            computes other logits than transformers, or its attention hooks cannot be made to act.
 
     Examples:
         >>> model = al.load_model(folder, device="cpu")  # or "gpt2"
     """
     from transformers import PreTrainedModel
 
-    if device is not None and device_map is not None:
-        raise ModelError(
-            f"device_map spreads the layers, so leave device out; got device={str(device)!r} and "
-            f"device_map={device_map!r}"
-        )
+    refuse_two_devices(device, device_map)
     if isinstance(source, PreTrainedModel):
+        if revision is not None:
+            refuse_revision(source)
         if tokenizer is None:
             raise ModelError("a loaded model comes without a tokenizer; pass tokenizer=...")
         weights: Any = source
@@ -117,7 +125,8 @@ def load_model(
         _refuse_other_sources(source)
         name, device = str(source), device or best_device()
         refuse_device(device)
-        weights, tokenizer = read_weights(name, tokenizer, dtype)
+        weights, tokenizer = read_weights(name, tokenizer, dtype, revision)
+        name = name if revision is None else f"{name}@{revision}"
         weights = (
             moved(weights, device, dtype) if device_map is None else spread(weights, device_map)
         )
@@ -226,6 +235,15 @@ def restore_model(model: Model) -> Model:
     without_cache.pop(model, None)
     unwrap_model(model)
     return model
+
+
+def refuse_two_devices(device: object, device_map: object) -> None:
+    """Raise an error if both are given."""
+    if device is not None and device_map is not None:
+        raise ModelError(
+            f"device_map spreads the layers, so leave device out; got device={str(device)!r} and "
+            f"device_map={device_map!r}"
+        )
 
 
 def refuse_encoder_decoder(name: str, config: Any) -> None:

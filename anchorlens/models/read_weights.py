@@ -39,14 +39,19 @@ def read_model_files(name: str) -> ModelFiles:
         )
 
 
-def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
+def read_weights(
+    name: str, tokenizer: Any, dtype: torch.dtype | None, revision: str | None = None
+) -> tuple[Any, Any]:
     """Weights and tokenizer of a hub name, a folder or a .gguf file."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if name.endswith(".gguf"):
         dtype = dtype or torch.float32
-    with _reading(name):
+    with _reading(name if revision is None else f"{name}@{revision}"):
+        if revision is not None:
+            refuse_revision(name)
         source, options = _source(name)
+        options |= {} if revision is None else {"revision": revision}
         config = AutoConfig.from_pretrained(source, **options)
         # The fused kernels never form the pattern that the hooks need. It is set here because
         # transformers first verifies the value of the folder, which this machine may not have.
@@ -81,6 +86,14 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     elif not _HUB_NAME.fullmatch(name):
         raise ModelError(f"there is no folder {name!r}, and the hub has no such names")
     return name, options
+
+
+def refuse_revision(model: Any) -> None:
+    """Raise an error for what is no name on the hub: it has no revisions."""
+    is_name = isinstance(model, str) and not model.endswith(".gguf")
+    if not is_name or Path(model).exists():
+        what = model if isinstance(model, str | Path) else f"a {type(model).__name__}"
+        raise ModelError(f"only a name on the hub has revisions, and {what} is none")
 
 
 def _refuse_folder_without_model(folder: Path) -> None:

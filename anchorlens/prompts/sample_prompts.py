@@ -51,6 +51,21 @@ def sample_prompts(
         >>> sum(map(len, batches)), len(batches[0].demonstrations_id.unique())
         (24, 1)
     """
+    draws = sample_draws(task, examples, queries, shots, seeds)
+    tokenizer = getattr(model, "tokenizer", model)
+    if tokenizer is None:
+        raise PromptError("the model has no tokenizer; load it with one, or give the tokenizer")
+    return prompts_of_draws(tokenizer, draws, batch_size)
+
+
+def sample_draws(
+    task: str | Task,
+    examples: Sequence[Example] | Sequence[Sequence[Example]] | None,
+    queries: int = 24,
+    shots: int = 1,
+    seeds: Sequence[int] = (42,),
+) -> list[Draw]:
+    """The demonstrations and queries of each seed, for which no tokenizer is needed."""
     if examples is None and not isinstance(task, str):
         raise DataError(
             "a task of your own needs examples to draw from: "
@@ -60,11 +75,7 @@ def sample_prompts(
     found: Any = examples_of_task(str(task)) if examples is None else examples
     is_pool = all(isinstance(each, Example) for each in found)
     both = (found, found) if is_pool else tuple(found)
-    tokenizer = getattr(model, "tokenizer", model)
-    if tokenizer is None:
-        raise PromptError("the model has no tokenizer; load it with one, or give the tokenizer")
-    draws = draws_of(chosen, Examples(*both), shots, queries, seeds)
-    return prompts_of_draws(tokenizer, draws, batch_size)
+    return draws_of(chosen, Examples(*both), shots, queries, seeds)
 
 
 def prompts_of_draws(tokenizer: Any, draws: Sequence[Draw], batch_size: int) -> list[PromptBatch]:

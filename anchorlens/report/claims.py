@@ -23,6 +23,15 @@ from ..system.texts import printable
 from .contents import contents_of
 
 SHARE_LIMIT, RATIO_LIMIT, CHANCE = 0.25, 2.0, 0.5
+# What the paper claims, in the order in which claims are given, and the limit of each.
+LIMITS = {
+    "Label words gather the information of their demonstrations in shallow layers.": SHARE_LIMIT,
+    "In deep layers the answer is read off the label words.": RATIO_LIMIT,
+    "Predictions need what label words gather in shallow layers.": 0.0,
+    "In deep layers the attention to the label words tells which label is predicted.": CHANCE,
+    "Classes whose label words have similar keys are confused.": 0.0,
+}
+GATHERED, READ_OFF, NEEDED, ATTENDED, CONFUSED = LIMITS
 CERTAIN = 0.05  # a p-value below it decides
 
 HOW_VERDICTS_ARE_REACHED = (
@@ -270,7 +279,6 @@ def _claim(
     statement: str,
     measure: str,
     number: Estimate,
-    limit: float,
     paper: str,
     scope: str,
     no_number: str = "there is no number",
@@ -282,7 +290,7 @@ def _claim(
 
     ``no_number`` says why there is none.
     """
-    verdict = Verdict.CANNOT_TELL
+    verdict, limit = Verdict.CANNOT_TELL, LIMITS[statement]
     if of_random:
         controls = [*controls, Control("models of random weights", draws=of_random)]
     if isnan(number.value):
@@ -325,11 +333,10 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
         change = estimate_over_sets(record, "share_change", flows.index("wp"), ends=ends)
         several = len(record.share) > 1
         yield _claim(
-            "Label words gather the information of their demonstrations in shallow layers.",
+            GATHERED,
             "share of the flow from texts to label words (S_wp): mean of the first third of the "
             "layers minus mean of the last third",
             Estimate(-change.value, -change.high, -change.low) if several else NO_NUMBER,
-            limit=SHARE_LIMIT,
             paper="S_wp is large in shallow layers and small in deep ones (Figure 3)",
             scope=scope_of(record),
             no_number="the model has one layer, which is neither shallow nor deep",
@@ -339,11 +346,10 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
         )
     ratio = estimate_over_sets(record, "deep_pq_over_tq", ends=(0.0, inf))
     yield _claim(
-        "In deep layers the answer is read off the label words.",
+        READ_OFF,
         "flow from a label word to the target over that from any other word (S_pq / S_tq): median "
         "over the last third of the layers",
         ratio,
-        limit=RATIO_LIMIT,
         paper="S_pq is the largest flow in deep layers (Figure 3)",
         scope=scope_of(record),
         of_random=_of_random_models(record, "deep_pq_over_tq"),
@@ -359,12 +365,11 @@ def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:
     cut = [each for each in others if each.info["layers"] == layers and is_left]
     cut_too = Control("BOS cut too", gap_of(cut[0])) if cut else None
     claim = _claim(
-        "Predictions need what label words gather in shallow layers.",
+        NEEDED,
         f"share of predicted labels that stay with random words isolated in {first_layers(record)}"
         ", minus the share that stays with the label words isolated; edges to BOS are "
         f"{'left' if is_left else 'cut too'}",
         number if is_shallow(record) else NO_NUMBER,
-        limit=0.0,
         paper="far fewer labels stay than with random words (Figure 4)",
         scope=scope_of(record),
         no_number=f"{first_layers(record)} are more than half of the layers: isolate fewer",
@@ -423,11 +428,10 @@ def _as_one_more_draw(number: Estimate, record: CutEdgesRecord) -> Estimate:
 
 def _of_attention(record: AttentionAUCROCRecord) -> Claim:
     return _claim(
-        "In deep layers the attention to the label words tells which label is predicted.",
+        ATTENDED,
         "AUCROC of the attention from the target to the label words: mean over the last third of "
         "the layers",
         estimate_over_sets(record, "deep_aucroc", ends=(0.0, 1.0)),
-        limit=CHANCE,
         paper="about 0.8 (Figure 5)",
         scope=scope_of(record),
         no_number="the model predicts one class for all queries",
@@ -439,12 +443,11 @@ def _of_distances(record: AnchorDistancesRecord) -> Claim:
     layer, count = int(record.default_layer), len(record.pair_auc)
     number = float(record.correlation[layer])
     claim = _claim(
-        "Classes whose label words have similar keys are confused.",
+        CONFUSED,
         "rank correlation, over pairs of classes, of the distance of keys with how well the model "
         f"tells the two classes apart, in layer {layer}",
         # Its interval over queries does not speak of other classes.
         Estimate(number),
-        limit=0.0,
         paper="the most confused pair of TREC is also the predicted one (Figure 6)",
         scope=f"other keys of these {count} classes",
         no_number=f"there is no rank correlation: {_without_correlation(record)}",

@@ -44,8 +44,8 @@ _NAMES = {
     "drawn": "intervals draw",
     "units": "how many of these",
 }
-# Digests of queries, which tell processes what a training used, and numbers that figures show.
-_NOT_SHOWN = ("queries_in_training", "of_sets", RANDOM_MODELS)
+# Digests of queries, which tell processes what a training used, and what tables and figures show.
+_NOT_SHOWN = ("queries_in_training", "of_sets", RANDOM_MODELS, "claims", "reasons", "missing")
 _HEIGHT, _MIN_WIDTH = 420, 300  # pixels of a figure that names none
 
 

@@ -7,6 +7,7 @@ as TeX. NaN values leave gaps. Figures have a height in pixels and fill the widt
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, product
+from math import log10
 from textwrap import wrap
 from typing import Any
 
@@ -258,6 +259,103 @@ def points(
     figure.update_layout(layout(title, 80 + 230 * len(panels)))
     figure.update_layout(legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"})
     return figure.update_xaxes(name_ticks(groups), range=[-0.5, len(groups) - 0.5])
+
+
+@checked
+def forest(
+    values: Float[Tensor, "panel row"],
+    low: Float[Tensor, "panel row"],
+    high: Float[Tensor, "panel row"],
+    kinds: Int[Tensor, "panel row"],
+    limits: Sequence[float],
+    panels: Sequence[str],
+    rows: Sequence[str],
+    kind_names: Sequence[str],
+    *,
+    title: str,
+    colors: Sequence[str] = PALETTE,
+) -> go.Figure:
+    """Draw numbers as points with intervals below each other, in panels with a limit each.
+
+    Args:
+        values: the numbers; NaN for a row that has none, which the figure says.
+        low: lower ends of their intervals.
+        high: upper ends.
+        kinds: the kind of each number, from 0, which colours and marks it.
+        limits: where each panel has a dotted line. Above 1 its axis is logarithmic, as of a ratio.
+        panels: a name over each panel.
+        rows: a name for each row, from the top; of a long name the end is shown.
+        kind_names: a name for each kind, for the legend.
+        title: text over the figure.
+        colors: the colours of the kinds; after the last the first comes again.
+
+    Returns:
+        The figure; each panel has an axis of its own.
+
+    Raises:
+        AnchorlensError: shapes or counts do not fit.
+
+    Examples:
+        >>> one, kinds = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.long)
+        >>> names = ["a claim"], ["a model"], ["agrees"]
+        >>> forest(one, one - 0.5, one + 0.5, kinds, [0.0], *names, title="").data[2].x
+        (1.0,)
+    """
+    shape = (len(panels), len(rows))
+    check_shape(values, shape, "pass one name per panel and row")
+    check_shape(kinds, shape, "pass the kind of each value")
+    check(len(limits) == len(panels), f"{len(panels)} limits", len(limits), "pass one per panel")
+    are_named = bool(((kinds >= 0) & (kinds < len(kind_names))).all())
+    check(are_named, f"kinds from 0 to {len(kind_names) - 1}", kinds.tolist(), "name each kind")
+    ends, gap = _ends(values, low, high), 84
+    inner = len(panels) * (len(rows) * 22 + gap) - gap  # in pixels
+    names = ["<br>".join(literal(part) for part in wrap(name, 42)) for name in panels]
+    spacing = gap / inner if len(panels) > 1 else 0.0
+    figure = make_subplots(len(panels), 1, subplot_titles=names, vertical_spacing=spacing)
+    short = [literal(row if len(row) <= 22 else f"…{row[-21:]}") for row in rows]
+    # Over the names of the rows, so that there is room for a panel's name on a narrow page.
+    figure.update_annotations(x=0, xanchor="left", align="left", font={"size": 13})
+    figure.update_annotations(xshift=-6 * max([10, *map(len, short)]))
+    across = [-0.6, len(rows) - 0.4]
+    for panel, limit in enumerate(limits):
+        at = {"row": panel + 1, "col": 1}
+        line = go.Scatter(x=[limit, limit], y=across, mode="lines", line=DOTTED, name="limit")
+        figure.add_trace(line.update(showlegend=not panel, hoverinfo="name"), **at)
+        known = torch.stack([values[panel], *ends[:, panel]])
+        drawn, is_ratio = known, limit > 1
+        if is_ratio:  # a logarithmic axis has no 0, which the lower end of a ratio may be
+            drawn = known.clamp(min=float(min([limit, *known[known > 0].tolist()])) / 2)
+        along = [limit, *drawn[drawn.isfinite()].tolist()]
+        first, last = (log10(end) if is_ratio else end for end in (min(along), max(along)))
+        room = 0.05 * (last - first) or 0.5  # so that no line lies on the edge
+        figure.update_xaxes(
+            range=[first - room, last + room], type="log" if is_ratio else "linear", **at
+        )
+        for kind, name in enumerate(kind_names):
+            marks = {"color": colors[kind % len(colors)], "size": 9}
+            dots = go.Scatter(mode="markers", name=literal(name), legendgroup=kind)
+            dots.update(marker={**marks, "symbol": SYMBOLS[kind % len(SYMBOLS)]})
+            if not panel:  # in the legend, also if no number is of this kind
+                figure.add_trace(go.Scatter(dots).update(x=[None], y=[None]), **at)
+            of_kind = (kinds[panel] == kind).nonzero().flatten()
+            x, below, above = drawn[:, of_kind]
+            dots.update(x=x.tolist(), y=of_kind.tolist(), showlegend=False)
+            dots.update(error_x={"array": (above - x).tolist(), "arrayminus": (x - below).tolist()})
+            dots.update(text=[literal(rows[row]) for row in of_kind])
+            hover = "%{text}: %{customdata[0]:.3g} [%{customdata[1]:.3g}, %{customdata[2]:.3g}]"
+            dots.update(
+                customdata=known[:, of_kind].T.tolist(), hovertemplate=f"{hover}<extra></extra>"
+            )
+            figure.add_trace(dots, **at)
+        for row in values[panel].isnan().nonzero().flatten().tolist():
+            missing = {"text": "no number", "showarrow": False, "font": {"size": 11}, "y": row}
+            domain = f"x{panel + 1} domain" if panel else "x domain"
+            figure.add_annotation(missing, x=0.01, xref=domain, xanchor="left", **at)
+    ticks = {"tickvals": list(range(len(rows))), "ticktext": short, "range": across[::-1]}
+    figure.update_yaxes(ticks | {"showgrid": False, "zeroline": False})
+    figure.update_layout(layout(title, inner + 170), margin={"t": 110, "b": 60, "r": 20})
+    legend = {"orientation": "h", "x": 0, "y": 1 + 44 / inner, "yanchor": "bottom"}
+    return figure.update_layout(legend=legend, hovermode="closest")
 
 
 @checked

@@ -22,6 +22,19 @@ _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
 _CURE = "use another folder, or start over in this one (al.forget_run)"
 
 
+def make_folder(folder: str | Path) -> Path:
+    """Make a folder of contributions where there is none; an error if that cannot be."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        remove_temporary_files(Path(folder))
+    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise StoreError(
+            f"{folder} cannot be a folder of contributions: {reason}; use another folder"
+        ) from error
+    return Path(folder)
+
+
 @dataclass(frozen=True)
 class Store:
     """A folder with one file a batch, each written whole or not at all.
@@ -38,15 +51,7 @@ class Store:
     @classmethod
     def open(cls, folder: str | Path, expected: Mapping[str, str]) -> "Store":
         """The store in ``folder``; an error if it cannot be made, or holds another run."""
-        store = cls(Path(folder), dict(expected))
-        try:
-            store.folder.mkdir(parents=True, exist_ok=True)
-            remove_temporary_files(store.folder)
-        except (OSError, ValueError) as error:  # a name with a null character is a ValueError
-            reason = getattr(error, "strerror", None) or error
-            raise StoreError(
-                f"{folder} cannot be a folder of contributions: {reason}; use another folder"
-            ) from error
+        store = cls(make_folder(folder), dict(expected))
         path = store.folder / "run.json"
         run = _run_of(path)
         if run is not None:

@@ -85,6 +85,36 @@ def test_the_error_names_the_model_that_cannot_be_loaded(
         al.load_model(tmp_path)
 
 
+def test_a_revision_is_read_and_named(
+    byte_level: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From a cache as the hub's client writes it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--nobody--tiny"
+    (cached / "refs").mkdir(parents=True)
+    tokens = torch.tensor([byte_level(TEXT)["input_ids"]])
+    expected: dict[str, torch.Tensor] = {}
+    for number, revision in enumerate(("main", "step1000")):
+        weights: Any = randomize(tiny_gpt2(len(byte_level)), number)
+        commit = str(number) * 40
+        expected[revision] = logits_of(weights, tokens)
+        (cached / "refs" / revision).write_text(commit)
+        weights.save_pretrained(cached / "snapshots" / commit)
+        byte_level.save_pretrained(cached / "snapshots" / commit)
+    assert not torch.allclose(expected["main"], expected["step1000"])
+    names = {None: "nobody/tiny", "step1000": "nobody/tiny@step1000"}
+    for given, name in names.items():
+        model = al.load_model("nobody/tiny", revision=given)
+        torch.testing.assert_close(logits_of(model, tokens), expected[given or "main"])
+        assert model.cfg.model_name == name
+    with pytest.raises(ModelError, match="'nobody/tiny@step2' cannot be loaded"):
+        al.load_model("nobody/tiny", revision="step2")
+    for source in (cached, tiny_gpt2(len(byte_level))):
+        with pytest.raises(ModelError, match=r"only a name on the hub has revisions, and .* none"):
+            al.load_model(source, tokenizer=byte_level, revision="main")
+
+
 def as_peft(weights: Any) -> Any:
     import peft
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from anchorlens.errors import AnchorlensError
 from anchorlens.results.figures import (
     bars,
+    forest,
     heat_map,
     lines_by_layer,
     pairs,
@@ -118,6 +119,34 @@ def test_points_show_values_intervals_and_each_draw() -> None:
     assert [marks.showlegend for marks in figure.data] == [True] * 3 + [False] * 3
     assert figure.layout.xaxis2.ticktext == ("first", "last")
     assert figure.layout.yaxis.title.text == "label"
+
+
+@pytest.mark.with_shapes
+def test_a_forest_has_a_panel_with_a_limit_for_each_number() -> None:
+    values = torch.tensor([[0.5, math.nan, 0.25], [1.0, 4.0, 8.0]])
+    low, high = values - torch.tensor([[0.25], [1.0]]), values + 0.5
+    kinds = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    names: list[Any] = [["share", "ratio " * 10], ["a", "<b>", "x" * 40], ["yes", "no"]]
+    figure = forest(values, low, high, kinds, [0.25, 2.0], *names, title="x")
+    in_legend = [trace for trace in figure.data if trace.showlegend is not False]
+    assert [trace.name for trace in in_legend] == ["limit", "yes", "no"]
+    limits = [trace for trace in figure.data if trace.mode == "lines"]
+    assert [trace.x for trace in limits] == [(0.25, 0.25), (2.0, 2.0)]
+    yes, no, ratio, ratios = [trace for trace in figure.data if trace.text is not None]
+    assert (yes.x, yes.y, no.y) == ((0.25,), (2,), (0, 1)) and no.x[0] == 0.5
+    assert same(no.error_x.array, [0.5, math.nan]) and same(no.error_x.arrayminus, [0.25, math.nan])
+    assert same(ratios.customdata, [[4.0, 3.0, 4.5], [8.0, 7.0, 8.5]])
+    assert (ratios.xaxis, ratios.text) == ("x2", ("&lt;b&gt;", "x" * 40))
+    # The interval from 0 ends at half of the smallest number, and the hover says where it ends.
+    assert ratio.customdata == ([1.0, 0.0, 1.5],) and ratio.error_x.arrayminus == (0.5,)
+    assert (figure.layout.xaxis.type, figure.layout.xaxis2.type) == ("linear", "log")
+    first, last = figure.layout.xaxis.range
+    assert first < 0.0 and last > 1.0 and figure.layout.xaxis2.range[0] < math.log10(0.5)
+    assert figure.layout.yaxis2.ticktext == ("a", "&lt;b&gt;", "…" + "x" * 21)
+    assert figure.layout.yaxis.range == (2.6, -0.6)  # from the top
+    notes = figure.layout.annotations
+    assert [note.text for note in notes if note.y == 1 and note.yref == "y"] == ["no number"]
+    assert "<br>" in notes[1].text
 
 
 @pytest.mark.with_shapes
@@ -260,6 +289,10 @@ ONES = torch.ones(2, 3)
 THREE: list[Any] = [["y"], ["a", "b"], [*"cde"]]
 TWO = torch.ones(1, 3, 2)  # two numbers of three groups
 GROUPS: list[Any] = [["y"], [*"abc"], ["d", "e"]]
+forest_of: Callable[..., go.Figure] = forest
+ROW: list[Any] = [ONES[:1], ONES[:1], ONES[:1]]
+KINDS = torch.zeros(1, 3, dtype=torch.long)
+FOREST: list[Any] = [["y"], [*"abc"], ["d"]]
 PAIRS: dict[str, Any] = {"title": "", "x_title": "", "y_title": ""}
 WRONG: list[tuple[Callable[[], go.Figure], str]] = [
     (lambda: lines_by_layer(torch.ones(2), ["a", "b"], **TITLES), r"got shape \(2,\)"),
@@ -275,6 +308,13 @@ WRONG: list[tuple[Callable[[], go.Figure], str]] = [
     (lambda: bars(ONES[None], *THREE, title="", high=ONES[None]), "low and high"),
     (lambda: points(TWO, TWO, TWO.mT, TWO, *GROUPS, title=""), "one interval per value"),
     (lambda: points(TWO, TWO, TWO, TWO[:, :1], *GROUPS, title=""), r"expected shape \(1, 3, 2\)"),
+    (
+        lambda: forest_of(ONES, ONES, ONES, KINDS, [0.0], *FOREST, title=""),
+        r"expected shape \(1, 3\)",
+    ),
+    (lambda: forest_of(*ROW, KINDS[:, 1:], [0.0], *FOREST, title=""), "the kind of each"),
+    (lambda: forest_of(*ROW, KINDS, [], *FOREST, title=""), "expected 1 limits, got 0"),
+    (lambda: forest_of(*ROW, KINDS + 1, [0.0], *FOREST, title=""), "kinds from 0 to 0"),
     (lambda: pairs(ONES[0], ONES[:, 0], [*"abc"], **PAIRS), r"got shape \(2,\); pass one name"),
     (lambda: heat_map(torch.ones(2, 2, 2), ["a"], None, **MAPS), r"expected shape \(2, 1, 2\)"),
     (lambda: heat_map(torch.ones(1, 2, 2), None, None, **MAPS), r"expected shape \(2, 2, 2\)"),

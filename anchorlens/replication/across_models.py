@@ -1,0 +1,414 @@
+"""``across_models``: the claims of the paper in many models, a verdict for each model and claim.
+
+1. Check all that needs no weights: names, options, the examples of the task, the folder.
+2. Load a model, make its prompts with its own tokenizer, and run ``analyse`` in its own folder.
+3. Keep the claims; if it failed, the reason, and the claims of what was computed before.
+4. Free the model, and go on with the next.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from math import nan
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+from urllib.parse import quote
+
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import AnchorlensError, HookError, ModelError, PromptError
+from ..experiments.analysis import analyse
+from ..models.hooked import why_not_hooked
+from ..models.load import load_model, refuse_two_devices
+from ..models.read_weights import refuse_device, refuse_revision
+from ..passes.memory import free_memory, is_out_of_memory
+from ..prompts.batch import PromptBatch
+from ..prompts.examples import Example
+from ..prompts.sample_prompts import prompts_of_draws, sample_draws
+from ..prompts.tasks import Task
+from ..report.claims import LIMITS, SIGNS, Claim, Verdict, accuracy_of, claims
+from ..results import figures
+from ..results.bootstrap import check_resamples
+from ..results.estimate import Estimate
+from ..results.html_tables import note, table, titled
+from ..results.record import Record
+from ..results.text_tables import Section, TextTable
+from ..runs.identity import versions
+from ..runs.store import make_folder
+from ..system.arguments import check_from_1, checked
+from ..system.processes import fails_together, gather_from_processes, is_main
+from ..system.warn import warn_user
+from .paper import PassesBar
+
+MakePrompts = Callable[[Any], Sequence[PromptBatch]]  # from a tokenizer
+
+_log = logging.getLogger(__name__)
+_VERDICTS = tuple(Verdict)
+_COLORS = (figures.PALETTE[2], figures.PALETTE[1], figures.OTHER)
+_TITLE, _NUMBER = "The paper's claims, model by model", "number [95 % interval]"
+_SHARED = ("labels", "prompts", "demonstration_sets")  # in ``info``, if models have the same
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AcrossModelsRecord(Record):
+    """The claims of the paper in several models, with their verdicts; ``print`` shows a table.
+
+    Attributes:
+        number: The number of each claim in each model, in the unit of the claim (see ``claims``);
+            NaN where there is none, for which ``info["missing"]`` or ``info["reasons"]`` says why.
+        verdict: 0 agrees, 1 does not agree, 2 cannot tell, as ``claims`` of this model alone.
+        limit: A claim agrees where the whole interval of its number is above this.
+        accuracy: Share of queries that each model answers right, from 0 to 1; NaN where it is not
+            known. No claim is judged of a model that does not do the task.
+    """
+
+    number: Float[Tensor, "model claim"]
+    verdict: Int[Tensor, "model claim"]
+    limit: Float[Tensor, " claim"]
+    accuracy: Float[Tensor, " model"]
+
+    caption: ClassVar[str] = (
+        "Each claim of the paper in each model: its number with a 95 % interval, and as a dotted "
+        "line the limit, which speaks neither for nor against it. A claim agrees with a model if "
+        "the whole interval is above the limit, the model does the task, and models of random "
+        "weights do not reach its number."
+    )
+    names_in_info: ClassVar[Mapping[str, str]] = {"model": "models", "claim": "claims"}
+
+    def table(self) -> pd.DataFrame:
+        """A row for each model: accuracy, sign and number of each claim, and what is missing."""
+        columns = {"accuracy": [str(self.estimate("accuracy", k)) for k, _ in self._names("model")]}
+        for claim, statement in self._names("claim"):
+            columns[statement.rstrip(".")] = [
+                f"{SIGNS[self._verdict(model, claim)]} {self.estimate('number', model, claim)}"
+                for model, _ in self._names("model")
+            ]
+        models = [name for _, name in self._names("model")]
+        if missing := self.info.get("missing"):
+            columns["what is missing"] = [missing.get(name, "") for name in models]
+        return pd.DataFrame(columns, index=pd.Index(models, name="model"))
+
+    def section(self) -> Section:
+        """The numbers as text for a terminal, claim by claim, and what is missing below them."""
+        rows: TextTable = {
+            ("accuracy", name): {_NUMBER: str(self.estimate("accuracy", model))}
+            for model, name in self._names("model")
+        }
+        for claim, statement in self._names("claim"):
+            for model, name in self._names("model"):
+                verdict = self._verdict(model, claim)
+                rows[statement, name] = {
+                    _NUMBER: str(self.estimate("number", model, claim)),
+                    "verdict": f"{SIGNS[verdict]} {verdict}",
+                }
+        missing = self.info.get("missing", {})
+        names = [name for _, name in self._names("model") if name in missing]
+        return Section(_TITLE, rows, "\n".join(f"{name}: {missing[name]}" for name in names))
+
+    def to_frame(self) -> pd.DataFrame:
+        """All numbers as one long table; verdicts and their reasons are texts beside them."""
+        frame = super().to_frame()
+        frame = frame[frame["quantity"] != "verdict"].reset_index(drop=True)
+        reasons = [text for of_model in self.info["reasons"] for text in of_model]
+        columns = {
+            "verdict": [_VERDICTS[k].value for k in self.verdict.flatten()],
+            "reason": reasons,
+        }
+        for column, texts in columns.items():
+            frame.loc[frame["quantity"] == "number", column] = texts
+        return frame
+
+    def plot(self) -> go.Figure:
+        """A panel for each claim, with a row for each model, its interval and the limit."""
+        low, high = self.intervals["number"]
+        return figures.forest(
+            self.number.T,
+            low.T,
+            high.T,
+            self.verdict.T,
+            self.limit.tolist(),
+            [statement.rstrip(".") for statement in self.info["claims"]],
+            self.info["models"],
+            [verdict.value for verdict in _VERDICTS],
+            title=_TITLE,
+            colors=_COLORS,
+        )
+
+    def __str__(self) -> str:
+        return self.section().text()
+
+    def _repr_html_(self) -> str:
+        frame = self.table().reset_index()
+        rows = [list(map(str, row)) for row in frame.to_numpy()]
+        how = note("to_frame() has all numbers with their reasons, plot() draws them")
+        heading = ": ".join(filter(None, [_TITLE, self._source()]))
+        return titled(heading, table([*frame.columns], rows), how)
+
+    def _names(self, axis: str) -> list[tuple[int, str]]:
+        """The index and the name of each entry along an axis."""
+        numbers = range(self.number.shape[axis == "claim"])
+        return [*enumerate(self.axis_names(axis) or map(str, numbers))]
+
+    def _verdict(self, model: int, claim: int) -> Verdict:
+        return _VERDICTS[int(self.verdict[model, claim])]
+
+
+@checked  # the outermost, so that warnings are at the line of the user
+@fails_together()
+def across_models(
+    models: str | Path | Sequence[str | Path] | Mapping[str, Any],
+    task: str | Task | MakePrompts,
+    examples: Sequence[Example] | Sequence[Sequence[Example]] | None = None,
+    *,
+    revisions: Sequence[str] | None = None,
+    queries: int | None = None,
+    shots: int | None = None,
+    seeds: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    device_map: str | None = None,
+    dtype: torch.dtype | None = None,
+    depth: int | None = None,
+    draws: int = 10,
+    random_weights: bool | None = None,
+    gradient_checkpointing: bool = False,
+    resamples: int = 200,
+    keep: Callable[[AcrossModelsRecord], Any] = lambda record: None,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> AcrossModelsRecord:
+    """The claims of the paper in many models: ``claims`` of ``analyse``, one model after another.
+
+    Each model is freed before the next is loaded. One that fails (it is not found, has too few
+    layers, does not fit into memory) is a row with the reason, and a warning; the others are
+    computed, and of the one that failed the claims before it count.
+
+    How to read:
+        A row is what ``claims`` says of that model alone. Its intervals speak of other queries or
+        other sets of demonstrations, not of other models.
+
+    Pitfalls:
+        Texts are the same for all models, and tokens are not: lengths and BOS differ. Many models
+        have many verdicts, of which up to 5 in 100 agree although the claim is false.
+
+    Args:
+        models: Names on the hub, folders or ``.gguf`` files, one or a list; or a mapping by names
+            of your own, whose values may also be hooked models, which stay in memory, and functions
+            without arguments that load one.
+        task: As in ``sample_prompts``; or a function of the tokenizer that makes the prompts.
+        examples: As in ``sample_prompts``.
+        revisions: Branches, tags or commits on the hub, such as checkpoints of a training: each
+            model is analysed at each of them.
+        queries: As in ``sample_prompts``, whose defaults count.
+        shots: As in ``sample_prompts``.
+        seeds: As in ``sample_prompts``.
+        batch_size: As in ``sample_prompts``.
+        device: As in ``load_model``, for models that are given by name.
+        device_map: As in ``load_model``.
+        dtype: As in ``load_model``.
+        depth: As in ``analyse``.
+        draws: As in ``analyse``.
+        random_weights: As in ``analyse``.
+        gradient_checkpointing: As in ``analyse``.
+        resamples: As in ``analyse``.
+        keep: Called with the claims of all models so far after each model, in the main process.
+        folder: Stores what each batch of each model contributed; after an interruption, or with
+            more models, the same call goes on from there. Models are loaded again, to compare them.
+        progress: Show a bar of the passes. Their total is known after the first model.
+
+    Returns:
+        The claims of each model, in the order of ``models``.
+
+    Raises:
+        ModelError: Before any weights are loaded: there is no model, one comes twice, one is on
+            this machine and has no revisions, or the device does not exist.
+        AnchorlensError: Before any weights are loaded: another argument is wrong.
+
+    Examples:
+        >>> record = al.across_models({"tiny": model}, "questions", queries=12, depth=1, draws=2,
+        ...     progress=False)
+        >>> record.table().shape
+        (1, 6)
+    """
+    refuse_two_devices(device, device_map)
+    if device is not None:
+        refuse_device(device)
+    loading = {"device": device, "device_map": device_map, "dtype": dtype}
+    sources = _sources(models, revisions, loading)
+    sampling = {"queries": queries, "shots": shots, "seeds": seeds, "batch_size": batch_size}
+    make_prompts = _make_prompts(task, examples, sampling)
+    check_from_1(HookError, depth=depth, draws=draws)
+    check_resamples(resamples)
+    if folder is not None:
+        make_folder(folder)
+    run = partial(
+        analyse,
+        depth=depth,
+        draws=draws,
+        random_weights=random_weights,
+        gradient_checkpointing=gradient_checkpointing,
+        resamples=resamples,
+        progress=False,
+    )
+    rows: dict[str, _Row] = {}
+    with closing(PassesBar([*sources], quiet=not (progress and is_main()))) as bar:
+        for name, load in sources.items():
+            of_model = None if folder is None else Path(folder) / f"model {quote(name, safe=' @')}"
+            with bar.part(f"{name} ({len(rows) + 1} of {len(sources)} models)"):
+                rows[name] = _row(load, make_prompts, partial(run, folder=of_model))
+            free_memory()  # the references of a model form cycles, which are freed only here
+            if rows[name].warnings:
+                bar.bar.clear()  # so that a warning begins on a new line
+            for warning in rows[name].warnings:
+                warn_user(f"{name}: {warning}")
+            record = _record(rows)
+            with fails_together():
+                if is_main():
+                    keep(record)
+    return record
+
+
+class _Row(NamedTuple):
+    """What is kept of a model."""
+
+    claims: Sequence[Claim]
+    accuracy: Estimate
+    failed: str  # the reason; "" if all was computed
+    warnings: Sequence[str]
+    info: Mapping[str, Any]
+
+    def missing(self) -> str:
+        """Why it failed, or why none of its claims is judged; "" else."""
+        reasons = {claim.reason for claim in self.claims}
+        return f"failed: {self.failed}" if self.failed else reasons.pop() * (not reasons)
+
+
+def _row(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..., Any]) -> _Row:
+    """The claims of a model, which nothing holds at the end."""
+    kept: dict[str, Record] = {}
+    failed = ""
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            with fails_together():
+                model = load()
+                if reason := why_not_hooked(model):
+                    raise ModelError(reason)
+                run(model, make_prompts(model.tokenizer), keep=kept.__setitem__)
+        except Exception as error:  # architectures fail in many ways, and the others are to run
+            failed = str(error).partition("\n")[0]
+            if not isinstance(error, AnchorlensError):
+                failed = f"{type(error).__name__}: {failed}"
+                if not isinstance(error, OSError) and not is_out_of_memory(error):
+                    _log.warning("a model failed with an unexpected error", exc_info=error)
+    # All processes give the same reason, and where one is lost, this raises its error.
+    failed = next(filter(None, gather_from_processes("status of a model", failed)), "")
+    texts = [str(warning.message) for warning in caught] + [f"failed: {failed}"] * bool(failed)
+    texts = [*dict.fromkeys(texts)]  # isolations warn again of what the metrics warned of
+    known = accuracy_of(kept.values())
+    info = next((record.info for record in kept.values()), {})
+    return _Row(claims(kept), known[0] if known else Estimate(nan), failed, texts, info)
+
+
+def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
+    """The record of all models so far."""
+    cells = [[_claim(row, statement) for statement in LIMITS] for row in rows.values()]
+    numbers = [
+        [row.accuracy, *(claim.estimate for claim in of_model)]
+        for row, of_model in zip(rows.values(), cells, strict=True)
+    ]
+    ends = [[(each.value, each.low, each.high) for each in of_model] for of_model in numbers]
+    value, *bounds = torch.tensor(ends, dtype=torch.double, device="cpu").unbind(-1)
+    interval = torch.stack(bounds)
+    verdicts = [[_VERDICTS.index(claim.verdict) for claim in of_model] for of_model in cells]
+    first, *others = [row.info for row in rows.values() if row.info] or [{}]
+    shared = [key for key in _SHARED if all(first.get(key) == other[key] for other in others)]
+    return AcrossModelsRecord(
+        number=value[:, 1:],
+        verdict=torch.tensor(verdicts, device="cpu"),
+        limit=torch.tensor([*LIMITS.values()], dtype=torch.double, device="cpu"),
+        accuracy=value[:, 0],
+        intervals={"number": interval[..., 1:], "accuracy": interval[..., 0]},
+        info={
+            "models": [*rows],
+            "claims": [*LIMITS],
+            "reasons": [[_reason(claim) for claim in of_model] for of_model in cells],
+            "missing": {name: row.missing() for name, row in rows.items() if row.missing()},
+            "warnings": {name: "; ".join(row.warnings) for name, row in rows.items()},
+            **{key: first[key] for key in shared if key in first},
+            "versions": versions(),
+        },
+    )
+
+
+def _claim(row: _Row, statement: str) -> Claim:
+    """The claim of a model, without a number if it has none."""
+    reason = row.failed or "the model gives no such result; a warning says why"
+    none = Claim(statement, "", Estimate(nan), nan, "", "", Verdict.CANNOT_TELL, reason)
+    return next((claim for claim in row.claims if claim.statement == statement), none)
+
+
+def _reason(claim: Claim) -> str:
+    """Why a verdict was reached, and of what it speaks."""
+    return f"{claim.reason}; for {claim.scope}" if claim.scope else claim.reason
+
+
+def _sources(
+    models: str | Path | Sequence[str | Path] | Mapping[str, Any],
+    revisions: Sequence[str] | None,
+    loading: Mapping[str, Any],
+) -> dict[str, Callable[[], Any]]:
+    """A function that gives the model of each name; that of a folder or file is its last part."""
+    if isinstance(models, Mapping):
+        named = [*models.items()]
+    else:
+        given = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
+        named = [(Path(m).resolve().name if Path(m).exists() else m, m) for m in given]
+    if revisions is not None:
+        for _, model in named:
+            refuse_revision(model)
+    sources, count = dict[str, Callable[[], Any]](), 0
+    for name, model in named:
+        for revision in [None] if revisions is None else revisions:
+            of_model = {**loading, "revision": revision}
+            at = "" if revision is None else f"@{revision}"
+            sources[f"{name}{at}"], count = partial(_loaded, model, of_model), count + 1
+    if not 0 < len(sources) == count or "" in sources:
+        raise ModelError(
+            f"expected models of different names, at least one; got {[name for name, _ in named]}"
+            f"{'' if revisions is None else f' at {list(revisions)}'}. A mapping names models"
+        )
+    return sources
+
+
+def _loaded(model: Any, loading: Mapping[str, Any]) -> Any:
+    """A model as it was given: hooked, by a function, or by a name."""
+    if not why_not_hooked(model):
+        return model
+    is_function = callable(model) and not isinstance(model, torch.nn.Module)
+    return model() if is_function else load_model(model, **loading)
+
+
+def _make_prompts(
+    task: str | Task | MakePrompts, examples: Any, sampling: Mapping[str, Any]
+) -> MakePrompts:
+    """The function of a tokenizer that makes the prompts; demonstrations are drawn here."""
+    given = {name: value for name, value in sampling.items() if value is not None}
+    if not callable(task):
+        batch_size = given.pop("batch_size", 8)
+        check_from_1(PromptError, batch_size=batch_size)
+        draws = sample_draws(task, examples, **given)
+        return partial(prompts_of_draws, draws=draws, batch_size=batch_size)
+    if examples is not None or given:
+        names = [*(["examples"] if examples is not None else []), *given]
+        raise PromptError(
+            f"a function makes the prompts, so that {', '.join(names)} would have no effect; leave "
+            "them out, or give a task"
+        )
+    return task

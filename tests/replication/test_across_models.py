@@ -1,0 +1,304 @@
+"""Claims across models: those of each model alone, whatever the others do."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, ModelError
+from anchorlens.passes.forward import after_each_pass
+from anchorlens.replication import across_models as module
+from anchorlens.report.claims import LIMITS, Verdict
+from tests.report.test_claims import attention, distances, flows, isolation
+from tests.support.html_checks import Parsed
+from tests.support.tiny_models import tiny_gpt2, tiny_llama
+
+QUICK: dict[str, Any] = {"depth": 1, "draws": 2, "random_weights": False, "resamples": 20}
+QUIET: dict[str, Any] = {"progress": False}
+WARNED = pytest.mark.filterwarnings(
+    "ignore:.* failed", "ignore:.* no result", "always:no result", "ignore:.* no labels"
+)
+
+
+def rows(record: al.AcrossModelsRecord) -> dict[str, tuple[str, str]]:
+    """Everything that a record says of each model."""
+    frame = record.to_frame().drop(columns="quantity")
+    missing = record.info["missing"]
+    return {
+        name: (str(frame[frame["model"] == name].to_numpy().tolist()), missing.get(name, ""))
+        for name in record.info["models"]
+    }
+
+
+def compared(model: Any, record: al.AcrossModelsRecord, name: str, results: Any) -> None:
+    """A row says what ``claims`` says of this model alone."""
+    claims, k = al.claims(results), record.info["models"].index(name)
+    assert [claim.statement for claim in claims] == record.info["claims"] == [*LIMITS]
+    for number, claim in enumerate(claims):
+        estimate = record.estimate("number", k, number)
+        assert (
+            str(estimate) == str(claim.estimate)
+            and estimate.has_interval == claim.estimate.has_interval
+        )
+        assert estimate.value == claim.estimate.value and record.limit[number] == claim.limit
+        assert list(Verdict)[int(record.verdict[k, number])] == claim.verdict
+        assert record.info["reasons"][k][number] == f"{claim.reason}; for {claim.scope}"
+    accuracy = results["anchor_distances"].estimate("accuracy")
+    assert record.estimate("accuracy", k) == accuracy
+
+
+def folder_of(weights: Any, tokenizer: Any, folder: Path) -> Path:
+    weights.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@WARNED
+def test_a_row_is_what_the_claims_of_the_model_alone_say(
+    gpt2: Any, llama: Any, sentencepiece_like: Any, tmp_path: Path
+) -> None:
+    """In any order, beside one that fails, given as a model, a function, a folder, and resumed."""
+    folder = folder_of(tiny_llama(len(sentencepiece_like)), sentencepiece_like, tmp_path / "llama")
+    examples = al.load_examples("questions")
+    task = al.TASKS["trec"]
+    shared: dict[str, Any] = {"queries": 12, "seeds": [3], "batch_size": 5, **QUICK, **QUIET}
+    stored = shared | {"folder": tmp_path / "rows"}
+    given = {"first": gpt2, "none": tmp_path / "none", "second": folder}
+    record = al.across_models(given, task, examples, **stored)
+    assert f"failed: there is no folder '{tmp_path}/none'" in record.info["missing"]["none"]
+    for name, model in {"first": gpt2, "second": llama}.items():
+        batches = al.sample_prompts(model, task, examples, queries=12, seeds=[3], batch_size=5)
+        compared(model, record, name, al.analyse(model, batches, **QUICK, **QUIET))
+
+    passes: list[int] = []
+    with after_each_pass(lambda: passes.append(1)):
+        turned = al.across_models({"second": folder, "first": gpt2}, task, examples, **stored)
+        resumed = len(passes)
+        al.analyse(llama, batches, **QUICK, **QUIET)
+    assert 2 * resumed < len(passes) - resumed
+    assert rows(turned) == {name: rows(record)[name] for name in ("second", "first")}
+
+
+class Loading:
+    """Functions that load models, and what was alive when each was called."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.loaded = tokenizer, list[weakref.ref[Any]]()
+        self.alive: list[int] = []
+
+    def __call__(self) -> Any:
+        self.alive.append(sum(reference() is not None for reference in self.loaded))
+        model = al.load_model(tiny_gpt2(len(self.tokenizer), n_layer=1), tokenizer=self.tokenizer)
+        self.loaded.append(weakref.ref(model.blocks[0].attn))
+        return model
+
+
+@WARNED
+def test_a_model_is_freed_before_the_next_is_loaded(byte_level: Any) -> None:
+    loading = Loading(byte_level)
+    given = dict.fromkeys(["whole", "too few layers", "again"], loading)
+    kept: list[list[str]] = []
+
+    def prompts(tokenizer: Any) -> list[al.PromptBatch]:
+        if len(loading.loaded) == 2:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return al.sample_prompts(tokenizer, "sentiment", queries=3)
+
+    record = al.across_models(
+        given, prompts, **QUIET, **QUICK, keep=lambda record: kept.append(record.info["models"])
+    )
+    gc.collect()
+    assert loading.alive == [0, 0, 0]
+    assert not any(reference() for reference in loading.loaded)
+    assert record.info["missing"]["too few layers"] == "failed: OutOfMemoryError: tried to allocate"
+    assert kept == [["whole"], ["whole", "too few layers"], [*given]]
+    assert "no result for anchor_distances" in record.info["warnings"]["whole"]
+    reasons = record.info["reasons"][0]
+    assert reasons[4] == "the model gives no such result; a warning says why"
+
+
+def of_model(**changes: Any) -> dict[str, al.Record]:
+    """Records of a model that does the task."""
+    records: dict[str, Any] = {"flows": flows(), "attention": attention(), "keys": distances()}
+    return {**records, "first 2 layers": isolation(), **changes}
+
+
+class Analysed:
+    """Stands for ``analyse``: gives the records of each model in turn, and an error after some."""
+
+    def __init__(self, *models: dict[str, Any]) -> None:
+        self.models = [*models]
+
+    def __call__(self, model: Any, batches: Any, keep: Callable[..., Any], **_: Any) -> None:
+        for name, record in self.models.pop(0).items():
+            if isinstance(record, Exception):
+                raise record
+            keep(name, record)
+
+
+@pytest.fixture
+def found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> al.AcrossModelsRecord:
+    """Models of which one agrees, one does not, one cannot, one has no memory in the middle."""
+    agrees = of_model()
+    differs = of_model(flows=flows(0.0, 1.0), attention=attention(0.3, 0.2, 0.4))
+    unable = of_model(keys=distances(accuracy_low=0.3))
+    late = {"flows": flows(), "keys": distances(), "error": MemoryError("no room")}
+    monkeypatch.setattr(module, "analyse", Analysed(agrees, differs, unable, late))
+    names = ["agrees", "differs", "<b>unable</b>", "late"]
+    with pytest.warns(UserWarning, match="late: failed: MemoryError: no room"):
+        return al.across_models(dict.fromkeys(names, gpt2), lambda _: [], **QUIET)
+
+
+def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
+    found: al.AcrossModelsRecord,
+) -> None:
+    agrees, differs, unknown = 0, 1, 2
+    assert found.verdict.tolist() == [
+        [agrees] * 5,
+        [differs, differs, agrees, differs, agrees],
+        [unknown] * 5,
+        [agrees, agrees, unknown, unknown, agrees],
+    ]
+    assert found.number[:, 1].tolist() == [3, 1, 3, 3] and found.limit.tolist() == [
+        *LIMITS.values()
+    ]
+    assert found.number[3].isnan().tolist() == [False, False, True, True, False]
+    assert found.info["reasons"][3][2] == "MemoryError: no room"
+    low, high = found.intervals["number"][:, 0, 3]
+    assert [float(low), float(high)] == pytest.approx([0.7, 0.9])
+    assert found.accuracy.tolist() == pytest.approx([0.7] * 4)
+    assert [*found.info["missing"]] == ["<b>unable</b>", "late"]
+    assert "is not clearly above the 50 %" in found.info["missing"]["<b>unable</b>"]
+
+
+def test_one_table_as_text_frame_and_html(found: al.AcrossModelsRecord, tmp_path: Path) -> None:
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 80
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    second = lines.index("In deep layers the answer is read off the label words.")
+    assert lines[second + 1 : second + 3] == [
+        "agrees 3.00 [2.90, 3.10] ✓ agrees",
+        "differs 1.00 [0.90, 1.10] ✗ does not agree",
+    ]
+    assert lines[-1] == "late: failed: MemoryError: no room"
+    table = found.table()
+    assert table.shape == (4, 7) and table.index.name == "model"
+    assert table.iloc[1, 2] == "✗ 1.00 [0.90, 1.10]" and table.iloc[3, 3] == "? no number"
+    frame = found.to_frame()
+    number = frame[(frame["quantity"] == "number") & (frame["model"] == "differs")].iloc[1]
+    assert [number.value, number.verdict] == [1.0, "does not agree"]
+    assert number.reason == "the whole interval is below 2"
+    html = found._repr_html_()
+    assert "<b>unable" not in html and "✗ 1.00" in html and Parsed(html)
+    same = al.load_record(found.save(tmp_path / "claims.safetensors"))
+    assert str(same) == text and same.to_frame().equals(frame)
+
+
+def test_the_figure_has_a_panel_for_each_claim_and_a_row_for_each_model(
+    found: al.AcrossModelsRecord, tmp_path: Path
+) -> None:
+    figure = found.plot()
+    marks = [trace for trace in figure.data if trace.legendgroup == "1" and trace.x != (None,)]
+    assert [trace.y for trace in marks] == [(1,), (1,), (), (1,), ()]  # what does not agree
+    assert marks[1].x == (1.0,) and marks[1].name == "does not agree"
+    assert figure.layout.yaxis.ticktext[2] == "&lt;b&gt;unable&lt;/b&gt;"
+    assert [note.text for note in figure.layout.annotations].count("no number") == 2
+    page = al.write_report({"claims": found}, tmp_path / "page.html").read_text("utf-8")
+    assert "✗ 1.00 [0.90, 1.10]" in page and "failed: MemoryError: no room" in page
+
+
+def nothing(*_: Any, **__: Any) -> Any:
+    raise AssertionError("weights were loaded")
+
+
+@pytest.mark.parametrize(
+    ("models", "changes", "message"),
+    [
+        ([], {}, "expected models of different names, at least one; got \\[\\]"),
+        ({}, {}, "at least one"),
+        (["a", "b", "a"], {}, r"different names.*got \['a', 'b', 'a'\]"),
+        ([Path(), Path().resolve()], {}, "different names"),  # one folder, written in two ways
+        ({"": "a"}, {}, "different names"),
+        ("a", {"revisions": []}, r"got \['a'\] at \[\]"),
+        ("a", {"revisions": ["x", "x"]}, r"got \['a'\] at \['x', 'x'\]"),
+        (Path(), {"revisions": ["x"]}, "only a name on the hub has revisions, and . is none"),
+        (
+            "a.gguf",
+            {"revisions": ["x"]},
+            "only a name on the hub has revisions, and a.gguf is none",
+        ),
+        ({"a": nothing}, {"revisions": ["x"]}, "revisions, and a function is none"),
+        ("a", {"task": "b"}, "there is no task 'b'"),
+        ("a", {"task": al.TASKS["trec"]}, "needs examples to draw from"),
+        ("a", {"queries": 10_000}, "10000 queries are asked for"),
+        ("a", {"queries": 0}, "count must be a whole number from 1"),
+        ("a", {"shots": 0}, "shots must be a whole number from 1"),
+        ("a", {"seeds": []}, "seeds are different whole numbers"),
+        ("a", {"batch_size": 0}, "batch_size must be a whole number from 1"),
+        ("a", {"task": nothing, "queries": 5}, "a function makes the prompts, so that queries"),
+        ("a", {"task": nothing, "examples": []}, "so that examples would have no effect"),
+        ("a", {"depth": 0}, "depth must be a whole number from 1"),
+        ("a", {"draws": 0}, "draws must be a whole number from 1"),
+        ("a", {"resamples": -1}, "resamples must be 0"),
+        ("a", {"device": "meta"}, "cannot be put on the device 'meta'"),
+        ("a", {"device": "cpu", "device_map": "auto"}, "leave device out"),
+        ("a", {"folder": __file__}, "cannot be a folder"),
+    ],
+)
+def test_mistakes_are_found_before_weights_are_loaded(
+    models: Any, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "load_model", nothing)
+    with pytest.raises(AnchorlensError, match=message):
+        al.across_models(models, **({"task": "questions"} | changes), **QUIET)
+
+
+@WARNED
+def test_each_model_is_loaded_at_each_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def load(*given: Any, **options: Any) -> Any:
+        calls.append((*given, options))
+        raise ModelError("not there")
+
+    monkeypatch.setattr(module, "load_model", load)
+    options: dict[str, Any] = {"device": None, "device_map": "auto", "dtype": torch.float64}
+    record = al.across_models(
+        ["x/a", "b"], "sentiment", queries=2, revisions=["s1", "main"], **options, **QUIET
+    )
+    names = [(model, revision) for model in ("x/a", "b") for revision in ("s1", "main")]
+    assert calls == [(model, {**options, "revision": revision}) for model, revision in names]
+    assert record.info["models"] == [f"{model}@{revision}" for model, revision in names]
+    assert [*record.info["missing"].values()] == ["failed: not there"] * 4
+
+
+@WARNED
+def test_names_are_short_and_what_is_no_model_is_a_row(gpt2: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "x" / "model"
+    folder.mkdir(parents=True)
+    given: list[str | Path] = [str(folder), tmp_path / "other.gguf"]
+    record = al.across_models(given, "sentiment", queries=2, **QUIET)
+    assert record.info["models"] == ["model", f"{tmp_path}/other.gguf"]
+    others = {"a": gpt2.original_model, "b": lambda: 3, "c": lambda: nothing_there()}
+    record = al.across_models(others, "sentiment", queries=2, **QUIET)
+    assert "comes without a tokenizer" in record.info["missing"]["a"]
+    assert "expected a TransformerBridge" in record.info["missing"]["b"]
+    assert record.info["missing"]["c"] == "failed: OSError: no such file"
+    assert record.number.isnan().all() and record.verdict.eq(2).all()
+
+
+def nothing_there() -> Any:
+    raise OSError("no such file")
+
+
+def test_a_mistake_of_the_package_is_logged_with_its_traceback(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "analyse", Analysed({"error": KeyError("x")}))
+    with pytest.raises(AssertionError, match="failed with an unexpected error"):
+        al.across_models({"a": gpt2}, lambda _: [], **QUIET)
