@@ -55,6 +55,10 @@ if TYPE_CHECKING:
     from .experiments.integrated_flows import integrated_flows as integrated_flows
     from .experiments.isolation import isolation_loyalty as isolation_loyalty
     from .experiments.isolation import isolation_sweep as isolation_sweep
+    from .experiments.segment_attribution import (
+        SegmentAttributionRecord as SegmentAttributionRecord,
+    )
+    from .experiments.segment_attribution import segment_attribution as segment_attribution
     from .experiments.segment_suppression import (
         SegmentSuppressionRecord as SegmentSuppressionRecord,
     )

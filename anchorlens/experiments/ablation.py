@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ..errors import MetricError
+from ..metrics.metric import Metric
 from ..metrics.segment_flows import SegmentFlows
 from ..models.hooked import Hook, HookedModel, check_fits, device_of
-from ..passes.losses import before_segment
+from ..passes.losses import Loss, before_segment
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
@@ -114,12 +115,14 @@ class Ablation:
             for removed in (removable[:, 0], removable.any(1)):
                 self.changed(study.model, batch, removed)
 
-    def plan(self, study: Study) -> Runner:
-        """How the passes run, tried with the first segment removed."""
+    def plan(
+        self, study: Study, metrics: Sequence[Metric] = (), loss: Loss | None = None
+    ) -> Runner:
+        """How the passes run, tried with the first segment removed; metrics observe clean ones."""
         self.check(study)
         count = len(self.segments.names_of(study.batches[0]))
         first_removed = self.stored_hooks(study.model, torch.arange(count, device="cpu") > 0)
-        return study.plan(interventions=[first_removed], loss=None)
+        return study.plan(metrics, interventions=[first_removed], loss=loss)
 
     def predicting(self, batch: PromptBatch) -> edges.Positions:
         """The positions at which the tokens of the answer are predicted."""
@@ -236,7 +239,7 @@ class Answers:
         hooks_of_batch: HooksOfBatch = lambda _: hooks  # noqa: E731
         if changed is batch and (kept == kept[0]).all():
             hooks_of_batch = ablation.stored_hooks(model, kept[0])
-        rows = _logits(ablation, self.plan, changed, hooks_of_batch)
+        rows = _logits(ablation, self.plan, changed, hooks_of_batch, changed is batch)
         return _outcome(rows, self.tokens, self.is_given)
 
     def of_subsets(self, subsets: Bool[Tensor, "batch subset segment"]) -> Outcome:
@@ -300,10 +303,14 @@ def _outcome(
 
 
 def _logits(
-    ablation: Ablation, plan: Runner, batch: PromptBatch, hooks: HooksOfBatch
+    ablation: Ablation,
+    plan: Runner,
+    batch: PromptBatch,
+    hooks: HooksOfBatch,
+    is_of_plan: bool = True,
 ) -> list[Float[Tensor, "token vocab"]]:
-    """The logits that predict the answer of each prompt."""
-    if ablation.answer is None:
+    """The logits that predict the answer of each prompt; whole prompts run if they are new ones."""
+    if ablation.answer is None and is_of_plan:
         return list(plan.logits(batch, hooks)[:, None])
     return plan.logits_at(batch, ablation.predicting(batch), hooks)
 

@@ -117,6 +117,7 @@ def text(
         segments=given.segments.gather(1, columns).masked_fill(~inside, PADDING),
         target_positions=moved(given.target_positions),
         query_start=moved(given.query_start),
+        first_query=0,
         begins_with_bos=given.begins_with_bos
         and bool(stays.gather(1, given.starts[:, None]).all()),
         **_words(given, stays, moved),

@@ -208,6 +208,28 @@ def test_text_without_a_demonstration_is_the_prompt_without_it(
             torch.testing.assert_close(answers.of_kept(kept).log_odds, expected)
 
 
+def test_text_without_a_part_of_the_query_is_the_rest_of_the_tokens(
+    hooked: Any, byte_level: Any
+) -> None:
+    """Queries begin alike, with tokens that run once for all until they are removed."""
+    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    parts = {"start": lambda b: b.from_query & (b.positions < b.query_start[:, None] + 1)}
+    parts["rest"] = lambda batch: al.edges.query(batch) & ~parts["start"](batch)
+    parts["text"] = partial(al.edges.segment, name="text")
+    batches = questions(model, 3)
+    [answers], [kept], [outcome] = outcomes(
+        model, batches, count=8, segments=parts, remove=al.removal.text
+    )
+    for row in range(3):
+        for number in range(8):
+            removed = answers.ablation.removed(answers.batch, kept[:, number])[row]
+            ids = answers.batch.tokens[row, answers.batch.attention_mask[row] & ~removed]
+            alone = al.PromptBatch.from_segments(ids[None], [[0] * len(ids)], ["all"])
+            logits = al.target_logits(model, [alone], progress=False)
+            expected = float(log_odds_of(logits, answers.tokens[row]))
+            assert float(outcome.log_odds[row, number]) == pytest.approx(expected, abs=1e-9)
+
+
 @pytest.mark.with_shapes
 def test_log_odds_are_exact_where_a_probability_is_near_0_or_1() -> None:
     """In words of three: the others have the logits 0 and 0."""

@@ -240,6 +240,13 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             **QUIET,
         ),
         "suppression": lambda: al.segment_suppression(model, written, **QUIET),
+        "attribution": lambda: [
+            al.segment_attribution(
+                model, batches[:1], al.subsets.lasso(4), remove=remove, segments=parts, **QUIET
+            )
+            for remove in (al.removal.edges, al.removal.text)
+            for parts in (None, ["text", "label", "query"])
+        ],
         "integrated": lambda: al.integrated_flows(model, batches[:1], steps=2, **QUIET),
         "steps": lambda: al.step_flows(model, written[0].prompt(0), "answer"),
         "trace": lambda: al.trace_generation(model, "Who wrote it?", max_new_tokens=3).flows,

@@ -1,0 +1,217 @@
+"""Which segments an answer rests on: how likely it is without them, turned into scores.
+
+1. The clean run names the answer of each prompt, and a method which subsets of segments run.
+2. Each subset runs, and gives the log-odds y of the answer (``ablation.py``).
+3. The method makes a score for each segment from the subsets and y (``subsets.py``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..errors import MetricError
+from ..models.hooked import HookedModel
+from ..prompts.batch import PromptBatch
+from ..results import figures
+from ..results.contributions import Contributions
+from ..results.record import Record
+from ..runs.study import Study
+from ..system.arguments import checked
+from ..system.texts import described, name_of
+from . import removal, subsets
+from .ablation import Ablation, Answers, SegmentsOfBatch, info_of_answers, subsets_of
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SegmentAttributionRecord(Record):
+    """How much likelier each segment makes the answer, by removing segments.
+
+    Attributes:
+        scores: Mean over prompts, then over sets, of what a segment adds to the log-odds of the
+            answer; any number. High means that answers rest on it, below 0 that it makes them less
+            likely.
+        scores_of_prompts: The scores of each prompt; NaN where the model gives another answer. The
+            highest is the segment on which this answer rests most.
+        errors_of_prompts: The standard error of each score that comes from random orders of the
+            segments; 0 where the method is exact, NaN where it has none.
+        log_odds: ``log p - log(1 - p)`` of the answer in the clean run, summed over its tokens.
+    """
+
+    scores: Float[Tensor, " segment"]
+    scores_of_prompts: Float[Tensor, "prompt segment"]
+    errors_of_prompts: Float[Tensor, "prompt segment"]
+    log_odds: Float[Tensor, " prompt"]
+
+    caption: ClassVar[str] = (
+        "What each segment adds to the log-odds of the answer, as a mean over prompts. A bar above "
+        "0: the answer rests on this segment; below 0: without it the answer would be likelier. "
+        "1 means that the odds are 2.7 times as high."
+    )
+
+    def plot(self) -> go.Figure:
+        """The mean score of each segment, with its interval."""
+        bounds = self.intervals.get("scores")
+        low, high = (None, None) if bounds is None else (each[None, :, None] for each in bounds)
+        return figures.bars(
+            self.scores[None, :, None],
+            ["log-odds"],
+            self.axis_names("segment") or (),
+            [str(self.info.get("method", "score"))],
+            title="What each segment adds to the answer",
+            low=low,
+            high=high,
+        )
+
+
+@checked
+def segment_attribution(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    method: subsets.Method = subsets.one_by_one,
+    *,
+    segments: SegmentsOfBatch | None = None,
+    answer: str | None = None,
+    remove: removal.Removal = removal.edges,
+    seed: int = 0,
+    resamples: int = 200,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> SegmentAttributionRecord:
+    r"""How much each segment adds to the answer that the model gives, by removing segments.
+
+    With p_t the probability of token t of the answer after the earlier ones, and v the segments
+    that are kept, a method makes scores from the log-odds
+
+    $$
+    y(v) = \sum\limits_{t \in \text{answer}} \log \frac{p_t(v)}{1 - p_t(v)} .
+    $$
+
+    By default the segments are the demonstrations, and the score of a demonstration is what y loses
+    without it: which example does the answer rest on?
+
+    Range:
+        Any number, in units of log-odds. 1 multiplies the odds of an answer of one token by 2.7.
+
+    How to read:
+        High means that the answer rests on the segment, about 0 that it is as likely without it.
+        Below 0 the segment speaks for something else. Scores explain what the model says, also
+        where that is wrong.
+
+    Pitfalls:
+        One by one, two segments that say the same both have low scores; ``al.subsets.shapley``
+        divides between them. Without BOS the first segment holds the first token, to which many
+        heads attend, so that removing it may destroy what has nothing to do with its words. A
+        prompt with a part removed is none that the model was trained on: compare
+        ``al.removal.edges`` with ``al.removal.text``.
+
+    Source:
+        Not in the paper. The log-odds and the lasso are those of Cohen-Wang et al., *ContextCite*
+        (2024), who delete the text.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        batches: Prompts of ``build_prompts``, or of ``build_segments`` with an answer.
+        method: Which subsets of segments run, and how scores follow: ``al.subsets.one_by_one``,
+            ``al.subsets.lasso()``, ``al.subsets.shapley()`` or one of your own.
+        segments: As in ``SegmentFlows``: names, or functions of the batch by name. By default every
+            demonstration, or all segments of the prompts but the answer. All must have a token in
+            each prompt, before the answer. The token at which the answer is predicted stays.
+        answer: Name of the segment that holds a written answer, of which each token must be the
+            likeliest where it stands; otherwise the prompt counts for nothing. None for the label
+            word that the model predicts.
+        remove: How segments are removed; a function of the module ``al.removal`` or of your own.
+        seed: Decides which subsets a method draws.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+        folder: Stores what each batch contributed, as in ``run``.
+        progress: Show a progress bar.
+
+    Raises:
+        MetricError: Segments overlap, or one is empty in a prompt or not before the answer; there
+            is no answer; the method needs more subsets than there are, or gives something else than
+            subsets and scores; or ``remove`` gives something else than prompts and hooks. Those are
+            raised before any pass. After the clean runs: the model gives no answer of any prompt.
+        PromptError: The prompts do not fit the model, or have no segment of a name.
+        ModelError: The attention hooks do not act, or the logits are not finite.
+        StoreError: ``folder`` holds another run, or cannot be written into.
+
+    Warns:
+        UserWarning: The model gives another answer than the written one of some prompts.
+
+    Examples:
+        >>> record = al.segment_attribution(model, batches, resamples=0, progress=False)
+        >>> record.scores_of_prompts.shape == (sum(map(len, batches)), len(demos))
+        True
+        >>> best = record.scores_of_prompts[0].argmax()  # on which the first answer rests most
+    """
+    ablation = Ablation.of(batches, segments, answer, remove)
+    settings = {"experiment": "segment attribution", "method": method.name, "seed": seed}
+    settings |= ablation.settings
+    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
+    with study.entered():
+        plan = ablation.plan(study)
+        names = ablation.segments.names_of(study.batches[0])
+        check_method(method, len(names))
+
+        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
+            answers = Answers.of(ablation, plan, batch)
+            kept = subsets_of(method.draw, batch, len(names), seed)
+            y = answers.of_subsets(kept).log_odds
+            numbers = [_numbers(method, *of_prompt) for of_prompt in zip(kept, y, strict=True)]
+            return {
+                "numbers": torch.stack(numbers),
+                "log_odds": answers.clean.log_odds,
+                "is_given": answers.is_given,
+            }
+
+        contributions = study.collect(contributions_of)
+        info = info_of_answers(ablation, contributions["is_given"])
+        info |= {"method": method.name, "seed": seed, "shared_prefix": plan.status}
+        return study.record(record_of, contributions, info | {"segment_names": names})
+
+
+def record_of(contributions: Contributions) -> SegmentAttributionRecord:
+    """Means over prompts, then over sets."""
+    scores, errors = contributions["numbers"].unbind(1)
+    return SegmentAttributionRecord(
+        scores=contributions.mean(scores),
+        scores_of_prompts=scores,
+        errors_of_prompts=errors,
+        log_odds=contributions["log_odds"],
+    )
+
+
+def check_method(method: subsets.Method, count: int) -> None:
+    """Raise an error if a method gives something else than subsets and scores; no model runs."""
+    kept: Any = method.draw(count, torch.Generator().manual_seed(0))
+    is_table = isinstance(kept, Tensor) and kept.dtype == torch.bool and kept.ndim == 2
+    if not is_table or kept.shape[1] != count or not len(kept):
+        raise MetricError(
+            f"draw of the method {method.name!r} must give True and False for each subset and "
+            f"segment, of the shape (subset, {count}); got {described(kept)}"
+        )
+    y = torch.linspace(-1, 1, len(kept), dtype=torch.double, device="cpu")
+    for name, function in (("scores", method.scores), ("errors", method.errors)):
+        given: Any = None if function is None else function(kept, y)
+        is_row = isinstance(given, Tensor) and given.is_floating_point() and given.shape == (count,)
+        if function is not None and not is_row:
+            raise MetricError(
+                f"{name} of the method {method.name!r} ({name_of(function)}) must give a number "
+                f"for each of the {count} segments; got {described(given)}"
+            )
+
+
+def _numbers(
+    method: subsets.Method, kept: Bool[Tensor, "subset segment"], y: Float[Tensor, " subset"]
+) -> Float[Tensor, "2 segment"]:
+    """The scores of a prompt and their standard errors; NaN for an answer that is not given."""
+    none = torch.full((kept.shape[1],), torch.nan, dtype=torch.double, device="cpu")
+    if y.isnan().any():
+        return torch.stack([none, none])
+    errors = none if method.errors is None else method.errors(kept, y)
+    return torch.stack([method.scores(kept, y).double(), errors.double()])

@@ -1,0 +1,230 @@
+"""Which segments an answer rests on, against the same cuts made by hand and an additive model."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, MetricError, StoreError
+from anchorlens.experiments.segment_attribution import record_of
+from anchorlens.hooks import Site, hooks_on_edges
+from anchorlens.passes.forward import logits_at
+from tests.experiments.test_ablation import returning, written
+from tests.support.measures import assert_same, does_not_run
+from tests.support.tiny_models import questions, tiny_gpt2
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+
+
+def shortened(batch: al.PromptBatch) -> al.PromptBatch:
+    """The same prompts, of whose answer only the first token is in the segment."""
+    inside = batch.segments == 3
+    later = inside & torch.cat([torch.zeros_like(inside[:, :1]), inside[:, :-1]], dim=1)
+    return replace(batch, segments=batch.segments.masked_fill(later, -1))
+
+
+def test_one_by_one_is_the_cut_of_segment_suppression(gpt2: Any, byte_level: Any) -> None:
+    """For answers of one token, whose log-odds follow from its logits."""
+    batch = shortened(written(byte_level, gpt2))
+    record = al.segment_attribution(gpt2, [batch], answer="answer", segments=["museum", "shop"])
+    assert record.info["segment_names"] == ("museum", "shop")
+    first = batch.segments.eq(3).long().argmax(1)
+    predicting = al.edges.at(batch, first[:, None] - 1)
+
+    def odds(hooks: Any = ()) -> Tensor:
+        rows = torch.cat(logits_at(gpt2, batch, predicting, hooks)).double()
+        chances = rows.softmax(-1).gather(1, batch.tokens.gather(1, first[:, None]))[:, 0]
+        return (chances / (1 - chances)).log()
+
+    for number, name in enumerate(("museum", "shop")):
+        inside = al.edges.segment(batch, name)
+        last = inside.long().cumsum(1).argmax(1)
+        later = batch.attention_mask & (batch.positions > last[:, None])
+        hooks = hooks_on_edges(gpt2, batch, al.edges.between(later, inside), Site())
+        lost = odds() - odds(hooks)
+        torch.testing.assert_close(
+            record.scores_of_prompts[:, number], lost, rtol=0, atol=1e-5, check_dtype=False
+        )
+        assert (lost.abs() > 1e-3).all()
+
+
+@pytest.mark.every_kind
+def test_one_by_one_is_what_a_cut_by_hand_costs_the_predicted_label(model: Any) -> None:
+    batches = questions(model, 3, batch_size=2, padding_side="left")
+    record = al.segment_attribution(model, batches, **QUIET)
+    [alone] = questions(model, 3)
+
+    def odds(hooks: Any = None) -> Tensor:
+        logits = al.target_logits(model, [alone], hooks=hooks, progress=False)
+        words = alone.label_token_ids[clean[:, alone.label_token_ids].argmax(1)]
+        chances = logits.double().softmax(-1).gather(1, words[:, None])[:, 0]
+        return (chances / (1 - chances)).log()
+
+    clean = al.target_logits(model, [alone], progress=False)
+    torch.testing.assert_close(record.log_odds, odds(), rtol=0, atol=1e-4)
+    for number in range(6):
+
+        def cut(batch: al.PromptBatch, number: int = number) -> Any:
+            inside = al.edges.demonstration(batch, number)
+            return al.block_edges(
+                model, batch, al.edges.between(~inside & batch.attention_mask, inside)
+            )
+
+        lost = odds() - odds(cut)
+        torch.testing.assert_close(record.scores_of_prompts[:, number], lost, rtol=0, atol=1e-4)
+    assert (record.scores_of_prompts.abs() > 1e-3).any()
+    assert record.errors_of_prompts.isnan().all()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        al.subsets.one_by_one,
+        al.subsets.lasso(8, 1e-9),
+        al.subsets.shapley(),
+        al.subsets.shapley(3, exact_up_to=2),
+    ],
+    ids=["one by one", "lasso", "exact shapley", "sampled shapley"],
+)
+def test_an_answer_that_is_a_sum_over_segments_has_its_weights_as_scores(
+    method: Any, hooked: Any, byte_level: Any
+) -> None:
+    """The removal lowers the logit of the label word, and nothing else."""
+    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    [batch] = questions(model, 2)
+    weights = torch.tensor([0.5, -1.0, 2.0], dtype=torch.double)
+    segments = {name: partial(al.edges.demonstration, number=k) for k, name in enumerate("abc")}
+    clean = al.target_logits(model, [batch], progress=False)[batch.index]
+    words = batch.label_token_ids[clean[:, batch.label_token_ids].argmax(1)]
+
+    def lower(model: Any, batch: al.PromptBatch, removed: Tensor) -> Any:
+        parts = torch.stack([inside(batch) & removed for inside in segments.values()], dim=1)
+        lost = parts.any(-1).double() @ weights
+        changes = torch.zeros(2, 1, 700, dtype=torch.double)
+        changes[[0, 1], 0, words] = lost
+        return batch, [("unembed.hook_out", lambda logits, hook: logits - changes)]
+
+    record = al.segment_attribution(
+        model, [batch], method, segments=segments, remove=lower, **QUIET
+    )
+    expected = weights.expand(2, 3)
+    torch.testing.assert_close(record.scores_of_prompts, expected, rtol=0, atol=1e-8)
+    assert record.info["method"] == method.name and record.info["remove"] == "lower"
+
+
+def test_shapley_values_sum_to_what_all_segments_add(hooked: Any, byte_level: Any) -> None:
+    """Exact or from few orders, with edges or without text."""
+    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    parts = ["text", "label", "format"]
+    nothing = al.subsets.Method(
+        "all and none",
+        lambda count, generator: torch.arange(2)[:, None].expand(2, count) > 0,
+        lambda kept, y: (y[1] - y[0]).expand(kept.shape[1]),
+    )
+    for remove in (al.removal.edges, al.removal.text):
+        options: dict[str, Any] = {"segments": parts, "remove": remove, **QUIET}
+        batches = questions(model, 2)
+        gain = al.segment_attribution(model, batches, nothing, **options).scores_of_prompts[:, 0]
+        for method in (al.subsets.shapley(), al.subsets.shapley(2, exact_up_to=1)):
+            record = al.segment_attribution(model, batches, method, **options)
+            torch.testing.assert_close(record.scores_of_prompts.sum(1), gain)
+            is_exact = "2 perm" not in method.name
+            assert (record.errors_of_prompts == 0).all() == is_exact
+    assert record.info["remove"] == "text" and gain.abs().min() > 1e-3
+
+
+def test_batches_and_an_interruption_do_not_matter(
+    hooked: Any, byte_level: Any, tmp_path: Path
+) -> None:
+    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    batches, method = questions(model, 4, batch_size=2), al.subsets.lasso(8)
+    options: dict[str, Any] = {"progress": False, "seed": 3, "resamples": 40}
+    record = al.segment_attribution(model, batches, method, folder=tmp_path, **options)
+    low, high = record.intervals["scores"]
+    assert (low < record.scores).all() and (record.scores < high).all()
+    alone = questions(model, 4, batch_size=1)
+    assert_same(al.segment_attribution(model, alone, method, **options), record, 1e-9)
+    [stored] = tmp_path.rglob("*1.safetensors")
+    stored.unlink()
+    again = al.segment_attribution(model, batches, method, folder=tmp_path, **options)
+    assert_same(again, record, 0)
+    with pytest.raises(StoreError, match="another run"):
+        al.segment_attribution(model, batches, al.subsets.lasso(9), folder=tmp_path, **options)
+
+
+def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any, byte_level: Any) -> None:
+    batch = written(byte_level, gpt2)
+    tokens = batch.tokens.clone()
+    tokens[1, batch.attention_mask[1].nonzero()[-1]] += 1
+    wrong = replace(batch, tokens=tokens)
+    for method in (al.subsets.lasso(4), al.subsets.shapley()):
+        with pytest.warns(UserWarning, match="does not give the answer 'answer' of 1 of 2 prompts"):
+            record = al.segment_attribution(gpt2, [wrong], method, answer="answer", **QUIET)
+        assert record.axis_names("segment") == ("museum", "shop", "question")
+        assert record.scores_of_prompts.isnan().all(1).tolist() == [False, True]
+        torch.testing.assert_close(record.scores, record.scores_of_prompts[0])
+        assert "1 of 2 prompts" in record.info["left_out"]
+
+
+def test_no_given_answer_is_an_error_after_the_clean_passes(
+    gpt2: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = written(byte_level, gpt2)
+    wrong = replace(batch, tokens=(batch.tokens + 1) % 700)
+    with pytest.raises(MetricError, match="does not give the answer 'answer' of 2 of 2 prompts"):
+        al.segment_attribution(gpt2, [wrong], answer="answer", **QUIET)
+
+
+def test_means_are_over_prompts_and_then_over_sets() -> None:
+    scores = torch.tensor([1.0, 3.0, torch.nan, 8.0]).double()
+    numbers = torch.stack([scores, torch.zeros(4)], dim=1)[..., None]
+    given = {"numbers": numbers, "log_odds": torch.zeros(4).double()}
+    record = record_of(al.Contributions(given, torch.tensor([4, 4, 4, 2])))
+    assert record.scores.tolist() == [5.0]
+
+
+NOT_CALLED: Any = len
+OF_NO_TABLE = al.subsets.Method("mine", lambda count, generator: torch.ones(count), NOT_CALLED)
+OF_ONE_MORE = al.subsets.Method(
+    "mine", lambda count, generator: torch.ones(2, count + 1).bool(), NOT_CALLED
+)
+OF_NO_SUBSET = al.subsets.Method("mine", lambda n, generator: torch.ones(0, n).bool(), NOT_CALLED)
+OF_A_NUMBER = replace(al.subsets.one_by_one, name="mine", scores=lambda kept, y: y.mean())
+OF_NO_ERRORS = replace(al.subsets.one_by_one, name="mine", errors=lambda kept, y: y)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": al.subsets.lasso(65)}, "there are 64 subsets of 6 segments"),
+        ({"method": al.subsets.lasso(9), "segments": ["text", "label"]}, "there are 4 subsets"),
+        ({"method": OF_NO_TABLE}, r"draw of the method 'mine' .*\(subset, 6\); got torch.float32"),
+        ({"method": OF_ONE_MORE}, r"draw of the method 'mine' .* got torch.bool .*\(2, 7\)"),
+        ({"method": OF_NO_SUBSET}, r"draw of the method 'mine' .* got torch.bool .*\(0, 6\)"),
+        ({"method": OF_A_NUMBER}, r"scores of the method 'mine' \(<lambda>\).* each of the 6"),
+        ({"method": OF_NO_ERRORS}, r"errors of the method 'mine' \(<lambda>\).* got torch.float64"),
+        ({"segments": dict.fromkeys("ab", al.edges.query)}, "is in the segments"),
+        ({"answer": "nothing"}, "there is no segment 'nothing'"),
+        ({"remove": returning(None)}, "must return the batch that runs"),
+        ({"method": "lasso"}, "method of segment_attribution must be"),
+    ],
+)
+def test_bad_input_is_an_error_before_any_pass(options: Any, message: str, gpt2: Any) -> None:
+    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
+        al.segment_attribution(gpt2, questions(gpt2, 2), **options, **QUIET)
+
+
+def test_a_figure_has_a_bar_for_each_segment(gpt2: Any, tmp_path: Path) -> None:
+    record = al.segment_attribution(gpt2, questions(gpt2, 3), resamples=20, progress=False)
+    figure = record.plot()
+    [bar] = figure.data
+    assert bar.name == "one by one" and figure.layout.xaxis.ticktext[0] == "demonstration 1"
+    assert bar.y == pytest.approx(record.scores.tolist())
+    high = record.intervals["scores"][1]
+    assert bar.error_y.array == pytest.approx((high - record.scores).tolist())
+    assert_same(al.load_record(record.save(tmp_path / "record.safetensors")), record, 0)
