@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from .experiments.diagnosis import diagnose as diagnose
     from .experiments.edge_sweep import CutEdgesRecord as CutEdgesRecord
     from .experiments.edge_sweep import edge_sweep as edge_sweep
+    from .experiments.faithfulness import FaithfulnessRecord as FaithfulnessRecord
+    from .experiments.faithfulness import faithfulness as faithfulness
     from .experiments.generation import GenerationTrace as GenerationTrace
     from .experiments.generation import trace_generation as trace_generation
     from .experiments.integrated_flows import IntegratedFlowsRecord as IntegratedFlowsRecord

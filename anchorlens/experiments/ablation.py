@@ -215,13 +215,14 @@ class Answers:
     tokens: Sequence[Sequence[int]]  # of the answer, by prompt
     is_given: Bool[Tensor, " batch"]  # whether the model gives this answer
     clean: Outcome
+    _known: dict[bytes, Outcome] = field(default_factory=dict)  # by what is kept of each prompt
 
     @classmethod
     def of(cls, ablation: Ablation, plan: Runner, batch: PromptBatch) -> "Answers":
         """The clean run of a batch."""
         rows = _logits(ablation, plan, batch, no_hooks)
         if ablation.answer is None:
-            tokens = _predicted_words(batch, torch.cat(rows))
+            tokens = predicted_words(batch, torch.cat(rows))
             is_given = torch.ones(len(batch), dtype=torch.bool, device="cpu")
         else:
             tokens = ablation.tokens(batch)
@@ -244,10 +245,19 @@ class Answers:
 
     def of_subsets(self, subsets: Bool[Tensor, "batch subset segment"]) -> Outcome:
         """The same for several subsets, [batch, subset]; one that repeats runs once."""
-        alike, of_each = subsets.unique(dim=1, return_inverse=True)
-        outcomes = [self.of_kept(kept) for kept in alike.unbind(1)]
+        outcomes = []
+        for kept in subsets.unbind(1):
+            key = kept.cpu().numpy().tobytes()
+            if key not in self._known:
+                self._known[key] = self.of_kept(kept)
+            outcomes.append(self._known[key])
         log_odds, log_prob = (torch.stack(each, dim=1) for each in zip(*outcomes, strict=True))
-        return Outcome(log_odds[:, of_each], log_prob[:, of_each])
+        return Outcome(log_odds, log_prob)
+
+    @property
+    def passes(self) -> int:
+        """How many passes there were: the clean one, and one for each removal."""
+        return 1 + sum(0 in kept for kept in self._known)
 
 
 def subsets_of(
@@ -315,7 +325,7 @@ def _logits(
     return plan.logits_at(batch, ablation.predicting(batch), hooks)
 
 
-def _predicted_words(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> list[list[int]]:
+def predicted_words(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> list[list[int]]:
     """The first token of the label word that the model predicts; the likeliest of its class."""
     verbalizer = batch.verbalizer
     assert verbalizer is not None

@@ -162,7 +162,7 @@ def segment_attribution(
             answers = Answers.of(ablation, plan, batch)
             kept = subsets_of(method.draw, batch, len(names), seed)
             y = answers.of_subsets(kept).log_odds
-            numbers = [_numbers(method, *of_prompt) for of_prompt in zip(kept, y, strict=True)]
+            numbers = [numbers_of(method, *of_prompt) for of_prompt in zip(kept, y, strict=True)]
             return {
                 "numbers": torch.stack(numbers),
                 "log_odds": answers.clean.log_odds,
@@ -206,7 +206,7 @@ def check_method(method: subsets.Method, count: int) -> None:
             )
 
 
-def _numbers(
+def numbers_of(
     method: subsets.Method, kept: Bool[Tensor, "subset segment"], y: Float[Tensor, " subset"]
 ) -> Float[Tensor, "2 segment"]:
     """The scores of a prompt and their standard errors; NaN for an answer that is not given."""

@@ -247,6 +247,9 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             for remove in (al.removal.edges, al.removal.text)
             for parts in (None, ["text", "label", "query"])
         ],
+        "faithfulness": lambda: al.faithfulness(
+            model, batches[:1], {"signed": al.SegmentFlows(weight=al.weights.helpful)}, **QUIET
+        ),
         "integrated": lambda: al.integrated_flows(model, batches[:1], steps=2, **QUIET),
         "steps": lambda: al.step_flows(model, written[0].prompt(0), "answer"),
         "trace": lambda: al.trace_generation(model, "Who wrote it?", max_new_tokens=3).flows,

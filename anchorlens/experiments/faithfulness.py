@@ -1,0 +1,459 @@
+"""What scores of segments are worth: do they predict what the removal of segments does?
+
+1. Random subsets of the segments are kept, and each gives the log-odds y of the answer
+   (``ablation.py``).
+2. Each kind of score gives one number a segment: a tensor, a metric, a method of ablation, or a
+   function of the batch. All metrics observe one pass, with the cross entropy of the same answer.
+3. LDS is the rank correlation of y and of the summed scores of what is kept. The drop is what
+   log p of the answer loses without the segments of the highest scores.
+4. Beside them stand random scores and the best possible ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import comb
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..errors import AnchorlensError, MetricError
+from ..metrics import weights
+from ..metrics.metric import possible
+from ..metrics.segment_flows import SegmentFlows
+from ..metrics.segment_rollout import SegmentRollout
+from ..models.hooked import HookedModel
+from ..models.load import ensure_prepared
+from ..prompts.batch import PromptBatch, digest
+from ..prompts.random_edges import draw_generator
+from ..results import figures
+from ..results.contributions import Contributions
+from ..results.record import Record
+from ..runs.study import Study, require_batches
+from ..system.arguments import checked
+from ..system.processes import fails_together
+from ..system.warn import warn_user
+from . import subsets as draws
+from .ablation import Ablation, Answers, SegmentsOfBatch, info_of_answers, subsets_of
+from .removal import Removal
+from .removal import edges as cut_edges
+from .segment_scores import Score, SegmentScores, keys_of
+
+RANDOM, BEST = "random", "best possible"
+_RANDOM_SCORES = 20  # of a prompt, whose mean LDS is that of random scores
+MOST_CHOICES = 100  # of the segments to remove, all of which run to find the best one
+FEWEST = 3  # segments, and subsets of them, that a rank correlation needs
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FaithfulnessRecord(Record):
+    """Whether scores of segments predict what happens to the answer without some of them.
+
+    The axis ``score`` has the scores that were given, then ``random`` and ``best possible``.
+
+    Attributes:
+        lds: Rank correlation (Spearman) over random subsets of the segments of the log-odds of the
+            answer and the summed scores of the segments that are kept, from -1 to 1; mean over
+            prompts, then over sets. 1: the score predicts which removal hurts more; 0: it does not.
+            A low number beside a high one of ``best possible`` is the score's fault; beside a low
+            one effects of segments do not add up, so that no score of single segments can be high.
+        lds_gap: ``lds`` minus that of the first score, paired by prompt, from -2 to 2; above 0
+            where this score predicts more.
+        drop: What log p of the answer loses without the segments of the highest scores, in nats;
+            below 0 where it gains. High means that the score finds what the answer rests on.
+        drop_gap: ``drop`` minus that of the first score, paired by prompt, in nats.
+        lds_of_prompts: LDS of each prompt. NaN where a prompt has none; ``info`` has the reasons.
+        drop_of_prompts: Drop of each prompt.
+        log_prob: log p of the answer with all segments, in nats, from 0 down.
+    """
+
+    lds: Float[Tensor, " score"]
+    lds_gap: Float[Tensor, " score"]
+    drop: Float[Tensor, " score"]
+    drop_gap: Float[Tensor, " score"]
+    lds_of_prompts: Float[Tensor, "prompt score"]
+    drop_of_prompts: Float[Tensor, "prompt score"]
+    log_prob: Float[Tensor, " prompt"]
+
+    caption: ClassVar[str] = (
+        "LDS: rank correlation, over random subsets of the prompt's segments, of the answer's "
+        "log-odds and the summed scores of what is kept. 1: the score says which removal hurts "
+        "more; 0: it does not. Drop: what log p of the answer loses without the segments of the "
+        "highest scores. Read a low number beside the other two rows: where the best possible is "
+        "high, the score misses what the answer rests on; where it is low too, effects of segments "
+        "do not add up and no score of single segments can predict them. Where random scores (all "
+        "above 0) are high, the number of kept segments alone predicts much."
+    )
+    names_in_info: ClassVar[Mapping[str, str]] = {"score": "scores"}
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"lds": (-1.0, 1.0)}
+
+    def table(self) -> pd.DataFrame:
+        """The numbers as text, with intervals: a row for each score."""
+        names = list(self.axis_names("score") or ())
+        columns = {
+            "LDS": ("lds", ".2f"),
+            f"minus {names[0]}": ("lds_gap", "+.2f"),
+            "drop in nats": ("drop", ".2f"),
+            f"drop minus {names[0]}": ("drop_gap", "+.2f"),
+        }
+        texts = {
+            column: [format(self.estimate(name, k), form) for k in range(len(names))]
+            for column, (name, form) in columns.items()
+        }
+        return pd.DataFrame(texts, index=pd.Index(names, name="score"))
+
+    def plot(self) -> go.Figure:
+        """LDS and drop of every score, with intervals."""
+        names, bounds = ("lds", "drop"), self.intervals
+        known = torch.stack([bounds[name] for name in names], dim=1)[..., None] if bounds else None
+        low, high = (None, None) if known is None else known
+        return figures.bars(
+            torch.stack([self.lds, self.drop])[..., None],
+            ["LDS", "drop in nats"],
+            self.axis_names("score") or (),
+            ["score"],
+            title="What scores of segments are worth",
+            low=low,
+            high=high,
+        )
+
+
+@fails_together()
+@checked
+def faithfulness(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    scores: Mapping[str, Score] | None = None,
+    *,
+    segments: SegmentsOfBatch | None = None,
+    answer: str | None = None,
+    remove: Removal = cut_edges,
+    subsets: int = 32,
+    top: int = 1,
+    seed: int = 0,
+    resamples: int = 200,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> FaithfulnessRecord:
+    r"""Do scores of segments predict what the answer loses without some of them?
+
+    Random subsets v of the segments are kept, each segment with probability 1/2. With
+    \(y(v) = \sum_t \log p_t - \log (1 - p_t)\) over the tokens of the answer, and scores
+    \(\tau_i\),
+
+    $$
+    \text{LDS} = \text{Spearman}_v \Bigl( y(v), \; \sum\limits_{i \in v} \tau_i \Bigr)
+    \qquad
+    \text{drop} = \log p(\text{all}) - \log p(\text{all but the } \texttt{top} \text{ highest})
+    $$
+
+    for each prompt; then means over prompts, and over sets of demonstrations. All scores are
+    compared on the same subsets. Two rows stand beside them:
+
+    - ``random``: scores from 0 to 1 that know nothing. Its LDS is the mean of 20 of them, its drop
+      the mean of all choices of ``top`` segments (above 100 choices of a random one).
+    - ``best possible``: the LDS of the least squares fit of y on the same subsets, about the most
+      that summed scores can reach, and the largest drop of all choices (up to 100).
+
+    Range:
+        LDS -1 to 1; drops any number of nats.
+
+    How to read:
+        High LDS: removing what the score calls important hurts more. A low one beside a high ``best
+        possible`` is the score's fault. Where ``best possible`` is low too, the segments replace or
+        need each other, or matter little, and no score of single segments predicts them.
+        ``lds_gap`` compares with the first score, paired by prompt: its interval is much narrower
+        than the difference of two intervals suggests.
+
+    Pitfalls:
+        It asks what a removal does, which a score may not claim to say, and scores by the same
+        removal have an advantage. Where y grows with every segment, all scores above 0 have an LDS
+        above 0: compare with ``random``. With few segments the subsets of lasso and Shapley are
+        largely those of the test, and with not many more subsets than segments ``best possible`` is
+        1. A score that is equal for all segments has no LDS; of equal scores the earlier segment is
+        removed. Cut edges leave positions as they were, deleted text moves them: try both.
+
+    Source:
+        Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for y, subsets, LDS and drop (there with
+        1, 3 and 5 sources); Park et al., *TRAK* (2023), for LDS. The two rows beside are ours.
+
+    Args:
+        model: A hooked model.
+        batches: Prompts from ``build_prompts`` or ``build_segments``.
+        scores: For each name one of these; high must mean that the segment helps the answer.
+
+            - A tensor [prompt, segment], in the order of the queries, as records have it. NaN in a
+              prompt leaves it out.
+            - A metric with ``segment_scores``: ``SegmentFlows``, ``SegmentAttention`` or
+              ``SegmentRollout``, without segments of its own. It gets one more segment, the rest of
+              the prompt up to the answer, whose tokens read but have no score. A dataclass of your
+              own can be one if it has ``segments`` and, if it needs them, ``queries``: the
+              positions that predict the answer.
+            - A method of ``al.subsets``.
+            - A function of the batch to a tensor [batch, segment].
+
+            By default: attention, rollout, value norm, saliency, signed flows, and segments removed
+            one by one.
+        segments: What is removed: names of segments, or functions of the batch by name, as in
+            ``SegmentFlows``. By default demonstrations; in prompts without label words all segments
+            but that of the answer.
+        answer: The segment of a written answer; None for the label word that the model predicts. A
+            prompt whose answer is not what the model gives is left out, with a warning.
+        remove: How segments are removed: ``al.removal.edges``, ``al.removal.text``, or a function
+            as these.
+        subsets: How many subsets run; at most 2 to the power of the number of segments.
+        top: How many segments are removed for the drop.
+        seed: Of subsets and random scores. They depend on it and on the demonstrations.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+        folder: Stores what each batch contributed, as in ``run``.
+        progress: Show a progress bar.
+
+    Returns:
+        The record. ``info["passes"]`` is the number of passes of a prompt, and ``info["reasons"]``
+        says why numbers are NaN.
+
+    Raises:
+        MetricError: There are no scores; a score is none of these, of another shape, or not finite;
+            a metric has no ``segment_scores`` or has segments of its own; a name is that of a row
+            beside; ``top`` or ``subsets`` is not among the numbers that there are; segments or
+            answer do not fit (before any pass), or the model gives no prompt's answer.
+        PromptError: The prompts do not fit the model, or lack a segment.
+        ModelError: The attention hooks do not act, or a metric's weights are hidden.
+        StoreError: ``folder`` holds another run, or cannot be written into.
+
+    Examples:
+        >>> length = lambda batch: torch.stack(
+        ...     [of(batch).sum(1) for of in al.edges.each_demonstration(batch).values()], dim=1)
+        >>> scores = {"length": length, "one by one": al.subsets.one_by_one}
+        >>> record = al.faithfulness(model, batches[:1], scores, resamples=0, progress=False)
+        >>> record.axis_names("score")
+        ('length', 'one by one', 'random', 'best possible')
+        >>> bool(record.lds[3] > record.lds[0])
+        True
+    """
+    ensure_prepared(model)
+    require_batches(batches)
+    given = default_scores() if scores is None else dict(scores)
+    check_names(given)
+    ablation = Ablation.of(batches, segments, answer, remove)
+    settings = {"experiment": "faithfulness", "scores": given, **ablation.settings}
+    settings |= {"subsets": subsets, "top": top, "seed": seed}
+    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
+    with study.entered():
+        ablation.check(study)
+        of_segments = SegmentScores(given, ablation, study, seed)
+        of_segments.check()
+        names = of_segments.segments
+        comparison = Comparison(len(names), subsets, top, seed)
+        comparison.check()
+        left_out: dict[str, AnchorlensError] = {}
+        if scores is None:  # what this model does not allow
+            _, left_out = possible(model, study.batches, of_segments.metrics)
+            given = {name: score for name, score in given.items() if name not in left_out}
+            of_segments = replace(of_segments, scores=given)
+        observed, plan = of_segments.plan(), ablation.plan(study)
+
+        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
+            answers = Answers.of(ablation, plan, batch)
+            of_batch = comparison.contributions(answers, of_segments.of(answers, observed))
+            passes = answers.passes + (observed is not None)
+            return of_batch | {"passes": torch.full_like(of_batch["log_prob"], passes)}
+
+        contributions = study.collect(contributions_of)
+        info: dict[str, Any] = {"scores": (*given, RANDOM, BEST), "segment_names": names}
+        info |= {"subsets": subsets, "top": top, "seed": seed, "shared_prefix": plan.status}
+        info |= info_of_answers(ablation, contributions["is_given"])
+        info["passes"] = float(contributions["passes"].mean())  # of a prompt
+        info["not_possible"] = {name: str(error) for name, error in left_out.items()}
+        info["reasons"] = comparison.reasons(tuple(given), contributions)
+        return study.record(record_of, contributions, info)
+
+
+def check_names(scores: Mapping[str, Any]) -> None:
+    """Raise an error unless there are scores, with names other than those of the rows beside."""
+    if not scores or not all(scores) or not {RANDOM, BEST}.isdisjoint(scores):
+        raise MetricError(
+            "scores are at least one, by name, such as {'attention': "
+            "al.SegmentFlows(weight=al.weights.attention)}, and no name is empty, "
+            f"{RANDOM!r} or {BEST!r} (these two are in each record); got {list(scores)}"
+        )
+
+
+def default_scores() -> dict[str, Score]:
+    """The scores of the family of the paper, and the ablation that they are compared with."""
+    return {
+        "attention": SegmentFlows(weight=weights.attention),
+        "rollout": SegmentRollout(),
+        "value norm": SegmentFlows(weight=weights.value_norm),
+        "saliency": SegmentFlows(weight=weights.saliency),
+        "signed": SegmentFlows(weight=weights.helpful),
+        "one by one": draws.one_by_one,
+    }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How scores are compared: on which subsets, and by what is removed."""
+
+    segments: int
+    subsets: int
+    top: int
+    seed: int
+
+    def check(self) -> None:
+        """Raise an error for numbers that do not fit the segments."""
+        if not 1 <= self.top <= self.segments:
+            raise MetricError(
+                f"top is how many of the {self.segments} segments are removed for the drop, from 1 "
+                f"to {self.segments}; got {self.top}"
+            )
+        if self.segments >= FEWEST > self.subsets:
+            raise MetricError(
+                f"a rank correlation needs subsets={FEWEST} or more; got {self.subsets}"
+            )
+        self.drawn(self.segments, torch.Generator())  # an error if there are not so many
+
+    def drawn(self, segments: int, generator: torch.Generator) -> draws.Subsets:
+        """The subsets on which scores are compared; none of too few segments."""
+        if segments < FEWEST:
+            return torch.zeros(0, segments, dtype=torch.bool, device="cpu")
+        return draws.random(self.subsets, segments, generator)
+
+    @property
+    def choices(self) -> int:
+        """In how many ways the segments to remove can be chosen."""
+        return comb(self.segments, self.top)
+
+    def contributions(
+        self, answers: Answers, scores: Float[Tensor, "batch score segment"]
+    ) -> dict[str, Tensor]:
+        """LDS and drop of every score, of random ones and of the best, in each prompt."""
+        # Of another seed than the subsets of methods, which would be tested on their own.
+        kept = subsets_of(self.drawn, answers.batch, self.segments, -1 - self.seed)
+        y = answers.of_subsets(kept).log_odds if kept.shape[1] else kept[..., 0].double()
+        random = torch.stack([self._random(*key) for key in keys_of(answers.batch)])
+        of_random = lds(kept, y, random).mean(1, keepdim=True)
+        best = lds(kept, y, fitted(kept, y)[:, None])
+        is_equal = (scores == scores[..., :1]).all(-1) & (self.segments > 1)
+        is_unknown = scores.isnan().any(-1) & answers.is_given[:, None]
+        of_scores = lds(kept, y, scores).masked_fill(is_equal, torch.nan)
+        drops = self.drops(answers, highest(scores, self.top), highest(random[:, :1], self.top))
+        has_none = is_unknown | (is_equal & (self.choices > 1))
+        drops[:, :-2].masked_fill_(has_none, torch.nan)
+        return {
+            "lds": torch.cat([of_scores, of_random, best], dim=1),
+            "drop": drops,
+            "log_prob": answers.clean.log_prob,
+            "is_given": answers.is_given,
+            "is_equal": is_equal,
+            "is_unknown": is_unknown,
+        }
+
+    def drops(
+        self,
+        answers: Answers,
+        chosen: Bool[Tensor, "batch score segment"],
+        random: Bool[Tensor, "batch 1 segment"],
+    ) -> Float[Tensor, "batch _"]:
+        """What log p loses without the chosen segments; for random ones, and at most."""
+        clean = answers.clean.log_prob[:, None]
+        if self.choices > MOST_CHOICES:
+            removed = torch.cat([chosen, random], dim=1)
+            return pad(clean - answers.of_subsets(~removed).log_prob, (0, 1), value=torch.nan)
+        rows = torch.eye(self.segments, dtype=torch.bool, device="cpu")
+        tried = [rows[list(each)].any(0) for each in combinations(range(self.segments), self.top)]
+        removed = torch.stack(tried).expand(len(chosen), -1, -1)
+        lost = clean - answers.of_subsets(~removed).log_prob
+        numbers = (chosen[:, :, None] == removed[:, None]).all(-1).long().argmax(-1)
+        rest = [lost.mean(1, keepdim=True), lost.amax(1, keepdim=True)]
+        return torch.cat([lost.gather(1, numbers), *rest], dim=1)
+
+    def reasons(self, names: Sequence[str], contributions: Mapping[str, Tensor]) -> dict[str, str]:
+        """Why numbers are NaN, by the score or by what is NaN; a warning where a score is."""
+        reasons, prompts = dict[str, str](), len(contributions["lds"])
+        for name, equal, unknown in zip(
+            names,
+            *(contributions[key].sum(0).tolist() for key in ("is_equal", "is_unknown")),
+            strict=True,
+        ):
+            told = [f"all segments have one score in {equal} of {prompts} prompts"] * bool(equal)
+            told += [f"it is NaN in {unknown} of {prompts} prompts"] * bool(unknown)
+            reasons |= {name: "; ".join(told)} if told else {}
+        if reasons:
+            told = [f"{name!r}: {reason}" for name, reason in reasons.items()]
+            warn_user(f"some scores say nothing in some prompts, which count as NaN: {told}")
+        flat = int((contributions["lds"][:, -2].isnan() & contributions["is_given"]).sum())
+        if self.segments < FEWEST:
+            reasons["LDS"] = f"a rank correlation needs {FEWEST} segments; got {self.segments}"
+        elif flat:
+            reasons["LDS"] = f"no segment changes the answer of {flat} of {prompts} prompts"
+        if self.choices > MOST_CHOICES:
+            reasons[f"drop of {BEST}"] = (
+                f"of {self.choices} choices of {self.top} segments not all run, but of at most "
+                f"{MOST_CHOICES}"
+            )
+        return reasons
+
+    def _random(self, demonstrations: int, index: int) -> Float[Tensor, "_ segment"]:
+        """Random scores of a prompt, whichever batch it is in."""
+        generator = draw_generator(self.seed, digest([demonstrations, index]))
+        drawn = torch.rand(_RANDOM_SCORES, self.segments, generator=generator, device="cpu")
+        return drawn.double()
+
+
+def lds(
+    kept: Bool[Tensor, "prompt subset segment"],
+    y: Float[Tensor, "prompt subset"],
+    scores: Float[Tensor, "prompt score segment"],
+) -> Float[Tensor, "prompt score"]:
+    """Spearman correlation over subsets of y and the summed scores of what is kept; NaN for none.
+
+    Of equal numbers each has the mean of their ranks.
+    """
+    sums = scores @ kept.mT.to(scores.dtype)
+    first, second = (_ranks(values) for values in (sums, y[:, None]))
+    products = (first * second).sum(-1)
+    return products / (first.square().sum(-1) * second.square().sum(-1)).sqrt()
+
+
+def _ranks(values: Float[Tensor, "*axes subset"]) -> Float[Tensor, "*axes subset"]:
+    """Ranks minus their mean."""
+    lower = (values[..., None] > values[..., None, :]).sum(-1)
+    higher = (values[..., None] < values[..., None, :]).sum(-1)
+    return (lower - higher).double() / 2
+
+
+def fitted(
+    kept: Bool[Tensor, "prompt subset segment"], y: Float[Tensor, "prompt subset"]
+) -> Float[Tensor, "prompt segment"]:
+    """The scores whose sums, with a constant, fit y with least squares; 0 without subsets."""
+    table = torch.cat([torch.ones_like(kept[..., :1]), kept], dim=2).double()
+    return (torch.linalg.pinv(table) @ y.nan_to_num()[..., None])[:, 1:, 0]
+
+
+def highest(
+    scores: Float[Tensor, "prompt score segment"], top: int
+) -> Bool[Tensor, "prompt score segment"]:
+    """The segments of the highest scores; of equal ones the earlier."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :top], True)
+
+
+def record_of(contributions: Contributions) -> FaithfulnessRecord:
+    """Means over prompts, then over sets; differences of the numbers of the same prompt."""
+    of_prompts, drops = contributions["lds"], contributions["drop"]
+    return FaithfulnessRecord(
+        lds=contributions.mean(of_prompts),
+        lds_gap=contributions.mean(of_prompts - of_prompts[:, :1]),
+        drop=contributions.mean(drops),
+        drop_gap=contributions.mean(drops - drops[:, :1]),
+        lds_of_prompts=of_prompts,
+        drop_of_prompts=drops,
+        log_prob=contributions["log_prob"],
+    )

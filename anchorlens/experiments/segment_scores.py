@@ -1,0 +1,197 @@
+"""Scores of segments, of any kind, as one tensor for a batch.
+
+A score is a tensor for all prompts, a metric, a method of ablation, or a function of the batch. All
+metrics observe one pass, whose loss is the cross entropy of the answer that is explained.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ..errors import MetricError
+from ..metrics.metric import Metric
+from ..models.hooked import device_of
+from ..passes.losses import span_cross_entropy
+from ..prompts import edges
+from ..prompts.batch import PromptBatch
+from ..results.contributions import Contributions
+from ..results.record import classes_of
+from ..runs.runner import Runner
+from ..runs.study import Study, order_of_queries
+from ..system.texts import described, name_of
+from .ablation import Ablation, Answers, predicted_words, subsets_of
+from .segment_attribution import check_method, numbers_of
+from .subsets import Method
+
+Score = Float[Tensor, "prompt segment"] | Metric | Method | Callable[[PromptBatch], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentScores:
+    """Scores by name, of the segments that are removed from the prompts of a study."""
+
+    scores: Mapping[str, Score]
+    ablation: Ablation
+    study: Study
+    seed: int
+
+    @cached_property
+    def segments(self) -> tuple[str, ...]:
+        """The names of the segments."""
+        return self.ablation.segments.names_of(self.study.batches[0])
+
+    def check(self) -> None:
+        """Raise an error for what is no score, or not one of these segments; no model runs."""
+        prompts = sum(map(len, self.study.batches))
+        for name, score in self.scores.items():
+            if isinstance(score, Tensor):
+                self._checked(name, score, prompts)
+                if len(self._rows) < prompts:
+                    raise MetricError(
+                        f"the rows of score {name!r} cannot be told apart: two queries have the "
+                        "same number after the same demonstrations; build the prompts in one call, "
+                        "or give a function of the batch"
+                    )
+            elif isinstance(score, Metric):
+                _check_metric(name, score)
+            elif isinstance(score, Method):
+                check_method(score, len(self.segments))
+            elif isinstance(score, type) or not callable(score):
+                is_class = isinstance(score, type)
+                got = f"the class {name_of(score)}" if is_class else described(score)
+                raise MetricError(
+                    f"score {name!r} must be a tensor (prompt, segment), a metric such as "
+                    "al.SegmentFlows(weight=al.weights.helpful), a method of al.subsets, or a "
+                    f"function of the batch; got {got}"
+                )
+            else:
+                batch = self.study.batches[0].to(device_of(self.study.model))
+                self._checked(name, score(batch), len(batch))
+
+    @cached_property
+    def metrics(self) -> list[Metric]:
+        """The metrics, with the segments and, as one more, the rest of the prompt."""
+        ablation, count = self.ablation, len(self.segments)
+        parts: dict[str, Any] = {str(k): partial(_segment, ablation, k) for k in range(count)}
+        known: dict[str, Any] = {"segments": parts | {"rest": partial(_rest, ablation)}}
+        known["queries"] = ablation.predicting
+        metrics = []
+        for name, score in self.scores.items():
+            if isinstance(score, Metric):
+                options = {field.name for field in fields(score)}  # type: ignore[arg-type]
+                changes = {key: of for key, of in {**known, "name": name}.items() if key in options}
+                metrics.append(replace(score, **changes))  # type: ignore[type-var]
+        return metrics
+
+    def plan(self) -> Runner | None:
+        """How the pass runs that metrics observe; None if no metric is a score."""
+        if not self.metrics:
+            return None
+        answer = self.ablation.answer
+        loss = prediction_cross_entropy if answer is None else span_cross_entropy(answer)
+        needs_one = any(metric.needs_gradient for metric in self.metrics)
+        return self.study.plan(self.metrics, loss=loss if needs_one else None)
+
+    def of(self, answers: Answers, plan: Runner | None) -> Float[Tensor, "batch score segment"]:
+        """The scores of the prompts of a batch, in float64 on the CPU."""
+        batch, count = answers.batch, len(self.segments)
+        observed = {} if plan is None else plan.contributions(batch)
+        found = {metric.name: metric for metric in self.metrics}
+        scores = []
+        for name, score in self.scores.items():
+            values: Any
+            if isinstance(score, Tensor):
+                values = score[[self._rows[key] for key in keys_of(batch)]]
+            elif isinstance(score, Metric):
+                values = _of_metric(found[name], observed, plan)[:, :count]
+            elif isinstance(score, Method):
+                kept = subsets_of(score.draw, batch, count, self.seed)
+                y = answers.of_subsets(kept).log_odds
+                numbers = [numbers_of(score, *each) for each in zip(kept, y, strict=True)]
+                values = torch.stack(numbers)[:, 0]
+            else:
+                values = score(batch)
+            scores.append(self._checked(name, values, len(batch)))
+        return torch.stack(scores, dim=1)
+
+    @cached_property
+    def _rows(self) -> dict[tuple[int, int], int]:
+        """The number of each prompt in the order of the queries, by demonstrations and query."""
+        keys = [key for batch in self.study.batches for key in keys_of(batch)]
+        order = order_of_queries(self.study.batches).tolist()
+        return {keys[k]: row for row, k in enumerate(order)}
+
+    def _checked(self, name: str, values: Any, prompts: int) -> Float[Tensor, "_ segment"]:
+        """Scores in float64 on the CPU, or an error if they are not one for each segment."""
+        shape = (prompts, len(self.segments))
+        if not isinstance(values, Tensor) or tuple(values.shape) != shape or values.is_complex():
+            raise MetricError(
+                f"score {name!r} must be numbers of the shape (prompt, segment) = {shape}, for the "
+                f"segments {', '.join(self.segments)}; got {described(values)}; give a number for "
+                "each segment of each prompt"
+            )
+        if values.isinf().any():
+            raise MetricError(
+                f"score {name!r} must be finite, or NaN in prompts without scores; got infinite "
+                "numbers; leave these out (NaN), or give large ones"
+            )
+        return values.detach().cpu().double()
+
+
+def _check_metric(name: str, metric: Metric) -> None:
+    """Raise an error for a metric that gives no scores, or has segments of its own."""
+    if not hasattr(metric, "segment_scores"):
+        kinds = classes_of(Metric)  # type: ignore[type-abstract]
+        able = {kind.__name__ for kind in kinds if hasattr(kind, "segment_scores")}
+        raise MetricError(
+            f"score {name!r}: {type(metric).__name__} gives no number for a segment (it has no "
+            f"segment_scores); those that do are {', '.join(sorted(able))}"
+        )
+    if getattr(metric, "segments", None) is not None:
+        raise MetricError(
+            f"score {name!r}: the metric has segments of its own, but scores are of the segments "
+            "that are removed; leave them out there, and give them to al.faithfulness(segments=)"
+        )
+
+
+def _of_metric(metric: Metric, observed: Mapping[str, Tensor], plan: Runner | None) -> Tensor:
+    """The scores of a metric, or the error that it raised in the pass."""
+    start = f"{metric.name}/"
+    own = {key.removeprefix(start): of for key, of in observed.items() if key.startswith(start)}
+    if not own and plan is not None:
+        raise plan.failures[metric.name]
+    scores: Tensor = metric.segment_scores(Contributions(own))  # type: ignore[attr-defined]
+    return scores
+
+
+def prediction_cross_entropy(
+    logits: Float[Tensor, "batch vocab"], batch: PromptBatch
+) -> Float[Tensor, " batch"]:
+    """The cross entropy, over the whole vocabulary, of the label word that the logits predict."""
+    words = torch.tensor(predicted_words(batch, logits.detach()), device=logits.device)
+    return cross_entropy(logits, words[:, 0], reduction="none")
+
+
+def _segment(ablation: Ablation, number: int, batch: PromptBatch) -> edges.Positions:
+    """The tokens of a segment that can be removed."""
+    return ablation.removable(batch)[:, number]
+
+
+def _rest(ablation: Ablation, batch: PromptBatch) -> edges.Positions:
+    """All other tokens up to the last that predicts the answer: what comes later reads in vain."""
+    inside = batch.up_to_target
+    if ablation.answer is not None:
+        inside = ablation.predicting(batch).flip(1).cumsum(1).flip(1) > 0
+    return inside & batch.attention_mask & ~ablation.removable(batch).any(1)
+
+
+def keys_of(batch: PromptBatch) -> list[tuple[int, int]]:
+    """The demonstrations and the number of the query of each prompt."""
+    given = batch.on_cpu
+    return list(zip(given.demonstrations_id.tolist(), given.index.tolist(), strict=True))

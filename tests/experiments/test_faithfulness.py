@@ -1,0 +1,548 @@
+"""What scores are worth, against an engine that adds up, scipy, and passes written out."""
+
+from dataclasses import dataclass
+from functools import partialmethod
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, MetricError, ModelError, StoreError
+from anchorlens.experiments import ablation, faithfulness, segment_scores
+from anchorlens.metrics import attention_times_gradient
+from anchorlens.prompts.random_edges import draw_generator
+from tests.references import plain
+from tests.support.measures import assert_same, does_not_run, patterns_of
+from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+MAKE: dict[str, Any] = {
+    "gpt2": (tiny_gpt2, "byte_level"),
+    "llama": (tiny_llama, "sentencepiece_like"),
+    "gemma3": (tiny_gemma3, "sentencepiece_like"),
+}
+
+
+def weights_of(prompts: int, segments: int, seed: int = 0) -> Tensor:
+    """True effects of segments, of both signs and all different."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(prompts, segments, generator=generator, dtype=torch.float64)
+
+
+@dataclass
+class Additive:
+    """An engine in which every segment adds its weight to y and to log p."""
+
+    batch: al.PromptBatch
+    weights: Tensor  # [prompt, segment], by the number of the query
+    is_given: Tensor
+    passes: int = 1
+
+    def of_subsets(self, kept: Tensor) -> Any:
+        y = (kept * self.weights[self.batch.index][:, None]).sum(-1)
+        y = y.masked_fill(~self.is_given[:, None], torch.nan)
+        return ablation.Outcome(y, y - 9)
+
+    @property
+    def clean(self) -> Any:
+        kept = torch.ones(len(self.batch), 1, self.weights.shape[1], dtype=torch.bool)
+        return ablation.Outcome(*(each[:, 0] for each in self.of_subsets(kept)))
+
+
+@pytest.fixture
+def additive(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The weights of an engine that takes the place of that of the package."""
+
+    def use(weights: Tensor, given: list[bool] | None = None) -> Tensor:
+        def of(ablation: Any, plan: Any, batch: al.PromptBatch) -> Any:
+            is_given = torch.ones(len(weights)).bool() if given is None else torch.tensor(given)
+            return Additive(batch, weights, is_given[batch.index])
+
+        monkeypatch.setattr(faithfulness, "Answers", type("Answers", (), {"of": staticmethod(of)}))
+        return weights
+
+    return use
+
+
+@pytest.mark.with_shapes
+def test_the_rank_correlation_is_that_of_scipy() -> None:
+    kept = torch.rand(5, 20, 4, generator=torch.Generator().manual_seed(0)) < 0.5
+    scores = torch.tensor([[[1, 1, 2, 3], [1, 0, 0, -1], [0.5, 0.25, 4, 1]]] * 5).double()
+    y = weights_of(5, 20).mul(2).round()  # with ties
+    ours = faithfulness.lds(kept, y, scores)
+    for prompt, score in np.ndindex(5, 3):
+        sums = [sum(scores[prompt, score, row].tolist()) for row in kept[prompt]]
+        expected = spearmanr(sums, y[prompt]).statistic
+        assert float(ours[prompt, score]) == pytest.approx(expected, abs=1e-12)
+    assert faithfulness.lds(kept, y * 0, scores).isnan().all()
+    assert faithfulness.lds(kept, y, scores * torch.nan).isnan().all()
+    assert faithfulness.lds(kept[:, :0], y[:, :0], scores).isnan().all()
+
+
+@pytest.mark.with_shapes
+def test_the_best_scores_are_those_of_least_squares() -> None:
+    kept = torch.rand(3, 20, 4, generator=torch.Generator().manual_seed(1)) < 0.5
+    y = weights_of(3, 20)
+    for prompt in range(3):
+        table = np.c_[np.ones(20), kept[prompt].numpy()]
+        expected = np.linalg.lstsq(table, y[prompt].numpy(), rcond=None)[0][1:]
+        np.testing.assert_allclose(faithfulness.fitted(kept, y)[prompt], expected, rtol=1e-10)
+    of_few = faithfulness.fitted(kept[:, :0], y[:, :0])
+    assert of_few.shape == (3, 4) and not of_few.any()
+
+
+@pytest.mark.with_shapes
+@pytest.mark.parametrize("top", [1, 2, 6])
+def test_the_weights_of_an_additive_engine_predict_it(gpt2: Any, additive: Any, top: int) -> None:
+    batches = questions(gpt2, 7, batch_size=3)
+    tau = additive(weights_of(7, 6))
+    scores: Any = {
+        "exact": tau,
+        "minus": -tau,
+        "equal": torch.ones(7, 6),
+        "of batch": lambda batch: tau[batch.index].float(),
+        "tied": tau.round(),
+    }
+    with pytest.warns(UserWarning, match=r"'equal': all segments have one score in 7 of 7 prom"):
+        record = al.faithfulness(gpt2, batches, scores, top=top, **QUIET)
+    names = [*scores, "random", "best possible"]
+    assert list(record.axis_names("score") or ()) == names
+    lds = dict(zip(names, record.lds_of_prompts.T, strict=True))
+    drop = dict(zip(names, record.drop_of_prompts.T, strict=True))
+    for name, expected in {"exact": 1, "of batch": 1, "minus": -1, "best possible": 1}.items():
+        torch.testing.assert_close(lds[name], torch.full((7,), float(expected)).double())
+    assert lds["equal"].isnan().all() and (lds["tied"] < 1).all() and (lds["tied"] > 0.5).all()
+    assert (lds["random"].abs() < 0.9).all() and len(lds["random"].unique()) == 7
+    # log p(all) - log p(without): the sum of what is removed.
+    ordered = tau.sort(descending=True).values
+    highest = ordered[:, :top].sum(1)
+    for name in ("exact", "of batch", "best possible"):
+        torch.testing.assert_close(drop[name], highest)
+    torch.testing.assert_close(drop["minus"], ordered[:, -top:].sum(1))
+    means = [[float(sum(of)) for of in combinations(row.tolist(), top)] for row in tau]
+    torch.testing.assert_close(drop["random"], torch.tensor(means).double().mean(1))
+    assert drop["equal"].isnan().all() == (top < 6)  # of all segments there is one choice
+    torch.testing.assert_close(record.log_prob, tau.sum(1) - 9)
+    torch.testing.assert_close(record.lds, record.lds_of_prompts.mean(0), equal_nan=True)
+    torch.testing.assert_close(record.drop, record.drop_of_prompts.mean(0), equal_nan=True)
+    gaps = record.lds_of_prompts - record.lds_of_prompts[:, :1]
+    torch.testing.assert_close(record.lds_gap, gaps.mean(0), equal_nan=True)
+    assert record.lds_gap[0] == 0 and record.lds_gap[1] == pytest.approx(-2)
+    gaps = record.drop_of_prompts - record.drop_of_prompts[:, :1]
+    torch.testing.assert_close(record.drop_gap, gaps.mean(0), equal_nan=True)
+    assert record.info["reasons"]["equal"] == "all segments have one score in 7 of 7 prompts"
+
+
+def test_rows_of_a_tensor_are_in_the_order_of_the_queries(gpt2: Any, additive: Any) -> None:
+    """Whatever the order of batches and their sizes; also in sets of demonstrations."""
+    additive(weights_of(6, 6))
+    of_sets = [questions(gpt2, 6, seed=seed, batch_size=2) for seed in (1, 2)]
+    scores = {"given": torch.cat([weights_of(6, 6), -weights_of(6, 6)])}
+    record = al.faithfulness(gpt2, [*of_sets[0][::-1], *of_sets[1]], scores, **QUIET)
+    expected = torch.tensor([1.0] * 6 + [-1.0] * 6).double()
+    torch.testing.assert_close(record.lds_of_prompts[:, 0], expected)
+    assert record.lds[0] == 0  # the mean of two sets
+    twice = [*questions(gpt2, 3), *questions(gpt2, 3)]
+    with pytest.raises(MetricError, match="two queries have the same number after the same demon"):
+        al.faithfulness(gpt2, twice, {"given": weights_of(6, 6)}, **QUIET)
+
+
+def test_intervals_are_paired_and_prompts_that_say_nothing_are_left_out(
+    gpt2: Any, additive: Any
+) -> None:
+    tau = additive(weights_of(24, 6), [True] * 20 + [False] * 4)
+    noise = weights_of(24, 6, seed=1)
+    scores = {"noisy": tau + noise, "more": tau + 1.2 * noise, "known": tau.clone()}
+    scores["known"][3], tau[7] = torch.nan, 0
+    options: dict[str, Any] = {"resamples": 200, "progress": False}
+    with pytest.warns(UserWarning, match="segment_answer|does not give|known.*NaN in 1 of 24"):
+        record = al.faithfulness(gpt2, questions(gpt2, 24), scores, **options)
+    assert record.lds_of_prompts[20:].isnan().all() and record.drop_of_prompts[20:].isnan().all()
+    has_number = record.lds_of_prompts[:20].isfinite()
+    assert has_number[:, :2].sum() == 2 * 19 and has_number[:, 2].sum() == 18
+    assert not has_number[7].any() and not has_number[3, 2]
+    assert "4 of 24 prompts" in record.info["left_out"]
+    assert record.info["reasons"] == {
+        "known": "it is NaN in 1 of 24 prompts",
+        "LDS": "no segment changes the answer of 1 of 24 prompts",
+    }
+    gap, alone = (
+        record.intervals[name][1] - record.intervals[name][0] for name in ("lds_gap", "lds")
+    )
+    assert gap[1] < alone[1] / 2  # both scores err in the same prompts
+    assert not record.intervals["lds_gap"][:, 0].any()
+    assert 0.6 < record.intervals["lds"][0, 2] < 1
+
+
+def test_more_choices_than_run_have_no_best_one(
+    gpt2: Any, additive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tau, batches = additive(weights_of(5, 6)), questions(gpt2, 5)
+    options: dict[str, Any] = {"top": 2, **QUIET}
+    scores = {"exact": tau, "minus": -tau}
+    of_all = al.faithfulness(gpt2, batches, scores, **options)
+    monkeypatch.setattr(faithfulness, "MOST_CHOICES", 14)  # of 15
+    record = al.faithfulness(gpt2, batches, scores, **options)
+    assert torch.equal(record.drop_of_prompts[:, :2], of_all.drop_of_prompts[:, :2])
+    assert record.drop_of_prompts[:, 3].isnan().all() and torch.equal(record.lds, of_all.lds)
+    pairs = [[float(sum(of)) for of in combinations(row.tolist(), 2)] for row in tau]
+    for drop, sums in zip(record.drop_of_prompts[:, 2].tolist(), pairs, strict=True):
+        assert min(abs(drop - each) for each in sums) < 1e-12
+    reasons = record.info["reasons"]
+    assert reasons == {
+        "drop of best possible": "of 15 choices of 2 segments not all run, but of at most 14"
+    }
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_segments_have_drops_but_no_rank_correlation(
+    gpt2: Any, additive: Any, count: int
+) -> None:
+    tau, batches = additive(weights_of(4, count)), questions(gpt2, 4)
+    of_all = al.edges.each_demonstration(batches[0])
+    segments = {name: of_all[name] for name in list(of_all)[:count]}
+    record = al.faithfulness(gpt2, batches, {"minus": -tau}, segments=segments, **QUIET)
+    assert record.lds_of_prompts.isnan().all()
+    assert record.info["reasons"]["LDS"] == f"a rank correlation needs 3 segments; got {count}"
+    worst, _, best = record.drop_of_prompts.T
+    torch.testing.assert_close(worst, tau.amin(1))
+    torch.testing.assert_close(best, tau.amax(1))
+
+
+def by_hand(model: Any, prompt: al.PromptBatch, subsets: Tensor) -> dict[str, Any]:
+    """LDS and drops of one prompt, with passes, edges and sums written out."""
+    parts = [of(prompt)[0].numpy() for of in al.edges.each_demonstration(prompt).values()]
+    length, target = prompt.tokens.shape[1], int(prompt.target_positions[0])
+    earlier = np.tri(length, k=-1, dtype=bool)  # [query, key]
+
+    def log_probs(kept: list[bool]) -> Tensor:
+        removed = np.any([part & (not stays) for part, stays in zip(parts, kept, strict=True)], 0)
+        edges = torch.from_numpy(earlier & ~removed[:, None] & removed)[None]
+        hooks = [] if all(kept) else al.block_edges(model, prompt, edges)
+        with torch.no_grad():
+            logits = model.run_with_hooks(prompt.tokens, fwd_hooks=hooks)[0, target]
+        return logits.double().log_softmax(-1)
+
+    clean = log_probs([True] * 6)
+    words = prompt.label_token_ids
+    word = int(words[clean[words].argmax()])
+
+    def log_odds(log_probs: Tensor) -> float:
+        return float(log_probs[word] - torch.log1p(-log_probs[word].exp()))
+
+    loss: Any = lambda logits, batch: -logits.log_softmax(-1)[:, word]  # noqa: E731
+    signed = al.saliency(model, prompt, loss=loss, weight=al.weights.signed)[0].numpy()
+    patterns = patterns_of(model, prompt, [])
+    rollout = al.rollout(patterns)[0, target].numpy()
+
+    def read(edges: Any) -> list[float]:
+        weights = np.where(earlier, edges.sum(0), 0)
+        return [weights[~part][:, part].sum() for part in parts]
+
+    without = [log_probs([k != other for k in range(6)]) for other in range(6)]
+    scores = {
+        "attention": read(patterns[0].mean(1).numpy()),
+        "rollout": [rollout[part].sum() for part in parts],
+        "saliency": read(np.abs(signed)),
+        "signed": read(-signed),
+        "one by one": [log_odds(clean) - log_odds(each) for each in without],
+    }
+    y = [log_odds(log_probs(row)) for row in subsets.tolist()]
+    sums = [subsets.double() @ torch.tensor(of).double() for of in scores.values()]
+    lost = [float(clean[word] - each[word]) for each in without]
+    return {
+        "lds": [spearmanr(of, y).statistic for of in sums],
+        "drop": [lost[int(np.argmax(of))] for of in scores.values()],
+        "beside": [float(np.mean(lost)), max(lost), float(clean[word])],
+    }
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("name", MAKE)
+def test_numbers_equal_passes_written_out(
+    name: str,
+    hooked: Any,
+    request: pytest.FixtureRequest,
+    kind_of_model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, of_tokenizer = MAKE[name]
+    tokenizer = request.getfixturevalue(of_tokenizer)
+    model = hooked(make(len(tokenizer)).double(), tokenizer)
+    defaults = faithfulness.default_scores()
+    scores = {key: of for key, of in defaults.items() if key != "value norm"}
+    plan = al.Study.plan
+    expected = []
+    with plain.everything_in_float64():
+        for prompt in sorted(questions(model, 2, batch_size=1), key=lambda each: int(each.index)):
+            generator = draw_generator(-1, int(prompt.demonstrations_id))
+            expected.append(by_hand(model, prompt, al.subsets.random(7, 6, generator)))
+        tolerance = 1e-9 if kind_of_model == "bridge" else 1e-5
+        runs: list[tuple[Any, int, bool]] = [("left", 2, True), ("right", 1, False)]
+        for side, size, share in runs:
+            monkeypatch.setattr(al.Study, "plan", partialmethod(plan, share_prefix=share))
+            batches = questions(model, 2, batch_size=size, padding_side=side)
+            record = al.faithfulness(model, batches, scores, subsets=7, **QUIET)
+            assert ("run once" in record.info["shared_prefix"]) == share
+            ours = {"lds": record.lds_of_prompts[:, :5], "drop": record.drop_of_prompts[:, :5]}
+            ours["beside"] = torch.cat([record.drop_of_prompts[:, 5:], record.log_prob[:, None]], 1)
+            for key, values in ours.items():
+                rows = [of[key] for of in expected]
+                np.testing.assert_allclose(values, rows, rtol=tolerance, atol=tolerance)
+    assert 7 < record.info["passes"] <= 2 + 7 + 6
+
+
+@dataclass(frozen=True)
+class Reads(al.Metric):
+    """A metric of one's own: how many tokens of a segment there are, and how many predict."""
+
+    segments: Any = None
+    queries: Any = None
+    name: str = "reads"
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        sizes = torch.stack([of(batch).sum(1) for of in self.segments.values()], dim=1)
+        values = {"sizes": sizes.cpu(), "queries": self.queries(batch).sum(1).cpu()}
+        return al.Observation(lambda logits, clean_logits: values)
+
+    def result(self, contributions: al.Contributions) -> al.Record:
+        return al.Record()
+
+    def segment_scores(self, contributions: al.Contributions) -> Tensor:
+        return contributions["sizes"] + 1000 * contributions["queries"][:, None]
+
+
+def written(model: Any, given: list[bool]) -> list[al.PromptBatch]:
+    """Prompts with four parts and an answer of two tokens, of the model where it is given."""
+    tokens, segments = [], []
+    for number, is_given in enumerate(given):
+        row = list(range(40 + 7 * number, 60 + 7 * number))
+        for _ in range(2):
+            with torch.no_grad():
+                logits = model(torch.tensor([row]))[0, -1]
+            row.append(int(logits.topk(2).indices[0 if is_given else 1]))
+        tokens.append(torch.tensor([*row, 5]))
+        # No segment: the first token, and what follows the answer.
+        segments.append([-1] + [0] * 3 + [1] * (4 + number % 2) + [2] * 4 + [3] * (6 - number % 2))
+        segments[-1] += [4] * (20 - len(segments[-1])) + [5, 5, -1]
+    names = ["a", "b", "c", "d", "question", "answer"]
+    made = al.PromptBatch.from_segments(torch.stack(tokens), segments, names)
+    return [made.prompts(0, 3), made.prompts(3, len(given))]
+
+
+@pytest.mark.every_kind
+def test_a_written_answer_is_what_metrics_and_removals_explain(
+    gpt2: Any, kind_of_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = written(gpt2, [True, False, True, True])
+    seen: list[Tensor] = []
+    of_batch = segment_scores.SegmentScores.of
+
+    def spy(self: Any, *args: Any) -> Tensor:
+        seen.append(of_batch(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(segment_scores.SegmentScores, "of", spy)
+    scores: Any = {"own": Reads(), "signed": al.SegmentFlows(weight=al.weights.helpful)}
+    scores |= {"rollout": al.SegmentRollout(), "one by one": al.subsets.one_by_one}
+    options: dict[str, Any] = {"answer": "answer", "segments": list("abcd"), "subsets": 16} | QUIET
+    with pytest.warns(UserWarning, match="does not give the answer 'answer' of 1 of 4 prompts"):
+        record = al.faithfulness(gpt2, batches, scores, **options)
+    assert record.lds_of_prompts.isfinite().all(1).tolist() == [True, False, True, True]
+    assert record.drop_of_prompts.isnan().all(1).tolist() == [False, True, False, False]
+    assert record.info["reasons"] == {} and len(record.lds) == 6
+    ours = torch.cat(seen)
+    assert ours[1, 3].isnan().all() and ours[0, 0].tolist() == [2003, 2004, 2004, 2006]
+    loss = al.losses.span_cross_entropy("answer")
+    for number in (0, 2, 3):
+        batch, row = batches[number // 3], number % 3
+        prompt = batch.prompt(row)
+        signed = al.saliency(gpt2, prompt, weight=al.weights.signed, loss=loss)[0].sum(0)
+        rollout = al.rollout(patterns_of(gpt2, prompt, []))[0, 19:21].mean(0)
+        for k in range(4):
+            part = prompt.segments[0] == k
+            readers = ~part & (torch.arange(23) < 21)  # the last token of the answer reads in vain
+            expected = -signed[readers][:, part].sum()
+            assert float(ours[number, 1, k]) == pytest.approx(float(expected), rel=1e-4, abs=1e-6)
+            assert float(ours[number, 2, k]) == pytest.approx(float(rollout[part].sum()), rel=1e-4)
+    given = [each for each in range(4) if each != 1]
+    alone = [
+        al.faithfulness(gpt2, [batches[k // 3].prompt(k % 3)], scores, **options) for k in given
+    ]
+    together = torch.cat([each.lds_of_prompts[:, :4] for each in alone])
+    torch.testing.assert_close(record.lds_of_prompts[given, :4], together)
+    with pytest.raises(MetricError, match="does not give the answer 'answer' of 2 of 2 prompts"):
+        al.faithfulness(gpt2, written(gpt2, [False] * 5)[1:], scores, **options)
+
+
+def test_deleted_text_gives_other_numbers_than_cut_edges(gpt2: Any) -> None:
+    batches = questions(gpt2, 3)
+    scores = {"one by one": al.subsets.one_by_one}
+    cut, deleted = (
+        al.faithfulness(gpt2, batches, scores, subsets=8, remove=remove, **QUIET)
+        for remove in (al.removal.edges, al.removal.text)
+    )
+    assert (cut.info["remove"], deleted.info["remove"]) == ("edges", "text")
+    torch.testing.assert_close(cut.log_prob, deleted.log_prob)
+    drop = deleted.drop_of_prompts[:, 0]
+    assert not torch.allclose(cut.drop_of_prompts[:, 0], drop, rtol=0.1)
+    assert torch.equal(drop, deleted.drop_of_prompts[:, 2])  # one by one finds the largest
+
+
+def test_methods_are_not_tested_on_their_own_subsets(gpt2: Any) -> None:
+    """A method that knows its subsets by heart and adds noise elsewhere would look perfect."""
+    kept: list[Tensor] = []
+
+    def draw(count: int, generator: torch.Generator) -> Tensor:
+        kept.append(al.subsets.random(9, count, generator))
+        return kept[-1]
+
+    tested: list[Tensor] = []
+    lds = faithfulness.lds
+    method = al.subsets.Method("mine", draw, lambda kept, y: kept.double().T @ y)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def spy(kept: Tensor, y: Tensor, scores: Tensor) -> Tensor:
+            tested.append(kept)
+            return lds(kept, y, scores)
+
+        patch.setattr(faithfulness, "lds", spy)
+        al.faithfulness(gpt2, questions(gpt2, 2), {"mine": method}, subsets=9, seed=3, **QUIET)
+    assert not torch.equal(tested[0][0], kept[-1])
+    with al.Study(gpt2, questions(gpt2, 2), {}, **QUIET) as study:
+        number = int(study.batches[0].demonstrations_id[0])
+    assert torch.equal(kept[-1], al.subsets.random(9, 6, draw_generator(3, number)))
+    assert torch.equal(tested[0][0], al.subsets.random(9, 6, draw_generator(-4, number)))
+
+
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_an_interrupted_run_goes_on(
+    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removals: list[Tensor] = []
+    of_kept = ablation.Answers.of_kept
+
+    def count_removals(self: Any, kept: Tensor) -> Any:
+        removals.append(kept)
+        return of_kept(self, kept)
+
+    monkeypatch.setattr(ablation.Answers, "of_kept", count_removals)
+    batches = questions(gpt2, 4, batch_size=2)
+    scores: Any = {"given": weights_of(4, 6), "signed": al.SegmentFlows(weight=al.weights.helpful)}
+    scores["one by one"] = al.subsets.one_by_one
+    options: dict[str, Any] = {"folder": tmp_path, "progress": False, "subsets": 8, "resamples": 9}
+    whole = al.faithfulness(gpt2, batches, scores, **options)
+    count = len(removals)
+    assert_same(al.faithfulness(gpt2, batches, scores, **options), whole, 0)
+    of_one = len(removals) - count  # the first batch is computed again, to compare
+    assert of_one == count / 2
+    [stored] = tmp_path.rglob("*1.safetensors")
+    stored.unlink()
+    assert_same(al.faithfulness(gpt2, batches, scores, **options), whole, 0)
+    assert len(removals) == count + 3 * of_one
+    assert al.FaithfulnessRecord.load(whole.save(tmp_path / "record")).info["top"] == 1
+    for changes in ({"given": weights_of(4, 6, seed=1)}, {"one by one": al.subsets.lasso(8)}):
+        with pytest.raises(StoreError, match="another run"):
+            al.faithfulness(gpt2, batches, scores | changes, **options)
+    with pytest.raises(StoreError, match="another run"):
+        al.faithfulness(gpt2, batches, scores, **options | {"top": 2})
+
+
+def test_by_default_the_table_has_the_scores_of_the_paper_and_their_baselines(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model: Any) -> None:
+        raise ModelError("a norm comes before the output projection")
+
+    batches = questions(gpt2, 2)
+    record = al.faithfulness(gpt2, batches, subsets=8, **QUIET)
+    names = ("attention", "rollout", "value norm", "saliency", "signed", "one by one")
+    assert record.axis_names("score") == (*names, "random", "best possible")
+    assert record.info["not_possible"] == {}
+    monkeypatch.setattr(attention_times_gradient, "require_transformed_values", refuse)
+    fewer = al.faithfulness(gpt2, batches, subsets=8, **QUIET)
+    assert "value norm" not in (fewer.axis_names("score") or ())
+    assert fewer.info["not_possible"] == {"value norm": "a norm comes before the output projection"}
+    torch.testing.assert_close(fewer.lds, record.lds[[0, 1, 3, 4, 5, 6, 7]])
+    with pytest.raises(ModelError, match="a norm comes before"):
+        scores = {"norm": al.SegmentFlows(weight=al.weights.value_norm)}
+        al.faithfulness(gpt2, batches, scores, subsets=8, **QUIET)
+
+
+def test_a_weight_that_is_not_finite_is_an_error_that_names_it(gpt2: Any) -> None:
+    def quotient(pattern: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.sum(1) / (gradient * 0).sum(1)
+
+    scores = {"attention": al.SegmentFlows(weight=al.weights.attention)}
+    scores["quotient"] = al.SegmentFlows(weight=quotient)
+    with pytest.raises(MetricError, match="the weight quotient gives NaN or infinite numbers"):
+        al.faithfulness(gpt2, questions(gpt2, 2), scores, subsets=8, **QUIET)
+
+
+BATCH = {"of batch": lambda batch: torch.ones(len(batch), 5)}
+CORRECT = {"given": torch.ones(2, 6)}
+
+
+@pytest.mark.parametrize(
+    ("scores", "options", "message"),
+    [
+        ({}, {}, r"scores are at least one, by name, .*; got \[\]"),
+        ({"random": torch.ones(2, 6)}, {}, r"no name is empty, 'random' or 'best possible'"),
+        (
+            {"given": torch.ones(2, 5)},
+            {},
+            r"\(prompt, segment\) = \(2, 6\), .*of the shape \(2, 5\)",
+        ),
+        ({"given": torch.ones(3, 6)}, {}, r"'given' must be numbers .* give a number for each"),
+        (BATCH, {}, r"'of batch' must be numbers of the shape .* = \(2, 6\)"),
+        ({"f": lambda batch: 3}, {}, "'f' must be numbers .* got a int"),
+        ({"given": torch.full((2, 6), -torch.inf)}, {}, "'given' must be finite, or NaN"),
+        ({"a": al.Accuracy()}, {}, "Accuracy gives no .* SegmentAttention, SegmentFlows, SegmentR"),
+        ({"a": al.SegmentFlows(["label"])}, {}, "'a': the metric has segments of its own"),
+        ({"a": al.SegmentFlows}, {}, "score 'a' must be a tensor .*; got the class SegmentFlows"),
+        ({"a": al.subsets.lasso(65)}, {}, "there are 64 subsets of 6 segments"),
+        ({"a": al.SegmentAttention(apart=9)}, {}, "a needs more than apart=9 segments, and .* 7"),
+        (CORRECT, {"top": 0}, "top is how many of the 6 segments .*, from 1 to 6; got 0"),
+        (CORRECT, {"top": 7}, "from 1 to 6; got 7"),
+        (CORRECT, {"subsets": 2}, "a rank correlation needs subsets=3 or more; got 2"),
+        (CORRECT, {"subsets": 65}, "there are 64 subsets of 6 segments"),
+        (CORRECT, {"answer": "text"}, "goes on after the answer has begun"),
+        (CORRECT, {"segments": ["reply"]}, "there is no segment 'reply'"),
+        (CORRECT, {"resamples": -1}, "resamples must be 0"),
+    ],
+)
+def test_wrong_scores_and_numbers_are_an_error_before_any_pass(
+    scores: Any, options: Any, message: str, gpt2: Any
+) -> None:
+    batches = questions(gpt2, 2)
+    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
+        al.faithfulness(gpt2, batches, scores, **QUIET | options)
+    with pytest.raises(AnchorlensError, match="there are no batches"), does_not_run(gpt2):
+        al.faithfulness(gpt2, [], CORRECT, **QUIET)
+
+
+@pytest.mark.with_shapes
+def test_figure_and_table_have_every_score(gpt2: Any, additive: Any) -> None:
+    tau = additive(weights_of(24, 6))
+    scores = {"worse": tau + weights_of(24, 6, seed=1), "exact <b>": tau}
+    batches = questions(gpt2, 24)
+    record = al.faithfulness(gpt2, batches, scores, progress=False)
+    table = record.table()
+    assert list(table.index) == ["worse", "exact <b>", "random", "best possible"]
+    assert list(table.columns) == ["LDS", "minus worse", "drop in nats", "drop minus worse"]
+    assert table["LDS"]["exact <b>"].startswith("1.00 [") and "+" in table["minus worse"].iloc[1]
+    lds, drop = record.plot().data
+    assert lds.y == tuple(record.lds.tolist()) and drop.y == tuple(record.drop.tolist())
+    low = record.drop - torch.tensor(drop.error_y.arrayminus)
+    torch.testing.assert_close(low, record.intervals["drop"][0])
+    assert record.plot().layout.xaxis.ticktext[1] == "exact &lt;b&gt;"
+    plain_bars = al.faithfulness(gpt2, batches, scores, **QUIET).plot().data
+    assert plain_bars[0].error_y.visible is False
+    frame = record.to_frame()
+    assert set(frame[frame.quantity == "lds"].score) == set(table.index)
