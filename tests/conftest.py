@@ -21,6 +21,9 @@ MATRIX = (
 LINE = ".".join(version("transformer-lens").split(".")[:2])
 KINDS = ("bridge", "processed", "hooked-transformer")
 
+# Searching for garbage takes a third of the time in which tests are imported; they leave little.
+gc.disable()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -63,6 +66,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # What was imported stays: searching it for garbage takes a sixth of the time.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def kinds_of(config: pytest.Config) -> list[str]:

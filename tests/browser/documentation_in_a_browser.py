@@ -1,6 +1,6 @@
 """The built documentation in a real browser: no errors, no requests elsewhere, accessible."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -42,6 +42,17 @@ def address() -> Iterator[str]:
     server.server_close()
 
 
+def violations(visit: Any, address: str, pages: Iterable[str], without: str = "") -> dict[str, Any]:
+    """What is not accessible on each page. One window opens them all: it reads scripts once."""
+    found = {}
+    for page in pages:
+        visit.goto(address + page)
+        width = visit.evaluate("document.documentElement.scrollWidth")
+        assert width <= visit.viewport_size["width"], page
+        found[page] = serious_violations(visit, without)
+    return {page: of_page for page, of_page in found.items() if of_page}
+
+
 @pytest.mark.parametrize(
     "half", [pytest.param(half, marks=pytest.mark.xdist_group(f"half {half}")) for half in (0, 1)]
 )
@@ -50,23 +61,15 @@ def test_every_other_page_is_accessible(address: str, browser: Any, half: int) -
     built = {path.parent.relative_to(SITE).as_posix() for path in SITE.rglob("index.html")}
     pages = {f"{page}/" for page in built if not page.startswith("reference")} - {"./", *PAGES}
     assert len(pages) > 15
-    found = {}
-    for page in sorted(pages)[half::2]:
-        with Visit(browser, address + page, WIDE) as visit:
-            visit.wait_for_load_state("load")
-            # Each word of code has a colour, which takes half of the time; ``PAGES`` have code.
-            found[page] = serious_violations(visit, without="pre")
-    assert {page: violations for page, violations in found.items() if violations} == {}
+    with Visit(browser, address, WIDE) as visit:
+        # Each word of code has a colour, which takes half of the time; ``PAGES`` have code.
+        assert violations(visit, address, sorted(pages)[half::2], without="pre") == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page or "home" for page in PAGES])
-def test_a_page_is_accessible_and_fits_the_screen(
-    address: str, browser: Any, page: str, screen: Any
-) -> None:
-    with Visit(browser, address + page, *screen) as visit:
+def test_pages_are_accessible_and_fit_the_screen(address: str, browser: Any, screen: Any) -> None:
+    with Visit(browser, address, *screen) as visit:
+        assert violations(visit, address, PAGES) == {}
         visit.wait_for_load_state("networkidle")
-        assert visit.evaluate("document.documentElement.scrollWidth") <= screen[0]["width"]
-        assert not serious_violations(visit)
 
 
 def test_a_line_does_not_end_within_an_option(address: str, browser: Any, screen: Any) -> None:
