@@ -29,7 +29,7 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test test-quick test-oldest test-newest test-browser docs lint lint-and-compile bench bench-gpu architectures clean
+.PHONY: help demo test test-quick test-oldest test-newest test-browser docs lint lint-and-compile compile-torch bench bench-gpu architectures clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -74,8 +74,8 @@ test-newest:
 	$(NEWEST)/bin/python -m pytest -n auto -m with_shapes
 	$(NEWEST)/bin/python -m pytest -n auto tests/models/test_cache_matrix.py tests/models/test_matrix.py
 
-# The browser first: it installs what the documentation needs in the same call.
-test-browser: $(VENV)/.stamp-browser docs
+# The first installs what the documentation needs in the same call.
+test-browser: $(VENV)/.stamp-browser $(VENV)/.stamp-chromium docs
 	$(PYTEST) -o python_files='*_in_a_browser.py' tests/browser
 
 # The checks use one core. On another, Python compiles the packages that the tests import, which
@@ -83,6 +83,10 @@ test-browser: $(VENV)/.stamp-browser docs
 lint-and-compile: $(VENV)/.stamp-dev
 	@$(BIN)/python -m pytest -n 0 -q --collect-only $(WITH_SHAPES) >/dev/null 2>&1 & \
 	$(MAKE) --no-print-directory lint; status=$$?; wait; exit $$status
+
+# For an idle core while other packages are installed. It may fail: nothing needs it.
+compile-torch: $(VENV)/.stamp-torch
+	-@$(BIN)/python -W ignore -c 'import torch._dynamo, torch.distributed.tensor' 2>/dev/null
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
@@ -136,9 +140,9 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.stamp-base $@
 
-$(VENV)/.stamp-browser: $(VENV)/.stamp-dev $(VENV)/.stamp-chromium
+$(VENV)/.stamp-browser: $(VENV)/.stamp-torch pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev,docs,browser]'
-	@touch $(VENV)/.stamp-docs $@
+	@touch $(VENV)/.stamp-base $(VENV)/.stamp-dev $(VENV)/.stamp-docs $@
 
 # Playwright's own browsers are not used: the one of the system is in the package registry.
 $(VENV)/.stamp-chromium: $(VENV)/.stamp-venv

@@ -14,10 +14,6 @@ from typing import Any
 import pytest
 
 SHARED: dict[Any, Any] = {}
-MATRIX = (
-    *("test_matrix", "test_cache_matrix", "test_prefix_matrix", "test_adapter_matrix"),
-    "test_fused_matrix",
-)
 LINE = ".".join(version("transformer-lens").split(".")[:2])
 KINDS = ("bridge", "processed", "hooked-transformer")
 
@@ -100,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {kind_of(item) or ''}"))
     # Groups of few and short tests go last, so that all processes end at the same time.
-    items[:] = sorted(selected, key=lambda item: item.path.stem in MATRIX)
+    items[:] = sorted(selected, key=lambda item: item.path.stem.endswith("_matrix"))
 
 
 def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
