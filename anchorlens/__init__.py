@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from .experiments.faithfulness import faithfulness as faithfulness
     from .experiments.generation import GenerationTrace as GenerationTrace
     from .experiments.generation import trace_generation as trace_generation
+    from .experiments.head_effects import HeadEffectsRecord as HeadEffectsRecord
+    from .experiments.head_effects import head_effects as head_effects
     from .experiments.integrated_flows import IntegratedFlowsRecord as IntegratedFlowsRecord
     from .experiments.integrated_flows import integrated_flows as integrated_flows
     from .experiments.isolation import isolation_loyalty as isolation_loyalty
@@ -65,11 +67,14 @@ if TYPE_CHECKING:
         SegmentSuppressionRecord as SegmentSuppressionRecord,
     )
     from .experiments.segment_suppression import segment_suppression as segment_suppression
+    from .experiments.task_vectors import TaskVectorsRecord as TaskVectorsRecord
+    from .experiments.task_vectors import task_vectors as task_vectors
     from .hooks import Site as Site
     from .hooks import block_edges as block_edges
     from .hooks import detach_heads as detach_heads
     from .hooks import isolate_labels as isolate_labels
     from .hooks import isolate_random as isolate_random
+    from .hooks import replace_heads as replace_heads
     from .hooks import reweight_anchors as reweight_anchors
     from .hooks import scale_edges as scale_edges
     from .metrics import weights as weights

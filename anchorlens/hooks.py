@@ -1,4 +1,4 @@
-"""Turns positions and edges into plain TransformerLens hooks: block, scale, isolate, detach.
+"""Turns positions and edges into plain TransformerLens hooks: block, scale, isolate, replace.
 
 Each function takes a ``Site``, the layers and heads to act in, and returns a list of ``(hook name,
 function)`` pairs for ``run_with_hooks``; lists join with ``+``. It checks its arguments before the
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import HookError, PromptError
 from .models.batch_hooks import DetachedHeads, EdgeHook, TargetHook
-from .models.head_outputs import require_separate_heads
+from .models.head_outputs import require_separate_heads, separate_heads
 from .models.hooked import (
     Hook,
     HookedModel,
@@ -34,7 +34,7 @@ from .prompts import edges as edge_sets
 from .prompts.batch import PromptBatch, check_inside
 from .prompts.edge_set import Edges, EdgeSet, EdgesOfBatch, check_edges
 from .system.arguments import checked
-from .system.devices import sent
+from .system.devices import beside, sent
 from .system.texts import described
 from .system.warn import warn_user
 
@@ -235,6 +235,74 @@ def detach_heads(model: HookedModel, site: SiteOrLayers = EVERYWHERE) -> list[Ho
     detach = DetachedHeads(model.cfg.n_heads, tuple(where.heads_of(model)))
     require_separate_heads(model, numbers)
     return [(z_name(layer), detach) for layer in numbers]
+
+
+@checked
+def replace_heads(
+    model: HookedModel,
+    batch: PromptBatch,
+    outputs: Float[Tensor, "layer head d_head"],
+    heads: Iterable[tuple[int, int]],
+) -> list[Hook]:
+    """Hooks that replace what heads give out at the target, before the output projection.
+
+    Gradients flow into ``outputs``.
+
+    Args:
+        model: The hooked model to which the hooks will be added.
+        batch: The prompts.
+        outputs: What is written, for every head of the model: a mean over other prompts
+            (``HeadEffectsRecord.outputs``), or zeros to cut heads. Where layers have heads of
+            several widths (Gemma 4), zeros follow the numbers of narrow heads.
+        heads: The heads that are replaced, (layer, head) each; negative numbers count from the end.
+
+    Returns:
+        Hooks for ``run_with_hooks``, one for each layer that has such a head.
+
+    Raises:
+        HookError: A layer or head does not exist, there is none, or ``outputs`` do not fit.
+        PromptError: The prompts do not fit the model.
+        ModelError: As for ``detach_heads``.
+
+    Examples:
+        >>> zeros = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
+        >>> cut = al.replace_heads(model, batch, zeros, [(0, 1), (2, 0)])
+        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
+    """
+    require_prepared(model)
+    check_fits(model, batch)
+    check_inside(batch, "target_positions")
+    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    if tuple(outputs.shape[:2]) != (n_layers, n_heads):
+        raise HookError(
+            "outputs must have the shape (layer, head, d_head), beginning with "
+            f"{(n_layers, n_heads)}; got {described(outputs)}"
+        )
+    sites = [Site(layer, head) for layer, head in heads]
+    pairs = [(site.layers_of(model)[0], site.heads_of(model)[0]) for site in sites]
+    if not pairs:
+        raise HookError("there is no head to replace; give a list of (layer, head)")
+    require_separate_heads(model, [layer for layer, _ in pairs])
+    rows = torch.arange(len(batch), device=batch.tokens.device)[:, None]
+
+    def hook_of(layer: int) -> Hook:
+        chosen = sorted({head for of_layer, head in pairs if of_layer == layer})
+
+        def replace_outputs(z: Tensor, hook: Any) -> Tensor:
+            by_head = separate_heads(z, n_heads).clone()
+            width, given = by_head.shape[-1], outputs[layer, chosen]
+            if given.shape[-1] < width or given[:, width:].any():
+                raise HookError(
+                    f"each head of layer {layer} gives out {width} numbers; got "
+                    f"{outputs.shape[-1]} in outputs, of which only zeros may be too many"
+                )
+            row, target = beside(z, rows, batch.target_rows[:, None])
+            by_head[row, target, chosen] = given[:, :width].to(by_head)
+            return by_head.reshape(z.shape)
+
+        return z_name(layer), TargetHook(replace_outputs, batch.tokens)
+
+    return [hook_of(layer) for layer in sorted({layer for layer, _ in pairs})]
 
 
 @checked

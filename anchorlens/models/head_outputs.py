@@ -24,10 +24,15 @@ _mixing: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 _other_outputs: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
 
+def separate_heads(z: Tensor, n_heads: int) -> Float[Tensor, "batch query head d_head"]:
+    """What each head gives out before the output projection."""
+    # Where values have another width than keys (latent attention), a bridge divides z wrongly.
+    return z.reshape(*z.shape[:2], n_heads, -1)
+
+
 def detached(z: Tensor, n_heads: int, heads: Sequence[int]) -> Tensor:
     """The same outputs, but those of ``heads`` pass no gradient on."""
-    # Where values have another width than keys (latent attention), a bridge divides z wrongly.
-    by_head = z.reshape(*z.shape[:2], n_heads, -1)
+    by_head = separate_heads(z, n_heads)
     stopped = torch.zeros(n_heads, 1, dtype=torch.bool, device=z.device)
     stopped[list(heads)] = True
     return torch.where(stopped, by_head.detach(), by_head).reshape(z.shape)
@@ -39,10 +44,10 @@ def require_separate_heads(model: HookedModel, layers: list[int]) -> None:
         _mixing[model] = _layers_that_mix(model)
     if wrong := sorted(_mixing[model].intersection(layers)):
         raise ModelError(
-            f"the gradient of a single head cannot be stopped in layers {wrong} of "
+            f"the outputs of single heads are not known in layers {wrong} of "
             f"{model.cfg.model_name}: {z_name(wrong[0])} does not exist, or does not hold the "
             "output of each head by itself, as where a norm mixes heads before the output "
-            "projection. Choose other layers, or detach the whole output of the attention with a "
+            "projection. Choose other layers, or act on the whole output of the attention with a "
             "hook of your own on hook_attn_out"
         )
 

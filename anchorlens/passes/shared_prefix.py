@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-from ..models.batch_hooks import in_leading_tokens
+from ..models.batch_hooks import TargetHook, in_leading_tokens
 from ..models.hooked import Hook, HookedModel, devices_of_layers
 from ..models.kv_cache import KeyValues
 from ..prompts.batch import PromptBatch, only_set
@@ -62,6 +62,8 @@ class SharedPrefixes:
     ) -> tuple[Sequence[Hook], KeyValues]:
         """The hooks that act in the tokens before a batch, and the keys and values there."""
         set_id = only_set(batch)
+        if all(isinstance(act, TargetHook) for _, act in acting):
+            hooks = no_hooks  # in the shared tokens all such changes are the clean run
         # An entry is deleted with its function; otherwise a new function for each batch would fill
         # the memory.
         for key, (function, *_) in list(self.stored.items()):

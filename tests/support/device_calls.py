@@ -224,6 +224,11 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             lambda each: al.block_edges(model, each, al.edges.wp, al.Site(range(2), heads=[1]))
         ),
         "reweight_anchors": lambda: hooked(lambda each: al.reweight_anchors(model, each, factors)),
+        "replace_heads": lambda: hooked(
+            lambda each: al.replace_heads(
+                model, each, factors[..., :1].expand(-1, -1, model.cfg.d_head), [(0, 1)]
+            )
+        ),
         "detach_heads": lambda: al.run(
             model, batches, [al.SaliencyFlows()], hooks=lambda _: al.detach_heads(model, 0), **QUIET
         ),
@@ -250,6 +255,8 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "faithfulness": lambda: al.faithfulness(
             model, batches[:1], {"signed": al.SegmentFlows(weight=al.weights.helpful)}, **QUIET
         ),
+        "head effects": lambda: al.head_effects(model, held_out, batches, **QUIET),
+        "task vectors": lambda: al.task_vectors(model, held_out, batches, **QUIET),
         "integrated": lambda: al.integrated_flows(model, batches[:1], steps=2, **QUIET),
         "steps": lambda: al.step_flows(model, written[0].prompt(0), "answer"),
         "trace": lambda: al.trace_generation(model, "Who wrote it?", max_new_tokens=3).flows,

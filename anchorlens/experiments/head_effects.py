@@ -1,0 +1,258 @@
+"""What each head adds to the answer: its mean output, written into prompts with shuffled labels.
+
+1. Mean outputs: one pass over prompts of the task reads what each head gives out at the target.
+2. Effects: in prompts whose demonstrations have shuffled labels, the output of one head after the
+   other is replaced by its mean, and the log-odds of the right answer are compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import MetricError
+from ..hooks import replace_heads
+from ..metrics.predictions import require_gold
+from ..models.head_outputs import require_separate_heads, separate_heads
+from ..models.hooked import Hook, HookedModel, z_name
+from ..models.load import ensure_prepared
+from ..passes.late_start import Start, stored_starts
+from ..passes.shared_prefix import HooksOfBatch, no_hooks
+from ..prompts import edges
+from ..prompts.batch import PromptBatch, check_label_words
+from ..results import figures
+from ..results.contributions import Contributions
+from ..results.record import Record
+from ..runs.study import Study
+from ..system.arguments import check_from_1, checked
+from ..system.processes import fails_together
+from .ablation import log_odds_of
+from .mean_states import mean_states, warn_of_same_queries
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadEffectsRecord(Record):
+    """What writing the mean output of each head does to the right answer, with its sign.
+
+    Attributes:
+        effect: Mean change of the log-odds of the right answer, in nats, any number. Above 0 for a
+            writer: what the head gives out after true labels makes the right answer likelier. Below
+            0 for a canceller: it makes the right answer less likely.
+        probability_effect: The same in the probability of the right answer, from -1 to 1 (the
+            source's indirect effect).
+        effect_of_prompts: ``effect`` in each prompt.
+        log_odds: Log-odds of the right answer in each prompt with shuffled labels, unchanged.
+        outputs: Mean output of each head at the target, before W_O. What head h of layer l adds to
+            the output of the attention is ``outputs[l, h] @ model.blocks[l].attn.W_O[h]``. Where
+            layers have heads of several widths, zeros follow the numbers of narrow heads.
+    """
+
+    effect: Float[Tensor, "layer head"]
+    probability_effect: Float[Tensor, "layer head"]
+    effect_of_prompts: Float[Tensor, "prompt layer head"]
+    log_odds: Float[Tensor, " prompt"]
+    outputs: Float[Tensor, "layer head d_head"]
+
+    caption: ClassVar[str] = (
+        "What each head adds to the right answer: its mean output at the target over prompts of "
+        "the task, written into prompts whose demonstrations have shuffled labels. Change of the "
+        "log-odds of the right answer, in nats: above 0 the head writes the answer, below 0 it "
+        "cancels it. The largest of many heads are partly largest by chance."
+    )
+    without_intervals: ClassVar[Sequence[str]] = ("outputs",)
+
+    def plot(self) -> go.Figure:
+        """The effects by layer and head, in two colours on both sides of 0."""
+        most = float(self.effect.nan_to_num().abs().max()) or 1.0
+        figure = figures.heat_map(
+            self.effect.T[None],
+            None,
+            None,
+            title="What each head adds to the right answer",
+            bar_title="nats of log-odds",
+            row_title="head",
+            column_title="layer",
+            limits=(-most, most),
+        )
+        return figure.update_layout(coloraxis_colorscale="RdBu_r")
+
+    @checked
+    def largest(self, count: int = 10) -> pd.DataFrame:
+        """The heads with the largest effects of each sign.
+
+        Args:
+            count: Heads of each sign; fewer are returned if not as many have this sign.
+
+        Returns:
+            A row for each head, writers first, then cancellers, each from the largest on:
+            ``sign`` (1 or -1), ``layer``, ``head``, ``effect``, ``low`` and ``high`` of its
+            interval (if there is one), and ``probability_effect``.
+
+        Raises:
+            MetricError: ``count`` is below 1.
+
+        Examples:
+            >>> mixed = al.relabel(demos, task, al.relabeling.random(seed=0))
+            >>> queries = al.load_examples("questions")[:3]
+            >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
+            >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
+            >>> writers = record.largest(3).query("sign > 0")[["layer", "head"]].values.tolist()
+            >>> cut = al.replace_heads(model, batch, torch.zeros_like(record.outputs), writers)
+        """
+        check_from_1(MetricError, count=count)
+        table = self.to_frame().query("quantity == 'effect'").rename(columns={"value": "effect"})
+        kept = [name for name in ("layer", "head", "effect", "low", "high") if name in table]
+        table = table[kept].astype({"layer": int, "head": int}).reset_index(drop=True)
+        table["probability_effect"] = self.probability_effect.flatten().double().tolist()
+        table.insert(0, "sign", (table["effect"] > 0).astype(int) - (table["effect"] < 0))
+        by_size = table.sort_values("effect", key=abs, ascending=False, kind="stable")
+        of_signs = [by_size[by_size["sign"] == sign].head(count) for sign in (1, -1)]
+        return pd.concat(of_signs, ignore_index=True)
+
+
+@fails_together()
+@checked
+def head_effects(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    shuffled: Sequence[PromptBatch],
+    *,
+    resamples: int = 200,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> HeadEffectsRecord:
+    r"""Which heads write the answer at the target, and which cancel it.
+
+    With $\bar z_{\ell h}$ the mean output of a head at the target over prompts of the task, p the
+    probability of the right answer in a prompt whose demonstrations have shuffled labels, and
+    $p_{\ell h}$ that with $\bar z_{\ell h}$ in place of the output of the head at the target,
+
+    $$
+    \text{effect}_{\ell h} = \underset{\text{prompts}}{\text{mean}} \;
+    \log \frac{p_{\ell h}}{1 - p_{\ell h}} - \log \frac{p}{1 - p} .
+    $$
+
+    p is over the whole vocabulary, of the first token of the label word of the true class (its
+    first word, if it has several). Log-odds, as in ``segment_attribution``, because p moves little
+    near 0 and 1, whatever is added to a logit there.
+
+    Range:
+        Any number of nats; ``probability_effect`` -1 to 1.
+
+    How to read:
+        The shuffled labels tell nothing about the answer, so that what is written in must. A few
+        heads with large effects: the answer is carried by them. Cut these (``replace_heads``), and
+        as many random heads, and compare.
+
+    Pitfalls:
+        The largest of many effects are too large by chance: test them on other prompts. A head may
+        make all label words likelier, and so the right one: look at the accuracy too. The effect of
+        several heads is not the sum of their effects. Means over several classes of queries hold
+        what is common to them, not the single answer. Intervals are for other prompts with shuffled
+        labels, with these mean outputs.
+
+    Cost:
+        Layers times heads passes over each batch with shuffled labels. Each starts at the layer of
+        the head, where that gives the same logits, and after the tokens that the prompts of a set
+        share: on average half the layers, of the query alone. One pass over each batch of the mean.
+
+    Source:
+        Todd et al., *Function Vectors in Large Language Models* (ICLR 2024,
+        [arXiv 2310.15213](https://arxiv.org/abs/2310.15213)): the average indirect effect, in
+        probability, over several tasks. Log-odds and intervals are ours.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        batches: Prompts of the task over which outputs are averaged, with other queries.
+        shuffled: Prompts from ``build_prompts`` whose demonstrations have labels in a random order:
+            ``al.relabel(demos, task, al.relabeling.random(seed))``, and queries with true labels.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+        folder: Stores what each batch contributed, in ``outputs`` and ``effects``; the same call
+            after an interruption continues from there.
+        progress: Show progress bars.
+
+    Raises:
+        MetricError: The queries of ``shuffled`` have no true labels.
+        ModelError: The attention hooks do not act, or the outputs of single heads are not known
+            (JetMoe; BitNet, whose norm mixes heads). A tiny pass finds out at first use.
+        PromptError: The prompts do not fit the model, or have no label words.
+        StoreError: ``folder`` holds another run, or cannot be written into.
+
+    Warns:
+        UserWarning: A query is in both lists.
+
+    Examples:
+        >>> task, examples = al.TASKS["questions"], al.load_examples("questions")
+        >>> queries = al.sample_queries(examples, 8, seed=0, exclude=demos)
+        >>> batches = al.build_prompts(model.tokenizer, task, demos, queries[:4])
+        >>> mixed = al.relabel(demos, task, al.relabeling.random(seed=0))
+        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries[4:])
+        >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
+        >>> record.effect.shape == (model.cfg.n_layers, model.cfg.n_heads)
+        True
+    """
+    ensure_prepared(model)
+    layers, heads = range(model.cfg.n_layers), range(model.cfg.n_heads)
+    require_separate_heads(model, [*layers])
+    folders = [None if folder is None else Path(folder) / name for name in ("outputs", "effects")]
+    settings = {"experiment": "head effects"}
+    options: dict[str, Any] = {"progress": progress}
+    study = Study(model, shuffled, settings, folder=folders[1], resamples=resamples, **options)
+    settings = {"experiment": "mean outputs of heads"}
+    of_mean = Study(model, batches, settings, folder=folders[0], resamples=0, **options)
+    with study.entered(), of_mean.entered():
+        check_label_words(study.batches)
+        for batch in study.batches:
+            require_gold(batch.gold, "head_effects")
+        warn_of_same_queries(of_mean.batches, study.batches)
+        split = partial(separate_heads, n_heads=len(heads))
+        outputs = mean_states(of_mean, z_name, edges.target, split)[:, 0]
+
+        def change(layer: int, head: int, batch: PromptBatch) -> Sequence[Hook]:
+            return replace_heads(model, batch, outputs, [(layer, head)])
+
+        # By layer; each function once, because trials and shared tokens are known by it.
+        changes = [[partial(change, layer, head) for head in heads] for layer in layers]
+        first = {layer: of_layer[0] for layer, of_layer in enumerate(changes)}
+        plan = study.plan(interventions=[first[0]], loss=None)
+        reasons = plan.why_not_late(study.batches, first)
+
+        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
+            answers = batch.on_cpu.label_token_ids[batch.on_cpu.gold].tolist()
+
+            def log_odds(change: HooksOfBatch, start: Start | None) -> Float[Tensor, " batch"]:
+                return log_odds_of(plan.logits(batch, change, start), answers).cpu()
+
+            with stored_starts(model, first.keys() - reasons.keys()) as starts:
+                clean = log_odds(no_hooks, None)
+            by_head = [
+                torch.stack([log_odds(change, starts.get(layer)) for change in of_layer], dim=1)
+                for layer, of_layer in enumerate(changes)
+            ]
+            return {"clean": clean, "replaced": torch.stack(by_head, dim=1)}
+
+        contributions = study.collect(contributions_of)
+        info = {"shared_prefix": plan.status, "prompts_of_mean": sum(map(len, batches))}
+        info |= {"not_started_late": {f"layer {layer}": why for layer, why in reasons.items()}}
+        return study.record(partial(_record, outputs), contributions, info)
+
+
+def _record(
+    outputs: Float[Tensor, "layer head d_head"], contributions: Contributions
+) -> HeadEffectsRecord:
+    clean, replaced = contributions["clean"][:, None, None], contributions["replaced"]
+    effects = replaced - clean
+    return HeadEffectsRecord(
+        effect=contributions.mean(effects),
+        probability_effect=contributions.mean(replaced.sigmoid() - clean.sigmoid()),
+        effect_of_prompts=effects,
+        log_odds=contributions["clean"],
+        outputs=outputs,
+    )

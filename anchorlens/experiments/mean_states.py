@@ -1,0 +1,70 @@
+"""The mean over prompts of what a hook point gives out in every layer, to write it into others."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..contexts.training import query_digests
+from ..errors import MetricError
+from ..metrics.segment_flows import checked_positions
+from ..models.hooked import hooks_by_layer
+from ..passes.forward import run_pass
+from ..prompts.batch import PromptBatch
+from ..prompts.edges import PositionsOfBatch
+from ..runs.study import Study
+from ..system.devices import beside, wide
+from ..system.texts import name_of
+from ..system.warn import warn_user
+
+
+def warn_of_same_queries(read: Sequence[PromptBatch], written: Sequence[PromptBatch]) -> None:
+    """Warn if the answer to a query is in the states that are written into its prompt."""
+    if both := set(query_digests(read)) & set(query_digests(written)):
+        warn_user(
+            f"{len(both)} queries are in both lists of prompts, so that their own answers are "
+            "among the states that are written into them; take the mean over other queries"
+        )
+
+
+def positions_in(
+    batch: PromptBatch, function: PositionsOfBatch, count: int | None = None
+) -> Bool[Tensor, "batch position"]:
+    """The positions in a batch; an error if they are not as many in each of its prompts."""
+    chosen = checked_positions(batch, "states", "positions", function)
+    counts = sorted(set(chosen.sum(1).tolist()))
+    if len(counts) > 1 or counts[0] == 0 or count not in (None, counts[0]):
+        raise MetricError(
+            f"states are read and written at {count or 'as many'} positions in each prompt, but "
+            f"{name_of(function)} gives {', '.join(map(str, counts))} in {batch!r}; queries that "
+            "stand alone have a target, and no label words"
+        )
+    return chosen
+
+
+def mean_states(
+    study: Study,
+    name: Callable[[int], str],
+    positions: PositionsOfBatch,
+    split: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Float[Tensor, "layer anchor *axes"]:
+    """The mean in float64 of what a hook point gives out at positions of whole prompts."""
+    layers = range(study.model.cfg.n_layers)
+
+    def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
+        rows, columns = positions_in(batch, positions).nonzero(as_tuple=True)
+        states: dict[int, Tensor] = {}
+
+        def store(layer: int, tensor: Tensor) -> None:
+            row, column = beside(tensor, rows, columns)
+            read = wide(split(tensor.detach())[row, column])
+            states[layer] = read.cpu().unflatten(0, (len(batch), -1))
+
+        run_pass(study.model, batch, observers=hooks_by_layer(study.model, name, store))
+        widest = max(state.shape[-1] for state in states.values())  # heads of Gemma 4 differ
+        padded = [pad(states[layer], (0, widest - states[layer].shape[-1])) for layer in layers]
+        return {"states": torch.stack(padded, dim=1)}
+
+    return study.collect(contributions_of)["states"].double().mean(0)

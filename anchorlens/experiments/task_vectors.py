@@ -1,0 +1,342 @@
+"""Task vectors: the state of one layer after demonstrations, written into prompts without them.
+
+1. Vectors: the residual stream after each layer at some positions of prompts with demonstrations,
+   averaged over prompts with other ("dummy") queries.
+2. Accuracy by layer: the vector of one layer after the other replaces the residual stream at the
+   same positions of prompts that do not tell the task: queries alone, or with shuffled labels.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..contexts.protocol import NoContext
+from ..contexts.training import query_digests
+from ..errors import HookError, PromptError
+from ..metrics.accuracy import Accuracy
+from ..metrics.predictions import predicted_class, require_gold
+from ..models.batch_hooks import TargetHook
+from ..models.hooked import Hook, HookedModel, check_fits, layer_numbers
+from ..models.load import ensure_prepared
+from ..passes.forward import run_pass
+from ..prompts import edges
+from ..prompts.batch import PromptBatch, check_label_words
+from ..results import figures
+from ..results.contributions import Contributions
+from ..results.record import Record
+from ..runs.study import Study, order_of_queries
+from ..system.arguments import checked
+from ..system.devices import beside
+from ..system.processes import fails_together
+from ..system.texts import described, name_of
+from .mean_states import mean_states, positions_in, warn_of_same_queries
+
+
+def residual_name(layer: int) -> str:
+    """Hook point of the residual stream after a layer, Float["batch position d_model"]."""
+    return f"blocks.{layer}.hook_resid_post"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TaskVectorsRecord(Record):
+    """Task vectors of all layers, and how often the right label is predicted with each of them.
+
+    Attributes:
+        vectors: Mean residual stream after each layer, at the target or at each label word.
+        accuracy: Share of prompts whose predicted label is true with the vector of a layer, from 0
+            to 1. High means that this state carries the task at this depth.
+        unchanged: The same where nothing is written: zero-shot, for queries alone.
+        demonstrations: The same after the demonstrations, which the vector replaces.
+        gain: ``accuracy`` minus ``unchanged``, paired by prompt, from -1 to 1; above 0 where the
+            vector helps.
+        correct: 1 for each prompt whose predicted label is true with the vector, else 0.
+    """
+
+    vectors: Float[Tensor, "layer anchor d_model"]
+    accuracy: Float[Tensor, " layer"]
+    unchanged: Float[Tensor, ""]
+    demonstrations: Float[Tensor, ""]
+    gain: Float[Tensor, " layer"]
+    correct: Float[Tensor, "prompt layer"]
+
+    caption: ClassVar[str] = (
+        "Share of queries whose predicted label is true, with the state after one layer taken from "
+        "prompts with demonstrations. Dashed: with nothing written, and after the demonstrations. "
+        "Where the line reaches that of the demonstrations, this state carries the task."
+    )
+    differences: ClassVar[Collection[str]] = ("gain",)
+    without_intervals: ClassVar[Collection[str]] = ("vectors",)
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        return dict.fromkeys(("accuracy", "unchanged", "demonstrations"), 1)
+
+    def plot(self) -> go.Figure:
+        """Accuracy with the vector of each layer, beside that without it and after demonstrations.
+
+        Shaded areas are 95 % intervals.
+        """
+        names = ["with the vector", str(self.info.get("written_into", "unchanged"))]
+        names += ["after demonstrations"]
+        fields, layers = ("accuracy", "unchanged", "demonstrations"), len(self.accuracy)
+        low = high = None
+        if all(name in self.intervals for name in fields):
+            bounds = [self.intervals[name].reshape(2, -1).expand(2, layers) for name in fields]
+            low, high = torch.stack(bounds, dim=1)
+        return figures.lines_by_layer(
+            torch.stack([getattr(self, name).reshape(-1).expand(layers) for name in fields]),
+            names,
+            title="Accuracy with the task vector of each layer",
+            y_title="share of prompts",
+            low=low,
+            high=high,
+            dashed=names[1:],
+        )
+
+    @checked
+    def hooks(
+        self,
+        model: HookedModel,
+        batch: PromptBatch,
+        layer: int,
+        positions: edges.PositionsOfBatch = edges.target,
+    ) -> list[Hook]:
+        """Hooks that write the vectors of a layer in place of the residual stream after it.
+
+        Args:
+            model: The hooked model to which the hooks will be added.
+            batch: The prompts.
+            layer: The layer; negative numbers count from the end.
+            positions: Function of the batch to the positions: that of ``task_vectors``.
+
+        Returns:
+            Hooks for ``run_with_hooks``.
+
+        Raises:
+            HookError: The layer does not exist, or the vectors are of another model.
+            MetricError: There are not as many positions in a prompt as vectors of a layer.
+            PromptError: The prompts do not fit the model.
+
+        Examples:
+            >>> queries = al.load_examples("questions")[:3]
+            >>> tested = al.build_prompts(model.tokenizer, task, demos, queries)
+            >>> vectors = al.task_vectors(model, batches, tested, resamples=0, progress=False)
+            >>> alone = al.NoContext().query_pass(model, batch).batch  # without demonstrations
+            >>> hooks = vectors.hooks(model, alone, layer=1)
+            >>> logits = model.run_with_hooks(alone.tokens, fwd_hooks=hooks)
+        """
+        ensure_prepared(model)
+        [number] = layer_numbers(model, layer)
+        check_fits(model, batch)
+        expected = (model.cfg.n_layers, model.cfg.d_model)
+        if (self.vectors.shape[0], self.vectors.shape[2]) != expected:
+            raise HookError(
+                f"vectors of this model are of (layer, d_model) = {expected}; got "
+                f"{described(self.vectors)}, which are those of another model"
+            )
+        chosen = positions_in(batch, positions, self.vectors.shape[1])
+        return write_states(batch, chosen, self.vectors, number)
+
+
+@fails_together()
+@checked
+def task_vectors(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    tested: Sequence[PromptBatch],
+    *,
+    into: Sequence[PromptBatch] | None = None,
+    positions: edges.PositionsOfBatch = edges.target,
+    resamples: int = 200,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> TaskVectorsRecord:
+    r"""At which depth one state carries the task: accuracy with the task vector of each layer.
+
+    The task vector of a layer l is the mean, over prompts with demonstrations and other queries, of
+    the residual stream h after the layer at the target q,
+
+    $$
+    \theta_\ell = \underset{\text{prompts}}{\text{mean}} \; h_\ell(q) .
+    $$
+
+    It replaces h at the target of a query that stands alone, and nothing else is changed.
+    ``accuracy[l]`` is the share of queries whose true label is then predicted.
+
+    Range:
+        0 to 1; gain -1 to 1.
+
+    How to read:
+        At the target, the vector works from the layer on in which the target has read the task, and
+        as long as later layers still read the query. In the last layers it holds the answer to
+        another query, and accuracy falls to chance. At label words (``into``), accuracy begins at
+        that of the demonstrations, and falls to that of shuffled labels from the layer on in which
+        the target has read the label words already.
+
+    Pitfalls:
+        The best of all layers is partly best by chance: choose it on other prompts than those that
+        you report. The mean over several queries mixes their answers, and a single query leaves its
+        own in the vector. Vectors of label words of several sets mix the classes of their k-th
+        label words: use one set.
+
+    Cost:
+        One pass over each batch of the mean, one over each of ``tested``, and a pass over the
+        queries alone (or over ``into``) for each layer.
+
+    Source:
+        Hendel, Geva and Globerson, *In-Context Learning Creates Task Vectors* (EMNLP 2023 Findings,
+        [arXiv 2310.15916](https://arxiv.org/abs/2310.15916)), with one dummy query. The mean over
+        several, label words and intervals are ours.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        batches: Prompts with demonstrations and other queries, from which vectors are read.
+        tested: Prompts from ``build_prompts`` with the queries that are answered. Their own
+            demonstrations are for comparison only.
+        into: Where vectors are written: prompts with the queries of ``tested`` in the same order,
+            such as after demonstrations with shuffled labels. None: the queries alone, after BOS
+            if the tokenizer adds one.
+        positions: Function of the batch to what is read and written, as many positions in each
+            prompt: ``al.edges.target``, or with ``into`` also label words, ``al.edges.anchors``.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+        folder: Stores what each batch contributed, in ``vectors``, ``demonstrations`` and
+            ``written``; the same call after an interruption continues from there.
+        progress: Show progress bars.
+
+    Raises:
+        MetricError: Queries have no true labels, or ``positions`` gives not as many positions in
+            each prompt, as label words in queries alone. It is raised before any pass.
+        PromptError: The prompts do not fit the model, have no label words, or ``into`` has other
+            queries than ``tested``.
+        ModelError: The attention hooks do not act.
+        StoreError: ``folder`` holds another run, or cannot be written into.
+
+    Warns:
+        UserWarning: A query is in ``batches`` and in ``tested``.
+
+    Examples:
+        >>> task, examples = al.TASKS["questions"], al.load_examples("questions")
+        >>> queries = al.sample_queries(examples, 8, seed=0, exclude=demos)
+        >>> batches = al.build_prompts(model.tokenizer, task, demos, queries[:4])
+        >>> tested = al.build_prompts(model.tokenizer, task, demos, queries[4:])
+        >>> vectors = al.task_vectors(model, batches, tested, resamples=0, progress=False)
+        >>> vectors.accuracy.shape == (model.cfg.n_layers,)
+        True
+
+        Label words after shuffled labels are replaced by those after true labels.
+
+        >>> mixed = al.relabel(demos, task, al.relabeling.random(seed=0))
+        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries[4:])
+        >>> at_labels = al.task_vectors(model, batches, tested, into=shuffled,
+        ...     positions=al.edges.anchors, resamples=0, progress=False)
+    """
+    ensure_prepared(model)
+    names = ("vectors", "demonstrations", "written")
+    folders = [None if folder is None else Path(folder) / name for name in names]
+    settings: dict[str, Any] = {"experiment": "task vectors", "positions": positions}
+    settings["into"] = "queries alone" if into is None else "prompts"
+    options: dict[str, Any] = {"resamples": 0, "progress": progress}
+    source = Study(model, batches, settings | {"step": "read"}, folder=folders[0], **options)
+    answered = Study(model, tested, {"experiment": names[1]}, folder=folders[1], **options)
+    options["resamples"] = resamples
+    receivers = tested if into is None else into
+    study = Study(model, receivers, settings, folder=folders[2], **options)
+    with study.entered(), source.entered(), answered.entered():
+        check_label_words([*answered.batches, *study.batches])
+        _require_same_queries(answered.batches, study.batches)
+
+        def prompts_of(batch: PromptBatch) -> PromptBatch:
+            return NoContext().query_pass(model, batch).batch if into is None else batch
+
+        count = int(positions_in(source.batches[0], positions)[0].sum())
+        for batch in (*source.batches, *map(prompts_of, study.batches)):
+            positions_in(batch, positions, count)
+        warn_of_same_queries(source.batches, answered.batches)
+        vectors = mean_states(source, residual_name, positions)
+        plan = answered.plan([Accuracy()], loss=None)
+        of_demonstrations = answered.collect(plan.contributions, needed=plan.needed)
+
+        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
+            prompts, gold = prompts_of(batch), require_gold(batch.gold, "task_vectors")
+            chosen = positions_in(prompts, positions)
+
+            def correct(hooks: Sequence[Hook] = ()) -> Float[Tensor, " batch"]:
+                scores = prompts.label_scores(run_pass(model, prompts, hooks=hooks))
+                return (predicted_class(scores) == gold).cpu().double()
+
+            by_layer = [
+                correct(write_states(prompts, chosen, vectors, layer))
+                for layer in range(model.cfg.n_layers)
+            ]
+            return {"unchanged": correct(), "correct": torch.stack(by_layer, dim=1)}
+
+        contributions = study.collect(contributions_of)
+        contributions["demonstrations"] = of_demonstrations["accuracy/correct"]
+        info = {
+            "written_into": "zero-shot" if into is None else "without the vector",
+            "positions": name_of(positions),
+            "prompts_of_mean": sum(map(len, batches)),
+        }
+        return study.record(partial(_record, vectors), contributions, info)
+
+
+def write_states(
+    batch: PromptBatch,
+    positions: edges.Positions,
+    vectors: Float[Tensor, "layer anchor d_model"],
+    layer: int,
+) -> list[Hook]:
+    """Hooks that write the vectors of a layer at checked positions of each prompt."""
+    rows, columns = positions.nonzero(as_tuple=True)
+    columns = columns - batch.first_query
+    if (columns < 0).any():
+        raise HookError(
+            f"vectors are to be written before position {batch.first_query}, from which on these "
+            "prompts are run; give whole prompts (batch.whole())"
+        )
+
+    def write(resid: Tensor, hook: Any) -> Tensor:
+        row, column = beside(resid, rows, columns)
+        changed = resid.clone()
+        changed[row, column] = vectors[layer].to(resid).repeat(len(batch), 1)
+        return changed
+
+    at_target = torch.equal(columns, batch.target_rows)
+    return [(residual_name(layer), TargetHook(write, batch.tokens) if at_target else write)]
+
+
+def _require_same_queries(*lists: Sequence[PromptBatch]) -> None:
+    """Raise an error unless the lists have the same queries, classes and label words in order."""
+    keys = []
+    for batches in lists:
+        gold = torch.cat([require_gold(batch.on_cpu.gold, "task_vectors") for batch in batches])
+        of_prompts = list(zip(query_digests(batches), gold.tolist(), strict=True))
+        order = order_of_queries(batches).tolist()
+        keys.append([batches[0].verbalizer, *(of_prompts[number] for number in order)])
+    if keys[0] != keys[-1]:
+        raise PromptError(
+            "into must have the queries, classes and label words of tested, in the same order; "
+            "build both with the same queries: build_prompts(tokenizer, *al.relabel(...), queries)"
+        )
+
+
+def _record(
+    vectors: Float[Tensor, "layer anchor d_model"], contributions: Contributions
+) -> TaskVectorsRecord:
+    correct = contributions["correct"]
+    accuracy, unchanged = correct.mean(0), contributions["unchanged"].mean()
+    return TaskVectorsRecord(
+        vectors=vectors,
+        accuracy=accuracy,
+        unchanged=unchanged,
+        demonstrations=contributions["demonstrations"].mean(),
+        gain=accuracy - unchanged,
+        correct=correct,
+    )

@@ -1,0 +1,201 @@
+"""Effects of heads against loops with raw hooks over single prompts, heads and layers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, StoreError
+from anchorlens.passes import shared_prefix
+from tests.references import states
+from tests.support.measures import assert_same, does_not_run, hooks_on
+from tests.support.tiny_models import tiny_gpt2
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+TASK, EXAMPLES = al.TASKS["trec"], al.load_examples("questions")
+Batches = list[al.PromptBatch]
+
+
+def prompts(
+    model: Any,
+    queries: slice,
+    how: Any = al.relabeling.gold,
+    seeds: Sequence[int] = (0,),
+    **options: Any,
+) -> Batches:
+    """Prompts of each set of demonstrations, with these of the examples that are in no set."""
+    sets = [al.sample_demonstrations(EXAMPLES, seed=seed) for seed in (0, 1)]
+    rest = [example for example in EXAMPLES if not any(example in demos for demos in sets)][queries]
+    return [
+        batch
+        for seed in seeds
+        for batch in al.build_prompts(
+            model.tokenizer, *al.relabel(sets[seed], TASK, how), rest, **options
+        )
+    ]
+
+
+MIXED = al.relabeling.random(seed=1)
+
+
+@pytest.mark.every_kind
+def test_it_equals_loops_with_raw_hooks(hooked: Any, byte_level: Any, kind_of_model: str) -> None:
+    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    compare(model, 1e-10 if kind_of_model == "bridge" else 1e-7)
+
+
+def test_it_equals_loops_in_other_architectures(model: Any) -> None:
+    """Grouped keys, BOS, and a norm after the attention."""
+    compare(model, 1e-4)
+
+
+def compare(model: Any, tolerance: float) -> None:
+    of_mean = prompts(model, slice(3), batch_size=2, padding_side="left")
+    shuffled = prompts(model, slice(3, 6), MIXED, batch_size=2, padding_side="left")
+    before = hooks_on(model)
+    record = al.head_effects(model, of_mean, shuffled, **QUIET)
+    assert hooks_on(model) == before and record.info["not_started_late"] == {}
+    outputs = states.mean_outputs(model, of_mean)
+    torch.testing.assert_close(record.outputs, outputs, rtol=tolerance, atol=tolerance)
+    effects, of_probability = states.effects(model, shuffled, outputs)
+    assert (effects.abs().amax(0) > 1e-3).all() and (effects > 0).any() and (effects < 0).any()
+    options: dict[str, Any] = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(record.effect_of_prompts, effects, **options)
+    torch.testing.assert_close(record.effect, effects.mean(0), **options)
+    torch.testing.assert_close(record.probability_effect, of_probability.mean(0), **options)
+
+
+@pytest.mark.with_shapes
+@pytest.mark.filterwarnings("ignore:1 queries are in both lists")
+def test_own_outputs_have_no_effect(model: Any) -> None:
+    [prompt] = prompts(model, slice(1))
+    record = al.head_effects(model, [prompt], [prompt], **QUIET)
+    assert not record.effect_of_prompts.any() and not record.probability_effect.any()
+    logits = al.target_logits(model, [prompt], progress=False)[0].double()
+    assert prompt.gold is not None
+    expected = states.log_odds(logits, int(prompt.label_token_ids[prompt.gold]))
+    torch.testing.assert_close(record.log_odds[0], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_batches_padding_and_shared_tokens_change_nothing(gpt2: Any) -> None:
+    """Means are over the prompts of a set, then over sets; shuffled labels differ by set."""
+
+    def computed(**options: Any) -> al.HeadEffectsRecord:
+        of_mean = prompts(gpt2, slice(6), **options)
+        shuffled = prompts(gpt2, slice(6, 18), MIXED, (0, 1), **options)
+        return al.head_effects(gpt2, of_mean, shuffled, **QUIET)
+
+    together = computed(batch_size=12)
+    assert "of each prompt" in together.info["shared_prefix"]
+    assert_same(together, computed(batch_size=5, padding_side="left"), 1e-4)
+    of_prompts = together.effect_of_prompts
+    assert len(of_prompts) == 24
+    torch.testing.assert_close(together.effect, of_prompts.mean(0))
+
+
+def test_shared_tokens_run_once_for_all_heads(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of the target alone leaves the keys and values of shared tokens as they are."""
+    lengths: list[int] = []
+
+    def count(model: Any, tokens: al.PromptBatch, *rest: Any, **options: Any) -> Any:
+        lengths.append(len(tokens))
+        return run_shared(model, tokens, *rest, **options)
+
+    run_shared = shared_prefix.run_shared
+    shuffled = prompts(gpt2, slice(3, 9), MIXED, batch_size=3)
+    of_mean = prompts(gpt2, slice(3))
+    monkeypatch.setattr(shared_prefix, "run_shared", count)
+    al.head_effects(gpt2, of_mean, shuffled, **QUIET)
+    assert len(lengths) <= 2  # of the trial, and of all passes
+
+
+@pytest.mark.with_shapes
+def test_the_largest_heads_of_each_sign_and_what_replaces_them(gpt2: Any) -> None:
+    of_mean = prompts(gpt2, slice(3))
+    with pytest.warns(UserWarning, match="rough"):
+        record = al.head_effects(
+            gpt2, of_mean, prompts(gpt2, slice(3, 6), MIXED), resamples=20, progress=False
+        )
+    assert record.intervals.keys() == {"effect", "probability_effect"}
+    table = record.largest(2)
+    effects = sorted(record.effect.flatten().tolist())
+    positive, negative = [each for each in effects[::-1] if each > 0], [e for e in effects if e < 0]
+    assert table["effect"].tolist() == positive[:2] + negative[:2]
+    assert table["sign"].tolist() == [1] * len(positive[:2]) + [-1] * len(negative[:2])
+    for _, row in table.iterrows():
+        index = int(row["layer"]), int(row["head"])
+        estimate = record.estimate("effect", *index)
+        assert (row["effect"], row["low"], row["high"]) == tuple(vars(estimate).values())
+        assert row["probability_effect"] == float(record.probability_effect[index])
+    tensors: Any = record.tensors()
+    bare = al.HeadEffectsRecord(**tensors)
+    assert "low" not in bare.largest() and len(bare.largest(99)) == record.effect.numel()
+    figure = record.plot()
+    assert figure.data[0].z[1][2] == float(record.effect[2, 1])
+    assert figure.layout.coloraxis.cmin == -figure.layout.coloraxis.cmax < 0
+    with pytest.raises(AnchorlensError, match="count"):
+        record.largest(0)
+
+
+def test_a_run_resumes_and_refuses_other_prompts(gpt2: Any, tmp_path: Path) -> None:
+    of_mean, shuffled = prompts(gpt2, slice(3)), prompts(gpt2, slice(3, 6), MIXED)
+    options: dict[str, Any] = {"folder": tmp_path, **QUIET}
+    first = al.head_effects(gpt2, of_mean, shuffled, **options)
+    assert_same(al.head_effects(gpt2, of_mean, shuffled, **options), first, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["effects", "outputs"]
+    other = prompts(gpt2, slice(6, 9))
+    with pytest.raises(StoreError, match="another run"):
+        al.head_effects(gpt2, other, shuffled, **options)
+    al.forget_run(tmp_path / "outputs")
+    with pytest.raises(StoreError, match="another function"):
+        al.head_effects(gpt2, other, shuffled, **options)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "heads", "message"),
+    [
+        ((3, 2, 12), [], "no head to replace"),
+        ((3, 2, 12), [(3, 0)], r"layers must be numbers from 0 to 2.*got \[3\]"),
+        ((3, 2, 12), [(0, 2)], r"heads must be numbers from 0 to 1.*got \[2\]"),
+        ((2, 2, 12), [(0, 0)], r"beginning with \(3, 2\); got torch.float32 of the shape \(2,"),
+    ],
+)
+def test_heads_that_cannot_be_replaced(outputs: Any, heads: Any, message: str, gpt2: Any) -> None:
+    [batch] = prompts(gpt2, slice(1))
+    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
+        al.replace_heads(gpt2, batch, torch.zeros(outputs), heads)
+
+
+def test_outputs_of_another_width_are_refused(gpt2: Any) -> None:
+    [batch] = prompts(gpt2, slice(1))
+    for outputs in (torch.zeros(3, 2, 11), torch.ones(3, 2, 13)):
+        with pytest.raises(AnchorlensError, match=r"layer 1 gives out 12 numbers; got 1[13]"):
+            [(_, write)] = al.replace_heads(gpt2, batch, outputs, [(1, 0)])
+            write(torch.zeros(1, batch.tokens.shape[1], 2, 12), hook=None)
+    padded = torch.nn.functional.pad(torch.ones(3, 2, 12), (0, 4))
+    exact, wider = (
+        al.replace_heads(gpt2, batch, values, [(-2, 0), (1, 1)])
+        for values in (torch.ones(3, 2, 12), padded)
+    )
+    assert [name for name, _ in exact] == ["blocks.1.attn.hook_z"]
+    z = torch.zeros(1, batch.tokens.shape[1], 2, 12)
+    changed, same = (hooks[0][1](z, hook=None) for hooks in (exact, wider))
+    assert changed is not None and same is not None and torch.equal(changed, same)
+    assert changed[0, -1].all() and float(changed.sum()) == 24 and not z.any()
+
+
+def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
+    of_mean, shuffled = prompts(gpt2, slice(3)), prompts(gpt2, slice(3, 6), MIXED)
+    texts = al.build_prompts(gpt2.tokenizer, TASK, al.sample_demonstrations(EXAMPLES), ["Who?"])
+    segments = al.build_segments(gpt2.tokenizer, [[("question", "Who was it?")]])
+    for first, second, message in (
+        ([], shuffled, "no batches to run"),
+        (of_mean, [], "no batches to run"),
+        (of_mean, texts, "head_effects needs the true label of each query"),
+        (of_mean, segments, "no label words"),
+    ):
+        with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
+            al.head_effects(gpt2, first, second, **QUIET)

@@ -1,0 +1,130 @@
+"""Raw hooks on one unpadded prompt at a time, in loops over heads and layers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import anchorlens as al
+
+
+def alone(batches: Sequence[al.PromptBatch]) -> Iterator[tuple[Tensor, list[int], int]]:
+    """The tokens of each prompt, positions of its label words, and its class; by query."""
+    rows = []
+    for batch in batches:
+        assert batch.gold is not None
+        for n, mask in enumerate(batch.attention_mask):
+            start = mask.tolist().index(True)
+            words = [int(position) - start for position in batch.label_positions[n]]
+            rows.append((int(batch.index[n]), batch.tokens[n][mask][None], words, batch.gold[n]))
+    for _, tokens, words, gold in sorted(rows, key=lambda row: row[0]):
+        yield tokens, words, int(gold)
+
+
+def logits_at_end(model: Any, tokens: Tensor, hooks: Sequence[Any] = ()) -> Tensor:
+    with torch.no_grad():
+        logits = model.run_with_hooks(tokens, fwd_hooks=list(hooks))
+    return logits[0, -1].double()
+
+
+def state_of(model: Any, tokens: Tensor, name: str) -> Tensor:
+    """What a hook point gives out for a prompt, without the axis of prompts."""
+    seen: list[Tensor] = []
+    logits_at_end(model, tokens, [(name, lambda tensor, hook: seen.append(tensor[0].double()))])
+    return seen[0]
+
+
+def written(name: str, positions: Sequence[int], values: Tensor, head: int | None = None) -> Any:
+    def write(tensor: Tensor, hook: Any) -> Tensor:
+        tensor = tensor.clone()
+        for position, value in zip(positions, values, strict=True):
+            where = (0, position) if head is None else (0, position, head)
+            tensor[where] = value.to(tensor.dtype)
+        return tensor
+
+    return name, write
+
+
+def log_odds(logits: Tensor, token: int) -> Tensor:
+    p = logits.softmax(-1)[token]
+    return (p / (1 - p)).log()
+
+
+def mean_outputs(model: Any, batches: Sequence[al.PromptBatch]) -> Tensor:
+    """[layer, head, d_head]"""
+    by_layer = []
+    for layer in range(model.cfg.n_layers):
+        name = f"blocks.{layer}.attn.hook_z"
+        by_layer.append([state_of(model, tokens, name)[-1] for tokens, *_ in alone(batches)])
+    return torch.stack([torch.stack(of_layer).mean(0) for of_layer in by_layer])
+
+
+def effects(
+    model: Any, batches: Sequence[al.PromptBatch], outputs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Changes of log-odds and of probability [prompt, layer, head]."""
+    words, odds = batches[0].label_token_ids.tolist(), []
+    for tokens, _, gold in alone(batches):
+        last = [tokens.shape[1] - 1]
+        clean = log_odds(logits_at_end(model, tokens), words[gold])
+        of_prompt = [
+            log_odds(
+                logits_at_end(
+                    model,
+                    tokens,
+                    [written(f"blocks.{layer}.attn.hook_z", last, value[None], head)],
+                ),
+                words[gold],
+            )
+            for layer, of_layer in enumerate(outputs)
+            for head, value in enumerate(of_layer)
+        ]
+        odds.append([clean, *of_prompt])
+    clean, changed = (table := torch.tensor(odds))[:, :1], table[:, 1:]
+    shape = (len(odds), *outputs.shape[:2])
+    p, q = (values.exp() / (1 + values.exp()) for values in (clean, changed))
+    return (changed - clean).view(shape), (q - p).view(shape)
+
+
+def mean_states(
+    model: Any, batches: Sequence[al.PromptBatch], positions: Callable[..., list[int]]
+) -> Tensor:
+    """The residual stream [layer, position, d_model]; positions are of (tokens, label words)."""
+    by_layer = []
+    for layer in range(model.cfg.n_layers):
+        name = f"blocks.{layer}.hook_resid_post"
+        by_layer.append(
+            [
+                state_of(model, tokens, name)[positions(tokens, words)]
+                for tokens, words, _ in alone(batches)
+            ]
+        )
+    return torch.stack([torch.stack(of_layer).mean(0) for of_layer in by_layer])
+
+
+def queries_alone(batches: Sequence[al.PromptBatch]) -> Iterator[tuple[Tensor, list[int], int]]:
+    """The tokens after the demonstrations, after BOS if there is one."""
+    starts = {
+        int(index): int(position - mask.tolist().index(True))
+        for batch in batches
+        for index, position, mask in zip(
+            batch.index, batch.query_start, batch.attention_mask, strict=True
+        )
+    }
+    for number, (tokens, _, gold) in enumerate(alone(batches)):
+        first = tokens[:, : int(batches[0].begins_with_bos)]
+        yield torch.cat([first, tokens[:, starts[number] :]], dim=1), [], gold
+
+
+def answers(
+    model: Any,
+    prompts: Iterator[tuple[Tensor, list[int], int]],
+    label_words: Tensor,
+    hooks_of: Callable[..., Sequence[Any]] = lambda tokens, words: (),
+) -> list[float]:
+    """1 for each prompt whose true class has the likeliest label word, else 0."""
+    return [
+        float(logits_at_end(model, tokens, hooks_of(tokens, words))[label_words].argmax() == gold)
+        for tokens, words, gold in prompts
+    ]
