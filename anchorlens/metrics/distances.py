@@ -36,7 +36,8 @@ _OF_PAIRS = (
     "A dot is a pair of classes. Along x: distance of the label words' keys along the main "
     "directions of the queries (predicted confusion). Along y: AUC-ROC of telling the two apart "
     "(actual); 0.5 is chance, and of few queries it can be 0 or 1 by chance. Dots would rise from "
-    "left to right if near keys were confused. The lowest pairs have their names."
+    "left to right if near keys were confused. The lowest pairs have their names; of equal ones, "
+    "those of most queries."
 )
 
 
@@ -96,12 +97,12 @@ class AnchorDistancesRecord(Record):
         if isnan(correlation):
             agreement = "too few pairs of classes for a rank correlation"
         title = "Which classes are confused, with their numbers of queries "
-        counted = zip(names, self.queries_per_class.tolist(), strict=True)
         return confusions(
             self.anchor_distance[layer],
             self.pair_auc,
-            [f"{name.strip()} ({count})" for name, count in counted],
+            [name.strip() for name in names],
             f"{title}(layer {layer}, {agreement})",
+            self.queries_per_class,
         )
 
 
@@ -110,8 +111,11 @@ def confusions(
     actual: Float[Tensor, "class class"],
     names: Sequence[str],
     title: str,
+    counts: Int[Tensor, " class"] | None = None,
 ) -> go.Figure:
     """Predicted and actual confusions side by side, without diagonals (the paper's Figure 6)."""
+    if counts is not None:
+        names = [f"{name} ({count})" for name, count in zip(names, counts.tolist(), strict=True)]
     if len(names) == 2:
         number = float(actual[0, 1])
         known = f"{number:.2f}, where 0.5 is chance and 1 is certain"
@@ -123,7 +127,10 @@ def confusions(
         )
     both = torch.stack([predicted.double(), actual.double()])
     if len(names) > _MOST_CLASSES:
-        first, second = torch.ones_like(both[0]).triu(1).nonzero().T.tolist()
+        pairs = torch.ones_like(both[0]).triu(1).nonzero()
+        if counts is not None:  # few queries are often at an end by chance
+            pairs = pairs[counts[pairs].amin(1).argsort(descending=True, stable=True)]
+        first, second = pairs.T.tolist()
         figure = figures.pairs(
             both[0, first, second],
             both[1, first, second],

@@ -128,9 +128,9 @@ class SaliencyFlowsRecord(Record):
             ["all three means together, of which shares are parts"],
             title="",
             y_title="nats",
-            colors=["#56B4E9"],
+            colors=figures.PALETTE[3:],
             height=220,
-        )
+        ).update_yaxes(rangemode="tozero")
         return figures.stacked(read, shares, total)
 
     def _random(self, name: str, shape: tuple[int, ...]) -> Float[Tensor, "draw ..."]:

@@ -131,8 +131,9 @@ def _on_flows(records: Collection[Record]) -> Iterator[str]:
             into = record.estimate("shallow_share", 0).percent()
             out_of = record.estimate("deep_share", 1).percent()
             times = f"{record.estimate('deep_pq_over_tq'):.1f}"
-            of_random = [100 * share[1] for share in record.of_random_models("deep_share")]
-            random = f"{min(of_random):.0f} to {max(of_random):.0f} %" if of_random else ""
+            of_random = [f"{100 * share[1]:.0f}" for share in record.of_random_models("deep_share")]
+            ends = dict.fromkeys(sorted(of_random, key=int)[:: max(1, len(of_random) - 1)])
+            random = f"{' to '.join(ends)} %" if ends else ""
             yield (
                 "Per pair of tokens, in the first third of the layers the flow from texts to label "
                 f"words (S_wp) is {into} of the three mean flows; in the last third that from "

@@ -103,12 +103,18 @@ def lines_by_layer(
     figure.update_layout(hovermode="x unified", xaxis_title="layer", yaxis_title=literal(y_title))
     layers = values.shape[1]
     figure.update_xaxes(dtick=1 + layers // 16, range=[-0.5, layers - 0.5])
+    if reference is not None:  # its line is inside the figure, too
+        values = torch.cat([values, torch.full_like(values[:1], reference)])
     if log:
-        ticks = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
-        texts = [f"{tick:g}" for tick in ticks]
-        figure.update_yaxes(type="log", tickvals=ticks, ticktext=texts)
         values, ends = values.log10(), ends.log10()
-    figure.update_yaxes(range=_range_of_lines(values, ends))
+    shown = _range_of_lines(values, ends)
+    figure.update_yaxes(range=shown, type="log" if log else None)
+    drawn = torch.cat([values, *ends, *([] if random is None else random.log10())])
+    drawn = torch.tensor(shown, device="cpu") if shown else drawn[drawn.isfinite()]
+    # Within a power of 10 plotly itself writes more numbers.
+    if log and len(drawn) and drawn.max() - drawn.min() > 1:
+        ticks = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
+        figure.update_yaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
     return figure.update_xaxes(unifiedhovertitle_text="layer %{x}")
 
 
@@ -378,7 +384,7 @@ def pairs(
         title: text over the figure.
         x_title: text along the x axis.
         y_title: text along the y axis.
-        named: so many of the lowest dots have their names beside them.
+        named: so many of the lowest dots have their names beside them; of equal ones the first.
 
     Returns:
         The figure.
@@ -393,16 +399,18 @@ def pairs(
     """
     for numbers in (x, y):
         check_shape(numbers, (len(names),), "pass one name per pair")
-    known = [k for k in y.argsort().tolist() if not y[k].isnan()]
+    known = [k for k in y.argsort(stable=True).tolist() if not y[k].isnan()]
     shown = {k: literal(names[k]) for k in known[:named]}
     texts = [literal(name) for name in names]
     dots = go.Scatter(x=x.tolist(), y=y.tolist(), mode="markers", text=texts)
     dots.update(marker={"color": PALETTE[0], "size": 7, "opacity": 0.6})
     dots.update(hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>")
     figure = go.Figure(dots, layout(title, 460))
-    for number, (k, name) in enumerate(shown.items(), start=1):
+    # A name begins above its dot, and those at the left are higher, so that no line crosses a name.
+    for number, k in enumerate(sorted(shown, key=x.tolist().__getitem__, reverse=True), start=1):
         above = {"ax": 0, "ay": -18 * number, "arrowhead": 0, "bgcolor": "rgba(128,128,128,0.15)"}
-        figure.add_annotation(x=float(x[k]), y=float(y[k]), text=name, **above)
+        above |= {"text": shown[k], "xanchor": "left"}
+        figure.add_annotation(x=float(x[k]), y=float(y[k]), **above)
     return figure.update_layout(xaxis_title=literal(x_title), yaxis_title=literal(y_title))
 
 

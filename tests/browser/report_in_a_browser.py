@@ -392,6 +392,30 @@ def outside(figure: Any) -> list[str]:
     )
 
 
+def test_a_flow_has_the_same_color_in_all_figures(report: Path, browser: Any, screen: Any) -> None:
+    with Visit(browser, report, *screen) as page:
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+        color = """name => document.querySelector('.js-plotly-plot').data
+            .find(trace => trace.name?.startsWith(name)).line.color.toLowerCase()"""
+        into = page.evaluate(color, "text to label word")
+        style = "prompt => getComputedStyle(prompt).getPropertyValue('--into').trim()"
+        assert into == page.locator(".prompt").first.evaluate(style)
+        assert into != page.evaluate(color, "all three")
+
+
+def test_rows_are_read_in_their_own_direction(gpt2: Any, browser: Any, tmp_path: Path) -> None:
+    task = al.Task("שם: {text}\nתג:{label}", labels=[" yes", " no"])
+    demos = [al.Example("מי כתב את הספר", 0), al.Example("谁写了这本书", 1)]
+    [batch] = al.build_prompts(gpt2.tokenizer, task, demos, demos[1:])
+    with Visit(browser, al.plot_prompt(gpt2, batch).save(tmp_path / "p.html"), WIDE) as page:
+        ends = (
+            "row => [...row.querySelectorAll('[data-token]')].map(t => t.getBoundingClientRect().x)"
+        )
+        first, *_, last = page.locator(".rows li").first.evaluate(ends)
+        assert last < first  # the colon that ends the row is at the left
+        assert page.locator(".rows .label").first.evaluate(ends)[0] < last
+
+
 def test_texts_of_users_stay_texts(report: Path, browser: Any, tmp_path: Path) -> None:
     evil = "</script><script>throw new Error('run')</script><b>x</b>"
     flows = al.PromptFlows(

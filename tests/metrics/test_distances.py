@@ -181,6 +181,12 @@ def test_two_classes_are_a_sentence_and_many_are_dots() -> None:
     unknown = confusions(two, two * torch.nan, ["a", "b"], "title").layout.meta["sentence"]
     assert unknown.endswith("an AUC-ROC of no number.")
     many = torch.arange(81.0).reshape(9, 9)
+    counts = torch.arange(9)
+    named = confusions(many, many * 0, list("abcdefghi"), "title", counts).layout.annotations
+    # Of equal pairs those with most queries have their names, and those at the left are higher.
+    pairs = ["h (7) and i (8)", "g (6) and i (8)", "g (6) and h (7)"]
+    assert [note.text for note in named] == pairs
+    assert [note.ay for note in named] == [-18, -36, -54]
     (dots,) = confusions(many, many / 81, list("abcdefghi"), "title").data
     assert len(dots.x) == 36 and (dots.x[0], dots.text[0], dots.y[1]) == (
         1,

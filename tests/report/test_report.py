@@ -106,6 +106,15 @@ def written(folder: Path, results: Mapping[str, Any], **options: Any) -> str:
     return write(folder, results, **options).read_text(encoding="utf-8")
 
 
+def test_where_no_claim_is_judged_no_claim_has_a_scope(
+    results: dict[str, Any], tmp_path: Path
+) -> None:
+    assert all(claim.scope for claim in al.claims(results))
+    text = written(tmp_path, results)
+    assert "No claim can be judged: the accuracy" in text
+    assert not [span for span in re.findall(r'"measure">(.*?)<', text) if span.startswith("For ")]
+
+
 def test_the_page_needs_no_other_file(results: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path, results)
     page = Page(path)

@@ -157,9 +157,24 @@ def test_models_of_random_weights_are_a_grey_band() -> None:
     band, line = figure.data
     assert band.x == (0, 1, 1, 0, None) and same(band.y[:-1], [1.0, 1.0, 3.0, 2.0])
     assert band.name == "random weights (range of 2 draws)" and same(line.y, [0.5, 2.0])
-    assert figure.layout.yaxis.type == "log" and 0.5 in figure.layout.yaxis.tickvals
+    assert figure.layout.yaxis.type == "log"
     for none in (None, random[:0], random[2:]):
         assert len(lines_by_layer(values, ["a"], random=none, **TITLES).data) == 1
+
+
+@pytest.mark.with_shapes
+def test_a_logarithmic_axis_has_numbers_and_the_reference() -> None:
+    wide = lines_by_layer(torch.tensor([[0.5, 8.0]]), ["a"], log=True, **TITLES).layout.yaxis
+    assert {0.5, 1, 2, 5} < {*wide.tickvals} and wide.ticktext[wide.tickvals.index(0.5)] == "0.5"
+    # Of 1, 2 and 5 none is between 0.6 and 0.8: there plotly chooses.
+    values = torch.tensor([[0.6, 0.8]])
+    low, high = values / 9, values * 9
+    narrow = lines_by_layer(values, ["a"], low=low, high=high, log=True, reference=1.0, **TITLES)
+    assert narrow.layout.yaxis.tickvals is None
+    lowest, highest = narrow.layout.yaxis.range  # cut bands, and never the line at 1
+    assert -0.5 < lowest < math.log10(0.6) and 0 < highest < 0.5
+    far = lines_by_layer(values, ["a"], log=True, random=values[None] * 20, **TITLES)
+    assert far.layout.yaxis.tickvals
 
 
 def test_draws_of_random_weights_have_the_shape_of_the_values() -> None:

@@ -5,7 +5,11 @@
   const narrow = matchMedia("(max-width: 640px)");
   const config = { responsive: true, displayModeBar: false };
   const holders = [...document.querySelectorAll(".figure")];
-  const figures = holders.map((holder) => JSON.parse(holder.nextElementSibling.textContent));
+  const texts = holders.map((holder) => holder.nextElementSibling.textContent);
+  // Dark pages have the light blue where others have the dark one, as in the picture of a prompt.
+  const swapped = { "#0072B2": "#56B4E9", "#56B4E9": "#0072B2" };
+  const figureOf = (number, isDark) => JSON.parse(
+    isDark ? texts[number].replace(/#0072B2|#56B4E9/g, (color) => swapped[color]) : texts[number]);
 
   const axisStyle = (isDark) => ({
     gridcolor: isDark ? "#3a434c" : "#e3e7eb", linecolor: isDark ? "#6b7680" : "#9aa4ae",
@@ -43,14 +47,15 @@
     return style;
   };
   const show = (number, isDark, isNarrow, size) => {
-    const figure = figures[number], layout = layoutOf(figure, isDark, isNarrow);
+    const figure = figureOf(number, isDark), layout = layoutOf(figure, isDark, isNarrow);
     Plotly.react(holders[number], dataOf(figure, isDark, isNarrow), { ...layout, ...size }, config);
   };
   // A file has the title, which stands beside the figure on the page.
   holders.forEach((holder, number) => {
     holder.toSvg = async () => {
-      const { data, layout } = figures[number], width = 900, height = parseFloat(holder.style.height);
-      const drawn = { ...layoutOf(figures[number], dark.matches, false), width, height,
+      const { data, layout } = figureOf(number, dark.matches);
+      const width = 900, height = parseFloat(holder.style.height);
+      const drawn = { ...layoutOf({ data, layout }, dark.matches, false), width, height,
         title: { ...layout.title, text: holder.dataset.title }, margin: layout.margin,
         paper_bgcolor: getComputedStyle(document.body).backgroundColor };
       const url = await Plotly.toImage({ data: dataOf({ data }, dark.matches), layout: drawn },
