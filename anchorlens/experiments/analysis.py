@@ -62,8 +62,8 @@ def analyse(
             default of models up to 300 million parameters, because it takes a second model.
         gradient_checkpointing: For long prompts; see ``run``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        keep: Called with the name of each record and the record, as soon as it is whole: records of
-            metrics after the models of random weights.
+        keep: Called with the name of each record and the record, as soon as it is computed; again
+            with those of metrics after the models of random weights, whose numbers they then hold.
         folder: Where what each batch contributed is stored; after an interruption the same call
             goes on from there.
         progress: Show a progress bar.
@@ -92,6 +92,8 @@ def analyse(
     options: dict[str, Any] = {"resamples": resamples, "progress": progress}
     memory = {"gradient_checkpointing": gradient_checkpointing}
     results = run_possible(model, batches, folder=folders[0], **memory, **options)
+    for name, record in results.items():  # before anything can end the process
+        keep(name, record)
     results = with_random_models(
         model, batches, METRICS, results, asked=random_weights, folder=store, progress=progress
     )

@@ -25,9 +25,9 @@ def prompts_of(model: Any, queries: int = 12) -> list[al.PromptBatch]:
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
 def test_all_analyses_are_those_of_separate_calls(model: Any) -> None:
-    batches, kept = prompts_of(model), list[str]()
+    batches, kept = prompts_of(model), list[tuple[str, al.Record]]()
     results = al.analyse(
-        model, batches, depth=1, draws=2, keep=lambda name, _: kept.append(name), **FEW
+        model, batches, depth=1, draws=2, keep=lambda *each: kept.append(each), **FEW
     )
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
     expected = dict(al.run(model, batches, metrics, **FEW))
@@ -35,7 +35,14 @@ def test_all_analyses_are_those_of_separate_calls(model: Any) -> None:
     if batches[0].begins_with_bos:
         sites["first layer, BOS edge kept"] = al.Site(range(1), keep_bos=True)
     expected |= al.isolation_sweep(model, batches, sites, draws=2, **FEW)
-    assert [*results] == [*expected] == kept
+    # Records of metrics come at once, and again with the numbers of models of random weights.
+    first, last = kept[:3], dict(kept)
+    assert [*results] == [*expected] == [*last] and len(kept) == 3 + len(results)
+    assert all(last[name] is record for name, record in results.items())
+    assert not any("of_random_models" in record.info for _, record in first)
+    for name, record in first:
+        assert_same(record, expected[name])
+        assert "of_random_models" in last[name].info
     assert len(results) == 5 + batches[0].begins_with_bos
     for key, record in expected.items():
         known = {name: results[key].info[name] for name in record.info}
