@@ -18,6 +18,7 @@ def quiet_libraries() -> Iterator[None]:
         disable_progress_bars,
         enable_progress_bars,
     )
+    from transformers import modeling_gguf_pytorch_utils as of_gguf
     from transformers.utils import logging as of_transformers
 
     had_bars = of_transformers.is_progress_bar_enabled()
@@ -30,6 +31,9 @@ def quiet_libraries() -> Iterator[None]:
         if had_bars:
             stack.callback(of_transformers.enable_progress_bar)
         of_transformers.disable_progress_bar()
+        # The bar of a .gguf file does not ask that switch.
+        stack.callback(setattr, of_gguf, "tqdm", of_gguf.tqdm)
+        of_gguf.tqdm = of_transformers.tqdm
         draw_downloads()
         for name in _LIBRARIES:
             stack.enter_context(_errors_only(logging.getLogger(name)))

@@ -108,9 +108,11 @@ def _csv(data: bytes, path: Path) -> Columns:
     except pd.errors.EmptyDataError:
         return {}
     except ValueError as error:
+        # What pandas calls a line is a row, whose texts may have several lines.
+        reason = str(error).strip().rpartition("C error: ")[2].replace("in line", "in row")
         raise DataError(
-            f"{path} cannot be read as csv: {str(error).strip()}; put quotes around texts that "
-            "contain a comma, a quote or a line break"
+            f"{path} cannot be read as csv: {reason}; put quotes around texts that contain "
+            f"{separator!r}, a quote or a line break, and delete a {separator!r} that ends a row"
         ) from error
     names, *rows = cells.values.tolist()
     twice = sorted({name for name in names if name and names.count(name) > 1})

@@ -105,9 +105,10 @@ def test_tables_are_aligned_texts(monkeypatch: Any, capsys: Any, on_a_terminal: 
     assert capsys.readouterr().out == ""
 
 
-def test_other_libraries_are_quiet_inside_and_as_before_afterwards() -> None:
+def test_other_libraries_are_quiet_inside_and_as_before_afterwards(capsys: Any) -> None:
     import datasets
     from huggingface_hub.utils import are_progress_bars_disabled
+    from transformers import modeling_gguf_pytorch_utils as of_gguf
     from transformers.utils import logging as of_transformers
 
     def state() -> list[Any]:
@@ -120,7 +121,11 @@ def test_other_libraries_are_quiet_inside_and_as_before_afterwards() -> None:
     with quiet_libraries(), quiet_datasets():
         assert state() == [logging.ERROR] * 3 + [False, are_progress_bars_disabled(), True]
         assert are_progress_bars_disabled() == before[4]
+        assert [*of_gguf.tqdm([1, 2], desc="of a .gguf file")] == [1, 2]
+        assert capsys.readouterr().err == ""
     assert state() == before
+    assert [*of_gguf.tqdm([1, 2], desc="of a .gguf file")] == [1, 2]
+    assert "of a .gguf file" in capsys.readouterr().err
     with pytest.raises(KeyError), quiet_libraries(), quiet_datasets():
         raise KeyError
     assert state() == before

@@ -203,7 +203,16 @@ FAULTS: dict[str, list[tuple[str | bytes, dict[str, Any], str]]] = {
         (CSV, {}, r"has no rows"),
         (CSV + "é,0\n", {}, r"not UTF-8 text: line 2 has the byte 0xe9; save it as"),
         ((CSV + "a,0").encode("utf-16")[:-1], {}, r"begins as UTF-16 text, but cannot .* as UTF-8"),
-        (CSV + "a,b,0\n", {}, r"cannot be read as csv: .* line 2, saw 3; put quotes"),
+        (
+            CSV + "a,b,0\n",
+            {},
+            r"as csv: Expected 2 fields in row 2, saw 3; put quotes around texts",
+        ),
+        (
+            CSV + '"a\nb",0\nc,0,\n',
+            {},
+            r"2 fields in row 3, saw 3; .* delete a ',' that ends a row",
+        ),
         (CSV + '"a,0\n', {}, r"cannot be read as csv: .*; put quotes"),
         ("label,text\n0,a\n1\n", {}, r"row 1 of .* got text None and label 1$"),
         (CSV + "a,\n", {}, r"row 0 of .* got text 'a' and label None$"),
