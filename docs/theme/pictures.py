@@ -129,6 +129,9 @@ def _chromium(*arguments: str) -> str:
 
 
 def main() -> None:
+    font = subprocess.run(["fc-match", "Arial"], capture_output=True, text=True, check=True).stdout
+    if "Liberation Sans" not in font:
+        sys.exit(f"texts would be as wide as in {font.strip()}; apt install fonts-liberation")
     wanted = set(sys.argv[1:])
     go.Figure.show = lambda figure, *args, **options: None
     model = Path(".venv/weights").resolve()
