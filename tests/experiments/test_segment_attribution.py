@@ -180,6 +180,7 @@ def test_no_given_answer_is_an_error_after_the_clean_passes(
         al.segment_attribution(gpt2, [wrong], answer="answer", **QUIET)
 
 
+@pytest.mark.with_shapes
 def test_means_are_over_prompts_and_then_over_sets() -> None:
     scores = torch.tensor([1.0, 3.0, torch.nan, 8.0]).double()
     numbers = torch.stack([scores, torch.zeros(4)], dim=1)[..., None]
@@ -219,6 +220,7 @@ def test_bad_input_is_an_error_before_any_pass(options: Any, message: str, gpt2:
         al.segment_attribution(gpt2, questions(gpt2, 2), **options, **QUIET)
 
 
+@pytest.mark.with_shapes
 def test_a_figure_has_a_bar_for_each_segment(gpt2: Any, tmp_path: Path) -> None:
     record = al.segment_attribution(gpt2, questions(gpt2, 3), resamples=20, progress=False)
     figure = record.plot()
