@@ -27,8 +27,9 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.random_edges import draw_generator
 from ..runs.runner import Runner
-from ..runs.study import Study
+from ..runs.study import Study, require_batches
 from ..system.devices import in_float64
+from ..system.processes import is_main
 from ..system.texts import described, name_of
 from ..system.warn import warn_user
 from .removal import Removal
@@ -66,28 +67,24 @@ class Ablation:
         remove: Removal,
     ) -> "Ablation":
         """The segments that were asked for, or demonstrations, or all but the answer."""
-        if segments is None:
-            if batches[0].has_label_words:
-                segments = edges.each_demonstration(batches[0])
-                counts = {batch.label_ends.shape[1] for batch in batches}
-                if len(counts) > 1:
-                    raise MetricError(
-                        "every prompt must have equally many demonstrations, which are the "
-                        f"segments; got {sorted(counts)}; run them one after the other, or give "
-                        "segments"
-                    )
-            else:
-                segments = [name for name in batches[0].segment_names if name != answer]
+        require_batches(batches)
+        if segments is None and batches[0].has_label_words:
+            segments = edges.each_demonstration(batches[0])
+            counts = {batch.label_ends.shape[1] for batch in batches}
+            if len(counts) > 1:
+                raise MetricError(
+                    "every prompt must have equally many demonstrations, which are the segments; "
+                    f"got {sorted(counts)}; run them one after the other, or give segments"
+                )
+        elif segments is None:
+            segments = [name for name in batches[0].segment_names if name != answer]
         return cls(SegmentFlows(segments, name="segments"), answer, remove)
 
     @property
     def settings(self) -> dict[str, Any]:
         """What distinguishes it from others, for a study."""
-        return {
-            "segments": self.segments.segments_by_name(),
-            "answer": self.answer,
-            "remove": name_of(self.remove),
-        }
+        names = self.segments.segments_by_name()
+        return {"segments": names, "answer": self.answer, "remove": name_of(self.remove)}
 
     def check(self, study: Study) -> None:
         """Raise an error if answer, segments or removal do not fit the prompts; no model runs."""
@@ -95,22 +92,20 @@ class Ablation:
             batch = given.to(device_of(study.model))
             self._check_answer(batch)
             removable = self.removable(batch)
-            names = self.segments.names_of(batch)
-            if not removable.any(-1).all():
-                row, number = (~removable.any(-1)).nonzero()[0].tolist()
+            first = self.predicting(batch).long().argmax(1)[:, None]
+            late = (removable * batch.positions).amax(-1) > first
+            wrong = late | ~removable.any(-1)
+            if wrong.any():
+                row, number = wrong.nonzero()[0].tolist()
+                reason = "is empty, but for the token at which the answer is predicted, which stays"
+                if late[row, number]:
+                    reason = (
+                        "goes on after the answer has begun, and what follows it changes nothing"
+                    )
                 raise MetricError(
-                    f"segment {names[number]!r} is empty in prompt {int(batch.index[row])}, or "
-                    "holds only the token at which the answer is predicted, which stays; every "
-                    "prompt needs a token of each segment"
-                )
-            last = (removable * batch.positions).amax(-1)
-            late = last > self.predicting(batch).long().argmax(1)[:, None]
-            if late.any():
-                row, number = late.nonzero()[0].tolist()
-                raise MetricError(
-                    f"segment {names[number]!r} of prompt {int(batch.index[row])} goes on after "
-                    "the answer has begun; only what stands before an answer can be removed, so "
-                    "leave it out (segments=)"
+                    f"segment {self.segments.names_of(batch)[number]!r} of prompt "
+                    f"{int(batch.index[row])} {reason}; every segment needs tokens in each prompt, "
+                    "all before the answer (segments=)"
                 )
             for removed in (removable[:, 0], removable.any(1)):
                 self.changed(study.model, batch, removed)
@@ -161,16 +156,12 @@ class Ablation:
                 )
             return
         inside = edges.segment(batch, self.answer)
-        if not inside.any(1).all():
-            row = int((~inside.any(1)).nonzero()[0])
+        wrong = ~inside.any(1) | inside.gather(1, batch.starts[:, None])[:, 0]
+        if wrong.any():
             raise MetricError(
-                f"the answer, segment {self.answer!r}, is empty in prompt {int(batch.index[row])}; "
-                "leave this prompt out, or give it an answer"
-            )
-        if (inside & (batch.positions == batch.starts[:, None])).any():
-            raise MetricError(
-                f"the answer, segment {self.answer!r}, holds the first token of a prompt, which is "
-                "predicted from nothing; put a text before it"
+                f"the answer, segment {self.answer!r}, is empty in prompt "
+                f"{int(batch.index[wrong][0])}, or holds its first token, which is predicted from "
+                "nothing; leave this prompt out, or write a text before the answer"
             )
 
     def changed(
@@ -281,7 +272,8 @@ def info_of_answers(ablation: Ablation, is_given: Bool[Tensor, " prompt"]) -> di
             f"{reason}: some token of it is not the likeliest, so that scores would explain what "
             "the model does not say; let it write the answers, or give answers that it gives"
         )
-    warn_user(f"{reason}, which count for nothing (NaN): some token is not the likeliest there")
+    if is_main():
+        warn_user(f"{reason}, which count for nothing (NaN): some token is not the likeliest there")
     return info | {"left_out": reason}
 
 

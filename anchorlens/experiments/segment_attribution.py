@@ -18,11 +18,13 @@ from torch import Tensor
 from ..errors import MetricError
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
+from ..prompts.random_edges import draw_generator
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..runs.study import Study
 from ..system.arguments import checked
+from ..system.processes import fails_together
 from ..system.texts import described, name_of
 from . import removal, subsets
 from .ablation import Ablation, Answers, SegmentsOfBatch, info_of_answers, subsets_of
@@ -69,6 +71,7 @@ class SegmentAttributionRecord(Record):
         )
 
 
+@fails_together()
 @checked
 def segment_attribution(
     model: HookedModel,
@@ -188,13 +191,16 @@ def record_of(contributions: Contributions) -> SegmentAttributionRecord:
 
 def check_method(method: subsets.Method, count: int) -> None:
     """Raise an error if a method gives something else than subsets and scores; no model runs."""
-    kept: Any = method.draw(count, torch.Generator().manual_seed(0))
-    is_table = isinstance(kept, Tensor) and kept.dtype == torch.bool and kept.ndim == 2
-    if not is_table or kept.shape[1] != count or not len(kept):
+    drawn: list[Any] = [method.draw(count, draw_generator(seed, 0)) for seed in range(2)]
+    are_tables = all(isinstance(each, Tensor) and each.dtype == torch.bool for each in drawn)
+    shapes = {tuple(each.shape) for each in drawn} if are_tables else set()
+    if len(shapes) != 1 or 0 in (shape := shapes.pop()) or shape[1:] != (count,):
         raise MetricError(
             f"draw of the method {method.name!r} must give True and False for each subset and "
-            f"segment, of the shape (subset, {count}); got {described(kept)}"
+            f"segment, of the shape (subset, {count}), and equally many subsets each time; got "
+            + " and ".join(map(described, drawn))
         )
+    kept = drawn[0]
     y = torch.linspace(-1, 1, len(kept), dtype=torch.double, device="cpu")
     for name, function in (("scores", method.scores), ("errors", method.errors)):
         given: Any = None if function is None else function(kept, y)

@@ -20,6 +20,7 @@ from anchorlens.experiments.ablation import (
 )
 from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import logits_at
+from anchorlens.trials import how_to_run
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2
 
@@ -230,6 +231,24 @@ def test_text_without_a_part_of_the_query_is_the_rest_of_the_tokens(
             assert float(outcome.log_odds[row, number]) == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.parametrize("remove", [al.removal.edges, al.removal.text])
+def test_long_prompts_run_with_a_fused_attention(
+    remove: Any, gpt2: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases: list[tuple[list[al.PromptBatch], Any]] = [
+        ([written(byte_level, gpt2, "left")], "answer"),
+        (questions(gpt2, 2), None),
+    ]
+    for batches, answer in cases:
+        _, _, whole = outcomes(gpt2, batches, answer=answer, remove=remove)
+        with monkeypatch.context() as patch:
+            patch.setattr(how_to_run, "LARGE", 0)
+            answers, _, fused = outcomes(gpt2, batches, answer=answer, remove=remove)
+        assert answers[0].plan.how.is_fused
+        for ours, theirs in zip(fused, whole, strict=True):
+            torch.testing.assert_close(ours.log_odds, theirs.log_odds, rtol=0, atol=1e-4)
+
+
 @pytest.mark.with_shapes
 def test_log_odds_are_exact_where_a_probability_is_near_0_or_1() -> None:
     """In words of three: the others have the logits 0 and 0."""
@@ -304,14 +323,14 @@ def returning(*given: Any) -> Any:
     [
         ({"segments": []}, "segments are different names"),
         ({"segments": ["nothing"]}, "there is no segment 'nothing'"),
-        ({"segments": ["text", "other"]}, "segment 'other' is empty in prompt 0"),
-        ({"segments": ["text", "target"]}, "or holds only the token at which the answer"),
+        ({"segments": ["text", "other"]}, "segment 'other' of prompt 0 is empty, but"),
+        ({"segments": ["text", "target"]}, "'target' of prompt 0 is empty, but for the token"),
         ({"segments": dict.fromkeys("ab", al.edges.query)}, r"in the segments \['a', 'b'\]"),
         ({"answer": "nothing"}, "there is no segment 'nothing'"),
         ({"answer": "other"}, "the answer, segment 'other', is empty in prompt 0"),
         ({"answer": "text"}, "segment 'demonstration 1' of prompt 0 goes on after the answer"),
         ({"answer": "query", "segments": ["text", "query"]}, "'query' of prompt 0 goes on after"),
-        ({"answer": "format"}, "holds the first token of a prompt"),
+        ({"answer": "format"}, "in prompt 0, or holds its first token"),
         ({"remove": returning()}, "must return the batch that runs and a list of hooks.*tuple"),
         ({"remove": returning(1)}, "must return the batch that runs and a list.*got a int"),
         ({"remove": lambda m, b, r: (b.prompt(0), [])}, "must keep the prompts and the tokens"),
@@ -341,6 +360,7 @@ def test_bad_prompts_are_an_error_before_any_pass(gpt2: Any, byte_level: Any) ->
     ]
     shorter = cases[-1][0][1]
     cases[-1][0][1] = al.removal.text(gpt2, shorter, al.edges.demonstration(shorter, 0))[0]
+    cases.append(([], {}, "there are no batches to run"))
     for batches, options, message in cases:
         with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
             outcomes(gpt2, batches, **options)

@@ -195,6 +195,11 @@ OF_ONE_MORE = al.subsets.Method(
     "mine", lambda count, generator: torch.ones(2, count + 1).bool(), NOT_CALLED
 )
 OF_NO_SUBSET = al.subsets.Method("mine", lambda n, generator: torch.ones(0, n).bool(), NOT_CALLED)
+GROWING = al.subsets.Method(
+    "mine",
+    lambda n, generator: torch.ones(int(generator.initial_seed() % 7) + 1, n).bool(),
+    NOT_CALLED,
+)
 OF_A_NUMBER = replace(al.subsets.one_by_one, name="mine", scores=lambda kept, y: y.mean())
 OF_NO_ERRORS = replace(al.subsets.one_by_one, name="mine", errors=lambda kept, y: y)
 
@@ -204,9 +209,10 @@ OF_NO_ERRORS = replace(al.subsets.one_by_one, name="mine", errors=lambda kept, y
     [
         ({"method": al.subsets.lasso(65)}, "there are 64 subsets of 6 segments"),
         ({"method": al.subsets.lasso(9), "segments": ["text", "label"]}, "there are 4 subsets"),
-        ({"method": OF_NO_TABLE}, r"draw of the method 'mine' .*\(subset, 6\); got torch.float32"),
+        ({"method": OF_NO_TABLE}, r"draw of the method 'mine' .*\(subset, 6\).*got torch.float32"),
         ({"method": OF_ONE_MORE}, r"draw of the method 'mine' .* got torch.bool .*\(2, 7\)"),
         ({"method": OF_NO_SUBSET}, r"draw of the method 'mine' .* got torch.bool .*\(0, 6\)"),
+        ({"method": GROWING}, r"equally many subsets each time; got .*\(1, 6\) and .*\("),
         ({"method": OF_A_NUMBER}, r"scores of the method 'mine' \(<lambda>\).* each of the 6"),
         ({"method": OF_NO_ERRORS}, r"errors of the method 'mine' \(<lambda>\).* got torch.float64"),
         ({"segments": dict.fromkeys("ab", al.edges.query)}, "is in the segments"),
@@ -218,6 +224,11 @@ OF_NO_ERRORS = replace(al.subsets.one_by_one, name="mine", errors=lambda kept, y
 def test_bad_input_is_an_error_before_any_pass(options: Any, message: str, gpt2: Any) -> None:
     with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
         al.segment_attribution(gpt2, questions(gpt2, 2), **options, **QUIET)
+
+
+def test_there_must_be_prompts(gpt2: Any) -> None:
+    with pytest.raises(AnchorlensError, match="there are no batches to run"):
+        al.segment_attribution(gpt2, [], **QUIET)
 
 
 @pytest.mark.with_shapes
