@@ -49,6 +49,16 @@ def test_peft_is_imported_only_when_an_adapter_is_written() -> None:
     assert python(code) == "False"
 
 
+def test_the_first_lasso_leaves_the_random_states_as_they_are() -> None:
+    """Scikit-learn is imported then, and draws from that of Python."""
+    code = (
+        "import random, numpy, torch, anchorlens as al; kept = torch.eye(3).bool();"
+        "state = lambda: (random.getstate(), str(numpy.random.get_state())); before = state();"
+        "al.subsets.lasso(3).scores(kept, torch.arange(3.0).double()); print(state() == before)"
+    )
+    assert python(code) == "True"
+
+
 def test_every_public_name_is_listed_and_can_be_imported() -> None:
     tree = ast.parse(Path(al.__file__).read_text("utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
