@@ -30,7 +30,7 @@ from ..metrics.segment_flows import SegmentFlows
 from ..metrics.segment_rollout import SegmentRollout
 from ..models.hooked import HookedModel
 from ..models.load import ensure_prepared
-from ..prompts.batch import PromptBatch, digest
+from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
 from ..results.contributions import Contributions
@@ -113,7 +113,7 @@ class FaithfulnessRecord(Record):
         names, bounds = ("lds", "drop"), self.intervals
         known = torch.stack([bounds[name] for name in names], dim=1)[..., None] if bounds else None
         low, high = (None, None) if known is None else known
-        return figures.bars(
+        figure = figures.bars(
             torch.stack([self.lds, self.drop])[..., None],
             ["LDS", "drop in nats"],
             self.axis_names("score") or (),
@@ -122,6 +122,8 @@ class FaithfulnessRecord(Record):
             low=low,
             high=high,
         )
+        colors = [figures.INTO] * (len(self.lds) - 2) + [figures.RANDOM] * 2
+        return figure.update_traces(marker_color=colors).update_layout(showlegend=False)
 
 
 @fails_together()
@@ -402,7 +404,7 @@ class Comparison:
 
     def _random(self, demonstrations: int, index: int) -> Float[Tensor, "_ segment"]:
         """Random scores of a prompt, whichever batch it is in."""
-        generator = draw_generator(self.seed, digest([demonstrations, index]))
+        generator = draw_generator(self.seed, demonstrations + index)
         drawn = torch.rand(_RANDOM_SCORES, self.segments, generator=generator, device="cpu")
         return drawn.double()
 

@@ -542,6 +542,8 @@ def test_figure_and_table_have_every_score(gpt2: Any, additive: Any) -> None:
     low = record.drop - torch.tensor(drop.error_y.arrayminus)
     torch.testing.assert_close(low, record.intervals["drop"][0])
     assert record.plot().layout.xaxis.ticktext[1] == "exact &lt;b&gt;"
+    first, second, *beside = lds.marker.color
+    assert first == second and first not in beside  # the two rows beside are grey
     plain_bars = al.faithfulness(gpt2, batches, scores, **QUIET).plot().data
     assert plain_bars[0].error_y.visible is False
     frame = record.to_frame()
