@@ -351,12 +351,13 @@ def test_a_written_answer_is_what_metrics_and_removals_explain(
     monkeypatch.setattr(segment_scores.SegmentScores, "of", spy)
     scores: Any = {"own": Reads(), "signed": al.SegmentFlows(weight=al.weights.helpful)}
     scores |= {"rollout": al.SegmentRollout(), "one by one": al.subsets.one_by_one}
+    scores["attention"] = al.SegmentFlows(weight=al.weights.attention)
     options: dict[str, Any] = {"answer": "answer", "segments": list("abcd"), "subsets": 16} | QUIET
     with pytest.warns(UserWarning, match="does not give the answer 'answer' of 1 of 4 prompts"):
         record = al.faithfulness(gpt2, batches, scores, **options)
     assert record.lds_of_prompts.isfinite().all(1).tolist() == [True, False, True, True]
     assert record.drop_of_prompts.isnan().all(1).tolist() == [False, True, False, False]
-    assert record.info["reasons"] == {} and len(record.lds) == 6
+    assert record.info["reasons"] == {} and len(record.lds) == 7
     ours = torch.cat(seen)
     assert ours[1, 3].isnan().all() and ours[0, 0].tolist() == [2003, 2004, 2004, 2006]
     loss = al.losses.span_cross_entropy("answer")
@@ -364,19 +365,23 @@ def test_a_written_answer_is_what_metrics_and_removals_explain(
         batch, row = batches[number // 3], number % 3
         prompt = batch.prompt(row)
         signed = al.saliency(gpt2, prompt, weight=al.weights.signed, loss=loss)[0].sum(0)
-        rollout = al.rollout(patterns_of(gpt2, prompt, []))[0, 19:21].mean(0)
+        patterns = patterns_of(gpt2, prompt, [])
+        rollout = al.rollout(patterns)[0, 19:21].mean(0)
+        attention = patterns[0].mean(1).sum(0)
         for k in range(4):
             part = prompt.segments[0] == k
             readers = ~part & (torch.arange(23) < 21)  # the last token of the answer reads in vain
             expected = -signed[readers][:, part].sum()
             assert float(ours[number, 1, k]) == pytest.approx(float(expected), rel=1e-4, abs=1e-6)
+            expected = attention[readers][:, part].sum()
+            assert float(ours[number, 4, k]) == pytest.approx(float(expected), rel=1e-4)
             assert float(ours[number, 2, k]) == pytest.approx(float(rollout[part].sum()), rel=1e-4)
     given = [each for each in range(4) if each != 1]
     alone = [
         al.faithfulness(gpt2, [batches[k // 3].prompt(k % 3)], scores, **options) for k in given
     ]
-    together = torch.cat([each.lds_of_prompts[:, :4] for each in alone])
-    torch.testing.assert_close(record.lds_of_prompts[given, :4], together)
+    together = torch.cat([each.lds_of_prompts[:, :5] for each in alone])
+    torch.testing.assert_close(record.lds_of_prompts[given, :5], together)
     with pytest.raises(MetricError, match="does not give the answer 'answer' of 2 of 2 prompts"):
         al.faithfulness(gpt2, written(gpt2, [False] * 5)[1:], scores, **options)
 
