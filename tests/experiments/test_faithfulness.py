@@ -1,10 +1,10 @@
 """What scores are worth, against an engine that adds up, scipy, and passes written out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partialmethod
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, StoreError
 from anchorlens.experiments import ablation, faithfulness, segment_scores
+from anchorlens.experiments.ablation import Outcome
 from anchorlens.metrics import attention_times_gradient
 from anchorlens.prompts.random_edges import draw_generator
 from tests.references import plain
@@ -35,24 +36,23 @@ def weights_of(prompts: int, segments: int, seed: int = 0) -> Tensor:
     return torch.randn(prompts, segments, generator=generator, dtype=torch.float64)
 
 
-@dataclass
-class Additive:
+class Additive(ablation.Answers):
     """An engine in which every segment adds its weight to y and to log p."""
 
-    batch: al.PromptBatch
-    weights: Tensor  # [prompt, segment], by the number of the query
-    is_given: Tensor
-    passes: int = 1
+    weights: ClassVar[Tensor]  # [prompt, segment], by the number of the query
+    given: ClassVar[Tensor]
 
-    def of_subsets(self, kept: Tensor) -> Any:
-        y = (kept * self.weights[self.batch.index][:, None]).sum(-1)
-        y = y.masked_fill(~self.is_given[:, None], torch.nan)
-        return ablation.Outcome(y, y - 9)
+    @classmethod
+    def of(cls, ablation: Any, plan: Any, batch: al.PromptBatch) -> Any:
+        zeros, given = torch.zeros(len(batch)).double(), cls.given[batch.index]
+        made = cls(ablation, plan, batch, [], given, Outcome(zeros, zeros))
+        return replace(
+            made, clean=made.of_kept(torch.ones(len(batch), cls.weights.shape[1]).bool())
+        )
 
-    @property
-    def clean(self) -> Any:
-        kept = torch.ones(len(self.batch), 1, self.weights.shape[1], dtype=torch.bool)
-        return ablation.Outcome(*(each[:, 0] for each in self.of_subsets(kept)))
+    def of_kept(self, kept: Tensor) -> Outcome:
+        y = (kept * self.weights[self.batch.index]).sum(-1).masked_fill(~self.is_given, torch.nan)
+        return Outcome(y, y - 9)
 
 
 @pytest.fixture
@@ -60,11 +60,9 @@ def additive(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The weights of an engine that takes the place of that of the package."""
 
     def use(weights: Tensor, given: list[bool] | None = None) -> Tensor:
-        def of(ablation: Any, plan: Any, batch: al.PromptBatch) -> Any:
-            is_given = torch.ones(len(weights)).bool() if given is None else torch.tensor(given)
-            return Additive(batch, weights, is_given[batch.index])
-
-        monkeypatch.setattr(faithfulness, "Answers", type("Answers", (), {"of": staticmethod(of)}))
+        is_given = torch.tensor([True] * len(weights) if given is None else given)
+        kind = type("Of", (Additive,), {"weights": weights, "given": is_given})
+        monkeypatch.setattr(faithfulness, "Answers", kind)
         return weights
 
     return use
