@@ -33,10 +33,15 @@ def right_answers(
     return (torch.stack(scores, 1).argmax(-1) == gold[:, None]).double()
 
 
-def with_interval(numbers: torch.Tensor) -> str:
-    """The mean of a number of each query, with its 95 % interval (normal approximation)."""
-    mean, half = float(numbers.mean()), 1.96 * float(numbers.std()) / len(numbers) ** 0.5
-    return f"{mean:5.2f} [{mean - half:5.2f}, {mean + half:5.2f}]"
+def with_interval(numbers: torch.Tensor, lowest: float) -> str:
+    """The mean of a number of each query, from ``lowest`` to 1, with its 95 % interval.
+
+    Both ends count as one more query each (Bonett and Price): equal numbers are not certain.
+    """
+    more = torch.cat([numbers, torch.tensor([lowest, 1.0], dtype=numbers.dtype, device="cpu")])
+    mean, half = float(more.mean()), 1.96 * float(more.std()) / len(more) ** 0.5
+    low, high = max(lowest, mean - half), min(1.0, mean + half)
+    return f"{float(numbers.mean()):5.2f} [{low:5.2f}, {high:5.2f}]"
 
 
 def accuracy_as_text(
@@ -56,7 +61,8 @@ def print_table(
     for name, contexts in groups.items():
         right, gain = right_of[name], right_of[name] - right_of["empty"]
         accuracies = right.mean(0)
-        cells = [f"{name:18}", with_interval(right.mean(1)), with_interval(gain.mean(1))]
+        cells = [f"{name:18}", with_interval(right.mean(1), 0.0)]
+        cells.append(with_interval(gain.mean(1), -1.0))
         cells.append(f"{float(accuracies.min()):6.2f} to {float(accuracies.max()):.2f}    ")
         prompts = [context for context in contexts if isinstance(context, al.HardPrompt)]
         if prompts:
@@ -72,20 +78,13 @@ def print_table(
 
 def loss_curves(groups: Mapping[str, Sequence[Any]]) -> go.Figure:
     """Loss of held-out queries by step, a line for each search."""
-    records = [
-        (f"{name}, search {number}", prompt.training)
+    lines = {
+        f"{name}, search {number}": (prompt.training.checked_steps, prompt.training.held_out_loss)
         for name in METHODS
         for number, prompt in enumerate(groups[name], 1)
-    ]
-    lines = [
-        go.Scatter(x=record.checked_steps.tolist(), y=record.held_out_loss.tolist(), name=name)
-        for name, record in records
-    ]
-    return go.Figure(lines).update_layout(
-        title="Searches for hard prompts",
-        xaxis_title="step",
-        yaxis_title="mean loss of held-out queries, in nats",
-    )
+    }
+    title, y_title = "Searches for hard prompts", "mean loss of held-out queries, in nats"
+    return al.figures.lines_by_step(lines, title=title, y_title=y_title)
 
 
 def main() -> None:

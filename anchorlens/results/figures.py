@@ -660,7 +660,7 @@ def _bands_of_random_models(
 
 
 def _range_of_lines(
-    values: Float[Tensor, "series layer"], ends: Float[Tensor, "end series layer"]
+    values: Float[Tensor, "line layer"], ends: Float[Tensor, "end series layer"]
 ) -> list[float] | None:
     """The range of the y axis where bands go far beyond the lines; None where they do not."""
     lines, bands = values[values.isfinite()], ends[ends.isfinite()]
