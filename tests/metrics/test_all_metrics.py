@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,37 +48,36 @@ def sentiment(model: Any, count: int, seed: int, **options: Any) -> list[al.Prom
 @pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 @pytest.mark.parametrize("prompts_of", [questions, sentiment])
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", MAKE)
 def test_records_equal_plain_transformers(
-    name: str,
-    side: Any,
-    prompts_of: Any,
-    hooked: Any,
-    kind_of_model: str,
-    request: pytest.FixtureRequest,
+    name: str, prompts_of: Any, hooked: Any, kind_of_model: str, request: pytest.FixtureRequest
 ) -> None:
     make, of_tokenizer = MAKE[name]
     tokenizer = request.getfixturevalue(of_tokenizer)
     weights, oracle = (make(len(tokenizer)).double() for _ in range(2))
     model = hooked(weights, tokenizer)
     oracle.set_attn_implementation("eager")
-    batches = prompts_of(model, 13, seed=3, batch_size=5, padding_side=side)
+    both = [
+        prompts_of(model, 13, seed=3, batch_size=5, padding_side=side) for side in ("left", "right")
+    ]
     with plain.everything_in_float64():
-        results: Any = al.run(model, batches, METRICS, **QUIET)
-        prompts = [prompt for batch in batches for prompt in plain.prompts_of(batch)]
+        results: Any = [al.run(model, batches, METRICS, **QUIET) for batches in both]
+        prompts, same = (
+            [prompt for batch in batches for prompt in plain.prompts_of(batch)] for batches in both
+        )
         observed = [plain.observe(oracle, prompt) for prompt in prompts]
-    order = torch.cat([batch.index for batch in batches]).argsort()
+    assert [each.tokens.tolist() for each in prompts] == [each.tokens.tolist() for each in same]
+    order = torch.cat([batch.index for batch in both[0]]).argsort()
     tolerance = TOLERANCE[kind_of_model]
     for expected in (
         *flows_by_hand(prompts, [each.products for each in observed], order),
         aucroc_by_hand(prompts, observed),
         distances_by_hand(prompts, observed),
-        heads_by_hand(batches, prompts, observed),
+        heads_by_hand(both[0], prompts, observed),
     ):
-        record = results[expected.pop("name")]
-        for field, values in expected.items():
-            ours = getattr(record, field)
+        record_name = expected.pop("name")
+        for number, field in product(range(2), expected):
+            ours, values = getattr(results[number][record_name], field), expected[field]
             assert torch.equal(ours.isnan(), values.isnan()), field
             assert difference(ours.nan_to_num(), values.nan_to_num()) <= tolerance, field
 
