@@ -20,7 +20,7 @@ from ..system.package import installed_version
 from ..system.processes import was_launched
 from ..system.signals import Stopped, signals_raise
 from ..system.texts import printable
-from .options import Check, Common, Contexts, Demo, Models, Paper, Run
+from .options import Across, Check, Common, Contexts, Demo, Faithfulness, Models, Paper, Run
 from .output import lasting_streams, say
 from .wording import in_words_of_the_command, need_less_memory
 
@@ -163,6 +163,36 @@ def contexts(options: Contexts) -> None:
     from . import work
 
     work.contexts(options)
+
+
+@_command(Faithfulness)
+@_stoppable
+def faithfulness(options: Faithfulness) -> None:
+    """Say what scores are worth: which of them tell what the answer loses without a segment.
+
+    Segments are the demonstrations, or documents before a question. Run the same command again to
+    resume after an interruption.
+
+    Example: anchorlens faithfulness questions.jsonl --model gpt2
+    """
+    from . import work
+
+    work.faithfulness(options)
+
+
+@_command(Across)
+@_stoppable
+def across(options: Across) -> None:
+    """Compare the claims of the paper with several models, one after another.
+
+    A model that fails is a row with its reason. Run the same command again to resume after an
+    interruption, also with more models.
+
+    Example: anchorlens across gpt2 gpt2-medium --task sst2
+    """
+    from . import work
+
+    work.across(options)
 
 
 @_command(Models)

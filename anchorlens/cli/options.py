@@ -127,6 +127,8 @@ _DATA = (
     "csv, jsonl or parquet file with a text and its class in each row; or a folder with "
     "TASK/train.jsonl and TASK/test.jsonl. By default the examples of --task."
 )
+_DOCUMENTS = f"{_DATA} Or a file with a question, an answer and documents in each row."
+Documents = Annotated[Path | None, typer.Argument(parser=_path, metavar="DATA", help=_DOCUMENTS)]
 Data = Annotated[Path | None, typer.Argument(parser=_path, metavar="DATA", help=_DATA)]
 Chat = Annotated[
     bool | None, _task("--chat/--no-chat", metavar="", help="Write prompts as a chat.")
@@ -235,6 +237,35 @@ class Contexts(OfTask):
     draws: Annotated[int, _count(max=9999, help="Random selections of words to compare with.")] = 3
     batch_size: BatchSize = 8
     out: Out = Path("anchorlens-contexts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Across(Run):
+    """The options of `anchorlens across`."""
+
+    model: Annotated[list[str], typer.Argument(help=A_MODEL)]  # type: ignore[assignment]
+    data: Annotated[Path | None, _task(help=_DATA, **_paths)] = None
+    out: Out = Path("anchorlens-across")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faithfulness(OfTask):
+    """The options of `anchorlens faithfulness`."""
+
+    data: Documents = None
+    task: OneTask = None
+    queries: Annotated[int | None, _count(help="Queries of each seed; by default 60 or all.")] = (
+        None
+    )
+    shots: Shots = 1
+    seed: Seeds = (42,)  # type: ignore[assignment]
+    subsets: Annotated[int, _count(help="Random subsets of the segments that run.")] = 32
+    top: Annotated[int, _count(help="Segments of the highest scores that are removed.")] = 1
+    remove_text: Annotated[
+        bool, _flag("--remove-text", help="Delete segments, in place of the edges to them.")
+    ] = False
+    batch_size: BatchSize = 8
+    out: Out = Path("anchorlens-faithfulness")
 
 
 def full_command(name: str, options: OfTask, task: str, *, is_whole: bool = False) -> str:

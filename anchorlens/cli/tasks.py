@@ -13,6 +13,7 @@ from ..errors import DataError, StoreError
 from ..models.quiet_libraries import quiet_datasets
 from ..prompts.datafiles import READERS
 from ..prompts.demonstration_sets import Examples
+from ..prompts.documents import Pieces, read_documents
 from ..prompts.examples import HUB_SOURCES, load_examples
 from ..prompts.own_data import entries_for, in_toml, layout_of, problems_of, told_apart
 from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
@@ -92,6 +93,20 @@ def chosen_tasks(names: Sequence[str] | None, options: OfTask, shots: int = 1) -
     if twice := sorted({name for name in folders if folders.count(name) > 1}):
         raise DataError(f"two task files are named {twice[0]}, and so would be their folders")
     return chosen
+
+
+def documents_of(options: OfTask) -> list[Pieces] | None:
+    """The questions with documents of a data file; None if it holds a task, or another is named."""
+    data, others = options.data, {"shots": 1, "seed": [42]}
+    if data is None or getattr(options, "task", None) or data.suffix.lower() not in READERS:
+        return None
+    written = read_documents(data)
+    names = ("chat", "text_column", "label_column", "classes", *others)
+    unused = [name for name in names if getattr(options, name) != others.get(name)]
+    if written and unused:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        raise DataError(f"{data} has documents and no demonstrations, so leave out {named}")
+    return written
 
 
 def _proposed(data: Path, options: OfTask, shots: int) -> ChosenTask:

@@ -15,17 +15,21 @@ from typing import Any, TypeVar
 import torch
 from pandas import DataFrame
 
-from ..errors import PromptError
+from ..errors import ModelError, PromptError
+from ..experiments import removal
 from ..experiments.analysis import DEPTH, depth_of
 from ..experiments.context_comparison import compare_contexts
+from ..experiments.faithfulness import faithfulness as compare_scores
 from ..models.load import load_model
 from ..models.quiet_libraries import quiet_libraries
 from ..prompts.batch import PromptBatch
-from ..prompts.build import build_prompts
+from ..prompts.build import build_prompts, build_segments
 from ..prompts.demonstration_sets import Draw, draws_of
+from ..prompts.documents import ANSWER, QUESTION, Pieces
 from ..prompts.examples import Example
 from ..prompts.own_data import in_toml
 from ..prompts.sample_prompts import prompts_of_draws
+from ..replication.across_models import across_models
 from ..replication.paper import TRAINING, check_examples
 from ..replication.paper import paper as paper_numbers
 from ..replication.paper_figures import paper_figures
@@ -39,9 +43,19 @@ from ..system.files import write_text
 from ..system.processes import fails_together, is_main
 from .analysis import analysed, file_name, forget_analysis, make_folders
 from .before_weights import check_depth, check_length, checked_tokenizer
-from .options import PAPER_TASKS, Contexts, Demo, Dtype, OfTask, Paper, Run
+from .options import (
+    PAPER_TASKS,
+    Across,
+    Contexts,
+    Demo,
+    Dtype,
+    Faithfulness,
+    OfTask,
+    Paper,
+    Run,
+)
 from .summary import Summary, numbers_of
-from .tasks import ChosenTask, chosen_tasks, queries_that_fit
+from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
     COMPARED,
     Parts,
@@ -53,8 +67,9 @@ from .trained_contexts import (
     training_records,
     untrained_contexts,
 )
+from .written_answers import written_answer
 
-Options = TypeVar("Options", Run, Paper, Contexts)
+Options = TypeVar("Options", Run, Paper, Contexts, Faithfulness)
 
 
 @fails_together()
@@ -226,8 +241,7 @@ def contexts(options: Contexts) -> None:
         record.save(out / task / "contexts.safetensors")
         for name, context in trained.items():
             context.save(out / task / f"{file_name(name)}.safetensors")
-    table: TextTable = {("", str(name)): {**row} for name, row in record.table().iterrows()}
-    output.tables([Section(f"{task}, contexts [95 % intervals]", table, corner="context")])
+    output.tables([_section(f"{task}, contexts", record)])
     texts = texts_of(trained)
     for name, text in texts.items():
         output.note(f"{name}: {text!r}")
@@ -240,6 +254,106 @@ def contexts(options: Contexts) -> None:
     of_run = Run(**shared | {"out": Run.out}, shots=options.shots, seed=[options.seed])
     after = f"the flows of the task:\n  {chosen.command('run', of_run, out)}"
     output.last_line(f"report: {report} (open it in a browser)\nNext: {after}")
+
+
+@fails_together()
+@quiet_libraries()
+def faithfulness(options: Faithfulness) -> None:
+    """Compare scores of segments with what the removal of segments does."""
+    out, output = options.out, options.output
+    written, chosen = documents_of(options), list[ChosenTask]()
+    compared: dict[str, Any] = {"subsets": options.subsets, "top": options.top}
+    if written:
+        name, queries = "documents", min(options.queries or 60, len(written))
+        written = written[:queries]
+        prompts = partial(_segments, written, options.batch_size)
+    else:
+        chosen = chosen_tasks(options.task and [options.task], options, options.shots)
+        name, queries, draws = _drawn(chosen[0], options, 60)
+        prompts = partial(_prompts, chosen, {name: draws}, options.batch_size)
+    make_folders(out, [name])
+    loaded, batches = _loaded(options, prompts)
+    options, chosen = _settled("faithfulness", options, chosen, loaded, queries)
+    if written:
+        documents = [str(piece) for piece, _ in written[0] if piece not in (QUESTION, ANSWER)]
+        compared |= {"segments": documents, "answer": ANSWER}
+        if written[0][-1][0] != ANSWER:
+            output.note("the model writes the answers, which are then explained")
+            written = [[*pieces, (ANSWER, written_answer(loaded, pieces))] for pieces in written]
+            batches = _segments(written, options.batch_size, loaded.tokenizer)
+    rows = out / name / "rows"
+    if options.fresh:
+        forget_run(rows)
+    remove = removal.text if options.remove_text else removal.edges
+    progress = not options.quiet
+    record = compare_scores(
+        loaded, batches[name], **compared, remove=remove, folder=rows, progress=progress
+    )
+    if is_main():
+        record.save(out / name / "faithfulness.safetensors")
+    output.tables([_section(f"{name}, what scores are worth", record)])
+    title = f"What scores of segments are worth, for {options.model}"
+    results = {name: {"faithfulness": record}}
+    report = _report(results, out, _settings(options, chosen), title=title)
+    values = {"task": name, "faithfulness": numbers_of(record)}
+    output.document({"model": options.model, **values, "report": report})
+    output.last_line(f"report: {report} (open it in a browser)")
+
+
+@fails_together()
+@quiet_libraries()
+def across(options: Across) -> None:
+    """Compare the claims of the paper with several models."""
+    out, output = options.out, options.output
+    [chosen] = chosen_tasks(options.task and [options.task], options, options.shots)
+    name, queries, draws = _drawn(chosen, options, 100)
+    make_folders(out)
+    if options.fresh:
+        for rows in (out / "rows").glob("*/*"):
+            forget_run(rows)
+    record = across_models(
+        options.model,
+        lambda tokenizer: _prompts([chosen], {name: draws}, options.batch_size, tokenizer)[name],
+        device=options.device,
+        dtype=_dtype(options),
+        depth=options.depth,
+        draws=options.draws,
+        random_weights=options.random_weights or None,
+        gradient_checkpointing=options.gradient_checkpointing,
+        keep=lambda record: record.save(out / "claims.safetensors"),
+        folder=out / "rows",
+        progress=not options.quiet,
+    )
+    output.tables([record.section()])
+    settings = _settings(replace(options, queries=queries), [chosen])
+    title = f"The paper's claims in {len(options.model)} models"
+    report = _report({"claims": record}, out, settings, title=title)
+    output.document({"claims": record.to_frame().to_dict("records"), "report": report})
+    output.last_line(f"report: {report} (open it in a browser)")
+    if record.number.isnan().all():
+        raise ModelError("no model could be analysed; the table says why")
+
+
+def _drawn(chosen: ChosenTask, options: Any, most: int) -> tuple[str, int, list[Draw]]:
+    """The name of a task, the number of queries, and the draw of each seed."""
+    used, wanted = options.shots * len(chosen.task.labels), options.queries
+    queries = queries_that_fit(chosen, used, wanted, most)
+    draws = draws_of(chosen.task, chosen.examples, options.shots, queries, options.seed)
+    return chosen.name, queries, draws
+
+
+def _segments(
+    written: Sequence[Pieces], batch_size: int, tokenizer: Any
+) -> dict[str, list[PromptBatch]]:
+    """The prompts of questions with documents."""
+    return {"documents": build_segments(tokenizer, written, batch_size=batch_size)}
+
+
+def _section(title: str, record: Any) -> Section:
+    """The table of a record as text."""
+    frame = record.table()
+    rows: TextTable = {("", str(name)): {**row} for name, row in frame.iterrows()}
+    return Section(f"{title} [95 % intervals]", rows, corner=frame.index.name)
 
 
 def _prompts(
@@ -258,7 +372,7 @@ def _prompts(
 
 
 def _loaded(
-    options: Run | Paper | Contexts,
+    options: Run | Paper | Contexts | Faithfulness,
     prompts: Callable[[Any], dict[str, list[PromptBatch]]],
     length: int = 0,
 ) -> tuple[Any, dict[str, list[PromptBatch]]]:
@@ -267,14 +381,14 @@ def _loaded(
     def build(tokenizer: Any) -> Iterable[PromptBatch]:
         return chain.from_iterable(prompts(tokenizer).values())
 
-    depth = None if isinstance(options, Contexts) else options.depth
+    depth: int | None = getattr(options, "depth", None)
     tokenizer = checked_tokenizer(options.model, options.device, depth, build, length=length)
     options.output.note(f"loading {options.model}")
     loaded = load_model(
         options.model,
         tokenizer=tokenizer,
         device=options.device,
-        dtype=getattr(torch, options.dtype) if options.dtype else None,
+        dtype=_dtype(options),
     )
     batches = prompts(loaded.tokenizer)
     check_depth(depth, loaded.cfg.n_layers)
@@ -283,13 +397,17 @@ def _loaded(
     return loaded, batches
 
 
+def _dtype(options: OfTask) -> torch.dtype | None:
+    return getattr(torch, options.dtype) if options.dtype else None
+
+
 def _settled(
     command: str, options: Options, chosen: Sequence[ChosenTask], loaded: Any, queries: int
 ) -> tuple[Options, list[ChosenTask]]:
     """The options and tasks as they are used; what was not given is said, and a task is stored."""
     output, layers = options.output, loaded.cfg.n_layers
     found: dict[str, Any] = {"queries": queries}
-    if not isinstance(options, Contexts):
+    if not isinstance(options, Contexts | Faithfulness):
         found["depth"] = depth_of(options.depth, layers)
         if options.depth is None and found["depth"] < DEPTH:
             output.note(

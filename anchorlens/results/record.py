@@ -276,7 +276,7 @@ class Record(KeepsRepr):
         bounds = {name[len(_BOUNDS) :]: stored[name] for name in stored if name not in values}
         if not isinstance(info, dict):
             reason = f"its info is a {type(info).__name__}, not a dict"
-        elif not isinstance(info.get("labels", []), list):
+        elif not isinstance(info.get("labels") or [], list):  # None in prompts without label words
             reason = f"the labels in its info are {info['labels']!r}, not a list"
         elif values.keys() != cls.axes().keys():
             reason = f"it has the fields {sorted(values)}, not {sorted(cls.axes())}"

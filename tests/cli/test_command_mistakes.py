@@ -25,6 +25,7 @@ RUN = ["run", "--task", "sentiment", *QUICK]
 PAPER = ["paper", "--tasks", "sentiment", *QUICK]
 CONTEXTS = ["contexts", "--task", "sentiment"]
 COMMANDS = {"run": RUN, "paper": PAPER, "demo": ["demo"], "contexts": CONTEXTS}
+COMMANDS["faithfulness"] = ["faithfulness"]
 
 
 @pytest.fixture
@@ -90,6 +91,9 @@ def data(tmp_path: Path) -> Path:
         ("contexts", "--training", "999", "--training 999 and --held-out 16 need 1015 examples"),
         ("contexts", "--queries", "999", "999 queries are asked for, but only"),
         ("contexts", "DATA", "none", "there is no file or folder none"),
+        ("faithfulness", "DATA", "none.jsonl", "there is no file none.jsonl; give a jsonl"),
+        ("faithfulness", "DATA", "unlabelled.jsonl", "no column has classes"),
+        ("faithfulness", "--task", "sst3", "there is no task 'sst3'; choose one of"),
     ],
 )
 def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(

@@ -288,3 +288,8 @@ def test_equal_results_give_equal_files(tmp_path: Path) -> None:
         path = make_small(info=info).save(tmp_path / str(number))
         files.add(path.read_bytes())
     assert len(files) == 1
+
+
+def test_a_record_of_prompts_without_label_words_can_be_read(tmp_path: Path) -> None:
+    record = make_small(info={"model": "tiny", "labels": None})
+    assert contents(Small.load(record.save(tmp_path / "small"))) == contents(record)

@@ -1,0 +1,165 @@
+"""`anchorlens across` and `anchorlens faithfulness`: tables, report, results, and resuming."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens.errors import DataError
+from anchorlens.experiments import analysis
+from anchorlens.prompts.documents import read_documents
+from tests.cli.test_cli import call, error_of
+from tests.support.tiny_models import tiny_gpt2
+
+QUICK = ["--queries", "12", "--depth", "1", "--draws", "2"]
+WARNED = pytest.mark.filterwarnings(
+    "ignore:.*no result", "ignore:in . of . sets", "ignore:.* failed"
+)
+
+
+@WARNED
+def test_across_prints_and_reports_each_model_and_resumes(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(analysis, "with_random_models", lambda *given, **_: given[3])  # seconds
+    arguments = ["across", str(shallow_folder), "no/such model", "--task", "sentiment", *QUICK]
+    arguments += ["--out", str(tmp_path)]
+    assert call(monkeypatch, *arguments) == 0
+    printed = capsys.readouterr()
+    record = al.AcrossModelsRecord.load(tmp_path / "claims.safetensors")
+    assert printed.out.startswith(f"{record}\n\nreport: {tmp_path}/report.html")
+    assert max(map(len, str(record).splitlines())) <= 80
+    assert record.info["models"] == [shallow_folder.name, "no/such model"]
+    assert "failed: there is no folder 'no/such model'" in " ".join(printed.out.split())
+    model = al.load_model(shallow_folder)
+    batches = al.sample_prompts(model, "sentiment", queries=12)
+    claims = al.claims(al.analyse(model, batches, depth=1, draws=2, progress=False))
+    numbers = [claim.estimate.value for claim in claims]
+    assert numbers == pytest.approx(record.number[0].tolist(), nan_ok=True)
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "The paper&#39;s claims in 2 models" in page and ">Claims</h3>" in page
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert settings["model"][1] == "no/such model" and settings["queries"] == 12
+
+    rows = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*")}
+    assert rows and call(monkeypatch, *arguments, "--json", "--quiet") == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*")} == rows
+    first = json.loads(capsys.readouterr().out)["claims"][0]
+    assert (first["model"], first["value"]) == (shallow_folder.name, numbers[0])
+    assert call(monkeypatch, "across", "no/such model", *arguments[3:], "--fresh") == 1
+    assert error_of(capsys.readouterr()) == "error: no model could be analysed; the table says why"
+    assert not [*tmp_path.rglob("rows-*")]
+
+
+ROWS: list[dict[str, Any]] = [
+    {"question": "Who?", "documents": ["Anna is here.", "Peter is there.", "It is late."]},
+    {"question": "Where?", "documents": ["Anna is here.", "Peter is there.", "It is early."]},
+]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_documents_are_read_from_each_kind_of_file(name: str, tmp_path: Path) -> None:
+    path, rows = tmp_path / name, [row | {"answer": " me"} for row in ROWS]
+    if name.endswith("csv"):
+        lines = ["Anna is here.\nPeter is there.\nIt is late.", json.dumps(rows[1]["documents"])]
+        frame = pd.DataFrame(rows).assign(documents=lines)
+        frame.to_csv(path, index=False)
+    else:
+        lines = [json.dumps(row) for row in rows]
+        path.write_text(json.dumps(rows) if name.endswith("json") else "\n".join(lines))
+    prompts = read_documents(path)
+    assert prompts is not None and len(prompts) == 2
+    assert prompts[0] == [
+        ("document 1", "Anna is here.\n"),
+        ("document 2", "Peter is there.\n"),
+        ("document 3", "It is late.\n"),
+        ("question", "Question: Who?\nAnswer:"),
+        ("answer", " me"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"documents": ["a"]}, "row 2 of .* has 1 documents, and row 1 has 3"),
+        ({"documents": []}, "row 2 of .* lacks documents"),
+        ({"documents": ["a", "", "b"]}, "row 2 of .* lacks documents"),
+        ({"documents": ["a", 3, "b"]}, "row 2 of .* lacks documents"),
+        ({"question": " "}, "row 2 of .* lacks documents, a question or an answer"),
+        ({"answer": "me"}, "row 1 of .* lacks documents, a question or an answer"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(change: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([ROWS[0], ROWS[1] | change]))
+    with pytest.raises(DataError, match=message):
+        read_documents(path)
+    path.write_text(json.dumps([{"text": "a", "label": "b"}]))
+    assert read_documents(path) is None
+
+
+@pytest.fixture
+def positive_folder(byte_level: Any, tmp_path: Path) -> Path:
+    """A model that most often says " Positive", and says it again."""
+    weights = tiny_gpt2(len(byte_level), n_layer=2)
+    with torch.no_grad():
+        (token,) = byte_level(" Positive")["input_ids"]
+        weights.transformer.ln_f.bias += 5 * weights.transformer.wte.weight[token]
+    weights.save_pretrained(tmp_path / "positive")
+    byte_level.save_pretrained(tmp_path / "positive")
+    return tmp_path / "positive"
+
+
+@pytest.mark.parametrize("has_answers", [False, True])
+def test_faithfulness_explains_what_the_model_writes(
+    monkeypatch: Any, positive_folder: Path, tmp_path: Path, capsys: Any, has_answers: bool
+) -> None:
+    data, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    answer = " ".join(["Positive"] * 24)  # so many tokens are written
+    rows = [{**row, **({"answer": answer} if has_answers else {})} for row in ROWS]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["faithfulness", str(data), "--model", str(positive_folder), "--subsets", "6"]
+    arguments += ["--out", str(out)]
+    assert call(monkeypatch, *arguments) == 0
+    printed = capsys.readouterr()
+    record = al.FaithfulnessRecord.load(out / "documents" / "faithfulness.safetensors")
+    lines = printed.out.splitlines()
+    assert lines[0] == "documents, what scores are worth [95 % intervals]"
+    assert max(map(len, lines[: lines.index("")])) <= 80
+    note = "the model writes the answers, which are then explained"
+    assert (note in printed.err) != has_answers
+    model = al.load_model(positive_folder)
+    for number, row in enumerate(ROWS):
+        text = "".join(f"{document}\n" for document in row["documents"])
+        ids = model.tokenizer(f"{text}Question: {row['question']}\nAnswer: {answer}")["input_ids"]
+        with torch.no_grad():
+            log_probs = model(torch.tensor([ids]))[0].log_softmax(-1)
+        expected = log_probs[-25:-1].max(-1).values.sum()
+        assert float(record.log_prob[number]) == pytest.approx(float(expected), abs=1e-3)
+    page = (out / "report.html").read_text("utf-8")
+    assert ">Faithfulness</h3>" in page and "best possible" in page
+    assert call(monkeypatch, *arguments, "--shots", "2") == 1
+    assert "has documents and no demonstrations, so leave out --shots" in capsys.readouterr().err
+
+
+@WARNED
+@pytest.mark.parametrize("removal", ["edges", "text"])
+def test_faithfulness_of_a_task_is_that_of_the_function(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, removal: str
+) -> None:
+    arguments = ["--model", str(shallow_folder), "--queries", "3", "--subsets", "5", "--top", "2"]
+    arguments += ["--remove-text"] if removal == "text" else []
+    arguments += ["--out", str(tmp_path), "--json", "--quiet", "--task", "questions"]
+    assert call(monkeypatch, "faithfulness", *arguments) == 0
+    values = json.loads(capsys.readouterr().out)["faithfulness"]
+    model = al.load_model(shallow_folder)
+    batches = al.sample_prompts(model, "questions", queries=3)
+    expected = al.faithfulness(
+        model, batches, subsets=5, top=2, remove=getattr(al.removal, removal), progress=False
+    )
+    found = [score["value"] for score in values["drop"].values()]
+    assert found == pytest.approx(expected.drop.tolist(), abs=1e-5)
