@@ -33,7 +33,15 @@ from ..prompts.batch import PromptBatch
 from ..prompts.examples import Example
 from ..prompts.sample_prompts import prompts_of_draws, sample_draws
 from ..prompts.tasks import Task
-from ..report.claims import LIMITS, SIGNS, Claim, Verdict, accuracy_of, claims
+from ..report.claims import (
+    LIMITS,
+    SIGNS,
+    Claim,
+    Verdict,
+    accuracy_of,
+    claims,
+    reason_against_ability,
+)
 from ..results import figures
 from ..results.bootstrap import check_resamples
 from ..results.estimate import Estimate
@@ -280,14 +288,9 @@ class _Row(NamedTuple):
 
     claims: Sequence[Claim]
     accuracy: Estimate
-    failed: str  # the reason; "" if all was computed
+    missing: str  # why it failed, or why none of its claims is judged; "" else
     warnings: Sequence[str]
     info: Mapping[str, Any]
-
-    def missing(self) -> str:
-        """Why it failed, or why none of its claims is judged; "" else."""
-        reasons = {claim.reason for claim in self.claims}
-        return f"failed: {self.failed}" if self.failed else reasons.pop() * (not reasons)
 
 
 def _row(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..., Any]) -> _Row:
@@ -309,11 +312,12 @@ def _row(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..., 
                     _log.warning("a model failed with an unexpected error", exc_info=error)
     # All processes give the same reason, and where one is lost, this raises its error.
     failed = next(filter(None, gather_from_processes("status of a model", failed)), "")
-    texts = [str(warning.message) for warning in caught] + [f"failed: {failed}"] * bool(failed)
-    texts = [*dict.fromkeys(texts)]  # isolations warn again of what the metrics warned of
+    missing = f"failed: {failed}" if failed else reason_against_ability(kept.values())
+    # Isolations warn again of what the metrics warned of.
+    texts = dict.fromkeys([*(str(each.message) for each in caught), *([missing] if failed else [])])
     known = accuracy_of(kept.values())
     info = next((record.info for record in kept.values()), {})
-    return _Row(claims(kept), known[0] if known else Estimate(nan), failed, texts, info)
+    return _Row(claims(kept), known[0] if known else Estimate(nan), missing, [*texts], info)
 
 
 def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
@@ -339,7 +343,7 @@ def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
             "models": [*rows],
             "claims": [*LIMITS],
             "reasons": [[_reason(claim) for claim in of_model] for of_model in cells],
-            "missing": {name: row.missing() for name, row in rows.items() if row.missing()},
+            "missing": {name: row.missing for name, row in rows.items() if row.missing},
             "warnings": {name: "; ".join(row.warnings) for name, row in rows.items()},
             **{key: first[key] for key in shared if key in first},
             "versions": versions(),
@@ -349,7 +353,8 @@ def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
 
 def _claim(row: _Row, statement: str) -> Claim:
     """The claim of a model, without a number if it has none."""
-    reason = row.failed or "the model gives no such result; a warning says why"
+    is_failed = row.missing.startswith("failed: ")
+    reason = row.missing if is_failed else "the model gives no such result; a warning says why"
     none = Claim(statement, "", Estimate(nan), nan, "", "", Verdict.CANNOT_TELL, reason)
     return next((claim for claim in row.claims if claim.statement == statement), none)
 

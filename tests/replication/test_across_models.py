@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> al.AcrossModelsRecord:
     """Models of which one agrees, one does not, one cannot, one has no memory in the middle."""
     agrees = of_model()
     differs = of_model(flows=flows(0.0, 1.0), attention=attention(0.3, 0.2, 0.4))
-    unable = of_model(keys=distances(accuracy_low=0.3))
+    unable = of_model(keys=distances(accuracy_low=0.3), attention=attention(nan, nan, nan))
     late = {"flows": flows(), "keys": distances(), "error": MemoryError("no room")}
     monkeypatch.setattr(module, "analyse", Analysed(agrees, differs, unable, late))
     names = ["agrees", "differs", "<b>unable</b>", "late"]
@@ -168,7 +169,7 @@ def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
         *LIMITS.values()
     ]
     assert found.number[3].isnan().tolist() == [False, False, True, True, False]
-    assert found.info["reasons"][3][2] == "MemoryError: no room"
+    assert found.info["reasons"][3][2] == "failed: MemoryError: no room"
     low, high = found.intervals["number"][:, 0, 3]
     assert [float(low), float(high)] == pytest.approx([0.7, 0.9])
     assert found.accuracy.tolist() == pytest.approx([0.7] * 4)
@@ -208,7 +209,7 @@ def test_the_figure_has_a_panel_for_each_claim_and_a_row_for_each_model(
     assert marks[1].x == (1.0,) and marks[1].name == "does not agree"
     assert [marks[1].marker.color, figure.data[1].marker.color] == ["#D55E00", "#009E73"]
     assert figure.layout.yaxis.ticktext[2] == "&lt;b&gt;unable&lt;/b&gt;"
-    assert [note.text for note in figure.layout.annotations].count("no number") == 2
+    assert [note.text for note in figure.layout.annotations].count("no number") == 3
     page = al.write_report({"claims": found}, tmp_path / "page.html").read_text("utf-8")
     assert "✗ 1.00 [0.90, 1.10]" in page and "failed: MemoryError: no room" in page
 
