@@ -344,7 +344,7 @@ def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
             "claims": [*LIMITS],
             "reasons": [[_reason(claim) for claim in of_model] for of_model in cells],
             "missing": {name: row.missing for name, row in rows.items() if row.missing},
-            "warnings": {name: "; ".join(row.warnings) for name, row in rows.items()},
+            "warnings": {k: "; ".join(row.warnings) for k, row in rows.items() if row.warnings},
             **{key: first[key] for key in shared if key in first},
             "versions": versions(),
         },

@@ -130,6 +130,7 @@ def test_faithfulness_explains_what_the_model_writes(
     lines = printed.out.splitlines()
     assert lines[0] == "documents, what scores are worth [95 % intervals]"
     assert max(map(len, lines[: lines.index("")])) <= 80
+    assert [*record.info["segment_names"]] == ["document 1", "document 2", "document 3"]
     note = "the model writes the answers, which are then explained"
     assert (note in printed.err) != has_answers
     model = al.load_model(positive_folder)
