@@ -39,6 +39,7 @@ def test_an_example_runs_and_writes_a_page(
     options += ["--task", "sentiment", "--seeds", "42", "43"] if '"--task"' in text else []
     options += ["--shots", "1", "2"] if '"--shots"' in text else []
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(path.parent)  # as `python examples/...` has it
     monkeypatch.setattr(sys, "argv", [path.name, "--model", str(shallow_folder), *options])
     runpy.run_path(str(path), run_name="__main__")
     assert list(tmp_path.glob("*.html"))
