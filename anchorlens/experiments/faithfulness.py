@@ -419,16 +419,18 @@ def lds(
     Of equal numbers each has the mean of their ranks.
     """
     sums = scores @ kept.mT.to(scores.dtype)
-    first, second = (_ranks(values) for values in (sums, y[:, None]))
+    rounding = 1e-12 * scores.abs().sum(-1)[..., None, None]  # 0.1 + 0.2 is equal to 0.3
+    first, second = _ranks(sums, rounding), _ranks(y[:, None])
     products = (first * second).sum(-1)
     return products / (first.square().sum(-1) * second.square().sum(-1)).sqrt()
 
 
-def _ranks(values: Float[Tensor, "*axes subset"]) -> Float[Tensor, "*axes subset"]:
-    """Ranks minus their mean."""
-    lower = (values[..., None] > values[..., None, :]).sum(-1)
-    higher = (values[..., None] < values[..., None, :]).sum(-1)
-    return (lower - higher).double() / 2
+def _ranks(
+    values: Float[Tensor, "*axes subset"], rounding: Tensor | float = 0.0
+) -> Float[Tensor, "*axes subset"]:
+    """Ranks minus their mean; numbers that differ by less than ``rounding`` are equal."""
+    above = values[..., None] - values[..., None, :]
+    return ((above > rounding).sum(-1) - (above < -rounding).sum(-1)).double() / 2
 
 
 def fitted(

@@ -79,6 +79,11 @@ def test_the_rank_correlation_is_that_of_scipy() -> None:
         expected = spearmanr(sums, y[prompt]).statistic
         assert float(ours[prompt, score]) == pytest.approx(expected, abs=1e-12)
     assert faithfulness.lds(kept, y * 0, scores).isnan().all()
+    # Sums that are equal but for their rounding, 0.1 + 0.2 and 0.3, are equal.
+    whole = torch.tensor([[[1, 2, 3, 7]]] * 5).double()
+    in_tenths = torch.tensor([[[0.1, 0.2, 0.3, 0.7]]] * 5, dtype=torch.double)
+    expected = faithfulness.lds(kept, y, whole)
+    torch.testing.assert_close(faithfulness.lds(kept, y, in_tenths), expected)
     assert faithfulness.lds(kept, y, scores * torch.nan).isnan().all()
     assert faithfulness.lds(kept[:, :0], y[:, :0], scores).isnan().all()
 
