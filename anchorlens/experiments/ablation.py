@@ -21,6 +21,7 @@ from ..errors import MetricError
 from ..metrics.metric import Metric
 from ..metrics.segment_flows import SegmentFlows
 from ..models.hooked import Hook, HookedModel, check_fits, device_of
+from ..passes.forward import unedited
 from ..passes.losses import Loss, before_segment
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts import edges
@@ -168,7 +169,9 @@ class Ablation:
         self, model: HookedModel, batch: PromptBatch, removed: edges.Positions
     ) -> tuple[PromptBatch, Sequence[Hook]]:
         """What the removal gives; an error if it gives something else than prompts and hooks."""
-        given: Any = self.remove(model, batch, removed)
+        owner, of_prompts = f"remove={name_of(self.remove)}", (batch.tokens, batch.attention_mask)
+        with unedited(owner, "tokens that it was given", *of_prompts, removed):
+            given: Any = self.remove(model, batch, removed)
         is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Sequence)
         if not is_pair or not isinstance(given[0], PromptBatch):
             raise MetricError(
@@ -180,10 +183,11 @@ class Ablation:
             return changed, hooks
         check_prompts(changed.whole())
         check_fits(model, changed.whole())
-        if len(changed) != len(batch) or self.tokens(changed) != self.tokens(batch):
+        are_same = torch.equal(changed.on_cpu.index, batch.on_cpu.index)
+        if not are_same or self.tokens(changed) != self.tokens(batch):
             raise MetricError(
-                f"remove={name_of(self.remove)} must keep the prompts and the tokens of their "
-                "answers; the batch that it returned has others"
+                f"{owner} must keep the prompts and the tokens of their answers, in their order; "
+                "the batch that it returned has others (its index must be that of the given batch)"
             )
         return changed, hooks
 
@@ -217,9 +221,9 @@ class Answers:
             is_given = torch.ones(len(batch), dtype=torch.bool, device="cpu")
         else:
             tokens = ablation.tokens(batch)
-            pairs = zip(rows, tokens, strict=True)
-            likeliest = [logits.argmax(-1).tolist() == ids for logits, ids in pairs]
-            is_given = torch.tensor(likeliest, device="cpu")
+            is_given = torch.tensor(
+                [are_likeliest(*pair) for pair in zip(rows, tokens, strict=True)], device="cpu"
+            )
         return cls(ablation, plan, batch, tokens, is_given, _outcome(rows, tokens, is_given))
 
     def of_kept(self, kept: Bool[Tensor, "batch segment"]) -> Outcome:
@@ -275,6 +279,12 @@ def info_of_answers(ablation: Ablation, is_given: Bool[Tensor, " prompt"]) -> di
     if is_main():
         warn_user(f"{reason}, which count for nothing (NaN): some token is not the likeliest there")
     return info | {"left_out": reason}
+
+
+def are_likeliest(logits: Float[Tensor, "token vocab"], tokens: Sequence[int]) -> bool:
+    """Whether no other token is likelier; in bfloat16 the logits of several are often equal."""
+    given = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+    return bool((given >= logits).all())
 
 
 def log_odds_of(

@@ -205,10 +205,11 @@ def check_method(method: subsets.Method, count: int) -> None:
     for name, function in (("scores", method.scores), ("errors", method.errors)):
         given: Any = None if function is None else function(kept, y)
         is_row = isinstance(given, Tensor) and given.is_floating_point() and given.shape == (count,)
-        if function is not None and not is_row:
+        if function is not None and not (is_row and given.isfinite().all()):
             raise MetricError(
-                f"{name} of the method {method.name!r} ({name_of(function)}) must give a number "
-                f"for each of the {count} segments; got {described(given)}"
+                f"{name} of the method {method.name!r} ({name_of(function)}) must give a finite "
+                f"number for each of the {count} segments; for the subsets that it draws, and y "
+                f"from -1 to 1, got {given.tolist() if is_row else described(given)}"
             )
 
 
@@ -220,4 +221,4 @@ def numbers_of(
     if y.isnan().any():
         return torch.stack([none, none])
     errors = none if method.errors is None else method.errors(kept, y)
-    return torch.stack([method.scores(kept, y).double(), errors.double()])
+    return torch.stack([each.detach().cpu().double() for each in (method.scores(kept, y), errors)])

@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy
 from ..errors import MetricError
 from ..metrics.metric import Metric
 from ..models.hooked import device_of
+from ..passes.forward import unedited
 from ..passes.losses import span_cross_entropy
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
-from ..results.record import classes_of
 from ..runs.runner import Runner
 from ..runs.study import Study, order_of_queries
 from ..system.texts import described, name_of
@@ -72,7 +72,7 @@ class SegmentScores:
                 )
             else:
                 batch = self.study.batches[0].to(device_of(self.study.model))
-                self._checked(name, score(batch), len(batch))
+                self._checked(name, _called(name, score, batch), len(batch))
 
     @cached_property
     def metrics(self) -> list[Metric]:
@@ -116,7 +116,7 @@ class SegmentScores:
                 numbers = [numbers_of(score, *each) for each in zip(kept, y, strict=True)]
                 values = torch.stack(numbers)[:, 0]
             else:
-                values = score(batch)
+                values = _called(name, score, batch)
             scores.append(self._checked(name, values, len(batch)))
         return torch.stack(scores, dim=1)
 
@@ -144,14 +144,19 @@ class SegmentScores:
         return values.detach().cpu().double()
 
 
+def _called(name: str, score: Callable[[PromptBatch], Tensor], batch: PromptBatch) -> Tensor:
+    """What a function of the batch gives; an error if it edits the prompts."""
+    owner, of_prompts = f"score {name!r}", (batch.tokens, batch.attention_mask)
+    with unedited(owner, "tokens that it was given", *of_prompts):
+        return score(batch)
+
+
 def _check_metric(name: str, metric: Metric) -> None:
     """Raise an error for a metric that gives no scores, or has segments of its own."""
     if not hasattr(metric, "segment_scores"):
-        kinds = classes_of(Metric)  # type: ignore[type-abstract]
-        able = {kind.__name__ for kind in kinds if hasattr(kind, "segment_scores")}
         raise MetricError(
             f"score {name!r}: {type(metric).__name__} gives no number for a segment (it has no "
-            f"segment_scores); those that do are {', '.join(sorted(able))}"
+            "segment_scores); SegmentAttention, SegmentFlows and SegmentRollout do"
         )
     if getattr(metric, "segments", None) is not None:
         raise MetricError(

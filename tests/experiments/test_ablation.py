@@ -14,6 +14,7 @@ from anchorlens.errors import AnchorlensError, MetricError
 from anchorlens.experiments.ablation import (
     Ablation,
     Answers,
+    are_likeliest,
     info_of_answers,
     log_odds_of,
     subsets_of,
@@ -289,6 +290,13 @@ def test_another_answer_than_the_models_counts_for_nothing(gpt2: Any, byte_level
         info_of_answers(answers.ablation, torch.zeros(2, dtype=torch.bool))
 
 
+def test_a_token_as_likely_as_the_likeliest_is_given() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, 2.0, -1.0]], dtype=torch.bfloat16)
+    assert [are_likeliest(logits, pair) for pair in ([1, 1], [2, 1], [0, 1], [1, 0])] == [
+        *(True, True, False, False)
+    ]
+
+
 def test_no_subset_runs_where_the_model_gives_no_answer(
     gpt2: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +326,15 @@ def returning(*given: Any) -> Any:
     return lambda model, batch, removed: given if len(given) != 1 else given[0]
 
 
+def turned(model: Any, batch: al.PromptBatch, removed: Tensor) -> Any:
+    return replace(batch, index=batch.index.flip(0)), []  # as prompts that were built again
+
+
+def blanked(model: Any, batch: al.PromptBatch, removed: Tensor) -> Any:
+    batch.tokens[removed] = 0
+    return batch, []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -334,6 +351,8 @@ def returning(*given: Any) -> Any:
         ({"remove": returning()}, "must return the batch that runs and a list of hooks.*tuple"),
         ({"remove": returning(1)}, "must return the batch that runs and a list.*got a int"),
         ({"remove": lambda m, b, r: (b.prompt(0), [])}, "must keep the prompts and the tokens"),
+        ({"remove": turned}, "must keep the prompts .* in their order"),
+        ({"remove": blanked}, "remove=blanked changed tokens that it was given in place"),
     ],
 )
 def test_bad_input_is_an_error_before_any_pass(options: Any, message: str, gpt2: Any) -> None:

@@ -201,6 +201,7 @@ GROWING = al.subsets.Method(
     NOT_CALLED,
 )
 OF_A_NUMBER = replace(al.subsets.one_by_one, name="mine", scores=lambda kept, y: y.mean())
+OF_NAN = replace(al.subsets.one_by_one, name="mine", scores=lambda kept, y: y[1:] * torch.nan)
 OF_NO_ERRORS = replace(al.subsets.one_by_one, name="mine", errors=lambda kept, y: y)
 
 
@@ -214,6 +215,7 @@ OF_NO_ERRORS = replace(al.subsets.one_by_one, name="mine", errors=lambda kept, y
         ({"method": OF_NO_SUBSET}, r"draw of the method 'mine' .* got torch.bool .*\(0, 6\)"),
         ({"method": GROWING}, r"equally many subsets each time; got .*\(1, 6\) and .*\("),
         ({"method": OF_A_NUMBER}, r"scores of the method 'mine' \(<lambda>\).* each of the 6"),
+        ({"method": OF_NAN}, r"must give a finite number for each .* y from -1 to 1, got \[nan, "),
         ({"method": OF_NO_ERRORS}, r"errors of the method 'mine' \(<lambda>\).* got torch.float64"),
         ({"segments": dict.fromkeys("ab", al.edges.query)}, "is in the segments"),
         ({"answer": "nothing"}, "there is no segment 'nothing'"),
