@@ -163,8 +163,10 @@ def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any, byte_level:
     tokens[1, batch.attention_mask[1].nonzero()[-1]] += 1
     wrong = replace(batch, tokens=tokens)
     for method in (al.subsets.lasso(4), al.subsets.shapley()):
-        with pytest.warns(UserWarning, match="does not give the answer 'answer' of 1 of 2 prompts"):
+        what = "does not give the answer 'answer' of 1 of 2 prompts"
+        with pytest.warns(UserWarning, match=what) as caught:
             record = al.segment_attribution(gpt2, [wrong], method, answer="answer", **QUIET)
+        assert [warning.filename for warning in caught] == [__file__]  # the line that called it
         assert record.axis_names("segment") == ("museum", "shop", "question")
         assert record.scores_of_prompts.isnan().all(1).tolist() == [False, True]
         torch.testing.assert_close(record.scores, record.scores_of_prompts[0])
