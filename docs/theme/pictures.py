@@ -26,6 +26,7 @@ DOCS = Path(__file__).resolve().parents[1]
 PARTS = re.compile(r"^```python\n(.*?)^```|\]\((?:\.\./)*(images/\S+)\)", re.MULTILINE | re.DOTALL)
 ALONE = {"gallery.md"}
 DIAGRAMS = {"images/edges.svg", "images/isolation.svg", "images/compression.svg"}
+MEASURED = {"images/faithfulness.svg"}  # the figure of examples/faithfulness.py on real models
 WIDTH = 900  # pixels
 FONT = "Arial, Helvetica, sans-serif"
 # Another font would make texts wider than the legend that clips them, so each text gets its width.
