@@ -195,6 +195,25 @@ def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
     return request.getfixturevalue(request.param)
 
 
+@pytest.fixture
+def exact_gpt2(hooked: Any, byte_level: Any) -> Any:
+    """A model in float64, of this test alone."""
+    from tests.support.tiny_models import tiny_gpt2
+
+    return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+
+
+@pytest.fixture(params=["gpt2", "llama", "gemma3"])
+def exact_model(request: pytest.FixtureRequest, hooked: Any) -> Any:
+    """Each of the three in turn, in float64."""
+    from tests.support import tiny_models
+
+    name = "byte_level" if request.param == "gpt2" else "sentencepiece_like"
+    tokenizer = request.getfixturevalue(name)
+    make = getattr(tiny_models, f"tiny_{request.param}")
+    return hooked(make(len(tokenizer)).double(), tokenizer)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """The models of a test's fixtures are as they were after it, and so is the global state.

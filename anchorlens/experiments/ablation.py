@@ -9,7 +9,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +17,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ..errors import MetricError
-from ..metrics.metric import Metric
 from ..metrics.segment_flows import SegmentFlows
 from ..models.hooked import Hook, HookedModel, check_fits, device_of
 from ..passes.forward import unedited
-from ..passes.losses import Loss, before_segment
+from ..passes.losses import before_segment
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
@@ -91,34 +89,41 @@ class Ablation:
         """Raise an error if answer, segments or removal do not fit the prompts; no model runs."""
         for given in study.batches:
             batch = given.to(device_of(study.model))
-            self._check_answer(batch)
+            if self.answer is None and not batch.has_label_words:
+                raise MetricError(
+                    "these prompts have no label words, so that the answer must be a segment; "
+                    f"give its name, answer={batch.segment_names[-1]!r}"
+                )
+            predicting = self.predicting(batch)
+            tokens = predicting if self.answer is None else edges.segment(batch, self.answer)
+            wrong = ~tokens.any(1) | (tokens.sum(1) > predicting.sum(1))
+            if wrong.any():
+                raise MetricError(
+                    f"the answer, segment {self.answer!r}, is empty in prompt "
+                    f"{int(batch.index[wrong][0])}, or holds its first token, which is predicted "
+                    "from nothing; leave this prompt out, or write a text before the answer"
+                )
             removable = self.removable(batch)
-            first = self.predicting(batch).long().argmax(1)[:, None]
-            late = (removable * batch.positions).amax(-1) > first
+            late = (removable * batch.positions).amax(-1) > predicting.long().argmax(1)[:, None]
             wrong = late | ~removable.any(-1)
             if wrong.any():
                 row, number = wrong.nonzero()[0].tolist()
-                reason = "is empty, but for the token at which the answer is predicted, which stays"
-                if late[row, number]:
-                    reason = (
-                        "goes on after the answer has begun, and what follows it changes nothing"
-                    )
+                empty = "is empty, but for the token at which the answer is predicted, which stays"
+                after = "goes on after the answer has begun, and what follows it changes nothing"
                 raise MetricError(
                     f"segment {self.segments.names_of(batch)[number]!r} of prompt "
-                    f"{int(batch.index[row])} {reason}; every segment needs tokens in each prompt, "
-                    "all before the answer (segments=)"
+                    f"{int(batch.index[row])} {after if late[row, number] else empty}; segments "
+                    "need tokens in each prompt, all before the answer (segments=)"
                 )
             for removed in (removable[:, 0], removable.any(1)):
                 self.changed(study.model, batch, removed)
 
-    def plan(
-        self, study: Study, metrics: Sequence[Metric] = (), loss: Loss | None = None
-    ) -> Runner:
-        """How the passes run, tried with the first segment removed; metrics observe clean ones."""
+    def plan(self, study: Study) -> Runner:
+        """How the passes run, tried with the first segment removed."""
         self.check(study)
         count = len(self.segments.names_of(study.batches[0]))
         first_removed = self.stored_hooks(study.model, torch.arange(count, device="cpu") > 0)
-        return study.plan(metrics, interventions=[first_removed], loss=loss)
+        return study.plan(interventions=[first_removed], loss=None)
 
     def predicting(self, batch: PromptBatch) -> edges.Positions:
         """The positions at which the tokens of the answer are predicted."""
@@ -137,33 +142,12 @@ class Ablation:
 
     def stored_hooks(self, model: HookedModel, kept: Bool[Tensor, " segment"]) -> HooksOfBatch:
         """The hooks of a removal from every prompt, as one function each time."""
-        row = tuple(kept.tolist())
-        return self._hooks.setdefault(row, partial(self._hooks_of, model, row))
 
-    def _hooks_of(
-        self, model: HookedModel, kept: tuple[bool, ...], batch: PromptBatch
-    ) -> Sequence[Hook]:
-        """The hooks of a removal that act in the batch itself."""
-        row = torch.tensor([kept], device=batch.tokens.device)
-        changed, hooks = self.changed(model, batch, self.removed(batch, row))
-        return hooks if changed is batch else ()
+        def hooks_of(batch: PromptBatch) -> Sequence[Hook]:
+            changed, hooks = self.changed(model, batch, self.removed(batch, kept[None]))
+            return hooks if changed is batch else ()
 
-    def _check_answer(self, batch: PromptBatch) -> None:
-        if self.answer is None:
-            if not batch.has_label_words:
-                raise MetricError(
-                    "these prompts have no label words, so that the answer must be a segment; "
-                    f"give its name, answer={batch.segment_names[-1]!r}"
-                )
-            return
-        inside = edges.segment(batch, self.answer)
-        wrong = ~inside.any(1) | inside.gather(1, batch.starts[:, None])[:, 0]
-        if wrong.any():
-            raise MetricError(
-                f"the answer, segment {self.answer!r}, is empty in prompt "
-                f"{int(batch.index[wrong][0])}, or holds its first token, which is predicted from "
-                "nothing; leave this prompt out, or write a text before the answer"
-            )
+        return self._hooks.setdefault(tuple(kept.tolist()), hooks_of)
 
     def changed(
         self, model: HookedModel, batch: PromptBatch, removed: edges.Positions
@@ -195,9 +179,8 @@ class Ablation:
         """The tokens of the written answer of each prompt; none for label words."""
         if self.answer is None:
             return []
-        after = self.predicting(batch).roll(1, dims=1)
-        rows = zip(batch.tokens.tolist(), after.tolist(), strict=True)
-        return [[t for t, is_answer in zip(*row, strict=True) if is_answer] for row in rows]
+        answer = self.predicting(batch).roll(1, dims=1)
+        return [row[inside].tolist() for row, inside in zip(batch.tokens, answer, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

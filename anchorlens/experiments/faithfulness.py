@@ -1,12 +1,9 @@
 """What scores of segments are worth: do they predict what the removal of segments does?
 
-1. Random subsets of the segments are kept, and each gives the log-odds y of the answer
+1. Each kind of score gives one number a segment (``segment_scores.py``).
+2. Random subsets of the segments are kept, and each gives the log-odds y of the answer, and log p
    (``ablation.py``).
-2. Each kind of score gives one number a segment: a tensor, a metric, a method of ablation, or a
-   function of the batch. All metrics observe one pass, with the cross entropy of the same answer.
-3. LDS is the rank correlation of y and of the summed scores of what is kept. The drop is what
-   log p of the answer loses without the segments of the highest scores.
-4. Beside them stand random scores and the best possible ones.
+3. LDS and drop compare both, beside those of random scores and of the best possible ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,13 +79,12 @@ class FaithfulnessRecord(Record):
     log_prob: Float[Tensor, " prompt"]
 
     caption: ClassVar[str] = (
-        "LDS: rank correlation, over random subsets of the prompt's segments, of the answer's "
-        "log-odds and the summed scores of what is kept. 1: the score says which removal hurts "
-        "more; 0: it does not. Drop: what log p of the answer loses without the segments of the "
-        "highest scores. Read a low number beside the other two rows: where the best possible is "
-        "high, the score misses what the answer rests on; where it is low too, effects of segments "
-        "do not add up and no score of single segments can predict them. Where random scores (all "
-        "above 0) are high, the number of kept segments alone predicts much."
+        "LDS: how well summed scores of kept segments order the log-odds of the answer; 1: the "
+        "score says which removal hurts more, 0: it does not. Drop: what log p of the answer loses "
+        "without the segments of the highest scores. Read a low number beside the best possible "
+        "one: where that is high, the score misses what the answer rests on; where it is low too, "
+        "effects do not add up. Where random scores are high, the number of kept segments alone "
+        "predicts much."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"score": "scores"}
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"lds": (-1.0, 1.0)}
@@ -110,18 +106,8 @@ class FaithfulnessRecord(Record):
 
     def plot(self) -> go.Figure:
         """LDS and drop of every score, with intervals."""
-        names, bounds = ("lds", "drop"), self.intervals
-        known = torch.stack([bounds[name] for name in names], dim=1)[..., None] if bounds else None
-        low, high = (None, None) if known is None else known
-        figure = figures.bars(
-            torch.stack([self.lds, self.drop])[..., None],
-            ["LDS", "drop in nats"],
-            self.axis_names("score") or (),
-            ["score"],
-            title="What scores of segments are worth",
-            low=low,
-            high=high,
-        )
+        panels, title = {"lds": "LDS", "drop": "drop in nats"}, "What scores of segments are worth"
+        figure = figures.bars_of(self, panels, "score", "score", title=title)
         colors = [figures.INTO] * (len(self.lds) - 2) + [figures.RANDOM] * 2
         return figure.update_traces(marker_color=colors).update_layout(showlegend=False)
 
@@ -202,13 +188,9 @@ def faithfulness(
 
             By default: attention, rollout, value norm, saliency, signed flows, and segments removed
             one by one.
-        segments: What is removed: names of segments, or functions of the batch by name, as in
-            ``SegmentFlows``. By default demonstrations; in prompts without label words all segments
-            but that of the answer.
-        answer: The segment of a written answer; None for the label word that the model predicts. A
-            prompt whose answer is not what the model gives is left out, with a warning.
-        remove: How segments are removed: ``al.removal.edges``, ``al.removal.text``, or a function
-            as these.
+        segments: What is removed, as in ``segment_attribution``.
+        answer: What is explained, as there.
+        remove: How segments are removed, as there.
         subsets: How many subsets run; at most 2 to the power of the number of segments.
         top: How many segments are removed for the drop.
         seed: Of subsets and random scores. They depend on it and on the demonstrations.
@@ -242,7 +224,12 @@ def faithfulness(
     ensure_prepared(model)
     require_batches(batches)
     given = default_scores() if scores is None else dict(scores)
-    check_names(given)
+    if not given or not all(given) or not {RANDOM, BEST}.isdisjoint(given):
+        raise MetricError(
+            "scores are at least one, by name, such as {'attention': "
+            "al.SegmentFlows(weight=al.weights.attention)}, and no name is empty, "
+            f"{RANDOM!r} or {BEST!r} (these two are in each record); got {list(given)}"
+        )
     ablation = Ablation.of(batches, segments, answer, remove)
     settings = {"experiment": "faithfulness", "scores": given, **ablation.settings}
     settings |= {"subsets": subsets, "top": top, "seed": seed}
@@ -275,16 +262,6 @@ def faithfulness(
         info["not_possible"] = {name: str(error) for name, error in left_out.items()}
         info["reasons"] = comparison.reasons(tuple(given), contributions)
         return study.record(record_of, contributions, info)
-
-
-def check_names(scores: Mapping[str, Any]) -> None:
-    """Raise an error unless there are scores, with names other than those of the rows beside."""
-    if not scores or not all(scores) or not {RANDOM, BEST}.isdisjoint(scores):
-        raise MetricError(
-            "scores are at least one, by name, such as {'attention': "
-            "al.SegmentFlows(weight=al.weights.attention)}, and no name is empty, "
-            f"{RANDOM!r} or {BEST!r} (these two are in each record); got {list(scores)}"
-        )
 
 
 def default_scores() -> dict[str, Score]:
@@ -339,13 +316,16 @@ class Comparison:
         # Of another seed than the subsets of methods, which would be tested on their own.
         kept = subsets_of(self.drawn, answers.batch, self.segments, -1 - self.seed)
         y = answers.of_subsets(kept).log_odds if kept.shape[1] else kept[..., 0].double()
-        random = torch.stack([self._random(*key) for key in keys_of(answers.batch)])
+        seeds = [draw_generator(self.seed, sum(key)) for key in keys_of(answers.batch)]
+        shape = (_RANDOM_SCORES, self.segments)
+        drawn = [torch.rand(shape, generator=generator, device="cpu") for generator in seeds]
+        random = torch.stack(drawn).double()
         of_random = lds(kept, y, random).mean(1, keepdim=True)
         best = lds(kept, y, fitted(kept, y)[:, None])
         is_equal = (scores == scores[..., :1]).all(-1) & (self.segments > 1)
         is_unknown = scores.isnan().any(-1) & answers.is_given[:, None]
         of_scores = lds(kept, y, scores).masked_fill(is_equal, torch.nan)
-        drops = self.drops(answers, highest(scores, self.top), highest(random[:, :1], self.top))
+        drops = self.drops(answers, highest(torch.cat([scores, random[:, :1]], dim=1), self.top))
         has_none = is_unknown | (is_equal & (self.choices > 1))
         drops[:, :-2].masked_fill_(has_none, torch.nan)
         return {
@@ -358,35 +338,29 @@ class Comparison:
         }
 
     def drops(
-        self,
-        answers: Answers,
-        chosen: Bool[Tensor, "batch score segment"],
-        random: Bool[Tensor, "batch 1 segment"],
+        self, answers: Answers, chosen: Bool[Tensor, "batch score segment"]
     ) -> Float[Tensor, "batch _"]:
-        """What log p loses without the chosen segments; for random ones, and at most."""
+        """What log p loses without the chosen segments, the last of them random ones; at most."""
         clean = answers.clean.log_prob[:, None]
         if self.choices > MOST_CHOICES:
-            removed = torch.cat([chosen, random], dim=1)
-            return pad(clean - answers.of_subsets(~removed).log_prob, (0, 1), value=torch.nan)
+            return pad(clean - answers.of_subsets(~chosen).log_prob, (0, 1), value=torch.nan)
         rows = torch.eye(self.segments, dtype=torch.bool, device="cpu")
         tried = [rows[list(each)].any(0) for each in combinations(range(self.segments), self.top)]
         removed = torch.stack(tried).expand(len(chosen), -1, -1)
         lost = clean - answers.of_subsets(~removed).log_prob
-        numbers = (chosen[:, :, None] == removed[:, None]).all(-1).long().argmax(-1)
+        numbers = (chosen[:, :-1, None] == removed[:, None]).all(-1).long().argmax(-1)
         rest = [lost.mean(1, keepdim=True), lost.amax(1, keepdim=True)]
         return torch.cat([lost.gather(1, numbers), *rest], dim=1)
 
     def reasons(self, names: Sequence[str], contributions: Mapping[str, Tensor]) -> dict[str, str]:
         """Why numbers are NaN, by the score or by what is NaN; a warning where a score is."""
         reasons, prompts = dict[str, str](), len(contributions["lds"])
-        for name, equal, unknown in zip(
-            names,
-            *(contributions[key].sum(0).tolist() for key in ("is_equal", "is_unknown")),
-            strict=True,
-        ):
-            told = [f"all segments have one score in {equal} of {prompts} prompts"] * bool(equal)
-            told += [f"it is NaN in {unknown} of {prompts} prompts"] * bool(unknown)
-            reasons |= {name: "; ".join(told)} if told else {}
+        kinds = {"is_equal": "all segments have one score in", "is_unknown": "it is NaN in"}
+        for key, reason in kinds.items():
+            for name, count in zip(names, contributions[key].sum(0).tolist(), strict=True):
+                if count:
+                    before = f"{reasons[name]}; " if name in reasons else ""
+                    reasons[name] = f"{before}{reason} {count} of {prompts} prompts"
         if reasons:
             told = [f"{name!r}: {reason}" for name, reason in reasons.items()]
             warn_user(f"some scores say nothing in some prompts, which count as NaN: {told}")
@@ -401,12 +375,6 @@ class Comparison:
                 f"{MOST_CHOICES}"
             )
         return reasons
-
-    def _random(self, demonstrations: int, index: int) -> Float[Tensor, "_ segment"]:
-        """Random scores of a prompt, whichever batch it is in."""
-        generator = draw_generator(self.seed, demonstrations + index)
-        drawn = torch.rand(_RANDOM_SCORES, self.segments, generator=generator, device="cpu")
-        return drawn.double()
 
 
 def lds(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
@@ -58,17 +58,9 @@ class SegmentAttributionRecord(Record):
 
     def plot(self) -> go.Figure:
         """The mean score of each segment, with its interval."""
-        bounds = self.intervals.get("scores")
-        low, high = (None, None) if bounds is None else (each[None, :, None] for each in bounds)
-        return figures.bars(
-            self.scores[None, :, None],
-            ["log-odds"],
-            self.axis_names("segment") or (),
-            [str(self.info.get("method", "score"))],
-            title="What each segment adds to the answer",
-            low=low,
-            high=high,
-        )
+        panels, method = {"scores": "log-odds"}, str(self.info.get("method", "score"))
+        title = "What each segment adds to the answer"
+        return figures.bars_of(self, panels, "segment", method, title=title)
 
 
 @fails_together()
@@ -163,14 +155,9 @@ def segment_attribution(
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             answers = Answers.of(ablation, plan, batch)
-            kept = subsets_of(method.draw, batch, len(names), seed)
-            y = answers.of_subsets(kept).log_odds
-            numbers = [numbers_of(method, *of_prompt) for of_prompt in zip(kept, y, strict=True)]
-            return {
-                "numbers": torch.stack(numbers),
-                "log_odds": answers.clean.log_odds,
-                "is_given": answers.is_given,
-            }
+            numbers = numbers_of(method, answers, len(names), seed)
+            clean = {"log_odds": answers.clean.log_odds, "is_given": answers.is_given}
+            return {"numbers": numbers, **clean}
 
         contributions = study.collect(contributions_of)
         info = info_of_answers(ablation, contributions["is_given"])
@@ -214,11 +201,14 @@ def check_method(method: subsets.Method, count: int) -> None:
 
 
 def numbers_of(
-    method: subsets.Method, kept: Bool[Tensor, "subset segment"], y: Float[Tensor, " subset"]
-) -> Float[Tensor, "2 segment"]:
-    """The scores of a prompt and their standard errors; NaN for an answer that is not given."""
-    none = torch.full((kept.shape[1],), torch.nan, dtype=torch.double, device="cpu")
-    if y.isnan().any():
-        return torch.stack([none, none])
-    errors = none if method.errors is None else method.errors(kept, y)
-    return torch.stack([each.detach().cpu().double() for each in (method.scores(kept, y), errors)])
+    method: subsets.Method, answers: Answers, count: int, seed: int
+) -> Float[Tensor, "batch 2 segment"]:
+    """The scores of each prompt and their errors; NaN for an answer that is not given."""
+    kept = subsets_of(method.draw, answers.batch, count, seed)
+    y = answers.of_subsets(kept).log_odds
+    numbers = torch.full((len(y), 2, count), torch.nan, dtype=torch.double, device="cpu")
+    for row in (~y.isnan().any(1)).nonzero()[:, 0].tolist():
+        numbers[row, 0] = method.scores(kept[row], y[row]).detach()
+        if method.errors is not None:
+            numbers[row, 1] = method.errors(kept[row], y[row]).detach()
+    return numbers

@@ -25,7 +25,7 @@ from ..results.contributions import Contributions
 from ..runs.runner import Runner
 from ..runs.study import Study, order_of_queries
 from ..system.texts import described, name_of
-from .ablation import Ablation, Answers, predicted_words, subsets_of
+from .ablation import Ablation, Answers, predicted_words
 from .segment_attribution import check_method, numbers_of
 from .subsets import Method
 
@@ -62,8 +62,7 @@ class SegmentScores:
                 _check_metric(name, score)
             elif isinstance(score, Method):
                 check_method(score, len(self.segments))
-            elif isinstance(score, type) or not callable(score):
-                is_class = isinstance(score, type)
+            elif (is_class := isinstance(score, type)) or not callable(score):
                 got = f"the class {name_of(score)}" if is_class else described(score)
                 raise MetricError(
                     f"score {name!r} must be a tensor (prompt, segment), a metric such as "
@@ -77,10 +76,10 @@ class SegmentScores:
     @cached_property
     def metrics(self) -> list[Metric]:
         """The metrics, with the segments and, as one more, the rest of the prompt."""
-        ablation, count = self.ablation, len(self.segments)
-        parts: dict[str, Any] = {str(k): partial(_segment, ablation, k) for k in range(count)}
-        known: dict[str, Any] = {"segments": parts | {"rest": partial(_rest, ablation)}}
-        known["queries"] = ablation.predicting
+        numbers = range(len(self.segments))
+        parts: dict[str, Any] = {str(number): partial(self._segment, number) for number in numbers}
+        known: dict[str, Any] = {"segments": parts | {"rest": self._rest}}
+        known["queries"] = self.ablation.predicting
         metrics = []
         for name, score in self.scores.items():
             if isinstance(score, Metric):
@@ -88,6 +87,17 @@ class SegmentScores:
                 changes = {key: of for key, of in {**known, "name": name}.items() if key in options}
                 metrics.append(replace(score, **changes))  # type: ignore[type-var]
         return metrics
+
+    def _segment(self, number: int, batch: PromptBatch) -> edges.Positions:
+        """The tokens of a segment that can be removed."""
+        return self.ablation.removable(batch)[:, number]
+
+    def _rest(self, batch: PromptBatch) -> edges.Positions:
+        """All other tokens up to the last that predicts the answer: later ones read in vain."""
+        inside = batch.up_to_target
+        if self.ablation.answer is not None:
+            inside = self.ablation.predicting(batch).flip(1).cumsum(1).flip(1) > 0
+        return inside & batch.attention_mask & ~self.ablation.removable(batch).any(1)
 
     def plan(self) -> Runner | None:
         """How the pass runs that metrics observe; None if no metric is a score."""
@@ -102,19 +112,16 @@ class SegmentScores:
         """The scores of the prompts of a batch, in float64 on the CPU."""
         batch, count = answers.batch, len(self.segments)
         observed = {} if plan is None else plan.contributions(batch)
-        found = {metric.name: metric for metric in self.metrics}
+        metrics = {metric.name: metric for metric in self.metrics}
         scores = []
         for name, score in self.scores.items():
             values: Any
             if isinstance(score, Tensor):
                 values = score[[self._rows[key] for key in keys_of(batch)]]
             elif isinstance(score, Metric):
-                values = _of_metric(found[name], observed, plan)[:, :count]
+                values = _of_metric(metrics[name], observed, plan)[:, :count]
             elif isinstance(score, Method):
-                kept = subsets_of(score.draw, batch, count, self.seed)
-                y = answers.of_subsets(kept).log_odds
-                numbers = [numbers_of(score, *each) for each in zip(kept, y, strict=True)]
-                values = torch.stack(numbers)[:, 0]
+                values = numbers_of(score, answers, count, self.seed)[:, 0]
             else:
                 values = _called(name, score, batch)
             scores.append(self._checked(name, values, len(batch)))
@@ -181,19 +188,6 @@ def prediction_cross_entropy(
     """The cross entropy, over the whole vocabulary, of the label word that the logits predict."""
     words = torch.tensor(predicted_words(batch, logits.detach()), device=logits.device)
     return cross_entropy(logits, words[:, 0], reduction="none")
-
-
-def _segment(ablation: Ablation, number: int, batch: PromptBatch) -> edges.Positions:
-    """The tokens of a segment that can be removed."""
-    return ablation.removable(batch)[:, number]
-
-
-def _rest(ablation: Ablation, batch: PromptBatch) -> edges.Positions:
-    """All other tokens up to the last that predicts the answer: what comes later reads in vain."""
-    inside = batch.up_to_target
-    if ablation.answer is not None:
-        inside = ablation.predicting(batch).flip(1).cumsum(1).flip(1) > 0
-    return inside & batch.attention_mask & ~ablation.removable(batch).any(1)
 
 
 def keys_of(batch: PromptBatch) -> list[tuple[int, int]]:

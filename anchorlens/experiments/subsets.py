@@ -77,9 +77,8 @@ def random(count: int, segments: int, generator: torch.Generator) -> Subsets:
             f"to {2**segments}; got {count}"
         )
     if segments <= _COUNTED:
-        return _numbered(torch.randperm(2**segments, generator=generator, device="cpu"), segments)[
-            :count
-        ]
+        numbers = torch.randperm(2**segments, generator=generator, device="cpu")
+        return _numbered(numbers[:count], segments)
     drawn: dict[tuple[bool, ...], None] = {}  # in the order of the draw
     while len(drawn) < count:
         coins = torch.rand(count, segments, generator=generator, device="cpu") < 0.5

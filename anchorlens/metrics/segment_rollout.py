@@ -45,17 +45,8 @@ class SegmentRolloutRecord(Record):
 
     def plot(self) -> go.Figure:
         """The part of each segment, with its interval."""
-        bounds = self.intervals.get("reach")
-        low, high = (None, None) if bounds is None else (each[None, :, None] for each in bounds)
-        return figures.bars(
-            self.reach[None, :, None],
-            ["rollout"],
-            self.axis_names("segment") or (),
-            ["rollout"],
-            title="What reaches the target by attention",
-            low=low,
-            high=high,
-        )
+        title = "What reaches the target by attention"
+        return figures.bars_of(self, {"reach": "rollout"}, "segment", "rollout", title=title)
 
 
 @checked

@@ -80,6 +80,15 @@ def written(tokenizer: Any, model: Any, side: Any = "right") -> al.PromptBatch:
     )
 
 
+def misquoted(batch: al.PromptBatch, rows: list[int]) -> al.PromptBatch:
+    """The same, with another last token of some prompts."""
+    tokens = batch.tokens.clone()
+    for row in rows:
+        last = batch.attention_mask[row].nonzero()[-1]
+        tokens[row, last] = (tokens[row, last] + 1) % 700
+    return replace(batch, tokens=tokens)
+
+
 def plain_log_odds(
     weights: Any, tokens: Tensor, removed: Tensor, predicting: list[int], answer: list[int]
 ) -> float:
@@ -100,9 +109,9 @@ def plain_log_odds(
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["label words", "written"])
 def test_log_odds_are_those_of_plain_transformers(
-    side: Any, kind: str, hooked: Any, byte_level: Any, kind_of_model: str
+    side: Any, kind: str, exact_gpt2: Any, byte_level: Any, kind_of_model: str
 ) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    model = exact_gpt2
     if kind == "written":
         answer, batches = "answer", [written(byte_level, model, side)]
     else:
@@ -165,9 +174,9 @@ def test_all_segments_are_the_clean_run_bit_for_bit(model: Any) -> None:
 
 @pytest.mark.parametrize("remove", [al.removal.edges, al.removal.text])
 def test_shared_tokens_batches_and_padding_do_not_matter(
-    remove: Any, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+    remove: Any, exact_gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, runs = hooked(tiny_gpt2(len(byte_level)).double(), byte_level), list[int]()
+    model, runs = exact_gpt2, list[int]()
     run_prefix = shared_prefix.run_prefix
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -189,10 +198,10 @@ def test_shared_tokens_batches_and_padding_do_not_matter(
 
 
 def test_text_without_a_demonstration_is_the_prompt_without_it(
-    hooked: Any, byte_level: Any
+    exact_gpt2: Any, byte_level: Any
 ) -> None:
     """As it was built in the first place."""
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    model = exact_gpt2
     task = al.Task("Review: {text}\nSentiment:{label}", (" Negative", " Positive"))
     demos = [al.Example(f"text {k} is here", k % 2) for k in range(4)]
     queries = [al.Example("short", 0), al.Example("and a longer one", 1)]
@@ -210,11 +219,9 @@ def test_text_without_a_demonstration_is_the_prompt_without_it(
             torch.testing.assert_close(answers.of_kept(kept).log_odds, expected)
 
 
-def test_text_without_a_part_of_the_query_is_the_rest_of_the_tokens(
-    hooked: Any, byte_level: Any
-) -> None:
+def test_text_without_a_part_of_the_query_is_the_rest_of_the_tokens(exact_gpt2: Any) -> None:
     """Queries begin alike, with tokens that run once for all until they are removed."""
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    model = exact_gpt2
     parts = {"start": lambda b: b.from_query & (b.positions < b.query_start[:, None] + 1)}
     parts["rest"] = lambda batch: al.edges.query(batch) & ~parts["start"](batch)
     parts["text"] = partial(al.edges.segment, name="text")
@@ -276,11 +283,8 @@ def test_the_log_probability_is_a_sum_over_tokens(gpt2: Any, byte_level: Any) ->
 
 
 def test_another_answer_than_the_models_counts_for_nothing(gpt2: Any, byte_level: Any) -> None:
-    batch = written(byte_level, gpt2)
-    tokens = batch.tokens.clone()
-    last = batch.attention_mask[1].nonzero()[-1]
-    tokens[1, last] = (tokens[1, last] + 1) % 700
-    [answers], _, [outcome] = outcomes(gpt2, [replace(batch, tokens=tokens)], answer="answer")
+    wrong = misquoted(written(byte_level, gpt2), [1])
+    [answers], _, [outcome] = outcomes(gpt2, [wrong], answer="answer")
     assert answers.is_given.tolist() == [True, False]
     assert outcome.log_odds.isnan().tolist() == [[False] * 6, [True] * 6]
     with pytest.warns(UserWarning, match="does not give the answer 'answer' of 1 of 2 prompts"):
@@ -288,6 +292,12 @@ def test_another_answer_than_the_models_counts_for_nothing(gpt2: Any, byte_level
     assert "1 of 2" in info["left_out"]
     with pytest.raises(MetricError, match=r"of 2 of 2 prompts.*some token of it is not the likeli"):
         info_of_answers(answers.ablation, torch.zeros(2, dtype=torch.bool))
+    with study_of(gpt2, [misquoted(wrong, [0])]) as study:  # no subset runs
+        ablation = Ablation.of(study.batches, None, "answer", al.removal.edges)
+        answers = Answers.of(ablation, ablation.plan(study), study.batches[0])
+        with does_not_run(gpt2):
+            outcome = answers.of_subsets(torch.zeros(2, 2, 3, dtype=torch.bool))
+    assert outcome.log_odds.shape == (2, 2) and outcome.log_odds.isnan().all()
 
 
 def test_a_token_as_likely_as_the_likeliest_is_given() -> None:
@@ -295,18 +305,6 @@ def test_a_token_as_likely_as_the_likeliest_is_given() -> None:
     assert [are_likeliest(logits, pair) for pair in ([1, 1], [2, 1], [0, 1], [1, 0])] == [
         *(True, True, False, False)
     ]
-
-
-def test_no_subset_runs_where_the_model_gives_no_answer(
-    gpt2: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = written(byte_level, gpt2)
-    with study_of(gpt2, [replace(batch, tokens=(batch.tokens + 1) % 700)]) as study:
-        ablation = Ablation.of(study.batches, None, "answer", al.removal.edges)
-        answers = Answers.of(ablation, ablation.plan(study), study.batches[0])
-        with does_not_run(gpt2):
-            outcome = answers.of_subsets(torch.zeros(2, 2, 3, dtype=torch.bool))
-    assert outcome.log_odds.shape == (2, 2) and outcome.log_odds.isnan().all()
 
 
 def test_the_likeliest_word_of_the_predicted_class_is_the_answer(gpt2: Any) -> None:
@@ -317,9 +315,6 @@ def test_the_likeliest_word_of_the_predicted_class_is_the_answer(gpt2: Any) -> N
     for row, of_prompt in enumerate(log_probs):
         best = max(words.token_ids, key=lambda ids: float(of_prompt[list(ids)].logsumexp(0)))
         assert list(answers.tokens[row]) == [max(best, key=lambda word: float(of_prompt[word]))]
-
-
-SEGMENTS = {"a": partial(al.edges.demonstration, number=0), "b": al.edges.bos}
 
 
 def returning(*given: Any) -> Any:
@@ -362,7 +357,8 @@ def test_bad_input_is_an_error_before_any_pass(options: Any, message: str, gpt2:
 
 
 def test_bad_prompts_are_an_error_before_any_pass(gpt2: Any, byte_level: Any) -> None:
-    batch = written(byte_level, gpt2)
+    batch, [shorter], others = written(byte_level, gpt2), questions(gpt2, 1), questions(gpt2, 1)
+    shorter, _ = al.removal.text(gpt2, shorter, al.edges.demonstration(shorter, 0))
 
     def changed(model: Any, given: al.PromptBatch, removed: Tensor) -> Any:
         return replace(given, tokens=given.tokens + 1), []
@@ -371,15 +367,9 @@ def test_bad_prompts_are_an_error_before_any_pass(gpt2: Any, byte_level: Any) ->
         ([batch], {}, "no label words, so that the answer must be a segment.*answer='answer'"),
         ([batch], {"answer": "shop"}, "segment 'question' of prompt 0 goes on after the answer"),
         ([batch], {"answer": "answer", "remove": changed}, "keep the prompts and the tokens of"),
-        (
-            [*questions(gpt2, 1), *questions(gpt2, 1, seed=2)],
-            {},
-            "every prompt must have equally many demonstrations",
-        ),
+        ([*others, shorter], {}, "every prompt must have equally many demonstrations"),
+        ([], {}, "there are no batches to run"),
     ]
-    shorter = cases[-1][0][1]
-    cases[-1][0][1] = al.removal.text(gpt2, shorter, al.edges.demonstration(shorter, 0))[0]
-    cases.append(([], {}, "there are no batches to run"))
     for batches, options, message in cases:
         with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
             outcomes(gpt2, batches, **options)

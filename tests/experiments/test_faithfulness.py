@@ -20,14 +20,21 @@ from anchorlens.metrics import attention_times_gradient
 from anchorlens.prompts.random_edges import draw_generator
 from tests.references import plain
 from tests.support.measures import assert_same, does_not_run, patterns_of
-from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-MAKE: dict[str, Any] = {
-    "gpt2": (tiny_gpt2, "byte_level"),
-    "llama": (tiny_llama, "sentencepiece_like"),
-    "gemma3": (tiny_gemma3, "sentencepiece_like"),
-}
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, Any]]:
+    """The arguments and the result of each call of a function, which are added as it is called."""
+    calls, function = list[tuple[Any, Any]](), getattr(owner, name)
+
+    def spy(*args: Any) -> Any:
+        calls.append((args, function(*args)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(owner, name, spy)
+    return calls
 
 
 def weights_of(prompts: int, segments: int, seed: int = 0) -> Tensor:
@@ -267,18 +274,10 @@ def by_hand(model: Any, prompt: al.PromptBatch, subsets: Tensor) -> dict[str, An
 
 
 @pytest.mark.every_kind
-@pytest.mark.parametrize("name", MAKE)
 def test_numbers_equal_passes_written_out(
-    name: str,
-    hooked: Any,
-    request: pytest.FixtureRequest,
-    kind_of_model: str,
-    monkeypatch: pytest.MonkeyPatch,
+    exact_model: Any, kind_of_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, of_tokenizer = MAKE[name]
-    tokenizer = request.getfixturevalue(of_tokenizer)
-    model = hooked(make(len(tokenizer)).double(), tokenizer)
-    defaults = faithfulness.default_scores()
+    model, defaults = exact_model, faithfulness.default_scores()
     scores = {key: of for key, of in defaults.items() if key != "value norm"}
     plan = al.Study.plan
     expected = []
@@ -344,14 +343,7 @@ def test_a_written_answer_is_what_metrics_and_removals_explain(
     gpt2: Any, kind_of_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = written(gpt2, [True, False, True, True])
-    seen: list[Tensor] = []
-    of_batch = segment_scores.SegmentScores.of
-
-    def spy(self: Any, *args: Any) -> Tensor:
-        seen.append(of_batch(self, *args))
-        return seen[-1]
-
-    monkeypatch.setattr(segment_scores.SegmentScores, "of", spy)
+    seen = spied(monkeypatch, segment_scores.SegmentScores, "of")
     scores: Any = {"own": Reads(), "signed": al.SegmentFlows(weight=al.weights.helpful)}
     scores |= {"rollout": al.SegmentRollout(), "one by one": al.subsets.one_by_one}
     scores["attention"] = al.SegmentFlows(weight=al.weights.attention)
@@ -361,7 +353,7 @@ def test_a_written_answer_is_what_metrics_and_removals_explain(
     assert record.lds_of_prompts.isfinite().all(1).tolist() == [True, False, True, True]
     assert record.drop_of_prompts.isnan().all(1).tolist() == [False, True, False, False]
     assert record.info["reasons"] == {} and len(record.lds) == 7
-    ours = torch.cat(seen)
+    ours = torch.cat([scores for _, scores in seen])
     assert ours[1, 3].isnan().all() and ours[0, 0].tolist() == [2003, 2004, 2004, 2006]
     loss = al.losses.span_cross_entropy("answer")
     for number in (0, 2, 3):
@@ -403,7 +395,9 @@ def test_deleted_text_gives_other_numbers_than_cut_edges(gpt2: Any) -> None:
     assert torch.equal(drop, deleted.drop_of_prompts[:, 2])  # one by one finds the largest
 
 
-def test_methods_are_not_tested_on_their_own_subsets(gpt2: Any) -> None:
+def test_methods_are_not_tested_on_their_own_subsets(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A method that knows its subsets by heart and adds noise elsewhere would look perfect."""
     kept: list[Tensor] = []
 
@@ -411,36 +405,22 @@ def test_methods_are_not_tested_on_their_own_subsets(gpt2: Any) -> None:
         kept.append(al.subsets.random(9, count, generator))
         return kept[-1]
 
-    tested: list[Tensor] = []
-    lds = faithfulness.lds
     method = al.subsets.Method("mine", draw, lambda kept, y: kept.double().T @ y)
-    with pytest.MonkeyPatch.context() as patch:
-
-        def spy(kept: Tensor, y: Tensor, scores: Tensor) -> Tensor:
-            tested.append(kept)
-            return lds(kept, y, scores)
-
-        patch.setattr(faithfulness, "lds", spy)
-        al.faithfulness(gpt2, questions(gpt2, 2), {"mine": method}, subsets=9, seed=3, **QUIET)
-    assert not torch.equal(tested[0][0], kept[-1])
+    seen = spied(monkeypatch, faithfulness, "lds")
+    al.faithfulness(gpt2, questions(gpt2, 2), {"mine": method}, subsets=9, seed=3, **QUIET)
+    [tested, *_], _ = seen[0]
+    assert not torch.equal(tested[0], kept[-1])
     with al.Study(gpt2, questions(gpt2, 2), {}, **QUIET) as study:
         number = int(study.batches[0].demonstrations_id[0])
     assert torch.equal(kept[-1], al.subsets.random(9, 6, draw_generator(3, number)))
-    assert torch.equal(tested[0][0], al.subsets.random(9, 6, draw_generator(-4, number)))
+    assert torch.equal(tested[0], al.subsets.random(9, 6, draw_generator(-4, number)))
 
 
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_an_interrupted_run_goes_on(
     gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    removals: list[Tensor] = []
-    of_kept = ablation.Answers.of_kept
-
-    def count_removals(self: Any, kept: Tensor) -> Any:
-        removals.append(kept)
-        return of_kept(self, kept)
-
-    monkeypatch.setattr(ablation.Answers, "of_kept", count_removals)
+    removals = spied(monkeypatch, ablation.Answers, "of_kept")
     batches = questions(gpt2, 4, batch_size=2)
     scores: Any = {"given": weights_of(4, 6), "signed": al.SegmentFlows(weight=al.weights.helpful)}
     scores["one by one"] = al.subsets.one_by_one

@@ -14,9 +14,9 @@ from anchorlens.errors import AnchorlensError, MetricError, StoreError
 from anchorlens.experiments.segment_attribution import record_of
 from anchorlens.hooks import Site, hooks_on_edges
 from anchorlens.passes.forward import logits_at
-from tests.experiments.test_ablation import returning, written
+from tests.experiments.test_ablation import misquoted, returning, written
 from tests.support.measures import assert_same, does_not_run
-from tests.support.tiny_models import questions, tiny_gpt2
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
@@ -92,14 +92,13 @@ def test_one_by_one_is_what_a_cut_by_hand_costs_the_predicted_label(model: Any) 
     ids=["one by one", "lasso", "exact shapley", "sampled shapley"],
 )
 def test_an_answer_that_is_a_sum_over_segments_has_its_weights_as_scores(
-    method: Any, hooked: Any, byte_level: Any
+    method: Any, exact_gpt2: Any
 ) -> None:
     """The removal lowers the logit of the label word, and nothing else."""
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-    [batch] = questions(model, 2)
+    [batch] = questions(exact_gpt2, 2)
     weights = torch.tensor([0.5, -1.0, 2.0], dtype=torch.double)
     segments = {name: partial(al.edges.demonstration, number=k) for k, name in enumerate("abc")}
-    clean = al.target_logits(model, [batch], progress=False)[batch.index]
+    clean = al.target_logits(exact_gpt2, [batch], progress=False)[batch.index]
     words = batch.label_token_ids[clean[:, batch.label_token_ids].argmax(1)]
 
     def lower(model: Any, batch: al.PromptBatch, removed: Tensor) -> Any:
@@ -110,16 +109,16 @@ def test_an_answer_that_is_a_sum_over_segments_has_its_weights_as_scores(
         return batch, [("unembed.hook_out", lambda logits, hook: logits - changes)]
 
     record = al.segment_attribution(
-        model, [batch], method, segments=segments, remove=lower, **QUIET
+        exact_gpt2, [batch], method, segments=segments, remove=lower, **QUIET
     )
     expected = weights.expand(2, 3)
     torch.testing.assert_close(record.scores_of_prompts, expected, rtol=0, atol=1e-8)
     assert record.info["method"] == method.name and record.info["remove"] == "lower"
 
 
-def test_shapley_values_sum_to_what_all_segments_add(hooked: Any, byte_level: Any) -> None:
+def test_shapley_values_sum_to_what_all_segments_add(exact_gpt2: Any) -> None:
     """Exact or from few orders, with edges or without text."""
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    model = exact_gpt2
     parts = ["text", "label", "format"]
     nothing = al.subsets.Method(
         "all and none",
@@ -138,11 +137,9 @@ def test_shapley_values_sum_to_what_all_segments_add(hooked: Any, byte_level: An
     assert record.info["remove"] == "text" and gain.abs().min() > 1e-3
 
 
-def test_batches_and_an_interruption_do_not_matter(
-    hooked: Any, byte_level: Any, tmp_path: Path
-) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-    batches, method = questions(model, 4, batch_size=2), al.subsets.lasso(8)
+def test_batches_and_an_interruption_do_not_matter(exact_gpt2: Any, tmp_path: Path) -> None:
+    model, method = exact_gpt2, al.subsets.lasso(8)
+    batches = questions(model, 4, batch_size=2)
     options: dict[str, Any] = {"progress": False, "seed": 3, "resamples": 40}
     record = al.segment_attribution(model, batches, method, folder=tmp_path, **options)
     low, high = record.intervals["scores"]
@@ -158,10 +155,7 @@ def test_batches_and_an_interruption_do_not_matter(
 
 
 def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any, byte_level: Any) -> None:
-    batch = written(byte_level, gpt2)
-    tokens = batch.tokens.clone()
-    tokens[1, batch.attention_mask[1].nonzero()[-1]] += 1
-    wrong = replace(batch, tokens=tokens)
+    wrong = misquoted(written(byte_level, gpt2), [1])
     for method in (al.subsets.lasso(4), al.subsets.shapley()):
         what = "does not give the answer 'answer' of 1 of 2 prompts"
         with pytest.warns(UserWarning, match=what) as caught:
@@ -171,13 +165,7 @@ def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any, byte_level:
         assert record.scores_of_prompts.isnan().all(1).tolist() == [False, True]
         torch.testing.assert_close(record.scores, record.scores_of_prompts[0])
         assert "1 of 2 prompts" in record.info["left_out"]
-
-
-def test_no_given_answer_is_an_error_after_the_clean_passes(
-    gpt2: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = written(byte_level, gpt2)
-    wrong = replace(batch, tokens=(batch.tokens + 1) % 700)
+    wrong = misquoted(wrong, [0])
     with pytest.raises(MetricError, match="does not give the answer 'answer' of 2 of 2 prompts"):
         al.segment_attribution(gpt2, [wrong], answer="answer", **QUIET)
 
@@ -191,20 +179,16 @@ def test_means_are_over_prompts_and_then_over_sets() -> None:
     assert record.scores.tolist() == [5.0]
 
 
-NOT_CALLED: Any = len
-OF_NO_TABLE = al.subsets.Method("mine", lambda count, generator: torch.ones(count), NOT_CALLED)
-OF_ONE_MORE = al.subsets.Method(
-    "mine", lambda count, generator: torch.ones(2, count + 1).bool(), NOT_CALLED
+MINE = replace(al.subsets.one_by_one, name="mine")
+OF_NO_TABLE = replace(MINE, draw=lambda n, generator: torch.ones(n))
+OF_ONE_MORE = replace(MINE, draw=lambda n, generator: torch.ones(2, n + 1).bool())
+OF_NO_SUBSET = replace(MINE, draw=lambda n, generator: torch.ones(0, n).bool())
+GROWING = replace(
+    MINE, draw=lambda n, generator: torch.ones(int(generator.initial_seed() % 7) + 1, n).bool()
 )
-OF_NO_SUBSET = al.subsets.Method("mine", lambda n, generator: torch.ones(0, n).bool(), NOT_CALLED)
-GROWING = al.subsets.Method(
-    "mine",
-    lambda n, generator: torch.ones(int(generator.initial_seed() % 7) + 1, n).bool(),
-    NOT_CALLED,
-)
-OF_A_NUMBER = replace(al.subsets.one_by_one, name="mine", scores=lambda kept, y: y.mean())
-OF_NAN = replace(al.subsets.one_by_one, name="mine", scores=lambda kept, y: y[1:] * torch.nan)
-OF_NO_ERRORS = replace(al.subsets.one_by_one, name="mine", errors=lambda kept, y: y)
+OF_A_NUMBER = replace(MINE, scores=lambda kept, y: y.mean())
+OF_NAN = replace(MINE, scores=lambda kept, y: y[1:] * torch.nan)
+OF_NO_ERRORS = replace(MINE, errors=lambda kept, y: y)
 
 
 @pytest.mark.parametrize(
@@ -228,9 +212,6 @@ OF_NO_ERRORS = replace(al.subsets.one_by_one, name="mine", errors=lambda kept, y
 def test_bad_input_is_an_error_before_any_pass(options: Any, message: str, gpt2: Any) -> None:
     with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
         al.segment_attribution(gpt2, questions(gpt2, 2), **options, **QUIET)
-
-
-def test_there_must_be_prompts(gpt2: Any) -> None:
     with pytest.raises(AnchorlensError, match="there are no batches to run"):
         al.segment_attribution(gpt2, [], **QUIET)
 

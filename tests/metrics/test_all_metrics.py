@@ -84,11 +84,7 @@ def test_records_equal_plain_transformers(
 
 @pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts", "ignore:in layers")
-@pytest.mark.parametrize("name", MAKE)
-def test_batches_padding_order_and_sharing_change_nothing(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    model = request.getfixturevalue(name)
+def test_batches_padding_order_and_sharing_change_nothing(model: Any) -> None:
     segments = ["text", "label", "target"]
     of_segments = [al.SegmentFlows(segments), al.SegmentAttention(segments, apart=1)]
     metrics = [*METRICS, *of_segments, al.PrefixEffect(), al.Accuracy()]

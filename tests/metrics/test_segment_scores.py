@@ -11,14 +11,9 @@ import anchorlens as al
 from anchorlens.errors import MetricError
 from tests.references import plain
 from tests.support.measures import does_not_run, patterns_of
-from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-MAKE: dict[str, Any] = {
-    "gpt2": (tiny_gpt2, "byte_level"),
-    "llama": (tiny_llama, "sentencepiece_like"),
-    "gemma3": (tiny_gemma3, "sentencepiece_like"),
-}
 # Label words read most of the prompt, and no token is in two segments.
 PARTS: dict[str, Any] = {
     "labels": al.edges.anchors,
@@ -42,13 +37,10 @@ def scores_of(model: Any, batches: list[al.PromptBatch], metric: Any, **options:
 
 
 @pytest.mark.every_kind
-@pytest.mark.parametrize("name", MAKE)
 def test_flows_to_a_segment_are_sums_over_edges_and_layers(
-    name: str, hooked: Any, request: pytest.FixtureRequest, kind_of_model: str
+    exact_model: Any, kind_of_model: str
 ) -> None:
-    make, of_tokenizer = MAKE[name]
-    tokenizer = request.getfixturevalue(of_tokenizer)
-    model = hooked(make(len(tokenizer)).double(), tokenizer)
+    model = exact_model
     metrics: list[Any] = [
         al.SegmentFlows(PARTS),
         al.SegmentFlows(PARTS, al.weights.helpful),
@@ -88,11 +80,7 @@ def read_by_others(weights: Any, prompt: al.PromptBatch) -> list[float]:
 
 
 @pytest.mark.every_kind
-@pytest.mark.parametrize("name", MAKE)
-def test_a_rollout_to_segments_is_the_sum_of_that_of_cached_patterns(
-    name: str, request: pytest.FixtureRequest, kind_of_model: str
-) -> None:
-    model = request.getfixturevalue(name)
+def test_a_rollout_to_segments_is_the_sum_of_that_of_cached_patterns(model: Any) -> None:
     queries: Any = [al.edges.target, al.edges.query]
     patterns = [(each, patterns_of(model, each, [])) for each in alone(model)]
     for (side, size, _), of in product(RUNS, queries):
