@@ -58,8 +58,7 @@ class FaithfulnessRecord(Record):
         lds: Rank correlation (Spearman) over random subsets of the segments of the log-odds of the
             answer and the summed scores of the segments that are kept, from -1 to 1; mean over
             prompts, then over sets. 1: the score predicts which removal hurts more; 0: it does not.
-            A low number beside a high one of ``best possible`` is the score's fault; beside a low
-            one effects of segments do not add up, so that no score of single segments can be high.
+            A low number beside a high one of ``best possible`` is the score's fault.
         lds_gap: ``lds`` minus that of the first score, paired by prompt, from -2 to 2; above 0
             where this score predicts more.
         drop: What log p of the answer loses without the segments of the highest scores, in nats;

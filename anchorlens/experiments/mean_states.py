@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..contexts.training import query_digests
 from ..errors import MetricError
+from ..metrics.metric import of_one_width
 from ..metrics.segment_flows import checked_positions
 from ..models.hooked import hooks_by_layer
 from ..passes.forward import run_pass
@@ -51,7 +51,6 @@ def mean_states(
     split: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Float[Tensor, "layer anchor *axes"]:
     """The mean in float64 of what a hook point gives out at positions of whole prompts."""
-    layers = range(study.model.cfg.n_layers)
 
     def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
         rows, columns = positions_in(batch, positions).nonzero(as_tuple=True)
@@ -63,8 +62,8 @@ def mean_states(
             states[layer] = read.cpu().unflatten(0, (len(batch), -1))
 
         run_pass(study.model, batch, observers=hooks_by_layer(study.model, name, store))
-        widest = max(state.shape[-1] for state in states.values())  # heads of Gemma 4 differ
-        padded = [pad(states[layer], (0, widest - states[layer].shape[-1])) for layer in layers]
+        # Heads of Gemma 4 differ.
+        padded = of_one_width(states[layer] for layer in range(study.model.cfg.n_layers))
         return {"states": torch.stack(padded, dim=1)}
 
     return study.collect(contributions_of)["states"].double().mean(0)

@@ -112,14 +112,18 @@ class SegmentScores:
         """The scores of the prompts of a batch, in float64 on the CPU."""
         batch, count = answers.batch, len(self.segments)
         observed = {} if plan is None else plan.contributions(batch)
-        metrics = {metric.name: metric for metric in self.metrics}
+        metrics: dict[str, Any] = {metric.name: metric for metric in self.metrics}
         scores = []
         for name, score in self.scores.items():
             values: Any
             if isinstance(score, Tensor):
                 values = score[[self._rows[key] for key in keys_of(batch)]]
             elif isinstance(score, Metric):
-                values = _of_metric(metrics[name], observed, plan)[:, :count]
+                own = {key: of for key, of in observed.items() if key.startswith(f"{name}/")}
+                if plan is not None and not own:
+                    raise plan.failures[name]
+                own = {key.removeprefix(f"{name}/"): of for key, of in own.items()}
+                values = metrics[name].segment_scores(Contributions(own))[:, :count]
             elif isinstance(score, Method):
                 values = numbers_of(score, answers, count, self.seed)[:, 0]
             else:
@@ -170,16 +174,6 @@ def _check_metric(name: str, metric: Metric) -> None:
             f"score {name!r}: the metric has segments of its own, but scores are of the segments "
             "that are removed; leave them out there, and give them to al.faithfulness(segments=)"
         )
-
-
-def _of_metric(metric: Metric, observed: Mapping[str, Tensor], plan: Runner | None) -> Tensor:
-    """The scores of a metric, or the error that it raised in the pass."""
-    start = f"{metric.name}/"
-    own = {key.removeprefix(start): of for key, of in observed.items() if key.startswith(start)}
-    if not own and plan is not None:
-        raise plan.failures[metric.name]
-    scores: Tensor = metric.segment_scores(Contributions(own))  # type: ignore[attr-defined]
-    return scores
 
 
 def prediction_cross_entropy(
