@@ -31,6 +31,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.figure_parts import panels_of
 from ..results.record import Record
 from ..runs.study import Study, require_batches
 from ..system.arguments import checked
@@ -105,8 +106,13 @@ class FaithfulnessRecord(Record):
 
     def plot(self) -> go.Figure:
         """LDS and drop of every score, with intervals."""
-        panels, title = {"lds": "LDS", "drop": "drop in nats"}, "What scores of segments are worth"
-        figure = figures.bars_of(self, panels, "score", "score", title=title)
+        figure = figures.bars(
+            **panels_of(self, "lds", "drop"),
+            panels=["LDS", "drop in nats"],
+            groups=self.axis_names("score") or (),
+            series=["score"],
+            title="What scores of segments are worth",
+        )
         colors = [figures.INTO] * (len(self.lds) - 2) + [figures.RANDOM] * 2
         return figure.update_traces(marker_color=colors).update_layout(showlegend=False)
 

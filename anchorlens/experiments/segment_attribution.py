@@ -21,6 +21,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.figure_parts import panels_of
 from ..results.record import Record
 from ..runs.study import Study
 from ..system.arguments import checked
@@ -58,9 +59,13 @@ class SegmentAttributionRecord(Record):
 
     def plot(self) -> go.Figure:
         """The mean score of each segment, with its interval."""
-        panels, method = {"scores": "log-odds"}, str(self.info.get("method", "score"))
-        title = "What each segment adds to the answer"
-        return figures.bars_of(self, panels, "segment", method, title=title)
+        return figures.bars(
+            **panels_of(self, "scores"),
+            panels=["log-odds"],
+            groups=self.axis_names("segment") or (),
+            series=[str(self.info.get("method", "score"))],
+            title="What each segment adds to the answer",
+        )
 
 
 @fails_together()

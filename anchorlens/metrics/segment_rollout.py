@@ -18,6 +18,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.figure_parts import panels_of
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import beside, wide
@@ -45,8 +46,13 @@ class SegmentRolloutRecord(Record):
 
     def plot(self) -> go.Figure:
         """The part of each segment, with its interval."""
-        title = "What reaches the target by attention"
-        return figures.bars_of(self, {"reach": "rollout"}, "segment", "rollout", title=title)
+        return figures.bars(
+            **panels_of(self, "reach"),
+            panels=["rollout"],
+            groups=self.axis_names("segment") or (),
+            series=["rollout"],
+            title="What reaches the target by attention",
+        )
 
 
 @checked

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import AnchorlensError
@@ -27,6 +28,14 @@ def check(fits: bool, expected: str, got: object, cure: str) -> None:
 
 def check_shape(values: Tensor, shape: tuple[int, ...], cure: str) -> None:
     check(values.shape == shape, f"shape {shape}", f"shape {tuple(values.shape)}", cure)
+
+
+def panels_of(record: Any, *fields: str) -> dict[str, Any]:
+    """Fields as panels of single bars: ``values``, ``low`` and ``high`` (None: no intervals)."""
+    values = torch.stack([getattr(record, name) for name in fields])
+    ends = torch.stack([record.intervals.get(name, values[:0]) for name in fields], dim=1)
+    low, high = ends[..., None] if len(ends) else (None, None)
+    return {"values": values[..., None], "low": low, "high": high}
 
 
 def name_ticks(names: Sequence[str]) -> dict[str, Any]:

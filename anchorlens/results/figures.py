@@ -202,18 +202,6 @@ def bars(
     )
 
 
-def bars_of(
-    record: Any, panels: Mapping[str, str], axis: str, series: str, *, title: str
-) -> go.Figure:
-    """Draw fields of a record that have one axis, in a panel for each, with their intervals."""
-    values = torch.stack([getattr(record, name) for name in panels])
-    ends = torch.stack([record.intervals.get(name, values[:0]) for name in panels], dim=1)
-    low, high = ends[..., None] if len(ends) else (None, None)
-    groups = record.axis_names(axis) or ()
-    names = [*panels.values()], groups, [series]
-    return bars(values[..., None], *names, title=title, low=low, high=high)
-
-
 @checked
 def points(
     values: Float[Tensor, "panel group series"],
