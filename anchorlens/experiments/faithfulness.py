@@ -361,11 +361,10 @@ class Comparison:
         """Why numbers are NaN, by the score or by what is NaN; a warning where a score is."""
         reasons, prompts = dict[str, str](), len(contributions["lds"])
         kinds = {"is_equal": "all segments have one score in", "is_unknown": "it is NaN in"}
-        for key, reason in kinds.items():
-            for name, count in zip(names, contributions[key].sum(0).tolist(), strict=True):
-                if count:
-                    before = f"{reasons[name]}; " if name in reasons else ""
-                    reasons[name] = f"{before}{reason} {count} of {prompts} prompts"
+        for number, name in enumerate(names):
+            counts = {key: int(contributions[key][:, number].sum()) for key in kinds}
+            told = [f"{kinds[key]} {n} of {prompts} prompts" for key, n in counts.items() if n]
+            reasons |= {name: "; ".join(told)} if told else {}
         if reasons:
             told = [f"{name!r}: {reason}" for name, reason in reasons.items()]
             warn_user(f"some scores say nothing in some prompts, which count as NaN: {told}")
