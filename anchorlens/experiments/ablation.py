@@ -179,8 +179,9 @@ class Ablation:
         """The tokens of the written answer of each prompt; none for label words."""
         if self.answer is None:
             return []
-        answer = self.predicting(batch).roll(1, dims=1)
-        return [row[inside].tolist() for row, inside in zip(batch.tokens, answer, strict=True)]
+        given = batch.on_cpu
+        answer = self.predicting(given).roll(1, dims=1)
+        return [row[inside].tolist() for row, inside in zip(given.tokens, answer, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
