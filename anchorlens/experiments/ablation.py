@@ -116,7 +116,12 @@ class Ablation:
                     "need tokens in each prompt, all before the answer (segments=)"
                 )
             for removed in (removable[:, 0], removable.any(1)):
-                self.changed(study.model, batch, removed)
+                changed, hooks = self.changed(study.model, batch, removed)
+                if changed is batch and not hooks:
+                    raise MetricError(
+                        f"remove={name_of(self.remove)} removes nothing: it returned the given "
+                        "batch and no hooks; return hooks, or a batch without these tokens"
+                    )
 
     def plan(self, study: Study) -> Runner:
         """How the passes run, tried with the first segment removed."""

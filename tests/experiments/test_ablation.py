@@ -346,6 +346,7 @@ def blanked(model: Any, batch: al.PromptBatch, removed: Tensor) -> Any:
         ({"remove": returning()}, "must return the batch that runs and a list of hooks.*tuple"),
         ({"remove": returning(1)}, "must return the batch that runs and a list.*got a int"),
         ({"remove": lambda m, b, r: (b.prompt(0), [])}, "must keep the prompts and the tokens"),
+        ({"remove": lambda m, b, r: (b, [])}, "remove=<lambda> removes nothing: it returned"),
         ({"remove": turned}, "must keep the prompts .* in their order"),
         ({"remove": blanked}, "remove=blanked changed tokens that it was given in place"),
     ],
