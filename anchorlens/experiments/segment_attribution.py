@@ -27,6 +27,7 @@ from ..runs.study import Study
 from ..system.arguments import checked
 from ..system.processes import fails_together
 from ..system.texts import described, name_of
+from ..system.warn import warn_user
 from . import removal, subsets
 from .ablation import Ablation, Answers, SegmentsOfBatch, info_of_answers, subsets_of
 
@@ -134,14 +135,16 @@ def segment_attribution(
     Raises:
         MetricError: Segments overlap, or one is empty in a prompt or not before the answer; there
             is no answer; the method needs more subsets than there are, or gives something else than
-            subsets and scores; or ``remove`` gives something else than prompts and hooks. Those are
-            raised before any pass. After the clean runs: the model gives no answer of any prompt.
+            subsets and scores; or ``remove`` gives something else than prompts and hooks, or
+            removes nothing. Those are raised before any pass. After the clean runs: the model gives
+            no answer of any prompt.
         PromptError: The prompts do not fit the model, or have no segment of a name.
         ModelError: The attention hooks do not act, or the logits are not finite.
         StoreError: ``folder`` holds another run, or cannot be written into.
 
     Warns:
-        UserWarning: The model gives another answer than the written one of some prompts.
+        UserWarning: The model gives another answer than the written one of some prompts, or a
+            method of your own gives no finite scores in some.
 
     Examples:
         >>> record = al.segment_attribution(model, batches, resamples=0, progress=False)
@@ -167,6 +170,11 @@ def segment_attribution(
         contributions = study.collect(contributions_of)
         info = info_of_answers(ablation, contributions["is_given"])
         info |= {"method": method.name, "seed": seed, "shared_prefix": plan.status}
+        has_none = ~contributions["numbers"][:, 0].isfinite().all(-1) & contributions["is_given"]
+        if has_none.any():  # of a method of one's own
+            count = f"{int(has_none.sum())} of {len(has_none)} prompts"
+            info["no_scores"] = f"the method {method.name!r} gives no finite scores in {count}"
+            warn_user(info["no_scores"])
         return study.record(record_of, contributions, info | {"segment_names": names})
 
 

@@ -170,6 +170,19 @@ def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any, byte_level:
         al.segment_attribution(gpt2, [wrong], answer="answer", **QUIET)
 
 
+def test_a_method_without_finite_scores_in_a_prompt_is_told(gpt2: Any) -> None:
+    last = al.segment_attribution(gpt2, questions(gpt2, 2), **QUIET).scores_of_prompts[1, -1]
+
+    def scores(kept: Tensor, y: Tensor) -> Tensor:
+        return (y[:1] - y[1:]) / (abs(y[0] - y[-1] - last) > 1e-9)
+
+    method = replace(al.subsets.one_by_one, name="mine", scores=scores)
+    with pytest.warns(UserWarning, match="method 'mine' gives no finite scores in 1 of 2 prompts"):
+        record = al.segment_attribution(gpt2, questions(gpt2, 2), method, **QUIET)
+    assert record.scores_of_prompts.isfinite().all(1).tolist() == [True, False]
+    assert "1 of 2 prompts" in record.info["no_scores"]
+
+
 @pytest.mark.with_shapes
 def test_means_are_over_prompts_and_then_over_sets() -> None:
     scores = torch.tensor([1.0, 3.0, torch.nan, 8.0]).double()
