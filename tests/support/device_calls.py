@@ -233,6 +233,14 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             model, batches, [al.SaliencyFlows()], hooks=lambda _: al.detach_heads(model, 0), **QUIET
         ),
         "analyse": lambda: al.analyse(model, sampled(), depth=1, draws=1, **QUIET),
+        "across": lambda: al.across_models(
+            {"one": model},
+            lambda tokenizer: sampled(),
+            depth=1,
+            draws=1,
+            random_weights=False,
+            **QUIET,
+        ),
         "sweep": sweeps,
         "isolation": lambda: al.isolation_loyalty(model, batches, 0, draws=2, **QUIET),
         "cut edges": lambda: al.edge_sweep(
