@@ -242,8 +242,8 @@ def across_models(
     Examples:
         >>> record = al.across_models({"tiny": model}, "questions", queries=12, depth=1, draws=2,
         ...     progress=False)
-        >>> record.table().shape
-        (1, 6)
+        >>> record.number.shape  # one model, five claims
+        torch.Size([1, 5])
     """
     refuse_two_devices(device, device_map)
     if device is not None:
