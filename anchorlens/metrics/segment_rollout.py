@@ -60,7 +60,7 @@ class SegmentRolloutRecord(Record):
 class SegmentRollout(Metric):
     r"""Attention rollout from the target to segments (Abnar and Zuidema, 2020).
 
-    With R the product of all layers in [rollout][rollout], and q the target,
+    With R the product of all layers in `al.rollout`, and q the target,
 
     $$
     \text{reach}(b) = \sum\limits_{j \in b} R(q, j)
