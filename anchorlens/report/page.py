@@ -43,6 +43,7 @@ _NAMES = {
     "anchor_distances": "distances and confusions",
     "drawn": "intervals draw",
     "units": "how many of these",
+    "random_weights": "random weights of a large model",  # those of a small one are always drawn
 }
 # Digests of queries, which tell processes what a training used, and what tables and figures show.
 _NOT_SHOWN = ("queries_in_training", "of_sets", RANDOM_MODELS, "claims", "reasons", "missing")
