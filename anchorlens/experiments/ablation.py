@@ -124,8 +124,7 @@ class Ablation:
                     )
 
     def plan(self, study: Study) -> Runner:
-        """How the passes run, tried with the first segment removed."""
-        self.check(study)
+        """How the passes run, tried with the first segment removed; ``check`` comes before it."""
         count = len(self.segments.names_of(study.batches[0]))
         first_removed = self.stored_hooks(study.model, torch.arange(count, device="cpu") > 0)
         return study.plan(interventions=[first_removed], loss=None)

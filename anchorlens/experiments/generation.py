@@ -139,8 +139,13 @@ def trace_generation(
         )
     check_fits(model, prompt_batch)
     refuse_another_rotation(model, length, length + max_new_tokens)
-    tokens, logits = _written(model, prompt_batch, max_new_tokens, seed, options)
+    tokens, logits = written_tokens(model, prompt_batch, max_new_tokens, seed, options)
     names, count = [*prompt_batch.segment_names, ANSWER], tokens.shape[1] - length
+    if not count:
+        raise PromptError(
+            "the model ends the text at once, so that there is nothing to trace; let the prompt "
+            "end where a text goes on, or pass stop_at_eos=False"
+        )
     batch = PromptBatch.from_segments(
         tokens,
         torch.nn.functional.pad(prompt_batch.segments, (0, count), value=len(names) - 1),
@@ -152,7 +157,7 @@ def trace_generation(
     return GenerationTrace(str(tokenizer.decode(tokens[0, length:].tolist())), batch, flows)
 
 
-def _written(
+def written_tokens(
     model: Any, prompt: PromptBatch, count: int, seed: int, options: dict[str, Any]
 ) -> tuple[Tensor, Float[Tensor, "step vocab"]]:
     """The prompt with the tokens that the model writes after it, and the logits of these."""
@@ -184,12 +189,8 @@ def _written(
     length = prompt.tokens.shape[1]
     ends = (tokens[0, length:] == end).nonzero().flatten() if end is not None else []
     stop = length + int(ends[0]) if len(ends) else tokens.shape[1]
-    if stop == length:
-        raise PromptError(
-            "the model ends the text at once, so that there is nothing to trace; let the prompt "
-            "end where a text goes on, or pass stop_at_eos=False"
-        )
-    return tokens[:, :stop], torch.cat(list(written.logits[: stop - length])).float().cpu()
+    logits = torch.cat(list(written.logits))[: stop - length]
+    return tokens[:, :stop], logits.float().cpu()
 
 
 def _refuse_another_text(

@@ -157,9 +157,10 @@ def segment_attribution(
     settings |= ablation.settings
     study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
     with study.entered():
-        plan = ablation.plan(study)
+        ablation.check(study)
         names = ablation.segments.names_of(study.batches[0])
         check_method(method, len(names))
+        plan = ablation.plan(study)
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             answers = Answers.of(ablation, plan, batch)

@@ -43,6 +43,7 @@ def outcomes(
     with study_of(model, batches) as study:
         given = {"segments": None, "answer": None, "remove": al.removal.edges} | options
         ablation = Ablation.of(study.batches, **given)
+        ablation.check(study)
         plan = ablation.plan(study)
         if whole:
             plan.how = replace(plan.how, lengths={})
