@@ -1,6 +1,7 @@
 """Compression: queries are answered from the keys and values of label words (section 3.2).
 
-1. The demonstrations are run once, and the keys and values of all tokens are stored.
+1. The demonstrations are run once, and the keys and values of all tokens are stored. Each may be
+   run as if it were alone: in the same pass, without the edges between demonstrations.
 2. Those of some tokens are selected. The cut cache is tried on one prompt against the whole cache
    with the other tokens masked; if its logits differ, the masked whole cache is the context.
 3. A query is run after them.
@@ -8,6 +9,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,8 +26,10 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass, run_prefix
+from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch, on_both, only_set
+from ..prompts.edge_set import Edges, EdgeSet
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
 from ..system.texts import name_of
@@ -49,8 +53,9 @@ class CompressedContext(StoredContext):
         selected: True for the selected tokens.
         key_positions: Position of each selected token as the model takes it.
         query_position: Position of the query's first token as the model takes it.
-        info: The model, its type and weights, the placement, the BOS with which prompts begin, and
-            how many tokens of each segment are selected.
+        info: The model, its type and weights, the placement, whether demonstrations were run
+            ``separately``, the BOS with which prompts begin, and how many tokens of each segment
+            are selected.
 
     Examples:
         >>> context = al.compress(model, batch)
@@ -67,13 +72,14 @@ class CompressedContext(StoredContext):
 
     def _summary(self) -> dict[str, str]:
         segments = self.info.get("selected", {})
+        apart = ", each demonstration alone" if self.info.get("separately") else ""
         return {
             "positions": f"{int(self.selected.sum())} of {len(self.selected)}",
             "segments": ", ".join(f"{name} {count}" for name, count in sorted(segments.items()))
             or "not known",
             "cached": "these positions" if self.is_cut else "all positions, the others masked",
             "bytes": f"{self.size:,}",
-            "placement": str(self.info.get("positions")),
+            "placement": f"{self.info.get('positions')}{apart}",
             "model": f"{self.info.get('model')}, {self.info.get('dtype')}",
         }
 
@@ -150,7 +156,7 @@ class CompressedContext(StoredContext):
                 )
             if beyond.any():
                 layers = [layer for layer, size in enumerate(windows) if size == window]
-                cut = edges.EdgeSet.of(beyond[None])
+                cut = EdgeSet.of(beyond[None])
                 hooks += hooks_on_edges(model, batch, cut, Site(layers))
         return hooks
 
@@ -171,6 +177,8 @@ class CompressedContext(StoredContext):
             raise ValueError("the keys are neither those of the selected tokens nor of all tokens")
         if not {"bos", "selected"} <= self.info.keys():
             raise ValueError("info does not say what was selected")
+        if not isinstance(self.info.get("separately"), bool):
+            raise ValueError("info does not say whether demonstrations were run separately")
 
 
 @checked
@@ -180,6 +188,7 @@ def compress(
     select: Selection = anchors_and_format,
     *,
     positions: Placement = as_in_prompt,
+    separately: bool = False,
 ) -> CompressedContext:
     r"""Run demonstrations once and store the keys and values of some positions (section 3.2).
 
@@ -202,6 +211,12 @@ def compress(
     where the answer is known: the later half of the keys, moved in one piece with the query, must
     give the same answer. Else it is refused. Learned positions cannot be moved.
 
+    With ``separately`` each demonstration is inferred alone, and their keys and values are joined:
+    a demonstration sees BOS, the instructions and itself, but no other demonstration. It keeps its
+    positions of the prompt, and BOS and instructions, which see no demonstration, are stored once.
+    All this is one pass without the edges between demonstrations, so that it holds in every model,
+    and goes with every ``select`` and ``positions``. With one demonstration nothing changes.
+
     Pitfalls:
         Format tokens collect information too, so compare with ``al.selection.random_and_format``,
         which stores the same format.
@@ -218,6 +233,7 @@ def compress(
             Bool["position"]: a function of ``al.selection``, or your own.
         positions: Function from the selected positions to the positions of keys and query as the
             model takes them: a function of ``al.placement``, or your own.
+        separately: Run each demonstration without the others before it.
 
     Returns:
         The context, which answers queries with ``CompressedContext.logits``.
@@ -233,8 +249,11 @@ def compress(
         >>> context = al.compress(model, batch, select=al.selection.anchors_and_format)
         >>> logits = context.logits(model, batch)
         >>> stored, whole = int(context.selected.sum()), len(context.selected)
+        >>> al.compress(model, batch, separately=True).info["separately"]
+        True
     """
-    return contexts(model, demonstrations, [select], positions=positions)[0]
+    options: dict[str, Any] = {"positions": positions, "separately": separately}
+    return contexts(model, demonstrations, [select], **options)[0]
 
 
 def contexts(
@@ -243,6 +262,7 @@ def contexts(
     selections: Sequence[Selection],
     *,
     positions: Placement = as_in_prompt,
+    separately: bool = False,
 ) -> list[CompressedContext]:
     """Several contexts from one run of the demonstrations."""
     ensure_prepared(model)
@@ -253,23 +273,25 @@ def contexts(
     prompt = moved.prompt(0)
     shared = prompt.before(len(masks[0]))
     bos = bos_of(prompt).tolist()
-    info = {**model_identity(model), "positions": name_of(positions), "bos": bos}
+    info = {**model_identity(model), "positions": name_of(positions), "separately": separately}
+    info |= {"bos": bos}
+    apart: HooksOfBatch = partial(_apart, model) if separately else no_hooks
     _measured.pop(model, None)  # the model's settings may have changed
     placed = [_Placed(selected, *positions(selected)) for selected in masks]
     with frozen_in_eval_mode(model):
         with without_user_hooks(model):
-            whole = verified_cache(model, prompt, shared)
+            whole = verified_cache(model, prompt, shared, apart)
             trials: dict[bool, tuple[bool, float]] = {}  # of keys that stay, and of moved ones
             cut = []
             for each in placed:
                 if each.moves not in trials:
-                    trials[each.moves] = _trial(model, prompt, whole, each)
+                    trials[each.moves] = _trial(model, prompt, whole, each, apart)
                 cut.append(_may_cut(model, each, *trials[each.moves], name_of(positions)))
         if has_user_hooks(model):
-            whole = run_prefix(model, shared)
+            whole = run_prefix(model, shared, hooks=apart(shared))
         made = []
         for each, is_cut in zip(placed, cut, strict=True):
-            prefix = _cut(model, shared, whole, each) if is_cut else whole
+            prefix = _cut(model, shared, whole, each, apart) if is_cut else whole
             made.append(_context(prompt, prefix, each, info))
             made[-1].query_pass(model, prompt)  # an error now, and not when queries are answered
         return made
@@ -305,12 +327,14 @@ def cache_of_tokens(
     return verified_cache(model, prompt, prompt.before(len(tokens)))
 
 
-def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -> KeyValues:
+def verified_cache(
+    model: HookedModel, prompt: PromptBatch, shared: PromptBatch, hooks: HooksOfBatch = no_hooks
+) -> KeyValues:
     """The keys and values of the first tokens of a prompt, if they give its logits."""
-    expected = run_pass(model, prompt)
+    expected = run_pass(model, prompt, hooks=hooks(prompt))
     after_prefix = prompt.after(shared.tokens.shape[1])
     try:
-        whole = run_prefix(model, shared)
+        whole = run_prefix(model, shared, hooks=hooks(shared))
         difference = difference_of(run_pass(model, after_prefix, prefix=whole), expected)
     except PromptError:
         raise
@@ -366,7 +390,26 @@ def _context(
     )
 
 
-def _cut(model: HookedModel, shared: PromptBatch, whole: KeyValues, placed: _Placed) -> KeyValues:
+def _apart(model: HookedModel, batch: PromptBatch) -> list[Hook]:
+    """Hooks that cut the edges between demonstrations; those to BOS and instructions stay."""
+    number = torch.zeros_like(batch.tokens)  # of the demonstration of each token, from 1
+    for k in range(batch.label_ends.shape[1]):
+        number += (k + 1) * edges.demonstration(batch, k)
+
+    def rows_of(rows: slice) -> Edges:
+        return (number[:, rows, None] > number[:, None]) & (number[:, None] > 0)
+
+    shape = (*number.shape, number.shape[1])
+    return hooks_on_edges(model, batch, EdgeSet(rows_of, shape, number.device), Site())
+
+
+def _cut(
+    model: HookedModel,
+    shared: PromptBatch,
+    whole: KeyValues,
+    placed: _Placed,
+    hooks: HooksOfBatch,
+) -> KeyValues:
     """Keys and values of the selected positions; moved ones are rotated for their new positions.
 
     The keys before the rotation are read from a run of all tokens. Then the model is run on the
@@ -389,16 +432,21 @@ def _cut(model: HookedModel, shared: PromptBatch, whole: KeyValues, placed: _Pla
     def replaced(key: Tensor, hook: Any) -> Tensor:
         return unrotated[hook.name][:, selected.to(key.device)]
 
-    read = run_prefix(model, shared, observers=[(name, store) for name in names]).columns(selected)
-    hooks = [(name, replaced) for name in names]
-    moved = run_prefix(model, selected_columns(shared, selected), hooks=hooks)
+    observers = [(name, store) for name in names]
+    read = run_prefix(model, shared, hooks=hooks(shared), observers=observers).columns(selected)
+    replacing = [(name, replaced) for name in names]
+    moved = run_prefix(model, selected_columns(shared, selected), hooks=replacing)
     if not difference_of(moved.values[0], read.values[0]) <= tolerance(model, ROUNDINGS):
         raise ModelError("the values of layer 0 depend on positions")
     return replace(moved, values=read.values)
 
 
 def _trial(
-    model: HookedModel, prompt: PromptBatch, whole: KeyValues, placed: _Placed
+    model: HookedModel,
+    prompt: PromptBatch,
+    whole: KeyValues,
+    placed: _Placed,
+    hooks: HooksOfBatch,
 ) -> tuple[bool, float]:
     """Whether a cut cache gives the logits of the masked whole cache, and how far they are off."""
     length, moves = len(placed.selected), placed.moves
@@ -413,7 +461,8 @@ def _trial(
         selected = placed.selected if has_gap else indices % 2 == 0
         trial = _Placed(selected, *as_in_prompt(selected))
     try:
-        tried = _context(prompt, _cut(model, prompt.before(length), whole, trial), trial, {})
+        cut = _cut(model, prompt.before(length), whole, trial, hooks)
+        tried = _context(prompt, cut, trial, {})
         expected = _context(prompt, whole, _Placed(selected, *as_in_prompt(selected)), {})
         passes = [context.query_pass(model, prompt) for context in (tried, expected)]
         difference = difference_of(*(query_pass.logits(model) for query_pass in passes))

@@ -327,7 +327,7 @@ def compare_contexts(
             if name not in contexts_of_set:
                 contexts_of_set.clear()  # memory holds the contexts of a single set
                 made = [_made(model, batch, *named, digests) for named in contexts.items()]
-                options = {"positions": positions}
+                options: dict[str, Any] = {"positions": positions}
                 drawn = compressed_contexts(model, batch, controls, **options) if draws else []
                 contexts_of_set[name] = made, drawn
             return contexts_of_set[name]

@@ -2,18 +2,20 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import anchorlens as al
 from anchorlens.contexts import compressed
-from anchorlens.errors import ModelError, PromptError
+from anchorlens.errors import AnchorlensError, ModelError, PromptError, StoreError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
-from tests.support.measures import difference
+from tests.support.measures import centred, difference
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 from tests.support.trained_contexts import same
 
@@ -107,6 +109,153 @@ def test_a_compressed_context_equals_masking(model: Any, select: Any) -> None:
     share = int(context.selected.sum()) / len(context.selected)
     whole = al.compress(model, batches[0], select=al.selection.everything)
     assert context.size == pytest.approx(whole.size * (share if is_bridge else 1))
+
+
+def pieces(batch: al.PromptBatch) -> list[range]:
+    """The tokens before the demonstrations of prompts padded on the right, and each of these."""
+    first = int(batch.begins_with_bos)
+    ends = [int(end) + 2 for end in batch.label_ends[0]]  # after its line break
+    return [range(start, end) for start, end in pairwise([0, first, *ends])]
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_separate_demonstrations_equal_a_prompt_cut_between_them(model: Any, side: str) -> None:
+    batches = questions(model, 5, batch_size=3, padding_side=side)
+    context = al.compress(model, batches[1], separately=True)
+    joint = al.compress(model, batches[1])
+    assert context.is_cut == joint.is_cut and context.size == joint.size
+    for batch in batches:
+        right = batch.padded_right()
+        number = torch.zeros(right.tokens.shape[1])  # of the demonstration; infinite in the query
+        for k, positions in enumerate([*pieces(right), range(len(context.selected), len(number))]):
+            number[list(positions)] = k if k <= 6 else torch.inf
+        table = number[:, None].isinf() & (number <= 6) & ~_padded(context.selected, len(number))
+        table |= (number[:, None] <= 6) & (number > 0) & (number[:, None] > number)
+        cut = al.block_edges(model, right, al.edges.every(right) & table[None])
+        expected = run_pass(model, right, hooks=cut)
+        assert difference(context.logits(model, batch), expected) < 1e-5
+        assert difference(joint.logits(model, batch), expected) > 1e-3
+
+
+def _padded(selected: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(selected, (0, length - len(selected)))
+
+
+@pytest.mark.parametrize("exact_model", ["gpt2", "llama"], indirect=True)
+def test_separate_demonstrations_equal_those_that_transformers_runs_alone(
+    exact_model: Any, byte_level: Any, sentencepiece_like: Any
+) -> None:
+    """Each in a pass of its own after BOS; their keys and values are joined by hand."""
+    is_gpt2 = "gpt2" in exact_model.cfg.model_name.lower()
+    tokenizer, make = (byte_level, tiny_gpt2) if is_gpt2 else (sentencepiece_like, tiny_llama)
+    plain: Any = make(len(tokenizer)).double()
+    prompt = questions(exact_model, 2)[0].prompt(0)
+    context = al.compress(exact_model, prompt, separately=True)
+    tokens, chosen = prompt.tokens[0], context.selected
+    before, *demonstrations = (torch.tensor(list(positions)) for positions in pieces(prompt))
+
+    def run(positions: Tensor, cache: Any) -> Any:
+        positions = positions.long()
+        with torch.no_grad():
+            output = plain(
+                tokens[positions][None],
+                position_ids=positions[None],
+                attention_mask=torch.ones(1, cache.get_seq_length() + len(positions)).long(),
+                past_key_values=cache,
+            )
+        return output.logits[0, -1:]
+
+    joined: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in context.prefix.keys]
+    for k, demonstration in enumerate(demonstrations):
+        cache = DynamicCache()
+        positions = torch.cat([before, demonstration])
+        run(positions, cache)
+        kept = chosen[positions.long()]
+        kept[: len(before)] &= k == 0  # BOS once
+        for (keys, values), layer in zip(joined, cache.layers, strict=True):
+            keys.append(layer.keys[:, :, kept])
+            values.append(layer.values[:, :, kept])
+    cache = DynamicCache()
+    for number, (keys, values) in enumerate(joined):
+        cache.update(torch.cat(keys, 2), torch.cat(values, 2), number)
+    expected = run(torch.arange(len(chosen), len(tokens)), cache)
+    ours = context.logits(exact_model, prompt)
+    # The norms of Llama in transformers compute in float32.
+    assert difference(centred(ours), centred(expected)) < (1e-12 if is_gpt2 else 1e-6)
+
+
+@pytest.mark.every_kind
+def test_one_demonstration_alone_is_what_it_was(llama: Any) -> None:
+    tokens = questions(llama, 3)[0].padded_right().tokens
+    batch = al.PromptBatch.from_positions(
+        tokens,
+        label_positions=[[20]] * 3,
+        label_classes=[[0]] * 3,
+        label_token_ids=[int(tokens[0, 20]), 5],
+        begins_with_bos=True,
+    )
+    everything = al.selection.everything
+    contexts = [al.compress(llama, batch, everything, separately=a) for a in (False, True)]
+    assert same(*contexts)
+    assert torch.equal(*(context.logits(llama, batch) for context in contexts))
+
+
+def test_separate_demonstrations_can_be_moved(llama: Any) -> None:
+    """All but the first, in one piece with the query, which so keep all distances."""
+    batch = questions(llama, 3)[0]
+    first = pieces(batch.padded_right())[1].stop
+
+    def later(demonstrations: al.PromptBatch) -> Tensor:
+        return demonstrations.positions >= first
+
+    moved, joint = (
+        al.compress(llama, batch, later, positions=al.placement.rebased, separately=alone)
+        for alone in (True, False)
+    )
+    still = al.compress(llama, batch, later, separately=True)
+    logits = moved.logits(llama, batch)
+    assert moved.is_cut and difference(logits, still.logits(llama, batch)) < 1e-5
+    assert difference(logits, joint.logits(llama, batch)) > 1e-3
+
+
+@pytest.mark.changes_model
+def test_separate_demonstrations_have_the_hooks_of_the_user(gpt2: Any) -> None:
+    batch = questions(gpt2, 3)[0].prompts(0, 2)
+
+    def halved(value: Tensor, hook: Any) -> Tensor:
+        return value / 2
+
+    clean = al.compress(gpt2, batch, separately=True)
+    gpt2.add_hook("blocks.0.attn.hook_v", halved)
+    context, joint = (al.compress(gpt2, batch, separately=alone) for alone in (True, False))
+    first = pieces(batch.padded_right())[1].stop
+    for ours, theirs in zip(context.prefix.values, joint.prefix.values, strict=True):
+        count = int(context.selected[:first].sum())  # the first demonstration sees no other
+        assert difference(ours[:, :, :count], theirs[:, :, :count]) < 1e-5
+    assert difference(context.prefix.values[-1], joint.prefix.values[-1]) > 1e-3
+    assert difference(context.prefix.values[-1], clean.prefix.values[-1]) > 1e-3
+
+
+def test_what_is_stored_tells_separate_demonstrations_apart(gpt2: Any, tmp_path: Any) -> None:
+    batches = questions(gpt2, 3)
+    separate = partial(al.compress, separately=True)
+    for make, text in ((al.compress, ""), (separate, ", each demonstration alone")):
+        context = make(gpt2, batches[0])
+        loaded = al.load_context(context.save(tmp_path / "context.safetensors"))
+        assert loaded.info["separately"] is (make is separate)
+        for each in (context, loaded):
+            assert f"placement as_in_prompt{text}; " in repr(each)
+    damaged = replace(context, info={**context.info, "separately": 1})
+    with pytest.raises(StoreError, match="does not say whether demonstrations were run separately"):
+        al.load_context(damaged.save(tmp_path / "context.safetensors"))
+    options: dict[str, Any] = {"folder": tmp_path / "rows", "repeats": 0, **QUIET}
+    al.compare_contexts(gpt2, batches, {"anchors": al.compress}, **options)
+    with pytest.raises(StoreError, match="context anchors: stored"):
+        al.compare_contexts(gpt2, batches, {"anchors": separate}, **options)
+    wrong: Any = 1
+    with pytest.raises(AnchorlensError, match="separately of compress must be True or False"):
+        al.compress(gpt2, batches[0], separately=wrong)
 
 
 @pytest.mark.every_kind

@@ -136,17 +136,32 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
     for first in (al.selection.everything, tail):
         _, second = contexts(model, batch, [first, some_positions])
         assert torch.equal(second.logits(model, batch), logits)
-    dropped = (~context.selected).nonzero().flatten()
-    weights = weights_of(name, torch.float32)
-    expected = []
-    for prompt in plain.prompts_of(batch_of("right")):
-        length = prompt.tokens.shape[1]
-        cut = torch.zeros(length, length, dtype=torch.bool)
-        cut[len(context.selected) :, dropped] = True
-        expected.append(plain.with_cut_masks(weights, prompt, cut, range(model.cfg.n_layers)))
-    masked = torch.stack(expected)
+    masked = cut_in_transformers(name, model, context)
     assert difference(centred(logits), centred(masked)) < 1e-5
     assert difference(centred(whole), centred(masked)) > 1e-3
+    apart = al.compress(model, batch, select=some_positions, separately=True)
+    masked_apart = cut_in_transformers(name, model, apart)
+    assert difference(centred(apart.logits(model, batch)), centred(masked_apart)) < 1e-5
+    assert difference(centred(masked), centred(masked_apart)) > 1e-3
+
+
+def cut_in_transformers(name: str, model: Any, context: al.CompressedContext) -> Tensor:
+    """Logits of whole prompts with masks, for a context; each demonstration is a line."""
+    weights, count, right = (
+        weights_of(name, torch.float32),
+        len(context.selected),
+        batch_of("right"),
+    )
+    lines = (right.label_ends[0] + 2).tolist() if context.info["separately"] else []
+    expected = []
+    for prompt in plain.prompts_of(right):
+        length = prompt.tokens.shape[1]
+        cut = torch.zeros(length, length, dtype=torch.bool)
+        cut[count:, (~context.selected).nonzero().flatten()] = True
+        for end in lines:
+            cut[end:count, :end] = True
+        expected.append(plain.with_cut_masks(weights, prompt, cut, range(model.cfg.n_layers)))
+    return torch.stack(expected)
 
 
 def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:

@@ -84,8 +84,10 @@ def test_other_analyses_of_a_folded_model_give_the_same_numbers(raw: Any, byte_l
 
         records = al.run(model, batches, metrics, hooks=cut, resamples=0, progress=False)
         assert records["attention_aucroc"].aucroc.isfinite().all()
-        target_logits = run_pass(model, batches[0], hooks=cut(batches[0])).log_softmax(-1)
-        return [records["anchor_distances"].anchor_distance, records["loyalty"].kl, target_logits]
+        logits = run_pass(model, batches[0], hooks=cut(batches[0]))
+        alone = al.compress(model, batches[0], separately=True).logits(model, batches[0])
+        numbers = [records["anchor_distances"].anchor_distance, records["loyalty"].kl]
+        return [*numbers, logits.log_softmax(-1), alone.log_softmax(-1)]
 
     for values, expected in zip(results(folded), results(plain), strict=True):
         torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
