@@ -14,7 +14,7 @@ from ..prompts.examples import BUNDLED
 from ..results.depth import shallow_and_deep
 from ..results.text_tables import Section, TextTable, digits
 from ..system.arguments import checked
-from .published import TABLE_1, TABLE_2, TABLE_3, TASK_NAMES, Values
+from .published import TASK_NAMES, published
 
 HERE = "this model"
 
@@ -166,7 +166,7 @@ def _table_1(parts: Parts, seeds: int) -> Section:
         "Table 1. Accuracy, %",
         _spreads(_column_per_task(rows, 100.0), 1, seeds)
         | _spreads(_column_per_task(shots), 0, seeds)
-        | _published(TABLE_1, rows, 2),
+        | _published("table_1", rows, 2),
         "Vanilla and re-weighted have 1 demonstration a class. More shots: the examples too that "
         "re-weighting is trained on, as many of each class as fit into the prompt; in the paper "
         "5, on AGNews 3.",
@@ -187,17 +187,17 @@ def _table_2(parts: Parts, seeds: int) -> Section:
                 if len(values) == len(tasks):
                     yield here, str(row), str(column), 100 * fmean(values)
 
-    published = {
+    theirs = {
         (f"{model} in the paper, mean of its 4 tasks", row): {
-            column: digits(value, 2) for column, value in values.items()
+            column: digits(number.value, 2) for column, number in numbers.items()
         }
-        for model, of_model in TABLE_2.items()
-        for row, values in of_model.items()
+        for model, of_model in published("anchors", "table_2").items()
+        for row, numbers in of_model.items()
     }
     each = _spreads(_group_per_task(rows, 100.0), 1, seeds) if len(tasks) > 1 else {}
     return Section(
         "Table 2. What compressed demonstrations keep, %",
-        _spreads(_frame(means()), 1, seeds) | published | each,
+        _spreads(_frame(means()), 1, seeds) | theirs | each,
         "Loyalties are to ICL, the whole prompt. Text_anchor: prompts without the demonstrations' "
         "texts. Hidden_anchor: keys and values of label words and format alone. Hidden_random: "
         "random words in place of the label words, mean of 20 draws; -top: the draw with the best "
@@ -212,7 +212,7 @@ def _table_3(parts: Parts, seeds: int) -> Section:
         "Table 3. How many times as fast Hidden_anchor answers one query",
         _spreads(_column_per_task(rows), 2, seeds)
         | _spreads(_column_per_task(parts.get("Table 3, length", rows[:0])), 1, seeds)
-        | _published(TABLE_3, rows, 1),
+        | _published("table_3", rows, 1),
         "On this machine, without the one pass over the demonstrations. Against a cached prefix "
         "(not in the paper): the keys and values of whole demonstrations are kept as well.",
     )
@@ -306,7 +306,7 @@ def _spread(values: Sequence[float], decimals: int, seeds: int) -> str:
     return text if len(known) == seeds else f"{text} ({len(known)}/{seeds})"
 
 
-def _published(values: Values, rows: pd.DataFrame, decimals: int) -> TextTable:
+def _published(table: str, rows: pd.DataFrame, decimals: int) -> TextTable:
     """The paper's values for those tasks of these rows that are its own."""
     names = {task_name(task): BUNDLED.get(task, task) for task in rows["task"].unique()}
     tasks = {name: task for name, task in names.items() if task in TASK_NAMES}
@@ -314,8 +314,8 @@ def _published(values: Values, rows: pd.DataFrame, decimals: int) -> TextTable:
         return {}
     return {
         (f"{model} in the paper", row): {
-            name: digits(of_row[task], decimals) for name, task in tasks.items()
+            name: digits(of_row[task].value, decimals) for name, task in tasks.items()
         }
-        for model, of_model in values.items()
+        for model, of_model in published("anchors", table).items()
         for row, of_row in of_model.items()
     }

@@ -1,0 +1,80 @@
+"""Numbers that pages print as published are those of ``anchorlens/data/published.toml``."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from anchorlens.replication.published import Published, published
+
+pytestmark = pytest.mark.with_shapes
+
+DOCS = Path(__file__).parents[2] / "docs"
+TASKS = ("sst2", "trec", "agnews", "emo")
+
+
+def page(name: str, *after: str) -> str:
+    """The text of a page in one line, after each of some texts in turn."""
+    text = " ".join((DOCS / name).read_text("utf-8").split())
+    for start in after:
+        text = text.partition(start)[2]
+        assert text, f"{start!r} stands no more in docs/{name}"
+    return text
+
+
+def shares(numbers: Iterable[Published]) -> list[str]:
+    return [f"{number.value / 100:.2f}" for number in numbers]
+
+
+def test_averages_are_those_of_the_printed_columns() -> None:
+    averages = {}
+    for row, values in published("anchors", "table_1")["GPT2-XL"].items():
+        averages[row] = values["average"].value
+        of_tasks = fmean(values[task].value for task in TASKS)
+        assert averages[row] == pytest.approx(of_tasks, abs=0.005), row
+    assert averages == {"vanilla": 51.90, "more shots": 46.87, "re-weighted": 68.64}
+    compressed = published("anchors", "table_2")["GPT2-XL"]
+    assert compressed["ICL"]["accuracy"].value == averages["vanilla"]
+
+
+def test_a_number_may_have_a_spread() -> None:
+    rows = published("prefix_tuning", "table_2")["ten seeds"]
+    assert rows["prefix for this task"]["sort down"] == Published(90, 3)
+    spread = published("hard_prompts", "transfer")["GPT-2 Large"]["empty"]["sst2"].spread
+    assert spread != spread  # none is printed
+
+
+def test_brackets_of_prefix_tuning() -> None:
+    rows = published("prefix_tuning", "table_1")["notebook"]
+    text = page("prefix_tuning.md", "published values in brackets")
+    for row, values in rows.items():
+        printed = re.findall(r"\((\d\.\d\d)\)", text.partition(row)[2].partition("e-")[0])
+        assert printed == shares(values.values()), row
+
+
+def test_selection_by_a_prefix() -> None:
+    rows = published("prefix_tuning", "table_2")["notebook"]
+    text = page("prefix_tuning.md", "A prefix selects what was learned before", "Published")
+    pretrained = rows["pretrained on all"]
+    assert f"| pretrained on all | {' | '.join(shares(pretrained.values()))} |" in text
+    each = [rows[f"prefix for {task}"][task] for task in pretrained]
+    assert f"| prefix for this task | {' | '.join(shares(each))} |" in text
+    others = published("prefix_tuning", "table_3")["notebook"]["prefix for this task"]
+    assert re.findall(r": (\d\.\d\d)\)", text) == [*shares(others.values())]
+
+
+def test_hard_prompts() -> None:
+    rows = published("hard_prompts", "transfer")["GPT-2 Large"]
+    text = page("findings.md", "## Hard prompts", "Published, not run by us", "percent): ")
+    expected = ", ".join(f"{row} {values['sst2'].value:.2f}" for row, values in rows.items())
+    assert text.startswith(expected + ".")
+
+
+def test_gains_of_reweighting() -> None:
+    rows = published("anchors", "table_1")["GPT2-XL"]
+    text = page("findings.md", "## Re-weighting")
+    for task, name in (("trec", "TREC"), ("sst2", "SST-2")):
+        before, after = (rows[row][task].value for row in ("vanilla", "re-weighted"))
+        assert f"{before:.1f} to {after:.1f} on {name}" in text
