@@ -155,7 +155,8 @@ def attention(prompts: Prompts, distance: float) -> tuple[dict[str, Tensor], Ten
     spread = 1.0 if prompts.given else 1 + prompts.effect**2
     true = torch.full((TRIALS,), float(ndtr(distance / sqrt(2 * spread))))
     scores = torch.stack([torch.ones_like(second), second + 100], dim=-1)
-    rows = {"attention": scores[:, :, None], "predicted": predicted}
+    certain = torch.nn.functional.one_hot(predicted, 2).double()
+    rows = {"attention": scores[:, :, None], "probabilities": certain}
     return rows | {"rounding": torch.zeros(len(sets), 2)}, true
 
 

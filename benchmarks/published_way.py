@@ -36,8 +36,8 @@ def attention_and_logits(
         logits.append(out.logits[0, -1])
     clean = torch.stack(logits)
     ids = torch.cat([batch.demonstrations_id for batch in batches])
-    predicted = clean[:, batches[0].label_token_ids].argmax(-1)
-    rows = {"attention": torch.stack(attention), "predicted": predicted, "demonstrations_id": ids}
+    chances = clean[:, batches[0].label_token_ids].double().softmax(-1)
+    rows = {"attention": torch.stack(attention), "probabilities": chances, "demonstrations_id": ids}
     rows["rounding"] = torch.zeros(len(ids), 2)
     return rows, clean
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import inf, log
 from typing import ClassVar
 
 import plotly.graph_objects as go
@@ -24,6 +25,13 @@ from .auc import aucroc
 from .metric import Metric, Observation, by_layer, observes_nothing
 from .predictions import predicted_class
 
+EQUATION_6 = (
+    "The shares of the target's attention that the label words get, taken for their probabilities. "
+    "KL of the probabilities from the shares, in nats: 0 where both are the same; it should be "
+    "well below that of uniform shares. Slope of the probabilities on the shares: 1 where "
+    "attention is calibrated, above 1 where it is too even, below 0 where it points away from "
+    "likely labels."
+)
 # Attention that is mathematically equal differs by this share in float32, and between batches.
 _ROUNDING = 1e-5
 _CUMULATIVE = "part of all layers that is reached up to this one (R_l)"
@@ -41,18 +49,32 @@ class AttentionAUCROCRecord(Record):
         deep_aucroc: Mean of ``aucroc`` over the deep layers (the last third), from 0 to 1; 0.5 is
             chance. About 0.8 in the paper.
         per_head: The same as ``aucroc``, from each head's attention alone.
+        kl: KL(label probabilities || attention to the label words as shares), in nats, from 0 up.
+            Low means that the attention is close to the probabilities; above ``uniform_kl`` it
+            misleads. Infinite where a likely label word gets no attention (a sliding window).
+        uniform_kl: The KL if attention is alike for all classes: the control of ``kl``.
+        calibration: By how much the probability of a class is higher where its share of the
+            attention is higher by 1, any number. At 1 attention is calibrated; above 1 it is too
+            even, from 0 to 1 too sharp, below 0 it points away from the likely classes. NaN where
+            it is alike for all classes in all prompts.
     """
 
     aucroc: Float[Tensor, " layer"]
     r: Float[Tensor, " layer"]
     deep_aucroc: Float[Tensor, ""]
     per_head: Float[Tensor, "layer head"]
+    kl: Float[Tensor, " layer"]
+    uniform_kl: Float[Tensor, ""]
+    calibration: Float[Tensor, " layer"]
 
     caption: ClassVar[str] = (
         "AUCROC_l: how well the target's attention to the label words in layer l tells the "
         "predicted label; 0.5 is chance. In the paper about 0.8 in deep layers. R_l: the part "
         "that the layers up to l have in the sum of AUCROC_l - 0.5 over all layers; there is "
         "none where the sum is not above 0."
+    )
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = dict.fromkeys(
+        ("kl", "uniform_kl"), (0.0, inf)
     )
     stored_by_set: ClassVar[Collection[str]] = ("deep_aucroc",)
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
@@ -107,7 +129,7 @@ class AttentionAUCROCRecord(Record):
 @checked
 @dataclass(frozen=True)
 class AttentionAUCROC(Metric):
-    r"""AUCROC_l and R_l of the attention from the target to the label words (section 2.3).
+    r"""AUCROC_l, R_l and calibration of the attention from the target to the label words.
 
     The score of class c is the attention from the target q to its label words, and AUCROC_l says
     how well the scores tell the model's own prediction:
@@ -130,21 +152,38 @@ class AttentionAUCROC(Metric):
     each label word; shares by twice as much. So a head that gives every prompt the same shares, as
     in a first layer, has 0.5.
 
+    Equation 6 takes the shares $a$ of the attention for the probabilities $P$ of the label words.
+    With means over prompts, and the number $C$ of classes:
+
+    $$
+    a_\ell(c) = \frac{s_\ell(c)}{\sum_{c'} s_\ell(c')} \qquad
+    \text{KL}_\ell = \text{mean} \sum\limits_c P(c) \log \frac{P(c)}{a_\ell(c)} \qquad
+    b_\ell = \frac{\text{mean} \sum_c (a_\ell(c) - 1/C) \, (P(c) - 1/C)}
+    {\text{mean} \sum_c (a_\ell(c) - 1/C)^2}
+    $$
+
+    The control of KL is that of uniform shares, $\log C$ minus the mean entropy of $P$. The slope
+    $b$ (``calibration``) is that of the least-squares line of $P$ on $a$ through $1/C$.
+
     Range:
         AUCROC 0 to 1, chance 0.5: how often attention orders two prompts with different predictions
         rightly. R is 1 in the last layer; it may fall and leave 0 to 1 where a layer is below
-        chance, and is NaN where the total is not positive.
+        chance, and is NaN where the total is not positive. KL 0 or more; the slope any number.
 
     How to read:
         R rises steeply where attention to label words tells the prediction. The paper expects this
-        in the middle and deep layers.
+        in the middle and deep layers. There KL should be well below its control, and the slope 1.
 
     Pitfalls:
         Below 0.5 the target attends *less* to the label word that it predicts, which is a finding
-        too. A class that is predicted once makes pairs of few prompts: read the interval.
+        too. A class that is predicted once makes pairs of few prompts: read the interval. Attention
+        that is the same in all prompts has a low KL and a slope of 1 where it follows how likely
+        each class is on average: AUCROC tells whether it follows the prompts. Heads are added
+        first, so that a single calibrated head does not show.
 
     Source:
-        Section 2.3, Figure 5; R is equation 6.
+        Section 2.3, Figure 5; R is equation 5. Equation 6 is in section 3.1; the paper gives no
+        numbers for it.
 
     Examples:
         >>> results = al.run(model, batches, [al.AttentionAUCROC()], progress=False)
@@ -177,7 +216,7 @@ class AttentionAUCROC(Metric):
             attention = by_layer(at_anchors).cpu().double()
             return {
                 "attention": torch.einsum("blah,bac->blhc", attention, of_class),
-                "predicted": predicted_class(batch.label_scores(logits)).cpu(),
+                "probabilities": batch.label_scores(logits).cpu().double().softmax(-1),
                 "rounding": torch.tensor(
                     [[max(roundings), max(smallest)]] * len(batch), device="cpu"
                 ).double(),
@@ -190,7 +229,7 @@ class AttentionAUCROC(Metric):
         return observes_nothing()
 
     def result(self, contributions: Contributions) -> AttentionAUCROCRecord:
-        """AUCROC of each set, the mean over sets, then R_l."""
+        """AUCROC of each set, the mean over sets, then R_l; and equation 6."""
         of_sets = []
         for of_set in contributions.of_sets():
             attention = of_set["attention"].double()  # [prompt, layer, head, class]
@@ -198,7 +237,8 @@ class AttentionAUCROC(Metric):
             series = torch.cat([attention.sum(2, keepdim=True), attention], dim=2)
             scores = rearrange(series, "prompt layer head label -> (layer head) prompt label")
             rounding, smallest = of_set["rounding"].amax(0).tolist()
-            values = aucroc(scores, of_set["predicted"], rounding, smallest)
+            predicted = predicted_class(of_set["probabilities"])
+            values = aucroc(scores, predicted, rounding, smallest)
             layers = attention.shape[1]
             of_sets.append(rearrange(values, "(layer head) -> layer head", layer=layers))
         empty = sum(bool(values.isnan().any()) for values in of_sets)
@@ -211,16 +251,38 @@ class AttentionAUCROC(Metric):
         mean = torch.stack(of_sets).nanmean(0)
         by_layer = mean[:, 0]
         _, deep = shallow_and_deep(len(by_layer))
+        kl, uniform_kl, calibration = _equation_6(contributions)
         return AttentionAUCROCRecord(
             aucroc=by_layer,
             r=cumulative_excess(by_layer),
             deep_aucroc=by_layer[deep].mean(),
             per_head=mean[:, 1:],
+            kl=kl,
+            uniform_kl=uniform_kl,
+            calibration=calibration,
         )
 
 
+def _equation_6(
+    contributions: Contributions,
+) -> tuple[Float[Tensor, " layer"], Float[Tensor, ""], Float[Tensor, " layer"]]:
+    """KL of label probabilities from shares of attention and from uniform ones, and the slope."""
+    attention = contributions["attention"].double().sum(2)  # [prompt, layer, class]
+    probability = contributions["probabilities"].double()[:, None]
+    total, uniform = attention.sum(-1, keepdim=True), 1 / attention.shape[-1]
+    share = torch.where(total > 0, attention / total, uniform)
+    minus_entropy = probability.xlogy(probability).sum(-1)
+    above, over = share - uniform, probability - uniform
+    products, squares = ((above * each).sum(-1) for each in (over, above))
+    return (
+        contributions.mean(minus_entropy - probability.xlogy(share).sum(-1)),
+        contributions.mean(minus_entropy[:, 0] - log(uniform)),
+        contributions.mean(products) / contributions.mean(squares),
+    )
+
+
 def cumulative_excess(values: Float[Tensor, " layer"]) -> Float[Tensor, " layer"]:
-    """R_l: the sum of ``AUCROC - 0.5`` up to each layer over its total (equation 6).
+    """R_l: the sum of ``AUCROC - 0.5`` up to each layer over its total (equation 5).
 
     NaN where the total is not positive.
     """

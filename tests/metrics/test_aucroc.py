@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.linalg import lstsq
+from scipy.stats import entropy
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
@@ -13,9 +16,11 @@ import anchorlens as al
 from anchorlens.metrics.auc import auc, aucroc
 from anchorlens.metrics.aucroc import cumulative_excess
 from anchorlens.metrics.predictions import predicted_class
-from tests.support.tiny_models import tiny_gpt2
+from anchorlens.results.bootstrap import with_intervals
+from tests.support.tiny_models import questions, tiny_gpt2
 
 NAN = float("nan")
+QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 
 def reference(scores: Tensor, predicted: Tensor) -> float:
@@ -106,7 +111,7 @@ def test_fewer_than_two_predicted_classes_give_nan_and_a_warning() -> None:
     assert aucroc(torch.rand(2, 3, 2), torch.tensor([1, 1, 1])).isnan().all()
     rows = {
         "attention": torch.rand(3, 4, 2, 2, dtype=torch.double),
-        "predicted": torch.tensor([1, 1, 1]),
+        "probabilities": torch.tensor([[0.25, 0.75]] * 3),
         "rounding": torch.zeros(3, 2),
     }
     with pytest.warns(UserWarning, match=r"1 of 1 sets .* one class for all queries.*use other"):
@@ -133,7 +138,8 @@ def test_sets_of_demonstrations_are_averaged_before_r_is_computed() -> None:
     predicted = torch.randint(4, (20,), generator=generator)
     attention[torch.arange(20), :, :, predicted] += 0.5
     sets = torch.tensor([4, 8]).repeat(10)
-    rows = {"attention": attention, "predicted": predicted, "rounding": torch.zeros(20, 2)}
+    rows = {"attention": attention, "probabilities": torch.eye(4)[predicted]}
+    rows["rounding"] = torch.zeros(20, 2)
     record = al.AttentionAUCROC().result(al.Contributions(rows, sets))
 
     def mean_over_sets(scores: Tensor) -> float:
@@ -205,3 +211,73 @@ def test_scores_that_differ_by_more_than_a_rounding_are_ranked() -> None:
     positive = torch.tensor([False, True, False])
     assert auc(scores, positive, 1e-5).tolist() == [0.25]
     assert auc(scores, positive).tolist() == [0.5]
+
+
+def equation_6(attention: Tensor, probability: Tensor) -> tuple[float, float, float]:
+    """KL, that of uniform shares, and the slope of one layer, with scipy; sums over heads first."""
+    scores, chances = attention.numpy(), probability.numpy()
+    scores = np.where(scores.sum(1, keepdims=True) > 0, scores, 1.0)
+    shares = scores / scores.sum(1, keepdims=True)
+    kl, uniform = entropy(chances, shares, axis=1), entropy(chances, np.ones_like(chances), axis=1)
+    centred = (shares - shares.mean(1, keepdims=True)).reshape(-1, 1)
+    slope = lstsq(centred, (chances - chances.mean(1, keepdims=True)).flatten())[0]
+    return kl.mean(), uniform.mean(), slope[0]
+
+
+@pytest.mark.with_shapes
+def test_equation_6_equals_scipy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    attention = torch.rand(30, 4, 2, 3, generator=generator, dtype=torch.double)
+    attention[:5, 1] = 0  # no attention at all
+    attention[:, 2] = 0
+    attention[0, 3, :, 1] = 0  # no attention to a likely class
+    probabilities = torch.rand(30, 3, generator=generator, dtype=torch.double).softmax(-1)
+    rows = {"attention": attention, "probabilities": probabilities, "rounding": torch.zeros(30, 2)}
+    record = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
+    for layer in (0, 1):
+        kl, uniform, slope = equation_6(attention[:, layer].sum(1), probabilities)
+        assert float(record.kl[layer]) == pytest.approx(kl, rel=1e-12)
+        assert float(record.uniform_kl) == pytest.approx(uniform, rel=1e-12)
+        assert float(record.calibration[layer]) == pytest.approx(slope, rel=1e-9)
+        for name, value in (("kl", kl), ("calibration", slope)):
+            low, high = record.intervals[name][:, layer]
+            assert low < value < high
+    assert float(record.kl[2]) == pytest.approx(uniform, rel=1e-12)
+    assert record.calibration[2].isnan() and record.kl[3] == torch.inf
+    # A mean over sets, of which one is larger.
+    sets = (torch.arange(30) >= 10).long()
+    together = al.AttentionAUCROC().result(al.Contributions(rows, sets))
+    of_sets = [equation_6(attention[sets == k, 0].sum(1), probabilities[sets == k]) for k in (0, 1)]
+    assert float(together.kl[0]) == pytest.approx((of_sets[0][0] + of_sets[1][0]) / 2)
+
+
+@pytest.mark.with_shapes
+def test_calibration_equals_values_by_hand() -> None:
+    """Shares are the probabilities, or half as far from one half; or the wrong way round."""
+    probabilities = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=torch.double)
+    layers = [probabilities, (probabilities + 0.5) / 2, 1 - probabilities]
+    attention = torch.stack([*layers], 1)[:, :, None].expand(-1, -1, 3, -1) * 0.01
+    rows = {"attention": attention, "probabilities": probabilities, "rounding": torch.zeros(2, 2)}
+    record = al.AttentionAUCROC().result(al.Contributions(rows))
+    torch.testing.assert_close(record.calibration, torch.tensor([1.0, 2.0, -1.0]).double())
+    assert abs(float(record.kl[0])) < 1e-12 < float(record.kl[1]) < float(record.uniform_kl)
+    assert float(record.kl[2]) > float(record.uniform_kl)
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_equation_6_takes_the_attention_and_logits_of_the_model(gpt2: Any, side: str) -> None:
+    batches = questions(gpt2, 5, batch_size=3, padding_side=side)
+    record: Any = al.run(gpt2, batches, [al.AttentionAUCROC()], **QUIET)["attention_aucroc"]
+    attention, chances = [], []
+    for batch in batches:
+        mask = batch.attention_mask.long()
+        logits, cache = gpt2.run_with_cache(batch.tokens, attention_mask=mask)
+        for row, target in enumerate(batch.target_positions.tolist()):
+            pattern = cache["blocks.2.attn.hook_pattern"][row, :, target].sum(0)
+            order = batch.label_classes[row].argsort()
+            attention.append(pattern[batch.label_positions[row][order]])
+            chances.append(logits[row, target, batch.label_token_ids].softmax(-1))
+    expected = equation_6(*(torch.stack(each).detach() for each in (attention, chances)))
+    ours = record.kl[2], record.uniform_kl, record.calibration[2]
+    assert [*map(float, ours)] == pytest.approx(expected, rel=1e-4)

@@ -91,7 +91,7 @@ def test_logits_predictions_and_losses_equal_the_published_code(
     logits = run_pass(model, batch)
     assert_equal(golden, logits, "logits")
     cases = golden.meta["cases"]
-    predicted = observed(model, batch, al.AttentionAUCROC())["predicted"]
+    predicted = observed(model, batch, al.AttentionAUCROC())["probabilities"].argmax(1)
     assert predicted.tolist() == [case["predicted"] for case in cases]
     losses = torch.tensor([case["loss"] for case in cases])
     assert difference(al.losses.label_cross_entropy(logits, batch), losses) <= TOLERANCE

@@ -70,7 +70,7 @@ def attention(queries: int, sets: int, generator: torch.Generator) -> al.Record:
     )
     rows = {
         "attention": (scores + tilt[:, None, None]).exp(),
-        "predicted": predicted,
+        "probabilities": torch.nn.functional.one_hot(predicted, CLASSES).double(),
         "rounding": torch.tensor([[1e-5, 0.0]] * len(ids)),
     }
     return judged(al.AttentionAUCROC().result, rows, ids)

@@ -89,6 +89,9 @@ def attention(value: float = 0.8, low: float = 0.7, high: float = 0.9) -> Any:
         r=torch.ones(3),
         deep_aucroc=torch.tensor(value),
         per_head=torch.full((3, 1), value),
+        kl=torch.ones(3),
+        uniform_kl=torch.tensor(1.0),
+        calibration=torch.ones(3),
         intervals={"deep_aucroc": torch.tensor([low, high])},
     )
 

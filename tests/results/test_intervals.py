@@ -127,7 +127,8 @@ def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
     rows |= {f"random_{name}": values[:, None].expand(-1, 2) for name, values in rows.items()}
     isolated = with_intervals(record_of_cut, rows, resamples=50, info={})
     attention = torch.stack([torch.ones(20), torch.arange(20.0)], dim=-1)[:, None, None]
-    attention_rows = {"attention": attention, "predicted": (torch.arange(20) >= 10).long()}
+    certain = torch.eye(2).repeat_interleave(10, 0)
+    attention_rows = {"attention": attention, "probabilities": certain}
     attention_rows["rounding"] = torch.zeros(20, 2)
     aucroc = with_intervals(al.AttentionAUCROC().result, attention_rows, resamples=50, info={})
     assert aucroc.aucroc.tolist() == [1.0]
@@ -418,7 +419,8 @@ def test_intervals_of_auc_over_given_sets_contain_the_true_value(sizes: list[int
         predicted = generator.integers(2, size=len(sets))
         scores = 10 + generator.normal(size=(len(sets), 100)) + 2 * predicted[:, None]
         both = torch.from_numpy(np.stack([np.ones_like(scores), scores], axis=-1))
-        rows = {"attention": both[:, :, None], "predicted": torch.from_numpy(predicted)}
+        certain = torch.eye(2)[torch.from_numpy(predicted)]
+        rows = {"attention": both[:, :, None], "probabilities": certain}
         rows["rounding"] = torch.zeros(len(predicted), 2)
         record = with_intervals(al.AttentionAUCROC().result, rows, sets=sets, resamples=50, info={})
         low, high = record.intervals["aucroc"]
