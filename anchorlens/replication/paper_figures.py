@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..experiments.edge_sweep import ISOLATION
-from ..metrics.aucroc import AttentionAUCROCRecord
+from ..metrics.aucroc import EQUATION_6, AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord, confusions
 from ..metrics.saliency_flows import FLOWS, RATIO
 from ..results import figures
@@ -18,7 +18,7 @@ from .paper_tables import Parts, by_part, task_name
 
 @checked
 def paper_figures(numbers: pd.DataFrame) -> dict[str, Any]:
-    """Figures 3 to 6 by heading: the mean over seeds and the range of seeds.
+    """Figures 3 to 6 and equation 6 by heading: the mean over seeds and the range of seeds.
 
     Args:
         numbers: What ``paper`` returns.
@@ -80,6 +80,16 @@ def _attention(parts: Parts) -> Any:
     return _lines(parts["Figure 5"], title, "AUCROC_l, R_l", dashed=["R_l"], reference=0.5)
 
 
+def _calibration(parts: Parts) -> Any:
+    rows = parts["Equation 6"]
+    kl, slope = (rows[rows["column"] == column] for column in ("nats", "calibration"))
+    title, dashed = "Is the attention to label words calibrated?", ["KL from uniform shares"]
+    return figures.stacked(
+        _lines(kl, title, "nats", dashed=dashed, height=340),
+        _lines(slope, title, "slope", reference=1.0, height=280),
+    )
+
+
 def _confusions(parts: Parts) -> Any:
     classes = parts["Figure 6, actual"]["row"].unique().tolist()
     predicted, actual = (
@@ -93,6 +103,7 @@ _DRAWINGS: dict[str, tuple[Callable[[Parts], Any], str]] = {
     "Figure 3": (_flows, f"{RATIO} {FLOWS}"),
     "Figure 4": (_isolation, ISOLATION),
     "Figure 5": (_attention, AttentionAUCROCRecord.caption),
+    "Equation 6": (_calibration, EQUATION_6),
     "Figure 6, actual": (_confusions, AnchorDistancesRecord.caption),
 }
 

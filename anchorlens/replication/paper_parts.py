@@ -130,7 +130,7 @@ Part = Callable[[PaperSetting], Iterator[PaperNumber]]
 
 
 def figures_3_5_6(setting: PaperSetting) -> Iterator[PaperNumber]:
-    """Information flows, attention against prediction, and confusions."""
+    """Information flows, attention against prediction (also equation 6), and confusions."""
     batches = setting.prompts()
     results = run_possible(setting.model, batches, **QUIET)
     if "saliency_flows" in results:
@@ -142,6 +142,10 @@ def figures_3_5_6(setting: PaperSetting) -> Iterator[PaperNumber]:
         attention = results["attention_aucroc"]
         yield from _by_layer("Figure 5", "AUCROC_l", "area", attention.aucroc)
         yield from _by_layer("Figure 5", "R_l", "share", attention.r)
+        uniform = attention.uniform_kl.expand_as(attention.kl)
+        yield from _by_layer("Equation 6", "KL from attention", "nats", attention.kl)
+        yield from _by_layer("Equation 6", "KL from uniform shares", "nats", uniform)
+        yield from _by_layer("Equation 6", "slope", "calibration", attention.calibration)
     if "anchor_distances" in results:
         diagnosis = diagnose(results["anchor_distances"])
         yield from _by_layer("Figure 6", "rank correlation", "rho", diagnosis.correlation)
@@ -178,11 +182,15 @@ def table_1(setting: PaperSetting) -> Iterator[PaperNumber]:
 
 
 def table_2(setting: PaperSetting) -> Iterator[PaperNumber]:
-    """Loyalty and accuracy of compressed contexts: label words, random words, no texts."""
+    """Loyalty and accuracy of compressed contexts: label words, random words, no texts.
+
+    Also label words of demonstrations that are cached one by one.
+    """
     batches = setting.prompts()
     contexts: dict[str, Any] = {
         "demonstrations": partial(compress, select=everything),
         "Hidden_anchor": compress,
+        "Hidden_anchor, separately": partial(compress, separately=True),
         "label words alone": partial(compress, select=label_words),
     }
     draws: dict[str, Any] = {"draws": RANDOM_CONTEXTS, "seed": setting.seed}
@@ -234,8 +242,9 @@ def table_3(setting: PaperSetting) -> Iterator[PaperNumber]:
 
 
 PAPER_PARTS: tuple[Part, ...] = (figures_3_5_6, figure_4, table_1, table_2, table_3)
-"""What ``paper`` computes by default, each a function of a task and seed: Figures 3, 5 and 6 in one
-run, Figure 4, and Tables 1, 2 and 3. Give some of them as ``parts`` to compute only those."""
+"""What ``paper`` computes by default, each a function of a task and seed: Figures 3, 5 and 6 and
+equation 6 in one run, Figure 4, and Tables 1, 2 and 3. Give some of them as ``parts`` to compute
+only those."""
 
 
 def depths(setting: PaperSetting) -> Iterator[PaperNumber]:

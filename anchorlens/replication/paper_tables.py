@@ -8,7 +8,7 @@ from textwrap import shorten
 import pandas as pd
 
 from ..experiments.edge_sweep import ISOLATION, KEEP_BOS
-from ..metrics.aucroc import AttentionAUCROCRecord
+from ..metrics.aucroc import EQUATION_6, AttentionAUCROCRecord
 from ..metrics.saliency_flows import FLOWS, RATIO
 from ..prompts.examples import BUNDLED
 from ..results.depth import shallow_and_deep
@@ -144,6 +144,19 @@ def _figure_5(parts: Parts, seeds: int) -> Section:
     )
 
 
+def _equation_6(parts: Parts, seeds: int) -> Section:
+    def cells() -> Iterator[Cell]:
+        for task, name, _, values in _lines(parts["Equation 6"]):
+            for end, chosen in zip(("first", "last"), shallow_and_deep(len(values)), strict=True):
+                yield task_name(task), name, f"{end} third of the layers", fmean(values[chosen])
+
+    return Section(
+        "Equation 6. Are the shares of the attention the label probabilities?",
+        _spreads(_frame(cells()), 2, seeds),
+        f"{EQUATION_6} Mean over a third of the layers. The paper gives no numbers.",
+    )
+
+
 def _figure_6(parts: Parts, seeds: int) -> Section:
     rows = parts["Figure 6"]
     layer = 2 * (int(rows["layer"].max()) + 1) // 3
@@ -199,8 +212,9 @@ def _table_2(parts: Parts, seeds: int) -> Section:
         "Table 2. What compressed demonstrations keep, %",
         _spreads(_frame(means()), 1, seeds) | theirs | each,
         "Loyalties are to ICL, the whole prompt. Text_anchor: prompts without the demonstrations' "
-        "texts. Hidden_anchor: keys and values of label words and format alone. Hidden_random: "
-        "random words in place of the label words, mean of 20 draws; -top: the draw with the best "
+        "texts. Hidden_anchor: keys and values of label words and format alone; separately: each "
+        "demonstration run without the others (not in the paper's table). Hidden_random: random "
+        "words in place of the label words, mean of 20 draws; -top: the draw with the best "
         "label loyalty. Label words alone: without the format (not in the paper). Cache kept: "
         "bytes of keys and values. The paper's tasks are SST-2, TREC, AGNews and EmoC.",
     )
@@ -249,6 +263,7 @@ _SECTIONS: dict[str, Callable[[Parts, int], Section]] = {
     "Figure 3": _figure_3,
     "Figure 4": _figure_4,
     "Figure 5": _figure_5,
+    "Equation 6": _equation_6,
     "Figure 6": _figure_6,
     "Table 1": _table_1,
     "Table 2": _table_2,

@@ -114,6 +114,9 @@ def test_figures_3_5_and_6_equal_the_metrics(numbers: pd.DataFrame, model: Any, 
         ("S_pq / S_tq", "ratio", "Figure 3", flows.pq_over_tq),
         ("AUCROC_l", "area", "Figure 5", attention.aucroc),
         ("R_l", "share", "Figure 5", attention.r),
+        ("KL from attention", "nats", "Equation 6", attention.kl),
+        ("KL from uniform shares", "nats", "Equation 6", attention.uniform_kl.expand(2)),
+        ("slope", "calibration", "Equation 6", attention.calibration),
         ("rank correlation", "rho", "Figure 6", diagnosis.correlation),
         ("p-value", "share", "Figure 6", diagnosis.p_value),
     ]:  # fmt: skip
@@ -190,7 +193,9 @@ def test_table_2_equals_compression_and_plain_transformers(
         partial(al.compress, select=select)
         for select in (al.selection.everything, al.selection.label_words)
     )
+    apart = partial(al.compress, separately=True)
     contexts: dict[str, Any] = {"anchors": al.compress, "alone": alone, "all": whole_cache}
+    contexts["apart"] = apart
     record = al.compare_contexts(model, batches, contexts, draws=20, seed=seed, repeats=0, **QUIET)
     demos, _, queries = draw_examples(seed)
     weights = weights_for(byte_level)
@@ -213,6 +218,9 @@ def test_table_2_equals_compression_and_plain_transformers(
                               record.top_accuracy],
         "Hidden_anchor": [record.label_loyalty[0], record.word_loyalty[0], record.accuracy[0],
                           record.bytes_stored[0] / record.bytes_stored[2]],
+        "Hidden_anchor, separately": [record.label_loyalty[3], record.word_loyalty[3],
+                                      record.accuracy[3],
+                                      record.bytes_stored[0] / record.bytes_stored[2]],
         "label words alone": [record.label_loyalty[1], record.word_loyalty[1], record.accuracy[1],
                               record.bytes_stored[1] / record.bytes_stored[2]],
     }  # fmt: skip

@@ -103,7 +103,7 @@ def test_a_metric_that_fails_does_not_stop_the_others(
     bridge.enable_compatibility_mode(disable_warnings=True, fold_value_biases=True)
     folded = al.prepare_model(bridge)
     with pytest.warns(UserWarning, match="no result for saliency_flows: the value biases"):
-        assert rows_of(figures_3_5_6(setting(folded))) == {"Figure 5", "Figure 6"}
+        assert rows_of(figures_3_5_6(setting(folded))) == {"Figure 5", "Equation 6", "Figure 6"}
 
     def fail(self: Any, rows: Any) -> Any:
         raise MetricError("nothing to see")

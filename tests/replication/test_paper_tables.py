@@ -153,6 +153,9 @@ LAYERED = [
     *lines("Figure 3", "S_pq / S_tq", "ratio", RATIO),
     *lines("Figure 5", "AUCROC_l", "area", PQ),
     *lines("Figure 5", "R_l", "share", {1: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0]}),
+    *lines("Equation 6", "KL from attention", "nats", RATIO),
+    *lines("Equation 6", "KL from uniform shares", "nats", {1: [1.25] * 7, 2: [0.75] * 7}),
+    *lines("Equation 6", "slope", "calibration", {1: [nan] * 2 + [1.0] * 5, 2: [-2.0] * 7}),
     *lines("Figure 6", "rank correlation", "rho", {1: [0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0]}),
     *lines("Figure 6", "p-value", "share", {1: [1.0, 1.0, 1.0, 1.0, 0.04, 1.0, 1.0]}),
 ]
@@ -170,6 +173,13 @@ def test_tables_show_the_first_and_the_last_third_of_the_layers() -> None:
         ["AUCROC_l,", "AUCROC_l,", "R_l, after", "R_l, after"],
         ["first third", "last third", "1/3", "2/3"],
         ["TREC", "0.25 ± 0.14", "0.60 ± 0.04", "0.20 (1/2)", "0.50 (1/2)"],
+    ]
+    assert section(text, "Equation 6")[:5] == [
+        ["first third of the layers", "last third of the layers"],
+        ["TREC"],
+        ["KL from attention", "2.25 ± 1.06", "4.00 ± 2.83"],
+        ["KL from uniform shares", "1.00 ± 0.35", "1.00 ± 0.35"],
+        ["slope", "-2.00 (1/2)", "-0.50 ± 2.12"],
     ]
     assert "(layer 4)" in text
     assert section(text, "Figure 6")[1] == ["TREC", "0.50 (1/2)", "0.04 (1/2)"]
@@ -299,7 +309,8 @@ CONFUSIONS = [
 
 def test_figures_show_means_and_ranges() -> None:
     figures = al.paper_figures(table([*LAYERED, *isolation("Figure 4"), *CONFUSIONS]))
-    assert list(figures) == [*(f"TREC: Figure {k}" for k in (3, 4, 5)), "SST-2: Figure 6"]
+    names = [*(f"TREC: Figure {k}" for k in (3, 4, 5)), "TREC: Equation 6", "SST-2: Figure 6"]
+    assert list(figures) == names
     figure = figures["TREC: Figure 3"]
     ratio, line = [trace for trace in figure.data if trace.name]
     assert (ratio.name, line.name) == ("S_pq / S_tq", "S_pq")
@@ -314,6 +325,9 @@ def test_figures_show_means_and_ranges() -> None:
     assert list(bars["random words, first 2 layers"].error_y.array) == [0.25, 0.125]
     names = [trace.name for trace in figures["TREC: Figure 5"].data if trace.name]
     assert names == ["AUCROC_l", "R_l"]
+    kl, uniform, slope, *_ = [trace for trace in figures["TREC: Equation 6"].data if trace.name]
+    assert list(kl.y) == list(ratio.y) and list(uniform.y) == [1.0] * 7
+    assert uniform.line.dash == "dash" and list(slope.y) == [-2.0] * 2 + [-0.5] * 5
     predicted, actual = (trace.z for trace in figures["SST-2: Figure 6"].data)
     assert predicted[0][1] == 0.375 and predicted[1][0] == 0.5  # only one seed has a value
     assert actual[0][1] == 0.5 and actual[1][0] == 0.625
