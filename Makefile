@@ -117,7 +117,8 @@ clean:
 	rm -rf $(VENV) demo-output site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find anchorlens tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# An environment that is there already is kept, unless its own Python is too old.
+# An environment that is there already is kept, unless its own Python is too old. The pip of an older
+# Python knows no groups, and takes three times as long to find out what to install.
 $(VENV)/.stamp-venv:
 	$(need_python)
 	@if [ -d $(VENV) ] && ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
@@ -125,6 +126,7 @@ $(VENV)/.stamp-venv:
 	elif ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 		$(PYTHON) -m venv $(VENV); \
 	fi
+	@$(PIP) --version | grep -qE '^pip (2[6-9]|[3-9])' || $(PIP) install --quiet --upgrade 'pip>=26'
 	@touch $@
 
 # PyTorch goes first and by its exact version, so that no other build of it is taken.
@@ -137,11 +139,11 @@ $(VENV)/.stamp-base: $(VENV)/.stamp-torch pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml constraints.txt
-	$(INSTALL) -e '.[dev]'
+	$(INSTALL) -e '.[peft]' --group dev
 	@touch $(VENV)/.stamp-base $@
 
 $(VENV)/.stamp-browser: $(VENV)/.stamp-torch pyproject.toml constraints.txt
-	$(INSTALL) -e '.[dev,docs,browser]'
+	$(INSTALL) -e '.[peft]' --group dev --group docs --group browser
 	@touch $(VENV)/.stamp-base $(VENV)/.stamp-dev $(VENV)/.stamp-docs $@
 
 # Playwright's own browsers are not used: the one of the system is in the package registry.
@@ -159,7 +161,7 @@ $(OLDEST)/.stamp: $(VENV)/.stamp-venv requirements/oldest.txt
 	@touch $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-torch pyproject.toml constraints.txt
-	$(INSTALL) -e '.[docs]'
+	$(INSTALL) -e . --group docs
 	@touch $(VENV)/.stamp-base $@
 
 $(VENV)/.stamp-weights: $(VENV)/.stamp-venv requirements/demo.txt
