@@ -23,7 +23,7 @@ from ..results.results import Results
 from ..runs.run import run
 from ..runs.study import checked_batches
 from ..system.arguments import checked
-from ..system.processes import fails_together
+from ..system.processes import fails_together, is_main
 from ..system.warn import warn_user
 from .isolation import isolation_sweep
 from .random_weights import with_random_models
@@ -128,11 +128,13 @@ def run_possible(model: HookedModel, batches: Sequence[PromptBatch], **options: 
     """
     metrics, reasons = possible(model, batches, METRICS)
     for name, reason in reasons.items():
-        warn_user(f"no result for {name}: {reason}")
+        if is_main():
+            warn_user(f"no result for {name}: {reason}")
     if AnchorDistances.name in reasons:
         metrics += possible(model, batches, [Accuracy()])[0]
     try:
         return run(model, batches, metrics, **options)
     except RunError as error:  # some metrics have no result; the others have
-        warn_user(str(error))
+        if is_main():
+            warn_user(str(error))
         return Results(error.results)

@@ -35,7 +35,7 @@ from ..results.figure_parts import panels_of
 from ..results.record import Record
 from ..runs.study import Study, require_batches
 from ..system.arguments import checked
-from ..system.processes import fails_together
+from ..system.processes import fails_together, is_main
 from ..system.warn import warn_user
 from . import subsets as draws
 from .ablation import Ablation, Answers, SegmentsOfBatch, info_of_answers, subsets_of
@@ -365,7 +365,7 @@ class Comparison:
             counts = {key: int(contributions[key][:, number].sum()) for key in kinds}
             told = [f"{kinds[key]} {n} of {prompts} prompts" for key, n in counts.items() if n]
             reasons |= {name: "; ".join(told)} if told else {}
-        if reasons:
+        if reasons and is_main():
             told = [f"{name!r}: {reason}" for name, reason in reasons.items()]
             warn_user(f"some scores say nothing in some prompts, which count as NaN: {told}")
         flat = int((contributions["lds"][:, -2].isnan() & contributions["is_given"]).sum())

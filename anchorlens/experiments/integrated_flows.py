@@ -33,7 +33,7 @@ from ..results.contributions import Contributions
 from ..runs.study import Study
 from ..system.arguments import check_from_1, checked
 from ..system.devices import on_one_device, widest
-from ..system.processes import fails_together
+from ..system.processes import fails_together, is_main
 from ..system.texts import name_of
 from ..system.warn import warn_user
 
@@ -260,7 +260,8 @@ def _warn_if_incomplete(contributions: Mapping[str, Tensor], steps: int) -> None
     error = (attributed - change).abs().mean(0)
     sizes = torch.maximum(change.abs().mean(0), attributed.abs().mean(0))
     limit = INCOMPLETE * sizes + SMALL * contributions["output"].abs().mean()
-    if wrong := (error > limit).nonzero().flatten().tolist():
+    wrong = (error > limit).nonzero().flatten().tolist()
+    if wrong and is_main():
         worst = max(wrong, key=lambda layer: float(error[layer] / sizes[layer]))
         warn_user(
             f"in layers {wrong} the attributions do not sum to F(A) - F(0): in layer {worst} they "

@@ -16,13 +16,15 @@ from ..prompts.batch import PromptBatch
 from ..prompts.edges import PositionsOfBatch
 from ..runs.study import Study
 from ..system.devices import beside, wide
+from ..system.processes import is_main
 from ..system.texts import name_of
 from ..system.warn import warn_user
 
 
 def warn_of_same_queries(read: Sequence[PromptBatch], written: Sequence[PromptBatch]) -> None:
     """Warn if the answer to a query is in the states that are written into its prompt."""
-    if both := set(query_digests(read)) & set(query_digests(written)):
+    both = set(query_digests(read)) & set(query_digests(written))
+    if both and is_main():
         warn_user(
             f"{len(both)} queries are in both lists of prompts, so that their own answers are "
             "among the states that are written into them; take the mean over other queries"

@@ -26,7 +26,7 @@ from ..prompts.batch import PromptBatch
 from ..results.record import RANDOM_MODELS, Record
 from ..results.results import Results
 from ..runs.run import run
-from ..system.processes import fails_together
+from ..system.processes import fails_together, is_main
 from ..system.torch_state import own_random_state
 from ..system.warn import warn_user
 
@@ -70,7 +70,8 @@ def with_random_models(
             if not isinstance(error, AnchorlensError) and not is_out_of_memory(error):
                 raise
             found, reason = [], str(error).partition("\n")[0]
-            warn_user(f"no models of random weights to compare with: {reason}")
+            if is_main():
+                warn_user(f"no models of random weights to compare with: {reason}")
     seeds = ", ".join(map(str, SEEDS))
     used = {"random_weights": reason or f"seeds {seeds}, on {sum(map(len, few))} prompts"}
     shown = Results()

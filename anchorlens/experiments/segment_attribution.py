@@ -25,7 +25,7 @@ from ..results.figure_parts import panels_of
 from ..results.record import Record
 from ..runs.study import Study
 from ..system.arguments import checked
-from ..system.processes import fails_together
+from ..system.processes import fails_together, is_main
 from ..system.texts import described, name_of
 from ..system.warn import warn_user
 from . import removal, subsets
@@ -175,7 +175,8 @@ def segment_attribution(
         if has_none.any():  # of a method of one's own
             count = f"{int(has_none.sum())} of {len(has_none)} prompts"
             info["no_scores"] = f"the method {method.name!r} gives no finite scores in {count}"
-            warn_user(info["no_scores"])
+            if is_main():
+                warn_user(info["no_scores"])
         return study.record(record_of, contributions, info | {"segment_names": names})
 
 

@@ -288,6 +288,7 @@ class _Row(NamedTuple):
 
     claims: Sequence[Claim]
     accuracy: Estimate
+    is_failed: bool
     missing: str  # why it failed, or why none of its claims is judged; "" else
     warnings: Sequence[str]
     info: Mapping[str, Any]
@@ -317,7 +318,8 @@ def _row(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..., 
     texts = dict.fromkeys([*(str(each.message) for each in caught), *([missing] if failed else [])])
     known = accuracy_of(kept.values())
     info = next((record.info for record in kept.values()), {})
-    return _Row(claims(kept), known[0] if known else Estimate(nan), missing, [*texts], info)
+    accuracy = known[0] if known else Estimate(nan)
+    return _Row(claims(kept), accuracy, bool(failed), missing, [*texts], info)
 
 
 def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
@@ -353,8 +355,7 @@ def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
 
 def _claim(row: _Row, statement: str) -> Claim:
     """The claim of a model, without a number if it has none."""
-    is_failed = row.missing.startswith("failed: ")
-    reason = row.missing if is_failed else "the model gives no such result; a warning says why"
+    reason = row.missing if row.is_failed else "the model gives no such result; a warning says why"
     none = Claim(statement, "", Estimate(nan), nan, "", "", Verdict.CANNOT_TELL, reason)
     return next((claim for claim in row.claims if claim.statement == statement), none)
 

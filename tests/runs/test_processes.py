@@ -37,6 +37,7 @@ from tests.support.tiny_models import questions, tiny_gpt2
 pytestmark = pytest.mark.filterwarnings(
     "ignore:some pairs of classes have no prompts",
     "ignore:in . of . sets",
+    "ignore:. queries are in both lists",
     "ignore:.*fork.*:DeprecationWarning",
 )
 

@@ -117,7 +117,18 @@ def trained(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
     return {"": al.train_reweighting(model, batches[:4], al.Training(steps=4, progress=False))}
 
 
+def what_scores_are_worth(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
+    scores = {"attention": al.SegmentAttention(), "one by one": al.subsets.one_by_one}
+    return {
+        "faithfulness": al.faithfulness(model, batches, scores, subsets=4, **QUIET),
+        "attribution": al.segment_attribution(model, batches, al.subsets.one_by_one, **QUIET),
+        "heads": al.head_effects(model, batches[:4], batches[4:], **QUIET),
+        "vectors": al.task_vectors(model, batches[:4], batches[4:], **QUIET),
+    }
+
+
 ANALYSES = (many_prompts, hooks_and_loyalty, isolation, compression, trained)
+ANALYSES += (what_scores_are_worth,)
 
 
 def tensors_of(records: dict[str, Any]) -> dict[str, Tensor]:
