@@ -1,7 +1,7 @@
 """The numbers of ``paper`` as text tables, beside the published values."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import isnan, nan
+from math import isfinite, isnan, nan
 from statistics import fmean, median, stdev
 from textwrap import shorten
 
@@ -317,7 +317,7 @@ def _spread(values: Sequence[float], decimals: int, seeds: int) -> str:
     if not known:
         return "  -"
     text = digits(fmean(known), decimals)
-    text += f" ± {stdev(known):.{decimals}f}" if len(known) > 1 else ""
+    text += f" ± {stdev(known):.{decimals}f}" if len(known) > 1 and isfinite(fmean(known)) else ""
     return text if len(known) == seeds else f"{text} ({len(known)}/{seeds})"
 
 

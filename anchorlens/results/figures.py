@@ -7,7 +7,7 @@ as TeX. NaN values leave gaps. Figures have a height in pixels and fill the widt
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, product
-from math import log10
+from math import inf, log10
 from textwrap import wrap
 from typing import Any
 
@@ -631,9 +631,9 @@ def _hover(low: Tensor | None) -> str:
 
 
 def _outline(low: list[float], high: list[float]) -> dict[str, list[Any]]:
-    """Outline a band: one closed part for each run of layers with both ends known."""
+    """Outline a band: one closed part for each run of layers with two finite ends."""
     x, y = list[Any](), list[Any]()
-    for known, run in groupby(range(len(low)), lambda layer: low[layer] <= high[layer]):
+    for known, run in groupby(range(len(low)), lambda layer: low[layer] <= high[layer] < inf):
         layers = list(run) if known else []
         x += [*layers, *reversed(layers), None]
         y += [*(low[layer] for layer in layers), *(high[layer] for layer in reversed(layers)), None]

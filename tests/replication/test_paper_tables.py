@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from io import StringIO
 from itertools import product
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -72,6 +72,8 @@ def test_undefined_values_are_dashes_and_defined_ones_are_counted() -> None:
     spread = f"{fmean([0.5, 0.25]):.2f} ± {stdev([0.5, 0.25]):.2f} (2/3)"
     assert printed[1:4] == [["SST-2", "-"], ["TREC", spread], ["AGNews", "0.50 (1/3)"]]
     assert "nan" not in text
+    text = al.paper_tables(table(lines("Equation 6", "KL", "nats", {1: [inf], 2: [1.0]})))
+    assert ["KL", "inf", "inf"] in section(text, "Equation 6")
 
 
 def test_published_rows_of_the_same_tasks_follow_those_of_the_run() -> None:

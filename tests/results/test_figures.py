@@ -33,11 +33,12 @@ def same(values: Any, expected: list[Any]) -> bool:
 
 
 @pytest.mark.with_shapes
-def test_lines_show_values_intervals_and_gaps() -> None:
-    values = torch.tensor([[0.1, math.nan, 0.3], [0.4, 0.5, 0.6]])
+@pytest.mark.parametrize("gap", [math.nan, math.inf])
+def test_lines_show_values_intervals_and_gaps(gap: float) -> None:
+    values = torch.tensor([[0.1, gap, 0.3], [0.4, 0.5, 0.6]])
     figure = lines_by_layer(values, ["a", "b"], low=values - 0.1, high=values + 0.2, **TITLES)
     first_band, second_band, first, second = figure.data
-    assert same(first.y, [0.1, math.nan, 0.3])
+    assert same(first.y, [0.1, gap, 0.3]) and figure.layout.yaxis.range is None
     assert same(second.y, [0.4, 0.5, 0.6])
     assert second.x == (0, 1, 2)
     assert same(second.customdata, [[0.3, 0.6], [0.4, 0.7], [0.5, 0.8]])
