@@ -29,7 +29,7 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test test-quick test-oldest test-newest test-browser docs lint lint-and-compile compile-torch bench bench-gpu architectures clean
+.PHONY: help demo test test-quick test-oldest test-newest test-browser docs lint lint-and-compile compile-torch compile-oldest bench bench-gpu architectures clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -75,7 +75,7 @@ test-newest:
 	$(NEWEST)/bin/python -m pytest -n auto tests/models/test_cache_matrix.py tests/models/test_matrix.py
 
 # The first installs what the documentation needs in the same call.
-test-browser: $(VENV)/.stamp-browser $(VENV)/.stamp-chromium docs
+test-browser: $(VENV)/.stamp-browser $(VENV)/.stamp-chromium site/index.html
 	$(PYTEST) -o python_files='*_in_a_browser.py' tests/browser
 
 # The checks use one core. On another, Python compiles the packages that the tests import, which
@@ -84,16 +84,22 @@ lint-and-compile: $(VENV)/.stamp-dev
 	@$(BIN)/python -m pytest -n 0 -q --collect-only $(WITH_SHAPES) >/dev/null 2>&1 & \
 	$(MAKE) --no-print-directory lint; status=$$?; wait; exit $$status
 
-# For an idle core while other packages are installed. It may fail: nothing needs it.
+# These two are for an idle core while others install or check. They may fail: nothing needs them.
 compile-torch: $(VENV)/.stamp-torch
 	-@$(BIN)/python -W ignore -c 'import torch._dynamo, torch.distributed.tensor' 2>/dev/null
+
+compile-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
+	-@PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest -n 0 -q --collect-only >/dev/null 2>&1
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-docs: $(VENV)/.stamp-docs
+docs: site/index.html
+
+# The pages have texts of docstrings, and pictures that their code makes.
+site/index.html: $(VENV)/.stamp-docs mkdocs.yml $(shell find docs anchorlens -type f -not -name '*.pyc')
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))

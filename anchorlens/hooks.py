@@ -54,9 +54,9 @@ class Site:
             published code). False acts on the pattern after the softmax (the paper's equation).
 
     Examples:
-        >>> cut = al.block_edges(model, batch, al.edges.wp, al.Site(range(5), heads=0))
-        >>> the_same = al.block_edges(model, batch, al.edges.wp, al.Site(range(5), heads=[0]))
-        >>> in_all_heads = al.block_edges(model, batch, al.edges.wp, range(5))
+        >>> cut = al.block_edges(model, batch, al.edges.wp, al.Site(range(3), heads=0))
+        >>> the_same = al.block_edges(model, batch, al.edges.wp, al.Site(range(3), heads=[0]))
+        >>> in_all_heads = al.block_edges(model, batch, al.edges.wp, range(3))
     """
 
     layers: Iterable[int] | int | None = None
@@ -335,7 +335,7 @@ def isolate_labels(
         ModelError: As for ``block_edges``.
 
     Examples:
-        >>> hooks = al.isolate_labels(model, batch, range(5))
+        >>> hooks = al.isolate_labels(model, batch, range(3))
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)
     """
     words = edge_sets.anchors(batch.on_cpu)
@@ -375,7 +375,7 @@ def isolate_random(
         ModelError: As for ``block_edges``.
 
     Examples:
-        >>> hooks = [al.isolate_random(model, batch, range(5), seed=seed) for seed in range(10)]
+        >>> hooks = [al.isolate_random(model, batch, range(3), seed=seed) for seed in range(10)]
     """
     words = edge_sets.random_positions(batch.on_cpu, seed, whole_words=whole_words)
     return _isolate(model, batch, words, site)

@@ -244,20 +244,21 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def model_folder(byte_level: Any, tmp_path_factory: Any) -> Path:
+def model_folder(tmp_path_factory: Any) -> Path:
     """A model as a user has it: weights and tokenizer in a local folder."""
-    return saved_model(tmp_path_factory.mktemp("tiny-gpt2"), byte_level, n_layer=6)
+    return saved_model(tmp_path_factory.mktemp("tiny-gpt2"), n_layer=6)
 
 
 @pytest.fixture(scope="session")
-def shallow_folder(byte_level: Any, tmp_path_factory: Any) -> Path:
+def shallow_folder(tmp_path_factory: Any) -> Path:
     """A model with few layers, for tests in which a command runs several times."""
-    return saved_model(tmp_path_factory.mktemp("shallow-gpt2"), byte_level, n_layer=3)
+    return saved_model(tmp_path_factory.mktemp("shallow-gpt2"), n_layer=3)
 
 
-def saved_model(folder: Path, tokenizer: Any, n_layer: int) -> Path:
-    from tests.support.tiny_models import tiny_gpt2
+def saved_model(folder: Path, n_layer: int) -> Path:
+    from tests.support.tiny_models import byte_level_tokenizer, tiny_gpt2
 
+    tokenizer = byte_level_tokenizer(3000)
     tiny_gpt2(len(tokenizer), n_layer=n_layer, n_embd=16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

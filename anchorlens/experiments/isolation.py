@@ -89,7 +89,7 @@ def isolation_loyalty(
         StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
-        >>> result = al.isolation_loyalty(model, batches, range(5), draws=2, progress=False)
+        >>> result = al.isolation_loyalty(model, batches, range(3), draws=2, progress=False)
         >>> bool(0 <= result.word_loyalty <= 1)
         True
     """

@@ -112,7 +112,7 @@ class Loyalty(Metric):
 
     Examples:
         >>> results = al.run(model, batches, [al.Loyalty()], progress=False,
-        ...     hooks=lambda batch: al.isolate_labels(model, batch, range(5)))
+        ...     hooks=lambda batch: al.isolate_labels(model, batch, range(3)))
         >>> bool(0 <= results["loyalty"].word_loyalty <= 1)
         True
     """

@@ -62,11 +62,11 @@ def parquet(table: pd.DataFrame, path: Path) -> None:
         (
             "integers.csv",
             commas,
-            frame([5, 1], "Review_text", "stars"),
+            frame([5, 2], "Review_text", "stars"),
             {
                 "template": "Review text: {text}\nStars:{label}",
-                "labels": ["1", "5"],  # the tokenizer has no token for a space and a digit
-                "classes": [1, 5],
+                "labels": ["2", "5"],  # the tokenizer has no token for a space and a digit
+                "classes": [2, 5],
                 "label_column": "stars",
             },
         ),

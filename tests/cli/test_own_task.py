@@ -269,7 +269,10 @@ CSV = ["reviews.csv", "--task-file", "film.toml"]
         ([*CSV, "--out", "/proc"], "--out /proc cannot be written into"),
         (["--model", "MODEL", *CSV, "--device", "foo"], "device 'foo'"),
         (["--model", "MODEL", *CSV, "--depth", "9"], "--depth 9 is more than the 6 layers of the"),
-        (["--model", "MODEL", *CSV, "--shots", "14"], "tokens, but the model's context is 512"),
+        (
+            ["reviews.csv", "--task-file", "long.toml", "--model", "MODEL"],
+            "tokens, but the model's context is 512",
+        ),
         (["--model", "MODEL", "--task-file", "same.toml"], "so they cannot be told apart at the"),
     ],
 )
@@ -282,6 +285,7 @@ def test_mistakes_are_found_before_weights_are_loaded_and_named_by_option(
     words: str,
 ) -> None:
     (folder / "same.toml").write_text(TASK_FILE.replace('" no", " yes"', '" yes", " yes please"'))
+    (folder / "long.toml").write_text(TASK_FILE.replace("{text}", "so " * 300 + "{text}"))
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
     given = [str(model_folder) if each == "MODEL" else each for each in arguments]
     assert call(monkeypatch, "run", "--model", "x", *QUICK, *given) == 1

@@ -20,8 +20,7 @@ import anchorlens as al
 from tests.support.device_calls import RETURNED, WITHOUT_RESULT_ON_A_DEVICE
 
 HERE = Path(__file__).parent
-SIMULATED = ("two_devices", "default_device", "waits", "batches")
-PRINTED = ("docstrings", "readme")
+SIMULATED = ("two_devices", "default_device", "waits", "batches", "docstrings", "readme")
 Found = dict[str, dict[str, Any]]
 
 
@@ -57,11 +56,10 @@ def test_calls_after_another_default_device(compare: Callable[..., Found]) -> No
     assert_equal_to_the_cpu(compare(*SIMULATED)["default_device"], 1e-5, count=9)
 
 
-@pytest.mark.xdist_group("printed code on a device")  # beside the calls, in another process
 def test_the_readme_and_the_examples_of_docstrings_on_a_simulated_device(
     compare: Callable[..., Found],
 ) -> None:
-    found = compare(*PRINTED)
+    found = compare(*SIMULATED)
     assert not [printed for printed in found["docstrings"].values() if printed]
     assert found["readme"]["README"][0] <= 1e-5
 

@@ -118,7 +118,7 @@ def trained(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
 
 
 def what_scores_are_worth(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
-    scores = {"attention": al.SegmentAttention(), "one by one": al.subsets.one_by_one}
+    scores: dict[str, Any] = {"attention": al.SegmentAttention(), "one": al.subsets.one_by_one}
     return {
         "faithfulness": al.faithfulness(model, batches, scores, subsets=4, **QUIET),
         "attribution": al.segment_attribution(model, batches, al.subsets.one_by_one, **QUIET),
@@ -127,8 +127,14 @@ def what_scores_are_worth(model: Any, batches: list[al.PromptBatch]) -> dict[str
     }
 
 
-ANALYSES = (many_prompts, hooks_and_loyalty, isolation, compression, trained)
-ANALYSES += (what_scores_are_worth,)
+ANALYSES = (
+    many_prompts,
+    hooks_and_loyalty,
+    isolation,
+    compression,
+    trained,
+    what_scores_are_worth,
+)
 
 
 def tensors_of(records: dict[str, Any]) -> dict[str, Tensor]:
