@@ -13,7 +13,8 @@ import yaml
 pytestmark = pytest.mark.with_shapes
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, TOOLS = PYPROJECT["project"], PYPROJECT["tool"]
 URLS = PROJECT["urls"]
 WORKFLOWS = sorted((ROOT / ".github").rglob("*.yml"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -45,15 +46,21 @@ def test_there_is_one_address_of_the_source_and_one_of_the_documentation() -> No
 
 
 def test_links_of_the_readme_work_in_a_clone_and_are_absolute_on_a_package_index() -> None:
-    in_clone = LINK.findall((ROOT / "README.md").read_text())
+    readme = (ROOT / "README.md").read_text()
+    in_clone = LINK.findall(readme)
     local = [link.partition("#")[0] for link in in_clone if not link.startswith("https://")]
     assert len(local) > 15 and all((ROOT / link).exists() for link in local)
-    on_index = LINK.findall(str(importlib.metadata.metadata("anchorlens").json["description"]))
     version = f"v{PROJECT['version']}"
+    # As the build does: what is installed may be of an earlier README.
+    for each in TOOLS["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        replacement = each["replacement"].replace("v$HFPR_VERSION", version)
+        readme = re.sub(each["pattern"], replacement, readme)
     images = f"{URLS['Source'].replace('github.com', 'raw.githubusercontent.com')}/{version}"
-    for before, after in zip(in_clone, on_index, strict=True):
+    for before, after in zip(in_clone, LINK.findall(readme), strict=True):
         folder = images if before.endswith(".png") else f"{URLS['Source']}/blob/{version}"
         assert after == (before if before.startswith("https://") else f"{folder}/{before}")
+    built = str(importlib.metadata.metadata("anchorlens").json["description"])
+    assert all(link.startswith("https://") for link in LINK.findall(built)) and len(built) > 3000
 
 
 def test_what_workflows_call_exists() -> None:
@@ -62,25 +69,37 @@ def test_what_workflows_call_exists() -> None:
     for path in WORKFLOWS:
         assert isinstance(yaml.safe_load(path.read_text()), dict)
         called |= set(re.findall(r"\bmake ([a-z-]+)", path.read_text()))
+        assert all(
+            (ROOT / local).exists() for local in re.findall(r"uses: (\./\S+)", path.read_text())
+        )
     assert called >= {"test", "test-oldest", "test-browser", "test-newest", "docs"}
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in called)
 
 
 @pytest.mark.parametrize(
-    ("tag", "changed", "status"),
+    ("tag", "wrong", "old", "new"),
     [
-        ("v0.1.0", "2026-12-01", 0),
-        ("v0.1.0", "unreleased", 1),
-        ("v0.1.1", "2026-12-01", 1),
-        ("v0-1.0", "2026-12-01", 1),
+        ("v0.1.0", "", "", ""),
+        ("v0.1.1", "", "", ""),
+        ("v0-1.0", "", "", ""),
+        ("v0.1.0", "pyproject.toml", "0.1.0", "0.1.1"),
+        ("v0.1.0", "CITATION.cff", "0.1.0", "0.1.1"),
+        ("v0.1.0", "CHANGELOG.md", "0.1.0", "0.1.1"),
+        ("v0.1.0", "CHANGELOG.md", "12-01", "12-02"),
+        ("v0.1.0", "CHANGELOG.md, CITATION.cff", "2026-12-01", "unreleased"),
     ],
 )
-def test_a_release_is_only_made_of_the_tag_of_its_version(
-    tag: str, changed: str, status: int, tmp_path: Path
+def test_a_release_is_only_made_of_the_tag_of_its_version_and_date(
+    tag: str, wrong: str, old: str, new: str, tmp_path: Path
 ) -> None:
     release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     [check, *_] = [each["run"] for each in release["jobs"]["build"]["steps"] if "run" in each]
-    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "0.1.0"\n')
-    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## [0.1.0] - {changed}\n")
+    for name, text in {
+        "pyproject.toml": '[project]\nversion = "0.1.0"\n',
+        "CITATION.cff": "version: 0.1.0\ndate-released: 2026-12-01\n",
+        "CHANGELOG.md": "# Changelog\n\n## [0.1.0] - 2026-12-01\n",
+    }.items():
+        (tmp_path / name).write_text(text.replace(old, new) if name in wrong else text)
     named = os.environ | {"GITHUB_REF_NAME": tag}
-    assert subprocess.run(["bash", "-ec", check], cwd=tmp_path, env=named).returncode == status
+    done = subprocess.run(["bash", "-ec", check], cwd=tmp_path, env=named)
+    assert (done.returncode == 0) == (tag == "v0.1.0" and not wrong)

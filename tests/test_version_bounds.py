@@ -48,10 +48,13 @@ def test_a_dependency_has_a_tested_version_at_both_ends(name: NormalizedName) ->
 
 
 def test_what_development_needs_has_bounds_that_fit_the_constraints() -> None:
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-    for required in (Requirement(text) for texts in groups.values() for text in texts):
+    development = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    groups = [*development["dependency-groups"].values(), development["build-system"]["requires"]]
+    for required in (Requirement(text) for texts in groups for text in texts):
         assert {bound.operator for bound in required.specifier} == {">=", "<"}, required.name
-        assert required.specifier.contains(NEWEST[canonicalize_name(required.name)]), required.name
+        name = canonicalize_name(required.name)
+        # What builds is installed anew for each build.
+        assert name.startswith("hatch") or required.specifier.contains(NEWEST[name]), name
 
 
 def test_the_oldest_versions_are_older_than_those_of_the_constraints() -> None:
