@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .contexts.compressed import compress as compress
     from .contexts.hard_prompt import HardPrompt as HardPrompt
     from .contexts.hard_prompt_search import train_hard_prompt as train_hard_prompt
+    from .contexts.hard_prompt_transfer import HardPromptTransferRecord as HardPromptTransferRecord
+    from .contexts.hard_prompt_transfer import transfer_hard_prompt as transfer_hard_prompt
     from .contexts.load import load_context as load_context
     from .contexts.peft import context_from_peft as context_from_peft
     from .contexts.peft import context_to_peft as context_to_peft

@@ -1,18 +1,23 @@
-"""Search for hard prompts with PEZ and its baselines, and compare what they answer.
+"""Search for hard prompts with PEZ and its baselines, compare what they answer, and transfer them.
 
-python examples/hard_prompts.py --model gpt2 --steps 300
+python examples/hard_prompts.py --model gpt2 gpt2-medium --steps 300
+
+Prompts are searched with the first model. Their text is also answered from by the others.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 import torch
 
 import anchorlens as al
+from anchorlens.replication.published import TASK_NAMES, published
 
 METHODS = {
     "PEZ": al.hard_prompts.PEZ,
@@ -87,9 +92,42 @@ def loss_curves(groups: Mapping[str, Sequence[Any]]) -> go.Figure:
     return al.figures.lines_by_step(lines, title=title, y_title=y_title)
 
 
+def print_transfer(
+    models: Mapping[str, Any],
+    prompts: Mapping[str, Sequence[al.HardPrompt]],
+    make_prompts: Callable[[Any], Sequence[al.PromptBatch]],
+    draws: int,
+) -> None:
+    """What the text of each prompt does in each model."""
+    print("\nThe texts in each model; numbers in brackets are 95 % intervals over queries")
+    transfer = partial(
+        al.transfer_hard_prompt, models=models, task=make_prompts, draws=draws, progress=False
+    )
+    tables = {
+        (method, number): transfer(prompt).table()
+        for method, searched in prompts.items()
+        for number, prompt in enumerate(searched, 1)
+    }
+    print(pd.concat(tables, names=["method", "search"]).to_string())
+
+
+def print_published() -> None:
+    """The accuracies that the paper reports, with their ±."""
+    for model, rows in published("hard_prompts", "transfer").items():
+        for name, values in rows.items():
+            for task, (value, spread) in values.items():
+                more = "" if isnan(spread) else f" ± {spread:.2f}"
+                print(f"published, {model}, {TASK_NAMES[task]}: {name:16}  {value:.2f}{more}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", required=True, help="hub name, local folder or .gguf file")
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        required=True,
+        help="hub names, local folders or .gguf files; prompts are searched with the first",
+    )
     parser.add_argument("--tasks", nargs="+", default=["questions", "sentiment"])
     parser.add_argument("--data-folder", type=Path, help="with TASK/train.jsonl, test.jsonl")
     parser.add_argument("--queries", type=int, default=32)
@@ -103,7 +141,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("hard_prompts"), help="to continue")
     options = parser.parse_args()
 
-    model = al.load_model(options.model)
+    if len({*options.model}) < len(options.model):
+        parser.error("a model is given twice")
+    models = {name: al.load_model(name) for name in options.model}
+    model = models[options.model[0]]
     for name in options.tasks:
         task = al.TASKS[name]
         pool, tests = (
@@ -116,10 +157,10 @@ def main() -> None:
         others = al.sample_queries(pool, options.training + options.held_out, 42, exclude=demos)
         queries = al.sample_queries(tests, options.queries, 42, exclude=[*demos, *others])
         parts = (others[: options.training], others[options.training :], queries)
-        training, held_out, batches = (
-            al.build_prompts(model.tokenizer, task, demos, part, batch_size=options.batch_size)
-            for part in parts
+        build = partial(
+            al.build_prompts, task=task, demonstrations=demos, batch_size=options.batch_size
         )
+        training, held_out, batches = (build(model.tokenizer, queries=part) for part in parts)
 
         search = partial(
             al.train_hard_prompt,
@@ -156,7 +197,10 @@ def main() -> None:
         for method in METHODS:
             for prompt in groups[method]:
                 print(f"{method}: {prompt.text!r}")
+        prompts = {method: groups[method] for method in METHODS}
+        print_transfer(models, prompts, partial(build, queries=queries), options.draws)
         loss_curves(groups).write_html(f"hard_prompts_{name}.html")
+    print_published()
 
 
 if __name__ == "__main__":

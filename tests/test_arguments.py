@@ -211,6 +211,7 @@ def examples_of_types() -> dict[Any, Any]:
     values += [al.PrefixEffect(), al.Training(), *setup.results.values()]
     values += [torch.Generator(), al.subsets.one_by_one]
     values += [al.step_flows(setup.model, setup.batch.prompt(0), "query")]
+    values += [al.hard_prompts.of_tokens(setup.model, [300], held_out=[setup.batch])]
     by_type: dict[Any, Any] = {type(value): value for value in values}
     hooked = {hint: setup.model for hint in _protocols() if "hook" in hint.__name__.lower()}
     contexts: dict[Any, Any] = {al.Context: setup.context, al.Trainable: Trained()}

@@ -27,7 +27,7 @@ def test_the_folder_has_examples() -> None:
 
 @pytest.mark.parametrize("path", WITH_MODEL, ids=lambda path: path.stem)
 def test_an_example_runs_and_writes_a_page(
-    path: Path, monkeypatch: Any, shallow_folder: Path, tmp_path: Path
+    path: Path, monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     text = path.read_text()
     options = ["--queries", "12"] if "--queries" in text else []
@@ -37,12 +37,23 @@ def test_an_example_runs_and_writes_a_page(
     options += ["--steps", "1", "--training", "4", "--held-out", "3"] if "--steps" in text else []
     # Five sentiments of each class fit into the tiny model's context.
     options += ["--task", "sentiment", "--seeds", "42", "43"] if '"--task"' in text else []
+    options += ["--searches", "1"] if '"--searches"' in text else []
     options += ["--shots", "1", "2"] if '"--shots"' in text else []
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(path.parent)  # as `python examples/...` has it
-    monkeypatch.setattr(sys, "argv", [path.name, "--model", str(shallow_folder), *options])
+    transfers = "print_transfer" in text  # from a model to itself, by two names
+    models = [str(shallow_folder), *([f"{shallow_folder}/."] if transfers else [])]
+    monkeypatch.setattr(sys, "argv", [path.name, "--model", *models, *options])
     runpy.run_path(str(path), run_name="__main__")
     assert list(tmp_path.glob("*.html"))
+    if transfers:
+        printed = capsys.readouterr().out
+        assert "SST-2: PEZ               88.12 ± 0.15\n" in printed
+        [first, second] = [
+            [line.split(name)[1].split() for line in printed.splitlines() if f"{name} " in line]
+            for name in models
+        ]
+        assert len(first) == 2 * 3 and first == second
 
 
 @pytest.fixture(scope="module")

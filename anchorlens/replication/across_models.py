@@ -6,8 +6,6 @@
 4. Free the model, and go on with the next.
 """
 
-import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,15 +21,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import AnchorlensError, HookError, ModelError, PromptError
+from ..errors import HookError
 from ..experiments.analysis import analyse
-from ..models.hooked import why_not_hooked
-from ..models.load import load_model, refuse_two_devices
-from ..models.read_weights import refuse_device, refuse_revision
-from ..passes.memory import free_memory, is_out_of_memory
-from ..prompts.batch import PromptBatch
+from ..models.load import refuse_two_devices
+from ..models.read_weights import refuse_device
+from ..passes.memory import free_memory
 from ..prompts.examples import Example
-from ..prompts.sample_prompts import prompts_of_draws, sample_draws
 from ..prompts.tasks import Task
 from ..report.claims import (
     LIMITS,
@@ -49,15 +44,13 @@ from ..results.html_tables import note, table, titled
 from ..results.record import Record
 from ..results.text_tables import Section, TextTable
 from ..runs.identity import versions
+from ..runs.several_models import MakePrompts, maker_of_prompts, outcome_of, sources_of
 from ..runs.store import make_folder
 from ..system.arguments import check_from_1, checked
-from ..system.processes import fails_together, gather_from_processes, is_main
+from ..system.processes import fails_together, is_main
 from ..system.warn import warn_user
 from .paper import PassesBar
 
-MakePrompts = Callable[[Any], Sequence[PromptBatch]]  # from a tokenizer
-
-_log = logging.getLogger(__name__)
 _VERDICTS = tuple(Verdict)
 _COLORS = (figures.PALETTE[2], figures.PALETTE[1], figures.OTHER)
 _TITLE, _NUMBER = "The paper's claims, model by model", "number [95 % interval]"
@@ -249,9 +242,9 @@ def across_models(
     if device is not None:
         refuse_device(device)
     loading = {"device": device, "device_map": device_map, "dtype": dtype}
-    sources = _sources(models, revisions, loading)
+    sources = sources_of(models, revisions, loading)
     sampling = {"queries": queries, "shots": shots, "seeds": seeds, "batch_size": batch_size}
-    make_prompts = _make_prompts(task, examples, sampling)
+    make_prompts = maker_of_prompts(task, examples, sampling)
     check_from_1(HookError, depth=depth, draws=draws)
     check_resamples(resamples)
     if folder is not None:
@@ -297,29 +290,15 @@ class _Row(NamedTuple):
 def _row(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..., Any]) -> _Row:
     """The claims of a model, which nothing holds at the end."""
     kept: dict[str, Record] = {}
-    failed = ""
-    with warnings.catch_warnings(record=True) as caught:
-        try:
-            with fails_together():
-                model = load()
-                if reason := why_not_hooked(model):
-                    raise ModelError(reason)
-                run(model, make_prompts(model.tokenizer), keep=kept.__setitem__)
-        except Exception as error:  # architectures fail in many ways, and the others are to run
-            failed = str(error).partition("\n")[0]
-            if not isinstance(error, AnchorlensError):
-                failed = f"{type(error).__name__}: {failed}"
-                if not isinstance(error, OSError) and not is_out_of_memory(error):
-                    _log.warning("a model failed with an unexpected error", exc_info=error)
-    # All processes give the same reason, and where one is lost, this raises its error.
-    failed = next(filter(None, gather_from_processes("status of a model", failed)), "")
-    missing = f"failed: {failed}" if failed else reason_against_ability(kept.values())
-    # Isolations warn again of what the metrics warned of.
-    texts = dict.fromkeys([*(str(each.message) for each in caught), *([missing] if failed else [])])
+    outcome = outcome_of(
+        load, lambda model: run(model, make_prompts(model.tokenizer), keep=kept.__setitem__)
+    )
+    missing = outcome.failed or reason_against_ability(kept.values())
     known = accuracy_of(kept.values())
     info = next((record.info for record in kept.values()), {})
     accuracy = known[0] if known else Estimate(nan)
-    return _Row(claims(kept), accuracy, bool(failed), missing, [*texts], info)
+    failed = bool(outcome.failed)
+    return _Row(claims(kept), accuracy, failed, missing, outcome.warnings, info)
 
 
 def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
@@ -363,58 +342,3 @@ def _claim(row: _Row, statement: str) -> Claim:
 def _reason(claim: Claim) -> str:
     """Why a verdict was reached, and of what it speaks."""
     return f"{claim.reason}; for {claim.scope}" if claim.scope else claim.reason
-
-
-def _sources(
-    models: str | Path | Sequence[str | Path] | Mapping[str, Any],
-    revisions: Sequence[str] | None,
-    loading: Mapping[str, Any],
-) -> dict[str, Callable[[], Any]]:
-    """A function that gives the model of each name; that of a folder or file is its last part."""
-    if isinstance(models, Mapping):
-        named = [*models.items()]
-    else:
-        given = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
-        named = [(Path(m).resolve().name if Path(m).exists() else m, m) for m in given]
-    if revisions is not None:
-        for _, model in named:
-            refuse_revision(model)
-    sources, count = dict[str, Callable[[], Any]](), 0
-    for name, model in named:
-        for revision in [None] if revisions is None else revisions:
-            of_model = {**loading, "revision": revision}
-            at = "" if revision is None else f"@{revision}"
-            sources[f"{name}{at}"], count = partial(_loaded, model, of_model), count + 1
-    if not 0 < len(sources) == count or "" in sources:
-        raise ModelError(
-            f"expected models of different names, at least one; got {[name for name, _ in named]}"
-            f"{'' if revisions is None else f' at {list(revisions)}'}. A mapping names models"
-        )
-    return sources
-
-
-def _loaded(model: Any, loading: Mapping[str, Any]) -> Any:
-    """A model as it was given: hooked, by a function, or by a name."""
-    if not why_not_hooked(model):
-        return model
-    is_function = callable(model) and not isinstance(model, torch.nn.Module)
-    return model() if is_function else load_model(model, **loading)
-
-
-def _make_prompts(
-    task: str | Task | MakePrompts, examples: Any, sampling: Mapping[str, Any]
-) -> MakePrompts:
-    """The function of a tokenizer that makes the prompts; demonstrations are drawn here."""
-    given = {name: value for name, value in sampling.items() if value is not None}
-    if not callable(task):
-        batch_size = given.pop("batch_size", 8)
-        check_from_1(PromptError, batch_size=batch_size)
-        draws = sample_draws(task, examples, **given)
-        return partial(prompts_of_draws, draws=draws, batch_size=batch_size)
-    if examples is not None or given:
-        names = [*(["examples"] if examples is not None else []), *given]
-        raise PromptError(
-            f"a function makes the prompts, so that {', '.join(names)} would have no effect; leave "
-            "them out, or give a task"
-        )
-    return task

@@ -15,6 +15,7 @@ from anchorlens.errors import AnchorlensError, ModelError
 from anchorlens.passes.forward import after_each_pass
 from anchorlens.replication import across_models as module
 from anchorlens.report.claims import LIMITS, Verdict
+from anchorlens.runs import several_models
 from tests.report.test_claims import attention, distances, flows, isolation
 from tests.support.html_checks import Parsed
 from tests.support.tiny_models import tiny_gpt2, tiny_llama
@@ -258,7 +259,7 @@ def nothing(*_: Any, **__: Any) -> Any:
 def test_mistakes_are_found_before_weights_are_loaded(
     models: Any, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "load_model", nothing)
+    monkeypatch.setattr(several_models, "load_model", nothing)
     with pytest.raises(AnchorlensError, match=message):
         al.across_models(models, **({"task": "questions"} | changes), **QUIET)
 
@@ -271,7 +272,7 @@ def test_each_model_is_loaded_at_each_revision(monkeypatch: pytest.MonkeyPatch) 
         calls.append((*given, options))
         raise ModelError("not there")
 
-    monkeypatch.setattr(module, "load_model", load)
+    monkeypatch.setattr(several_models, "load_model", load)
     options: dict[str, Any] = {"device": None, "device_map": "auto", "dtype": torch.float64}
     record = al.across_models(
         ["x/a", "b"], "sentiment", queries=2, revisions=["s1", "main"], **options, **QUIET

@@ -298,6 +298,13 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "hard prompt": lambda: twice(train_hard, "hard"),
         "given words": lambda: al.hard_prompts.of_tokens(model, [5, 6], **held),
         "random words": lambda: al.hard_prompts.random(model, length=2, draws=2, **held),
+        "transfer": lambda: al.transfer_hard_prompt(
+            al.hard_prompts.of_tokens(model, [5, 6], **held),
+            {"one": model},
+            lambda tokenizer: held_out,
+            draws=1,
+            **QUIET,
+        ),
         "peft": peft,
         "records": records,
         "own loop": own_loop,

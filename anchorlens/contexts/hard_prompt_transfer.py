@@ -1,0 +1,360 @@
+"""The text of a hard prompt in other models (PEZ: prompts that were found with one model).
+
+1. Encode the text with the tokenizer of the other model, and check that it decodes to the text.
+2. Answer queries after it there, after no text, and after random tokens, as many as it has.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import PromptError
+from ..metrics.predictions import predicted_class, require_gold
+from ..models.hooked import HookedModel, device_of
+from ..models.read_weights import refuse_device
+from ..passes.memory import free_memory
+from ..prompts.batch import PromptBatch
+from ..prompts.demonstration_sets import task_of_name
+from ..prompts.examples import Example
+from ..prompts.tasks import Task
+from ..results import figures
+from ..results.bootstrap import check_resamples
+from ..results.contributions import Contributions
+from ..results.record import Record
+from ..runs.identity import versions
+from ..runs.several_models import MakePrompts, maker_of_prompts, outcome_of, sources_of
+from ..runs.store import make_folder
+from ..runs.study import Study
+from ..system.arguments import check_from_1, checked
+from ..system.processes import fails_together
+from ..system.warn import warn_user
+from .hard_prompt import HardPrompt, after_tokens, random_tokens, tokenizer_of
+from .protocol import Context, NoContext, bos_of, check_queries
+from .training import query_digests
+
+_SHARED = ("labels", "prompts", "drawn", "scope")  # the same in all models that answered
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HardPromptTransferRecord(Record):
+    """What the text of a hard prompt does in several models, which ``info["models"]`` names.
+
+    A model that failed has NaN, and its reason in ``info["missing"]``.
+
+    Attributes:
+        tokens: Number of tokens of the text in each model, without the BOS; 0 where it failed.
+        accuracy: Share of queries that are answered right after the text, from 0 to 1.
+        empty_accuracy: The same with nothing before the query.
+        random_accuracy: The same after each draw of random tokens, as many as the text has.
+        gain_over_empty: Accuracy minus that with nothing, paired by query, from -1 to 1; above 0
+            means that the text helps this model.
+        gain_over_random: Accuracy minus the mean of the random tokens, paired by query, from -1 to
+            1; above 0 means that it is this text that does it, and not that there is one.
+    """
+
+    tokens: Int[Tensor, " model"]
+    accuracy: Float[Tensor, " model"]
+    empty_accuracy: Float[Tensor, " model"]
+    random_accuracy: Float[Tensor, "model draw"]
+    gain_over_empty: Float[Tensor, " model"]
+    gain_over_random: Float[Tensor, " model"]
+
+    caption: ClassVar[str] = (
+        "The text of a hard prompt, encoded by the tokenizer of each model: accuracy after it, "
+        "with nothing before the query, and after random tokens, as many as the text has (their "
+        "mean, with the range of the draws). A text that transfers is above both in a model with "
+        "which it was not found."
+    )
+    names_in_info: ClassVar[Mapping[str, str]] = {"model": "models"}
+    differences: ClassVar[Sequence[str]] = ("gain_over_empty",)
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"gain_over_random": (-1.0, 1.0)}
+    means_over_draws: ClassVar[Sequence[str]] = ("gain_over_random",)
+    without_intervals: ClassVar[Sequence[str]] = ("tokens",)
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of queries."""
+        return dict.fromkeys(("accuracy", "empty_accuracy", "random_accuracy"), 1)
+
+    def table(self) -> pd.DataFrame:
+        """A row for each model: its numbers with intervals, and why there are none.
+
+        Of the random tokens it has the mean, and the range of the draws.
+        """
+        rows, missing = {}, self.info.get("missing", {})
+        for model, name in enumerate(self.info["models"]):
+            draws = self.random_accuracy[model]
+            texts = {
+                "tokens": str(int(self.tokens[model])),
+                "accuracy": format(self.estimate("accuracy", model), ".2f"),
+                "empty": format(self.estimate("empty_accuracy", model), ".2f"),
+                "random": f"{draws.mean():.2f} ({draws.min():.2f} to {draws.max():.2f})",
+                "gain over empty": format(self.estimate("gain_over_empty", model), "+.2f"),
+                "gain over random": format(self.estimate("gain_over_random", model), "+.2f"),
+            }
+            reason = {"what is missing": missing.get(name, "")} if missing else {}
+            rows[name] = (dict.fromkeys(texts, "") if name in missing else texts) | reason
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("model")
+
+    def plot(self) -> go.Figure:
+        """Bars of each model with intervals: the text, nothing, and the range of random tokens."""
+        draws = self.random_accuracy
+        values = torch.stack([self.accuracy, self.empty_accuracy, draws.mean(1)], -1)
+        given = [self.intervals.get(name) for name in ("accuracy", "empty_accuracy")]
+        ends = [bounds for bounds in given if bounds is not None]
+        ends += [torch.stack([draws.amin(1), draws.amax(1)])]
+        low, high = torch.stack(ends, -1) if len(ends) == 3 else (values, values)
+        return figures.bars(
+            values[None],
+            ["accuracy"],
+            self.info["models"],
+            ["text of the hard prompt", "nothing", "random tokens"],
+            title="A hard prompt in each model",
+            low=low[None],
+            high=high[None],
+        )
+
+
+@checked  # the outermost, so that warnings are at the line of the user
+@fails_together()
+def transfer_hard_prompt(
+    prompt: HardPrompt,
+    models: str | Path | Sequence[str | Path] | Mapping[str, Any],
+    task: str | Task | MakePrompts,
+    examples: Sequence[Example] | Sequence[Sequence[Example]] | None = None,
+    *,
+    queries: int | None = None,
+    shots: int | None = None,
+    seeds: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    draws: int = 20,
+    seed: int = 0,
+    resamples: int = 200,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> HardPromptTransferRecord:
+    r"""What the text of a hard prompt does in other models than that with which it was found.
+
+    The text is encoded by the tokenizer of each model, and stands after the BOS, before the query.
+    Beside it: nothing before the query, and random plain tokens of that model, as many as the text
+    has there (those of ``al.hard_prompts.random``). With c_i = 1 where the answer of query i is
+    right, else 0:
+
+    $$
+    \mathrm{gain} = \frac{1}{n} \sum\limits_{i=1}^{n} \left( c_i(\mathrm{text}) -
+    c_i(\mathrm{control}) \right)
+    $$
+
+    Models are as in ``across_models``: each is freed before the next is loaded, and one that fails
+    is a row with its reason, and a warning.
+
+    Range:
+        Accuracies 0 to 1, gains -1 to 1.
+
+    How to read:
+        A text transfers to a model if its gains over both controls are above 0 there. In the model
+        with which it was found, and on the queries on which it was measured, its accuracy is the
+        prompt's ``encoded_accuracy``.
+
+    Pitfalls:
+        Give queries that no training used. Only a model with the prompt's tokenizer can tell that
+        it did, and is then a row with this reason. An interval is over queries and does not speak
+        of other prompts, so search with several seeds.
+
+    Source:
+        Wen et al. (NeurIPS 2023), the table of transfer between language models.
+
+    Args:
+        prompt: From ``train_hard_prompt`` or ``al.hard_prompts``. Only its text is used.
+        models: As in ``across_models``: names, folders or ``.gguf`` files, or a mapping by names of
+            your own, whose values may also be hooked models, and functions that load one.
+        task: As in ``across_models``; a name, a task, or a function of the tokenizer that makes the
+            prompts. Their demonstrations are not run.
+        examples: As in ``sample_prompts``.
+        queries: As in ``sample_prompts``, whose defaults count.
+        shots: As in ``sample_prompts``.
+        seeds: As in ``sample_prompts``.
+        batch_size: As in ``sample_prompts``.
+        device: As in ``load_model``, for models that are given by name.
+        dtype: As in ``load_model``.
+        draws: Number of random prompts in each model.
+        seed: Seeds their tokens.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+        folder: Stores what each batch of each model contributed; the same call goes on from there.
+        progress: Show a bar for each model.
+
+    Returns:
+        The accuracies of each model, in the order of ``models``.
+
+    Raises:
+        PromptError: Before any weights are loaded: the prompt has no text, or is of a task with
+            other labels.
+        AnchorlensError: Before any weights are loaded: another argument is wrong.
+
+    Examples:
+        >>> prompt = al.hard_prompts.of_tokens(model, [300, 301], held_out=batches)
+        >>> record = al.transfer_hard_prompt(
+        ...     prompt, {"same": model}, lambda tokenizer: batches, draws=2, progress=False)
+        >>> bool(record.accuracy[0].float() == prompt.encoded_accuracy)
+        True
+    """
+    if device is not None:
+        refuse_device(device)
+    sources = sources_of(models, None, {"device": device, "dtype": dtype})
+    sampling = {"queries": queries, "shots": shots, "seeds": seeds, "batch_size": batch_size}
+    make_prompts = maker_of_prompts(task, examples, sampling)
+    check_from_1(PromptError, draws=draws)
+    check_resamples(resamples)
+    if not prompt.text:
+        raise PromptError("the hard prompt has no text that another model could read; got ''")
+    if not callable(task):
+        words = (task_of_name(task) if isinstance(task, str) else task).first_words
+        _check_labels(prompt, [word.strip() for word in words])
+    if folder is not None:
+        make_folder(folder)
+    records: dict[str, HardPromptTransferRecord] = {}
+    missing: dict[str, str] = {}
+
+    def measure(name: str, model: Any) -> None:
+        settings = {"experiment": f"hard prompt in {name}", "text": prompt.text}
+        study = Study(
+            model,
+            make_prompts(model.tokenizer),
+            settings | {"draws": str(draws), "seed": str(seed)},
+            folder=None if folder is None else Path(folder) / f"model {quote(name, safe=' @')}",
+            resamples=resamples,
+            progress=progress,
+        )
+        with study.entered():
+            records[name] = _measured(prompt, study, draws, seed)
+
+    for name, load in sources.items():
+        outcome = outcome_of(load, partial(measure, name))
+        free_memory()  # the references of a model form cycles, which are freed only here
+        if outcome.failed:
+            missing[name] = outcome.failed
+            records[name] = _failed(draws)
+        for warning in outcome.warnings:
+            warn_user(f"{name}: {warning}")
+    return _joined(records, {"text": prompt.text, "seed": seed, "missing": missing})
+
+
+def _measured(prompt: HardPrompt, study: Study, draws: int, seed: int) -> HardPromptTransferRecord:
+    """The record of a single model, after the text and its queries were checked."""
+    model: Any = study.model
+    batches, tokenizer = study.batches, tokenizer_of(model, None)
+    text = _encoded(tokenizer, prompt.text)
+    _check_labels(prompt, [label.strip() for label in batches[0].labels])
+    for batch in batches:
+        require_gold(batch.gold, "accuracy")
+        if (batch.label_ends != batch.label_positions).any():
+            raise PromptError(
+                "a label word has several tokens in this model, of which only the first would "
+                "count; use a task whose label words are single tokens in all models"
+            )
+    used = set(prompt.info.get("queries_in_training", ())) & set(query_digests(batches))
+    if used:
+        raise PromptError(
+            f"{len(used)} of these queries were used to train or to choose the hard prompt, so "
+            "that its accuracy would be too high; give other queries"
+        )
+    bos = bos_of(batches[0]).cpu()
+    check_queries(model, batches, len(bos) + len(text))
+    random = random_tokens(model, tokenizer, len(text), draws, seed)
+    rows = [torch.cat([bos, row]).to(device_of(model)) for row in (text, *random)]
+    contexts = [NoContext(), *(after_tokens(model, row, batches[0]) for row in rows)]
+    contributions = study.collect(partial(_right, model, contexts))
+    info = {"models": [str(model.cfg.model_name)]}
+    return study.record(partial(_record, count=len(text)), contributions, info)
+
+
+def _right(
+    model: HookedModel, contexts: Sequence[Context], batch: PromptBatch
+) -> dict[str, Float[Tensor, "batch _"]]:
+    """1 where the answer of a query is right, else 0: after nothing, the text, and each draw."""
+    gold = require_gold(batch.gold, "accuracy")
+    passes = [context.query_pass(model, batch).logits(model) for context in contexts]
+    right = [predicted_class(batch.label_scores(logits)) == gold for logits in passes]
+    correct = torch.stack(right, 1).cpu().double()
+    return {"empty": correct[:, :1], "text": correct[:, 1:2], "random_tokens": correct[:, 2:]}
+
+
+def _record(contributions: Contributions, count: int) -> HardPromptTransferRecord:
+    """The numbers of one model."""
+    empty, text, random = (contributions[name] for name in ("empty", "text", "random_tokens"))
+    mean = contributions.mean
+    return HardPromptTransferRecord(
+        tokens=torch.tensor([count], device="cpu"),
+        accuracy=mean(text),
+        empty_accuracy=mean(empty),
+        random_accuracy=mean(random)[None],
+        gain_over_empty=mean(text - empty),
+        gain_over_random=mean(text - random.mean(1, keepdim=True)),
+    )
+
+
+def _failed(draws: int) -> HardPromptTransferRecord:
+    """The row of a model that has no numbers."""
+    none = {"empty": 1, "text": 1, "random_tokens": draws}
+    nan = {
+        k: torch.full((1, n), torch.nan, dtype=torch.double, device="cpu") for k, n in none.items()
+    }
+    return _record(Contributions(nan), 0)
+
+
+def _joined(
+    records: Mapping[str, HardPromptTransferRecord], info: Mapping[str, Any]
+) -> HardPromptTransferRecord:
+    """The records of several models as one, along the axis of models."""
+    rows = [*records.values()]
+    answered = [row for row in rows if row.info]
+    known = answered[0].info if answered else {}
+    shared = {k: known[k] for k in _SHARED if k in known}
+    tensors = {name: torch.cat([getattr(row, name) for row in rows]) for name in rows[0].axes()}
+    bounded = {name for row in answered for name in row.intervals}
+    intervals = {
+        name: torch.cat([row.intervals.get(name, _nan_ends(row, name)) for row in rows], 1)
+        for name in tensors
+        if name in bounded
+    }
+    described = {"models": [*records], **info, **shared, "versions": versions()}
+    return HardPromptTransferRecord(**tensors, intervals=intervals, info=described)
+
+
+def _nan_ends(record: Record, name: str) -> Float[Tensor, "end *axes"]:
+    return torch.full(
+        (2, *getattr(record, name).shape), torch.nan, dtype=torch.double, device="cpu"
+    )
+
+
+def _check_labels(prompt: HardPrompt, labels: Sequence[str]) -> None:
+    """Raise an error if a hard prompt is of a task with other label words."""
+    known = prompt.info.get("labels")
+    if known is not None and [*known] != [*labels]:
+        raise PromptError(
+            f"the hard prompt is of a task with the labels {known}, and these queries have "
+            f"{[*labels]}; give the task with which it was made"
+        )
+
+
+def _encoded(tokenizer: Any, text: str) -> Int[Tensor, " length"]:
+    """The tokens of a text, without BOS; an error if they are not the whole text."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    back = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    if back != text or not ids:
+        raise PromptError(
+            f"the tokenizer of this model cannot encode the text {text!r}: its tokens give "
+            f"{back!r} (unknown characters, or a text that is cut or normalised); search with "
+            "allowed=... of tokens that both tokenizers know"
+        )
+    return torch.tensor(ids, dtype=torch.long, device="cpu")
