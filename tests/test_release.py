@@ -59,6 +59,8 @@ def test_links_of_the_readme_work_in_a_clone_and_are_absolute_on_a_package_index
     for before, after in zip(in_clone, LINK.findall(readme), strict=True):
         folder = images if before.endswith(".png") else f"{URLS['Source']}/blob/{version}"
         assert after == (before if before.startswith("https://") else f"{folder}/{before}")
+    # The build takes a file named by `readme` by itself, but not one that is put together.
+    assert "/README.md" in TOOLS["hatch"]["build"]["targets"]["sdist"]["include"]
     built = str(importlib.metadata.metadata("anchorlens").json["description"])
     assert all(link.startswith("https://") for link in LINK.findall(built)) and len(built) > 3000
 
