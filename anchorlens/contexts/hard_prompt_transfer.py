@@ -20,14 +20,13 @@ from torch import Tensor
 from ..errors import PromptError
 from ..metrics.predictions import predicted_class, require_gold
 from ..models.hooked import HookedModel, device_of
-from ..models.read_weights import refuse_device
 from ..passes.memory import free_memory
 from ..prompts.batch import PromptBatch
 from ..prompts.demonstration_sets import task_of_name
 from ..prompts.examples import Example
 from ..prompts.tasks import Task
 from ..results import figures
-from ..results.bootstrap import check_resamples
+from ..results.bootstrap import check_resamples, with_intervals
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..runs.identity import versions
@@ -41,7 +40,7 @@ from .hard_prompt import HardPrompt, after_tokens, random_tokens, tokenizer_of
 from .protocol import Context, NoContext, bos_of, check_queries
 from .training import query_digests
 
-_SHARED = ("labels", "prompts", "drawn", "scope")  # the same in all models that answered
+_SHARED = ("labels", "prompts", "drawn", "units")  # in ``info``, the same in all models
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -108,10 +107,11 @@ class HardPromptTransferRecord(Record):
         """Bars of each model with intervals: the text, nothing, and the range of random tokens."""
         draws = self.random_accuracy
         values = torch.stack([self.accuracy, self.empty_accuracy, draws.mean(1)], -1)
-        given = [self.intervals.get(name) for name in ("accuracy", "empty_accuracy")]
-        ends = [bounds for bounds in given if bounds is not None]
-        ends += [torch.stack([draws.amin(1), draws.amax(1)])]
-        low, high = torch.stack(ends, -1) if len(ends) == 3 else (values, values)
+        ends = [
+            self.intervals.get(name, getattr(self, name).expand(2, -1))
+            for name in ("accuracy", "empty_accuracy")
+        ]
+        low, high = torch.stack([*ends, torch.stack([draws.amin(1), draws.amax(1)])], -1)
         return figures.bars(
             values[None],
             ["accuracy"],
@@ -135,8 +135,6 @@ def transfer_hard_prompt(
     shots: int | None = None,
     seeds: Sequence[int] | None = None,
     batch_size: int | None = None,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
     draws: int = 20,
     seed: int = 0,
     resamples: int = 200,
@@ -185,8 +183,6 @@ def transfer_hard_prompt(
         shots: As in ``sample_prompts``.
         seeds: As in ``sample_prompts``.
         batch_size: As in ``sample_prompts``.
-        device: As in ``load_model``, for models that are given by name.
-        dtype: As in ``load_model``.
         draws: Number of random prompts in each model.
         seed: Seeds their tokens.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
@@ -208,9 +204,7 @@ def transfer_hard_prompt(
         >>> bool(record.accuracy[0].float() == prompt.encoded_accuracy)
         True
     """
-    if device is not None:
-        refuse_device(device)
-    sources = sources_of(models, None, {"device": device, "dtype": dtype})
+    sources = sources_of(models, None, {})
     sampling = {"queries": queries, "shots": shots, "seeds": seeds, "batch_size": batch_size}
     make_prompts = maker_of_prompts(task, examples, sampling)
     check_from_1(PromptError, draws=draws)
@@ -243,7 +237,7 @@ def transfer_hard_prompt(
         free_memory()  # the references of a model form cycles, which are freed only here
         if outcome.failed:
             missing[name] = outcome.failed
-            records[name] = _failed(draws)
+            records[name] = _no_numbers(draws, resamples)
         for warning in outcome.warnings:
             warn_user(f"{name}: {warning}")
     return _joined(records, {"text": prompt.text, "seed": seed, "missing": missing})
@@ -274,8 +268,7 @@ def _measured(prompt: HardPrompt, study: Study, draws: int, seed: int) -> HardPr
     rows = [torch.cat([bos, row]).to(device_of(model)) for row in (text, *random)]
     contexts = [NoContext(), *(after_tokens(model, row, batches[0]) for row in rows)]
     contributions = study.collect(partial(_right, model, contexts))
-    info = {"models": [str(model.cfg.model_name)]}
-    return study.record(partial(_record, count=len(text)), contributions, info)
+    return study.record(partial(_record, count=len(text)), contributions)
 
 
 def _right(
@@ -303,13 +296,11 @@ def _record(contributions: Contributions, count: int) -> HardPromptTransferRecor
     )
 
 
-def _failed(draws: int) -> HardPromptTransferRecord:
-    """The row of a model that has no numbers."""
-    none = {"empty": 1, "text": 1, "random_tokens": draws}
-    nan = {
-        k: torch.full((1, n), torch.nan, dtype=torch.double, device="cpu") for k, n in none.items()
-    }
-    return _record(Contributions(nan), 0)
+def _no_numbers(draws: int, resamples: int) -> HardPromptTransferRecord:
+    """The row of a model that failed: NaN in all, also in the intervals."""
+    counts = {"empty": 1, "text": 1, "random_tokens": draws}
+    nan = {name: torch.full((1, k), torch.nan, device="cpu").double() for name, k in counts.items()}
+    return with_intervals(partial(_record, count=0), nan, resamples=resamples, info={})
 
 
 def _joined(
@@ -317,23 +308,14 @@ def _joined(
 ) -> HardPromptTransferRecord:
     """The records of several models as one, along the axis of models."""
     rows = [*records.values()]
-    answered = [row for row in rows if row.info]
-    known = answered[0].info if answered else {}
-    shared = {k: known[k] for k in _SHARED if k in known}
-    tensors = {name: torch.cat([getattr(row, name) for row in rows]) for name in rows[0].axes()}
-    bounded = {name for row in answered for name in row.intervals}
-    intervals = {
-        name: torch.cat([row.intervals.get(name, _nan_ends(row, name)) for row in rows], 1)
-        for name in tensors
-        if name in bounded
-    }
-    described = {"models": [*records], **info, **shared, "versions": versions()}
-    return HardPromptTransferRecord(**tensors, intervals=intervals, info=described)
-
-
-def _nan_ends(record: Record, name: str) -> Float[Tensor, "end *axes"]:
-    return torch.full(
-        (2, *getattr(record, name).shape), torch.nan, dtype=torch.double, device="cpu"
+    known = next((row.info for row in rows if "labels" in row.info), {})
+    shared = {key: known[key] for key in _SHARED if key in known}
+    return HardPromptTransferRecord(
+        **{name: torch.cat([row.tensors()[name] for row in rows]) for name in rows[0].axes()},
+        intervals={
+            name: torch.cat([row.intervals[name] for row in rows], 1) for name in rows[0].intervals
+        },
+        info={"models": [*records], **info, **shared, "versions": versions()},
     )
 
 

@@ -135,7 +135,6 @@ def nothing() -> Any:
         ({"models": {}}, "expected models of different names"),
         ({"draws": 0}, "draws must be a whole number from 1"),
         ({"resamples": -1}, "resamples must be 0"),
-        ({"device": "meta"}, "cannot be put on the device 'meta'"),
         ({"folder": __file__}, "cannot be a folder"),
         ({"prompt": ""}, "has no text"),
     ],
