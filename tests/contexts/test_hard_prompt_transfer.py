@@ -12,6 +12,7 @@ from tokenizers.normalizers import Lowercase
 import anchorlens as al
 from anchorlens.contexts.training import query_digests
 from anchorlens.errors import AnchorlensError
+from anchorlens.passes.forward import after_each_pass
 from tests.replication.test_across_models import Loading
 from tests.support.plain_prompts import rows
 from tests.support.tiny_models import LONG_LABELS, questions, tiny_gpt2
@@ -119,7 +120,10 @@ def test_what_a_model_cannot_read_is_a_row_with_its_reason(gpt2: Any, byte_level
     fits = gpt2.cfg.n_ctx - 60
     many = al.hard_prompts.of_tokens(gpt2, ids[:1] * fits, held_out=held_out)
     short = al.load_model(tiny_gpt2(len(byte_level), n_positions=fits), tokenizer=byte_level)
-    record = al.transfer_hard_prompt(many, {"short": short}, lambda _: held_out, **call)
+    passes: list[int] = []
+    with after_each_pass(lambda: passes.append(1)):
+        record = al.transfer_hard_prompt(many, {"short": short}, lambda _: held_out, **call)
+    assert not passes
     assert "use shorter queries, or a context with fewer" in record.info["missing"]["short"]
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 
@@ -68,7 +69,9 @@ def test_selection_by_a_prefix() -> None:
 def test_hard_prompts() -> None:
     rows = published("hard_prompts", "transfer")["GPT-2 Large"]
     text = page("findings.md", "## Hard prompts", "Published, not run by us", "percent): ")
-    expected = ", ".join(f"{row} {values['sst2'].value:.2f}" for row, values in rows.items())
+    numbers = {row: values["sst2"] for row, values in rows.items()}
+    spreads = {row: "" if isnan(n.spread) else f" ± {n.spread:.2f}" for row, n in numbers.items()}
+    expected = ", ".join(f"{row} {n.value:.2f}{spreads[row]}" for row, n in numbers.items())
     assert text.startswith(expected + ".")
 
 
