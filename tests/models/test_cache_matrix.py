@@ -87,7 +87,9 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
         # A KL is a small difference of numbers near 1, so its error is compared with 1.
         kls = [name for name in ours.axes() if "kl" in name]
         for name in kls:
-            assert float((getattr(ours, name) - getattr(theirs, name)).abs().max()) < 1e-5
+            torch.testing.assert_close(
+                getattr(ours, name), getattr(theirs, name), atol=1e-5, rtol=0
+            )
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(ours, name)) for name in kls}
         assert_same(replace(ours, **zeros), replace(theirs, **zeros), 1e-5)
 
@@ -142,7 +144,8 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
     apart = al.compress(model, batch, select=some_positions, separately=True)
     masked_apart = cut_in_transformers(name, model, apart)
     assert difference(centred(apart.logits(model, batch)), centred(masked_apart)) < 1e-5
-    assert difference(centred(masked), centred(masked_apart)) > 1e-3
+    # In a model of one layer the query reads the same keys and values.
+    assert model.cfg.n_layers == 1 or difference(centred(masked), centred(masked_apart)) > 1e-3
 
 
 def cut_in_transformers(name: str, model: Any, context: al.CompressedContext) -> Tensor:
