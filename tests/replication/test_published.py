@@ -1,6 +1,5 @@
 """Numbers that pages print as published are those of ``anchorlens/data/published.toml``."""
 
-import re
 from collections.abc import Iterable
 from math import isnan
 from pathlib import Path
@@ -25,8 +24,8 @@ def page(name: str, *after: str) -> str:
     return text
 
 
-def shares(numbers: Iterable[Published]) -> list[str]:
-    return [f"{number.value / 100:.2f}" for number in numbers]
+def printed_as(numbers: Iterable[Published]) -> list[str]:
+    return [f"{each.value:g} ± {each.spread:g}".removesuffix(" ± nan") for each in numbers]
 
 
 def test_averages_are_those_of_the_printed_columns() -> None:
@@ -47,23 +46,28 @@ def test_a_number_may_have_a_spread() -> None:
     assert spread != spread  # none is printed
 
 
-def test_brackets_of_prefix_tuning() -> None:
-    rows = published("prefix_tuning", "table_1")["notebook"]
-    text = page("prefix_tuning.md", "published values in brackets")
-    for row, values in rows.items():
-        printed = re.findall(r"\((\d\.\d\d)\)", text.partition(row)[2].partition("e-")[0])
-        assert printed == shares(values.values()), row
-
-
-def test_selection_by_a_prefix() -> None:
-    rows = published("prefix_tuning", "table_2")["notebook"]
-    text = page("prefix_tuning.md", "A prefix selects what was learned before", "Published")
-    pretrained = rows["pretrained on all"]
-    assert f"| pretrained on all | {' | '.join(shares(pretrained.values()))} |" in text
-    each = [rows[f"prefix for {task}"][task] for task in pretrained]
-    assert f"| prefix for this task | {' | '.join(shares(each))} |" in text
-    others = published("prefix_tuning", "table_3")["notebook"]["prefix for this task"]
-    assert re.findall(r": (\d\.\d\d)\)", text) == [*shares(others.values())]
+def test_tables_of_prefix_tuning() -> None:
+    text = page("prefix_tuning.md", "A prefix does not change where a head looks")
+    for row, values in published("prefix_tuning", "table_1")["notebook"].items():
+        printed = text.partition(row)[2].partition("published, notebook")[2].split()[:2]
+        assert printed == printed_as(values.values()), row
+    text = page("prefix_tuning.md", "A prefix selects what was learned before")
+    selected = published("prefix_tuning", "table_2")
+    notebook = selected["notebook"]
+    each = [notebook[f"prefix for {task}"][task] for task in notebook["pretrained on all"]]
+    rows: list[tuple[str, Iterable[Published]]] = [
+        ("published, ten seeds", row.values()) for row in selected["ten seeds"].values()
+    ]
+    rows += [("published, notebook", notebook["pretrained on all"].values())]
+    rows += [("published, notebook", each)]
+    learned = published("prefix_tuning", "table_3")
+    rows += [(f"{name}, published", row.values()) for name, row in learned["paper"].items()]
+    for name, row in published("prefix_tuning", "lora")["paper"].items():
+        kind = "LoRA" if "LoRA" in name else "prefix"
+        rows += [(f"{kind} of 12,288 parameters, published | | | | |", [row["double histogram"]])]
+    rows += [("published, notebook | | | |", learned["notebook"]["prefix for this task"].values())]
+    for name, values in rows:
+        assert f"| {name} | {' | '.join(printed_as(values))} |" in text
 
 
 def test_hard_prompts() -> None:
