@@ -48,9 +48,9 @@ def test_a_number_may_have_a_spread() -> None:
 
 def test_tables_of_prefix_tuning() -> None:
     text = page("prefix_tuning.md", "A prefix does not change where a head looks")
-    for row, values in published("prefix_tuning", "table_1")["notebook"].items():
-        printed = text.partition(row)[2].partition("published, notebook")[2].split()[:2]
-        assert printed == printed_as(values.values()), row
+    for name, row in published("prefix_tuning", "table_1")["notebook"].items():
+        printed = text.partition(name)[2].partition("published, notebook")[2].split()[:2]
+        assert printed == printed_as(row.values()), name
     text = page("prefix_tuning.md", "A prefix selects what was learned before")
     selected = published("prefix_tuning", "table_2")
     notebook = selected["notebook"]
