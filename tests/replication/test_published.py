@@ -60,14 +60,23 @@ def test_tables_of_prefix_tuning() -> None:
     ]
     rows += [("published, notebook", notebook["pretrained on all"].values())]
     rows += [("published, notebook", each)]
-    learned = published("prefix_tuning", "table_3")
-    rows += [(f"{name}, published", row.values()) for name, row in learned["paper"].items()]
-    for name, row in published("prefix_tuning", "lora")["paper"].items():
-        kind = "LoRA" if "LoRA" in name else "prefix"
-        rows += [(f"{kind} of 12,288 parameters, published | | | | |", [row["double histogram"]])]
-    rows += [("published, notebook | | | |", learned["notebook"]["prefix for this task"].values())]
     for name, values in rows:
         assert f"| {name} | {' | '.join(printed_as(values))} |" in text
+    learned, lora = (
+        published("prefix_tuning", "table_3"),
+        published("prefix_tuning", "lora")["paper"],
+    )
+    in_notebook = learned["notebook"]["prefix for this task"]
+    before, after = ([*row.values()] for row in learned["paper"].values())
+    assert f"+2 | {', '.join(printed_as(before[:4]))} | 15" in text
+    assert f"each of these | {', '.join(printed_as(after[:4]))} |" in text
+    for number, (task, once) in zip(after[4:], in_notebook.items(), strict=True):
+        [value], [of_notebook] = printed_as([number]), printed_as([once])
+        assert f"| prefix for {task} | {value} (notebook {of_notebook}) |" in text
+    for name, row in lora.items():
+        [value] = printed_as([row["double histogram"]])
+        kind = name.partition(" ")[0]
+        assert f"| {kind} for double histogram, 12,288 parameters | {value} |" in text
 
 
 def test_hard_prompts() -> None:
