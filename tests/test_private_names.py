@@ -229,18 +229,19 @@ def accelerate_reads_its_state_without_initializing_it() -> bool:
     return not before and after and not is_initialized()
 
 
-@use_of("torch", "get_group_store", "system/processes.py")
-def groups_return_their_store() -> bool:
-    """ProcessGroup.get_group_store() returns the store through which the processes connected."""
+@use_of("torch", "_get_default_store", "system/processes.py")
+def the_default_store_is_that_of_all_processes() -> bool:
+    """_get_default_store() returns the store through which the processes connected."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
     if torch.distributed.is_initialized():
         return True
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        group: Any = torch.distributed.group.WORLD
-        group_store = group.get_group_store()
-        group_store.set("key", "value")
-        return group_store.get("key") == b"value" and group_store.timeout is not None
+        own: Any = _get_default_store()
+        own.set("key", "value")
+        return own.get("key") == b"value" and own.timeout is not None
     finally:
         torch.distributed.destroy_process_group()
 

@@ -230,7 +230,9 @@ def _connection() -> _Connection:
 
 @cache
 def _connection_of(world: Any) -> _Connection:
-    return _Connection(world.get_group_store())
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _Connection(_get_default_store())
 
 
 def _exchange(what: str, value: T, error: Exception | None = None) -> list[T]:
