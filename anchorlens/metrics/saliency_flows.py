@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from typing import ClassVar
 
 import plotly.graph_objects as go
@@ -67,6 +68,8 @@ class SaliencyFlowsRecord(Record):
             S_pq where label words are written in shallow layers and read in deep ones, as in the
             paper.
         deep_pq_over_tq: Median of pq_over_tq over the deep layers (the last third), from 0 up.
+        over_ww: Median over all layers of each flow over S_ww, from 0 up: above 1 where the flow
+            surpasses S_ww in more than half of the layers. NaN where S_ww is not among the flows.
         per_head: Mean of ``|A_h * dL/dA_h|`` over the edges of each flow. Does not sum to flows.
         per_prompt: The flows of each prompt; NaN where it has no such edge.
     """
@@ -79,6 +82,7 @@ class SaliencyFlowsRecord(Record):
     deep_share: Float[Tensor, " flow"]
     share_change: Float[Tensor, " flow"]
     deep_pq_over_tq: Float[Tensor, ""]
+    over_ww: Float[Tensor, " flow"]
     per_head: Float[Tensor, "layer head flow"]
     per_prompt: Float[Tensor, "prompt layer flow"]
 
@@ -89,7 +93,7 @@ class SaliencyFlowsRecord(Record):
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": tuple(PAPER_FLOWS)}
     names_in_info: ClassVar[Mapping[str, str]] = {"flow": "flows"}
-    stored_by_set: ClassVar[Collection[str]] = ("share_change", "deep_pq_over_tq")
+    stored_by_set: ClassVar[Collection[str]] = ("share_change", "deep_pq_over_tq", "over_ww")
 
     def plot(self) -> go.Figure:
         """S_pq / S_tq, each flow's share (the paper's Figure 3), and their sum, by layer.
@@ -253,6 +257,7 @@ class SaliencyFlows(EdgeFlows):
             )
         asked = flows[..., :count]
         pq, tq = (flows[..., functions.index(function)] for function in _READ_BY_TARGET)
+        ww = asked[..., functions.index(edges.ww)] if edges.ww in functions else nan * tq
         share = (asked / asked.sum(-1, keepdim=True)).nanmean(0)
         pq_over_tq = (pq / tq).nanmean(0)
         shallow, deep = shallow_and_deep(len(share))
@@ -265,6 +270,7 @@ class SaliencyFlows(EdgeFlows):
             deep_share=share[deep].mean(0),
             share_change=share[deep].mean(0) - share[shallow].mean(0),
             deep_pq_over_tq=pq_over_tq[deep].quantile(0.5),
+            over_ww=(asked / ww[..., None]).nanmean(0).quantile(0.5, dim=0),
             per_head=contributions.mean(of_heads)[..., :count],
             per_prompt=of_prompts[..., :count],
             info={"flows": tuple(self.edges)},

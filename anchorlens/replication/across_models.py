@@ -235,8 +235,8 @@ def across_models(
     Examples:
         >>> record = al.across_models({"tiny": model}, "questions", queries=12, depth=1, draws=2,
         ...     progress=False)
-        >>> record.number.shape  # one model, five claims
-        torch.Size([1, 5])
+        >>> record.number.shape  # one model, six claims
+        torch.Size([1, 6])
     """
     refuse_two_devices(device, device_map)
     if device is not None:

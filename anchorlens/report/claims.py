@@ -22,33 +22,37 @@ from ..system.arguments import checked
 from ..system.texts import printable
 from .contents import contents_of
 
-SHARE_LIMIT, RATIO_LIMIT, CHANCE = 0.25, 2.0, 0.5
+SHARE_LIMIT, RATIO_LIMIT, AS_OTHERS, CHANCE = 0.25, 2.0, 1.0, 0.5
 # What the paper claims, in the order in which claims are given, and the limit of each.
 LIMITS = {
     "Label words gather the information of their demonstrations in shallow layers.": SHARE_LIMIT,
     "In deep layers the answer is read off the label words.": RATIO_LIMIT,
+    "Flows into label words and out of them surpass those between other words.": AS_OTHERS,
     "Predictions need what label words gather in shallow layers.": 0.0,
     "In deep layers the attention to the label words tells which label is predicted.": CHANCE,
     "Classes whose label words have similar keys are confused.": 0.0,
 }
-GATHERED, READ_OFF, NEEDED, ATTENDED, CONFUSED = LIMITS
+GATHERED, READ_OFF, SURPASSED, NEEDED, ATTENDED, CONFUSED = LIMITS
 CERTAIN = 0.05  # a p-value below it decides
 
 HOW_VERDICTS_ARE_REACHED = (
     "A claim agrees if the whole 95 % interval of its number is above a limit, and does not agree "
     "if the whole interval is below it. The limit is the number that speaks neither for nor "
     f"against the claim: 0 for a difference, {CHANCE:g} for an AUCROC, "
-    f"{SHARE_LIMIT:g} for a change of a share, {RATIO_LIMIT:g} for the ratio of two flows. With "
+    f"{SHARE_LIMIT:g} for a change of a share, {RATIO_LIMIT:g} for S_pq / S_tq and {AS_OTHERS:g} "
+    "for a flow over S_ww. With "
     "one set of demonstrations the interval is over queries, and does not speak of other sets. "
     "With several sets, each of at least ten queries, it is over sets. The claim about key "
     "distances is about classes, of which more queries do not give more: there a permutation test "
     f"over classes decides, with p below {CERTAIN:g}. In the claim about isolation, label words "
     "must differ from random words by more than one draw of random words differs from another, and "
     "where prompts begin with a BOS they must do so while the edges to it stay. A flow or an "
-    "AUCROC that a model of the same architecture with random weights reaches too says nothing. In "
-    "all other cases one cannot tell. One also cannot tell if the model does not do the task, that "
-    "is, if its accuracy is not clearly above that of naming the commonest class: then there is no "
-    "answer to explain, and even the numbers of a model with random weights can be far from chance."
+    "AUCROC that a model of the same architecture with random weights reaches too says nothing; "
+    "flows over S_ww also say nothing if no such model was run, or if one reaches their interval. "
+    "In all other cases one cannot tell. One also cannot tell if the model does not do the task, "
+    "that is, if its accuracy is not clearly above that of naming the commonest class: then there "
+    "is no answer to explain, and even the numbers of a model with random weights can be far from "
+    "chance."
 )
 
 
@@ -165,7 +169,7 @@ def claims(results: Mapping[str, Any]) -> Claims:
             as ``al.isolation_sweep`` returns.
 
     Returns:
-        A claim for each of these that is among the results: flows (two claims), isolation in the
+        A claim for each of these that is among the results: flows (three claims), isolation in the
         first layers, attention AUCROC and anchor distances. A list, which prints a line for each,
         with its reason, and is a table in a notebook.
 
@@ -175,7 +179,7 @@ def claims(results: Mapping[str, Any]) -> Claims:
     Examples:
         >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
         >>> [claim.verdict.value for claim in al.claims(results)]  # accuracy was not computed
-        ['cannot tell', 'cannot tell']
+        ['cannot tell', 'cannot tell', 'cannot tell']
     """
     records = list(contents_of(results).records.values())
     ability = reason_against_ability(records)
@@ -285,10 +289,12 @@ def _claim(
     controls: Sequence[Control] = (),
     of_random: Sequence[float] = (),
     clause: str = "",
+    often_random: bool = False,
 ) -> Claim:
     """A claim, judged by the interval of its number and by the numbers of random weights.
 
-    ``no_number`` says why there is none.
+    ``no_number`` says why there is none. Numbers that random weights ``often`` give are compared by
+    their whole interval, and decide nothing alone.
     """
     verdict, limit = Verdict.CANNOT_TELL, LIMITS[statement]
     if of_random:
@@ -297,7 +303,14 @@ def _claim(
         reason = no_number
     elif not number.has_interval:
         reason = "the number has no interval"
-    elif number.low > limit and max(of_random, default=limit) >= number.value:
+    elif number.low > limit and often_random and not of_random:
+        reason = (
+            f"the whole interval is above {limit:g}, but random weights often give such numbers, "
+            "and none were drawn to compare with (random_weights=True, --random-weights)"
+        )
+    elif number.low > limit and max(of_random, default=limit) >= (
+        number.low if often_random else number.value
+    ):
         reason = (
             f"the whole interval is above {limit:g}, but a model of random weights has "
             f"{max(of_random):.2f}: the architecture and the prompts alone may give such numbers"
@@ -327,11 +340,10 @@ def _claims_without_ability(records: Collection[Record]) -> Iterator[Claim]:
 
 
 def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
-    flows = tuple(record.axis_names("flow") or ())
+    flows, several = tuple(record.axis_names("flow") or ()), len(record.share) > 1
     if flows == tuple(PAPER_FLOWS):  # shares of other flows are not those of the paper
         ends = (-1.0, 1.0)
         change = estimate_over_sets(record, "share_change", flows.index("wp"), ends=ends)
-        several = len(record.share) > 1
         yield _claim(
             GATHERED,
             "share of the flow from texts to label words (S_wp): mean of the first third of the "
@@ -356,6 +368,21 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
         clause=f"in deep layers the answer reads {ratio:.1f} times as much from a label word as "
         "from another word",
     )
+    if flows == tuple(PAPER_FLOWS):
+        # Both flows must surpass S_ww, so that the lower end of either decides; NaN stays.
+        wp, pq = (estimate_over_sets(record, "over_ww", flow, ends=(0.0, inf)) for flow in (0, 1))
+        ends = np.minimum([wp.value, wp.low, wp.high], [pq.value, pq.low, pq.high]).tolist()
+        of_random = record.of_random_models("over_ww").reshape(-1, len(flows))[:, :2].min(1)
+        yield _claim(
+            SURPASSED,
+            "S_wp / S_ww or S_pq / S_ww, whichever is smaller: median over all layers",
+            Estimate(*ends) if several else NO_NUMBER,
+            paper="S_wp and S_pq usually surpass S_ww (Section 2.1, Figure 3)",
+            scope=scope_of(record),
+            no_number="in a model of one layer label words collect nothing that the target reads",
+            of_random=of_random[~np.isnan(of_random)].tolist(),
+            often_random=True,
+        )
 
 
 def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:

@@ -72,12 +72,12 @@ def _interval(estimate: Estimate, place: Place, middle: float, kind: str) -> Ite
 def _scale(claim: Claim) -> Place:
     """A function from a number to its place along the axis, which has all numbers of the claim.
 
-    Ratios, whose limit is above 1, have a logarithmic axis.
+    Ratios, whose limit is 1 or more, have a logarithmic axis.
     """
     estimates = [claim.estimate, *(control.estimate for control in claim.controls)]
     numbers = [claim.limit, *(draw for control in claim.controls for draw in control.draws)]
     numbers += [end for each in estimates for end in (each.value, each.low, each.high)]
-    is_ratio = claim.limit > 1
+    is_ratio = claim.limit >= 1
     known = [n for n in numbers if isfinite(n) and (n > 0 or not is_ratio)]
 
     def along(number: float) -> float:

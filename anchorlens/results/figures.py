@@ -288,7 +288,7 @@ def forest(
         low: lower ends of their intervals.
         high: upper ends.
         kinds: the kind of each number, from 0, which colours and marks it.
-        limits: where each panel has a dotted line. Above 1 its axis is logarithmic, as of a ratio.
+        limits: where each panel has a dotted line. From 1 on its axis is logarithmic (a ratio).
         panels: a name over each panel.
         rows: a name for each row, from the top; of a long name the end is shown.
         kind_names: a name for each kind, for the legend.
@@ -328,7 +328,7 @@ def forest(
         line = go.Scatter(x=[limit, limit], y=across, mode="lines", line=DOTTED, name="limit")
         figure.add_trace(line.update(showlegend=not panel, hoverinfo="name"), **at)
         known = torch.stack([values[panel], *ends[:, panel]])
-        drawn, is_ratio = known, limit > 1
+        drawn, is_ratio = known, limit >= 1
         if is_ratio:  # a logarithmic axis has no 0, which the lower end of a ratio may be
             drawn = known.clamp(min=float(min([limit, *known[known > 0].tolist()])) / 2)
         along = [limit, *drawn[drawn.isfinite()].tolist()]

@@ -36,7 +36,7 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     assert document["report"] == str(tmp_path / "report.html")
     (values,) = document["tasks"]
     assert {claim["verdict"] for claim in values["claims"]} <= {*Verdict}
-    assert len(values["claims"]) == 5
+    assert len(values["claims"]) == 6
     flows = al.SaliencyFlowsRecord.load(tmp_path / "questions/saliency_flows.safetensors")
     deep = {name: value["value"] for name, value in values["saliency_flows"]["deep_share"].items()}
     assert [*deep] == ["wp", "pq", "ww"] and [*deep.values()] == flows.deep_share.tolist()

@@ -201,6 +201,7 @@ def flows_by_hand(
             "deep_share": share[2],
             "share_change": share[2] - share[0],
             "deep_pq_over_tq": flows[2, 1] / tq[2],
+            "over_ww": (flows / flows[:, 2:]).median(0).values,
             "per_head": torch.stack(of_heads).mean(0),
         }
 

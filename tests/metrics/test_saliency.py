@@ -257,3 +257,8 @@ def test_change_of_share_and_deep_ratio_by_hand() -> None:
     # Shares of wp, pq, ww: (1/4, 3/4, 0) and (1/2, 1/2, 0) if shallow, (0, 3/4, 1/4) if deep.
     torch.testing.assert_close(record.share_change.tolist(), [-0.375, 0.125, 0.25])
     assert float(record.deep_pq_over_tq) == 6  # the median of 6 / 2 and 9 / 1
+    # Over S_ww: inf, inf, 1, 1, 1, 0, 0 and inf, inf, 1, 1, 1, 3, 3.
+    assert record.over_ww.tolist()[:2] == [1, 3] and record.over_ww[2].isnan()
+    others = {"into": al.edges.wp, "out": al.edges.pq, "tq": al.edges.tq}
+    record = al.SaliencyFlows(edges=others).result(al.Contributions(rows))
+    assert record.over_ww.isnan().all()  # S_ww is not among these flows

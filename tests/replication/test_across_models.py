@@ -162,17 +162,17 @@ def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
 ) -> None:
     agrees, differs, unknown = 0, 1, 2
     assert found.verdict.tolist() == [
-        [agrees] * 5,
-        [differs, differs, agrees, differs, agrees],
-        [unknown] * 5,
-        [agrees, agrees, unknown, unknown, agrees],
+        [agrees] * 6,
+        [differs, differs, agrees, agrees, differs, agrees],
+        [unknown] * 6,
+        [agrees, agrees, agrees, unknown, unknown, agrees],
     ]
     assert found.number[:, 1].tolist() == [3, 1, 3, 3] and found.limit.tolist() == [
         *LIMITS.values()
     ]
-    assert found.number[3].isnan().tolist() == [False, False, True, True, False]
-    assert found.info["reasons"][3][2] == "failed: MemoryError: no room"
-    low, high = found.intervals["number"][:, 0, 3]
+    assert found.number[3].isnan().tolist() == [False, False, False, True, True, False]
+    assert found.info["reasons"][3][3] == "failed: MemoryError: no room"
+    low, high = found.intervals["number"][:, 0, 4]
     assert [float(low), float(high)] == pytest.approx([0.7, 0.9])
     assert found.accuracy.tolist() == pytest.approx([0.7] * 4)
     assert [*found.info["missing"]] == ["<b>unable</b>", "late"]
@@ -191,8 +191,8 @@ def test_one_table_as_text_frame_and_html(found: al.AcrossModelsRecord, tmp_path
     ]
     assert lines[-1] == "late: failed: MemoryError: no room"
     table = found.table()
-    assert table.shape == (4, 7) and table.index.name == "model"
-    assert table.iloc[1, 2] == "✗ 1.00 [0.90, 1.10]" and table.iloc[3, 3] == "? no number"
+    assert table.shape == (4, 8) and table.index.name == "model"
+    assert table.iloc[1, 2] == "✗ 1.00 [0.90, 1.10]" and table.iloc[3, 4] == "? no number"
     frame = found.to_frame()
     number = frame[(frame["quantity"] == "number") & (frame["model"] == "differs")].iloc[1]
     assert [number.value, number.verdict] == [1.0, "does not agree"]

@@ -60,8 +60,19 @@ def distances(
     )
 
 
-def flows(fall: float = 0.5, ratio: float = 3.0, spread: float = 0.1) -> Any:
-    """A model whose S_wp share falls by ``fall``, with a deep S_pq / S_tq of ``ratio``."""
+def flows(
+    fall: float = 0.5,
+    ratio: float = 3.0,
+    spread: float = 0.1,
+    over: tuple[float, float] = (2.0, 9.0),
+    random: tuple[float, float] | None = (0.5, 30.0),
+) -> Any:
+    """A model whose S_wp share falls by ``fall``, with a deep S_pq / S_tq of ``ratio``.
+
+    S_wp and S_pq are ``over`` times S_ww, and with random weights ``random`` times.
+    """
+    over_ww = torch.tensor([*over, 1.0])
+    of_random = {"of_random_models": {"over_ww": [[*random, 1.0]]}} if random else {}
     change = torch.tensor([-fall, fall, 0.0])
     share = torch.tensor([[0.5, 0.3, 0.2], [0.3, 0.5, 0.2], [0.5 - fall, 0.3 + fall, 0.2]])
     return al.SaliencyFlowsRecord(
@@ -73,13 +84,16 @@ def flows(fall: float = 0.5, ratio: float = 3.0, spread: float = 0.1) -> Any:
         deep_share=share[2],
         share_change=change,
         deep_pq_over_tq=torch.tensor(ratio),
+        over_ww=over_ww,
         per_head=torch.zeros(3, 1, 3),
         per_prompt=torch.zeros(20, 3, 3),
         intervals={
             "share": torch.stack([share - spread / 2, share + spread / 2]),
             "share_change": torch.stack([change - spread, change + 2 * spread]),
             "deep_pq_over_tq": torch.tensor([ratio - spread, ratio + spread]),
+            "over_ww": torch.stack([over_ww - spread, over_ww + spread]),
         },
+        info=of_random,
     )
 
 
@@ -142,10 +156,11 @@ def test_a_number_that_random_weights_reach_too_does_not_agree(
                 flow,
                 share_change=of_random * flow.share_change,
                 deep_pq_over_tq=of_random * flow.deep_pq_over_tq,
+                over_ww=of_random * flow.over_ww,
             ),
         }
     )
-    assert [claim.verdict for claim in judged] == [expected] * 3 + [AGREES]
+    assert [claim.verdict for claim in judged] == [expected] * 4 + [AGREES]
     if expected == CANNOT_TELL:
         assert judged[0].reason == (
             "the whole interval is above 0.25, but a model of random weights has 0.55: the "
@@ -158,11 +173,12 @@ def test_a_number_that_random_weights_reach_too_does_not_agree(
 @pytest.mark.with_shapes
 def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     judged = al.claims({"a": distances(), "b": attention(), "c": isolation(), "d": flows()})
-    assert [claim.verdict for claim in judged] == [AGREES] * 5
-    assert [claim.limit for claim in judged] == [0.25, 2, 0, 0.5, 0]
+    assert [claim.verdict for claim in judged] == [AGREES] * 6
+    assert [claim.limit for claim in judged] == [0.25, 2, 1, 0, 0.5, 0]
     fall = judged[0].estimate  # the fall of S_wp: its change with the opposite sign
     assert [round(x, 6) for x in (fall.value, fall.low, fall.high)] == [0.5, 0.3, 0.6]
-    assert str(judged[2].estimate) == "0.50 [0.20, 0.70]"
+    assert str(judged[2].estimate) == "2.00 [1.90, 2.10]"
+    assert str(judged[3].estimate) == "0.50 [0.20, 0.70]"
     records = [distances(), attention(), isolation(), flows()]
     assert headline(records, judged) == (
         "Yes: isolating the label words in the first 2 layers changes 50 % [20, 70] more "
@@ -170,19 +186,28 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
         "3.0 [2.9, 3.1] times as much from a label word as from another word."
     )
     assert headline(records, judged[:2]).startswith("Yes: in deep layers the answer reads 3.0")
-    assert headline(records, judged[3:]) == headline([], []) == ""
-    assert how_sure(records, judged) == "Of 5 claims of the paper 5 agree."
+    assert headline(records, judged[4:]) == headline([], []) == ""
+    assert how_sure(records, judged) == "Of 6 claims of the paper 6 agree."
 
 
 @pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        (flows(fall=-0.4), [DISAGREES, AGREES]),
-        (flows(fall=0.3), [CANNOT_TELL, AGREES]),
-        (flows(ratio=1.0), [AGREES, DISAGREES]),
-        (flows(ratio=2.05), [AGREES, CANNOT_TELL]),
-        (replace(flows(), intervals={}), [CANNOT_TELL] * 2),
+        (flows(fall=-0.4), [DISAGREES, AGREES, AGREES]),
+        (flows(fall=0.3), [CANNOT_TELL, AGREES, AGREES]),
+        (flows(ratio=1.0), [AGREES, DISAGREES, AGREES]),
+        (flows(ratio=2.05), [AGREES, CANNOT_TELL, AGREES]),
+        (flows(over=(0.8, 9.0)), [AGREES, AGREES, DISAGREES]),
+        (flows(over=(9.0, 0.8)), [AGREES, AGREES, DISAGREES]),
+        (flows(over=(2.0, 1.05)), [AGREES, AGREES, CANNOT_TELL]),
+        (flows(over=(2.0, torch.nan)), [AGREES, AGREES, CANNOT_TELL]),
+        (flows(random=None), [AGREES, AGREES, CANNOT_TELL]),
+        (flows(random=(1.85, 30.0)), [AGREES, AGREES, AGREES]),
+        (flows(random=(1.95, 30.0)), [AGREES, AGREES, CANNOT_TELL]),  # in the interval
+        (flows(random=(30.0, 0.5)), [AGREES, AGREES, AGREES]),
+        (flows(random=(torch.nan, 30.0)), [AGREES, AGREES, CANNOT_TELL]),
+        (replace(flows(), intervals={}), [CANNOT_TELL] * 3),
         (replace(flows(), info={"flows": ("first", "pq", "ww")}), [AGREES]),
         (isolation(-0.3, -0.4, -0.1), [DISAGREES]),
         (isolation(0.1, -0.1, 0.3), [CANNOT_TELL]),
@@ -401,7 +426,7 @@ def test_the_answer_says_the_numbers_in_words() -> None:
     assert headline([*apart.values()], judged).startswith("No: ")
     assert ", but in deep layers the answer reads" in headline([*apart.values()], judged)
     assert how_sure([*apart.values()], judged) == (
-        "Of 4 claims of the paper 3 agree, 1 do not agree. From 20 prompts after one set of "
+        "Of 5 claims of the paper 4 agree, 1 do not agree. From 20 prompts after one set of "
         "demonstrations: intervals do not speak of other sets."
     )
 
@@ -412,8 +437,9 @@ def test_one_layer_is_neither_shallow_nor_deep() -> None:
     by_layer = ("flows", "share", "tq", "pq_over_tq", "per_head")
     first = {name: getattr(record, name)[:1] for name in by_layer}
     shallow = replace(record, per_prompt=record.per_prompt[:, :1], **first)
-    claim, _ = al.claims({"a": shallow, "b": distances()})[:2]
-    assert claim.verdict == CANNOT_TELL and "the model has one layer" in claim.reason
+    falls, _, surpass = al.claims({"a": shallow, "b": distances()})[:3]
+    assert falls.verdict == CANNOT_TELL and "the model has one layer" in falls.reason
+    assert surpass.verdict == CANNOT_TELL and "in a model of one layer" in surpass.reason
 
 
 @pytest.mark.with_shapes
@@ -462,5 +488,5 @@ def test_a_model_of_random_weights_never_agrees(kind: str) -> None:
         batches = al.sample_prompts(model, "sentiment", queries=16, seeds=[seed])
         options: dict[str, Any] = {"depth": 1, "draws": 2, "resamples": 40, "progress": False}
         judged = al.claims(al.analyse(model, batches, random_weights=False, **options))
-        assert len(judged) == 5
+        assert len(judged) == 6
         assert AGREES not in [claim.verdict for claim in judged], (seed, judged)

@@ -273,7 +273,7 @@ def test_a_page_has_its_title_in_the_window_of_the_browser(
 
 def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None:
     text = written(tmp_path, results)
-    places = ["This cannot be told", "Of 5 claims", '<svg class="forest"', "right class of"]
+    places = ["This cannot be told", "Of 6 claims", '<svg class="forest"', "right class of"]
     places += ['aria-label="Claims of the paper"', 'class="figure"']
     assert [*map(text.index, places)] == sorted(map(text.index, places))
     for claim in al.claims(results):
