@@ -104,16 +104,16 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
     isolations = {name: records.pop(name) for name in sites}
     summary = summarised(task, records, isolations)
     output.tables(summary.tables)
-    prompts = _prompts(model, batches, options.gradient_checkpointing)
+    prompts = pictures(model, batches, PICTURES, options.gradient_checkpointing)
     return Page({**prompts, **records, "isolation": isolations}, summary)
 
 
-def _prompts(
-    model: Any, batches: list[PromptBatch], gradient_checkpointing: bool
+def pictures(
+    model: Any, batches: list[PromptBatch], most: int, gradient_checkpointing: bool = False
 ) -> dict[str, PromptFlows]:
     """Pictures of the first prompts; a warning where one fails, as all else is computed."""
-    first = [(batch, number) for batch in batches for number in range(len(batch))][:PICTURES]
-    pictures: dict[str, PromptFlows] = {}
+    first = [(batch, number) for batch in batches for number in range(len(batch))][:most]
+    drawn: dict[str, PromptFlows] = {}
     for count, (batch, number) in enumerate(first):
         try:
             picture = plot_prompt(
@@ -125,5 +125,5 @@ def _prompts(
             text = str(error).partition("\n")[0]
             say(f"warning: no picture of prompt {count}: {text}", err=True)
             break
-        pictures[f"prompt {count}"] = picture
-    return pictures
+        drawn[f"prompt {count}"] = picture
+    return drawn

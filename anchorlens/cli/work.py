@@ -30,18 +30,18 @@ from ..prompts.examples import Example
 from ..prompts.own_data import in_toml
 from ..prompts.sample_prompts import prompts_of_draws
 from ..replication.across_models import across_models
-from ..replication.paper import TRAINING, check_examples
+from ..replication.paper import TRAINING, check_examples, setting_of
 from ..replication.paper import paper as paper_numbers
 from ..replication.paper_figures import paper_figures
 from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
-from ..replication.paper_tables import paper_sections, paper_tables
+from ..replication.paper_tables import paper_sections, paper_tables, task_name
 from ..report.page import write_report
 from ..results.text_tables import Section, TextTable
 from ..runs.identity import versions
 from ..runs.store import forget_run
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main
-from .analysis import analysed, file_name, forget_analysis, make_folders
+from .analysis import analysed, file_name, forget_analysis, make_folders, pictures
 from .before_weights import check_depth, check_length, checked_tokenizer
 from .options import (
     PAPER_TASKS,
@@ -195,12 +195,20 @@ def paper(options: Paper) -> None:
         progress=not options.quiet,
     )
     output.tables(paper_sections(numbers))
+    figures_1 = dict[str, Any]()
+    for each in chosen:
+        setting = setting_of(
+            loaded, each.name, each.examples, queries, options.seeds[0], {each.name: each.task}
+        )
+        for picture in pictures(loaded, setting.prompts()[:1], 1).values():
+            if picture.sums is not None:
+                figures_1[f"{task_name(each.name)}: Figure 1"] = picture.figure()
     report = _report(
         {},
         out,
         settings,
         title=f"The figures and tables of 'Label Words are Anchors' for {options.model}",
-        figures=paper_figures(numbers),
+        figures=figures_1 | paper_figures(numbers),
         summary=paper_tables(numbers),
     )
     values = {"model": options.model, "numbers": numbers.to_dict("records"), "report": report}

@@ -31,6 +31,7 @@ from ..system.arguments import checked
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
 from ..system.warn import warn_user
 from .paper_parts import PAPER_PARTS, PaperNumber, PaperSetting, Part
+from .paper_tables import AVERAGE, with_averages
 
 COLUMNS = ["task", "seed", "part", "row", "column", "layer", "value"]
 TRAINING = 4  # examples of each class for re-weighting
@@ -76,7 +77,8 @@ def paper(
         progress: Show a progress bar of the passes. Their total is learned part by part.
 
     Returns:
-        One row per number: task, seed, part, row, column, layer (-1 without a layer), value.
+        One row per number: task, seed, part, row, column, layer (-1 without a layer), value. After
+        all tasks come the means over tasks of Tables 1 and 3, as those of a task "Average".
 
     Raises:
         DataError: Before anything runs: a task does not exist, its examples are too few or have
@@ -95,8 +97,8 @@ def paper(
     layer_numbers(model, range(depth))
     check_examples(examples, queries, seeds, tasks)
     settings = [
-        (name, PaperSetting(model, *_drawn(name, *both, queries, seed, tasks), depth, draws, seed))
-        for name, both in examples.items()
+        (name, setting_of(model, name, examples[name], queries, seed, tasks, depth, draws))
+        for name in examples
         for seed in seeds
     ]
     todo = [(name, setting, part) for name, setting in settings for part in parts]
@@ -135,6 +137,21 @@ def paper(
                     if computed or k == len(todo) - 1:
                         keep(_frame(todo, outcomes))
     return _frame(todo, outcomes)
+
+
+def setting_of(
+    model: HookedModel,
+    name: str,
+    examples: tuple[Sequence[Example], Sequence[Example]],
+    queries: int,
+    seed: int,
+    tasks: Mapping[str, Task],
+    depth: int = 1,
+    draws: int = 1,
+) -> PaperSetting:
+    """The setting of a task and seed."""
+    drawn = _drawn(name, *examples, queries, seed, tasks)
+    return PaperSetting(model, *drawn, depth, draws, seed)
 
 
 def _check_logits(store: Store, number: int, setting: PaperSetting) -> None:
@@ -216,7 +233,7 @@ def _frame(todo: Todo, outcomes: Sequence[_Outcome | None]) -> pd.DataFrame:
         if outcome is not None
         for number in outcome.numbers
     ]
-    return pd.DataFrame(numbers, columns=PaperNumber._fields)[COLUMNS]
+    return with_averages(pd.DataFrame(numbers, columns=PaperNumber._fields)[COLUMNS])
 
 
 def _name(part: Part) -> str:
@@ -237,6 +254,8 @@ def check_examples(
         )
     if len(set(seeds)) < len(seeds):
         raise DataError(f"seeds must differ, as equal seeds have no spread; got {list(seeds)}")
+    if AVERAGE in examples:
+        raise DataError(f"a task may not be named {AVERAGE}, which is the mean over tasks")
     for name, both in examples.items():
         for seed in seeds:
             _drawn(name, *both, queries, seed, tasks)

@@ -14,9 +14,10 @@ from ..prompts.examples import BUNDLED
 from ..results.depth import shallow_and_deep
 from ..results.text_tables import Section, TextTable, digits
 from ..system.arguments import checked
+from .paper_parts import GAIN
 from .published import TASK_NAMES, published
 
-HERE = "this model"
+HERE, AVERAGE = "this model", "Average"
 
 Parts = Mapping[str, pd.DataFrame]
 
@@ -46,6 +47,7 @@ def paper_tables(numbers: pd.DataFrame) -> str:
 
 def paper_sections(numbers: pd.DataFrame) -> list[Section]:
     """What ``paper_tables`` writes, table by table."""
+    numbers = with_averages(numbers)
     sections = [Section("", {}, _legend(numbers))] if len(numbers) else []
     # The paper's figures and tables, and those that the appendix repeats in another setting.
     variants: dict[str, dict[str, pd.DataFrame]] = {"": {}}
@@ -58,6 +60,22 @@ def paper_sections(numbers: pd.DataFrame) -> list[Section]:
                 section = Section(f"{variant}: {section.title}", section.table)
             sections.append(section)
     return sections
+
+
+def with_averages(numbers: pd.DataFrame) -> pd.DataFrame:
+    """The numbers, and the means over tasks in Tables 1 and 3 for each seed that has all tasks.
+
+    Those of a single task, which would be its own numbers, are left out.
+    """
+    of_tasks = numbers[numbers["task"] != AVERAGE]
+    means = []
+    for part in ("Table 1", "Table 3"):
+        rows = of_tasks[of_tasks["part"] == part]
+        count = rows["task"].nunique()
+        for _, values in rows.groupby(["row", "column", "seed"], sort=False):
+            if values["value"].count() == count > 1:
+                means.append(values[:1].assign(task=AVERAGE, value=values["value"].mean()))
+    return pd.concat([of_tasks, *means], ignore_index=True)
 
 
 def by_part(numbers: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -182,7 +200,7 @@ def _table_1(parts: Parts, seeds: int) -> Section:
         | _published("table_1", rows, 2),
         "Vanilla and re-weighted have 1 demonstration a class. More shots: the examples too that "
         "re-weighting is trained on, as many of each class as fit into the prompt; in the paper "
-        "5, on AGNews 3.",
+        f"5, on AGNews 3. Gain: re-weighted minus vanilla.{_note_on_average(rows)}",
     )
 
 
@@ -228,7 +246,8 @@ def _table_3(parts: Parts, seeds: int) -> Section:
         | _spreads(_column_per_task(parts.get("Table 3, length", rows[:0])), 1, seeds)
         | _published("table_3", rows, 1),
         "On this machine, without the one pass over the demonstrations. Against a cached prefix "
-        "(not in the paper): the keys and values of whole demonstrations are kept as well.",
+        "(not in the paper): the keys and values of whole demonstrations are kept as well. "
+        f"The paper prints no average; here it is computed.{_note_on_average(rows)}",
     )
 
 
@@ -321,16 +340,37 @@ def _spread(values: Sequence[float], decimals: int, seeds: int) -> str:
     return text if len(known) == seeds else f"{text} ({len(known)}/{seeds})"
 
 
+def _note_on_average(rows: pd.DataFrame) -> str:
+    if AVERAGE not in rows["task"].values:
+        return ""
+    return (
+        f" {AVERAGE}: mean of these tasks for each seed that has them all; its ± is over seeds, "
+        "and says nothing of other tasks."
+    )
+
+
 def _published(table: str, rows: pd.DataFrame, decimals: int) -> TextTable:
-    """The paper's values for those tasks of these rows that are its own."""
-    names = {task_name(task): BUNDLED.get(task, task) for task in rows["task"].unique()}
-    tasks = {name: task for name, task in names.items() if task in TASK_NAMES}
-    if not tasks:
-        return {}
+    """The paper's values for those tasks of these rows that are its own.
+
+    An average is of the tasks that are shown: as printed for all of the paper's, else computed.
+    """
+    shown = [task for task in rows["task"].unique() if task != AVERAGE]
+    names = {task_name(task): BUNDLED.get(task, task) for task in shown}
+    theirs = {name: task for name, task in names.items() if task in TASK_NAMES}
+    are_all = sorted(theirs.values()) == sorted(TASK_NAMES)
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for model, of_model in published("anchors", table).items() if theirs else ():
+        group = f"{model} in the paper"
+        for row, of_row in of_model.items():
+            values = {name: of_row[task].value for name, task in theirs.items()}
+            if len(theirs) == len(shown) > 1:
+                printed = of_row.get("average") if are_all else None
+                values[AVERAGE] = printed.value if printed else fmean(values.values())
+            found[group, row] = values
+        if table == "table_1":
+            before, after = found[group, "vanilla"], found[group, "re-weighted"]
+            found[group, GAIN] = {name: after[name] - value for name, value in before.items()}
     return {
-        (f"{model} in the paper", row): {
-            name: digits(of_row[task].value, decimals) for name, task in tasks.items()
-        }
-        for model, of_model in published("anchors", table).items()
-        for row, of_row in of_model.items()
+        key: {name: digits(value, decimals) for name, value in values.items()}
+        for key, values in found.items()
     }

@@ -3,6 +3,7 @@
 1. Divide the prompt into parts: label words, the target, and what stands between these.
 2. Sum the saliency of all pairs of tokens, parts by parts, in every layer and head.
 3. Store the largest sums, which are drawn as arcs, and the strongest flows between two tokens.
+4. Sum the saliency of each pair of tokens over shallow and over deep layers, for ``figure``.
 """
 
 from collections.abc import Sequence
@@ -11,10 +12,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..errors import AnchorlensError
 from ..metrics.attention_times_gradient import row_pieces
 from ..metrics.predictions import predicted_class
 from ..metrics.saliency import observe_products, one_batch
@@ -26,15 +29,18 @@ from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.segment_names import LABEL, QUERY, SEGMENTS, TARGET
 from ..prompts.token_texts import token_texts
+from ..results.depth import shallow_and_deep
 from ..system.arguments import checked
 from ..system.devices import in_float64
 from ..trials.how_to_run import patterns_are_large
 from ..trials.may_fuse import why_not_fused
+from .flow_columns import flow_columns
 from .flow_page import FlowPage, packed
 
 # So many are stored at most, so that a page opens quickly: flows between tokens, arcs of a layer,
 # and arcs of single heads altogether.
 STRONGEST, ARCS, ARCS_OF_HEADS = 60, 400, 2400
+MOST_TOKENS = 512  # of ``figure``, whose lines are as many as pairs of tokens
 MOST_SUMS = 20_000_000  # of all layers and heads, in memory; of longer prompts no head is summed
 
 
@@ -80,6 +86,8 @@ class PromptFlows(FlowPage):
         query: Text of the query.
         is_right: Whether the model predicts the true label; None if that is not known.
         source: The model and the number of the prompt.
+        sums: Saliency of each pair of tokens summed over the shallow and over the deep layers, the
+            first and the last third; None for prompts of more than 512 tokens.
     """
 
     parts: Sequence[tuple[int, int, str, str]]
@@ -88,7 +96,39 @@ class PromptFlows(FlowPage):
     query: str = ""
     is_right: bool | None = None
     source: str = ""
+    sums: Float[Tensor, "end query key"] | None = None
     template: ClassVar[str] = "prompt.html"
+
+    @checked
+    def figure(self) -> go.Figure:
+        """Figure 1 of the paper: all flows of shallow and of deep layers, as lines between tokens.
+
+        A line goes from a token on the right to a later one on the left. It is as dark and wide as
+        the saliency of this pair, summed over the layers of its panel: all lines have one scale.
+        Label words and lines from or to them have colours, and so has the target.
+
+        Raises:
+            AnchorlensError: The prompt has more than 512 tokens, whose lines nobody could tell
+                apart.
+
+        Examples:
+            >>> figure = al.plot_prompt(model, batch).figure()
+            >>> [title.text for title in figure.layout.annotations]
+            ['shallow: layer 0', 'deep: layer 0']
+        """
+        if self.sums is None:
+            raise AnchorlensError(
+                f"the figure has a prompt of at most {MOST_TOKENS} tokens; got {len(self.tokens)}: "
+                "save() shows longer ones, or use fewer or shorter demonstrations"
+            )
+        names = []
+        ends = shallow_and_deep(len(self.layers))
+        for name, end in zip(("shallow", "deep"), ends, strict=True):
+            first, last = end.start, end.stop - 1
+            names.append(f"{name}: layer{f's {first} to' if first < last else ''} {last}")
+        return flow_columns(
+            self.sums, self.tokens, self.segments, names, f"Flows of {self.source or 'a prompt'}"
+        )
 
     def rows(self) -> list[tuple[int, int, str]]:
         """The parts."""
@@ -163,6 +203,8 @@ def plot_prompt(
     shape = (n_layers, 1 + n_heads, len(parts), len(parts))
     sums = torch.zeros(shape, dtype=torch.double, device="cpu")
     found = [Found(STRONGEST) for _ in range(n_layers)]
+    ends, size = shallow_and_deep(n_layers), len(tokens) if len(tokens) <= MOST_TOKENS else 0
+    pairs = torch.zeros(2, size, size, dtype=torch.double, device="cpu")
 
     def select(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
         products = pattern[0] * gradient[0]
@@ -172,6 +214,9 @@ def plot_prompt(
         of_heads = _before(products[:n_heads].abs(), rows.start, first)
         values = torch.cat([saliency[None], of_heads])
         of_keys = part_of[first : first + saliency.shape[1]]
+        for end, of_end in zip(ends, pairs, strict=True):
+            if size and end.start <= layer < end.stop:
+                of_end[rows, first : first + saliency.shape[1]] += saliency.cpu()
         sums[layer] += sums_of_parts(values, part_of[rows], of_keys, len(parts)).cpu()
 
     logits = _run(model, alone, select, loss, gradient_checkpointing)
@@ -191,6 +236,7 @@ def plot_prompt(
         start=int(out_of_labels.sum((1, 2)).argmax()),
         query="".join(t for t, s in zip(tokens, segments, strict=True) if s == QUERY).strip(),
         source=f"{Path(str(model.cfg.model_name)).name}, prompt {prompt}",
+        sums=pairs if size else None,
         **_predicted(alone, logits.cpu()),
     )
 

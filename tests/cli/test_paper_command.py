@@ -44,13 +44,13 @@ def test_paper_writes_numbers_tables_and_report(
     for title, start in zip(titles, starts, strict=True):
         assert title.startswith(start)
     numbers = pd.read_csv(tmp_path / "numbers.csv")
-    assert set(numbers.task) == {"sentiment", "emotions"}
+    assert set(numbers.task) == {"sentiment", "emotions", "Average"}
     assert f"{al.paper_tables(numbers)}\n" == tables
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["tasks"] == ["sentiment", "emotions"] and settings["appendix"] is True
     page = (tmp_path / "report.html").read_text()
     for task in ("sentiment (as SST-2)", "emotions (as EmoC)"):
-        for part in parts:
+        for part in ["Figure 1", *parts]:
             assert f">{task}: {part}</h3>" in page
     assert "GPT2-XL in the paper" in page and "<td>None" not in page.partition("<pre>")[0]
 

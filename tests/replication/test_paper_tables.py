@@ -14,6 +14,7 @@ import pytest
 
 import anchorlens as al
 from anchorlens.replication.paper_parts import PaperNumber
+from anchorlens.replication.paper_tables import with_averages
 
 pytestmark = pytest.mark.with_shapes
 
@@ -86,15 +87,16 @@ def test_published_rows_of_the_same_tasks_follow_those_of_the_run() -> None:
     ]
     text = al.paper_tables(table(rows))
     assert "Bundled examples, not the paper's data: sentiment (as SST-2)." in " ".join(text.split())
-    assert section(text, "Table 1")[:8] == [
-        ["EmoC", "sentiment (as SST-2)"],
+    assert section(text, "Table 1")[:9] == [
+        ["EmoC", "sentiment (as SST-2)", "Average"],
         ["this model"],
-        ["vanilla", "50.0", "25.0"],
+        ["vanilla", "50.0", "25.0", "37.5"],
         ["more shots: how many", "3"],
         ["GPT2-XL in the paper"],
-        ["vanilla", "15.44", "61.28"],
-        ["more shots", "9.80", "64.75"],
-        ["re-weighted", "41.64", "90.07"],
+        ["vanilla", "15.44", "61.28", "38.36"],
+        ["more shots", "9.80", "64.75", "37.27"],  # 37.275
+        ["re-weighted", "41.64", "90.07", "65.85"],  # 65.855
+        ["gain of re-weighting", "26.20", "28.79", "27.49"],  # 27.495
     ]
     assert section(text, "Table 3")[:8] == [
         ["EmoC"],
@@ -106,6 +108,38 @@ def test_published_rows_of_the_same_tasks_follow_those_of_the_run() -> None:
         ["GPT-J in the paper"],
         ["against the whole prompt", "1.9"],
     ]
+
+
+def averages(text: str) -> list[str]:
+    """The last column of Table 1, which stands below others where not all fit into a line."""
+    printed = section(text, "Table 1")
+    while printed[0][-1] != "Average":
+        printed = printed[1:]
+    return [row[-1] for row in printed[2:8] if len(row) > 1]
+
+
+def test_averages_are_over_tasks_and_their_spread_over_seeds_that_have_all_tasks() -> None:
+    rows = [
+        *by_seed("Table 1", "vanilla", "accuracy", {1: 0.5, 2: 0.25, 3: 0.25}, "trec"),
+        *by_seed("Table 1", "vanilla", "accuracy", {1: 0.25, 2: 0.125, 3: nan}, "sst2"),
+        *by_seed("Table 1", "vanilla", "accuracy", {1: 0.75, 2: 0.75, 3: 0.75}, "agnews"),
+        *by_seed("Table 1", "vanilla", "accuracy", {1: 0.5, 2: 0.375}, "emo"),
+        *by_seed("Table 3", "against the whole prompt", "speed-up", {1: 1.5}, "mine"),
+        *by_seed("Table 3", "against the whole prompt", "speed-up", {1: 1.25}, "emo"),
+    ]
+    text = al.paper_tables(table(rows))
+    both = [50.0, 37.5]
+    average = f"{fmean(both):.1f} ± {stdev(both):.1f} (2/3)"
+    assert averages(text) == [average, "51.90", "46.87", "68.64", "16.74"]
+    assert "its ± is over seeds, and says nothing of other tasks" in " ".join(text.split())
+    # Ours is also of a task that the paper has not, beside which no average of the paper stands.
+    printed = section(text, "Table 3")
+    assert printed[2] == ["against the whole prompt", "1.50 (1/3)", "1.25 (1/3)", "1.38 (1/3)"]
+    assert printed[4] == ["against the whole prompt", "1.4"]
+    # Of some rows, the averages are those of these rows.
+    few = al.paper_tables(with_averages(table(rows)).query("task != 'agnews'"))
+    assert averages(few)[0] == "33.3 ± 11.8 (2/3)"
+    assert "Average" not in al.paper_tables(with_averages(table(rows[:3])))
 
 
 def test_table_2_is_a_mean_over_tasks_and_then_over_seeds() -> None:

@@ -1,0 +1,64 @@
+"""Figure 1: the sums of saliency over shallow and deep layers, drawn as lines between tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError
+from anchorlens.report import prompt_flows
+from anchorlens.report.flow_columns import LEVELS
+from anchorlens.results.depth import shallow_and_deep
+from tests.support.tiny_models import questions
+
+
+def drawn(figure: Any, panel: int, shape: tuple[int, ...]) -> Tensor:
+    """The number of each line of a panel, at its two ends."""
+    found, axis = torch.zeros(shape, dtype=torch.double), "x" if panel == 0 else "x2"
+    for line in figure.data:
+        if line.mode == "lines" and (line.xaxis or "x") == axis:
+            for start in range(0, len(line.x), 3):
+                assert line.x[start : start + 3] == (1, 0, None)
+                key, query, _ = line.y[start : start + 3]
+                assert found[query, key] == 0
+                found[query, key] = line.customdata[start]
+    return found
+
+
+@pytest.mark.with_shapes
+def test_lines_are_sums_of_saliency_over_layers_on_one_scale(gpt2: Any) -> None:
+    batch = questions(gpt2, count=2)[0]
+    flows = al.plot_prompt(gpt2, batch, 1)
+    assert flows.sums is not None
+    saliency = al.saliency(gpt2, batch.prompt(1))[0].double().tril(-1)
+    figure, ends = flows.figure(), shallow_and_deep(len(saliency))
+    expected = torch.stack([saliency[end].sum(0) for end in ends])
+    torch.testing.assert_close(flows.sums, expected, rtol=1e-6, atol=1e-6 * float(expected.max()))
+    lightest = float(expected.max()) / (2 * LEVELS)
+    for panel in (0, 1):
+        lines = drawn(figure, panel, expected.shape[1:])
+        is_drawn = lines > 0
+        torch.testing.assert_close(lines[is_drawn], flows.sums[panel][is_drawn], rtol=0, atol=0)
+        assert flows.sums[panel][~is_drawn].max() <= lightest * (1 + 1e-6)
+    darkness = {line.opacity for line in figure.data if line.mode == "lines"}
+    assert max(darkness) == 1
+    left_out = 1 - sum(drawn(figure, panel, expected.shape[1:]).sum() for panel in (0, 1)) / (
+        flows.sums.sum()
+    )
+    assert figure.layout.title.text.endswith(f"of the darkest hold {left_out:.0%}")
+    names = [f"shallow: layer {ends[0].start}", f"deep: layer {ends[1].start}"]
+    assert [title.text for title in figure.layout.annotations] == names
+    texts = [trace for trace in figure.data if trace.mode == "text"]
+    assert len(texts) == 4 and all(len(each.text) == len(flows.tokens) for each in texts)
+    words = dict(zip(texts[0].textfont.color, texts[0].text, strict=True))
+    assert len(words) == 3  # label words, the target, and others
+
+
+@pytest.mark.with_shapes
+def test_a_long_prompt_has_no_such_figure(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_flows, "MOST_TOKENS", 10)
+    flows = al.plot_prompt(gpt2, questions(gpt2, count=1)[0])
+    with pytest.raises(AnchorlensError, match="at most 10 tokens; got "):
+        flows.figure()
