@@ -313,7 +313,7 @@ def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
     interval = torch.stack(bounds)
     verdicts = [[_VERDICTS.index(claim.verdict) for claim in of_model] for of_model in cells]
     first, *others = [row.info for row in rows.values() if row.info] or [{}]
-    shared = [key for key in _SHARED if all(first.get(key) == other[key] for other in others)]
+    shared = [key for key in _SHARED if all(first.get(key) == other.get(key) for other in others)]
     return AcrossModelsRecord(
         number=value[:, 1:],
         verdict=torch.tensor(verdicts, device="cpu"),

@@ -209,7 +209,7 @@ def test_the_figure_has_a_panel_for_each_claim_and_a_row_for_each_model(
 ) -> None:
     figure = found.plot()
     marks = [trace for trace in figure.data if trace.legendgroup == "1" and trace.x != (None,)]
-    assert [trace.y for trace in marks] == [(1,), (1,), (), (1,), ()]  # what does not agree
+    assert [trace.y for trace in marks] == [(1,), (1,), (), (), (1,), ()]  # what does not agree
     assert marks[1].x == (1.0,) and marks[1].name == "does not agree"
     assert [marks[1].marker.color, figure.data[1].marker.color] == ["#D55E00", "#009E73"]
     assert figure.layout.yaxis.ticktext[2] == "&lt;b&gt;unable&lt;/b&gt;"
