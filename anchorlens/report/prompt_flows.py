@@ -113,8 +113,8 @@ class PromptFlows(FlowPage):
 
         Examples:
             >>> figure = al.plot_prompt(model, batch).figure()
-            >>> [title.text for title in figure.layout.annotations]
-            ['shallow: layer 0', 'deep: layer 0']
+            >>> [panel.text.partition(":")[0] for panel in figure.layout.annotations]
+            ['shallow', 'deep']
         """
         if self.sums is None:
             raise AnchorlensError(
