@@ -306,7 +306,7 @@ def _claim(
     elif number.low > limit and often_random and not of_random:
         reason = (
             f"the whole interval is above {limit:g}, but random weights often give such numbers, "
-            "and none were drawn to compare with (random_weights=True, --random-weights)"
+            "and none were drawn to compare with; ask for them"
         )
     elif number.low > limit and max(of_random, default=limit) >= (
         number.low if often_random else number.value
