@@ -41,14 +41,20 @@ def flow_columns(
     note = f"{title}; lines below {50 / LEVELS:g} % of the darkest hold {1 - shown:.0%}"
     figure = make_subplots(1, len(panels), subplot_titles=panels, horizontal_spacing=0.16)
     labels = [segment == LABEL for segment in segments]
-    in_legend = set[int]()
-    for panel, of_panel in enumerate(levels, start=1):
+    of_panels = []
+    for of_panel in levels:
         lines: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for query, key in of_panel.nonzero().tolist():
             kind = 1 if labels[key] else 0 if labels[query] else 2
             lines.setdefault((int(of_panel[query, key]), kind), []).append((query, key))
+        of_panels.append(lines)
+    # The legend shows the darkest lines of each kind: others are too light to be seen there.
+    darkest = {kind: level for level, kind in sorted(each for lines in of_panels for each in lines)}
+    for panel, lines in enumerate(of_panels, start=1):
         for (level, kind), pairs in sorted(lines.items()):  # the darkest on top
             name, color = KINDS[kind]
+            if in_legend := darkest.get(kind) == level:
+                del darkest[kind]
             sizes = [float(sums[panel - 1, query, key]) for query, key in pairs]
             line = go.Scatter(
                 x=[1, 0, None] * len(pairs),
@@ -60,9 +66,8 @@ def flow_columns(
                 hovertemplate="%{customdata:.3g} nats<extra></extra>",
                 name=name,
                 legendgroup=name,
-                showlegend=kind not in in_legend,
+                showlegend=in_legend,
             )
-            in_legend.add(kind)
             figure.add_trace(line, 1, panel)
         colors = {LABEL: OUT, TARGET: PALETTE[2]}
         for x, side in ((0, "middle left"), (1, "middle right")):

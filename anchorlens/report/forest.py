@@ -16,7 +16,7 @@ from .claims import SIGNS, Claim
 Place = Callable[[float], float]  # from a number to its place along an axis
 WIDTH, TRACK, LEFT = 400, 190.0, 6.0
 LINE, TITLE, GAP = 15.0, 14.0, 22.0
-MOST = 66  # characters of a line
+MOST = 62  # characters of a line
 
 
 def forest(claims: Sequence[Claim]) -> Markup:

@@ -88,6 +88,7 @@ class PromptFlows(FlowPage):
         source: The model and the number of the prompt.
         sums: Saliency of each pair of tokens summed over the shallow and over the deep layers, the
             first and the last third; None for prompts of more than 512 tokens.
+        begins_with_bos: Whether the first token is a BOS.
     """
 
     parts: Sequence[tuple[int, int, str, str]]
@@ -97,6 +98,7 @@ class PromptFlows(FlowPage):
     is_right: bool | None = None
     source: str = ""
     sums: Float[Tensor, "end query key"] | None = None
+    begins_with_bos: bool = False
     template: ClassVar[str] = "prompt.html"
 
     @checked
@@ -105,7 +107,9 @@ class PromptFlows(FlowPage):
 
         A line goes from a token on the right to a later one on the left. It is as dark and wide as
         the saliency of this pair, summed over the layers of its panel: all lines have one scale.
-        Label words and lines from or to them have colours, and so has the target.
+        Label words and lines from or to them have colours, and so has the target. Flows from BOS
+        are left out, and the title has their share: they are often larger than all others, and the
+        paper's prompts have no BOS.
 
         Raises:
             AnchorlensError: The prompt has more than 512 tokens, whose lines nobody could tell
@@ -126,9 +130,12 @@ class PromptFlows(FlowPage):
         for name, end in zip(("shallow", "deep"), ends, strict=True):
             first, last = end.start, end.stop - 1
             names.append(f"{name}: layer{f's {first} to' if first < last else ''} {last}")
-        return flow_columns(
-            self.sums, self.tokens, self.segments, names, f"Flows of {self.source or 'a prompt'}"
-        )
+        sums, title = self.sums.clone(), f"Flows of {self.source or 'a prompt'}"
+        if self.begins_with_bos:
+            share = sums[..., 0].sum() / (sums.sum() or 1.0)
+            sums[..., 0] = 0
+            title += f", without those from BOS ({share:.0%})"
+        return flow_columns(sums, self.tokens, self.segments, names, title)
 
     def rows(self) -> list[tuple[int, int, str]]:
         """The parts."""
@@ -237,6 +244,7 @@ def plot_prompt(
         query="".join(t for t, s in zip(tokens, segments, strict=True) if s == QUERY).strip(),
         source=f"{Path(str(model.cfg.model_name)).name}, prompt {prompt}",
         sums=pairs if size else None,
+        begins_with_bos=alone.begins_with_bos,
         **_predicted(alone, logits.cpu()),
     )
 

@@ -28,26 +28,43 @@ def drawn(figure: Any, panel: int, shape: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.with_shapes
-def test_lines_are_sums_of_saliency_over_layers_on_one_scale(gpt2: Any) -> None:
-    batch = questions(gpt2, count=2)[0]
-    flows = al.plot_prompt(gpt2, batch, 1)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_lines_are_sums_of_saliency_over_layers_on_one_scale(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    batch = questions(model, count=2)[0]
+    flows = al.plot_prompt(model, batch, 1)
     assert flows.sums is not None
-    saliency = al.saliency(gpt2, batch.prompt(1))[0].double().tril(-1)
+    saliency = al.saliency(model, batch.prompt(1))[0].double().tril(-1)
     figure, ends = flows.figure(), shallow_and_deep(len(saliency))
     expected = torch.stack([saliency[end].sum(0) for end in ends])
     torch.testing.assert_close(flows.sums, expected, rtol=1e-6, atol=1e-6 * float(expected.max()))
-    lightest = float(expected.max()) / (2 * LEVELS)
+    title = figure.layout.title.text
+    assert batch.begins_with_bos == (name == "llama") == ("without those from BOS (" in title)
+    if batch.begins_with_bos:
+        of_bos = flows.sums[..., 0].sum() / flows.sums.sum()
+        assert 0.01 < of_bos < 0.99 and f"BOS ({of_bos:.0%});" in title
+    sums = flows.sums.clone()
+    sums[..., 0] *= not batch.begins_with_bos
+    lightest = float(sums.max()) / (2 * LEVELS)
     for panel in (0, 1):
         lines = drawn(figure, panel, expected.shape[1:])
         is_drawn = lines > 0
-        torch.testing.assert_close(lines[is_drawn], flows.sums[panel][is_drawn], rtol=0, atol=0)
-        assert flows.sums[panel][~is_drawn].max() <= lightest * (1 + 1e-6)
+        torch.testing.assert_close(lines[is_drawn], sums[panel][is_drawn], rtol=0, atol=0)
+        assert sums[panel][~is_drawn].max() <= lightest * (1 + 1e-6)
     darkness = {line.opacity for line in figure.data if line.mode == "lines"}
     assert max(darkness) == 1
+    in_legend = {line.name: line.opacity for line in figure.data if line.showlegend}
+    of_kinds = {
+        name: {line.opacity for line in figure.data if line.name == name} for name in in_legend
+    }
+    assert len(in_legend) == 3 == len([line for line in figure.data if line.showlegend])
+    assert all(in_legend[name] == max(each) for name, each in of_kinds.items())
     left_out = 1 - sum(drawn(figure, panel, expected.shape[1:]).sum() for panel in (0, 1)) / (
-        flows.sums.sum()
+        sums.sum()
     )
-    assert figure.layout.title.text.endswith(f"of the darkest hold {left_out:.0%}")
+    assert title.endswith(f"of the darkest hold {left_out:.0%}")
     names = [f"shallow: layer {ends[0].start}", f"deep: layer {ends[1].start}"]
     assert [title.text for title in figure.layout.annotations] == names
     texts = [trace for trace in figure.data if trace.mode == "text"]
