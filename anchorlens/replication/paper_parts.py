@@ -139,6 +139,9 @@ def figures_3_5_6(setting: PaperSetting) -> Iterator[PaperNumber]:
         for k, name in enumerate(("S_wp", "S_pq", "S_ww")):
             yield from _by_layer("Figure 3", name, "share", flows.share[:, k])
         yield from _by_layer("Figure 3", "S_pq / S_tq", "ratio", flows.pq_over_tq)
+        for k, name in enumerate(("S_wp / S_ww", "S_pq / S_ww")):
+            value = float(flows.over_ww[k])
+            yield PaperNumber("Section 2.1", "median over layers", name, value)
     if "attention_aucroc" in results:
         attention = results["attention_aucroc"]
         yield from _by_layer("Figure 5", "AUCROC_l", "area", attention.aucroc)

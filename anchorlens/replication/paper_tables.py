@@ -132,6 +132,15 @@ def _figure_3(parts: Parts, seeds: int) -> Section:
     )
 
 
+def _over_ww(parts: Parts, seeds: int) -> Section:
+    return Section(
+        "Section 2.1. Do flows into and out of label words surpass those of other words?",
+        _spreads(_group_per_task(parts["Section 2.1"]), 2, seeds),
+        "Above 1 where they do; in the paper they usually do. Random weights can give more than 1 "
+        "too: the verdict of al.claims compares with them.",
+    )
+
+
 def _figure_4(parts: Parts, seeds: int) -> Section:
     rows = parts["Figure 4"]
     return Section(
@@ -280,6 +289,7 @@ def _directions(parts: Parts, seeds: int) -> Section:
 
 _SECTIONS: dict[str, Callable[[Parts, int], Section]] = {
     "Figure 3": _figure_3,
+    "Section 2.1": _over_ww,
     "Figure 4": _figure_4,
     "Figure 5": _figure_5,
     "Equation 6": _equation_6,

@@ -123,6 +123,9 @@ def test_figures_3_5_and_6_equal_the_metrics(numbers: pd.DataFrame, model: Any, 
         ours = values(numbers, seed, part, row, column)
         assert ours == pytest.approx(expected.tolist(), rel=1e-4, nan_ok=True), row
         assert len(ours) == 2
+    for k, name in enumerate(("S_wp / S_ww", "S_pq / S_ww")):
+        ours = values(numbers, seed, "Section 2.1", "median over layers", name)
+        assert ours == [pytest.approx(float(flows.over_ww[k]), rel=1e-4)]
     for kind in ("predicted", "actual"):
         for a, first in enumerate(("Others", "Happy", "Sad", "Angry")):
             for b, second in enumerate(("Others", "Happy", "Sad", "Angry")):

@@ -110,7 +110,7 @@ def test_a_metric_that_fails_does_not_stop_the_others(
 
     monkeypatch.setattr(al.AttentionAUCROC, "result", fail)
     with pytest.warns(UserWarning, match="no result for attention_aucroc: nothing to see"):
-        assert rows_of(figures_3_5_6(setting(model))) == {"Figure 3", "Figure 6"}
+        assert rows_of(figures_3_5_6(setting(model))) == {"Figure 3", "Section 2.1", "Figure 6"}
 
 
 OTHERS = [example for example in EXAMPLES if not example.label]

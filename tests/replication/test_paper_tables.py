@@ -313,7 +313,17 @@ def every_section() -> pd.DataFrame:
     depths = isolation("Appendix, isolation depths")
     variant = isolation("Appendix, two shots: Figure 4")
     mine = by_seed("Mine", "entropy", "nats", seeds, "trec")
-    rows = [*LAYERED, *isolation("Figure 4"), *of_tasks, *depths, *words, *directions, *mine]
+    over_ww = by_seed("Section 2.1", "median over layers", "S_wp / S_ww", {1: 1.5, 2: 2.5}, "trec")
+    rows = [
+        *LAYERED,
+        *over_ww,
+        *isolation("Figure 4"),
+        *of_tasks,
+        *depths,
+        *words,
+        *directions,
+        *mine,
+    ]
     return table([*rows, *variant])
 
 
