@@ -91,7 +91,7 @@ def test_prefix_tuning_prints_the_rows_of_a_table_above_the_published_ones(
     table: str, monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--table", table, "--scale", "0.0001", "--tests", "20"]
+    options = ["--table", table, "--scale", "0.0001", "--tests", "4"]
     monkeypatch.setattr(sys, "argv", [PREFIX_TUNING.name, *options])
     runpy.run_path(str(PREFIX_TUNING), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()

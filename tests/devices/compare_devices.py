@@ -46,7 +46,7 @@ def calls_with(model: Any) -> Calls:
 
 
 def gpt2_on(device: str) -> Calls:
-    tokenizer = byte_level_tokenizer(3000)
+    tokenizer = byte_level_tokenizer()
     weights = tiny_gpt2(len(tokenizer), n_layer=2)
     return calls_with(al.load_model(weights, tokenizer=tokenizer, device=device))
 
@@ -62,7 +62,7 @@ def two_devices() -> dict[str, Any]:
     Neither changes what the other can break: a tensor that is on a wrong device, or of a type that
     the device has not. ``default_device`` has one device, with float64.
     """
-    tokenizer = sentencepiece_like_tokenizer(3000)
+    tokenizer = sentencepiece_like_tokenizer()
     weights = tiny_llama(len(tokenizer), num_hidden_layers=2)
     places = {
         "model.embed_tokens": "sim:0",
@@ -111,7 +111,7 @@ def default_device() -> dict[str, Any]:
 
 def docstrings() -> dict[str, str]:
     """What examples of each module give on the device instead of what is printed there."""
-    tokenizer, folder = byte_level_tokenizer(3000), Path(tempfile.mkdtemp())
+    tokenizer, folder = byte_level_tokenizer(), Path(tempfile.mkdtemp())
     tiny_gpt2(len(tokenizer), n_layer=3, n_embd=16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     names = names_of_examples(folder, "sim")
@@ -123,7 +123,7 @@ def readme() -> dict[str, Any]:
 
     def named_on(device: str) -> dict[str, Tensor]:
         printed, folder = io.StringIO(), Path(tempfile.mkdtemp())
-        tokenizer = byte_level_tokenizer(3000)
+        tokenizer = byte_level_tokenizer()
         weights = tiny_gpt2(len(tokenizer), n_layer=6, n_embd=16)
         model = al.load_model(weights, tokenizer=tokenizer, device=device)
         sample = al.sample_prompts
@@ -146,7 +146,7 @@ def readme() -> dict[str, Any]:
 def batches() -> dict[str, bool]:
     """Whether what a moved batch knows of the CPU are its own numbers, whatever is done to it."""
     tokenizer, task, examples = (
-        byte_level_tokenizer(3000),
+        byte_level_tokenizer(),
         al.TASKS["trec"],
         al.load_examples("questions"),
     )
@@ -188,7 +188,7 @@ def are_equal(batch: al.PromptBatch, other: al.PromptBatch) -> bool:
 def waits() -> dict[str, list[int]]:
     """How often the host would wait for a GPU for one more batch, with 2 and with 4 layers."""
     tokenizer, task, examples = (
-        byte_level_tokenizer(3000),
+        byte_level_tokenizer(),
         al.TASKS["agnews"],
         al.load_examples("news"),
     )

@@ -119,11 +119,12 @@ def trained(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
 
 def what_scores_are_worth(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
     scores: dict[str, Any] = {"attention": al.SegmentAttention(), "one": al.subsets.one_by_one}
+    few, others = batches[:2], batches[4:6]
     return {
-        "faithfulness": al.faithfulness(model, batches, scores, subsets=4, **QUIET),
-        "attribution": al.segment_attribution(model, batches, al.subsets.one_by_one, **QUIET),
-        "heads": al.head_effects(model, batches[:4], batches[4:], **QUIET),
-        "vectors": al.task_vectors(model, batches[:4], batches[4:], **QUIET),
+        "faithfulness": al.faithfulness(model, few, scores, subsets=4, **QUIET),
+        "attribution": al.segment_attribution(model, few, al.subsets.one_by_one, **QUIET),
+        "heads": al.head_effects(model, few, others, **QUIET),
+        "vectors": al.task_vectors(model, few, others, **QUIET),
     }
 
 
