@@ -281,6 +281,7 @@ def table_3(draws: Draws) -> Iterator[tuple[str, Run]]:
 
 TABLES = {1: (table_1, LEARNED[:2]), 2: (table_2, LEARNED), 3: (table_3, [*TASKS])}
 SCALES = {1: 0.25, 2: 0.25, 3: 0.1}
+HELP = "part of the published steps (1/4, 1/4, 1/10); of the longest of Table 3 its square"
 
 
 @torch.no_grad()
@@ -409,7 +410,7 @@ def print_table(table: int, of_seeds: Sequence[Mapping[str, Row]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", type=int, choices=(1, 2, 3), default=1)
-    parser.add_argument("--scale", type=float, help="part of the published steps (1/4, 1/4, 1/10)")
+    parser.add_argument("--scale", type=float, help=HELP)
     parser.add_argument("--tests", type=int, default=3200, help="prompts to test")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--device", default="cpu")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import quote
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -30,7 +29,7 @@ from ..results.bootstrap import check_resamples, with_intervals
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..runs.identity import versions
-from ..runs.several_models import MakePrompts, maker_of_prompts, outcome_of, sources_of
+from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of
 from ..runs.store import make_folder
 from ..runs.study import Study
 from ..system.arguments import check_from_1, checked
@@ -116,7 +115,7 @@ class HardPromptTransferRecord(Record):
             values[None],
             ["accuracy"],
             self.info["models"],
-            ["text of the hard prompt", "nothing", "random tokens"],
+            ["text of the hard prompt", "nothing", "random tokens, range of draws"],
             title="A hard prompt in each model",
             low=low[None],
             high=high[None],
@@ -225,7 +224,7 @@ def transfer_hard_prompt(
             model,
             make_prompts(model.tokenizer),
             settings | {"draws": str(draws), "seed": str(seed)},
-            folder=None if folder is None else Path(folder) / f"model {quote(name, safe=' @')}",
+            folder=folder_of(folder, name),
             resamples=resamples,
             progress=progress,
         )

@@ -13,7 +13,6 @@ from functools import partial
 from math import nan
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
-from urllib.parse import quote
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -44,7 +43,7 @@ from ..results.html_tables import note, table, titled
 from ..results.record import Record
 from ..results.text_tables import Section, TextTable
 from ..runs.identity import versions
-from ..runs.several_models import MakePrompts, maker_of_prompts, outcome_of, sources_of
+from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of
 from ..runs.store import make_folder
 from ..system.arguments import check_from_1, checked
 from ..system.processes import fails_together, is_main
@@ -261,7 +260,7 @@ def across_models(
     rows: dict[str, _Row] = {}
     with closing(PassesBar([*sources], quiet=not (progress and is_main()))) as bar:
         for name, load in sources.items():
-            of_model = None if folder is None else Path(folder) / f"model {quote(name, safe=' @')}"
+            of_model = folder_of(folder, name)
             with bar.part(f"{name} ({len(rows) + 1} of {len(sources)} models)"):
                 rows[name] = _row(load, make_prompts, partial(run, folder=of_model))
             free_memory()  # the references of a model form cycles, which are freed only here

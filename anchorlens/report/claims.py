@@ -293,8 +293,8 @@ def _claim(
 ) -> Claim:
     """A claim, judged by the interval of its number and by the numbers of random weights.
 
-    ``no_number`` says why there is none. Numbers that random weights ``often`` give are compared by
-    their whole interval, and decide nothing alone.
+    ``no_number`` says why there is none. With ``often_random``, for numbers that random weights
+    often give, the whole interval must be above theirs, and without such models none agrees.
     """
     verdict, limit = Verdict.CANNOT_TELL, LIMITS[statement]
     if of_random:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import torch
 
@@ -28,8 +29,8 @@ _log = logging.getLogger(__name__)
 class Outcome(NamedTuple):
     """What became of a model."""
 
-    failed: str  # the reason, after "failed: "; "" else
-    warnings: Sequence[str]  # and the reason
+    failed: str  # "failed: " and the reason; "" if it did not fail
+    warnings: Sequence[str]  # each text once; the last is the reason, if it failed
 
 
 def outcome_of(load: Callable[[], Any], work: Callable[[Any], object]) -> Outcome:
@@ -82,6 +83,11 @@ def sources_of(
             f"{'' if revisions is None else f' at {list(revisions)}'}. A mapping names models"
         )
     return sources
+
+
+def folder_of(folder: str | Path | None, name: str) -> Path | None:
+    """Where the batches of a model are stored; None where nothing is."""
+    return None if folder is None else Path(folder) / f"model {quote(name, safe=' @')}"
 
 
 def _loaded(model: Any, loading: Mapping[str, Any]) -> Any:
