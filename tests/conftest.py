@@ -256,12 +256,22 @@ def shallow_folder(tmp_path_factory: Any) -> Path:
 
 
 def saved_model(folder: Path, n_layer: int) -> Path:
-    from tests.support.tiny_models import byte_level_tokenizer, tiny_gpt2
+    from tests.support.tiny_models import byte_level_tokenizer, randomize, tiny_gpt2
 
-    tokenizer = byte_level_tokenizer(3000)
-    tiny_gpt2(len(tokenizer), n_layer=n_layer, n_embd=16).save_pretrained(folder)
+    tokenizer = byte_level_tokenizer()
+    weights: Any = tiny_gpt2(len(tokenizer), n_layer=n_layer, n_embd=16)
+    randomize(weights, seed=0)  # with which it answers both words of the sentiments
+    weights.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Analyses take less time: one model of random weights, and few resamples."""
+    from tests.support.quick_analyses import quick_analyses
+
+    quick_analyses(monkeypatch)
 
 
 @pytest.fixture(scope="session", params=["sentiment", "questions"])

@@ -94,7 +94,7 @@ def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path)
 
 
 @pytest.mark.parametrize("page", with_code("python"))
-def test_the_code_of_a_page_runs(page: Path, reader: None) -> None:
+def test_the_code_of_a_page_runs(page: Path, reader: None, quick: None) -> None:
     run_page(page)
 
 

@@ -31,7 +31,7 @@ def test_the_folder_has_examples() -> None:
 
 @pytest.mark.parametrize("path", WITH_MODEL, ids=lambda path: path.stem)
 def test_an_example_runs_and_writes_a_page(
-    path: Path, monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    path: Path, monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, quick: None
 ) -> None:
     text = path.read_text()
     options = ["--queries", "12"] if "--queries" in text else []

@@ -45,7 +45,7 @@ def cut_by_hand(
         return (pattern @ value).transpose(1, 2), pattern
 
     monkeypatch.setattr(modeling_gpt2, "eager_attention_forward", attend)
-    plain = tiny_gpt2(700)
+    plain = tiny_gpt2(3000)
     plain.set_attn_implementation("eager")
     positions = (batch.attention_mask.long().cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_isolation_equals_attention_written_by_hand(
     renormalize: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert gpt2.W_E.shape[0] == 700
+    assert gpt2.W_E.shape[0] == 3000
     hooks = al.isolate_labels(gpt2, batch, al.Site(layers, renormalize=renormalize))
     ours = logits_of(gpt2, batch, hooks)
     clean = logits_of(gpt2, batch, [])
@@ -318,7 +318,7 @@ def test_gradients_of_tensors_equal_finite_differences(
     name: str, byte_level: Any, hooked: Any
 ) -> None:
     hooks, shape, size, tolerance = OF_TENSORS[name]
-    model = hooked(tiny_gpt2(700).double(), byte_level)
+    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
     demos = [al.Example("one two", 0), al.Example("three", 1)]
     batch = al.build_prompts(model.tokenizer, LONG_LABELS, demos, [al.Example("four", 1)])[0]
 

@@ -45,19 +45,19 @@ Section = Callable[[random.Random], None]
 
 settings.register_profile("attack", max_examples=3000, derandomize=False)
 SMALL: list[tuple[Section, int]] = [
-    (fuzzed_prompts, 60),
-    (damaged_rows, 10),
-    (damaged_record, 10),
-    (damaged_context, 10),
-    (damaged_data, 10),
-    (forged_files, 15),
-    (odd_settings, 15),
-    (random_configurations, 5),
-    (payloads, 6),
-    (stale_results, 25),
-    (odd_lengths, 12),
-    (odd_edges, 6),
-    (odd_turns, 20),
+    (fuzzed_prompts, 30),
+    (damaged_rows, 5),
+    (damaged_record, 5),
+    (damaged_context, 5),
+    (damaged_data, 5),
+    (forged_files, 8),
+    (odd_settings, 8),
+    (random_configurations, 3),
+    (payloads, 3),
+    (stale_results, 12),
+    (odd_lengths, 6),
+    (odd_edges, 3),
+    (odd_turns, 10),
 ]
 
 
@@ -66,9 +66,9 @@ def is_long() -> bool:
 
 
 def attack(section: Section, count: int, **options: Any) -> None:
-    """Give the section random numbers ``count`` times, or 50 times as often."""
+    """Give the section random numbers ``count`` times, or 100 times as often."""
     drawn = settings(
-        max_examples=count * 50 if is_long() else count,
+        max_examples=count * 100 if is_long() else count,
         derandomize=not is_long(),
         deadline=None,
         database=None,

@@ -28,7 +28,7 @@ def test_paper_writes_numbers_tables_and_report(
     monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
 ) -> None:
     model = tmp_path / "model"
-    tiny_gpt2(len(byte_level), n_layer=2).save_pretrained(model)
+    tiny_gpt2(len(byte_level), n_layer=2, n_positions=400).save_pretrained(model)
     byte_level.save_pretrained(model)
     quick = ["--queries", "11", "--seed", "-5", "--depth", "1", "--draws", "1"]
     arguments = ["--tasks", "sentiment, emotions", "--appendix", "--out", str(tmp_path), *quick]

@@ -108,6 +108,7 @@ def positive_folder(byte_level: Any, tmp_path: Path) -> Path:
     weights = tiny_gpt2(len(byte_level), n_layer=2)
     with torch.no_grad():
         (token,) = byte_level(" Positive")["input_ids"]
+        weights.transformer.wte.weight[token] *= 2
         weights.transformer.ln_f.bias += 5 * weights.transformer.wte.weight[token]
     weights.save_pretrained(tmp_path / "positive")
     byte_level.save_pretrained(tmp_path / "positive")

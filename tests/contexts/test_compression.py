@@ -355,7 +355,7 @@ def test_another_model_type_or_tokenizer_is_refused(
 
 
 def test_a_query_that_is_too_long_is_refused(hooked: Any, byte_level: Any) -> None:
-    model = hooked(tiny_gpt2(len(byte_level), n_positions=256), byte_level)
+    model = hooked(tiny_gpt2(len(byte_level), n_positions=160), byte_level)
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, seed=1)
     queries = [al.Example("What is it?", 1), al.Example("What was that " + "long " * 60 + "?", 1)]

@@ -123,13 +123,14 @@ def test_the_embeddings_are_neither_copied_nor_normalised(gpt2: Any) -> None:
 def test_plain_tokens_are_those_that_survive_decoding_and_encoding(
     sentencepiece_like: Any, byte_level: Any
 ) -> None:
-    plain = plain_tokens(sentencepiece_like, 1000)
-    names = sentencepiece_like.convert_ids_to_tokens(range(900))
+    size = len(sentencepiece_like)
+    plain = plain_tokens(sentencepiece_like, size + 100)
+    names = sentencepiece_like.convert_ids_to_tokens(range(size))
     assert not plain[:259].any(), "special tokens, and bytes"
-    assert not plain[900:].any(), "tokens that the tokenizer does not know"
+    assert not plain[size:].any(), "tokens that the tokenizer does not know"
     assert plain[names.index("▁the")] and plain.sum() > 500
-    byte_plain = plain_tokens(byte_level, 700)
-    for token in range(700):
+    byte_plain = plain_tokens(byte_level, len(byte_level))
+    for token in range(len(byte_level)):
         text = byte_level.decode([token], clean_up_tokenization_spaces=False)
         survives = byte_level(text)["input_ids"] == [token] and token != byte_level.eos_token_id
         assert bool(byte_plain[token]) == survives
@@ -139,14 +140,14 @@ def test_plain_tokens_are_those_that_survive_decoding_and_encoding(
 def test_unused_tokens_are_not_plain(byte_level: Any) -> None:
     from copy import deepcopy
 
-    tokenizer = deepcopy(byte_level)
-    assert plain_tokens(tokenizer, 703)[700:].tolist() == [False] * 3
+    tokenizer, size = deepcopy(byte_level), len(byte_level)
+    assert plain_tokens(tokenizer, size + 3)[size:].tolist() == [False] * 3
     tokenizer.add_tokens(["<unused7>", "abcabc"])
-    assert not plain_tokens(tokenizer, 703)[700:].any(), "they were added"
-    before = plain_tokens(byte_level, 700)
+    assert not plain_tokens(tokenizer, size + 3)[size:].any(), "they were added"
+    before = plain_tokens(byte_level, size)
     byte_level.backend_tokenizer.enable_padding(length=4)
     try:
-        assert torch.equal(plain_tokens(deepcopy(byte_level), 700), before)
+        assert torch.equal(plain_tokens(deepcopy(byte_level), size), before)
     finally:
         byte_level.backend_tokenizer.no_padding()
 
@@ -451,7 +452,7 @@ def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
     assert len(ids) == 3 and ids[0] != ids[1]
     assert ids == [prompt.ids.tolist() for prompt in al.hard_prompts.random(gpt2, seed=1, **call)]
     assert ids != [prompt.ids.tolist() for prompt in al.hard_prompts.random(gpt2, seed=2, **call)]
-    assert plain_tokens(gpt2.tokenizer, 700)[torch.tensor(ids)].all()
+    assert plain_tokens(gpt2.tokenizer, len(gpt2.tokenizer))[torch.tensor(ids)].all()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -157,7 +157,7 @@ def two_numbers(logits: Tensor, batch: al.PromptBatch) -> Tensor:
     return logits.sum(1) if len(logits) == 4 else logits.sum()
 
 
-NONE = torch.zeros(700, dtype=torch.bool)
+NONE = torch.zeros(3000, dtype=torch.bool)
 FLUENT = {"length": 1, "method": al.hard_prompts.FLUENT_PROMPT}
 OPTIMIZER = {"optimizer": torch.optim.SGD}
 NO_LABEL = of_prompts(lambda batch: replace(batch, gold=None))
@@ -184,12 +184,12 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ),
     ("prefix", {"length": 600}, PromptError, "left after 600 positions"),
     ("soft prompt", {"start": []}, PromptError, "got none"),
-    ("soft prompt", {"start": [10**6]}, PromptError, r"from 0 to 699; got \[1000000\]"),
+    ("soft prompt", {"start": [10**6]}, PromptError, r"from 0 to 2999; got \[1000000\]"),
     ("soft prompt", {"length": 500}, PromptError, "12 of the model's context of 512 are left"),
     ("hard prompt", {"allowed": NONE}, PromptError, "no token is allowed"),
-    ("hard prompt", {"allowed": NONE[:5]}, PromptError, "each of the 700 tokens"),
+    ("hard prompt", {"allowed": NONE[:5]}, PromptError, "each of the 3000 tokens"),
     ("hard prompt", {"start": [0]}, PromptError, r"tokens \[0\] of the start are not allowed"),
-    ("hard prompt", {"start": [700]}, PromptError, "from 0 to 699"),
+    ("hard prompt", {"start": [3000]}, PromptError, "from 0 to 2999"),
     ("hard prompt", OPTIMIZER, MetricError, "the optimizer of a search is that of its method"),
     ("hard prompt", FLUENT, PromptError, "has no fluency"),
     ("re-weighting", {"optimizer": partial(torch.optim.Adam, lr=-1.0)}, MetricError, "Invalid le"),

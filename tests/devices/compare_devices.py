@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from anchorlens.system import devices
 from tests.support import simulated_device
 from tests.support.device_calls import calls, tensors_of
 from tests.support.printed_code import MODULES, ROOT, failed_examples, names_of_examples, run_page
+from tests.support.quick_analyses import quick_analyses
 from tests.support.tiny_models import (
     byte_level_tokenizer,
     sentencepiece_like_tokenizer,
@@ -280,6 +282,7 @@ def largest_difference(expected: Mapping[str, Tensor], results: Mapping[str, Ten
 if __name__ == "__main__":
     file, *kinds = sys.argv[1:]
     torch.set_num_threads(1)
+    quick_analyses(pytest.MonkeyPatch())
     if "cuda" not in kinds:
         simulated_device.install()
     warnings.simplefilter("ignore")

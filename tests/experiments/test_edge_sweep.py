@@ -28,8 +28,8 @@ def forerunners_read(batch: al.PromptBatch) -> Tensor:
     return edges.between(edges.query(batch), edges.forerunners(batch))
 
 
-def labels_read_format(batch: al.PromptBatch) -> Tensor:
-    return edges.between(edges.anchors(batch), edges.segment(batch, "format"))
+def labels_read_forerunners(batch: al.PromptBatch) -> Tensor:
+    return edges.between(edges.anchors(batch), edges.forerunners(batch))
 
 
 def context(batch: al.PromptBatch) -> Tensor:
@@ -138,7 +138,7 @@ def test_batches_padding_and_order_change_nothing(model: Any) -> None:
 
 
 @pytest.mark.every_kind
-@pytest.mark.parametrize("cut", [labels_read_format, edges.pq, forerunners_read])
+@pytest.mark.parametrize("cut", [labels_read_forerunners, edges.pq, forerunners_read])
 def test_shared_tokens_give_the_records_of_whole_prompts(
     model: Any, cut: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ def test_the_sum_over_all_edges_is_the_change_of_the_output_up_to_one_over_m_squ
         products, _ = attribution(precise, prompt, None, steps)
         totals = torch.stack([product.sum() for product in products])
         errors[steps] = totals - torch.stack(changes)
-    assert min(changes, key=abs).abs() > 0.01
+    assert min(changes, key=abs).abs() > 0.1 * clean.max()
     for steps, error in errors.items():
         assert error.abs().max() <= 0.01 / steps**2
     # The output bends more with the pattern of the first layer, where ten steps are few.
@@ -176,10 +176,10 @@ def test_where_the_output_is_linear_in_the_pattern_one_step_is_exact(
 def test_the_prediction_stays_that_of_the_clean_run(gpt2: Any, batch: al.PromptBatch) -> None:
     (with_labels,) = questions(gpt2, 2)
     ids = with_labels.label_token_ids
-    for prompts, ends in ((batch, torch.arange(700)), (with_labels, ids)):
-        clean = torch.randn(2, 700, generator=torch.Generator().manual_seed(0))
+    for prompts, ends in ((batch, torch.arange(3000)), (with_labels, ids)):
+        clean = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0))
         clean[0, ends[1]], clean[1, ends[3]] = 5, 5
-        scaled = torch.zeros(2, 700)
+        scaled = torch.zeros(2, 3000)
         scaled[:, ends[3]] = 1  # another one is likelier now
         expected = scaled[:, ends].softmax(-1)
         ours = probability_of_prediction(clean, prompts)(scaled, prompts)

@@ -104,7 +104,7 @@ def test_an_answer_that_is_a_sum_over_segments_has_its_weights_as_scores(
     def lower(model: Any, batch: al.PromptBatch, removed: Tensor) -> Any:
         parts = torch.stack([inside(batch) & removed for inside in segments.values()], dim=1)
         lost = parts.any(-1).double() @ weights
-        changes = torch.zeros(2, 1, 700, dtype=torch.double)
+        changes = torch.zeros(2, 1, 3000, dtype=torch.double)
         changes[[0, 1], 0, words] = lost
         return batch, [("unembed.hook_out", lambda logits, hook: logits - changes)]
 

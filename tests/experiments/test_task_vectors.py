@@ -200,7 +200,9 @@ def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
     others = prompts(gpt2, slice(4, 16), MIXED)
     symbols = prompts(gpt2, ASKED, al.relabeling.symbols([" A", " B", " C", " D", " E", " F"]))
     texts = al.build_prompts(gpt2.tokenizer, TASK, al.sample_demonstrations(EXAMPLES), ["Who?"])
-    in_turn: dict[str, Any] = {"positions": lambda batch: batch.attention_mask}
+    in_turn: dict[str, Any] = {
+        "positions": lambda batch: batch.attention_mask & (batch.index > 0)[:, None]
+    }
     anchors: dict[str, Any] = {"positions": al.edges.anchors}
     for source, asked, options, message in (
         ([], tested, {}, "no batches to run"),

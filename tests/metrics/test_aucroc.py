@@ -31,7 +31,8 @@ def reference(scores: Tensor, predicted: Tensor) -> float:
     if len(present) == 2:
         return float(roc_auc_score(columns == 1, selected[:, 1]))
     selected[selected.sum(1) == 0] = 1.0
-    shares = selected / selected.sum(1, keepdim=True)
+    # In layer 0, shares of prompts that end alike differ by rounding alone.
+    shares = (selected / selected.sum(1, keepdim=True)).round(decimals=12)
     return float(roc_auc_score(columns, shares.numpy(), multi_class="ovo", average="macro"))
 
 
@@ -180,7 +181,7 @@ def test_a_head_of_the_first_layer_does_not_rank_by_rounding(
             label_positions=labels.expand(len(part), -1),
             label_classes=torch.arange(words).expand(len(part), -1) % 3,
             target_positions=torch.full((len(part),), n - 1),
-            label_token_ids=torch.tensor([579, 487, 397]),  # the model predicts each
+            label_token_ids=torch.tensor([1619, 7, 817]),  # the model predicts each
         )
         for part in prompts.split([3, 7, 11, 19])  # the order of sums depends on the shape
     ]

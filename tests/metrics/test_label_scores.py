@@ -16,7 +16,7 @@ from anchorlens.runs.identity import fingerprint
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 TEMPLATE = al.TASKS["sst2"].template
 ONE = [" Negative", " Positive"]
-SEVERAL = [[" Negative", " Sad", " Angry"], [" Positive", " Happy"]]
+SEVERAL = [[" Negative", " Sad", " Angry"], [" Positive", " Fine"]]
 METRICS: list[al.Metric] = [
     al.SaliencyFlows(),
     al.AttentionAUCROC(),

@@ -37,7 +37,7 @@ def test_saliency_equals_plain_transformers(
     name: str, side: Any, request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(name)
-    batch = questions(model, 3, padding_side=side)[0]
+    batch = questions(model, 4, padding_side=side)[0]
     assert len(set(batch.attention_mask.sum(1).tolist())) > 1
     maps = al.saliency(model, batch)
     of_heads = al.saliency(model, batch, weight=al.weights.signed, per_head=True)
@@ -116,8 +116,8 @@ def test_edges_that_no_token_has_are_refused(gpt2: Any, function: Any) -> None:
 
 
 def in_long_queries(batch: al.PromptBatch) -> Tensor:
-    """Edges inside queries of more than 33 tokens."""
-    query = edges.query(batch) & (edges.query(batch).sum(1, keepdim=True) > 33)
+    """Edges inside queries of more than 22 tokens."""
+    query = edges.query(batch) & (edges.query(batch).sum(1, keepdim=True) > 22)
     return edges.between(query, query)
 
 

@@ -511,7 +511,7 @@ def test_segments_that_depend_on_later_tokens_run_whole_prompts(gpt2: Any) -> No
     """In the shared tokens alone, no prompt has a long query."""
 
     def before_long_queries(batch: al.PromptBatch) -> Tensor:
-        is_long = al.edges.query(batch).sum(1, keepdim=True) > 33
+        is_long = al.edges.query(batch).sum(1, keepdim=True) > 22
         return al.edges.demonstrations(batch) & is_long
 
     batches = questions(gpt2, 6)

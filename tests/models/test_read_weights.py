@@ -22,7 +22,7 @@ from tests.references.architectures import BY_NAME
 from tests.support.tiny_models import questions, randomize, tiny_gpt2, tiny_llama
 
 pytestmark = [pytest.mark.every_kind, pytest.mark.filterwarnings("error"), pytest.mark.with_shapes]
-VOCABULARY = 700
+VOCABULARY = 3000
 
 
 @pytest.fixture

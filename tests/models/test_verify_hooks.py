@@ -19,7 +19,7 @@ from tests.support.tiny_models import boot, questions, randomize, tiny_gpt2, tin
 pytestmark = pytest.mark.every_kind
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXTS: dict[str, Any] = {"vocab_size": 700, "max_position_embeddings": 512}
+TEXTS: dict[str, Any] = {"vocab_size": 3000, "max_position_embeddings": 512}
 T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 HYBRID: dict[str, Any] = {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
 GPT1: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
@@ -33,16 +33,16 @@ def made(name: str, ending: str = "ForCausalLM", **options: Any) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "encoder-decoder": (
-        lambda: made("T5", "ForConditionalGeneration", vocab_size=700, **T5),
+        lambda: made("T5", "ForConditionalGeneration", vocab_size=3000, **T5),
         "is an encoder-decoder; these analyses are for left-to-right",
     ),
     # The bridge uses the padding mask of this model as a causal one, so its logits are wrong.
     "GPT-1": (
-        lambda: made("OpenAIGPT", "LMHeadModel", vocab_size=700, **GPT1),
+        lambda: made("OpenAIGPT", "LMHeadModel", vocab_size=3000, **GPT1),
         r"layers \[0, 1\]: tokens attend to later ones",
     ),
     "state space": (
-        lambda: made("Mamba", vocab_size=700, hidden_size=32, num_hidden_layers=2),
+        lambda: made("Mamba", vocab_size=3000, hidden_size=32, num_hidden_layers=2),
         r"layers \[0, 1\] of .* have no attention pattern",
     ),
     "hybrid": (

@@ -250,7 +250,7 @@ def test_a_custom_loss_replaces_the_cross_entropy(gpt2: Any) -> None:
 @pytest.mark.parametrize(
     ("loss", "came"),
     [
-        (lambda a, b: a, r"\(2, 700\)"),
+        (lambda a, b: a, r"\(2, 3000\)"),
         (lambda a, b: a.sum(), r"\(\)"),
         (lambda a, b: None, "a NoneType"),
         (lambda a, b: 0.5, "a float"),
@@ -360,7 +360,7 @@ def short_batch(length: int = 8, token: int = 3) -> al.PromptBatch:
     ("batch", "message"),
     [
         (short_batch(length=513), r"has 513 tokens, but the model's context is 512"),
-        (short_batch(token=700), r"token 700 is outside the model's vocabulary of 700"),
+        (short_batch(token=3000), r"token 3000 is outside the model's vocabulary of 3000"),
     ],
 )
 def test_prompts_that_do_not_fit_are_refused(

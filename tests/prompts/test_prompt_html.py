@@ -161,7 +161,7 @@ def test_wrong_arguments_of_show_raise_an_error(byte_level: Any, sentencepiece_l
         label_classes=[[0]],
         label_token_ids=[1],
     )
-    with pytest.raises(PromptError, match=r"this tokenizer has 700 tokens, but .* token 700; pass"):
+    with pytest.raises(PromptError, match=r"tokenizer has 3000 tokens, but .* token 3000; pass"):
         larger.show(byte_level)
 
 

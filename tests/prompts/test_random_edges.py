@@ -118,7 +118,7 @@ def test_forerunners_stand_before_the_label_words(gpt2: Any) -> None:
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_wrong_edges_are_errors(gpt2: Any, draw: Draw) -> None:
-    batch = questions(gpt2, 2, padding_side="left")[0]
+    batch = questions(gpt2, 4, padding_side="left")[0]
     good = edges.pq(batch)
     padding = torch.zeros_like(good)
     padding[0, 1, 0] = not batch.attention_mask[0, 0] or not batch.attention_mask[1, 0]

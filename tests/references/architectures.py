@@ -291,6 +291,6 @@ BY_NAME = {row.name: row for row in ALL}
 NATIVE = ("GPT-J", "GPT-Neo", "OPT", "XGLM")
 
 
-def native(name: str, vocab_size: int = 700) -> Any:
+def native(name: str, vocab_size: int = 3000) -> Any:
     """The model of a row of ``NATIVE``, for prompts of up to 512 tokens."""
     return BY_NAME[name].build(vocab_size, max_position_embeddings=512)

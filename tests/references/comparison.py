@@ -52,7 +52,7 @@ class Reference:
 
 @lru_cache(maxsize=1)
 def tokenizer() -> Any:
-    return byte_level_tokenizer()
+    return byte_level_tokenizer(700)
 
 
 def batch_of(side: Any) -> al.PromptBatch:

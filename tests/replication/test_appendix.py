@@ -163,11 +163,13 @@ def test_directions_equal_anchor_distances_with_as_many_directions(
 def test_demonstrations_that_do_not_fit_are_a_warning(
     byte_level: Any, setting: PaperSetting
 ) -> None:
-    small = al.load_model(tiny_gpt2(len(byte_level), n_layer=2), tokenizer=byte_level)
+    small = al.load_model(
+        tiny_gpt2(len(byte_level), n_layer=2, n_positions=256), tokenizer=byte_level
+    )
     examples = {"sentiment": (EXAMPLES, EXAMPLES)}
     parts = [paper_parts.letters, paper_parts.top_words]
     options: dict[str, Any] = {"queries": 12, "seeds": [3], "depth": 1, "draws": 1}
-    with pytest.warns(UserWarning, match="sentiment, seed 3, letters: a prompt has .* is 512"):
+    with pytest.warns(UserWarning, match="sentiment, seed 3, letters: a prompt has .* is 256"):
         numbers = al.paper(small, examples, parts=parts, progress=False, **options)
     assert set(numbers.part) == {"Appendix, top words"}
     names = [part.__name__ for part in al.PAPER_APPENDIX]

@@ -83,7 +83,7 @@ def test_a_run_without_numbers_gives_an_empty_table(model: Any) -> None:
 
 
 def test_prompts_that_are_too_long_do_not_stop_the_other_tasks(byte_level: Any) -> None:
-    model = al.load_model(tiny_gpt2(len(byte_level), n_positions=220), tokenizer=byte_level)
+    model = al.load_model(tiny_gpt2(len(byte_level), n_positions=146), tokenizer=byte_level)
     questions = al.load_examples("questions")
     tasks = {"questions": (questions, questions), **EMOTIONS}
     with pytest.warns(UserWarning, match="questions, seed 3, figure 4: a prompt has .* tokens"):

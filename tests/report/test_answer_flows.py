@@ -51,8 +51,8 @@ def assert_rounded(shown: list[float], exact: list[float]) -> None:
     assert shown == pytest.approx(exact, rel=6e-3, abs=1e-9)
 
 
-def test_numbers_are_the_saliency_of_the_loss_of_each_token(gpt2: Any) -> None:
-    flows = al.step_flows(gpt2, prompt(), "answer")
+def test_numbers_are_the_saliency_of_the_loss_of_each_token(exact_gpt2: Any) -> None:
+    flows = al.step_flows(exact_gpt2, prompt(), "answer")
     data = data_of(al.plot_answer(flows).page())
     assert data["names"] == ["all", "0", "1", "2"]
     maps = {}
@@ -62,7 +62,7 @@ def test_numbers_are_the_saliency_of_the_loss_of_each_token(gpt2: Any) -> None:
             return torch.arange(10)[None] == row
 
         loss = al.losses.next_token_cross_entropy(predicts)
-        maps[step] = al.saliency(gpt2, prompt(), loss=loss)[0].double()
+        maps[step] = al.saliency(exact_gpt2, prompt(), loss=loss)[0]
     for step, layer, read in reads(data):
         row = POSITIONS[step] - 1
         of_layer = maps[step].sum(0) if layer < 0 else maps[step][layer]

@@ -167,17 +167,19 @@ def test_flows_with_cut_edges_equal_those_of_whole_patterns(
             assert_same(record, expected[name], 1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3"])  # with a window, it is shorter than prompts
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_gemma3])  # with a window, shorter than prompts
 def test_a_page_of_a_prompt_has_the_flows_of_whole_patterns(
-    name: str, request: Any, fuse: Callable[[], None]
+    make: Any, hooked: Any, byte_level: Any, fuse: Callable[[], None]
 ) -> None:
-    model = request.getfixturevalue(name)
+    model = hooked(make(len(byte_level)).double(), byte_level)
     batch = questions(model, 3)[0]
     expected = al.plot_prompt(model, batch, 1)
     saliency = al.saliency(model, batch.prompt(1))[0]
     heads = al.saliency(model, batch.prompt(1), weight=al.weights.signed, per_head=True)
     fuse()
     ours = al.plot_prompt(model, batch, 1)
+    # Gemma rounds the softmax to float32, here by 1e-7 of the largest saliency.
+    size = 1e-12 if make is tiny_gpt2 else 1e-7
     assert ours.start == expected.start
     for layer, of_layer in enumerate(ours.layers):
         tables = [saliency[layer], *heads[0, layer].abs()]
@@ -189,15 +191,15 @@ def test_a_page_of_a_prompt_has_the_flows_of_whole_patterns(
                 if key < query
             }
             drawn = dict(zip(zip(arcs.keys, arcs.queries, strict=True), arcs.sizes, strict=True))
-            assert drawn == pytest.approx({pair: sums[pair] for pair in drawn}, rel=1e-4, abs=1e-9)
+            assert drawn == pytest.approx({pair: sums[pair] for pair in drawn}, rel=1e-4, abs=size)
             largest = sorted(sums.values(), reverse=True)[: len(drawn)]
-            assert arcs.sizes == pytest.approx(largest, rel=1e-4, abs=1e-9)
+            assert arcs.sizes == pytest.approx(largest, rel=1e-4, abs=size)
             assert arcs.share == pytest.approx(theirs.share, abs=1e-4)
             assert len(arcs.sizes) == len(theirs.sizes)
         flows, earlier = ours.strongest[layer], saliency[layer].tril(-1)
         sizes = earlier[flows.queries, flows.keys]
-        assert sizes.allclose(torch.tensor(flows.sizes), rtol=1e-4, atol=1e-9)
-        assert sizes.allclose(earlier.flatten().topk(len(sizes)).values, rtol=1e-4, atol=1e-9)
+        assert sizes.allclose(torch.tensor(flows.sizes, dtype=sizes.dtype), rtol=1e-4, atol=size)
+        assert sizes.allclose(earlier.flatten().topk(len(sizes)).values, rtol=1e-4, atol=size)
 
 
 @pytest.mark.usefixtures("small")
@@ -303,7 +305,7 @@ def test_no_tensor_is_as_large_as_a_pattern(
 ) -> None:
     model, length = request.getfixturevalue(name), 500
     tokens = torch.arange(length)[None] % 500
-    segments = (torch.arange(length)[None] > 400).long()
+    segments = (torch.arange(length)[None] > 450).long()
     own = al.PromptBatch.from_segments(tokens, segments, ["text", "answer"])
     labels: Any = {"label_positions": [[100, 200, 300, 400]], "label_classes": [[0, 1, 0, 1]]}
     batch = al.PromptBatch.from_positions(tokens, label_token_ids=[5, 6], gold=[0], **labels)

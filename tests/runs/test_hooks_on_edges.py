@@ -140,7 +140,7 @@ def test_hooks_that_scale_say_why_patterns_stay_whole(
 
 def longer_queries(batch: al.PromptBatch) -> torch.Tensor:
     """True for prompts with a long query, which the demonstrations do not show."""
-    return al.edges.query(batch).sum(1) > 33
+    return al.edges.query(batch).sum(1) > 22
 
 
 def by_length(batch: al.PromptBatch) -> torch.Tensor:
@@ -149,7 +149,7 @@ def by_length(batch: al.PromptBatch) -> torch.Tensor:
     )
 
 
-LAST = 2  # the query of the last prompt
+LAST = 5  # the query of the last prompt
 
 
 def one_prompt(model: Any, batch: al.PromptBatch) -> Any:

@@ -72,7 +72,7 @@ def test_sets_that_share_demonstrations_run_with_a_set_of_one_prompt(gpt2: Any) 
 
 @pytest.fixture(scope="module")
 def longrope() -> Any:
-    """A model whose rotary embeddings change above 237 tokens."""
+    """A model whose rotary embeddings change above 146 tokens."""
     tokenizer = byte_level_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -87,7 +87,7 @@ def longrope() -> Any:
             "rope_theta": 1e4,
             "short_factor": [1.0] * 4,
             "long_factor": [4.0] * 4,
-            "original_max_position_embeddings": 237,
+            "original_max_position_embeddings": 146,
             "factor": 8.0,
         },
     )
@@ -98,7 +98,7 @@ def longrope() -> Any:
 def test_rotary_embeddings_that_depend_on_the_length_give_correct_logits(longrope: Any) -> None:
     batches = questions(longrope, 8, batch_size=1)
     lengths = [batch.tokens.shape[1] for batch in batches]
-    assert min(lengths) <= 237 < max(lengths)
+    assert min(lengths) <= 146 < max(lengths)
     with torch.no_grad():
         expected = torch.stack(
             [
@@ -108,7 +108,7 @@ def test_rotary_embeddings_that_depend_on_the_length_give_correct_logits(longrop
         )
     logits = al.target_logits(longrope, batches, progress=False)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(PromptError, match=r"longer than 237 .*longrope.*batch_size=1"):
+    with pytest.raises(PromptError, match=r"longer than 146 .*longrope.*batch_size=1"):
         al.target_logits(longrope, questions(longrope, 8), progress=False)
 
 

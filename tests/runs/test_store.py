@@ -486,7 +486,7 @@ def test_signals_raise_an_error_and_their_handlers_are_restored(number: signal.S
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_killed_runs_and_stopped_commands_resume_and_end_equal(
-    monkeypatch: pytest.MonkeyPatch, capfd: Any
+    monkeypatch: pytest.MonkeyPatch, capfd: Any, quick: None
 ) -> None:
     from benchmarks import kill_runs
 

@@ -23,7 +23,7 @@ class Live(TorchDispatchMode):
         super().__init__()
         self.size = size
         self.given = {tensor.untyped_storage()._cdata for tensor in given}
-        self.now = self.peak = 0.0
+        self.bytes = self.largest = 0
         self.storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,15 +34,23 @@ class Live(TorchDispatchMode):
         return outputs
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key, part = storage._cdata, storage.nbytes() / self.size
-        if part < 1 or key in self.storages or key in self.given:
+        key, part = storage._cdata, storage.nbytes()
+        if part < self.size or key in self.storages or key in self.given:
             return
 
         def release(_: Any) -> None:
             del self.storages[key]
-            self.now -= part
+            self.bytes -= part
 
         # The storage object lives as long as its memory, also if only a view or graph uses it.
         self.storages[key] = weakref.ref(storage, release)
-        self.now += part
-        self.peak = max(self.peak, self.now)
+        self.bytes += part
+        self.largest = max(self.largest, self.bytes)
+
+    @property
+    def now(self) -> float:
+        return self.bytes / self.size
+
+    @property
+    def peak(self) -> float:
+        return self.largest / self.size

@@ -40,7 +40,7 @@ TEXTS = [
 ] + [f"Answer{word}" for task in OF_THE_PAPER for word in task.labels for _ in range(20)]
 
 
-def byte_level_tokenizer(size: int = 700) -> PreTrainedTokenizerFast:
+def byte_level_tokenizer(size: int = 3000) -> PreTrainedTokenizerFast:
     """A tokenizer like GPT-2's: byte-level BPE whose offsets trim spaces, without a BOS.
 
     With more tokens prompts are shorter, and what runs many of them is quicker.
@@ -61,7 +61,7 @@ def byte_level_tokenizer(size: int = 700) -> PreTrainedTokenizerFast:
     )
 
 
-def sentencepiece_like_tokenizer(size: int = 900) -> PreTrainedTokenizerFast:
+def sentencepiece_like_tokenizer(size: int = 3000) -> PreTrainedTokenizerFast:
     """A tokenizer like those of Gemma and Llama: spaces are symbols, with bytes and a BOS."""
     core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     core.normalizer = normalizers.Replace(" ", "▁")
@@ -116,7 +116,8 @@ def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
         resid_pdrop=0.0,
         **sizes,
     )
-    return randomize(GPT2LMHeadModel(config))
+    # With this seed it answers several words to different questions.
+    return randomize(GPT2LMHeadModel(config), seed=76)
 
 
 def tiny_llama(vocab_size: int, **changes: Any) -> LlamaForCausalLM:

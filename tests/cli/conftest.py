@@ -1,0 +1,7 @@
+"""Commands are tested with analyses that take less time."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def quick_commands(quick: None) -> None: ...

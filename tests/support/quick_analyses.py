@@ -1,0 +1,20 @@
+"""Analyses in less time, for tests that look at other things than intervals and controls."""
+
+import inspect
+
+import pytest
+
+import anchorlens as al
+from anchorlens.experiments import random_weights
+
+RESAMPLES = 20  # instead of 200 and more
+
+
+def quick_analyses(patch: pytest.MonkeyPatch) -> None:
+    """Draw one model of random weights instead of three, and few resamples where none are asked."""
+    patch.setattr(random_weights, "SEEDS", random_weights.SEEDS[:1])
+    for name in al.__all__:
+        function = inspect.unwrap(getattr(al, name))
+        defaults = getattr(function, "__kwdefaults__", None) or {}
+        if "resamples" in defaults:
+            patch.setitem(defaults, "resamples", RESAMPLES)
