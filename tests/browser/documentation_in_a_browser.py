@@ -55,17 +55,14 @@ def violations(
     return {page: of_page for page, of_page in found.items() if of_page}
 
 
-@pytest.mark.parametrize(
-    "half", [pytest.param(half, marks=pytest.mark.xdist_group(f"half {half}")) for half in (0, 1)]
-)
-def test_every_other_page_is_accessible(address: str, browser: Any, half: int) -> None:
+def test_every_other_page_is_accessible(address: str, browser: Any) -> None:
     """One template makes the pages of the reference, of which ``PAGES`` has one."""
     built = {path.parent.relative_to(SITE).as_posix() for path in SITE.rglob("index.html")}
     pages = {f"{page}/" for page in built if not page.startswith("reference")} - {"./", *PAGES}
     assert len(pages) > 15
     with Visit(browser, address, WIDE) as visit:
         # One style sheet colours all pages, and ``PAGES`` have texts, links, tables and code.
-        assert violations(visit, address, sorted(pages)[half::2], contrast=False) == {}
+        assert violations(visit, address, sorted(pages), contrast=False) == {}
 
 
 def test_pages_are_accessible_and_fit_the_screen(address: str, browser: Any, screen: Any) -> None:

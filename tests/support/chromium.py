@@ -18,7 +18,9 @@ def chromium() -> Iterator[Any]:
     path = next(filter(None, map(shutil.which, names)), None)
     assert path is not None, "there is no Chromium; install it: apt-get install chromium"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        # More threads of JavaScript only take the core on which other tests run.
+        options = ["--no-sandbox", "--js-flags=--single-threaded"]
+        browser = playwright.chromium.launch(executable_path=path, args=options)
         try:
             yield browser
         finally:

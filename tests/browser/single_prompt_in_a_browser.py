@@ -1,0 +1,193 @@
+"""The page of one prompt, and of an answer, in a real browser: what is drawn, read and pressed."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import anchorlens as al
+from tests.support.chromium import Visit, serious_violations
+from tests.support.screens import WIDE
+from tests.support.tiny_models import questions
+
+
+def test_the_page_of_one_prompt_is_accessible(
+    gpt2: Any, browser: Any, screen: Any, tmp_path: Path
+) -> None:
+    flows = al.plot_prompt(gpt2, questions(gpt2, count=1)[0])
+    with Visit(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
+        assert page.locator(".rows li").count() > 3
+        assert not serious_violations(page)
+
+
+def test_a_long_prompt_scrolls_and_is_whole_on_paper(
+    gpt2: Any, browser: Any, screen: Any, tmp_path: Path
+) -> None:
+    flows = al.plot_prompt(gpt2, questions(gpt2, count=1)[0])
+    with Visit(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
+        # As high as hundreds of demonstrations.
+        page.add_style_tag(content=".rows li { height: 300px; max-height: none !important }")
+        hidden = "part => [part.clientHeight, part.scrollHeight - part.clientHeight]"
+        picture = page.locator(".picture")
+        height, below = picture.evaluate(hidden)
+        assert height <= 38 * 16 and below > 0
+        assert not serious_violations(page)
+        page.emulate_media(media="print")
+        assert picture.evaluate(hidden)[1] == 0
+
+
+def test_a_chosen_token_of_an_answer_shows_what_it_reads(
+    gpt2: Any, browser: Any, screen: Any, tmp_path: Path
+) -> None:
+    pieces = [
+        ("document", "The museum opens at ten."),
+        ("question", " When?"),
+        ("answer", " At ten."),
+    ]
+    [prompt] = al.build_segments(gpt2.tokenizer, [pieces])
+    flows = al.step_flows(gpt2, prompt, "answer")
+    positions, last = flows.positions.tolist(), len(flows.positions) - 1
+    with Visit(browser, al.plot_answer(flows).save(tmp_path / "answer.html"), *screen) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= screen[0]["width"]
+        assert not serious_violations(page)
+        tokens, steps = page.locator("[data-token]"), page.locator(".step")
+        detail, slider = page.locator(".detail"), page.locator(".layer")
+
+        def expected(step: int, layer: int) -> dict[int, float]:
+            of_step = flows.read_of_tokens[step]
+            weights = (of_step[layer - 1] if layer else of_step.sum(0)).tolist()
+            return {k: weight for k, weight in enumerate(weights) if weight}
+
+        def assert_shown(step: int, layer: int) -> None:
+            exact = expected(step, layer)
+            numbers = tokens.evaluate_all("all => all.map(t => Number(t.dataset.weight ?? 0))")
+            assert {k: n for k, n in enumerate(numbers) if n} == pytest.approx(exact, rel=0.01)
+            bars = tokens.evaluate_all("all => all.map(t => +t.style.getPropertyValue('--weight'))")
+            assert bars == pytest.approx([number / max(numbers) for number in numbers])
+            assert page.locator("select").input_value() == str(step)
+            assert page.locator(".here").get_attribute("data-token") == str(positions[step])
+            assert f"({positions[step]}) has the probability" in detail.inner_text()
+            rows = page.locator(".sources tbody tr")
+            assert rows.count() == 8 and page.locator(".arcs path").count() > 0
+            largest = max(exact, key=lambda k: exact[k])
+            assert f"({largest})" in rows.first.inner_text()
+
+        assert_shown(0, 0)
+        steps.first.focus()
+        page.keyboard.press("ArrowRight")
+        assert_shown(1, 0)
+        slider.focus()
+        page.keyboard.press("End")
+        assert_shown(1, 3)
+        assert page.locator("output").inner_text() == "2"
+        steps.last.click()
+        assert_shown(last, 3)
+        page.locator("select").select_option("2")
+        assert_shown(2, 3)
+        page.locator(".own").focus()
+        page.keyboard.press("Tab")
+        assert page.locator(".here").evaluate("e => e === document.activeElement")
+        assert_shown(2, 3)
+
+
+def sums_of_parts(flows: al.PromptFlows, saliency: torch.Tensor) -> list[float]:
+    """The saliency of all pairs of tokens of two parts, parts by parts, largest first."""
+    spans = [slice(first, last + 1) for first, last, *_ in flows.parts]
+    pairs = [(key, query) for query in range(len(spans)) for key in range(query)]
+    sums = [float(saliency[spans[query], spans[key]].double().sum()) for key, query in pairs]
+    return sorted(sums, reverse=True)
+
+
+def widths(page: Any) -> list[float]:
+    drawn = page.locator(".arcs path").evaluate_all(
+        "all => all.map(p => +p.getAttribute('stroke-width'))"
+    )
+    return sorted(drawn, reverse=True)
+
+
+def test_widths_of_arcs_are_the_sums_over_all_pairs_on_one_scale(
+    gpt2: Any, browser: Any, tmp_path: Path
+) -> None:
+    batch = questions(gpt2, count=1)[0]
+    flows = al.plot_prompt(gpt2, batch)
+    saliency = al.saliency(gpt2, batch)[0]
+    exact = [sums_of_parts(flows, of_layer) for of_layer in saliency]
+    largest = max(sums[0] for sums in exact)
+    label, target = batch.label_positions[0], int(batch.target_positions)
+    assert flows.start == int(saliency[:, target, label].sum(-1).argmax())
+    with Visit(browser, flows.save(tmp_path / "prompt.html"), WIDE) as page:
+        for layer, sums in enumerate(exact):
+            page.locator(".thumbs button").nth(layer).click()
+            for scale, own in ((largest, False), (sums[0], True)):
+                page.locator(".own").set_checked(own)
+                expected = [12 * size / scale for size in sums if size > scale / 200]
+                assert widths(page) == pytest.approx(expected, rel=1e-6)
+                title = page.locator(".title").inner_text()
+                assert f"layer {layer} of 0 to 2" in title and f"up to {scale:.3g} nats" in title
+                assert ("one scale for all layers" in title) != own
+                assert ("shown first" in title) == (layer == flows.start)
+            page.locator(".own").set_checked(False)
+        heads = al.saliency(gpt2, batch, weight=al.weights.signed, per_head=True)[0].abs()
+        page.locator(".heads").select_option("2")
+        of_head = [sums_of_parts(flows, table[1]) for table in heads]
+        scale = max(sums[0] for sums in of_head)
+        expected = [12 * size / scale for size in of_head[2] if size > scale / 200]
+        assert widths(page) == pytest.approx(expected, rel=1e-6)
+        assert "in this layer and head" not in page.locator(".title").inner_text()
+        assert "head 1" in page.locator(".title").inner_text()
+
+
+def test_other_prompts_are_a_click_away(gpt2: Any, browser: Any, tmp_path: Path) -> None:
+    batch = questions(gpt2, count=6)[0]
+    results = {f"prompt {k}": al.plot_prompt(gpt2, batch, k) for k in range(3)}
+    right = Counter(flows.is_right for flows in results.values())
+    with Visit(browser, al.write_report(results, tmp_path / "report.html"), WIDE) as page:
+        choices = page.locator(".choices button")
+        signs = [text[0] for text in choices.all_text_contents()]
+        assert signs == ["✗"] * right[False] + ["✓"] * right[True]
+        assert page.locator(".one-prompt:visible").count() == 1
+        choices.nth(2).click()
+        shown = page.locator(".one-prompt:visible")
+        assert shown.count() == 1 and choices.nth(2).get_attribute("aria-pressed") == "true"
+        assert shown.locator(".arcs path").count() > 3 and shown.locator(".thumbs path").count() > 3
+        shown.locator(".layer").focus()
+        page.keyboard.press("Home")
+        address = page.evaluate("location.href")
+        page.goto("about:blank")
+        page.goto(address)
+        assert choices.nth(2).get_attribute("aria-pressed") == "true"
+        assert not serious_violations(page)
+
+
+def test_rows_are_read_in_their_own_direction(gpt2: Any, browser: Any, tmp_path: Path) -> None:
+    task = al.Task("שם: {text}\nתג:{label}", labels=[" yes", " no"])
+    demos = [al.Example("מי כתב את הספר", 0), al.Example("谁写了这本书", 1)]
+    [batch] = al.build_prompts(gpt2.tokenizer, task, demos, demos[1:])
+    with Visit(browser, al.plot_prompt(gpt2, batch).save(tmp_path / "p.html"), WIDE) as page:
+        ends = (
+            "row => [...row.querySelectorAll('[data-token]')].map(t => t.getBoundingClientRect().x)"
+        )
+        first, *_, last = page.locator(".rows li").first.evaluate(ends)
+        assert last < first  # the colon that ends the row is at the left
+        assert page.locator(".rows .label").first.evaluate(ends)[0] < last
+
+
+def test_an_arc_of_a_very_long_text_has_its_own_ends(browser: Any, tmp_path: Path) -> None:
+    count = 12_001
+    flows = al.PromptFlows(
+        tokens=["x"] * count,
+        segments=[1] * count,
+        parts=[(k, k, "text", f"t{k}") for k in range(count)],
+        layers=[[al.report.prompt_flows.Strongest([3], [count - 1], [1.0], 1.0)] * 2],
+        start=0,
+        heading="A long text",
+    )
+    with Visit(browser, flows.save(tmp_path / "long.html"), WIDE) as page:
+        (title,) = page.locator(".arcs title").all_text_contents()
+        assert title == "x → x: 1.00 nats"
+        rows = page.locator(".rows li")
+        edges = [rows.nth(k).evaluate("e => e.getBoundingClientRect().top") for k in (3, count - 1)]
+        box = page.locator(".arcs path").evaluate("e => e.getBoundingClientRect().toJSON()")
+        assert (box["top"], box["bottom"]) == pytest.approx([edge + 12 for edge in edges], abs=8)
