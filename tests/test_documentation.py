@@ -57,7 +57,7 @@ def load_tiny(model_folder: Path) -> Callable[..., Any]:
     return load_tiny
 
 
-MOST_QUERIES = 16  # on pages with more, so that their code takes seconds
+MOST_QUERIES = 12  # on pages with more, so that their code takes seconds
 
 
 @pytest.fixture

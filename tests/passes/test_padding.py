@@ -16,12 +16,12 @@ from tests.support.tiny_models import questions, randomize, tiny_gemma3, tiny_gp
 pytestmark = pytest.mark.every_kind
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TASK = al.Task("{text} ->{label}", labels=(" Location", " Human"))
-DEMONSTRATIONS = [al.Example("Who", 0), al.Example("Where", 1)]
+DEMONSTRATIONS = [al.Example("Where", 0), al.Example("Who", 1)]
 LONG = (
     "In which town on the banks of the wide river that flows through the capital "
     "did the author live as a child?"
 )
-QUERIES = [al.Example("Who?", 0), al.Example(LONG, 1)]
+QUERIES = [al.Example("Who?", 1), al.Example(LONG, 0)]
 
 
 def tempered_llama4(vocab_size: int) -> Any:
