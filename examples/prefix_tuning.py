@@ -280,8 +280,8 @@ def table_3(draws: Draws) -> Iterator[tuple[str, Run]]:
 
 
 TABLES = {1: (table_1, LEARNED[:2]), 2: (table_2, LEARNED), 3: (table_3, [*TASKS])}
-SCALES = {1: 0.25, 2: 0.25, 3: 0.1}
-HELP = "part of the published steps (1/4, 1/4, 1/10); of the longest of Table 3 its square"
+SCALES = {1: 0.25, 2: 0.1, 3: 0.02}
+HELP = "part of the published steps (1/4, 1/10, 1/50); of the longest of Table 3 its square"
 
 
 @torch.no_grad()
