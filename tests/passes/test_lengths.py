@@ -88,4 +88,4 @@ def test_a_query_that_is_too_long_for_a_context_is_refused_before_it_is_masked(g
     assert width > 3000
     with LargestTensor() as largest, pytest.raises(PromptError, match=r"query has .* tokens"):
         context.logits(gpt2, long)
-    assert largest.elements < 100 * width  # the bytes of the weights, which are compared, too
+    assert largest.elements < 100 * width  # the weights are compared by their 288,000 bytes

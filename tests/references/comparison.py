@@ -52,7 +52,7 @@ class Reference:
 
 @lru_cache(maxsize=1)
 def tokenizer() -> Any:
-    return byte_level_tokenizer(700)  # prompts are short, so more would only enlarge the logits
+    return byte_level_tokenizer(700)  # for short prompts more would only enlarge the logits
 
 
 def batch_of(side: Any) -> al.PromptBatch:

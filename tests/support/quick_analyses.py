@@ -7,11 +7,11 @@ import pytest
 import anchorlens as al
 from anchorlens.experiments import random_weights
 
-RESAMPLES = 20  # instead of 200 and more
+RESAMPLES = 20  # instead of 200
 
 
 def quick_analyses(patch: pytest.MonkeyPatch) -> None:
-    """Draw one model of random weights instead of three, and few resamples where none are asked."""
+    """Draw one random model instead of three, and few resamples if a call does not say how many."""
     patch.setattr(random_weights, "SEEDS", random_weights.SEEDS[:1])
     for name in al.__all__:
         function = inspect.unwrap(getattr(al, name))

@@ -48,7 +48,7 @@ def scaled(kind: str, longest: int) -> dict[str, Any]:
 @cache
 def rotating(kind: str, switch: int, of_phi3: bool = False) -> tuple[Any, Any]:
     """A hooked model, and the same weights in plain transformers."""
-    tokenizer = byte_level_tokenizer(700)  # for long prompts
+    tokenizer = byte_level_tokenizer(700)  # few kinds of tokens make prompts long
     rope = longrope(switch) if kind == "longrope" else scaled(kind, switch)
     config, model = (Phi3Config, Phi3ForCausalLM) if of_phi3 else (LlamaConfig, LlamaForCausalLM)
     weights: Any = randomize(model(config(vocab_size=len(tokenizer), **SIZES, **rope)))
