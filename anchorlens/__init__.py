@@ -150,6 +150,7 @@ if TYPE_CHECKING:
     from .report.prompt_flows import PromptFlows as PromptFlows
     from .report.prompt_flows import plot_prompt as plot_prompt
     from .results import figures as figures
+    from .results import kinds as kinds
     from .results.contributions import Contributions as Contributions
     from .results.record import Record as Record
     from .results.record import load_record as load_record

@@ -4,7 +4,7 @@
 2. Answer queries after it there, after no text, and after random tokens, as many as it has.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,10 @@ from ..prompts.demonstration_sets import task_of_name
 from ..prompts.examples import Example
 from ..prompts.tasks import Task
 from ..results import figures
-from ..results.bootstrap import check_resamples, with_intervals
+from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
+from ..results.kinds import difference, mean, over_draws, share, table
+from ..results.population import check_resamples
 from ..results.record import Record
 from ..runs.identity import versions
 from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of
@@ -59,12 +61,16 @@ class HardPromptTransferRecord(Record):
             1; above 0 means that it is this text that does it, and not that there is one.
     """
 
-    tokens: Int[Tensor, " model"]
-    accuracy: Float[Tensor, " model"]
-    empty_accuracy: Float[Tensor, " model"]
-    random_accuracy: Float[Tensor, "model draw"]
-    gain_over_empty: Float[Tensor, " model"]
-    gain_over_random: Float[Tensor, " model"]
+    tokens: Int[Tensor, " model"] = table()
+    accuracy: Float[Tensor, " model"] = share("text")
+    empty_accuracy: Float[Tensor, " model"] = share("empty")
+    random_accuracy: Float[Tensor, "model draw"] = share(
+        lambda of_set: of_set["random_tokens"][:, None]
+    )
+    gain_over_empty: Float[Tensor, " model"] = difference("text", "empty")
+    gain_over_random: Float[Tensor, " model"] = mean(
+        "text", -1, 1, minus=over_draws("random_tokens")
+    )
 
     caption: ClassVar[str] = (
         "The text of a hard prompt, encoded by the tokenizer of each model: accuracy after it, "
@@ -73,14 +79,6 @@ class HardPromptTransferRecord(Record):
         "which it was not found."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"model": "models"}
-    differences: ClassVar[Sequence[str]] = ("gain_over_empty",)
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"gain_over_random": (-1.0, 1.0)}
-    means_over_draws: ClassVar[Sequence[str]] = ("gain_over_random",)
-    without_intervals: ClassVar[Sequence[str]] = ("tokens",)
-
-    def proportions(self) -> Mapping[str, int]:
-        """Shares of queries."""
-        return dict.fromkeys(("accuracy", "empty_accuracy", "random_accuracy"), 1)
 
     def table(self) -> pd.DataFrame:
         """A row for each model: its numbers with intervals, and why there are none.
@@ -92,11 +90,11 @@ class HardPromptTransferRecord(Record):
             draws = self.random_accuracy[model]
             texts = {
                 "tokens": str(int(self.tokens[model])),
-                "accuracy": format(self.estimate("accuracy", model), ".2f"),
-                "empty": format(self.estimate("empty_accuracy", model), ".2f"),
+                "accuracy": self.text("accuracy", model),
+                "empty": self.text("empty_accuracy", model),
                 "random": f"{draws.mean():.2f} ({draws.min():.2f} to {draws.max():.2f})",
-                "gain over empty": format(self.estimate("gain_over_empty", model), "+.2f"),
-                "gain over random": format(self.estimate("gain_over_random", model), "+.2f"),
+                "gain over empty": self.text("gain_over_empty", model),
+                "gain over random": self.text("gain_over_random", model),
             }
             reason = {"what is missing": missing.get(name, "")} if missing else {}
             rows[name] = (dict.fromkeys(texts, "") if name in missing else texts) | reason
@@ -267,7 +265,7 @@ def _measured(prompt: HardPrompt, study: Study, draws: int, seed: int) -> HardPr
     rows = [torch.cat([bos, row]).to(device_of(model)) for row in (text, *random)]
     contexts = [NoContext(), *(after_tokens(model, row, batches[0]) for row in rows)]
     contributions = study.collect(partial(_right, model, contexts))
-    return study.record(partial(_record, count=len(text)), contributions)
+    return study.record(_result(len(text)), contributions)
 
 
 def _right(
@@ -281,25 +279,16 @@ def _right(
     return {"empty": correct[:, :1], "text": correct[:, 1:2], "random_tokens": correct[:, 2:]}
 
 
-def _record(contributions: Contributions, count: int) -> HardPromptTransferRecord:
-    """The numbers of one model."""
-    empty, text, random = (contributions[name] for name in ("empty", "text", "random_tokens"))
-    mean = contributions.mean
-    return HardPromptTransferRecord(
-        tokens=torch.tensor([count], device="cpu"),
-        accuracy=mean(text),
-        empty_accuracy=mean(empty),
-        random_accuracy=mean(random)[None],
-        gain_over_empty=mean(text - empty),
-        gain_over_random=mean(text - random.mean(1, keepdim=True)),
-    )
+def _result(count: int) -> Callable[[Contributions], HardPromptTransferRecord]:
+    """How the numbers of one model follow, in which the text has this number of tokens."""
+    return partial(HardPromptTransferRecord.of, tokens=torch.tensor([count], device="cpu"))
 
 
 def _no_numbers(draws: int, resamples: int) -> HardPromptTransferRecord:
     """The row of a model that failed: NaN in all, also in the intervals."""
     counts = {"empty": 1, "text": 1, "random_tokens": draws}
     nan = {name: torch.full((1, k), torch.nan, device="cpu").double() for name, k in counts.items()}
-    return with_intervals(partial(_record, count=0), nan, resamples=resamples, info={})
+    return with_intervals(_result(0), nan, resamples=resamples, info={})
 
 
 def _joined(

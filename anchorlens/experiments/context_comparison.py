@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf, nan
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -36,6 +36,7 @@ from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, only_set
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.kinds import derived, difference, mean, of_prompts, over_draws, share, table
 from ..results.record import Record
 from ..runs.study import Study
 from ..system.arguments import checked
@@ -43,10 +44,20 @@ from ..system.processes import gather_from_processes
 from ..system.texts import name_of
 
 MakeContext = Callable[[HookedModel, PromptBatch], Context]
-# Fields that are means of what each query contributes.
-_MEANS = {"label_loyalty": "label_kept", "word_loyalty": "word_overlap"}
-_MEANS |= {"kl": "kl", "accuracy": "correct"}
+# What each query contributes, after a context and after each random control.
+_OF_QUERIES = ("label_kept", "word_overlap", "kl", "correct")
 _NAMES_OF_DRAWS = ("random words, mean of draws", "random words, best draw")
+
+
+def _best_draw(of_set: Contributions) -> int | None:
+    """The random control with the best label loyalty, of equal ones the first."""
+    loyalties = of_set["random_label_kept"].mean(0).tolist()
+    return loyalties.index(max(loyalties)) if loyalties else None
+
+
+def _of_best_draw(name: str, of_set: Contributions) -> Float[Tensor, " prompt"]:
+    best, values = of_set.once(_best_draw), of_set[name]
+    return values.new_full(values.shape[:1], nan) if best is None else values[:, best]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,30 +104,33 @@ class ContextsRecord(Record):
         word_overlap: Jaccard similarity of each query.
     """
 
-    accuracy: Float[Tensor, " context"]
-    whole_accuracy: Float[Tensor, ""]
-    gain_over_first: Float[Tensor, " context"]
-    gain_over_demonstrations: Float[Tensor, " context"]
-    label_loyalty: Float[Tensor, " context"]
-    word_loyalty: Float[Tensor, " context"]
-    kl: Float[Tensor, " context"]
-    bytes_stored: Float[Tensor, " context"]
-    seconds: Float[Tensor, " context"]
-    whole_seconds: Float[Tensor, ""]
-    stolen: Float[Tensor, " context"]
-    stolen_by_layer: Float[Tensor, "context layer"]
-    random_accuracy: Float[Tensor, " draw"]
-    random_label_loyalty: Float[Tensor, " draw"]
-    random_word_loyalty: Float[Tensor, " draw"]
-    random_kl: Float[Tensor, " draw"]
-    top_accuracy: Float[Tensor, ""]
-    top_label_loyalty: Float[Tensor, ""]
-    top_word_loyalty: Float[Tensor, ""]
-    label_gap: Float[Tensor, " context"]
-    word_gap: Float[Tensor, " context"]
-    correct: Float[Tensor, "prompt context"]
-    label_kept: Float[Tensor, "prompt context"]
-    word_overlap: Float[Tensor, "prompt context"]
+    accuracy: Float[Tensor, " context"] = share("correct")
+    whole_accuracy: Float[Tensor, ""] = share("whole_correct")
+    gain_over_first: Float[Tensor, " context"] = difference("correct", minus=0)
+    gain_over_demonstrations: Float[Tensor, " context"] = difference("correct", "whole_correct")
+    label_loyalty: Float[Tensor, " context"] = share("label_kept")
+    word_loyalty: Float[Tensor, " context"] = mean("word_overlap", 0, 1)
+    kl: Float[Tensor, " context"] = mean("kl", 0, unit="nats")
+    bytes_stored: Float[Tensor, " context"] = mean("bytes_stored", unit="bytes")
+    seconds: Float[Tensor, " context"] = table(unit="s")
+    whole_seconds: Float[Tensor, ""] = table(unit="s")
+    stolen: Float[Tensor, " context"] = derived(lambda record: record.stolen_by_layer.mean(1))
+    stolen_by_layer: Float[Tensor, "context layer"] = mean("stolen")
+    random_accuracy: Float[Tensor, " draw"] = share("random_correct")
+    random_label_loyalty: Float[Tensor, " draw"] = share("random_label_kept")
+    random_word_loyalty: Float[Tensor, " draw"] = mean("random_word_overlap", 0, 1)
+    random_kl: Float[Tensor, " draw"] = mean("random_kl", 0, unit="nats")
+    # The best of the draws is no mean over them: its interval is for these draws.
+    top_accuracy: Float[Tensor, ""] = mean(partial(_of_best_draw, "random_correct"))
+    top_label_loyalty: Float[Tensor, ""] = mean(partial(_of_best_draw, "random_label_kept"))
+    top_word_loyalty: Float[Tensor, ""] = mean(partial(_of_best_draw, "random_word_overlap"), 0, 1)
+    label_gap: Float[Tensor, " context"] = difference("label_kept", over_draws("random_label_kept"))
+    word_gap: Float[Tensor, " context"] = mean(
+        "word_overlap", -1, 1, minus=over_draws("random_word_overlap")
+    )
+    correct: Float[Tensor, "prompt context"] = of_prompts("correct")
+    label_kept: Float[Tensor, "prompt context"] = of_prompts("label_kept")
+    word_overlap: Float[Tensor, "prompt context"] = of_prompts("word_overlap")
 
     caption: ClassVar[str] = (
         "The same queries after each context. Loyalty: to the demonstrations, that is to the "
@@ -127,23 +141,6 @@ class ContextsRecord(Record):
         "labels stay with label words and format alone, and 49 % with random words."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"context": "contexts"}
-    differences: ClassVar[Collection[str]] = (
-        *("gain_over_first", "gain_over_demonstrations"),
-        "label_gap",
-    )
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
-        **dict.fromkeys(("word_loyalty", "random_word_loyalty", "top_word_loyalty"), (0.0, 1.0)),
-        "word_gap": (-1.0, 1.0),
-        **dict.fromkeys(("kl", "random_kl"), (0.0, inf)),
-    }
-    # The best of the draws is no mean over them: its interval is for these draws.
-    means_over_draws: ClassVar[Collection[str]] = ("label_gap", "word_gap")
-    without_intervals: ClassVar[Collection[str]] = ("seconds", "whole_seconds")
-
-    def proportions(self) -> Mapping[str, int]:
-        """Shares of queries."""
-        names = ("accuracy", "whole_accuracy", "label_loyalty")
-        return dict.fromkeys((*names, "random_accuracy", "random_label_loyalty"), 1)
 
     def table(self) -> pd.DataFrame:
         """The main numbers as text, with intervals: a row for each context.
@@ -151,8 +148,8 @@ class ContextsRecord(Record):
         After random controls there are also their mean and the best of them.
         """
 
-        def texts(name: str, form: str = ".2f") -> list[str]:
-            return [format(self.estimate(name, k), form) for k in range(len(self.accuracy))]
+        def texts(name: str) -> list[str]:
+            return [self.text(name, k) for k in range(len(self.accuracy))]
 
         def texts_of_draws(name: str) -> list[str]:
             if f"random_{name}" not in self.axes() or f"top_{name}" not in self.axes():
@@ -162,8 +159,8 @@ class ContextsRecord(Record):
         kilobytes, milliseconds = self.bytes_stored / 1000, 1000 * self.seconds
         columns = {
             "accuracy": texts("accuracy"),
-            "gain over the first": texts("gain_over_first", "+.2f"),
-            "gain over demonstrations": texts("gain_over_demonstrations", "+.2f"),
+            "gain over the first": texts("gain_over_first"),
+            "gain over demonstrations": texts("gain_over_demonstrations"),
             "label loyalty": texts("label_loyalty"),
             "word loyalty": texts("word_loyalty"),
             "KL in nats": texts("kl"),
@@ -173,8 +170,8 @@ class ContextsRecord(Record):
         }
         names = list(self.info["contexts"])
         if len(self.random_accuracy):
-            columns["label gap"] = texts("label_gap", "+.2f")
-            columns["word gap"] = texts("word_gap", "+.2f")
+            columns["label gap"] = texts("label_gap")
+            columns["word gap"] = texts("word_gap")
             names += _NAMES_OF_DRAWS
             for column, cells in columns.items():
                 cells += texts_of_draws(column.replace(" ", "_"))
@@ -348,10 +345,8 @@ def compare_contexts(
         if draws:
             info |= {"control": name_of(control), "positions": name_of(positions), "seed": seed}
         info["shared_prefix"] = plan.status
-        record = study.record(partial(_record, seconds=seconds), contributions, info)
-        for bounds in record.intervals.get("gain_over_first", ()):
-            bounds[0] = 0  # the first context's gain over itself
-        return record
+        result = partial(ContextsRecord.of, seconds=seconds[1:], whole_seconds=seconds[0])
+        return study.record(result, contributions, info)
 
 
 def _check_contexts(contexts: Mapping[str, Context | MakeContext]) -> None:
@@ -450,7 +445,7 @@ def _contributions(
         loyalties = loyalty_contributions(whole, next_tokens(logits, scores))
         return loyalties | {"correct": correct(scores)}
 
-    collected: dict[str, list[Tensor]] = {f"random_{name}": [] for name in _MEANS.values()}
+    collected: dict[str, list[Tensor]] = {f"random_{name}": [] for name in _OF_QUERIES}
     for context in contexts:
         logits, stolen = _logits_and_stolen(model, batch, context.query_pass(model, batch))
         size = torch.full((len(batch),), float(context.size), dtype=torch.double, device="cpu")
@@ -459,7 +454,7 @@ def _contributions(
             collected.setdefault(name, []).append(values)
     for control in controls:
         numbers = of_logits(control.query_pass(model, batch).logits(model))
-        for name in _MEANS.values():
+        for name in _OF_QUERIES:
             collected[f"random_{name}"].append(numbers[name])
     none = torch.zeros(len(batch), 0, dtype=torch.double, device="cpu")
     stacked = {name: torch.stack(all_, 1) if all_ else none for name, all_ in collected.items()}
@@ -506,39 +501,3 @@ def _seconds_a_query(
             query_pass.logits(model).sum().item()  # waits for the device
             times.append((time.perf_counter() - begin) / len(query_pass.batch))
     return torch.tensor([median(times) for times in seconds], dtype=torch.double, device="cpu")
-
-
-def _record(contributions: Contributions, seconds: Float[Tensor, " context"]) -> ContextsRecord:
-    of_name: dict[str, Any] = {name: contributions[row].mean(0) for name, row in _MEANS.items()}
-    drawn = {name: contributions[f"random_{row}"] for name, row in _MEANS.items()}
-    of_name |= {f"random_{name}": values.mean(0) for name, values in drawn.items()}
-    of_name |= {name: contributions[name] for name in ("correct", "label_kept", "word_overlap")}
-    whole, by_layer = contributions["whole_correct"].mean(), contributions["stolen"].mean(0)
-    accuracy = of_name["accuracy"]
-    top = torch.stack([_best_draw(of_set) for of_set in contributions.of_sets()]).mean(0)
-    return ContextsRecord(
-        **of_name,
-        whole_accuracy=whole,
-        gain_over_first=accuracy - accuracy[0],
-        gain_over_demonstrations=accuracy - whole,
-        bytes_stored=contributions["bytes_stored"].mean(0),
-        seconds=seconds[1:],
-        whole_seconds=seconds[0],
-        stolen=by_layer.mean(1),
-        stolen_by_layer=by_layer,
-        top_label_loyalty=top[0],
-        top_word_loyalty=top[1],
-        top_accuracy=top[2],
-        label_gap=of_name["label_loyalty"] - drawn["label_loyalty"].mean(),
-        word_gap=of_name["word_loyalty"] - drawn["word_loyalty"].mean(),
-    )
-
-
-def _best_draw(contributions: Contributions) -> Float[Tensor, " quantity"]:
-    """Label loyalty, word loyalty and accuracy of the draw with the best label loyalty."""
-    names = ("label_kept", "word_overlap", "correct")
-    of_draws = torch.stack([contributions[f"random_{name}"].mean(0) for name in names])
-    if not of_draws.numel():
-        return of_draws.new_full((3,), torch.nan)
-    best = (of_draws[0] == of_draws[0].max()).long().argmax()  # the first of equal draws
-    return of_draws[:, best]

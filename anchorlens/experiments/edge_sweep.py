@@ -1,9 +1,8 @@
 """Loyalty with edges cut, and with as many random edges cut, at many sites."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet, EdgesOfBatch, check_edges
 from ..results import figures
-from ..results.contributions import Contributions
+from ..results.kinds import difference, mean, of_prompts, over_draws, share
 from ..results.record import Record
 from ..results.results import Results
 from ..runs.runner import Runner
@@ -97,20 +96,24 @@ class CutEdgesRecord(Record):
         random_word_overlap: word_overlap under each random draw.
     """
 
-    label_loyalty: Float[Tensor, ""]
-    word_loyalty: Float[Tensor, ""]
-    kl: Float[Tensor, ""]
-    random_label_loyalty: Float[Tensor, " draw"]
-    random_word_loyalty: Float[Tensor, " draw"]
-    random_kl: Float[Tensor, " draw"]
-    control_label_loyalty: Float[Tensor, ""]
-    control_word_loyalty: Float[Tensor, ""]
-    label_gap: Float[Tensor, ""]
-    word_gap: Float[Tensor, ""]
-    label_kept: Float[Tensor, " prompt"]
-    word_overlap: Float[Tensor, " prompt"]
-    random_label_kept: Float[Tensor, "prompt draw"]
-    random_word_overlap: Float[Tensor, "prompt draw"]
+    label_loyalty: Float[Tensor, ""] = share("label_kept")
+    word_loyalty: Float[Tensor, ""] = mean("word_overlap", 0, 1)
+    kl: Float[Tensor, ""] = mean("kl", 0, unit="nats")
+    random_label_loyalty: Float[Tensor, " draw"] = share("random_label_kept")
+    random_word_loyalty: Float[Tensor, " draw"] = mean("random_word_overlap", 0, 1)
+    random_kl: Float[Tensor, " draw"] = mean("random_kl", 0, unit="nats")
+    control_label_loyalty: Float[Tensor, ""] = share(over_draws("random_label_kept"))
+    control_word_loyalty: Float[Tensor, ""] = mean(over_draws("random_word_overlap"), 0, 1)
+    label_gap: Float[Tensor, ""] = difference(
+        over_draws("random_label_kept"), "label_kept", by_set=True
+    )
+    word_gap: Float[Tensor, ""] = mean(
+        over_draws("random_word_overlap"), -1, 1, minus="word_overlap"
+    )
+    label_kept: Float[Tensor, " prompt"] = of_prompts("label_kept")
+    word_overlap: Float[Tensor, " prompt"] = of_prompts("word_overlap")
+    random_label_kept: Float[Tensor, "prompt draw"] = of_prompts("random_label_kept")
+    random_word_overlap: Float[Tensor, "prompt draw"] = of_prompts("random_word_overlap")
 
     caption: ClassVar[str] = (
         "Positions cannot read others along the edges that are cut, and isolated words cannot "
@@ -120,26 +123,11 @@ class CutEdgesRecord(Record):
         "draws. In the paper label words isolated in the first layers matter most. "
         f"{KEEP_BOS}"
     )
-    differences: ClassVar[Collection[str]] = ("label_gap",)
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
-        **{f"{start}word_loyalty": (0.0, 1.0) for start in ("", "random_", "control_")},
-        "word_gap": (-1.0, 1.0),
-        **dict.fromkeys(("kl", "random_kl"), (0.0, inf)),
-    }
-    means_over_draws: ClassVar[Collection[str]] = (
-        *("control_label_loyalty", "control_word_loyalty"),
-        *("label_gap", "word_gap"),
-    )
-    stored_by_set: ClassVar[Collection[str]] = ("label_gap",)
 
     @property
     def is_isolation(self) -> bool:
         """Whether all edges by which label words collect were cut, or random words' as control."""
         return bool(self.info.get("isolation"))
-
-    def proportions(self) -> Mapping[str, int]:
-        """Shares of prompts."""
-        return dict.fromkeys(("label_loyalty", "random_label_loyalty", "control_label_loyalty"), 1)
 
     def shared_heading(self) -> str:
         """All isolations of a task are drawn in one figure, and so are all cuts of other edges."""
@@ -370,7 +358,7 @@ def edge_sweep(
             }
             skipped = reasons.get(each.first_layer, each.first_layer)
             of_record = info | each.acts_in() | {"skipped_layers": skipped}
-            records[name] = study.record(_record, of_site, of_record)
+            records[name] = study.record(CutEdgesRecord.of, of_site, of_record)
         return SweepResults(study.results(plan, contributions, known=records))
 
 
@@ -432,22 +420,3 @@ def _padded(draws: Float[Tensor, " draw"], count: int) -> Float[Tensor, " most"]
     """The draws with NaN up to a common number."""
     rest = torch.full((count - len(draws),), torch.nan, dtype=torch.double, device="cpu")
     return torch.cat([draws.double(), rest])
-
-
-def _record(contributions: Contributions) -> CutEdgesRecord:
-    names = ("label_kept", "word_overlap", "random_label_kept", "random_word_overlap")
-    of_prompts: dict[str, Any] = {name: contributions[name] for name in names}
-    label, word, random_label, random_word = of_prompts.values()
-    return CutEdgesRecord(
-        label_loyalty=label.mean(),
-        word_loyalty=word.mean(),
-        kl=contributions["kl"].mean(),
-        random_label_loyalty=random_label.mean(0),
-        random_word_loyalty=random_word.mean(0),
-        random_kl=contributions["random_kl"].mean(0),
-        control_label_loyalty=random_label.mean(),
-        control_word_loyalty=random_word.mean(),
-        label_gap=random_label.mean() - label.mean(),
-        word_gap=random_word.mean() - word.mean(),
-        **of_prompts,
-    )

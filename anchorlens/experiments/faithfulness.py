@@ -30,8 +30,8 @@ from ..models.load import ensure_prepared
 from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
-from ..results.contributions import Contributions
 from ..results.figure_parts import panels_of
+from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..runs.study import Study, require_batches
 from ..system.arguments import checked
@@ -70,13 +70,13 @@ class FaithfulnessRecord(Record):
         log_prob: log p of the answer with all segments, in nats, from 0 down.
     """
 
-    lds: Float[Tensor, " score"]
-    lds_gap: Float[Tensor, " score"]
-    drop: Float[Tensor, " score"]
-    drop_gap: Float[Tensor, " score"]
-    lds_of_prompts: Float[Tensor, "prompt score"]
-    drop_of_prompts: Float[Tensor, "prompt score"]
-    log_prob: Float[Tensor, " prompt"]
+    lds: Float[Tensor, " score"] = mean("lds", -1, 1)
+    lds_gap: Float[Tensor, " score"] = mean("lds", minus=0)
+    drop: Float[Tensor, " score"] = mean("drop", unit="nats")
+    drop_gap: Float[Tensor, " score"] = mean("drop", minus=0, unit="nats")
+    lds_of_prompts: Float[Tensor, "prompt score"] = of_prompts("lds")
+    drop_of_prompts: Float[Tensor, "prompt score"] = of_prompts("drop")
+    log_prob: Float[Tensor, " prompt"] = of_prompts("log_prob")
 
     caption: ClassVar[str] = (
         "LDS: how well summed scores of kept segments order the log-odds of the answer; 1: the "
@@ -87,20 +87,15 @@ class FaithfulnessRecord(Record):
         "predicts much."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"score": "scores"}
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"lds": (-1.0, 1.0)}
 
     def table(self) -> pd.DataFrame:
         """The numbers as text, with intervals: a row for each score."""
         names = list(self.axis_names("score") or ())
-        columns = {
-            "LDS": ("lds", ".2f"),
-            f"minus {names[0]}": ("lds_gap", "+.2f"),
-            "drop in nats": ("drop", ".2f"),
-            f"drop minus {names[0]}": ("drop_gap", "+.2f"),
-        }
+        fields = ("lds", "lds_gap", "drop", "drop_gap")
+        columns = ("LDS", f"minus {names[0]}", "drop in nats", f"drop minus {names[0]}")
         texts = {
-            column: [format(self.estimate(name, k), form) for k in range(len(names))]
-            for column, (name, form) in columns.items()
+            column: [self.text(field, k) for k in range(len(names))]
+            for column, field in zip(columns, fields, strict=True)
         }
         return pd.DataFrame(texts, index=pd.Index(names, name="score"))
 
@@ -266,7 +261,7 @@ def faithfulness(
         info["passes"] = float(contributions["passes"].mean())  # of a prompt
         info["not_possible"] = {name: str(error) for name, error in left_out.items()}
         info["reasons"] = comparison.reasons(tuple(given), contributions)
-        return study.record(record_of, contributions, info)
+        return study.record(FaithfulnessRecord.of, contributions, info)
 
 
 def default_scores() -> dict[str, Score]:
@@ -419,17 +414,3 @@ def highest(
     """The segments of the highest scores; of equal ones the earlier."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :top], True)
-
-
-def record_of(contributions: Contributions) -> FaithfulnessRecord:
-    """Means over prompts, then over sets; differences of the numbers of the same prompt."""
-    of_prompts, drops = contributions["lds"], contributions["drop"]
-    return FaithfulnessRecord(
-        lds=contributions.mean(of_prompts),
-        lds_gap=contributions.mean(of_prompts - of_prompts[:, :1]),
-        drop=contributions.mean(drops),
-        drop_gap=contributions.mean(drops - drops[:, :1]),
-        lds_of_prompts=of_prompts,
-        drop_of_prompts=drops,
-        log_prob=contributions["log_prob"],
-    )

@@ -29,12 +29,21 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.kinds import mean, of_prompts, table
 from ..results.record import Record
 from ..runs.study import Study
 from ..system.arguments import check_from_1, checked
 from ..system.processes import fails_together
 from .ablation import log_odds_of
 from .mean_states import mean_states, warn_of_same_queries
+
+
+def _clean(contributions: Contributions) -> Float[Tensor, "prompt 1 1"]:
+    return contributions["clean"][:, None, None]
+
+
+def _effects(contributions: Contributions) -> Float[Tensor, "prompt layer head"]:
+    return contributions["replaced"] - _clean(contributions)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,11 +63,13 @@ class HeadEffectsRecord(Record):
             layers have heads of several widths, zeros follow the numbers of narrow heads.
     """
 
-    effect: Float[Tensor, "layer head"]
-    probability_effect: Float[Tensor, "layer head"]
-    effect_of_prompts: Float[Tensor, "prompt layer head"]
-    log_odds: Float[Tensor, " prompt"]
-    outputs: Float[Tensor, "layer head d_head"]
+    effect: Float[Tensor, "layer head"] = mean(_effects, unit="nats")
+    probability_effect: Float[Tensor, "layer head"] = mean(
+        lambda of_set: of_set["replaced"].sigmoid() - _clean(of_set).sigmoid()
+    )
+    effect_of_prompts: Float[Tensor, "prompt layer head"] = of_prompts(_effects)
+    log_odds: Float[Tensor, " prompt"] = of_prompts("clean")
+    outputs: Float[Tensor, "layer head d_head"] = table()
 
     caption: ClassVar[str] = (
         "What each head adds to the right answer: its mean output at the target over prompts of "
@@ -66,7 +77,6 @@ class HeadEffectsRecord(Record):
         "log-odds of the right answer, in nats: above 0 the head writes the answer, below 0 it "
         "cancels it. The largest of many heads are partly largest by chance."
     )
-    without_intervals: ClassVar[Sequence[str]] = ("outputs",)
 
     def plot(self) -> go.Figure:
         """The effects by layer and head, in two colours on both sides of 0."""
@@ -241,18 +251,5 @@ def head_effects(
         contributions = study.collect(contributions_of)
         info = {"shared_prefix": plan.status, "prompts_of_mean": sum(map(len, batches))}
         info |= {"not_started_late": {f"layer {layer}": why for layer, why in reasons.items()}}
-        return study.record(partial(_record, outputs), contributions, info)
-
-
-def _record(
-    outputs: Float[Tensor, "layer head d_head"], contributions: Contributions
-) -> HeadEffectsRecord:
-    clean, replaced = contributions["clean"][:, None, None], contributions["replaced"]
-    effects = replaced - clean
-    return HeadEffectsRecord(
-        effect=contributions.mean(effects),
-        probability_effect=contributions.mean(replaced.sigmoid() - clean.sigmoid()),
-        effect_of_prompts=effects,
-        log_odds=contributions["clean"],
-        outputs=outputs,
-    )
+        result = partial(HeadEffectsRecord.of, outputs=outputs)
+        return study.record(result, contributions, info)

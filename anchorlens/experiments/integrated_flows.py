@@ -30,6 +30,7 @@ from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
+from ..results.kinds import mean
 from ..runs.study import Study
 from ..system.arguments import check_from_1, checked
 from ..system.devices import on_one_device, widest
@@ -55,8 +56,8 @@ class IntegratedFlowsRecord(SegmentFlowsRecord):
             1 / m^2; where it is not, the flows of the layer say nothing.
     """
 
-    change: Float[Tensor, " layer"]
-    attributed: Float[Tensor, " layer"]
+    change: Float[Tensor, " layer"] = mean("change")
+    attributed: Float[Tensor, " layer"] = mean("attributed")
 
     caption: ClassVar[str] = (
         "Flow from one segment (read) to another (reading) by the integrated gradient, in each "
@@ -247,11 +248,7 @@ def mean_gradient(
 def _record(metric: SegmentFlows, contributions: Contributions) -> IntegratedFlowsRecord:
     """The flows, and the means of what their edges sum to and should sum to."""
     flows = metric.result(contributions)
-    change, attributed = (
-        contributions.mean(contributions[name]) for name in ("change", "attributed")
-    )
-    values: dict[str, Any] = flows.tensors()
-    return IntegratedFlowsRecord(**values, change=change, attributed=attributed, info=flows.info)
+    return IntegratedFlowsRecord.of(contributions, **flows.tensors(), info=flows.info)
 
 
 def _warn_if_incomplete(contributions: Mapping[str, Tensor], steps: int) -> None:

@@ -20,8 +20,8 @@ from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
-from ..results.contributions import Contributions
 from ..results.figure_parts import panels_of
+from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..runs.study import Study
 from ..system.arguments import checked
@@ -47,10 +47,14 @@ class SegmentAttributionRecord(Record):
         log_odds: ``log p - log(1 - p)`` of the answer in the clean run, summed over its tokens.
     """
 
-    scores: Float[Tensor, " segment"]
-    scores_of_prompts: Float[Tensor, "prompt segment"]
-    errors_of_prompts: Float[Tensor, "prompt segment"]
-    log_odds: Float[Tensor, " prompt"]
+    scores: Float[Tensor, " segment"] = mean(lambda of_set: of_set["numbers"][:, 0], unit="nats")
+    scores_of_prompts: Float[Tensor, "prompt segment"] = of_prompts(
+        lambda given: given["numbers"][:, 0]
+    )
+    errors_of_prompts: Float[Tensor, "prompt segment"] = of_prompts(
+        lambda given: given["numbers"][:, 1]
+    )
+    log_odds: Float[Tensor, " prompt"] = of_prompts("log_odds")
 
     caption: ClassVar[str] = (
         "What each segment adds to the log-odds of the answer, as a mean over prompts. A bar above "
@@ -177,18 +181,8 @@ def segment_attribution(
             info["no_scores"] = f"the method {method.name!r} gives no finite scores in {count}"
             if is_main():
                 warn_user(info["no_scores"])
-        return study.record(record_of, contributions, info | {"segment_names": names})
-
-
-def record_of(contributions: Contributions) -> SegmentAttributionRecord:
-    """Means over prompts, then over sets."""
-    scores, errors = contributions["numbers"].unbind(1)
-    return SegmentAttributionRecord(
-        scores=contributions.mean(scores),
-        scores_of_prompts=scores,
-        errors_of_prompts=errors,
-        log_odds=contributions["log_odds"],
-    )
+        info |= {"segment_names": names}
+        return study.record(SegmentAttributionRecord.of, contributions, info)
 
 
 def check_method(method: subsets.Method, count: int) -> None:

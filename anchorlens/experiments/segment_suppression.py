@@ -20,7 +20,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..results import figures
-from ..results.contributions import Contributions
+from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..runs.study import Study
 from ..system.arguments import checked
@@ -45,8 +45,8 @@ class SegmentSuppressionRecord(Record):
         kl_of_prompts: The mean of each prompt.
     """
 
-    kl: Float[Tensor, "segment segment"]
-    kl_of_prompts: Float[Tensor, "prompt segment segment"]
+    kl: Float[Tensor, "segment segment"] = mean("kl", unit="nats")
+    kl_of_prompts: Float[Tensor, "prompt segment segment"] = of_prompts("kl")
 
     caption: ClassVar[str] = (
         "How much the predictions of a segment (row) change if no token after another segment "
@@ -149,14 +149,8 @@ def segment_suppression(
 
         contributions = study.collect(contributions_of)
         names = chosen.names_of(study.batches[0])
-        return study.record(record_of, contributions, {"segment_names": names})
-
-
-def record_of(contributions: Contributions) -> SegmentSuppressionRecord:
-    """Means over prompts, then over sets."""
-    return SegmentSuppressionRecord(
-        kl=contributions.mean(contributions["kl"]), kl_of_prompts=contributions["kl"]
-    )
+        info = {"segment_names": names}
+        return study.record(SegmentSuppressionRecord.of, contributions, info)
 
 
 def _kl_of_batch(

@@ -6,7 +6,7 @@
    same positions of prompts that do not tell the task: queries alone, or with shuffled labels.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from ..passes.forward import run_pass
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
 from ..results import figures
-from ..results.contributions import Contributions
+from ..results.kinds import difference, of_prompts, share, table
 from ..results.record import Record
 from ..runs.study import Study, order_of_queries
 from ..system.arguments import checked
@@ -59,24 +59,18 @@ class TaskVectorsRecord(Record):
         correct: 1 for each prompt whose predicted label is true with the vector, else 0.
     """
 
-    vectors: Float[Tensor, "layer anchor d_model"]
-    accuracy: Float[Tensor, " layer"]
-    unchanged: Float[Tensor, ""]
-    demonstrations: Float[Tensor, ""]
-    gain: Float[Tensor, " layer"]
-    correct: Float[Tensor, "prompt layer"]
+    vectors: Float[Tensor, "layer anchor d_model"] = table()
+    accuracy: Float[Tensor, " layer"] = share("correct")
+    unchanged: Float[Tensor, ""] = share("unchanged")
+    demonstrations: Float[Tensor, ""] = share("demonstrations")
+    gain: Float[Tensor, " layer"] = difference("correct", "unchanged")
+    correct: Float[Tensor, "prompt layer"] = of_prompts("correct")
 
     caption: ClassVar[str] = (
         "Share of queries whose predicted label is true, with the state after one layer taken from "
         "prompts with demonstrations. Dashed: with nothing written, and after the demonstrations. "
         "Where the line reaches that of the demonstrations, this state carries the task."
     )
-    differences: ClassVar[Collection[str]] = ("gain",)
-    without_intervals: ClassVar[Collection[str]] = ("vectors",)
-
-    def proportions(self) -> Mapping[str, int]:
-        """Shares of prompts."""
-        return dict.fromkeys(("accuracy", "unchanged", "demonstrations"), 1)
 
     def plot(self) -> go.Figure:
         """Accuracy with the vector of each layer, beside that without it and after demonstrations.
@@ -284,7 +278,8 @@ def task_vectors(
             "positions": name_of(positions),
             "prompts_of_mean": sum(map(len, batches)),
         }
-        return study.record(partial(_record, vectors), contributions, info)
+        result = partial(TaskVectorsRecord.of, vectors=vectors)
+        return study.record(result, contributions, info)
 
 
 def write_states(
@@ -325,18 +320,3 @@ def _require_same_queries(*lists: Sequence[PromptBatch]) -> None:
             "into must have the queries, classes and label words of tested, in the same order; "
             "build both with the same queries: build_prompts(tokenizer, *al.relabel(...), queries)"
         )
-
-
-def _record(
-    vectors: Float[Tensor, "layer anchor d_model"], contributions: Contributions
-) -> TaskVectorsRecord:
-    correct = contributions["correct"]
-    accuracy, unchanged = correct.mean(0), contributions["unchanged"].mean()
-    return TaskVectorsRecord(
-        vectors=vectors,
-        accuracy=accuracy,
-        unchanged=unchanged,
-        demonstrations=contributions["demonstrations"].mean(),
-        gain=accuracy - unchanged,
-        correct=correct,
-    )

@@ -1,6 +1,6 @@
 """How often the predicted label is the true label."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,8 +13,10 @@ from ..errors import MetricError
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..results import figures
-from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
+from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
+from ..results.kinds import difference, of_prompts, share
+from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
 from ..system.arguments import checked
 from .metric import Metric, Observation, observes_nothing
@@ -31,18 +33,14 @@ class AccuracyRecord(Record):
         correct: 1 for each prompt whose predicted label is true, else 0.
     """
 
-    accuracy: Float[Tensor, ""]
-    correct: Float[Tensor, " prompt"]
+    accuracy: Float[Tensor, ""] = share("correct")
+    correct: Float[Tensor, " prompt"] = of_prompts("correct")
 
     caption: ClassVar[str] = (
         "Share of queries whose predicted label is the true one. Compare it with that of naming "
         "the commonest class: if the interval includes this share, there may be no answer to "
         "explain. In the paper GPT2-XL has 15 % to 73 % with one demonstration a class, by task."
     )
-
-    def proportions(self) -> Mapping[str, int]:
-        """Shares of prompts."""
-        return {"accuracy": 1}
 
     def plot(self) -> go.Figure:
         """Accuracy as a bar with its interval."""
@@ -67,9 +65,9 @@ class AccuracyComparisonRecord(Record):
         correct: 1 for each prompt whose predicted label is true, else 0.
     """
 
-    accuracy: Float[Tensor, " method"]
-    gain: Float[Tensor, " method"]
-    correct: Float[Tensor, "prompt method"]
+    accuracy: Float[Tensor, " method"] = share("correct")
+    gain: Float[Tensor, " method"] = difference("correct", minus=0)
+    correct: Float[Tensor, "prompt method"] = of_prompts("correct")
 
     caption: ClassVar[str] = (
         "Share of queries whose predicted label is the true one, by method, on the same queries. "
@@ -79,11 +77,6 @@ class AccuracyComparisonRecord(Record):
     )
 
     names_in_info: ClassVar[Mapping[str, str]] = {"method": "methods"}
-    differences: ClassVar[Collection[str]] = ("gain",)
-
-    def proportions(self) -> Mapping[str, int]:
-        """Shares of prompts."""
-        return {"accuracy": 1}
 
     def plot(self) -> go.Figure:
         """Accuracies as bars with their intervals (the paper's Table 1)."""
@@ -132,12 +125,9 @@ class Accuracy(Metric):
         return observes_nothing()
 
     def result(self, contributions: Contributions) -> AccuracyRecord:
-        """The mean over prompts, and in ``info`` the number of queries of each class."""
-        return AccuracyRecord(
-            accuracy=contributions["correct"].mean(),
-            correct=contributions["correct"],
-            info={"queries_per_class": contributions["classes"].sum(0).tolist()},
-        )
+        """The share of right answers, and in ``info`` the number of queries of each class."""
+        counts = contributions["classes"].sum(0).tolist()
+        return AccuracyRecord.of(contributions, info={"queries_per_class": counts})
 
 
 @checked
@@ -193,16 +183,5 @@ def compare_accuracies(
         warn_if_few_units(
             torch.zeros(count, dtype=torch.long, device="cpu") if sets is None else sets
         )
-    record = with_intervals(
-        comparison, contributions, sets=sets, resamples=resamples, info=described
-    )
-    for bounds in record.intervals.get("gain", ()):
-        bounds[0] = 0  # the first method's gain over itself
-    return record
-
-
-def comparison(contributions: Contributions) -> AccuracyComparisonRecord:
-    """Accuracies and gains of all methods, from the row ``correct`` of (prompt, method)."""
-    correct = contributions["correct"]
-    accuracy = correct.mean(0)
-    return AccuracyComparisonRecord(accuracy=accuracy, gain=accuracy - accuracy[0], correct=correct)
+    of = AccuracyComparisonRecord.of
+    return with_intervals(of, contributions, sets=sets, resamples=resamples, info=described)

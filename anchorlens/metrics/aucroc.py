@@ -1,8 +1,7 @@
 """How well the attention from target to label words predicts the model's prediction."""
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from math import inf, log
+from math import log
 from typing import ClassVar
 
 import plotly.graph_objects as go
@@ -14,10 +13,10 @@ from torch import Tensor
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts.batch import PromptBatch, check_label_words
 from ..results import figures
-from ..results.bootstrap import interval_of_independent_sets
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
-from ..results.record import IntervalOfMean, Record
+from ..results.kinds import auc, derived, mean, statistic
+from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import beside
 from ..system.warn import warn_user
@@ -35,6 +34,54 @@ EQUATION_6 = (
 # Attention that is mathematically equal differs by this share in float32, and between batches.
 _ROUNDING = 1e-5
 _CUMULATIVE = "part of all layers that is reached up to this one (R_l)"
+
+
+def _aucroc(of_set: Contributions) -> Float[Tensor, "layer series"]:
+    """AUCROC of the sum over heads, then of each head."""
+    attention = of_set["attention"].double()  # [prompt, layer, head, class]
+    # The sum over heads is one more series beside the heads: all are sorted at once.
+    series = torch.cat([attention.sum(2, keepdim=True), attention], dim=2)
+    scores = rearrange(series, "prompt layer head label -> (layer head) prompt label")
+    rounding, smallest = of_set["rounding"].amax(0).tolist()
+    values = aucroc(scores, predicted_class(of_set["probabilities"]), rounding, smallest)
+    return rearrange(values, "(layer head) -> layer head", layer=attention.shape[1])
+
+
+def _deep_aucroc(of_set: Contributions) -> Float[Tensor, ""]:
+    by_layer = of_set.once(_aucroc)[:, 0]
+    _, deep = shallow_and_deep(len(by_layer))
+    return by_layer[deep].mean()
+
+
+@dataclass(frozen=True, eq=False)
+class _Equation6:
+    """KL of label probabilities from shares of attention and from uniform ones, and the slope."""
+
+    kl: Float[Tensor, "prompt layer"]
+    uniform_kl: Float[Tensor, " prompt"]
+    products: Float[Tensor, "prompt layer"]
+    squares: Float[Tensor, "prompt layer"]
+
+
+def _equation_6(contributions: Contributions) -> _Equation6:
+    attention = contributions["attention"].double().sum(2)  # [prompt, layer, class]
+    probability = contributions["probabilities"].double()[:, None]
+    total, uniform = attention.sum(-1, keepdim=True), 1 / attention.shape[-1]
+    share = torch.where(total > 0, attention / total, uniform)
+    minus_entropy = probability.xlogy(probability).sum(-1)
+    above, over = share - uniform, probability - uniform
+    products, squares = ((above * each).sum(-1) for each in (over, above))
+    return _Equation6(
+        kl=minus_entropy - probability.xlogy(share).sum(-1),
+        uniform_kl=minus_entropy[:, 0] - log(uniform),
+        products=products,
+        squares=squares,
+    )
+
+
+def _calibration(of_set: Contributions) -> Float[Tensor, " layer"]:
+    of_prompts = of_set.once(_equation_6)
+    return of_prompts.products.nanmean(0) / of_prompts.squares.nanmean(0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,13 +106,15 @@ class AttentionAUCROCRecord(Record):
             it is alike for all classes in all prompts.
     """
 
-    aucroc: Float[Tensor, " layer"]
-    r: Float[Tensor, " layer"]
-    deep_aucroc: Float[Tensor, ""]
-    per_head: Float[Tensor, "layer head"]
-    kl: Float[Tensor, " layer"]
-    uniform_kl: Float[Tensor, ""]
-    calibration: Float[Tensor, " layer"]
+    aucroc: Float[Tensor, " layer"] = auc(lambda of_set: of_set.once(_aucroc)[:, 0])
+    r: Float[Tensor, " layer"] = derived(lambda record: cumulative_excess(record.aucroc))
+    deep_aucroc: Float[Tensor, ""] = auc(_deep_aucroc, by_set=True)
+    per_head: Float[Tensor, "layer head"] = auc(lambda of_set: of_set.once(_aucroc)[:, 1:])
+    kl: Float[Tensor, " layer"] = mean(lambda of_set: of_set.once(_equation_6).kl, 0, unit="nats")
+    uniform_kl: Float[Tensor, ""] = mean(
+        lambda of_set: of_set.once(_equation_6).uniform_kl, 0, unit="nats"
+    )
+    calibration: Float[Tensor, " layer"] = statistic(_calibration)
 
     caption: ClassVar[str] = (
         "AUCROC_l: how well the target's attention to the label words in layer l tells the "
@@ -73,19 +122,6 @@ class AttentionAUCROCRecord(Record):
         "that the layers up to l have in the sum of AUCROC_l - 0.5 over all layers; there is "
         "none where the sum is not above 0."
     )
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = dict.fromkeys(
-        ("kl", "uniform_kl"), (0.0, inf)
-    )
-    stored_by_set: ClassVar[Collection[str]] = ("deep_aucroc",)
-    means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
-        "aucroc": interval_of_independent_sets,
-        "deep_aucroc": interval_of_independent_sets,
-        "per_head": interval_of_independent_sets,
-    }
-
-    def proportions(self) -> Mapping[str, int]:
-        """Shares of pairs of prompts."""
-        return {"aucroc": 2, "deep_aucroc": 2, "per_head": 2}
 
     def plot(self) -> go.Figure:
         """AUCROC_l and below it R_l by layer (the paper's Figure 5)."""
@@ -229,56 +265,15 @@ class AttentionAUCROC(Metric):
         return observes_nothing()
 
     def result(self, contributions: Contributions) -> AttentionAUCROCRecord:
-        """AUCROC of each set, the mean over sets, then R_l; and equation 6."""
-        of_sets = []
-        for of_set in contributions.of_sets():
-            attention = of_set["attention"].double()  # [prompt, layer, head, class]
-            # The sum over heads is one more series beside the heads: all are sorted at once.
-            series = torch.cat([attention.sum(2, keepdim=True), attention], dim=2)
-            scores = rearrange(series, "prompt layer head label -> (layer head) prompt label")
-            rounding, smallest = of_set["rounding"].amax(0).tolist()
-            predicted = predicted_class(of_set["probabilities"])
-            values = aucroc(scores, predicted, rounding, smallest)
-            layers = attention.shape[1]
-            of_sets.append(rearrange(values, "(layer head) -> layer head", layer=layers))
-        empty = sum(bool(values.isnan().any()) for values in of_sets)
-        if empty:
+        """AUCROC and equation 6 of each set, and the mean over sets; R_l is of the mean."""
+        sets = [predicted_class(each["probabilities"]) for each in contributions.of_sets()]
+        if empty := sum(len(predicted.unique()) < 2 for predicted in sets):
             warn_user(
-                f"in {empty} of {len(of_sets)} sets of demonstrations the model predicts one class "
+                f"in {empty} of {len(sets)} sets of demonstrations the model predicts one class "
                 "for all queries, so that there is no AUCROC; use other queries or more of them, "
                 "or more demonstrations"
             )
-        mean = torch.stack(of_sets).nanmean(0)
-        by_layer = mean[:, 0]
-        _, deep = shallow_and_deep(len(by_layer))
-        kl, uniform_kl, calibration = _equation_6(contributions)
-        return AttentionAUCROCRecord(
-            aucroc=by_layer,
-            r=cumulative_excess(by_layer),
-            deep_aucroc=by_layer[deep].mean(),
-            per_head=mean[:, 1:],
-            kl=kl,
-            uniform_kl=uniform_kl,
-            calibration=calibration,
-        )
-
-
-def _equation_6(
-    contributions: Contributions,
-) -> tuple[Float[Tensor, " layer"], Float[Tensor, ""], Float[Tensor, " layer"]]:
-    """KL of label probabilities from shares of attention and from uniform ones, and the slope."""
-    attention = contributions["attention"].double().sum(2)  # [prompt, layer, class]
-    probability = contributions["probabilities"].double()[:, None]
-    total, uniform = attention.sum(-1, keepdim=True), 1 / attention.shape[-1]
-    share = torch.where(total > 0, attention / total, uniform)
-    minus_entropy = probability.xlogy(probability).sum(-1)
-    above, over = share - uniform, probability - uniform
-    products, squares = ((above * each).sum(-1) for each in (over, above))
-    return (
-        contributions.mean(minus_entropy - probability.xlogy(share).sum(-1)),
-        contributions.mean(minus_entropy[:, 0] - log(uniform)),
-        contributions.mean(products) / contributions.mean(squares),
-    )
+        return AttentionAUCROCRecord.of(contributions)
 
 
 def cumulative_excess(values: Float[Tensor, " layer"]) -> Float[Tensor, " layer"]:

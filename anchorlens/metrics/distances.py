@@ -1,13 +1,13 @@
 """Distances between the anchors' keys along the queries' directions, and actual confusions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import ClassVar
 
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from scipy.stats import rankdata
 from torch import Tensor
 
@@ -20,10 +20,11 @@ from ..models.hooked import (
     verified_operands,
 )
 from ..prompts.batch import PromptBatch
-from ..results import figures
-from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
+from ..results import figures, kinds
 from ..results.contributions import Contributions
-from ..results.record import IntervalOfMean, Record
+from ..results.intervals import of_alike_sets
+from ..results.population import MANY_PROMPTS
+from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import beside, wide
 from ..system.warn import warn_user
@@ -65,11 +66,25 @@ class AnchorDistancesRecord(Record):
             the layer that correlates best.
     """
 
-    anchor_distance: Float[Tensor, "layer class class"]
-    pair_auc: Float[Tensor, "class class"]
-    correlation: Float[Tensor, " layer"]
-    position_correlation: Float[Tensor, " layer"]
-    accuracy: Float[Tensor, ""]
+    # Directions of few queries have the same bias in every set (docs/benchmarks.md, "Intervals").
+    anchor_distance: Float[Tensor, "layer class class"] = kinds.statistic(
+        lambda of_set: key_distances(
+            of_set["queries"], of_set["keys"].mean(0), int(of_set["directions"][0])
+        ),
+        of_sets=of_alike_sets,
+    )
+    pair_auc: Float[Tensor, "class class"] = kinds.auc(
+        lambda given: pair_auc(given["label_logits"], given["gold"]),
+        of_classes=True,
+        pooled=True,
+    )
+    correlation: Float[Tensor, " layer"] = kinds.derived(
+        lambda record: _over_pairs(record.anchor_distance, record.pair_auc)
+    )
+    position_correlation: Float[Tensor, " layer"] = kinds.derived(
+        lambda record: _over_pairs(record.anchor_distance, _gaps(record.contributions))
+    )
+    accuracy: Float[Tensor, ""] = kinds.share(lambda of_set: _correct(of_set))
     queries_per_class: Int[Tensor, " class"]
     default_layer: Int[Tensor, ""]
 
@@ -79,14 +94,6 @@ class AnchorDistancesRecord(Record):
         "few queries it can be 0 or 1 by chance. Low, that is dark, means confused in "
         "both. In the paper the most confused pair of TREC is dark on both sides."
     )
-    # Directions of few queries have the same bias in every set (docs/benchmarks.md, "Intervals").
-    means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
-        "anchor_distance": interval_of_alike_sets
-    }
-
-    def proportions(self) -> Mapping[str, int]:
-        """Shares of prompts, and of pairs of prompts of two classes."""
-        return {"accuracy": 1, "pair_auc": len(self.pair_auc)}
 
     def plot(self) -> go.Figure:
         """Predicted and actual confusion side by side (the paper's Figure 6)."""
@@ -281,38 +288,52 @@ class AnchorDistances(Metric):
 
     def result(self, contributions: Contributions) -> AnchorDistancesRecord:
         """Distances of each set, their mean, and its correlation with the confusions."""
-        sets = contributions.of_sets()
-        of_sets = [
-            key_distances(of_set["queries"], of_set["keys"].mean(0), self.directions)
-            for of_set in sets
-        ]
-        distance = torch.stack(of_sets).mean(0)
-        flat = distance.isnan().any((1, 2)).nonzero().flatten().tolist()
+        gold = contributions["gold"]
+        of_prompts = contributions.replaced({"directions": torch.full_like(gold, self.directions)})
+        n_layers, n_classes = contributions["keys"].shape[1:3]
+        record = AnchorDistancesRecord.of(
+            of_prompts,
+            queries_per_class=gold.bincount(minlength=n_classes),
+            default_layer=torch.tensor(2 * n_layers // 3, device="cpu"),
+        )
+        flat = record.anchor_distance.isnan().any((1, 2)).nonzero().flatten().tolist()
         if flat:
             warn_user(
                 f"in layers {flat} all prompts have the same query at the target, as in a first "
                 "layer where prompts are of one length or positions do not enter the query, so "
                 "that no distance is defined: NaN"
             )
-        gaps = torch.stack([of_set["positions"].mean(0) for of_set in sets])
-        gap = (gaps[:, :, None] - gaps[:, None, :]).abs().mean(0)
-        label_logits, gold = contributions["label_logits"], contributions["gold"]
-        confusion = pair_auc(label_logits, gold)
-        upper = torch.ones_like(confusion).triu(1).bool()
-        if confusion[upper].isnan().any():
+        if record.pair_auc[_pairs(n_classes)].isnan().any():
             warn_user(
                 "some pairs of classes have no prompts of both, so that they have no AUC; use more "
                 "queries of each class"
             )
-        return AnchorDistancesRecord(
-            anchor_distance=distance,
-            pair_auc=confusion,
-            correlation=rank_correlation(distance[:, upper], confusion[upper]),
-            position_correlation=rank_correlation(distance[:, upper], gap[upper]),
-            accuracy=(predicted_class(label_logits) == gold).double().mean(),
-            queries_per_class=gold.bincount(minlength=len(confusion)),
-            default_layer=torch.tensor(2 * len(distance) // 3, device="cpu"),
-        )
+        return record
+
+
+def _correct(contributions: Contributions) -> Float[Tensor, " prompt"]:
+    return (predicted_class(contributions["label_logits"]) == contributions["gold"]).double()
+
+
+def _gaps(contributions: Contributions) -> Float[Tensor, "class class"]:
+    """How far apart the label words of two classes are, in tokens."""
+
+    def of_set(given: Contributions) -> Float[Tensor, "class class"]:
+        means = given["positions"].mean(0)
+        return (means[:, None] - means[None, :]).abs()
+
+    return kinds.mean_over_sets(of_set, contributions.of_sets())
+
+
+def _pairs(n_classes: int) -> Bool[Tensor, "class class"]:
+    return torch.ones(n_classes, n_classes, dtype=torch.bool, device="cpu").triu(1)
+
+
+def _over_pairs(
+    distance: Float[Tensor, "layer class class"], other: Float[Tensor, "class class"]
+) -> Float[Tensor, " layer"]:
+    pairs = _pairs(len(other))
+    return rank_correlation(distance[:, pairs], other[pairs])
 
 
 def key_distances(

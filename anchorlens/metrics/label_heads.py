@@ -1,6 +1,6 @@
 """Heads that read label words from the target, and heads that copy demonstrations into them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -17,6 +17,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.kinds import derived, mean, over_draws, share
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import beside, sent, wide
@@ -54,13 +55,17 @@ class LabelHeadsRecord(Record):
             words, or from them, more than to other words of the demonstrations.
     """
 
-    scores: Float[Tensor, "layer head score"]
-    share: Float[Tensor, "layer head score"]
-    heads: Float[Tensor, "layer score"]
-    random_scores: Float[Tensor, "layer head score"]
-    random_share: Float[Tensor, "layer head score"]
-    random_heads: Float[Tensor, "layer score"]
-    gap: Float[Tensor, "layer score"]
+    scores: Float[Tensor, "layer head score"] = mean("scores")
+    share: Float[Tensor, "layer head score"] = share("above")
+    heads: Float[Tensor, "layer score"] = derived(lambda record: record.share.sum(1))
+    random_scores: Float[Tensor, "layer head score"] = mean(over_draws("random_scores"))
+    random_share: Float[Tensor, "layer head score"] = mean(over_draws("random_above"), 0, 1)
+    random_heads: Float[Tensor, "layer score"] = derived(
+        lambda record: record.random_share.sum(1), draws=True
+    )
+    gap: Float[Tensor, "layer score"] = derived(
+        lambda record: record.heads - record.random_heads, draws=True
+    )
 
     caption: ClassVar[str] = (
         "Top: share of prompts in which the target's attention to all label words is above 5/n, "
@@ -69,15 +74,6 @@ class LabelHeadsRecord(Record):
         "the source (Cho et al., ICLR 2025) the step of copying comes before the step of reading."
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"score": SCORES}
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"random_share": (0.0, 1.0)}
-    means_over_draws: ClassVar[Collection[str]] = (
-        *("random_scores", "random_share", "random_heads"),
-        "gap",
-    )
-
-    def proportions(self) -> Mapping[str, int]:
-        """Shares of prompts."""
-        return {"share": 1}
 
     def plot(self) -> go.Figure:
         """Heads that read label words, by layer and head, above the gaps of all scores by layer."""
@@ -264,31 +260,20 @@ class LabelHeads(Metric):
 
     def result(self, contributions: Contributions) -> LabelHeadsRecord:
         """Means over prompts of the scores, and of whether they are above their threshold."""
-        means: dict[str, list[Tensor]] = {"": [], "random_": []}
-        shares: dict[str, list[Tensor]] = {"": [], "random_": []}
+        stacked: dict[str, list[Tensor]] = {
+            name: [] for name in ("scores", "above", "random_scores", "random_above")
+        }
         for name in SCORES:
             classes = contributions["classes"] if name in _OF_CLASSES else 1
             threshold = self.times / (contributions["tokens"].double() * classes)
             of_words = threshold[:, None, None]  # [prompt, layer, head]
             for kind, limit in (("", of_words), ("random_", of_words[:, None])):
                 values = contributions[f"{kind}{name}"]
-                # The mean over prompts, and over draws where there are.
-                over = list(range(values.ndim - 2))
-                means[kind].append(values.double().mean(over))
-                shares[kind].append((values > limit).double().mean(over))
-        scores, random_scores = (torch.stack(values, dim=-1) for values in means.values())
-        share, random_share = (torch.stack(values, dim=-1) for values in shares.values())
-        heads, random_heads = share.sum(1), random_share.sum(1)
-        return LabelHeadsRecord(
-            scores=scores,
-            share=share,
-            heads=heads,
-            random_scores=random_scores,
-            random_share=random_share,
-            random_heads=random_heads,
-            gap=heads - random_heads,
-            info={"times": self.times, "draws": self.draws},
-        )
+                stacked[f"{kind}scores"].append(values.double())
+                stacked[f"{kind}above"].append((values > limit).double())
+        of_scores = {name: torch.stack(values, dim=-1) for name, values in stacked.items()}
+        info = {"times": self.times}
+        return LabelHeadsRecord.of(contributions.replaced(of_scores), info=info)
 
     def _positions_of(self, batch: PromptBatch) -> Int[Tensor, "batch choice anchor"]:
         """The label words, then the positions of each random draw, in order of appearance."""

@@ -1,9 +1,8 @@
 """How much of the model's output stays the same under a change of its attention."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from typing import ClassVar
 
 import plotly.graph_objects as go
@@ -17,6 +16,7 @@ from ..prompts.batch import PromptBatch, check_label_words, holds_integers
 from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.kinds import mean, of_prompts, share
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import widest
@@ -40,12 +40,12 @@ class LoyaltyRecord(Record):
         kl_per_prompt: KL divergence of each prompt, in nats.
     """
 
-    label_loyalty: Float[Tensor, ""]
-    word_loyalty: Float[Tensor, ""]
-    kl: Float[Tensor, ""]
-    label_kept: Float[Tensor, " prompt"]
-    word_overlap: Float[Tensor, " prompt"]
-    kl_per_prompt: Float[Tensor, " prompt"]
+    label_loyalty: Float[Tensor, ""] = share("label_kept")
+    word_loyalty: Float[Tensor, ""] = mean("word_overlap", 0, 1)
+    kl: Float[Tensor, ""] = mean("kl", 0, unit="nats")
+    label_kept: Float[Tensor, " prompt"] = of_prompts("label_kept")
+    word_overlap: Float[Tensor, " prompt"] = of_prompts("word_overlap")
+    kl_per_prompt: Float[Tensor, " prompt"] = of_prompts("kl")
 
     caption: ClassVar[str] = (
         "Label loyalty: share of predicted labels that stay in the changed run. Word loyalty: "
@@ -53,14 +53,6 @@ class LoyaltyRecord(Record):
         "no answer. In the paper they are lowest where label words are isolated in the first "
         "layers."
     )
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
-        "word_loyalty": (0.0, 1.0),
-        "kl": (0.0, inf),
-    }
-
-    def proportions(self) -> Mapping[str, int]:
-        """Shares of prompts."""
-        return {"label_loyalty": 1}
 
     def plot(self) -> go.Figure:
         """Label loyalty and word loyalty as bars (the paper's Figure 4)."""
@@ -145,8 +137,8 @@ class Loyalty(Metric):
         return observes_nothing()
 
     def result(self, contributions: Contributions) -> LoyaltyRecord:
-        """Means over prompts."""
-        return _record(contributions)
+        """Means over prompts, then over sets."""
+        return LoyaltyRecord.of(contributions)
 
 
 @checked
@@ -179,7 +171,7 @@ def loyalty(
     for run in runs:
         _check_run(run, label_token_ids)
     tokens = [next_tokens(run, label_scores(run, label_token_ids), top) for run in runs]
-    return _record(loyalty_contributions(*tokens))
+    return LoyaltyRecord.of(Contributions(loyalty_contributions(*tokens)))
 
 
 def _check_run(
@@ -262,14 +254,3 @@ def loyalty_contributions(
         "word_overlap": common / (2 * changed.top.shape[1] - common),
         "kl": kl,
     }
-
-
-def _record(contributions: Mapping[str, Tensor]) -> LoyaltyRecord:
-    return LoyaltyRecord(
-        label_loyalty=contributions["label_kept"].mean(),
-        word_loyalty=contributions["word_overlap"].mean(),
-        kl=contributions["kl"].mean(),
-        label_kept=contributions["label_kept"],
-        word_overlap=contributions["word_overlap"],
-        kl_per_prompt=contributions["kl"],
-    )

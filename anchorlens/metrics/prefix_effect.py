@@ -16,6 +16,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.kinds import mean, mean_over_sets, table
 from ..results.record import Record
 from ..system.arguments import checked
 from .metric import Metric, Observation, observes_nothing, of_one_width
@@ -82,15 +83,26 @@ class PrefixEffectRecord(Record):
     ``effective_rank`` and ``spread`` also where it has none.
     """
 
-    stolen: Float[Tensor, "layer head"]
-    stolen_by_segment: Float[Tensor, "layer head segment"]
-    bos: Float[Tensor, "layer head"]
-    direct: Float[Tensor, " layer"]
-    indirect: Float[Tensor, " layer"]
-    concentration: Float[Tensor, "layer head"]
-    effective_rank: Float[Tensor, "layer head"]
-    spread: Float[Tensor, " layer"]
-    invariance: Float[Tensor, " layer"]
+    stolen: Float[Tensor, "layer head"] = mean(
+        lambda of_set: of_set["stolen_by_segment"].double().sum(-1), 0, 1
+    )
+    stolen_by_segment: Float[Tensor, "layer head segment"] = mean(
+        lambda of_set: of_set["stolen_by_segment"].double(), 0, 1
+    )
+    bos: Float[Tensor, "layer head"] = mean(lambda of_set: of_set["bos"].double(), 0, 1)
+    direct: Float[Tensor, " layer"] = mean(lambda of_set: of_set["direct"].double())
+    indirect: Float[Tensor, " layer"] = mean(lambda of_set: of_set["indirect"].double())
+    # Of sets with fewer prompts than d_head there are as many directions as prompts.
+    concentration: Float[Tensor, "layer head"] = table(
+        lambda of_set: of_set.once(_shares_of_directions).amax(-1)
+    )
+    effective_rank: Float[Tensor, "layer head"] = table(
+        lambda of_set: torch.special.entr(of_set.once(_shares_of_directions)).sum(-1).exp()
+    )
+    spread: Float[Tensor, " layer"] = table(pooled=True)
+    invariance: Float[Tensor, " layer"] = table(
+        lambda given: _largest(given["deviation"], 0), pooled=True
+    )
 
     caption: ClassVar[str] = (
         "Top: stolen attention, the part of the attention of the query's rows that goes to the "
@@ -98,13 +110,6 @@ class PrefixEffectRecord(Record):
         "attention taken in this layer. Indirect: what the demonstrations changed in earlier "
         "layers; 0 in the first layer. Both are lengths, in units of the output without "
         "demonstrations. The paper has no such figure."
-    )
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = dict.fromkeys(
-        ("stolen", "stolen_by_segment", "bos"), (0.0, 1.0)
-    )
-    without_intervals: ClassVar[Sequence[str]] = (
-        *("concentration", "effective_rank", "spread"),
-        "invariance",
     )
 
     def plot(self) -> go.Figure:
@@ -352,25 +357,11 @@ def effect_record(
     contributions: Contributions, segments: Sequence[str], *, same_prefix: bool = False
 ) -> PrefixEffectRecord:
     """The record of all prompts, which have one prefix or that of their demonstrations."""
-    # Of sets with fewer prompts than d_head there are as many directions as prompts.
-    directions = [_shares_of_directions(each["taken"].double()) for each in contributions.of_sets()]
-    ranks = [torch.special.entr(shares).sum(-1).exp() for shares in directions]
     # Also where sets are pooled, a position is the same token only after the same demonstrations.
     prefixes = [contributions] if same_prefix else contributions.of_demonstrations()
-    stolen, bos, direct, indirect = (
-        contributions.mean(contributions[name].double())
-        for name in ("stolen_by_segment", "bos", "direct", "indirect")
-    )
-    return PrefixEffectRecord(
-        stolen=stolen.sum(-1),
-        stolen_by_segment=stolen,
-        bos=bos,
-        direct=direct,
-        indirect=indirect,
-        concentration=torch.stack([shares.amax(-1) for shares in directions]).mean(0),
-        effective_rank=torch.stack(ranks).mean(0),
-        spread=torch.stack([_spread(each["within"]) for each in prefixes]).nanmean(0),
-        invariance=_largest(contributions["deviation"], 0),
+    return PrefixEffectRecord.of(
+        contributions,
+        spread=mean_over_sets(lambda each: _spread(each["within"]), prefixes),
         info={"segment_names": tuple(segments)},
     )
 
@@ -433,11 +424,9 @@ def _sampled(in_prefix: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch sample"
     return sampled
 
 
-def _shares_of_directions(
-    vectors: Float[Tensor, "prompt layer head d_head"],
-) -> Float[Tensor, "layer head direction"]:
+def _shares_of_directions(of_set: Contributions) -> Float[Tensor, "layer head direction"]:
     """s^2 / sum s^2 of the singular values s of each head's vectors; NaN where all are zero."""
-    of_heads = vectors.movedim(0, 2)
+    of_heads = of_set["taken"].double().movedim(0, 2)  # [layer, head, prompt, d_head]
     is_wide = of_heads.shape[2] < of_heads.shape[3]
     products = of_heads @ of_heads.mT if is_wide else of_heads.mT @ of_heads
     squares = torch.linalg.eigvalsh(products).clamp(min=0)

@@ -1,6 +1,6 @@
 """The information flows S_wp, S_pq, S_ww by layer, or those along other sets of edges."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from typing import ClassVar
@@ -18,6 +18,7 @@ from ..prompts.edge_set import EdgesOfBatch, as_edge_set, check_edges, paper_edg
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
+from ..results.kinds import derived, mean, mean_of, of_prompts, ratio, statistic
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.warn import warn_user
@@ -47,6 +48,18 @@ RATIO = (
 )
 
 
+def _shallow(by_layer: Float[Tensor, "layer *axes"]) -> Float[Tensor, "_ *axes"]:
+    return by_layer[shallow_and_deep(len(by_layer))[0]]
+
+
+def _deep(by_layer: Float[Tensor, "layer *axes"]) -> Float[Tensor, "_ *axes"]:
+    return by_layer[shallow_and_deep(len(by_layer))[1]]
+
+
+def _parts(flows: Float[Tensor, "layer flow"]) -> Float[Tensor, "layer flow"]:
+    return flows / flows.sum(-1, keepdim=True)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SaliencyFlowsRecord(Record):
     """Information flows by layer: wp, pq, ww, or the sets of edges that were given.
@@ -67,24 +80,34 @@ class SaliencyFlowsRecord(Record):
         share_change: deep_share minus shallow_share, from -1 to 1. Below 0 for S_wp and above 0 for
             S_pq where label words are written in shallow layers and read in deep ones, as in the
             paper.
-        deep_pq_over_tq: Median of pq_over_tq over the deep layers (the last third), from 0 up.
+        deep_pq_over_tq: Median of S_pq / S_tq over the deep layers (the last third), from 0 up.
         over_ww: Median over all layers of each flow over S_ww, from 0 up: above 1 where the flow
             surpasses S_ww in more than half of the layers. NaN where S_ww is not among the flows.
         per_head: Mean of ``|A_h * dL/dA_h|`` over the edges of each flow. Does not sum to flows.
         per_prompt: The flows of each prompt; NaN where it has no such edge.
     """
 
-    flows: Float[Tensor, "layer flow"]
-    share: Float[Tensor, "layer flow"]
-    tq: Float[Tensor, " layer"]
-    pq_over_tq: Float[Tensor, " layer"]
-    shallow_share: Float[Tensor, " flow"]
-    deep_share: Float[Tensor, " flow"]
-    share_change: Float[Tensor, " flow"]
-    deep_pq_over_tq: Float[Tensor, ""]
-    over_ww: Float[Tensor, " flow"]
-    per_head: Float[Tensor, "layer head flow"]
-    per_prompt: Float[Tensor, "prompt layer flow"]
+    flows: Float[Tensor, "layer flow"] = mean("flows", unit="nats")
+    share: Float[Tensor, "layer flow"] = statistic(lambda of_set: _parts(mean_of("flows", of_set)))
+    tq: Float[Tensor, " layer"] = mean("tq", unit="nats")
+    pq_over_tq: Float[Tensor, " layer"] = ratio("pq", over="tq")
+    shallow_share: Float[Tensor, " flow"] = derived(lambda record: _shallow(record.share).mean(0))
+    deep_share: Float[Tensor, " flow"] = derived(lambda record: _deep(record.share).mean(0))
+    share_change: Float[Tensor, " flow"] = derived(
+        lambda record: record.deep_share - record.shallow_share, -1, 1, by_set=True
+    )
+    deep_pq_over_tq: Float[Tensor, ""] = ratio(
+        lambda of_set: _deep(mean_of("pq", of_set) / mean_of("tq", of_set)).quantile(0.5),
+        by_set=True,
+    )
+    over_ww: Float[Tensor, " flow"] = ratio(
+        lambda of_set: (mean_of("flows", of_set) / mean_of("ww", of_set)[:, None]).quantile(
+            0.5, dim=0
+        ),
+        by_set=True,
+    )
+    per_head: Float[Tensor, "layer head flow"] = mean("of_heads", unit="nats")
+    per_prompt: Float[Tensor, "prompt layer flow"] = of_prompts("flows")
 
     caption: ClassVar[str] = (
         f"Top: {RATIO} Middle: each flow's share of the three means. {FLOWS} Inside the grey band "
@@ -93,7 +116,6 @@ class SaliencyFlowsRecord(Record):
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": tuple(PAPER_FLOWS)}
     names_in_info: ClassVar[Mapping[str, str]] = {"flow": "flows"}
-    stored_by_set: ClassVar[Collection[str]] = ("share_change", "deep_pq_over_tq", "over_ww")
 
     def plot(self) -> go.Figure:
         """S_pq / S_tq, each flow's share (the paper's Figure 3), and their sum, by layer.
@@ -246,8 +268,7 @@ class SaliencyFlows(EdgeFlows):
         A prompt without an edge of a flow is left out of its mean, and a set without one of the
         mean over sets.
         """
-        of_prompts, of_heads = mean_weights(contributions)
-        flows = contributions.means_of_sets(of_prompts)
+        of_edges, of_heads = mean_weights(contributions)
         count, functions = len(self.edges), self._functions()
         found = (contributions["counts"] > 0).any(0).tolist()
         if empty := [name for name, is_found in zip(self.edges, found) if not is_found]:  # noqa: B905
@@ -255,26 +276,17 @@ class SaliencyFlows(EdgeFlows):
                 f"no prompt has an edge of the flows {empty}, so that these flows and all shares "
                 "are NaN; leave them out of the edges"
             )
-        asked = flows[..., :count]
-        pq, tq = (flows[..., functions.index(function)] for function in _READ_BY_TARGET)
-        ww = asked[..., functions.index(edges.ww)] if edges.ww in functions else nan * tq
-        share = (asked / asked.sum(-1, keepdim=True)).nanmean(0)
-        pq_over_tq = (pq / tq).nanmean(0)
-        shallow, deep = shallow_and_deep(len(share))
-        return SaliencyFlowsRecord(
-            flows=asked.nanmean(0),
-            share=share,
-            tq=tq.nanmean(0),
-            pq_over_tq=pq_over_tq,
-            shallow_share=share[shallow].mean(0),
-            deep_share=share[deep].mean(0),
-            share_change=share[deep].mean(0) - share[shallow].mean(0),
-            deep_pq_over_tq=pq_over_tq[deep].quantile(0.5),
-            over_ww=(asked / ww[..., None]).nanmean(0).quantile(0.5, dim=0),
-            per_head=contributions.mean(of_heads)[..., :count],
-            per_prompt=of_prompts[..., :count],
-            info={"flows": tuple(self.edges)},
-        )
+        pq, tq = (of_edges[..., functions.index(function)] for function in _READ_BY_TARGET)
+        of_ww = functions.index(edges.ww) if edges.ww in self.edges.values() else None
+        of_flows = {
+            "flows": of_edges[..., :count],
+            "of_heads": of_heads[..., :count],
+            "pq": pq,
+            "tq": tq,
+            "ww": nan * tq if of_ww is None else of_edges[..., of_ww],
+        }
+        info = {"flows": tuple(self.edges)}
+        return SaliencyFlowsRecord.of(contributions.replaced(of_flows), info=info)
 
     def _functions(self) -> list[EdgesOfBatch]:
         """The functions of all edge sets, those of ``edges`` first."""

@@ -15,6 +15,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.kinds import derived, mean
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import wide
@@ -37,9 +38,11 @@ class SegmentAttentionRecord(Record):
             text, which need not be the same ones: a receiver head. NaN where all scores are equal.
     """
 
-    attention: Float[Tensor, "layer head segment segment"]
-    scores: Float[Tensor, "layer head segment"]
-    kurtosis: Float[Tensor, "layer head"]
+    attention: Float[Tensor, "layer head segment segment"] = mean("attention")
+    scores: Float[Tensor, "layer head segment"] = derived(
+        lambda record: vertical_scores(record.attention, record.info["apart"])
+    )
+    kurtosis: Float[Tensor, "layer head"] = mean("kurtosis")
 
     caption: ClassVar[str] = (
         "Kurtosis over segments of the attention that each gets from the segments far after it: "
@@ -154,12 +157,9 @@ class SegmentAttention(Metric):
         counts = contributions["counts"].double()
         of_prompts = contributions["sums"].double() / counts[:, None, None]
         kurtosis = kurtosis_of_heads(vertical_scores(of_prompts, self.apart))
-        attention = contributions.mean(of_prompts)
         names = () if self.segments is None else tuple(self.segments)
-        return SegmentAttentionRecord(
-            attention=attention,
-            scores=vertical_scores(attention, self.apart),
-            kurtosis=contributions.mean(kurtosis),
+        return SegmentAttentionRecord.of(
+            contributions.replaced({"attention": of_prompts, "kurtosis": kurtosis}),
             info={"apart": self.apart} | ({"segment_names": names} if names else {}),
         )
 

@@ -15,6 +15,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.texts import described, name_of
@@ -38,11 +39,11 @@ class SegmentFlowsRecord(Record):
         flow_of_prompts: The flow of each prompt.
     """
 
-    flow: Float[Tensor, "layer segment segment"]
-    total: Float[Tensor, "layer segment segment"]
-    edges: Float[Tensor, "segment segment"]
-    flow_of_heads: Float[Tensor, "layer head segment segment"]
-    flow_of_prompts: Float[Tensor, "prompt layer segment segment"]
+    flow: Float[Tensor, "layer segment segment"] = mean("flow")
+    total: Float[Tensor, "layer segment segment"] = mean(lambda of_set: of_set["sums"].double())
+    edges: Float[Tensor, "segment segment"] = mean(lambda of_set: of_set["counts"].double())
+    flow_of_heads: Float[Tensor, "layer head segment segment"] = mean("flow_of_heads")
+    flow_of_prompts: Float[Tensor, "prompt layer segment segment"] = of_prompts("flow")
 
     caption: ClassVar[str] = (
         "Mean weight of the edges between two segments: a row is what the segment at the left of "
@@ -156,14 +157,10 @@ class SegmentFlows(EdgeFlows):
 
     def result(self, contributions: Contributions) -> SegmentFlowsRecord:
         """Means over the edges of each prompt, then over prompts, then over sets."""
-        of_prompts, of_heads = mean_weights(contributions)
+        flow, of_heads = mean_weights(contributions)
         names = () if self.segments is None else tuple(self.segments)
-        return SegmentFlowsRecord(
-            flow=contributions.mean(of_prompts),
-            total=contributions.mean(contributions["sums"].double()),
-            edges=contributions.mean(contributions["counts"].double()),
-            flow_of_heads=contributions.mean(of_heads),
-            flow_of_prompts=of_prompts,
+        return SegmentFlowsRecord.of(
+            contributions.replaced({"flow": flow, "flow_of_heads": of_heads}),
             info={"weight": name_of(self.weight)} | ({"segment_names": names} if names else {}),
         )
 

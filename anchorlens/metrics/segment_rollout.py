@@ -19,6 +19,7 @@ from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.figure_parts import panels_of
+from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import beside, wide
@@ -36,8 +37,10 @@ class SegmentRolloutRecord(Record):
         reach_of_prompts: That of each prompt.
     """
 
-    reach: Float[Tensor, " segment"]
-    reach_of_prompts: Float[Tensor, "prompt segment"]
+    reach: Float[Tensor, " segment"] = mean(lambda of_set: of_set["reach"].double())
+    reach_of_prompts: Float[Tensor, "prompt segment"] = of_prompts(
+        lambda given: given["reach"].double()
+    )
 
     caption: ClassVar[str] = (
         "Part of each segment in the target, if attention and the residual stream alone mixed "
@@ -140,13 +143,9 @@ class SegmentRollout(Metric):
 
     def result(self, contributions: Contributions) -> SegmentRolloutRecord:
         """Means over prompts, then over sets."""
-        of_prompts = self.segment_scores(contributions)
         names = () if self.segments is None else tuple(self.segments)
-        return SegmentRolloutRecord(
-            reach=contributions.mean(of_prompts),
-            reach_of_prompts=of_prompts,
-            info={"segment_names": names} if names else {},
-        )
+        info = {"segment_names": names} if names else {}
+        return SegmentRolloutRecord.of(contributions, info=info)
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
         """The part of each segment in the target: its score in ``al.faithfulness``."""

@@ -37,9 +37,9 @@ from ..report.claims import (
     reason_against_ability,
 )
 from ..results import figures
-from ..results.bootstrap import check_resamples
 from ..results.estimate import Estimate
 from ..results.html_tables import note, table, titled
+from ..results.population import check_resamples
 from ..results.record import Record
 from ..results.text_tables import Section, TextTable
 from ..runs.identity import versions

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import inf, isnan, nan, sqrt
+from math import isnan, nan, sqrt
 from typing import Any
 
 import numpy as np
@@ -191,12 +191,11 @@ def claims(results: Mapping[str, Any]) -> Claims:
     )
 
 
-def estimate_over_sets(
-    record: Record, name: str, *index: int, ends: tuple[float, float] = (-inf, inf)
-) -> Estimate:
+def estimate_over_sets(record: Record, name: str, *index: int) -> Estimate:
     """A number with its 95 % interval over sets of demonstrations, or over queries of a single set.
 
-    Of several sets with at least ten queries each, it is the t interval of the sets' numbers.
+    Of several sets with at least ten queries each, it is made from the sets' numbers, whose mean
+    the number is, as the kind of the field says.
     """
     number = record.estimate(name, *index)
     of_sets = record.info.get("of_sets", {}).get(name)
@@ -206,9 +205,7 @@ def estimate_over_sets(
     values = values[~np.isnan(values)]
     if len(values) < 2:
         return Estimate(number.value)
-    half = float(stdtrit(len(values) - 1, 0.975)) * values.std(ddof=1) / sqrt(len(values))
-    low, high = np.clip([number.value - half, number.value + half], *ends).tolist()
-    return Estimate(number.value, low, high)
+    return Estimate(number.value, *record.kinds()[name].over_sets(values))
 
 
 def scope_of(record: Record) -> str:
@@ -342,8 +339,7 @@ def _claims_without_ability(records: Collection[Record]) -> Iterator[Claim]:
 def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
     flows, several = tuple(record.axis_names("flow") or ()), len(record.share) > 1
     if flows == tuple(PAPER_FLOWS):  # shares of other flows are not those of the paper
-        ends = (-1.0, 1.0)
-        change = estimate_over_sets(record, "share_change", flows.index("wp"), ends=ends)
+        change = estimate_over_sets(record, "share_change", flows.index("wp"))
         yield _claim(
             GATHERED,
             "share of the flow from texts to label words (S_wp): mean of the first third of the "
@@ -356,7 +352,7 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
                 -change for change in _of_random_models(record, "share_change", flows.index("wp"))
             ],
         )
-    ratio = estimate_over_sets(record, "deep_pq_over_tq", ends=(0.0, inf))
+    ratio = estimate_over_sets(record, "deep_pq_over_tq")
     yield _claim(
         READ_OFF,
         "flow from a label word to the target over that from any other word (S_pq / S_tq): median "
@@ -370,7 +366,7 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
     )
     if flows == tuple(PAPER_FLOWS):
         # Both flows must surpass S_ww, so that the lower end of either decides; NaN stays.
-        wp, pq = (estimate_over_sets(record, "over_ww", flow, ends=(0.0, inf)) for flow in (0, 1))
+        wp, pq = (estimate_over_sets(record, "over_ww", flow) for flow in (0, 1))
         ends = np.minimum([wp.value, wp.low, wp.high], [pq.value, pq.low, pq.high]).tolist()
         of_random = record.of_random_models("over_ww").reshape(-1, len(flows))[:, :2].min(1)
         yield _claim(
@@ -426,7 +422,7 @@ def gap_of(record: CutEdgesRecord) -> Estimate:
 
     Over sets of demonstrations, or over queries and draws.
     """
-    number = estimate_over_sets(record, "label_gap", ends=(-1.0, 1.0))
+    number = estimate_over_sets(record, "label_gap")
     return number if "of_sets" in record.info else _as_one_more_draw(number, record)
 
 
@@ -458,7 +454,7 @@ def _of_attention(record: AttentionAUCROCRecord) -> Claim:
         ATTENDED,
         "AUCROC of the attention from the target to the label words: mean over the last third of "
         "the layers",
-        estimate_over_sets(record, "deep_aucroc", ends=(0.0, 1.0)),
+        estimate_over_sets(record, "deep_aucroc"),
         paper="about 0.8 (Figure 5)",
         scope=scope_of(record),
         no_number="the model predicts one class for all queries",

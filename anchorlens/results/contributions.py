@@ -1,13 +1,16 @@
 """What each prompt contributes to a result, and how a mean over prompts is made."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from textwrap import shorten
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from ..system.arguments import checked
+
+_T = TypeVar("_T")
 
 
 @checked
@@ -32,11 +35,13 @@ class Contributions(Mapping[str, Tensor]):
         sets: Int[Tensor, " prompt"] | None = None,
         demonstrations: Int[Tensor, " prompt"] | None = None,
     ) -> None:
-        self._tensors = dict(tensors)
+        self._tensors = tensors if isinstance(tensors, _OfPrompts) else dict(tensors)
         if sets is None:
             count = len(next(iter(self._tensors.values())))
             sets = torch.zeros(count, dtype=torch.long, device="cpu")
         self.sets, self.demonstrations = sets, sets if demonstrations is None else demonstrations
+        self.draw_left_out: int | None = None
+        self._made: dict[Callable[..., Any], Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -55,17 +60,35 @@ class Contributions(Mapping[str, Tensor]):
     @checked
     def prompts(self, chosen: Shaped[Tensor, " _"]) -> "Contributions":
         """The contributions of some prompts, in the order of ``chosen``."""
-        tensors = {name: values[chosen] for name, values in self._tensors.items()}
-        return Contributions(tensors, self.sets[chosen], self.demonstrations[chosen])
+        of_chosen = _OfPrompts(self._tensors, chosen)
+        return self._like(of_chosen, self.sets[chosen], self.demonstrations[chosen])
 
     @checked
     def replaced(self, tensors: Mapping[str, Tensor]) -> "Contributions":
         """The contributions with other tensors in place of those of the same names."""
-        return Contributions({**self._tensors, **tensors}, self.sets, self.demonstrations)
+        return self._like({**self._tensors, **tensors}, self.sets, self.demonstrations)
+
+    def without_draw(self, draw: int) -> "Contributions":
+        """The contributions without a random draw, which means over draws then leave out."""
+        others = self._like(self._tensors, self.sets, self.demonstrations)
+        others.draw_left_out = draw
+        return others
+
+    def once(self, function: Callable[["Contributions"], _T]) -> _T:
+        """What a function makes of these contributions; it is called the first time only.
+
+        For fields of a record that follow from the same work.
+        """
+        if function not in self._made:
+            self._made[function] = function(self)
+        return self._made[function]
 
     def of_sets(self) -> list["Contributions"]:
         """The contributions of each set."""
-        return [self.prompts(self.sets == number) for number in self.sets.unique().tolist()]
+        numbers = self.sets.unique().tolist()
+        if len(numbers) == 1:
+            return [self]
+        return [self.prompts(self.sets == number) for number in numbers]
 
     def of_demonstrations(self) -> list["Contributions"]:
         """The contributions after each set of demonstrations, also where results pool them."""
@@ -73,19 +96,37 @@ class Contributions(Mapping[str, Tensor]):
         return [self.prompts(self.demonstrations == number) for number in numbers]
 
     @checked
-    def means_of_sets(self, values: Shaped[Tensor, "prompt *axes"]) -> Shaped[Tensor, "set *axes"]:
-        """The mean over the prompts of each set, without NaN.
-
-        Args:
-            values: Computed from these contributions.
-
-        Returns:
-            The means; NaN where no prompt of a set has a number.
-        """
-        numbers = self.sets.unique().tolist()
-        return torch.stack([values[self.sets == number].nanmean(0) for number in numbers])
-
-    @checked
     def mean(self, values: Shaped[Tensor, "prompt *axes"]) -> Shaped[Tensor, "*axes"]:
         """The mean over the prompts of each set, then over sets; both without NaN."""
-        return self.means_of_sets(values).nanmean(0)
+        numbers = self.sets.unique().tolist()
+        of_sets = [values[self.sets == number].nanmean(0) for number in numbers]
+        return torch.stack(of_sets).nanmean(0)
+
+    def _like(
+        self,
+        tensors: Mapping[str, Tensor],
+        sets: Int[Tensor, " prompt"],
+        demonstrations: Int[Tensor, " prompt"],
+    ) -> "Contributions":
+        others = Contributions(tensors, sets, demonstrations)
+        others.draw_left_out = self.draw_left_out
+        return others
+
+
+class _OfPrompts(Mapping[str, Tensor]):
+    """Tensors of some prompts, each chosen when it is asked for the first time."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], chosen: Tensor) -> None:
+        self._all, self._chosen = tensors, chosen
+        self._found: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._found:
+            self._found[name] = self._all[name][self._chosen]
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)

@@ -1,7 +1,7 @@
 """The base record of every result: numbers with named axes, their intervals, saving, loading."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import product
@@ -20,11 +20,12 @@ from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from ..system.texts import KeepsRepr, printable
+from .contributions import Contributions
 from .estimate import Estimate
 from .html_tables import folded, note, table, titled
 from .in_short import axes_in_short, interval_in_short, shape_in_short, values_in_short
+from .kinds import Derived, Kind, kinds_of, mean_over_sets, number_of_draws
 
-IntervalOfMean = Callable[[Tensor, Tensor], Tensor]  # from the values and bounds of the sets
 _R = TypeVar("_R", bound="Record")
 _T = TypeVar("_T")
 _BOUNDS = "intervals."  # before the name of a field, in a file
@@ -54,20 +55,6 @@ class Record(KeepsRepr):
     names: ClassVar[Mapping[str, Sequence[str]]] = {}
     # The key in ``info`` of the names along an axis ("flow": "flows"), which come before ``names``.
     names_in_info: ClassVar[Mapping[str, str]] = {}
-    # Fields such as "gain": the mean over prompts of the difference of two numbers 0 or 1.
-    differences: ClassVar[Collection[str]] = ()
-    # Fields such as "word_loyalty": means over prompts of numbers that lie in a range.
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
-    # Fields such as "word_gap" that are means over random draws. The draws are the second axis of
-    # the contributions whose names begin with "random_".
-    means_over_draws: ClassVar[Collection[str]] = ()
-    # Fields whose numbers of each given set of demonstrations are stored in info["of_sets"].
-    stored_by_set: ClassVar[Collection[str]] = ()
-    # Fields such as "aucroc" that are computed for each given set of demonstrations and then
-    # averaged, with the function from the values and intervals of the sets to that of the mean.
-    means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {}
-    # Fields such as a maximum or a rank, which are smaller in resamples because prompts repeat.
-    without_intervals: ClassVar[Collection[str]] = ()
 
     if TYPE_CHECKING:
 
@@ -128,15 +115,31 @@ class Record(KeepsRepr):
         """The tensor fields by name."""
         return {name: getattr(self, name) for name in self.axes()}
 
-    def proportions(self) -> Mapping[str, int]:
-        """The fields that are shares of cases, each with the number of prompts in a case.
+    @classmethod
+    @cache
+    def kinds(cls) -> dict[str, Kind]:
+        """What each field is that declares it (see ``al.kinds``), derived fields last."""
+        return kinds_of(cls)
 
-        It is 1 where each prompt is a case ("accuracy", a mean of zeros and ones), 2 where pairs of
-        prompts are (AUC-ROC, a share of pairs), and the number of classes where the two prompts
-        of a pair come from two given classes. These fields get Wilson's interval, because
-        resamples of nothing but zeros do not differ.
+    @classmethod
+    @checked
+    def of(cls: type[_R], contributions: Contributions, **given: Any) -> _R:
+        """The record of all contributions: each field from each set, then the mean over sets.
+
+        Args:
+            contributions: What each prompt contributes, by the names that the fields declare.
+            given: Fields that declare no kind, and ``info``.
         """
-        return {}
+        values, kinds, sets = dict(given), cls.kinds(), contributions.of_sets()
+        for name, kind in kinds.items():
+            if isinstance(kind, Derived):
+                values[name] = kind.of_fields(values, contributions)
+            elif name not in given:
+                parts = [contributions] if kind.pooled else sets
+                values[name] = mean_over_sets(kind.of_set, parts)
+        if (draws := number_of_draws(kinds.values(), contributions)) is not None:
+            values["info"] = {"draws": draws, **values.get("info", {})}
+        return cls(**values)
 
     @checked
     def estimate(self, name: str, *index: Any) -> Estimate:
@@ -166,6 +169,17 @@ class Record(KeepsRepr):
         bounds = self.intervals.get(name)
         ends = () if bounds is None else (float(bound[index]) for bound in bounds)
         return Estimate(float(getattr(self, name)[index]), *ends)
+
+    @checked
+    def text(self, name: str, *index: Any) -> str:
+        """A number with its 95 % interval as text, with a sign if it is a difference.
+
+        Args:
+            name: As of ``estimate``.
+            index: As of ``estimate``.
+        """
+        kind = self.kinds().get(name)
+        return format(self.estimate(name, *index), "+.2f" if kind and kind.is_signed else ".2f")
 
     @checked
     def of_random_models(self, name: str) -> np.ndarray:

@@ -26,7 +26,8 @@ from ..models.hooked import (
 )
 from ..passes.forward import Watched
 from ..prompts.batch import PromptBatch, check_prompts
-from ..results.bootstrap import check_resamples, with_intervals
+from ..results.bootstrap import with_intervals
+from ..results.population import check_resamples
 from ..results.results import Results
 from ..system.arguments import checked
 from ..system.devices import wide

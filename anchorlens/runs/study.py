@@ -30,8 +30,9 @@ from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes, no_hooks
 from ..prompts.batch import PromptBatch, all_padded_right, check_prompts
 from ..prompts.segment_names import SEGMENTS
-from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
+from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
+from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
 from ..results.results import Results
 from ..system.arguments import checked

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.experiments.edge_sweep import _record as record_of_cut
 from anchorlens.results.bootstrap import with_intervals
 
 LAYERS, CLASSES = 3, 6
@@ -57,7 +56,7 @@ def isolation(queries: int, sets: int, generator: torch.Generator) -> al.Record:
     rows = dict.fromkeys(names, kept[:, 0]) | {f"random_{name}": kept[:, 1:] for name in names}
     info = {"layers": [0], "n_layers": LAYERS, "heads": None, "keep_bos": False}
     info |= {"isolation": True}
-    return judged(record_of_cut, rows, ids, info)
+    return judged(al.CutEdgesRecord.of, rows, ids, info)
 
 
 def attention(queries: int, sets: int, generator: torch.Generator) -> al.Record:

@@ -1,10 +1,9 @@
 """What is resampled for intervals, and how often intervals contain the true value."""
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import sqrt
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +14,9 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
-from anchorlens.experiments.edge_sweep import _record as record_of_cut
-from anchorlens.results.bootstrap import (
-    Population,
-    interval_of_alike_sets,
-    interval_of_independent_sets,
-    population_of,
-    warn_if_few_units,
-    wilson,
-    with_intervals,
-)
+from anchorlens.results.bootstrap import with_intervals
+from anchorlens.results.intervals import of_alike_sets, of_independent_sets, wilson
+from anchorlens.results.population import Population, population_of, warn_if_few_units
 from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.with_shapes
@@ -125,7 +117,7 @@ def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
     ones, words = torch.ones(20).double(), torch.rand(20).double()
     rows = {"label_kept": ones, "word_overlap": ones, "kl": words}
     rows |= {f"random_{name}": values[:, None].expand(-1, 2) for name, values in rows.items()}
-    isolated = with_intervals(record_of_cut, rows, resamples=50, info={})
+    isolated = with_intervals(al.CutEdgesRecord.of, rows, resamples=50, info={})
     attention = torch.stack([torch.ones(20), torch.arange(20.0)], dim=-1)[:, None, None]
     certain = torch.eye(2).repeat_interleave(10, 0)
     attention_rows = {"attention": attention, "probabilities": certain}
@@ -213,21 +205,9 @@ def test_metrics_that_use_no_sets_are_resampled_by_set(gpt2: Any) -> None:
 class Trials(al.Record):
     """Means of many series, averaged over sets, as a user's metric may give them."""
 
-    mean: Float[Tensor, " series"]
-    share: Float[Tensor, " series"]
-    gain: Float[Tensor, " series"]
-
-    differences: ClassVar[Collection[str]] = ("gain",)
-
-    def proportions(self) -> Mapping[str, int]:
-        """Shares of prompts."""
-        return {"share": 1}
-
-
-def trials_of(rows: al.Contributions) -> Trials:
-    return Trials(
-        mean=rows.mean(rows["value"]), share=rows["right"].mean(0), gain=rows["difference"].mean(0)
-    )
+    mean: Float[Tensor, " series"] = al.kinds.mean("value")
+    share: Float[Tensor, " series"] = al.kinds.share("right")
+    gain: Float[Tensor, " series"] = al.kinds.difference("other", "right")
 
 
 @pytest.mark.parametrize(
@@ -256,9 +236,9 @@ def test_intervals_contain_the_true_value(sizes: list[int], effect: float) -> No
     # One method answers 8 of 10 prompts correctly, the other these and 1 more of 10.
     limits = norm.ppf([0.8, 0.9]) * sqrt(1 + effect**2)
     right, other = ((noise < limit).double() for limit in limits)
-    rows = {"value": noise, "right": right, "difference": other - right}
+    rows = {"value": noise, "right": right, "other": other}
     sets_are_given = min(sizes) >= 10
-    record = with_intervals(trials_of, rows, sets=sets, resamples=200, info={})
+    record = with_intervals(Trials.of, rows, sets=sets, resamples=200, info={})
     if sets_are_given:
         chances = [torch.special.ndtr(limit - effects).mean(0) for limit in limits]
         true = {"mean": effects.mean(0), "share": chances[0], "gain": chances[1] - chances[0]}
@@ -279,15 +259,10 @@ def test_intervals_contain_the_true_value(sizes: list[int], effect: float) -> No
 class Words(al.Record):
     """Many series of word overlaps at once, and their gaps to random draws."""
 
-    loyalty: Float[Tensor, " layer"]
-    gap: Float[Tensor, " layer"]
-    ranges: ClassVar[Mapping[str, Any]] = {"loyalty": (0.0, 1.0), "gap": (-1.0, 1.0)}
-    means_over_draws: ClassVar[Collection[str]] = ("gap",)
-
-
-def words_of(rows: Mapping[str, Tensor]) -> Words:
-    words, drawn = rows["word_overlap"], rows["random_word_overlap"]
-    return Words(loyalty=words.mean(0), gap=drawn.mean((0, 1)) - words.mean(0))
+    loyalty: Float[Tensor, " layer"] = al.kinds.mean("word_overlap", 0, 1)
+    gap: Float[Tensor, " layer"] = al.kinds.mean(
+        al.kinds.over_draws("random_word_overlap"), -1, 1, minus="word_overlap"
+    )
 
 
 @pytest.mark.parametrize(
@@ -309,7 +284,7 @@ def test_intervals_of_gaps_know_that_the_control_is_ten_draws(
     rows = {"word_overlap": 0.4 + hard[:, 0] + 0.15 * normal(prompts, series)}
     control = 0.7 + hard + of_draws * normal(10, series)
     rows["random_word_overlap"] = control + of_cells * normal(prompts, 10, series)
-    record = with_intervals(words_of, rows, resamples=100, info={})
+    record = with_intervals(Words.of, rows, resamples=100, info={})
     low, high = record.intervals["gap"]
     held = float(((low <= 0.3) & (high >= 0.3)).double().mean())
     assert 0.925 <= held <= 0.975, held
@@ -323,7 +298,7 @@ def test_intervals_of_means_over_draws_equal_values_by_hand() -> None:
     names = ("label_kept", "word_overlap", "kl")
     rows = {name: overlaps[:, 0] for name in names}
     rows |= {f"random_{name}": overlaps[:, 1:] for name in names}
-    result = record_of_cut
+    result = al.CutEdgesRecord.of
     record = with_intervals(result, rows, resamples=2000, info={})
     x = (rows["random_word_overlap"] - rows["word_overlap"][:, None]).numpy()
     of_prompts, of_draws = x.mean(1), x.mean(0)
@@ -352,7 +327,7 @@ def test_intervals_of_bounded_means_hold_the_true_value_near_the_bound(prompts: 
     ):
         words = torch.from_numpy(generator.choice(values, (prompts, series), p=chances))
         rows = {"word_overlap": words, "random_word_overlap": torch.zeros(prompts, 2, series)}
-        record = with_intervals(words_of, rows, resamples=100, info={})
+        record = with_intervals(Words.of, rows, resamples=100, info={})
         (low, high), true = record.intervals["loyalty"], float(np.dot(values, chances))
         assert float(((low <= true) & (true <= high)).double().mean()) >= 0.9
         assert ((low >= 0) & (low < high) & (high <= 1)).all()
@@ -376,12 +351,12 @@ def test_intervals_of_a_mean_over_sets_equal_values_by_hand() -> None:
     low = torch.tensor([[0.7, 0.2], [0.8, torch.nan], [0.2, 0.6]])
     high = torch.tensor([[0.9, 0.8], [1.0, torch.nan], [0.9, 0.9]])
     bounds = torch.stack([low, high], dim=1).double()
-    interval = interval_of_independent_sets(values.double(), bounds)
+    interval = of_independent_sets(values.double(), bounds)
     # Distances from the first values down to their bounds are 0.1, 0.2, 0.4, and up 0.1, 0, 0.3.
     # Those of the second values are 0.3, 0.1 down and 0.3, 0.2 up.
     expected = [0.8 - sqrt(0.21) / 3, 0.6 - sqrt(0.10) / 2, 0.8 + sqrt(0.10) / 3]
     assert interval.flatten().tolist() == pytest.approx([*expected, 0.6 + sqrt(0.13) / 2])
-    interval = interval_of_alike_sets(values.double(), bounds)
+    interval = of_alike_sets(values.double(), bounds)
     assert interval.flatten().tolist() == pytest.approx([1.7 / 3, 0.4, 2.8 / 3, 0.85])
 
 

@@ -1,10 +1,22 @@
-"""The numbers of all records are those that are stored, and a change of any of them is noticed."""
+"""The numbers of all records are those that are stored, and a change of any of them is noticed.
 
-from collections.abc import Callable
+What was computed for them is computed again over sets of 10 and 30 prompts: every field of every
+record is the mean of both sets, and 0.5 where prompts contribute 1 in one set and 0 in the other.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import anchorlens as al
+from anchorlens.contexts import hard_prompt_transfer
+from anchorlens.metrics import accuracy
+from anchorlens.results.bootstrap import with_intervals
+from anchorlens.results.kinds import Derived, Mean, OverDraws
+from anchorlens.runs import caches, study
 from tests.support import same_numbers
 from tests.support.same_numbers import Numbers, differences, is_verdict, numbers_of, of_calls
 
@@ -16,13 +28,73 @@ def stored() -> Numbers:
     return same_numbers.stored(same_numbers.STORED)
 
 
+@pytest.mark.filterwarnings("ignore:in .* sets of demonstrations the model predicts one class")
+@pytest.mark.filterwarnings("ignore:in layers .* all prompts have the same query")
+@pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts of both")
+@pytest.mark.filterwarnings("ignore:no prompt has an edge of the flows")
 @pytest.mark.parametrize("call", CALLS)
-def test_numbers_are_those_that_are_stored(call: str, stored: Numbers) -> None:
+def test_numbers_are_those_that_are_stored_and_means_over_sets(
+    call: str, stored: Numbers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where they change on purpose, same_numbers.py writes them again."""
     expected = of_calls(stored, [call])
     assert expected.tensors
+    computed: list[tuple[Callable[[al.Contributions], al.Record], dict[str, Tensor]]] = []
+
+    def seen(result: Any, contributions: Mapping[str, Tensor], **options: Any) -> Any:
+        computed.append((result, dict(contributions)))
+        return with_intervals(result, contributions, **options)
+
+    for module in (study, caches, accuracy, hard_prompt_transfer):
+        monkeypatch.setattr(module, "with_intervals", seen)
     found = [*differences(numbers_of([call]), expected, same_numbers.TOLERANCE, is_verdict)]
     assert not found, "\n".join(found)
+    for result, contributions in computed:
+        assert_means_over_sets(result, contributions)
+
+
+def assert_means_over_sets(
+    result: Callable[[al.Contributions], al.Record], of_prompts: Mapping[str, Tensor]
+) -> None:
+    """Of prompts that are repeated so that there are sets of 10 and 30 of them."""
+    count = len(next(iter(of_prompts.values())))
+    first, rest = torch.arange(count // 2), torch.arange(count // 2, count)
+    chosen = torch.cat([first.repeat(10)[:10], rest.repeat(30)[:30]])
+    sets = torch.tensor([0] * 10 + [1] * 30)
+    rows = {name: values[chosen] for name, values in of_prompts.items()}
+    both = result(al.Contributions(rows, sets))
+    parts = [result(al.Contributions(rows, sets).prompts(sets == number)) for number in (0, 1)]
+    kinds = both.kinds()
+    for name, value in both.tensors().items():
+        kind = kinds.get(name)
+        if (
+            kind is None
+            or kind.pooled
+            or isinstance(kind, Derived)
+            or "prompt" in both.axes()[name]
+        ):
+            continue
+        expected = torch.stack([getattr(part, name).double() for part in parts]).nanmean(0)
+        message = f"{type(both).__name__}.{name} is no mean over sets"
+        torch.testing.assert_close(
+            value.double(), expected, rtol=1e-12, atol=1e-15, equal_nan=True, msg=message
+        )
+    # Contributions that are 1 in one set and 0 in the other.
+    means = {
+        name: of.name if isinstance(of, OverDraws) else of
+        for name, kind in kinds.items()
+        if isinstance(kind, Mean) and kind.minus is None and not callable(of := kind.of)
+    }
+    is_one = (sets == 0).double()
+    ones_and_zeros = {
+        name: is_one.view(-1, *[1] * (values.ndim - 1)).expand_as(values)
+        for name, values in rows.items()
+        if name in means.values()
+    }
+    record = result(al.Contributions({**rows, **ones_and_zeros}, sets))
+    for name, of in means.items():
+        if of in rows:
+            assert (getattr(record, name).double() - 0.5).abs().nan_to_num().max() < 1e-12, name
 
 
 @pytest.mark.with_shapes
@@ -31,6 +103,11 @@ def test_every_call_is_stored(stored: Numbers) -> None:
     names = {call.split(".")[3] for call in same_numbers.all_calls()}
     assert {call.split(".")[3] for call in CALLS} == names - {"no intervals"}
     assert not [name for name in stored.texts if name.endswith(".error")]
+    # And so is every record whose fields say what they are.
+    known = {each for name, each in stored.texts.items() if name.endswith(".class")}
+    classes = [getattr(al, name) for name in al.__all__]
+    declared = [each for each in classes if isinstance(each, type) and issubclass(each, al.Record)]
+    assert {each.__name__ for each in declared if each.kinds()} <= known
 
 
 EXPECTED = Numbers(

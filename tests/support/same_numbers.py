@@ -127,6 +127,7 @@ def add(found: Numbers, name: str, value: Any) -> None:
             if key not in LEFT_OUT:
                 add(found, f"{name}.{key}", each)
     elif is_dataclass(value):
+        found.texts[f"{name}.class"] = type(value).__name__
         add(found, name, {each.name: getattr(value, each.name) for each in fields(value)})
     elif isinstance(value, list | tuple) and are_numbers(value):
         add(found, name, torch.tensor(value, dtype=torch.double))

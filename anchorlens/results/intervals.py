@@ -1,0 +1,234 @@
+"""95 % intervals: how bounds follow from a value, its resamples and the population drawn from.
+
+A bound depends on what the number is: a share, a mean with one end or two, a difference of two
+shares, a ratio, or anything else. ``kinds.py`` says which function belongs to which.
+"""
+
+from collections.abc import Callable
+from math import inf
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy.special import chdtri, ndtri, stdtrit
+from torch import Tensor
+
+from .population import Population
+
+# From the values and bounds of the given sets to the bounds of their mean.
+OfSets = Callable[
+    [Float[Tensor, "set *axes"], Float[Tensor, "set end *axes"]], Float[Tensor, "end *axes"]
+]
+
+
+def percentiles(
+    resampled: Float[Tensor, "resample *axes"], population: Population
+) -> Float[Tensor, "end *axes"]:
+    """Expanded percentiles; NaN for a single unit, whose resamples are all the same."""
+    if population.units < 2 or not resampled.numel():
+        return torch.full_like(resampled[:1], torch.nan).expand(2, *resampled.shape[1:])
+    tails = torch.tensor([population.tail, 1 - population.tail], dtype=torch.double, device="cpu")
+    return resampled.nanquantile(tails, dim=0)
+
+
+def of_share(
+    share: Float[Tensor, "*axes"],
+    resampled: Float[Tensor, "resample *axes"],
+    population: Population,
+    prompts: int = 1,
+) -> Float[Tensor, "end *axes"]:
+    """Wilson's interval of a share of cases; each case has that number of ``prompts``.
+
+    If each prompt is a case and is drawn by itself, the cases are independent: their number is that
+    of one set whose mean would be as certain. Otherwise cases share a prompt or a set: then the
+    interval uses the number of independent cases that would have the variance of the resamples, but
+    at least the number of cases that share no prompt.
+    """
+    share, count, units = share.double(), len(population.unit), population.units
+    if units < 2 or (prompts == 1 and units == count):
+        cases = torch.full_like(share, population.independent / prompts)
+        return wilson(share, cases, float(ndtri(0.975)))
+    variance = variance_of(resampled) * population.inflation
+    least, most = population.independent / prompts, count if prompts == 1 else inf
+    effective = (share * (1 - share) / variance).nan_to_num(0.0).clamp(least, most)
+    return wilson(share, effective, float(stdtrit(population.freedom, 0.975)))
+
+
+def wilson(
+    share: Float[Tensor, "*axes"], cases: Float[Tensor, "*axes"], normal: float
+) -> Float[Tensor, "end *axes"]:
+    """Wilson's interval of a share of ``cases``, with ``normal`` standard deviations each way."""
+    extra = normal**2 / cases
+    centre = (share + extra / 2) / (1 + extra)
+    half = (share * (1 - share) * extra + extra**2 / 4).sqrt() / (1 + extra)
+    return torch.stack([centre - half, centre + half]).clamp(0, 1)
+
+
+def of_difference(
+    difference: Float[Tensor, "*axes"],
+    resampled: Float[Tensor, "resample *axes"],
+    population: Population,
+) -> Float[Tensor, "end *axes"]:
+    """Bonett and Price's interval of a paired difference, which adds a unit of 1 and one of -1.
+
+    Without these two units the interval would have no width if no prompt in the sample differs.
+    """
+    difference, units = difference.double(), population.independent
+    squares = units * variance_of(resampled) + difference**2
+    mean = difference * units / (units + 2)
+    variance = (units * squares + 2) / (units + 2) - mean**2
+    half = float(ndtri(0.975)) * (variance / (units + 2)).sqrt()
+    return torch.stack([mean - half, mean + half]).clamp(-1, 1)
+
+
+def of_mean_from_0(
+    mean: Float[Tensor, "*axes"],
+    resampled: Float[Tensor, "resample *axes"],
+    population: Population,
+) -> Float[Tensor, "end *axes"]:
+    """The interval of a mean of numbers from 0 up, symmetric in the logarithm.
+
+    It is ``mean * exp(+- t s / mean)`` with the standard error s, because means of such numbers are
+    skewed. NaN where the mean is 0, and for a single unit.
+    """
+    mean, variance = mean.double(), variance_of(resampled) * population.inflation
+    if population.units < 2:
+        variance = torch.zeros_like(mean)
+    factor = (float(stdtrit(population.freedom, 0.975)) * variance.sqrt() / mean).exp()
+    bounds = torch.stack([mean / factor, mean * factor])
+    known = (mean > 0) & torch.tensor(population.units > 1, device="cpu")
+    return bounds.masked_fill(~known, torch.nan)
+
+
+def of_mean_between(
+    mean: Float[Tensor, "*axes"],
+    resampled: Float[Tensor, "resample *axes"],
+    population: Population,
+    low: float,
+    high: float,
+    of_difference: bool = False,
+) -> Float[Tensor, "end *axes"]:
+    """The interval of a mean of numbers between two ends.
+
+    Such numbers may all be equal in a sample, and yet others occur. Scaled to 0 and 1, their
+    variance is at most ``m (1 - m)`` for the mean m. The variance of the n units counts as at least
+    that of n + 1 units of which a single one varies so; of a difference a quarter of it, because
+    one of its two numbers varies. The interval is Wilson's, for as many cases as a share m with
+    this variance has, at least the number of units.
+    """
+    size, units = high - low, population.independent
+    mean, variance = mean.double(), variance_of(resampled) * population.inflation
+    if population.units < 2:
+        variance = torch.zeros_like(mean)
+    share = ((mean - low) / size).clamp(0, 1)
+    most = share * (1 - share) / units
+    least = most / (units + 1) / (4 if of_difference else 1)
+    variance = torch.maximum(variance / size**2, least)
+    effective = (units * most / variance).nan_to_num(units).clamp(min=units)
+    normal = ndtri(0.975) if population.units < 2 else stdtrit(population.freedom, 0.975)
+    return low + size * wilson(share, effective, float(normal))
+
+
+def of_ratio(
+    ratio: Float[Tensor, "*axes"],
+    resampled: Float[Tensor, "resample *axes"],
+    population: Population,
+) -> Float[Tensor, "end *axes"]:
+    """The t interval of the logarithm of a ratio, because ratios are skewed.
+
+    NaN where the ratio or one of its resamples is not above 0, and for a single unit.
+    """
+    if population.units < 2:
+        return torch.full((2, *ratio.shape), torch.nan, dtype=torch.double, device="cpu")
+    logarithms = resampled.double().log()
+    variance = variance_of(logarithms) * population.inflation
+    factor = (float(stdtrit(population.freedom, 0.975)) * variance.sqrt()).exp()
+    bounds = torch.stack([ratio.double() / factor, ratio.double() * factor])
+    return bounds.masked_fill(~bounds.isfinite() | (ratio <= 0), torch.nan)
+
+
+def of_independent_sets(
+    values: Float[Tensor, "set *axes"], bounds: Float[Tensor, "set end *axes"]
+) -> Float[Tensor, "end *axes"]:
+    """Zou and Donner's interval (2008) of a mean of independent numbers, from their intervals.
+
+    On each side the squared distances from a value to its bound are added. So a small set whose
+    resamples are all equal counts with its own bounds, and not as if it were certain. Sets with
+    NaN are left out.
+    """
+    count = (~values.isnan()).sum(0)
+    below, above = (bounds - values[:, None]).square().nansum(0).sqrt() / count
+    return values.nanmean(0) + torch.stack([-below, above])
+
+
+def of_alike_sets(
+    values: Float[Tensor, "set *axes"], bounds: Float[Tensor, "set end *axes"]
+) -> Float[Tensor, "end *axes"]:
+    """The mean of the sets' bounds, for a mean whose errors are alike in every set.
+
+    A bias that all sets share does not become smaller in the mean, so the interval must not become
+    narrower.
+    """
+    return bounds.nanmean(0)
+
+
+def over_sets(values: np.ndarray, low: float, high: float) -> tuple[float, float]:
+    """The t interval of the mean over sets, from the number of each set, within a range."""
+    half = float(stdtrit(len(values) - 1, 0.975)) * values.std(ddof=1) / len(values) ** 0.5
+    first, last = np.clip([values.mean() - half, values.mean() + half], low, high).tolist()
+    return first, last
+
+
+def over_sets_of_ratios(values: np.ndarray) -> tuple[float, float]:
+    """The interval of the mean over sets of a ratio, from the ratio of each set.
+
+    Ratios are skewed: what is symmetric is their logarithm, with mean m and variance v. The mean of
+    such ratios is exp(m + v / 2), and its interval that of Zou, Huo and Taleb (2009): t for m, chi
+    squared for v, and the squared distances from m and v / 2 to their bounds are added on each
+    side. NaN where a ratio is not above 0.
+    """
+    if not (values > 0).all():
+        return np.nan, np.nan
+    logarithms, freedom = np.log(values), len(values) - 1
+    variance = logarithms.var(ddof=1)
+    of_mean = float(stdtrit(freedom, 0.975)) ** 2 * variance / len(values)
+    low, high = (
+        float(np.sqrt(of_mean + (variance / 2 * (freedom / chdtri(freedom, tail) - 1)) ** 2))
+        for tail in (0.025, 0.975)
+    )
+    centre = float(logarithms.mean() + variance / 2)
+    return float(np.exp(centre - low)), float(np.exp(centre + high))
+
+
+def wider_by_draws(
+    value: Float[Tensor, "*axes"],
+    bounds: Float[Tensor, "end *axes"],
+    resampled: Float[Tensor, "resample *axes"],
+    population: Population,
+    without: Float[Tensor, "draw *axes"],
+) -> Float[Tensor, "end *axes"]:
+    """The bounds, farther from the value by what another choice of random draws would change.
+
+    ``without`` has the value without each draw in turn (the jackknife), which for a mean over draws
+    gives the variance exactly. As in Zou and Donner's interval of a sum (2008), squared distances
+    are added on each side. The distance of the draws has the degrees of freedom of the sum of both
+    variances (Satterthwaite). NaN for a single draw.
+    """
+    value, count = value.double(), len(without)
+    if count < 2:
+        return torch.full_like(bounds, torch.nan)
+    squares = (without.double() - without.double().mean(0)).square().sum(0)
+    variance = squares * (count - 1) / count
+    of_prompts = variance_of(resampled) * population.inflation
+    freedom = (of_prompts + variance).square() / (
+        of_prompts.square() / population.freedom + variance.square() / (count - 1)
+    )
+    freedom = freedom.nan_to_num(count - 1)  # where both variances are 0
+    normal = torch.from_numpy(np.asarray(stdtrit(freedom.numpy(), 0.975)))
+    below, above = ((bounds - value).square() + normal.square() * variance).sqrt()
+    return torch.stack([value - below, value + above])
+
+
+def variance_of(resampled: Float[Tensor, "resample *axes"]) -> Float[Tensor, "*axes"]:
+    """Variance over the resamples that are not NaN."""
+    return (resampled - resampled.nanmean(0)).square().nanmean(0)

@@ -1,0 +1,123 @@
+"""The population from which the prompts of a run are a sample, and how it is resampled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from jaxtyping import Float, Int
+from scipy.special import ndtr, stdtrit
+from torch import Tensor
+
+from ..errors import MetricError
+from ..system.warn import warn_user
+
+# Sets of demonstrations count as given if each has at least MANY_PROMPTS prompts; otherwise at
+# least MANY_SETS sets count as a sample of sets.
+MANY_PROMPTS, MANY_SETS = 10, 10
+# Intervals of fewer units are rough (docs/benchmarks.md has their coverage).
+FEW_UNITS = 20
+
+
+@dataclass(frozen=True, eq=False)
+class Population:
+    """The population from which a run's prompts are a sample (docs/definitions.md, "Intervals")."""
+
+    sets: Int[Tensor, " prompt"]  # of demonstrations for the result; all 0 if sets are pooled
+    unit: Int[Tensor, " prompt"]  # with which each prompt is drawn: itself, or its set
+    strata: Sequence[Int[Tensor, " _"]]  # a resample draws each unit from its own stratum
+    name: str  # what is drawn
+    scope: str = ""  # of what an interval speaks
+
+    @property
+    def units(self) -> int:
+        """Number of units in a resample."""
+        return sum(map(len, self.strata))
+
+    @property
+    def independent(self) -> float:
+        """Size of a single stratum whose mean has the same variance as the mean over the strata.
+
+        It is the number of units where the strata are of one size, and less where they are not: a
+        mean over sets of 10 and 90 prompts is as certain as one over 36 prompts.
+        """
+        sizes = self._sizes()
+        if len(sizes) == 1:
+            return float(sizes)
+        return len(sizes) ** 2 / float((1 / sizes).sum())
+
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom of the variance of a mean over the strata (Welch, Satterthwaite)."""
+        sizes = self._sizes()
+        return float((1 / sizes).sum() ** 2 / (1 / (sizes**2 * (sizes - 1))).sum())
+
+    @property
+    def inflation(self) -> float:
+        """Factor by which the variance of resamples is too small: n / (n - 1) for one stratum."""
+        sizes = self._sizes()
+        return float((1 / sizes).sum() / ((sizes - 1) / sizes**2).sum())
+
+    @property
+    def tail(self) -> float:
+        """The share of resamples below a 95 % interval, which is also the share above it.
+
+        Plain percentiles give too narrow intervals, because the variance of resamples is too small
+        and only estimated. The expanded percentile interval (Hesterberg 2015) corrects both: it
+        uses the quantiles at which a normal distribution is cut at sqrt(n / (n - 1)) * t.
+        """
+        return float(ndtr(-sqrt(self.inflation) * stdtrit(self.freedom, 0.975)))
+
+    def _sizes(self) -> Float[Tensor, " stratum"]:
+        return torch.tensor([len(units) for units in self.strata], dtype=torch.double, device="cpu")
+
+    def draw(self, generator: torch.Generator) -> Int[Tensor, " prompt"]:
+        """The prompts of one resample; each is repeated as often as its unit was drawn."""
+        drawn = [
+            units[torch.randint(len(units), (len(units),), generator=generator, device="cpu")]
+            for units in self.strata
+        ]
+        counts = torch.bincount(torch.cat(drawn), minlength=self.units)[self.unit]
+        return torch.arange(len(self.unit), device="cpu").repeat_interleave(counts)
+
+
+def population_of(sets: Int[Tensor, " prompt"]) -> Population:
+    """The population from which prompts with these sets of demonstrations are a sample."""
+    _, unit, sizes = sets.unique(return_inverse=True, return_counts=True)
+    prompts, pooled = torch.arange(len(sets), device="cpu"), torch.zeros_like(unit)
+    n_sets = len(sizes)
+    if n_sets == 1:
+        scope = "other queries after this one set of demonstrations"
+        return Population(pooled, prompts, [prompts], "prompts", scope)
+    if n_sets == len(sets):
+        name = "prompts, each with a set of its own; all are pooled"
+        scope = "other queries, each after another set of demonstrations"
+        return Population(pooled, prompts, [prompts], name, scope)
+    if sizes.min() >= MANY_PROMPTS:
+        strata = [(unit == number).nonzero().flatten() for number in range(n_sets)]
+        scope = f"other queries after these {n_sets} sets of demonstrations"
+        return Population(unit, prompts, strata, f"prompts within {n_sets} given sets", scope)
+    if n_sets >= MANY_SETS:
+        name = "sets with their prompts; all prompts are pooled"
+        scope = "other sets of demonstrations with other queries"
+        return Population(pooled, unit, [torch.arange(n_sets, device="cpu")], name, scope)
+    scope = f"other queries after a mixture of these {n_sets} sets of demonstrations"
+    return Population(pooled, prompts, [prompts], f"prompts; {n_sets} sets are pooled", scope)
+
+
+def check_resamples(resamples: int) -> None:
+    """Check the number of resamples; call it before the model runs."""
+    if resamples < 0:
+        raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples}")
+
+
+def warn_if_few_units(sets: Int[Tensor, " prompt"]) -> None:
+    """Warn that intervals of so few prompts or sets are rough; call it once for a run."""
+    population = population_of(sets.cpu())
+    if population.units < FEW_UNITS:
+        kind, _, how = population.name.partition("; ")
+        warn_user(
+            f"intervals of {population.units} {kind} are rough{how and f' ({how})'}: with fewer "
+            f"than {FEW_UNITS} they may hold the true value in 85 of 100 cases and not in 95; use "
+            "more queries, or resamples=0 for no intervals"
+        )
