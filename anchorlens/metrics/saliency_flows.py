@@ -110,8 +110,9 @@ class SaliencyFlowsRecord(Record):
     per_prompt: Float[Tensor, "prompt layer flow"] = of_prompts("flows")
 
     caption: ClassVar[str] = (
-        f"Top: {RATIO} Middle: each flow's share of the three means. {FLOWS} Inside the grey band "
-        "the paper's own measure cannot tell a model from one with random weights. Bottom: the "
+        f"Top: {RATIO} Middle: each flow's share of the three means. {FLOWS} A hatched band is the "
+        "range of the flow of its colour in models with random weights: where a flow is inside its "
+        "own band, the paper's own measure cannot tell the model from one of these. Bottom: the "
         "sum; where it is small, shares say little."
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": tuple(PAPER_FLOWS)}
@@ -120,8 +121,8 @@ class SaliencyFlowsRecord(Record):
     def plot(self) -> go.Figure:
         """S_pq / S_tq, each flow's share (the paper's Figure 3), and their sum, by layer.
 
-        Grey bands are models of the same architecture with random weights, where ``analyse`` has
-        drawn them.
+        Hatched bands are the same flows in models of the same architecture with random weights,
+        where ``analyse`` has drawn them.
         """
         ratio, share = (self.intervals.get(name) for name in ("pq_over_tq", "share"))
         names = self.axis_names("flow") or ()
@@ -146,9 +147,10 @@ class SaliencyFlowsRecord(Record):
             low=None if share is None else share[0].T,
             high=None if share is None else share[1].T,
             random=self._random("share", tuple(self.share.shape)).mT,
+            random_names=[f"S_{name}" if name in _LEGEND else name for name in names],
             colors=[figures.INTO, figures.OUT, figures.OTHER] if "pq" in names else figures.PALETTE,
-            height=320,
-        )
+            height=350,
+        ).update_layout(margin={"t": 90})  # for a legend of two lines
         total = figures.lines_by_layer(
             self.flows.sum(-1)[None],
             ["all three means together, of which shares are parts"],

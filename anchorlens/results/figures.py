@@ -32,7 +32,8 @@ from .figure_parts import (
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "cross")
 DOTTED = {"dash": "dot", "color": PALETTE[-1]}  # seen on light and on dark pages
 PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
-RANDOM = "#9AA4AE"  # of what is random: weights, words
+HATCHES = ("/", "\\", "|", "-")  # of the bands of random weights
+RANDOM = "#7A8590"  # of what is random: weights, words
 INTO, OUT, OTHER = PALETTE[0], PALETTE[1], PALETTE[-1]  # flows, as in the picture of a prompt
 SAVED = 40  # pixels below a figure, where the name of its axis is left out
 MOST_NAMES = 40  # along an axis; more would overlap
@@ -50,6 +51,7 @@ def lines_by_layer(
     dashed: Collection[str] = (),
     reference: float | None = None,
     random: Float[Tensor, "draw series layer"] | None = None,
+    random_names: Sequence[str] = (),
     colors: Sequence[str] = PALETTE,
     log: bool = False,
     height: int = 420,
@@ -65,8 +67,10 @@ def lines_by_layer(
         high: upper ends of the intervals; give both or neither.
         dashed: names of the series to draw dashed, such as baselines.
         reference: height of a dotted horizontal line, such as chance.
-        random: the same numbers of models with random weights; a grey band from the smallest draw
-            to the largest, for each series.
+        random: the same numbers of models with random weights; for each series a hatched band in
+            its colour, from the smallest draw to the largest.
+        random_names: a short name for each series, for the legend of these bands; by default
+            `names`.
         colors: the colours of the series; after the last the first comes again.
         log: whether the y axis is logarithmic.
         height: height of the figure in pixels.
@@ -95,8 +99,8 @@ def lines_by_layer(
         band = go.Scatter(_outline(*ends[:, row].tolist()), mode="lines", line_color=color)
         band.update(fill="toself", fillcolor=color, opacity=0.2, hoverinfo="skip")
         bands.append(band.update(legendgroup=row, showlegend=False))
-    grey = _bands_of_random_models(values, random)
-    figure = go.Figure(grey + (lines if low is None else bands + lines), layout(title, height))
+    hatched = _bands_of_random_models(random_names or names, values, random, colors)
+    figure = go.Figure(hatched + (lines if low is None else bands + lines), layout(title, height))
     if reference is not None:  # named in the legend, where the name covers no line
         name = f"reference {reference:g}"
         figure.add_hline(reference, line=DOTTED, showlegend=True, name=name)
@@ -192,7 +196,9 @@ def bars(
         customdata = torch.stack([below, above], dim=1).tolist()
         bar.update(customdata=customdata, hovertemplate="%{x}<br>" + _hover(low))
         bar.update(legendgroup=column, showlegend=panel == 0)
-        pattern = {"shape": PATTERNS[column % len(PATTERNS)], "fgcolor": "white", "size": 7}
+        # Over the colour; by default plotly draws a pattern in place of it.
+        pattern = {"shape": PATTERNS[column % len(PATTERNS)], "fillmode": "overlay"}
+        pattern |= {"fgcolor": "white", "fgopacity": 1, "size": 8, "solidity": 0.2}
         bar.update(marker={"color": PALETTE[column % len(PALETTE)], "pattern": pattern})
         figure.add_trace(bar, panel + 1, 1)
         figure.update_yaxes(title=literal(panels[panel]), row=panel + 1)
@@ -258,7 +264,8 @@ def points(
             figure.add_trace(marks.update(legendgroup=column, showlegend=not panel), **first)
         at, _ = torch.ones_like(draws[panel]).nonzero().T
         dots = go.Scatter(x=(at + 0.26).tolist(), y=draws[panel].flatten().tolist(), mode="markers")
-        dots.update(name=f"each of {draws.shape[2]} draws", marker={"color": RANDOM, "size": 5})
+        several = "one draw" if draws.shape[2] == 1 else f"each of {draws.shape[2]} draws"
+        dots.update(name=several, marker={"color": RANDOM, "size": 5})
         dots.update(hovertemplate="one draw: %{y:.3g}<extra></extra>", legendgroup="draws")
         figure.add_trace(dots.update(showlegend=not panel), **first)
         figure.update_yaxes(title=literal(name), range=[-0.02, 1.05], row=panel + 1)
@@ -641,21 +648,30 @@ def _outline(low: list[float], high: list[float]) -> dict[str, list[Any]]:
 
 
 def _bands_of_random_models(
-    values: Float[Tensor, "series layer"], random: Float[Tensor, "draw series layer"] | None
+    names: Sequence[str],
+    values: Float[Tensor, "series layer"],
+    random: Float[Tensor, "draw series layer"] | None,
+    colors: Sequence[str],
 ) -> list[go.Scatter]:
-    """A grey band for each series, of which one stands in the legend."""
+    """A hatched band for each series in its colour; of several series each band is named."""
     if random is None:
         return []
     random = random[~random.isnan().all((1, 2))]  # such a model may predict one class only
     if not len(random):
         return []
     check_shape(random[0], tuple(values.shape), "pass each draw in the shape of the values")
-    bands = []
-    for row, (low, high) in enumerate(zip(random.amin(0), random.amax(0), strict=True)):
-        band = go.Scatter(_outline(low.tolist(), high.tolist()), mode="lines", line_color=RANDOM)
-        band.update(fill="toself", fillcolor=RANDOM, opacity=0.45, hoverinfo="skip")
-        name = f"random weights (range of {len(random)} draws)"
-        bands.append(band.update(name=name, showlegend=not row, legendgroup="random"))
+    bands, rows = [], zip(names, random.amin(0), random.amax(0), strict=True)
+    for row, (name, low, high) in enumerate(rows):
+        color, count = colors[row % len(colors)], len(random)
+        drawn = "one draw" if count == 1 else f"range of {count} draws"
+        legend = (
+            f"random weights, {literal(name)}" if len(names) > 1 else f"random weights ({drawn})"
+        )
+        band = go.Scatter(_outline(low.tolist(), high.tolist()), mode="lines", fill="toself")
+        band.update(line={"color": color, "width": 1, "dash": "dot"}, hoverinfo="skip")
+        hatch = {"shape": HATCHES[row % len(HATCHES)], "fgcolor": color, "size": 6, "solidity": 0.2}
+        band.update(fillpattern=hatch, fillcolor=color, legendgroup=f"random {row}")
+        bands.append(band.update(name=legend))
     return bands
 
 

@@ -92,7 +92,9 @@ def test_bars_show_values_and_asymmetric_errors() -> None:
     assert same(figure.data[1].error_y.array, [0.1, 0.1])
     assert same(figure.data[1].error_y.arrayminus, [0.2, 0.2])
     assert same(figure.data[1].customdata, [[0.4, 0.7], [0.6, 0.9]])
-    assert figure.data[0].marker.pattern.shape != figure.data[1].marker.pattern.shape
+    first, second = (bar.marker for bar in figure.data)
+    assert first.pattern.shape != second.pattern.shape and first.color != second.color
+    assert second.pattern.fillmode == "overlay"  # otherwise no colour is left
 
 
 @pytest.mark.with_shapes
@@ -115,6 +117,9 @@ def test_points_show_values_intervals_and_each_draw() -> None:
     assert same(control.error_y.array, [0.2, 0.2]) and same(control.error_y.arrayminus, [0.1, 0.1])
     assert same(control.customdata, [[0.65, 0.95], [0.4, 0.7]])
     assert same(dots.y, [0.5, 1.0, 0.5, math.nan]) and same(dots.x, [0.26, 0.26, 1.26, 1.26])
+    assert dots.name == "each of 2 draws"
+    one = points(values, values, values, draws[..., :1], *names, title="x").data[2]
+    assert one.name == "one draw"
     assert dots.error_y.array is None  # a bracket is an interval, and a dot is a draw
     assert isolated.marker.color != control.marker.color == dots.marker.color
     assert [marks.showlegend for marks in figure.data] == [True] * 3 + [False] * 3
@@ -151,7 +156,7 @@ def test_a_forest_has_a_panel_with_a_limit_for_each_number() -> None:
 
 
 @pytest.mark.with_shapes
-def test_models_of_random_weights_are_a_grey_band() -> None:
+def test_models_of_random_weights_are_a_hatched_band_for_each_series() -> None:
     values = torch.tensor([[0.5, 2.0]])
     random = torch.tensor([[[1.0, 3.0]], [[2.0, 1.0]], [[math.nan, math.nan]]])
     figure = lines_by_layer(values, ["a"], random=random, log=True, reference=1.0, **TITLES)
@@ -161,6 +166,20 @@ def test_models_of_random_weights_are_a_grey_band() -> None:
     assert figure.layout.yaxis.type == "log"
     for none in (None, random[:0], random[2:]):
         assert len(lines_by_layer(values, ["a"], random=none, **TITLES).data) == 1
+    one = lines_by_layer(values, ["a"], random=random[:1], **TITLES).data[0]
+    assert one.name == "random weights (one draw)"
+    two = torch.cat([random, 9 * random], 1)
+    figure = lines_by_layer(torch.ones(2, 2), ["a", "<b>"], random=two, **TITLES)
+    bands, lines = figure.data[:2], figure.data[2:]
+    assert [band.name for band in bands] == ["random weights, a", "random weights, &lt;b&gt;"]
+    assert [band.line.color for band in bands] == [line.line.color for line in lines]
+    assert [band.fillpattern.fgcolor for band in bands] == [line.line.color for line in lines]
+    assert bands[0].fillpattern.shape != bands[1].fillpattern.shape
+    assert same(bands[1].y[:-1], [9.0, 9.0, 27.0, 18.0])
+    short = lines_by_layer(
+        torch.ones(2, 2), ["a", "b"], random=two, random_names=["x", "y"], **TITLES
+    )
+    assert [band.name for band in short.data[:2]] == ["random weights, x", "random weights, y"]
 
 
 @pytest.mark.with_shapes
