@@ -110,10 +110,9 @@ class SaliencyFlowsRecord(Record):
     per_prompt: Float[Tensor, "prompt layer flow"] = of_prompts("flows")
 
     caption: ClassVar[str] = (
-        f"Top: {RATIO} Middle: each flow's share of the three means. {FLOWS} A hatched band is the "
-        "range of the flow of its colour in models with random weights: where a flow is inside its "
-        "own band, the paper's own measure cannot tell the model from one of these. Bottom: the "
-        "sum; where it is small, shares say little."
+        f"Top: {RATIO} Middle: each flow's share of the three means. {FLOWS} A flow inside the "
+        "hatched band of its colour is as in models with random weights. Bottom: the sum; where it "
+        "is small, shares say little."
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": tuple(PAPER_FLOWS)}
     names_in_info: ClassVar[Mapping[str, str]] = {"flow": "flows"}

@@ -131,15 +131,13 @@ def _on_flows(records: Collection[Record]) -> Iterator[str]:
             into = record.estimate("shallow_share", 0).percent()
             out_of = record.estimate("deep_share", 1).percent()
             times = f"{record.estimate('deep_pq_over_tq'):.1f}"
-            of_random = [f"{100 * share[1]:.0f}" for share in record.of_random_models("deep_share")]
-            ends = dict.fromkeys(sorted(of_random, key=int)[:: max(1, len(of_random) - 1)])
-            random = f"{' to '.join(ends)} %" if ends else ""
             yield (
                 "Per pair of tokens, in the first third of the layers the flow from texts to label "
-                f"words (S_wp) is {into} of the three mean flows; in the last third that from "
+                f"words (S_wp) is {into} of the three mean flows"
+                f"{_with_random_weights(record, 'shallow_share', 0)}; in the last third that from "
                 f"label words to the target (S_pq) is {out_of}"
-                + f" (with random weights {random})" * bool(random)
-                + f", and a label word gives {times} times as much as another word on average."
+                f"{_with_random_weights(record, 'deep_share', 1)}, and a label word gives {times} "
+                "times as much as another word on average."
             )
 
 
@@ -151,6 +149,13 @@ def _on_rest(records: Collection[Record]) -> Iterator[str]:
                 f"predicted label with an AUCROC of {record.estimate('deep_aucroc')}, "
                 "where 0.5 is chance and 1 is certain."
             )
+
+
+def _with_random_weights(record: SaliencyFlowsRecord, name: str, flow: int) -> str:
+    """The same share in models of random weights, from the smallest to the largest."""
+    shares = [f"{100 * share[flow]:.0f}" for share in record.of_random_models(name)]
+    ends = dict.fromkeys(sorted(shares, key=int)[:: max(1, len(shares) - 1)])
+    return f" (with random weights {' to '.join(ends)} %)" if ends else ""
 
 
 def _has_flows_of_the_paper(record: SaliencyFlowsRecord) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
+from torch import Tensor
 
 from ..experiments.diagnosis import class_orders, permutation_test
 from ..experiments.edge_sweep import CutEdgesRecord
@@ -66,6 +67,7 @@ class Verdict(StrEnum):
 
 SIGNS = {Verdict.AGREES: "✓", Verdict.DOES_NOT_AGREE: "✗", Verdict.CANNOT_TELL: "?"}
 NO_NUMBER = Estimate(nan)
+FEW_DRAWS = 3  # of which a text has each number
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,15 @@ class Control:
     name: str
     estimate: Estimate = NO_NUMBER
     draws: Sequence[float] = ()
+
+    def __str__(self) -> str:
+        """The name with the number, or with those of the draws: each of a few, or their range."""
+        known = sorted(draw for draw in self.draws if not isnan(draw))
+        draws = [f"{draw:z.2f}" for draw in known]
+        if not isnan(self.estimate.value) or not draws:
+            return f"{self.name}: {self.estimate}"
+        shown = ", ".join(draws) if len(draws) <= FEW_DRAWS else f"{draws[0]} to {draws[-1]}"
+        return f"{self.name}: {shown}"
 
 
 @dataclass(frozen=True)
@@ -127,11 +138,12 @@ class Claims(list[Claim]):
         return printable("\n".join(map(str, self)))
 
     def _repr_html_(self) -> str:
-        head = ["claim", "this model", "verdict", "because", "in the paper"]
+        head = ["claim", "this model", "compared with", "verdict", "because", "in the paper"]
         rows = [
             (
                 claim.statement,
                 str(claim.estimate),
+                "; ".join(map(str, claim.controls)),
                 f"{SIGNS[claim.verdict]} {claim.verdict}",
                 claim.reason,
                 claim.paper,
@@ -295,7 +307,7 @@ def _claim(
     """
     verdict, limit = Verdict.CANNOT_TELL, LIMITS[statement]
     if of_random:
-        controls = [*controls, Control("models of random weights", draws=of_random)]
+        controls = [*controls, Control("random weights", draws=of_random)]
     if isnan(number.value):
         reason = no_number
     elif not number.has_interval:
@@ -397,11 +409,12 @@ def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:
         scope=scope_of(record),
         no_number=f"{first_layers(record)} are more than half of the layers: isolate fewer",
         controls=(
-            Control("single draws of random words", draws=draws.tolist()),
+            Control("single random words", draws=draws.tolist()),
             *([cut_too] if cut_too else []),
         ),
-        clause=f"isolating the label words in {first_layers(record)} changes {number.percent()} "
-        "more of the predictions than isolating random words",
+        clause=f"isolating the label words in {first_layers(record)} changes "
+        f"{_changed(record.label_loyalty)} of the predictions and isolating random words "
+        f"{_changed(record.control_label_loyalty)} (a difference of {number.points()})",
     )
     if record.info.get("begins_with_bos") and not is_left:
         reason = (
@@ -415,6 +428,11 @@ def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:
         )
         return replace(claim, reason=reason)
     return claim
+
+
+def _changed(loyalty: Tensor) -> str:
+    """The share of predictions that do not stay."""
+    return f"{100 * (1 - float(loyalty)):z.0f} %"
 
 
 def gap_of(record: CutEdgesRecord) -> Estimate:

@@ -55,8 +55,7 @@ def _rows(claim: Claim, top: float) -> Iterator[str]:
         yield from _interval(control.estimate, place, at, "control")
         for draw in control.draws:
             yield f'<circle class="control" cx="{place(draw):.1f}" cy="{at}" r="2.4"/>'
-        known = "" if isnan(control.estimate.value) else f": {control.estimate}"
-        yield _text(TRACK + 26, at + 4, f"{control.name}{known}", "control-name")
+        yield _text(TRACK + 26, at + 4, str(control), "control-name")
 
 
 def _interval(estimate: Estimate, place: Place, middle: float, kind: str) -> Iterator[str]:

@@ -35,9 +35,16 @@ class Estimate:
         return format(self, "")
 
     def percent(self) -> str:
-        """For example ``42 % [21, 60]``."""
+        """A share in percent, for example ``42 % [21, 60]``."""
+        return self._of_100(" %")
+
+    def points(self) -> str:
+        """A difference of two shares, for example ``25 percentage points [-15, 62]``."""
+        return self._of_100(" percentage points")
+
+    def _of_100(self, unit: str) -> str:
         value, low, high = (f"{100 * number:z.0f}" for number in self._numbers)
-        return self._text(f"{value} %", low, high)
+        return self._text(f"{value}{unit}", low, high)
 
     @property
     def has_interval(self) -> bool:

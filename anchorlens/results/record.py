@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
 from jaxtyping import jaxtyped
 from torch import Tensor
 
@@ -210,22 +211,33 @@ class Record(KeepsRepr):
         Returns:
             One row for each number: ``quantity``, a column for each axis word (a second axis of
             the same word is ``class_2``), ``value``, and ``low`` and ``high`` where there is an
-            interval.
+            interval. The same numbers of models with random weights, where ``analyse`` has drawn
+            them, are rows such as ``share of random weights``, with the number of the draw.
         """
         frames = []
         for name, axes in self.axes().items():
-            values = getattr(self, name)
-            columns = [f"{axis}_2" if axis in axes[:k] else axis for k, axis in enumerate(axes)]
-            entries = [self.axis_names(axis) or range(n) for axis, n in zip(axes, values.shape)]  # noqa: B905
-            frame = pd.DataFrame(list(product(*entries)), columns=columns)
-            frame.insert(0, "quantity", name)
-            numbers = {"value": values}
+            numbers = {"value": getattr(self, name)}
             if name in self.intervals:
                 numbers |= dict(zip(("low", "high"), self.intervals[name], strict=True))
-            for column, of_column in numbers.items():
-                frame[column] = of_column.flatten().double().tolist()
-            frames.append(frame)
+            frames.append(self._rows(name, axes, numbers))
+            of_random = torch.from_numpy(self.of_random_models(name))
+            if len(of_random):
+                of_draws = f"{name} of random weights"
+                frames.append(self._rows(of_draws, ("draw", *axes), {"value": of_random}))
         return pd.concat(frames, ignore_index=True)
+
+    def _rows(
+        self, quantity: str, axes: Sequence[str], numbers: Mapping[str, Tensor]
+    ) -> pd.DataFrame:
+        """A row for each number of a quantity; ``numbers`` has the columns that are no axes."""
+        shape = next(iter(numbers.values())).shape
+        columns = [f"{axis}_2" if axis in axes[:k] else axis for k, axis in enumerate(axes)]
+        entries = [self.axis_names(axis) or range(n) for axis, n in zip(axes, shape)]  # noqa: B905
+        frame = pd.DataFrame(list(product(*entries)), columns=columns)
+        frame.insert(0, "quantity", quantity)
+        for column, of_column in numbers.items():
+            frame[column] = of_column.flatten().double().tolist()
+        return frame
 
     def plot(self) -> go.Figure:
         """The record as a figure; every record of this package has one.

@@ -181,9 +181,10 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     assert str(judged[3].estimate) == "0.50 [0.20, 0.70]"
     records = [distances(), attention(), isolation(), flows()]
     assert headline(records, judged) == (
-        "Yes: isolating the label words in the first 2 layers changes 50 % [20, 70] more "
-        "of the predictions than isolating random words, and in deep layers the answer reads "
-        "3.0 [2.9, 3.1] times as much from a label word as from another word."
+        "Yes: isolating the label words in the first 2 layers changes 50 % of the predictions and "
+        "isolating random words 0 % (a difference of 50 percentage points [20, 70]), and in deep "
+        "layers the answer reads 3.0 [2.9, 3.1] times as much from a label word as from another "
+        "word."
     )
     assert headline(records, judged[:2]).startswith("Yes: in deep layers the answer reads 3.0")
     assert headline(records, judged[4:]) == headline([], []) == ""
@@ -293,6 +294,9 @@ def test_a_claim_prints_its_reason_and_is_a_table_in_a_notebook() -> None:
         assert line.startswith("cannot tell: ") and "; the accuracy, 70 % [45, 80], is not" in line
     html = judged._repr_html_()
     assert html.count("<tr>") == 3 and "? cannot tell" in html and "is not clearly above" in html
+    info = {"of_random_models": {"deep_aucroc": [0.5, 0.04, 0.11]}}
+    html = al.claims({"a": replace(attention(), info=info)})._repr_html_()
+    assert "random weights: 0.04, 0.11, 0.50" in html
 
 
 @pytest.mark.with_shapes
@@ -413,8 +417,11 @@ def test_the_answer_says_the_numbers_in_words() -> None:
     assert "3.0 [2.9, 3.1] times as much as another word" in text
     for shares, range_of in (((0.97, 0.99, 0.98), "97 to 99 %"), ((0.991, 0.99), "99 %")):
         random = {"deep_share": [[0.0, share, 0.0] for share in shares]}
+        random["shallow_share"] = [[share - 0.5, 0.0, 0.0] for share in shares]
         [of_flows] = sentences([replace(flows(), info={"of_random_models": random})])
         assert f"(with random weights {range_of})" in of_flows
+        of_wp = {"97 to 99 %": "47 to 49 %", "99 %": "49 %"}[range_of]
+        assert f"of the three mean flows (with random weights {of_wp});" in of_flows
     assert "AUCROC of 0.80 [0.70, 0.90]" in text
     assert surprises([*records.values()]) == [
         "In layer 2 the rank correlation of key distances with confusions is below 0: -0.40."

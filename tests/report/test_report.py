@@ -30,6 +30,7 @@ from tests.support.tiny_models import questions, tiny_gpt2
 
 pytestmark = pytest.mark.with_shapes
 
+NAN = float("nan")
 EVIL = "<script>alert('a & b')</script>"
 
 
@@ -307,10 +308,13 @@ def test_the_forest_draws_each_claim_with_its_controls() -> None:
         "A claim that is so long that its name needs a second line of the picture.",
         "a number", Estimate(0.7, 0.6, 0.9), limit, "", "", Verdict.AGREES, "", [control],
     )  # fmt: skip
-    none = replace(claim, estimate=Estimate(float("nan")), controls=[])
+    none = replace(claim, estimate=Estimate(NAN), controls=[])
     ratio = replace(claim, estimate=Estimate(4.0, 1.0, 16.0), limit=4.0, controls=[])
     drawn = forest([claim, none, ratio])
     texts = re.findall("<text.*?>(.*?)</text>", drawn)
+    several = [Control("few", draws=[0.11, NAN, 0.04]), Control("many", draws=[0.3, 0.1, 0.2, 0.4])]
+    texts_of_draws = forest([replace(claim, controls=several)])
+    assert ">few: 0.04, 0.11<" in texts_of_draws and ">many: 0.10 to 0.40<" in texts_of_draws
     assert "0.70 [0.60, 0.90]  ✓ agrees" in texts and "no number  ✓ agrees" in texts
     assert "models of &lt;b&gt;: 0.30 [0.20, 0.40]" in texts and texts.count("0.5") == 2
     assert [

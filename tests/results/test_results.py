@@ -19,6 +19,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError, StoreError
 from anchorlens.results.bootstrap import with_intervals
+from anchorlens.results.record import RANDOM_MODELS
 
 pytestmark = pytest.mark.with_shapes
 
@@ -87,6 +88,18 @@ def test_a_table_contains_each_number_once() -> None:
     assert (row["value"], row["low"], row["high"]) == pytest.approx((0.5, 0.4, 0.6))
     assert frame[frame.quantity == "each"].set_index("prompt").value.to_dict() == {0: 8.0, 1: 9.0}
     assert frame[frame.quantity == "confusion"].value.isna().sum() == 2
+
+
+def test_numbers_of_random_weights_are_rows_with_the_number_of_the_draw() -> None:
+    flows = torch.arange(12.0).reshape(2, 3, 2)
+    record = make_record(info={RANDOM_MODELS: {"flows": flows.tolist(), "mean": [0.25, NAN]}})
+    frame = record.to_frame()
+    drawn = frame[frame.quantity == "flows of random weights"].set_index(["draw", "layer", "flow"])
+    assert len(drawn) == 12 and drawn.value[1, 2, "pq"] == 11.0 and drawn.value[0, 1, "wp"] == 2.0
+    assert np.isnan(drawn.low).all()
+    of_mean = frame[frame.quantity == "mean of random weights"].set_index("draw").value
+    assert of_mean[0] == 0.25 and np.isnan(of_mean[1])
+    assert len(frame) == len(make_record().to_frame()) + 14
 
 
 def test_classes_without_names_are_numbered() -> None:
