@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import DataError, StoreError
+from ..errors import DataError, PromptError, StoreError
 from ..models.quiet_libraries import quiet_datasets
 from ..prompts.datafiles import READERS
 from ..prompts.demonstration_sets import Examples
@@ -33,6 +33,7 @@ class ChosenTask(NamedTuple):
         entries: The entries of a file of it.
         given: What named it.
         is_proposed: Whether they were found in the data, so that label words may change.
+        columns: Which columns were taken then, and which others may be meant.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ChosenTask(NamedTuple):
     entries: dict[str, Any]
     given: str
     is_proposed: bool = False
+    columns: str = ""
 
     def source(self, out: Path) -> str:
         """What names the task in a command: its name, or its file."""
@@ -54,7 +56,10 @@ class ChosenTask(NamedTuple):
         """The task with label words that a tokenizer tells apart, if they are proposed."""
         if not self.is_proposed:
             return self
-        task = told_apart(tokenizer, self.task)
+        try:
+            task = told_apart(tokenizer, self.task)
+        except PromptError as error:
+            raise PromptError(f"{error}; {self.columns}") from error
         return self._replace(task=task, entries={**self.entries, "labels": list(task.labels)})
 
     def store(self, path: Path, fresh: bool) -> None:
@@ -115,11 +120,13 @@ def _proposed(data: Path, options: OfTask, shots: int) -> ChosenTask:
     given = None if options.classes is None else list(map(_class, options.classes))
     classes = given or list(layout.counts)
     if problems := problems_of(layout, classes, shots, options.queries):
-        raise DataError("\n  - ".join([f"{data} cannot be used as it is:", *problems]))
+        lines = [f"{data} cannot be used as it is:", *problems, str(layout)]
+        raise DataError("\n  - ".join(lines))
     entries = {**entries_for(layout, given, bool(options.chat)), "data": data}
     task = task_of(entries, str(data))
     name = _folder_name(data)
-    return ChosenTask(name, task, examples_of(entries, task), entries, str(data), is_proposed=True)
+    examples = examples_of(entries, task)
+    return ChosenTask(name, task, examples, entries, str(data), True, str(layout))
 
 
 def _named(name: str, options: OfTask) -> ChosenTask:

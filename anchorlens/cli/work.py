@@ -431,6 +431,7 @@ def _settled(
             output.note(
                 f"{options.data}: {len(each.examples.pool)} rows, understood as\n"
                 + indent(in_toml(each.entries), "  ")
+                + f"{each.columns[:1].upper()}{each.columns[1:]}.\n"
                 + f"This is {path}; change it there, and run\n"
                 + f"  {each.command(command, settled, options.out)}"
             )

@@ -1,6 +1,7 @@
 """A task for a data file that comes alone: its columns, classes, template and label words.
 
-1. Classes are in a column with few different values; texts are in the column with the longest.
+1. Classes are in a column with few different values; texts are in the column with the longest,
+   which mostly differ. Columns that many rows leave empty come last.
 2. The template names both columns, and the name of a class is its label word.
 3. If a tokenizer cannot tell these words apart, other words take their place.
 """
@@ -21,6 +22,7 @@ from .datafiles import read_columns
 from .tasks import Task
 
 _MOST_CLASSES = 100
+_FEW_GAPS = 0.05  # of the rows; a column with more of them says something of some rows only
 _CELLS = str | int | float | None
 # Names of columns, in the order in which they are taken; other names come after these.
 _TEXTS = ("text", "sentence", "review", "message", "body", "content", "question", "description")
@@ -33,16 +35,32 @@ class Layout(NamedTuple):
     Attributes:
         text: The column of the texts.
         label: The column of the classes.
-        others: Other columns that may be that of the classes.
+        other_texts: Other columns that may be that of the texts, the likeliest first.
+        others: Other columns that may be that of the classes, the likeliest first.
         counts: How many rows each class has, in class order.
-        incomplete: The numbers of the rows without a text or a class, from 1.
+        without_text: The numbers of the rows without a text, from 1.
+        without_class: The numbers of the rows without a class, from 1.
+        whole: The columns in which no row is empty.
     """
 
     text: str
     label: str
+    other_texts: list[str]
     others: list[str]
     counts: dict[Any, int]
-    incomplete: list[int]
+    without_text: list[int]
+    without_class: list[int]
+    whole: set[str]
+
+    def __str__(self) -> str:
+        """Which columns were taken, and which others may be meant."""
+        texts, classes = (
+            ", ".join(names) or "no other" for names in (self.other_texts, self.others)
+        )
+        return (
+            f"texts are taken from the column {self.text} (--text-column names another: {texts}), "
+            f"and classes from the column {self.label} (--label-column names another: {classes})"
+        )
 
 
 def layout_of(path: Path, text: str | None = None, label: str | None = None) -> Layout:
@@ -61,10 +79,10 @@ def layout_of(path: Path, text: str | None = None, label: str | None = None) -> 
         )
     # The classes are often the last column.
     of_classes = [name for name in [*columns][::-1] if name != text and _has_classes(columns[name])]
-    of_classes.sort(key=lambda name: (_rank(name, _CLASSES), not _letters(columns[name])))
+    of_classes.sort(key=lambda name: _order_of_classes(name, columns[name]))
     label = label or next(iter(of_classes), None)
     of_texts = [name for name in columns if name != label and _letters(columns[name])]
-    of_texts.sort(key=lambda name: (_rank(name, _TEXTS), -_letters(columns[name])))
+    of_texts.sort(key=lambda name: _order_of_texts(name, columns[name]))
     text = text or next(iter(of_texts), None)
     if text is None:
         problems.append("no column has texts (text= names one)")
@@ -79,15 +97,17 @@ def layout_of(path: Path, text: str | None = None, label: str | None = None) -> 
             f"{path}: {'; '.join(problems)}. Columns, with how many different values: {found}"
         )
     values = read_columns(path, label)[label]  # a whole number is read as one there
-    rows = zip(columns[text], values, strict=True)
-    incomplete = [
-        number
-        for number, (words, value) in enumerate(rows, start=1)
-        if not _is_text(words) or _value(value) is None
-    ]
     counts = sorted(_counts(values).items(), key=lambda each: (isinstance(each[0], str), each[0]))
-    others = [name for name in of_classes if name not in (text, label)]
-    return Layout(text, label, others, dict(counts), incomplete)
+    return Layout(
+        text,
+        label,
+        [name for name in of_texts if name not in (text, label)],
+        [name for name in of_classes if name not in (text, label)],
+        dict(counts),
+        [number for number, words in enumerate(columns[text], start=1) if not _is_text(words)],
+        [number for number, value in enumerate(values, start=1) if _value(value) is None],
+        {name for name, cells in columns.items() if not _gaps(cells)},
+    )
 
 
 def problems_of(
@@ -95,12 +115,24 @@ def problems_of(
 ) -> list[str]:
     """All that keeps the rows of a file from being a task, in words."""
     problems = []
-    if layout.incomplete:
-        first = ", ".join(map(str, layout.incomplete[:5])) + ", ..." * (len(layout.incomplete) > 5)
-        problems.append(
-            f"{len(layout.incomplete)} rows have no text or no class (counted from 1 without the "
-            f"names of the columns: {first}); fill them, or delete them"
-        )
+    for what, column, others, option, rows in (
+        ("text", layout.text, layout.other_texts, "--text-column", layout.without_text),
+        ("class", layout.label, layout.others, "--label-column", layout.without_class),
+    ):
+        whole = [name for name in others if name in layout.whole]
+        if rows:
+            first = ", ".join(map(str, rows[:5])) + ", ..." * (len(rows) > 5)
+            cure = (
+                f"if another column is meant, add {option} {whole[0]}"
+                + f" (or {', '.join(whole[1:])})" * (len(whole) > 1)
+                + ", which has no empty row; else fill them"
+                if whole
+                else "fill them, or delete these rows"
+            )
+            problems.append(
+                f"{len(rows)} rows have no {what} in the column {column} (counted from 1 without "
+                f"the names of the columns: {first}); {cure}"
+            )
     if unlisted := [value for value in layout.counts if value not in classes]:
         problems.append(
             f"the column {layout.label} has the values {', '.join(map(str, unlisted))}, which are "
@@ -203,6 +235,29 @@ def _heading(column: str) -> str:
 
 def _rank(name: str, names: Sequence[str]) -> int:
     return names.index(name.lower()) if name.lower() in names else len(names)
+
+
+def _order_of_classes(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Columns with few gaps first, then by their names; numbers last, as they may be amounts."""
+    gaps = _gaps(values)
+    return gaps > _FEW_GAPS, _rank(name, _CLASSES), gaps > 0, not _letters(values)
+
+
+def _order_of_texts(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Columns with few gaps first, then by their names, then those of many different sentences."""
+    texts = [value for value in values if _is_text(value)]
+    gaps, spaced = (
+        1 - len(texts) / len(values),
+        sum(bool(re.search(r"\s", text.strip())) for text in texts),
+    )
+    few = 2 * len(set(texts)) <= len(texts)  # as names of classes, or one text in all rows
+    is_spaced = 2 * spaced > len(texts)  # and no identifiers or addresses
+    return gaps > _FEW_GAPS, _rank(name, _TEXTS), few, not is_spaced, gaps > 0, -_letters(values)
+
+
+def _gaps(values: Sequence[Any]) -> float:
+    """The share of rows that are empty."""
+    return sum(_value(value) is None for value in values) / len(values)
 
 
 def _has_classes(values: Sequence[Any]) -> bool:

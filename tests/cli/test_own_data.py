@@ -16,7 +16,7 @@ from anchorlens.cli.options import Run
 from anchorlens.cli.summary import Summary
 from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import DataError
-from anchorlens.prompts.own_data import told_apart
+from anchorlens.prompts.own_data import layout_of, told_apart
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 from tests.cli.test_cli import call, error_of
 from tests.support.chat_tokenizers import chat_tokenizer
@@ -177,11 +177,77 @@ def test_all_problems_of_a_file_are_one_error(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"error: {path} cannot be used as it is:"
     assert [line[:33] for line in lines[1:]] == [
-        "  - 3 rows have no text or no cla",
+        "  - 2 rows have no text in the co",
+        "  - 1 rows have no class in the c",
         "  - the column topic has the valu",
         "  - --shots 2 needs as many rows ",
+        "  - texts are taken from the colu",
     ]
-    assert "3, 5, 7)" in lines[1] and "values c, which" in lines[2] and "d has 0" in lines[3]
+    assert "column message" in lines[1] and "5, 7); if another column is meant" in lines[1]
+    assert "add --text-column date, which has no empty row; else fill them" in lines[1]
+    assert "column topic" in lines[2] and "3); fill them, or delete these rows" in lines[2]
+    assert "values c, which" in lines[3] and "d has 0" in lines[4]
+    assert lines[5].endswith("from the column topic (--label-column names another: no other)")
+
+
+def tickets(**columns: Any) -> pd.DataFrame:
+    """Customers' letters with their queue and, for some, the agent."""
+    rows = range(120)
+    made = {
+        "id": [f"3fa85f64-{k:04d}-facade" for k in rows],
+        "about": [f"about {k}" for k in rows],
+        "letter": [f"a long text about case {k} of a customer" for k in rows],
+        "queue": [f"Queue {k % 12}" for k in rows],
+        "agent": [["ann", "bob", None][k % 3] for k in rows],
+    }
+    return pd.DataFrame(made | columns)
+
+
+GREETING = "Dear customer, thank you for this letter, which we shall read"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "label"),
+    [
+        ({}, "letter", "queue"),
+        ({"agent": [["ann", "bob"][k % 2] for k in range(120)]}, "letter", "agent"),  # the last
+        ({"answer": [GREETING] * 120}, "letter", "queue"),  # the same in all rows
+        ({"answer": [f"{GREETING} {'again ' * (k % 3)}" for k in range(120)]}, "letter", "answer"),
+        ({"body": [f"see {k}" if k % 4 else None for k in range(120)]}, "letter", "queue"),
+        ({"body": [f"see {k}" if k else None for k in range(120)]}, "body", "queue"),
+        ({"price": [k % 7 for k in range(120)]}, "letter", "queue"),  # a number may be an amount
+        ({"queue": [k % 12 for k in range(120)], "agent": range(120)}, "letter", "queue"),
+        ({"type": [["a", None][k % 2] for k in range(120)]}, "letter", "queue"),
+        ({"type": [["a", "b"][k % 2] if k else None for k in range(120)]}, "letter", "type"),
+        ({"page": [f"https://example.org/a/very/long/address/of/{k}/letters" for k in range(120)]},
+         "letter", "queue"),
+    ],
+)  # fmt: skip
+def test_columns_without_gaps_and_with_sentences_come_first(
+    tmp_path: Path, changes: dict[str, Any], text: str, label: str
+) -> None:
+    commas(tickets(**changes), path := tmp_path / "tickets.csv")
+    layout = layout_of(path)
+    assert (layout.text, layout.label) == (text, label)
+
+
+def test_an_error_names_the_columns_and_deletes_nothing_that_another_column_has(
+    tmp_path: Path,
+) -> None:
+    commas(tickets(), path := tmp_path / "tickets.csv")
+    with pytest.raises(DataError) as caught:
+        chosen(path, label_column="agent", queries=500)
+    _, *lines = str(caught.value).splitlines()
+    assert "40 rows have no class in the column agent" in lines[0] and "delete" not in lines[0]
+    assert "add --label-column queue, which has no empty row" in lines[0]
+    assert "500 are needed" in lines[1]
+    others = "(--text-column names another: about, id, queue)"
+    assert f"from the column letter {others}, and classes from the column agent" in lines[2]
+    assert "(--label-column names another: queue)" in lines[2]
+    # Of a class only in a column with gaps.
+    commas(tickets().drop(columns="queue"), path)
+    with pytest.raises(DataError, match=r"in the column agent .*; fill them, or delete these rows"):
+        chosen(path)
 
 
 @pytest.mark.parametrize(
