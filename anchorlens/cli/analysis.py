@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
@@ -119,6 +120,8 @@ def pictures(
             picture = plot_prompt(
                 model, batch, number, gradient_checkpointing=gradient_checkpointing
             )
+            # Its number is that among all prompts, as in its heading, and not that in a batch.
+            picture = replace(picture, source=f"{picture.source.rpartition(' ')[0]} {count}")
         except Exception as error:
             if not isinstance(error, AnchorlensError) and not is_out_of_memory(error):
                 raise

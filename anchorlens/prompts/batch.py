@@ -127,7 +127,7 @@ class PromptBatch:
         """
         alone = self.prompt(prompt)
         ids = alone.tokens[0].tolist()
-        heading = f"Prompt {prompt} of {len(self)}, {len(ids)} tokens"
+        heading = f"Prompt {prompt} of 0 to {len(self) - 1}, {len(ids)} tokens"
         segments, names = _segments_to_show(alone)
         return PromptView(token_texts(tokenizer, ids), segments, heading, names)
 

@@ -24,7 +24,7 @@ from .answer import headline, how_sure, sentences, surprises
 from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims, reason_against_ability
 from .contents import Contents, contents_of
 from .flow_page import FlowPage
-from .forest import forest
+from .forest import HEADING, forest
 from .prompt_flows import PromptFlows
 from .templates import json_in_script, static, template
 
@@ -75,7 +75,8 @@ class _Section:
 
     @property
     def file(self) -> str:
-        return f"{self.id}.csv"
+        """What its files are called, after the model and the task."""
+        return _id(self.heading) or self.id
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class _Prompt:
     heading: str
     html: Any
     choice: str = ""
+    largest: tuple[float, str] | None = None  # of all prompts that can be chosen, and of which
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class _Chapter:
 
     id: str
     name: str = ""
+    source: str = ""  # the model and the task
     claims: Sequence[Claim] = ()
     headline: str = ""
     how_sure: str = ""
@@ -117,7 +120,7 @@ def write_report(
 ) -> Path:
     """Write results as one HTML page: the answer first, one prompt, figures, and all numbers.
 
-    The page begins with a sentence that answers, the pictures of single prompts, those with wrong
+    The page begins with a sentence that answers, the pictures of single prompts, those with right
     answers first, and the claims of the paper (``claims``), drawn with their intervals, limits and
     controls. Each figure can be saved as SVG or PNG. The page needs no other file and no
     network. Texts are escaped. Numbers of single prompts and of single tokens are not shown; the
@@ -166,7 +169,7 @@ def write_report(
         _figure_section(_id("figure", number, heading), heading, figure)
         for number, (heading, figure) in enumerate(extra.items())
     ]
-    chapters += [_Chapter("figures", sections=own)] if own else []
+    chapters += [_Chapter("figures", source="".join(_model(common)), sections=own)] if own else []
     has_figures = any(section.figure for chapter in chapters for section in chapter.sections)
     has_prompts = any(chapter.prompts or chapter.answers for chapter in chapters)
     page = template("report.html").render(
@@ -180,6 +183,7 @@ def write_report(
         command=command,
         settings=_pairs({**given, **{key: common[key] for key in common if key not in given}}),
         how=HOW_VERDICTS_ARE_REACHED,
+        of_forest=HEADING,
         version=versions()["anchorlens"],
         numeric=_NUMERIC,
         has_figures=has_figures,
@@ -225,10 +229,14 @@ def _chapter(
         for number, (name, flows) in enumerate(contents.prompts.items())
     }
     choices = _choices(contents.prompts)
-    prompts = [replace(pages.pop(name), choice=choice) for name, choice in choices.items()]
+    largest = _largest(contents.prompts, choices)
+    prompts = [
+        replace(pages.pop(name), choice=choice, largest=largest) for name, choice in choices.items()
+    ]
     return _Chapter(
         chapter_id,
         name,
+        ", ".join([*_model(common), *([name] if name else [])]),
         judged,
         headline(records, judged),
         how_sure(records, judged),
@@ -240,6 +248,15 @@ def _chapter(
         [*pages.values()],
         [*_sections(chapter_id, contents.records, figures, common)],
     )
+
+
+def _largest(pages: Mapping[str, FlowPage], choices: Mapping[str, str]) -> tuple[float, str] | None:
+    """The largest arc of several prompts, and the words by which its prompt is chosen."""
+    arcs = {name: page.largest() for name, page in pages.items() if isinstance(page, PromptFlows)}
+    if len(arcs) < 2:
+        return None
+    name = max(arcs, key=arcs.__getitem__)
+    return float(f"{arcs[name]:.3g}"), f"“{choices[name]}”"
 
 
 def _same(texts: Sequence[Sequence[str]]) -> int:
@@ -255,18 +272,19 @@ def _short(text: str, most: int = 40) -> str:
 def _choices(pages: Mapping[str, FlowPage]) -> dict[str, str]:
     """The words by which a prompt is chosen: whether the answer is right, and the query.
 
-    What the model got wrong comes first, and words with which all queries begin are left out.
+    What the model got right comes first, and words with which all queries begin are left out.
     """
     flows = {name: page for name, page in pages.items() if isinstance(page, PromptFlows)}
     queries = [page.query.split() for page in flows.values()]
     # The template of the task is the same in all of them.
     begin, end = _same(queries), _same([query[::-1] for query in queries])
-    signs = {True: "✓ ", False: "✗ ", None: ""}
+    signs = {True: "✓ ", None: "", False: "✗ "}
     words = {
         name: signs[page.is_right] + _short(" ".join(query[begin : len(query) - end]))
         for (name, page), query in zip(flows.items(), queries, strict=True)
     }
-    return dict(sorted(words.items(), key=lambda item: not item[1].startswith("✗")))
+    order = [*signs]
+    return dict(sorted(words.items(), key=lambda item: order.index(flows[item[0]].is_right)))
 
 
 def _sections(
@@ -385,9 +403,13 @@ def _common_info(records: Sequence[Record]) -> dict[str, Any]:
 def _subtitle(common: Mapping[str, Any], tasks: Sequence[str]) -> str:
     """Model, tasks and date."""
     today = date.today()
-    parts = [Path(str(common["model"])).name] if "model" in common else []
-    parts += [", ".join(tasks)] if tasks else []
-    return " · ".join([*parts, f"{today.day} {today:%B %Y}"])
+    parts = [", ".join(tasks)] if tasks else []
+    return " · ".join([*_model(common), *parts, f"{today.day} {today:%B %Y}"])
+
+
+def _model(common: Mapping[str, Any]) -> list[str]:
+    """The name of the model, if all results are of one."""
+    return [Path(str(common["model"])).name] if "model" in common else []
 
 
 def _pairs(info: Mapping[str, Any]) -> list[tuple[str, str]]:

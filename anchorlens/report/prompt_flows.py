@@ -25,7 +25,7 @@ from ..models.hooked import HookedModel, check_fits, device_of, require_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.fused_attention import UseRows, fused_attention
-from ..passes.losses import Loss, label_cross_entropy
+from ..passes.losses import Loss, WordCrossEntropy, label_cross_entropy
 from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.segment_names import LABEL, QUERY, SEGMENTS, TARGET
 from ..prompts.token_texts import token_texts
@@ -85,7 +85,8 @@ class PromptFlows(FlowPage):
         heading: What the model predicts for this prompt.
         query: Text of the query.
         is_right: Whether the model predicts the true label; None if that is not known.
-        source: The model and the number of the prompt.
+        source: The model and the number of the prompt, from 0.
+        loss: What the flows are of, in words: the loss of the true label, with its name.
         sums: Saliency of each pair of tokens summed over the shallow and over the deep layers, the
             first and the last third; None for prompts of more than 512 tokens.
         begins_with_bos: Whether the first token is a BOS.
@@ -97,6 +98,7 @@ class PromptFlows(FlowPage):
     query: str = ""
     is_right: bool | None = None
     source: str = ""
+    loss: str = "the loss"
     sums: Float[Tensor, "end query key"] | None = None
     begins_with_bos: bool = False
     template: ClassVar[str] = "prompt.html"
@@ -142,15 +144,20 @@ class PromptFlows(FlowPage):
         return [(first, last, kind) for first, last, kind, _ in self.parts]
 
     def values(self) -> dict[str, Any]:
-        """The number of heads."""
-        return {"n_heads": len(self.layers[0]) - 1}
+        """The number of heads, and whose flows they are."""
+        return {"n_heads": len(self.layers[0]) - 1, "loss": self.loss}
+
+    def largest(self) -> float:
+        """The largest arc of all layers, which sets the scale unless another one is chosen."""
+        return max((size for arcs, *_ in self.layers for size in arcs.sizes), default=0.0)
 
     def data(self) -> dict[str, Any]:
         """Arcs between parts and strongest flows between tokens."""
         position = "<u2" if len(self.tokens) <= 2**16 else "<u4"
         layers = [[arcs.packed(position) for arcs in of_layer] for of_layer in self.layers]
         strongest = [flows.packed(position) for flows in self.strongest]
-        return {"layers": layers, "strongest": strongest, "source": self.source}
+        texts = {"source": self.source, "loss": self.loss}
+        return {"layers": layers, "strongest": strongest, **texts}
 
 
 @checked
@@ -243,6 +250,7 @@ def plot_prompt(
         start=int(out_of_labels.sum((1, 2)).argmax()),
         query="".join(t for t, s in zip(tokens, segments, strict=True) if s == QUERY).strip(),
         source=f"{Path(str(model.cfg.model_name)).name}, prompt {prompt}",
+        loss=_loss_in_words(loss, alone),
         sums=pairs if size else None,
         begins_with_bos=alone.begins_with_bos,
         **_predicted(alone, logits.cpu()),
@@ -356,11 +364,24 @@ def _run(
         return run_pass(model, prompt, loss=loss, gradient_checkpointing=True)
 
 
+def _names_of_classes(batch: PromptBatch) -> list[str]:
+    """The label words, or numbers where they are not known."""
+    names = [label.strip() for label in batch.labels]
+    return names or [f"class {number}" for number in range(len(batch.label_token_ids))]
+
+
+def _loss_in_words(loss: Loss, batch: PromptBatch) -> str:
+    """What a loss is of; one that was given otherwise is called by its own name."""
+    if batch.gold is not None and (
+        loss is label_cross_entropy or isinstance(loss, WordCrossEntropy)
+    ):
+        return f"the loss of the true label, {_names_of_classes(batch)[int(batch.gold[0])]}"
+    return f"the loss {getattr(loss, '__name__', type(loss).__name__)}"
+
+
 def _predicted(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> dict[str, Any]:
     """What the model predicts, with its probability among the labels, and the true label."""
-    names = [label.strip() for label in batch.labels]
-    if not names:
-        names = [f"class {number}" for number in range(len(batch.label_token_ids))]
+    names = _names_of_classes(batch)
     scores = batch.label_scores(logits)
     answer = int(predicted_class(scores)[0])
     share = float(scores[0].softmax(0)[answer])

@@ -1,5 +1,6 @@
 """The colours with which a browser draws the marks of a report that has every kind of figure."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
@@ -111,3 +112,6 @@ def test_every_mark_is_seen_and_no_two_series_look_alike(report: Path, browser: 
                     assert {opacity for *_, opacity in cells} == {1}, name
                     colors = [on(ground, cell) for cell in cells]
                     assert max(distance(colors[0], color) for color in colors) > NOTICED, name
+        saved = page.evaluate("document.querySelector('[data-figure=contextsrecord]').toSvg()")
+        patterns = re.findall("<pattern.*?</pattern>", saved)
+        assert len(patterns) >= 3 and all("<rect" in pattern for pattern in patterns)

@@ -17,6 +17,8 @@ from tests.support.chromium import Visit, serious_violations
 from tests.support.screens import PHONE, WIDE
 from tests.support.tiny_models import questions, tiny_gpt2
 
+MODEL = "a-model"
+
 
 @pytest.fixture(scope="module")
 def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,6 +35,13 @@ def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactor
     sites = al.sites.first_and_last(model, [1])
     results["isolation"] = al.isolation_sweep(model, batches, sites, draws=2, **options)
     results["one_prompt"] = al.plot_prompt(model, batches[0])
+    isolations: dict[str, Any] = results["isolation"]
+    for records in (results, isolations):
+        records |= {
+            name: replace(each, info={**each.info, "model": MODEL})
+            for name, each in records.items()
+            if isinstance(each, al.Record)
+        }
     path = tmp_path_factory.mktemp("report") / "report.html"
     settings = {"task": "questions", "a long path": "/a/very/long/path" * 9}
     return al.write_report({"one": results, "two": results}, path, settings=settings)
@@ -48,27 +57,54 @@ def test_all_figures_are_drawn_without_errors_and_requests(
         assert page.locator(".modebar").count() == 0  # it would lie over the legend
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_figure_is_saved_as_svg_and_png(report: Path, browser: Any, scheme: str) -> None:
-    with Visit(browser, report, WIDE, scheme) as page:
+# The texts that are not, or only in part, in the picture of a file.
+OUTSIDE_OF_FILE = """text => {
+  const holder = document.createElement("div");
+  holder.innerHTML = text;
+  document.body.append(holder);
+  const picture = holder.querySelector("svg").getBoundingClientRect();
+  const outside = [...holder.querySelectorAll("text")].filter((each) => {
+    const box = each.getBoundingClientRect();
+    return box.width && (box.left < picture.left || box.right > picture.right
+      || box.top < picture.top || box.bottom > picture.bottom);
+  }).map((each) => each.textContent);
+  holder.remove();
+  return outside;
+}"""
+
+
+def test_every_figure_is_saved_as_svg_and_png(report: Path, browser: Any) -> None:
+    """What is saved is light, also where the page is dark."""
+    with Visit(browser, report, WIDE, "dark") as page:
         page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
         figures = page.locator(".save")
         assert figures.count() == 2 * (1 + 1 + 4)  # the prompt, the claims, and all others
-        for number in range(6):
-            for kind in ("svg", "png"):
+        saved, names = dict[int, str](), set[str]()
+        for number in range(12):
+            for kind in ("svg", "png") if number < 6 else ("svg",):
                 with page.expect_download() as download:
                     figures.nth(number).locator(f"[data-save={kind}]").click()
-                assert download.value.suggested_filename.endswith(f".{kind}")
+                name = download.value.suggested_filename
+                assert name.endswith(f".{kind}") and name.startswith(MODEL)
+                assert ("one" if number < 6 else "two") in name and name not in names
+                names.add(name)
                 content = Path(download.value.path()).read_bytes()
                 assert content.startswith(b"\x89PNG" if kind == "png" else b"<svg")
                 if kind == "svg":
                     ElementTree.fromstring(content)  # it is whole
-                    assert scheme == "dark" or b"rgb(255, 255, 255)" in content
-        picture = figures.first.locator("[data-save=svg]")
-        with page.expect_download() as download:
-            picture.click()
-        text = Path(download.value.path()).read_text("utf-8")
-        assert "layer " in text and "nats" in text and "The model answers" in text
+                    assert (
+                        b'fill="rgb(255, 255, 255)"' in content
+                        or b"fill: rgb(255, 255, 255)" in content
+                    )
+                    saved[number] = content.decode()
+                    assert f"{MODEL}, {'one' if number < 6 else 'two'}<" in saved[number]
+        picture, of_claims = saved[0], saved[1]
+        assert "layer " in picture and "nats" in picture and "The model answers" in picture
+        assert "stroke-dasharray: 2" in of_claims and "text-anchor: middle" in of_claims
+        assert "The paper's claims" in of_claims
+        page.emulate_media(color_scheme="light")
+        for svg in saved.values():
+            assert page.evaluate(OUTSIDE_OF_FILE, svg) == []
 
 
 def test_numbers_in_cells_are_black_or_white(report: Path, browser: Any, screen: Any) -> None:

@@ -1,5 +1,6 @@
 """The page of one prompt, and of an answer, in a real browser: what is drawn, read and pressed."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,19 @@ def test_other_prompts_are_a_click_away(gpt2: Any, browser: Any, tmp_path: Path)
     with Visit(browser, al.write_report(results, tmp_path / "report.html"), WIDE) as page:
         choices = page.locator(".choices button")
         signs = [text[0] for text in choices.all_text_contents()]
-        assert signs == ["✗"] * right[False] + ["✓"] * right[True]
+        assert signs == ["✓"] * right[True] + ["✗"] * right[False]
+        # Each prompt has its own scale, and says how much smaller it is than the largest.
+        largest = {name: flows.largest() for name, flows in results.items()}
+        for number in range(3):
+            choices.nth(number).click()
+            title = page.locator(".one-prompt:visible .title").inner_text()
+            scale = largest[f"prompt {re.search(r', prompt (.)', title)[1]}"]
+            times = max(largest.values()) / scale
+            found = re.search(r"the same width is ([\d.e+]+) times as much in “[✓✗] ", title)
+            assert (found is None) == (times <= 1.05)
+            assert found is None or float(found[1]) == pytest.approx(times, rel=0.06)
+            gold = batch.labels[int(batch.gold[int(title.partition(", prompt ")[2][0])])].strip()
+            assert f"L is the loss of the true label, {gold};" in title
         assert page.locator(".one-prompt:visible").count() == 1
         choices.nth(2).click()
         shown = page.locator(".one-prompt:visible")

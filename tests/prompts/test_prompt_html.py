@@ -120,7 +120,7 @@ def test_texts_of_tokens_join_to_the_prompt(tokenizer: Any) -> None:
         assert [*view.segments] == batch.segments[prompt][batch.attention_mask[prompt]].tolist()
         demonstration = TASK.demonstration(DEMOS[1].text, 1)
         assert demonstration in "".join(view.tokens)
-        assert view.heading == f"Prompt {prompt} of 2, {len(ids)} tokens"
+        assert view.heading == f"Prompt {prompt} of 0 to 1, {len(ids)} tokens"
 
 
 def test_a_character_of_several_tokens_is_the_text_of_the_last(byte_level: Any) -> None:

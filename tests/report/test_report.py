@@ -282,21 +282,21 @@ def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None
         assert claim.reason in unescape(text)
 
 
-def test_prompts_stand_beside_the_claims_those_with_wrong_answers_first(
+def test_prompts_stand_beside_the_claims_those_with_right_answers_first(
     results: dict[str, Any], prompt: al.PromptFlows, tmp_path: Path
 ) -> None:
     assert '<ul class="choices"' not in written(tmp_path, results | {"one": prompt})
     several = {
-        "a": replace(prompt, is_right=True, query="What is: a dog"),
         "b": replace(prompt, is_right=False, query=f"What is: {EVIL}"),
+        "a": replace(prompt, is_right=True, query="What is: a dog"),
         "c": replace(prompt, is_right=None, query="What is: a cat"),
     }
     text = written(tmp_path, results | several)
     chosen = re.findall('data-shows="(.*?)" aria-pressed="(.*?)">(.*?)<', text)
     assert [(pressed, unescape(words)) for _, pressed, words in chosen] == [
-        ("true", "✗ <script>alert('a & b')</script>"),
-        ("false", "✓ a dog"),
+        ("true", "✓ a dog"),
         ("false", "a cat"),
+        ("false", "✗ <script>alert('a & b')</script>"),
     ]
     shown = re.findall('<div id="(.*?)" class="one-prompt"(.*?)>', text)
     assert shown == [(chosen[0][0], ""), (chosen[1][0], " hidden"), (chosen[2][0], " hidden")]

@@ -41,7 +41,12 @@ for (const root of document.querySelectorAll(".prompt")) {
     const first = layer() === data.start && view.why ? `, ${view.why}` : "";
     return [[source, layerName, heads].filter(Boolean).join(", ") + first,
       `Arcs: ${view.measure} up to ${scale().toPrecision(3)}${view.unit} `
-        + `(${own.checked ? "scale of this layer alone" : "one scale for all layers"})`];
+        + `(${own.checked ? "scale of this layer alone" : "one scale for all layers"}${besides()})`];
+  };
+  // Prompts beside this one have other scales, or their arcs could not be seen.
+  const besides = () => {
+    const { largest, of } = root.closest("[data-largest]")?.dataset ?? {}, times = largest / scale();
+    return !(times > 1.05) ? "" : `; the same width is ${times.toPrecision(2)} times as much in ${of}`;
   };
   const middle = (element) => element.offsetTop + element.offsetHeight / 2;  // in the picture
 
@@ -95,29 +100,39 @@ for (const root of document.querySelectorAll(".prompt")) {
       return element;
     }));
     drawArcs();
+    const [source, heads] = view.title(), prompt = sourceOf(svg) ? source.split(", ").at(-1) : source;
+    svg.dataset.figure = [prompt || "flows", `layer ${name}`, heads].filter(Boolean).join(" ");
     find(".held").textContent = view.held();
     view.show();
   };
 
   // The picture as a file: rows of one line each, with its title.
-  svg.toSvg = () => {
-    const [width, left, line, top] = [860, 520, 24, 76], styles = getComputedStyle(root);
-    const height = top + rows.length * line + 40, largest = scale();
+  svg.toSvg = () => inLight(() => {
+    const [width, left, line] = [860, 520, 17], styles = getComputedStyle(root), largest = scale();
     const color = (kind) => styles.getPropertyValue(`--${kind}`).trim();
-    const ink = getComputedStyle(document.body);
+    const ink = getComputedStyle(document.body), font = "13px sans-serif";
+    const titles = [find(".heading").textContent, sourceOf(svg), ...title()].filter(Boolean)
+      .flatMap((text, k) => linesOf(text, width - 24, k ? font : `bold ${font}`)
+        .map((each) => [each, k ? "normal" : "bold"]));
+    // A long part has two lines, as on the page.
+    const texts = rows.map((row) => linesOf(row.textContent, left - 24, `bold ${font}`, 2));
+    const heights = texts.map((lines) => line * lines.length + 7);
+    const top = 38 + 19 * titles.length, height = top + heights.reduce((sum, each) => sum + each, 0) + 40;
+    const tops = heights.map((_, k) => heights.slice(0, k).reduce((sum, each) => sum + each, top));
     const write = (x, y, text, more = {}) =>
       svgNode("text", { x, y, "font-family": "sans-serif", "font-size": 13, fill: ink.color, ...more }, text);
-    const y = (element) => top + (rows.indexOf(element.closest("li")) + 0.5) * line;
+    const y = (element) => {
+      const k = rows.indexOf(element.closest("li"));
+      return tops[k] + heights[k] / 2;
+    };
     const arcs = view.arcs(layer()).filter(({ from, to, size }) =>
       Math.abs(size) > largest / 200 && from !== to.closest("li"));
-    const heading = find(".heading").textContent;
     const keys = [...root.querySelectorAll(".arc-keys span span")];
     return textOfSvg(svgNode("svg", { width, height, viewBox: `0 0 ${width} ${height}` },
       svgNode("rect", { width, height, fill: ink.backgroundColor }),
-      ...[shorter(heading, 120), ...title()].map((text, k) =>
-        write(12, 22 + 19 * k, text, { "font-weight": k ? "normal" : "bold" })),
-      ...rows.map((row) => write(12, y(row) + 4, shorter(name(row), 70), {
-        "font-weight": /label|target/.test(row.className) ? "bold" : "normal" })),
+      ...titles.map(([text, weight], k) => write(12, 22 + 19 * k, text, { "font-weight": weight })),
+      ...rows.flatMap((row, k) => texts[k].map((text, n) => write(12, tops[k] + 16 + line * n, text, {
+        "font-weight": /label|target/.test(row.className) ? "bold" : "normal" }))),
       svgNode("g", { transform: `translate(${left} 0)`, fill: "none" }, ...arcs.map((arc) => {
         const path = arcPath(y(arc.from), y(arc.to), width - left) + HEAD;
         const node = arcNode(arc, path, Math.abs(arc.size) / largest, WIDEST);
@@ -126,7 +141,7 @@ for (const root of document.querySelectorAll(".prompt")) {
       })),
       ...keys.map((key, k) => write(12 + 230 * k, height - 14, `— ${key.parentElement.textContent}`,
         { fill: color(key.className.split(" ").at(-1).replace("-key", "")) }))));
-  };
+  });
 
   view.stops.forEach((element, k, stops) => {
     element.tabIndex = k ? -1 : 0;

@@ -50,7 +50,7 @@ function viewOfPrompt({ data, find, choice, rows, tokens, elementOf, layer, text
     lit: () => current?.closest("li"),
     title: () => [data.source, choice.value === "0" ? "all heads" : `head ${choice.value - 1}`],
     why: "shown first as it has the most flow from label words to the target",
-    measure: "|A · ∂L/∂A| summed over all pairs of tokens,",
+    measure: `|A · ∂L/∂A| summed over all pairs of tokens, L is ${data.loss};`,
     unit: " nats",
     held: () => `The arcs of this layer${choice.value === "0" ? "" : " and head"} hold `
       + `${(100 * layers[layer()][choice.value].share).toFixed(0)} % of its saliency between tokens; `

@@ -53,12 +53,18 @@
   // A file has the title, which stands beside the figure on the page.
   holders.forEach((holder, number) => {
     holder.toSvg = async () => {
-      const { data, layout } = figureOf(number, dark.matches);
-      const width = 900, height = parseFloat(holder.style.height);
-      const drawn = { ...layoutOf({ data, layout }, dark.matches, false), width, height,
-        title: { ...layout.title, text: holder.dataset.title }, margin: layout.margin,
-        paper_bgcolor: getComputedStyle(document.body).backgroundColor };
-      const url = await Plotly.toImage({ data: dataOf({ data }, dark.matches), layout: drawn },
+      const { data, layout } = figureOf(number, false);
+      const width = Math.max(900, parseFloat(holder.style.minWidth));
+      const title = linesOf(holder.dataset.title, width - 60, "17px system-ui, sans-serif");
+      // A line of the title has room in any figure; each other line and the source need some more.
+      const more = 20 * (title.length - 1) + (sourceOf(holder) ? 20 : 0);
+      const top = { automargin: false, x: 0.01, y: 1, yref: "container", yanchor: "top", pad: { t: 16 } };
+      const height = parseFloat(holder.style.height) + more;
+      const drawn = { ...layoutOf({ data, layout }, false, false), width, height,
+        title: { ...top, text: title.join("<br>"), subtitle: { text: sourceOf(holder) } },
+        margin: { ...layout.margin, t: (layout.margin?.t ?? 60) + more },
+        paper_bgcolor: "#fff" };
+      const url = await Plotly.toImage({ data: dataOf({ data }, false), layout: drawn },
         { format: "svg", width, height });
       return decodeURIComponent(url.slice(url.indexOf(",") + 1));
     };
@@ -102,7 +108,7 @@
         [...row.cells].map((item) => cell(item.textContent.trim())).join(","));
       const link = document.createElement("a");
       link.href = URL.createObjectURL(new Blob([lines.join("\n") + "\n"], { type: "text/csv" }));
-      link.download = button.dataset.name;
+      link.download = `${fileName(button, button.dataset.name)}.csv`;
       link.click();
       URL.revokeObjectURL(link.href);
     });
