@@ -95,7 +95,7 @@ def main() -> None:
             record = al.faithfulness(model, batches, answer=answer, folder=out / name / kind)
             record.save(out / f"{name} {kind}.safetensors")
             print(f"\n{name}, {kind}, {sum(map(len, batches))} prompts")
-            print(record.table().to_string())
+            print(record.table())
             records[kind, name] = record
     plot(records).write_html("faithfulness.html")
 

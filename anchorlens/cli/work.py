@@ -36,7 +36,7 @@ from ..replication.paper_figures import paper_figures
 from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
 from ..replication.paper_tables import paper_sections, paper_tables, task_name
 from ..report.page import write_report
-from ..results.text_tables import Section, TextTable
+from ..results.text_tables import Section
 from ..runs.identity import versions
 from ..runs.store import forget_run
 from ..system.files import write_text
@@ -360,8 +360,7 @@ def _segments(
 def _section(title: str, record: Any) -> Section:
     """The table of a record as text."""
     frame = record.table()
-    rows: TextTable = {("", str(name)): {**row} for name, row in frame.iterrows()}
-    return Section(f"{title} [95 % intervals]", rows, corner=frame.index.name)
+    return Section(f"{title} [95 % intervals]", frame.by_row(), corner=frame.index.name)
 
 
 def _prompts(

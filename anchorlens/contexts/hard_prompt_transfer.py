@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
@@ -30,6 +29,7 @@ from ..results.contributions import Contributions
 from ..results.kinds import difference, mean, over_draws, share, table
 from ..results.population import check_resamples
 from ..results.record import Record
+from ..results.text_frame import TextFrame
 from ..runs.identity import versions
 from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of
 from ..runs.store import make_folder
@@ -80,7 +80,7 @@ class HardPromptTransferRecord(Record):
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"model": "models"}
 
-    def table(self) -> pd.DataFrame:
+    def table(self) -> TextFrame:
         """A row for each model: its numbers with intervals, and why there are none.
 
         Of the random tokens it has the mean, and the range of the draws.
@@ -98,7 +98,7 @@ class HardPromptTransferRecord(Record):
             }
             reason = {"what is missing": missing.get(name, "")} if missing else {}
             rows[name] = (dict.fromkeys(texts, "") if name in missing else texts) | reason
-        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("model")
+        return TextFrame.from_dict(rows, orient="index").rename_axis("model")
 
     def plot(self) -> go.Figure:
         """Bars of each model with intervals: the text, nothing, and the range of random tokens."""

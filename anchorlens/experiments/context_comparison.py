@@ -38,6 +38,7 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.kinds import derived, difference, mean, of_prompts, over_draws, share, table
 from ..results.record import Record
+from ..results.text_frame import TextFrame
 from ..runs.study import Study
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes
@@ -142,7 +143,7 @@ class ContextsRecord(Record):
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"context": "contexts"}
 
-    def table(self) -> pd.DataFrame:
+    def table(self) -> TextFrame:
         """The main numbers as text, with intervals: a row for each context.
 
         After random controls there are also their mean and the best of them.
@@ -175,7 +176,7 @@ class ContextsRecord(Record):
             names += _NAMES_OF_DRAWS
             for column, cells in columns.items():
                 cells += texts_of_draws(column.replace(" ", "_"))
-        return pd.DataFrame(columns, index=pd.Index(names, name="context"))
+        return TextFrame(columns, index=pd.Index(names, name="context"))
 
     def plot(self) -> go.Figure:
         """Accuracy, loyalties and stolen attention of each context, as bars with intervals.

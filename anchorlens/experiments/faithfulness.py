@@ -33,6 +33,7 @@ from ..results import figures
 from ..results.figure_parts import panels_of
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
+from ..results.text_frame import TextFrame
 from ..runs.study import Study, require_batches
 from ..system.arguments import checked
 from ..system.processes import fails_together, is_main
@@ -88,7 +89,7 @@ class FaithfulnessRecord(Record):
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"score": "scores"}
 
-    def table(self) -> pd.DataFrame:
+    def table(self) -> TextFrame:
         """The numbers as text, with intervals: a row for each score."""
         names = list(self.axis_names("score") or ())
         fields = ("lds", "lds_gap", "drop", "drop_gap")
@@ -97,7 +98,7 @@ class FaithfulnessRecord(Record):
             column: [self.text(field, k) for k in range(len(names))]
             for column, field in zip(columns, fields, strict=True)
         }
-        return pd.DataFrame(texts, index=pd.Index(names, name="score"))
+        return TextFrame(texts, index=pd.Index(names, name="score"))
 
     def plot(self) -> go.Figure:
         """LDS and drop of every score, with intervals."""

@@ -41,6 +41,7 @@ from ..results.estimate import Estimate
 from ..results.html_tables import note, table, titled
 from ..results.population import check_resamples
 from ..results.record import Record
+from ..results.text_frame import TextFrame
 from ..results.text_tables import Section, TextTable
 from ..runs.identity import versions
 from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of
@@ -82,7 +83,7 @@ class AcrossModelsRecord(Record):
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"model": "models", "claim": "claims"}
 
-    def table(self) -> pd.DataFrame:
+    def table(self) -> TextFrame:
         """A row for each model: accuracy, sign and number of each claim, and what is missing."""
         columns = {"accuracy": [str(self.estimate("accuracy", k)) for k, _ in self._names("model")]}
         for claim, statement in self._names("claim"):
@@ -93,7 +94,7 @@ class AcrossModelsRecord(Record):
         models = [name for _, name in self._names("model")]
         if missing := self.info.get("missing"):
             columns["what is missing"] = [missing.get(name, "") for name in models]
-        return pd.DataFrame(columns, index=pd.Index(models, name="model"))
+        return TextFrame(columns, index=pd.Index(models, name="model"))
 
     def section(self) -> Section:
         """The numbers as text for a terminal, claim by claim, and what is missing below them."""

@@ -233,6 +233,12 @@ def test_the_record_has_a_table_and_a_figure_and_is_saved(gpt2: Any, tmp_path: A
         "ms a query": f"{1000 * record.seconds[1]:.1f}",
     }
     assert table.loc["anchors only", [*expected]].to_dict() == expected
+    printed = str(table)  # all of it, also where pandas would leave out columns
+    assert max(map(len, printed.splitlines())) <= 80 and repr(table) == printed
+    for column, texts in table.items():
+        assert all(word in printed for word in [*str(column).split(), *texts])
+    html = table.drop(columns="accuracy")._repr_html_()
+    assert "anchors only</th>" in html and "ms a query</th>" in html and "accuracy" not in html
     figure = record.plot()
     shares = ("accuracy", "label_loyalty", "word_loyalty", "stolen")
     assert [(bars.name, bars.y) for bars in figure.data] == [
