@@ -90,10 +90,12 @@ _list = partial(typer.Option, parser=_parts, metavar="<list>", rich_help_panel="
 _task = partial(typer.Option, rich_help_panel="Task and examples")
 _machine = partial(typer.Option, rich_help_panel="Machine and output")
 _flag = partial(_machine, metavar="")
+_switch = partial(typer.Option, metavar="")
 
 Model = Annotated[str, typer.Option(help=A_MODEL)]
 Device = Annotated[str | None, _machine(help="cuda, mps or cpu; by default the first there is.")]
-WeightType = Annotated[Dtype | None, _machine(help="Type of the weights; by default as stored.")]
+_TYPES = f"Type of the weights: {', '.join(Dtype)}; by default as stored."
+WeightType = Annotated[Dtype | None, _machine(metavar="<type>", help=_TYPES)]
 Out = Annotated[Path, _machine(help="Folder for report, results and settings.", **_paths)]
 Fresh = Annotated[bool, _flag("--fresh", help="Start over: delete the rows in --out.")]
 Quiet = Annotated[bool, _flag("--quiet", help="No bars and no notes; warnings and errors stay.")]
@@ -180,7 +182,7 @@ class Demo(Common):
 
     model: Model = DEMO_MODEL
     out: Out = Path("demo-output")
-    queries: Queries = 24
+    queries: Annotated[int | None, _count(help="Queries of each task.")] = 24
     depth: Depth = None
     draws: Draws = 3
 
@@ -196,7 +198,7 @@ class Run(OfTask):
     depth: Depth = None
     draws: Draws = 10
     random_weights: Annotated[
-        bool, _flag("--random-weights", help="Compare a large model with random weights, too.")
+        bool, _switch("--random-weights", help="Compare a large model with random weights, too.")
     ] = False
     batch_size: BatchSize = 8
     gradient_checkpointing: Annotated[
@@ -216,7 +218,7 @@ class Paper(OfTask):
     seeds: Seeds = (42, 43)  # type: ignore[assignment]
     depth: Depth = None
     draws: Draws = 10
-    appendix: Annotated[bool, _flag("--appendix", help="Also compute the paper's appendix.")] = (
+    appendix: Annotated[bool, _switch("--appendix", help="Also compute the paper's appendix.")] = (
         False
     )
     out: Out = Path("anchorlens-paper")
@@ -262,7 +264,7 @@ class Faithfulness(OfTask):
     subsets: Annotated[int, _count(help="Random subsets of the segments that run.")] = 32
     top: Annotated[int, _count(help="Segments of the highest scores that are removed.")] = 1
     remove_text: Annotated[
-        bool, _flag("--remove-text", help="Delete segments, in place of the edges to them.")
+        bool, _switch("--remove-text", help="Delete segments, in place of the edges to them.")
     ] = False
     batch_size: BatchSize = 8
     out: Out = Path("anchorlens-faithfulness")

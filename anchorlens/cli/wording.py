@@ -22,7 +22,9 @@ _OPTIONS = {
     "shots=": "--shots",
     "source=": "--model",
     "steps=": "--steps",
+    "subsets=": "--subsets",
     "text=": "--text-column",
+    "top=": "--top",
 }
 _ONLY_IN_PYTHON = r", or (resamples=0 for no intervals|AnchorDistances\(directions=\d+\))"
 # What needs less memory, by the option that does it.

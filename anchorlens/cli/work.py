@@ -19,6 +19,7 @@ from ..errors import ModelError, PromptError
 from ..experiments import removal
 from ..experiments.analysis import DEPTH, depth_of
 from ..experiments.context_comparison import compare_contexts
+from ..experiments.faithfulness import Comparison
 from ..experiments.faithfulness import faithfulness as compare_scores
 from ..models.load import load_model
 from ..models.quiet_libraries import quiet_libraries
@@ -135,7 +136,7 @@ def _next(options: Run, chosen: ChosenTask, summary: Summary) -> str:
             fitting = queries_that_fit(chosen, more * classes, None, queries)
             changed = {"shots": more, "queries": fitting}
         where = f" (in {chosen.source(options.out)})" if chosen.is_proposed else ""
-        why = f"{chosen.name} is not clearly done; try {words}{where}"
+        why = f"the model does not clearly do the task {chosen.name}; try {words}{where}"
     elif queries_that_fit(chosen, options.shots * classes, None, 4 * queries) == 4 * queries:
         why = f"{chosen.name} with 4 times as many queries, so that intervals are half as wide"
         changed = {"queries": 4 * queries}
@@ -271,7 +272,9 @@ def faithfulness(options: Faithfulness) -> None:
     out, output = options.out, options.output
     written, chosen = documents_of(options), list[ChosenTask]()
     compared: dict[str, Any] = {"subsets": options.subsets, "top": options.top}
+    documents = list[str]()
     if written:
+        documents = [str(piece) for piece, _ in written[0] if piece not in (QUESTION, ANSWER)]
         name, queries = "documents", min(options.queries or 60, len(written))
         written = written[:queries]
         prompts = partial(_segments, written, options.batch_size)
@@ -279,11 +282,12 @@ def faithfulness(options: Faithfulness) -> None:
         chosen = chosen_tasks(options.task and [options.task], options, options.shots)
         name, queries, draws = _drawn(chosen[0], options, 60)
         prompts = partial(_prompts, chosen, {name: draws}, options.batch_size)
+    segments = options.shots * len(chosen[0].task.labels) if chosen else len(documents)
+    Comparison(segments, options.subsets, options.top, seed=0).check()
     make_folders(out, [name])
     loaded, batches = _loaded(options, prompts)
     options, chosen = _settled("faithfulness", options, chosen, loaded, queries)
     if written:
-        documents = [str(piece) for piece, _ in written[0] if piece not in (QUESTION, ANSWER)]
         compared |= {"segments": documents, "answer": ANSWER}
         if written[0][-1][0] != ANSWER:
             output.note("the model writes the answers, which are then explained")

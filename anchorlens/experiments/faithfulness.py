@@ -90,7 +90,7 @@ class FaithfulnessRecord(Record):
     names_in_info: ClassVar[Mapping[str, str]] = {"score": "scores"}
 
     def table(self) -> TextFrame:
-        """The numbers as text, with intervals: a row for each score."""
+        """The numbers as text, with intervals: a row for each score, and why it lacks a number."""
         names = list(self.axis_names("score") or ())
         fields = ("lds", "lds_gap", "drop", "drop_gap")
         columns = ("LDS", f"minus {names[0]}", "drop in nats", f"drop minus {names[0]}")
@@ -98,18 +98,38 @@ class FaithfulnessRecord(Record):
             column: [self.text(field, k) for k in range(len(names))]
             for column, field in zip(columns, fields, strict=True)
         }
+        if any(missing := [self._missing(k, name) for k, name in enumerate(names)]):
+            texts["what is missing"] = missing
         return TextFrame(texts, index=pd.Index(names, name="score"))
 
+    def _missing(self, number: int, name: str) -> str:
+        """Why a score has no LDS or no drop; "" if it has both."""
+        reasons, told = self.info.get("reasons", {}), []
+        for what, value in (("LDS", self.lds[number]), ("drop", self.drop[number])):
+            known = [reasons.get(key) for key in (what, f"{what} of {name}", name)]
+            reason = next(filter(None, known), "it is not known in any prompt")
+            told += [f"no {what}: {reason}"] if value.isnan() else []
+        return "; ".join(told)
+
     def plot(self) -> go.Figure:
-        """LDS and drop of every score, with intervals."""
+        """LDS and drop of every score, with intervals; a sentence in place of an empty panel."""
+        title, panels = "What scores of segments are worth", {"lds": "LDS", "drop": "drop in nats"}
+        values = self.tensors()
+        known = {name: text for name, text in panels.items() if not values[name].isnan().all()}
+        # Random scores have a number wherever any score has one.
+        missing = f"There is {self._missing(-2, RANDOM)}."
+        if not known:
+            return figures.sentence(missing, title=title)
         figure = figures.bars(
-            **panels_of(self, "lds", "drop"),
-            panels=["LDS", "drop in nats"],
+            **panels_of(self, *known),
+            panels=[*known.values()],
             groups=self.axis_names("score") or (),
             series=["score"],
-            title="What scores of segments are worth",
+            title=title,
         )
         colors = [figures.INTO] * (len(self.lds) - 2) + [figures.RANDOM] * 2
+        if known != panels:
+            figure.update_layout(meta={"caption": f"{self.caption} {missing}"})
         return figure.update_traces(marker_color=colors).update_layout(showlegend=False)
 
 
@@ -290,8 +310,8 @@ class Comparison:
         """Raise an error for numbers that do not fit the segments."""
         if not 1 <= self.top <= self.segments:
             raise MetricError(
-                f"top is how many of the {self.segments} segments are removed for the drop, from 1 "
-                f"to {self.segments}; got {self.top}"
+                f"top= is how many of the {self.segments} segments are removed for the drop, from "
+                f"1 to {self.segments}; got {self.top}"
             )
         if self.segments >= FEWEST > self.subsets:
             raise MetricError(

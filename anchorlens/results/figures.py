@@ -413,10 +413,11 @@ def pairs(
     dots.update(marker={"color": PALETTE[0], "size": 7, "opacity": 0.6})
     dots.update(hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>")
     figure = go.Figure(dots, layout(title, 460))
-    # A name begins above its dot, and those at the left are higher, so that no line crosses a name.
+    # A name stands above its dot, and those at the left are higher, so that no line crosses a name.
     for number, k in enumerate(sorted(shown, key=x.tolist().__getitem__, reverse=True), start=1):
         above = {"ax": 0, "ay": -18 * number, "arrowhead": 0, "bgcolor": "rgba(128,128,128,0.15)"}
-        above |= {"text": shown[k], "xanchor": "left"}
+        is_left = 2 * x[k] <= x[known].min() + x[known].max()  # a name goes to where there is room
+        above |= {"text": shown[k], "xanchor": "left" if is_left else "right"}
         figure.add_annotation(x=float(x[k]), y=float(y[k]), **above)
     return figure.update_layout(xaxis_title=literal(x_title), yaxis_title=literal(y_title))
 

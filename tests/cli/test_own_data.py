@@ -351,7 +351,9 @@ def test_the_next_command_has_the_same_data_and_no_more_queries_than_there_are(
     given = ["--task", "../t.toml", "--model", str(shallow_folder), "--out", ".", "--no-chat"]
     assert call(monkeypatch, "run", "../b.csv", *given, "--draws", "1", "--quiet") == 0
     reason, command = next_command(capsys.readouterr())
-    assert reason == "t is not clearly done; try more demonstrations, or other label words:"
+    assert reason == (
+        "the model does not clearly do the task t; try more demonstrations, or other label words:"
+    )
     assert call(monkeypatch, *command, "--quiet") == 0
     settings = json.loads((tmp_path / "here-2/settings.json").read_text())
     assert [settings[name] for name in ("data", "chat", "shots", "queries")] == [

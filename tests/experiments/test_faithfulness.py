@@ -19,6 +19,7 @@ from anchorlens.experiments.ablation import Outcome
 from anchorlens.metrics import attention_times_gradient
 from anchorlens.prompts.random_edges import draw_generator
 from tests.references import plain
+from tests.support.made_up_records import made_up_record
 from tests.support.measures import assert_same, does_not_run, patterns_of
 from tests.support.tiny_models import questions
 
@@ -497,7 +498,7 @@ CORRECT = {"given": torch.ones(2, 6)}
         ({"a": al.SegmentFlows}, {}, "score 'a' must be a tensor .*; got the class SegmentFlows"),
         ({"a": al.subsets.lasso(65)}, {}, "there are 64 subsets of 6 segments"),
         ({"a": al.SegmentAttention(apart=9)}, {}, "a needs more than apart=9 segments, and .* 7"),
-        (CORRECT, {"top": 0}, "top is how many of the 6 segments .*, from 1 to 6; got 0"),
+        (CORRECT, {"top": 0}, "top= is how many of the 6 segments .*, from 1 to 6; got 0"),
         (CORRECT, {"top": 7}, "from 1 to 6; got 7"),
         (CORRECT, {"subsets": 2}, "a rank correlation needs subsets=3 or more; got 2"),
         (CORRECT, {"subsets": 65}, "there are 64 subsets of 6 segments"),
@@ -514,6 +515,27 @@ def test_wrong_scores_and_numbers_are_an_error_before_any_pass(
         al.faithfulness(gpt2, batches, scores, **QUIET | options)
     with pytest.raises(AnchorlensError, match="there are no batches"), does_not_run(gpt2):
         al.faithfulness(gpt2, [], CORRECT, **QUIET)
+
+
+@pytest.mark.with_shapes
+def test_a_score_without_a_number_has_a_reason_and_no_empty_panel() -> None:
+    record = made_up_record(al.FaithfulnessRecord)
+    reason = "a rank correlation needs 3 segments; got 2"
+    nan, names = torch.full_like(record.lds, torch.nan), ["a", "random", "best possible"]
+    info = {"scores": names, "reasons": {"LDS": reason, "drop of best possible": "too many"}}
+    drop = torch.tensor([0.5, 0.25, torch.nan])
+    two = replace(record, lds=nan, lds_gap=nan, drop=drop, info=info)
+    assert two.table()["what is missing"].to_list() == [
+        *[f"no LDS: {reason}"] * 2,
+        f"no LDS: {reason}; no drop: too many",
+    ]
+    (bars,) = two.plot().data
+    assert bars.y[:2] == (0.5, 0.25)
+    caption = two.plot().layout.meta["caption"]
+    assert caption == f"{two.caption} There is no LDS: {reason}."
+    nothing = replace(two, drop=nan).plot()
+    assert nothing.layout.meta["sentence"].startswith(f"There is no LDS: {reason}; no drop: ")
+    assert "what is missing" not in record.table() and len(record.plot().data) == 2
 
 
 @pytest.mark.with_shapes

@@ -27,7 +27,9 @@ def made_up_record(kind: type[al.Record]) -> al.Record:
     numbers = {name: value for name, value in values.items() if value.is_floating_point()}
     info: dict[str, Any] = {"model": "a model", "labels": [*"abcd"], "segments": [*"xyz"]}
     info |= {key: [f"{axis} {k}" for k in range(3)] for axis, key in kind.names_in_info.items()}
-    info |= {"flows": ["wp", "pq", "ww"], "reasons": [[""] * 3] * 3}
+    info |= {"flows": ["wp", "pq", "ww"]}
+    if kind is al.AcrossModelsRecord:
+        info["reasons"] = [[""] * 3] * 3
     if kind in WITH_RANDOM_MODELS:
         info[RANDOM_MODELS] = {
             name: [((0.3 + draw / 9) * value).tolist() for draw in range(DRAWS)]
