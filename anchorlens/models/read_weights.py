@@ -126,7 +126,7 @@ def _reading(name: str) -> Iterator[None]:
                 "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True) and pass it to "
                 "al.load_model with its tokenizer"
             ) from error
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         cure = "" if Path(name).exists() else _NO_HUB
         raise ModelError(
             f"{name!r} cannot be loaded as a causal language model: {reason}{cure}"

@@ -67,7 +67,6 @@ class Verdict(StrEnum):
 
 SIGNS = {Verdict.AGREES: "✓", Verdict.DOES_NOT_AGREE: "✗", Verdict.CANNOT_TELL: "?"}
 NO_NUMBER = Estimate(nan)
-FEW_DRAWS = 3  # of which a text has each number
 
 
 @dataclass(frozen=True)
@@ -85,13 +84,12 @@ class Control:
     draws: Sequence[float] = ()
 
     def __str__(self) -> str:
-        """The name with the number, or with those of the draws: each of a few, or their range."""
-        known = sorted(draw for draw in self.draws if not isnan(draw))
-        draws = [f"{draw:z.2f}" for draw in known]
-        if not isnan(self.estimate.value) or not draws:
+        """The name with the number, or with the range of the draws."""
+        known = [draw for draw in self.draws if not isnan(draw)]
+        if not isnan(self.estimate.value) or not known:
             return f"{self.name}: {self.estimate}"
-        shown = ", ".join(draws) if len(draws) <= FEW_DRAWS else f"{draws[0]} to {draws[-1]}"
-        return f"{self.name}: {shown}"
+        ends = dict.fromkeys(f"{draw:z.2f}" for draw in (min(known), max(known)))
+        return f"{self.name}: {' to '.join(ends)}"
 
 
 @dataclass(frozen=True)
@@ -409,7 +407,7 @@ def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:
         scope=scope_of(record),
         no_number=f"{first_layers(record)} are more than half of the layers: isolate fewer",
         controls=(
-            Control("single random words", draws=draws.tolist()),
+            Control("random words", draws=draws.tolist()),
             *([cut_too] if cut_too else []),
         ),
         clause=f"isolating the label words in {first_layers(record)} changes "
