@@ -156,6 +156,7 @@ if TYPE_CHECKING:
     from .results.record import load_record as load_record
     from .results.results import Results as Results
     from .runs import caches as caches
+    from .runs.named import named as named
     from .runs.run import run as run
     from .runs.run import target_logits as target_logits
     from .runs.store import forget_run as forget_run

@@ -7,12 +7,13 @@
 """
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import plotly.graph_objects as go
 import torch
@@ -31,6 +32,7 @@ from ..prompts.batch import PromptBatch, digest
 from ..results import figures
 from ..results.record import Record
 from ..runs.identity import fingerprint, in_words, warn_of_unknown
+from ..runs.store import make_folder, same_contributions
 from ..runs.study import Study
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
@@ -349,10 +351,14 @@ class TrainingRun:
         with torch.inference_mode(False):
             optimizer = self.optimizer(trainable.parameters)
             file = _StateFile.of(self, trainable)
-            state = file.read(trainable, optimizer)
-            if not state.checked:
-                self._check(state, trainable, start_loss)
+            state = _State()
+            self._check(state, trainable, start_loss)
+            if (stored := file.read(trainable)) is None:
                 file.write(state, trainable, optimizer)
+            else:
+                self._require_same_start(state, stored.state, trainable, file)
+                state = stored.state
+                file.put(stored, trainable, optimizer)
             done = len(state.losses)
             with tqdm(total=self.steps, initial=done, disable=quiet, desc="training steps") as bar:
                 while (step := len(state.losses)) < self.steps and not state.diverges(window):
@@ -381,6 +387,25 @@ class TrainingRun:
             f"after step {int(record.checked_steps[record.best])}; use a lower learning rate"
         )
         return state.best, record
+
+    def _require_same_start(
+        self, start: "_State", stored: "_State", trainable: Trainable, file: "_StateFile"
+    ) -> None:
+        """Compute the first numbers again: a fingerprint does not tell what a model does."""
+        computed, before = [*start.held_out_losses], stored.held_out_losses[:1]
+        if stored.losses:
+            first = self.batches[trainable.order(0, self.count, self.training.seed)[0]]
+            computed.append(trainable.backward(self.study.model, first, self.training.loss))
+            before = [*before, stored.losses[0]]
+            for parameter in trainable.parameters:
+                parameter.grad = None
+        pairs = [{"losses": torch.tensor(each, device="cpu")} for each in (before, computed)]
+        if not same_contributions(*pairs):
+            raise StoreError(
+                f"the losses at the start are {computed} and were {before} when {file.path} was "
+                "written, so the model does not compute as it did then (a hook, an activation or "
+                "a forward was changed); use another folder, or start over: delete the file"
+            )
 
     def _check(self, state: "_State", trainable: Trainable, recent_loss: float) -> None:
         """Answer the held-out queries; without them the best candidate has the lowest loss."""
@@ -471,6 +496,13 @@ _LISTS = {
 }
 
 
+class _Stored(NamedTuple):
+    """What a file holds."""
+
+    state: _State
+    tensors: Mapping[str, Tensor]  # of the parameters and the optimizer, too
+
+
 @dataclass(frozen=True)
 class _StateFile:
     """A file that holds the state of one training, or none without a folder."""
@@ -483,11 +515,7 @@ class _StateFile:
     def of(cls, run: TrainingRun, trainable: Trainable) -> "_StateFile":
         if run.training.folder is None:
             return cls(None, {})
-        folder = Path(run.training.folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{folder} cannot be made: {error}; use another folder") from error
+        folder = make_folder(run.training.folder)
         decides = run.study.settings | {
             "number of training batches": str(run.count),
             "shape": str([tuple(parameter.shape) for parameter in trainable.parameters]),
@@ -496,19 +524,19 @@ class _StateFile:
         warn_of_unknown(folder, unknown)
         return cls(folder / "training.safetensors", facts, unknown)
 
-    def read(self, trainable: Trainable, optimizer: Optimizer) -> _State:
-        """The stored state, which is put into the parameters and the optimizer; or a new one."""
+    def read(self, trainable: Trainable) -> "_Stored | None":
+        """What is stored, if it may be used."""
         if self.path is None or not self.path.exists():
-            return _State()
+            return None
         bytes_of(self.path)  # an error if it cannot be read
         try:
             header, tensors = read_with_digest(self.path)
         except StoreError:
             warn_user(f"{self.path} is damaged; training begins again")
-            return _State()
+            return None
         if self.unknown:
-            return _State()
-        try:
+            return None
+        with self._of_this_version():
             stored = header["training"]
             different = [name for name, fact in self.facts.items() if stored.get(name) != fact]
             if not different:
@@ -517,21 +545,30 @@ class _StateFile:
                 state = _State(**{name: tensors[name].tolist() for name in _LISTS}, best=best)
                 if state.checked[-1] != len(state.losses) or state.record()._misfit():
                     raise ValueError("numbers of other steps than were taken")
-                with torch.no_grad():
-                    for n, parameter in enumerate(trainable.parameters):
-                        parameter.copy_(tensors[f"parameter.{n}"].view_as(parameter))
-                own = io.BytesIO(tensors["optimizer"].numpy().tobytes())
-                optimizer.load_state_dict(torch.load(own, map_location="cpu", weights_only=True))
-                return state
+                return _Stored(state, tensors)
+        raise StoreError(
+            f"{self.path} is of a training with another {', '.join(different)}; use another "
+            "folder, or start over in this one: delete the file"
+        )
+
+    def put(self, stored: "_Stored", trainable: Trainable, optimizer: Optimizer) -> None:
+        """Put what is stored into the parameters and the optimizer."""
+        with self._of_this_version():
+            with torch.no_grad():
+                for n, parameter in enumerate(trainable.parameters):
+                    parameter.copy_(stored.tensors[f"parameter.{n}"].view_as(parameter))
+            own = io.BytesIO(stored.tensors["optimizer"].numpy().tobytes())
+            optimizer.load_state_dict(torch.load(own, map_location="cpu", weights_only=True))
+
+    @contextmanager
+    def _of_this_version(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # optimizers raise errors of any kind for what is not theirs
             raise StoreError(
                 f"{self.path} does not hold a training of this version ({type(error).__name__}: "
                 f"{error}); delete it, or use another folder"
             ) from error
-        raise StoreError(
-            f"{self.path} is of a training with another {', '.join(different)}; use another "
-            "folder, or start over in this one: delete the file"
-        )
 
     def write(self, state: _State, trainable: Trainable, optimizer: Optimizer) -> None:
         if self.path is None or not is_main():

@@ -212,7 +212,7 @@ def _outcome(part: Part, setting: PaperSetting) -> _Outcome:
 def _description(todo: Todo) -> dict[str, Any]:
     """What was computed, so that a folder with the numbers of something else is not continued."""
     _, first, _ = todo[0]
-    known = {id(first.model): "the model"}
+    known = {"the model": first.model}
     examples = identity_of([(name, vars(setting)) for name, setting, _ in todo], known)
     return {
         "tasks": ", ".join(dict.fromkeys(name for name, _, _ in todo)),

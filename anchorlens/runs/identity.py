@@ -1,69 +1,81 @@
 """The fingerprint of a run: what decides its numbers, by content, and what of it cannot be seen.
 
 1. A value is walked part by part, and each part is added to one SHA-256.
-2. A function is its code, constants, defaults and closure, and the values of the globals that it
-   names. An object is its class and its fields. A tensor is its bytes.
-3. What an installer put on the machine is its name and version: nobody edits it between two runs.
-4. A file that a function reads, or an object whose contents Python does not tell, is unknown.
-   What was computed with it is computed again, not believed.
+2. What is added is on a list: plain values, tensors, containers of exactly Python's types, objects
+   by their class and all of their fields, functions by their code and what it names.
+3. What Python, torch and this package bring is its name, if it reads nothing from outside.
+4. All else is unknown. What was computed with it is computed again, not believed.
 
-The fingerprint holds the model, the prompts, the settings and the versions of packages; it is
-stored with contributions. Pickles do not serve: they store a function of a module by its name, and
-not what it does.
+So a way of changing a function that nobody thought of is unknown, and not overlooked. The
+fingerprint holds the model, the prompts, the settings and the versions of packages; it is stored
+with contributions. Pickles do not serve: they store a function of a module by its name, and not
+what it does.
 """
 
-import builtins
+import abc
 import dis
 import functools
+import gc
 import hashlib
-import importlib
+import inspect
+import pathlib
 import platform
-import sys
-from abc import ABC
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from enum import Enum, EnumType
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
     GetSetDescriptorType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import StoreError
 from ..models.kinds import config_of
 from ..models.model_identity import ADDRESS, identity, tokenizer_identity
 from ..models.model_state import user_hooks
 from ..prompts.batch import PromptBatch
+from ..prompts.edge_set import EdgeSet
 from ..system.checksum import digest_of
 from ..system.package import installed_version
 from ..system.processes import is_main
 from ..system.texts import name_of
 from ..system.warn import warn_user
+from . import believed
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device)
-_OF_C = (GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType, WrapperDescriptorType)
-# A function that names one of these probably reads what is outside of the program.
-_READS = {"open", "input", "read", "read_text", "read_bytes", "load", "environ", "getenv"}
-_READS_FROM = ("read_", "load_", "from_pretrained")
-# What Python adds to each class; line numbers and texts decide no number.
-_NOT_OF_CLASS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__"}
-_NOT_OF_CLASS |= {
-    *vars(ABC),
-    "__slotnames__",
-    "__firstlineno__",
-    "__static_attributes__",
-    "__annotate_func__",
-}
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented)}
+_PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+_PLAIN |= {type(Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath}
+_CONTAINERS = (dict, list, tuple, set, frozenset, str, bytes, int, float, complex, Tensor)
+_BASES = (object, abc.ABC, Generic, Protocol)
+# What Python adds to each class; line numbers, texts and annotations decide no number.
+_NOT_OF_CLASS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__slots__"}
+_NOT_OF_CLASS |= {*vars(abc.ABC), "__slotnames__", "__firstlineno__", "__static_attributes__"}
+_NOT_OF_CLASS |= {"__annotate_func__", "__annotate__", "__annotations_cache__", "__orig_bases__"}
+_NOT_OF_CLASS |= {"__parameters__", "__type_params__", "__protocol_attrs__", "_is_protocol"}
+_NOT_OF_CLASS |= {"_is_runtime_protocol", "__non_callable_proto_members__"}
+_NOT_OF_CLASS |= {"__dataclass_fields__", "__dataclass_params__"}
+_OF_ENUM = {*vars(Enum("Empty", ())), "_value_", "_name_", "__objclass__", "_sort_order_"}
+_TOLD = 3  # at most, of what is unknown in a value
+_NO_CHAIN, _MISSING = object(), object()
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_STORES = ("STORE_ATTR", "DELETE_ATTR", "STORE_NAME", "DELETE_NAME")  # they read nothing
 
 PACKAGES = ("anchorlens", "transformer-lens", "transformers", "tokenizers", "torch", "scipy")
 _LONGEST = 2000  # characters of a setting in words
@@ -77,167 +89,257 @@ class Identity(NamedTuple):
     unknown: tuple[str, ...]  # what the digest does not cover, in words
 
 
-def identity_of(value: Any, known: Mapping[int, str] | None = None) -> Identity:
-    """The identity of a value: a function, an object, tensors, or containers of these."""
+def identity_of(value: Any, known: Mapping[str, Any] | None = None) -> Identity:
+    """The identity of a value; what is ``known`` elsewhere, such as the model, is its name."""
     walk = _Walk(known or {})
     try:
-        walk.add(value)
+        with suppress(_Enough):
+            walk.add(value)
+            walk.add_attributes()
     except RecursionError:
         walk.unknown.append(f"a {type(value).__name__} that is nested too deeply")
     return Identity(walk.sha.hexdigest(), tuple(dict.fromkeys(walk.unknown)))
 
 
+class _Enough(Exception):
+    """So much is unknown that a person has to act, and all is computed again."""
+
+
 class _Walk:
     """One walk over the parts of a value."""
 
-    def __init__(self, known: Mapping[int, str]) -> None:
+    def __init__(self, known: Mapping[str, Any]) -> None:
         self.sha = hashlib.sha256()  # of all parts so far
         self.unknown: list[str] = []  # what cannot be seen so far
-        self._known = known
+        self._given = known
+        self._known = {id(value): name for name, value in known.items()}
+        settings = {f"cfg of {name}": getattr(each, "cfg", None) for name, each in known.items()}
+        self._known |= {id(each): name for name, each in settings.items() if each is not None}
+        both = [*known.values(), *settings.values()]
+        self._fields = [vars(each) for each in both if hasattr(each, "__dict__")]
+        self._classes = [type(each) for each in both]  # of what code may have got
         self._seen: dict[int, int] = {}  # the number of each part, for parts that hold themselves
         self._alive: list[Any] = []  # so that no id is used again
+        self._code, self._name = "", ""  # the function whose code is read, and what it names
+        self._wanted: dict[str, str] = {}  # attributes that code names, and the first function
+        self._held: set[str] = set()  # the attributes of what is added
 
     def add(self, value: Any) -> None:
         """Add a value and all of its parts."""
-        if isinstance(value, _PLAIN) and type(value).__module__ in ("builtins", "torch"):
-            self._write(type(value).__name__, repr(value))
+        kind = type(value)
+        if kind in _PLAIN:
+            self._write(kind.__name__, repr(value))
         elif id(value) in self._known:
             self._write("known", self._known[id(value)])
-        elif isinstance(value, CodeType):
-            self._add_code(value)
+        elif name := believed.pure_name(value):
+            self._write("believed", name)
         elif id(value) in self._seen:
             self._write("again", str(self._seen[id(value)]))
         else:
             self._seen[id(value)] = len(self._seen)
             self._alive.append(value)
-            self._add_new(value)
+            self._add_new(value, kind)
 
-    def _add_new(self, value: Any) -> None:
-        match value:
-            case ModuleType():
-                self._write("module", value.__name__, _version_of(value.__name__))
-            case FunctionType():
-                self._add_function(value)
-            case MethodType():
-                self._add_all("method", value.__func__, value.__self__)
-            case _ if isinstance(value, _OF_C):
-                self._write("written in C", str(value))
-            case BuiltinFunctionType():
-                self._write("builtin", str(value.__module__), value.__qualname__)
-                owner = value.__self__
-                if not isinstance(owner, ModuleType):
-                    self.add(owner)
-            case property():
-                self._add_all("property", value.fget, value.fset, value.fdel)
-            case functools.cached_property():
-                self._add_all("cached property", value.func)
-            case staticmethod() | classmethod():
-                self._add_all(type(value).__name__, value.__func__)
-            case type():
-                self._add_class(value)
-            case Tensor():
-                self._write("tensor", digest_of(iter([("", value)])))
-            case Mapping():
-                self._add_all(
-                    "mapping", type(value), *(part for item in value.items() for part in item)
-                )
-            case Set():
-                self._add_all("set", type(value), *sorted(value, key=_order))
-            case list() | tuple():
-                self._add_all("sequence", type(value), *value)
-            case _ if hasattr(type(value), "backend_tokenizer"):
-                # Other fields change with each call.
-                self._add_all("tokenizer", type(value), tokenizer_identity(value))
-            case _ if hasattr(type(value), "hook_dict"):  # another model than that of the run
-                self._add_all("model", *identity(value).values())
-            case _ if callable(value) and hasattr(value, "__wrapped__"):  # functools.cache
-                self._add_all("wrapper", type(value), value.__wrapped__)
-            case _:
-                self._add_object(value)
+    def add_attributes(self) -> None:
+        """Look for the attributes that code names, in all that it may have got."""
+        classes, done = [*believed.classes_given(), *self._classes], set[str]()
+        while names := self._wanted.keys() - done:
+            for name in sorted(names):
+                done.add(name)
+                self._code, self._name = self._wanted[name], ""
+                members = [*believed.members(name, classes)]
+                later = [part for part in members if not believed.is_as_installed(part)]
+                put = [own[name] for own in self._fields if name in own]
+                later += [part for part in put if not isinstance(part, nn.Module)]
+                self._add_all(f"attribute {name}", *later)
+                is_given = (members or put) and believed.is_public(name)
+                if not (name in self._held or is_given) or (members and believed.is_outside(name)):
+                    self._miss(f"the attribute {name!r}")
+
+    def _add_new(self, value: Any, kind: type) -> None:
+        if kind in _CLASSES:
+            _CLASSES[kind](self, value)
+        elif isinstance(value, type):
+            self._add_class(value)
+        elif isinstance(value, Enum):
+            self._add_all("member", kind, value.name, value.value)
+        elif hasattr(kind, "backend_tokenizer") and believed.place_of(kind)[0]:
+            # Other fields change with each call.
+            own = {name: part for name, part in vars(value).items() if callable(part)}
+            self._add_all("tokenizer", kind.__qualname__, tokenizer_identity(value), own)
+            self._classes.append(kind)
+        elif hasattr(kind, "hook_dict"):  # another model than that of the run
+            self._add_all("model", *identity(value).values(), user_hooks(value))
+        else:
+            self._add_object(value, kind)
 
     def _add_all(self, kind: str, *parts: Any) -> None:
         self._write(kind, str(len(parts)))
         for part in parts:
             self.add(part)
 
-    def _add_function(self, function: FunctionType) -> None:
-        """What the function holds; and what it does, unless an installer put it there."""
-        name = function.__module__ or ""
-        self._write("function", function.__qualname__)
-        if _is_installed(name):
-            self._write(name, _version_of(name))
-            if "<locals>" not in function.__qualname__:  # another name tells all
-                return
-        self._add_all("defaults", function.__defaults__, function.__kwdefaults__)
-        self._add_all("closure", *map(_content, function.__closure__ or ()))
-        self._add_all("attributes", vars(function))
-        if _is_installed(name):
-            return
-        self.add(function.__code__)
-        for code in _codes(function.__code__):
-            self._add_globals(code, function.__globals__)
+    def _add_tensor(self, value: Tensor) -> None:
+        self._write("tensor", digest_of(iter([("", value)])), str(value.requires_grad))
+        self._add_all("fields", vars(value))
+        if value._backward_hooks or value._post_accumulate_grad_hooks:
+            self._miss("a hook on a tensor")
 
-    def _add_code(self, code: CodeType) -> None:
+    def _add_array(self, value: Any) -> None:
+        if value.dtype.hasobject:
+            self._miss("an array of objects")
+        self._write("array", str(value.dtype), str(value.shape), value.tobytes().hex())
+
+    def _add_method_in_c(self, value: Any) -> None:
+        owner = value.__self__
+        if type(owner) not in (*_PLAIN, dict, list, tuple, set, frozenset, Tensor):
+            self._miss(f"the function {_in_full(value)}")
+        else:
+            self._add_all("method in C", value.__qualname__, owner)
+
+    def _add_descriptor(self, value: Any) -> None:
+        if believed.is_outside(value.__name__):
+            self._miss(f"the method {value.__qualname__}")
+        self._add_all("method of a class in C", value.__name__, value.__objclass__)
+
+    def _add_function(self, function: FunctionType) -> None:
+        """What a function holds, and, if it is of the user, its code and what that names."""
+        module, name = believed.place_of(function)
+        self._write("function", module, name)
+        if module and not believed.is_believed(module, name):
+            self._miss(f"the function {_in_full(function)}")
+        elif not module or not believed.is_found(function):
+            cells = [self._content(cell) for cell in function.__closure__ or ()]
+            self._add_all("defaults", function.__defaults__, function.__kwdefaults__)
+            self._add_all("closure", *cells)
+            self._add_fields(vars(function))
+            if not module:
+                outside, self._code = (self._code, self._name), function.__qualname__
+                self._add_code(function.__code__, function)
+                self._code, self._name = outside
+
+    def _content(self, cell: Any) -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:
+            return self._miss("a variable that has no value yet")
+
+    def _add_code(self, code: CodeType, function: FunctionType) -> None:
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         self._write("code", code.co_code.hex(), code.co_exceptiontable.hex(), repr(names))
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         self._write(repr(counts))
-        self._add_all("constants", *code.co_consts)
+        self._add_names(code, function)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                self._add_code(constant, function)
+            else:
+                self.add(constant)
 
-    def _add_globals(self, code: CodeType, variables: Mapping[str, Any]) -> None:
-        """The values that a code names, and of modules that a user wrote what it names of them."""
-        for name in code.co_names:
-            if name in _READS or (name.startswith(_READS_FROM) and name != "load_state_dict"):
-                self.unknown.append(f"what {code.co_name} reads with {name!r}")
-        for instruction in dis.get_instructions(code):
-            name = str(instruction.argval)
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                if name in variables:
-                    self._add_named(name, variables[name], code)
-                elif not hasattr(builtins, name):
-                    self._write("undefined", name)
-            elif instruction.opname == "IMPORT_NAME":
-                try:
-                    self._add_named(name, importlib.import_module(name), code)
-                except Exception:  # a relative import, or a module that cannot be imported here
-                    self.unknown.append(f"the module {name!r} that {code.co_name} imports")
+    def _add_names(self, code: CodeType, function: FunctionType) -> None:
+        """The values of globals that a code names; of modules only the end of a chain."""
+        instructions = [
+            each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"
+        ]
+        own = {each.argval for each in instructions if each.opname == "STORE_NAME"}
+        chain, text = _NO_CHAIN, ""
+        for each in instructions:
+            name, is_attribute = str(each.argval), each.opname in _ATTRIBUTES
+            if is_attribute and isinstance(chain, ModuleType):
+                chain, text = _of_module(chain, name), f"{text}.{name}"
+                continue
+            self._add_chain(chain, text)
+            chain = _NO_CHAIN
+            if each.opname in _GLOBALS:
+                value = _global(function, name)
+                if not (name in own and value is _MISSING):  # of a class in the function
+                    chain, text = value, name
+            elif is_attribute:
+                self._wanted.setdefault(name, self._code)
+            elif each.opname in _STORES:
+                self._held.add(name)
+            elif each.opcode in dis.hasname:
+                self._miss(f"{name!r}, an import or a global statement inside a function")
+            elif each.opname.endswith("STORE_DEREF") and name in function.__code__.co_freevars:
+                self._miss(f"{name!r}, which the function changes outside of itself")
+        self._add_chain(chain, text)
 
-    def _add_named(self, name: str, value: Any, code: CodeType) -> None:
-        self._write("global", name)
-        self.add(value)
-        if isinstance(value, ModuleType) and not _is_installed(value.__name__):
-            for part in code.co_names:
-                if part in vars(value):
-                    self._write("of module", part)
-                    self.add(vars(value)[part])
-
-    def _add_class(self, kind: type) -> None:
-        self._write("class", kind.__module__, kind.__qualname__, _version_of(kind.__module__))
-        if _is_installed(kind.__module__):
-            return
-        self._add_all("bases", *kind.__bases__)
-        for name, value in vars(kind).items():
-            if name not in _NOT_OF_CLASS and not name.startswith("__dataclass"):
-                self._write("of class", name)
+    def _add_chain(self, value: Any, text: str) -> None:
+        if value is not _NO_CHAIN:
+            self._write("global", text)
+            before, self._name = self._name, text
+            if value is _MISSING:
+                self._miss("a name without a value")
+            else:
                 self.add(value)
+            self._name = before
 
-    def _add_object(self, value: Any) -> None:
-        """An object by its fields, or else by what a pickle would store of it."""
-        self.add(type(value))
-        if is_dataclass(value):
-            self._add_all("fields", *(getattr(value, f.name) for f in fields(value) if f.compare))
-            return
-        try:
-            reduced = value.__reduce_ex__(4)
-        except Exception:  # objects say in many ways that they cannot be pickled
-            self.unknown.append(f"what a {type(value).__qualname__} holds")
-            return
-        if isinstance(reduced, str):  # the name of a global object
-            self._write("global object", reduced)
-            return
-        make, arguments, state, *items = (*reduced, None, None, None)[:5]
-        self._add_all("object", make, *arguments, _lasting(value, state))
-        self._add_all("items", *(part for each in items for part in each or ()))
+    def _add_class(self, kind: type) -> Any:
+        module, name = believed.place_of(kind)
+        self._write("class", kind.__module__, kind.__qualname__)
+        if module and not believed.is_believed(module, name):
+            return self._miss(f"the class {_in_full(kind)}")
+        if isinstance(kind, abc.ABCMeta) and _registered(kind):
+            self._miss(f"the classes that are registered with {_in_full(kind)}")
+        if module:
+            return None
+        if type(kind) not in (type, abc.ABCMeta, type(Protocol), EnumType):
+            self._miss(f"the metaclass {_in_full(type(kind))}")
+        self._add_all("bases", *(base for base in kind.__bases__ if base not in _BASES))
+        self._held.update(getattr(kind, "__dataclass_fields__", ()))
+        skipped = _NOT_OF_CLASS
+        if isinstance(kind, EnumType):
+            values = {name: member._value_ for name, member in kind.__members__.items()}
+            self._add_fields({**values, "name": None, "value": None})
+            skipped = skipped | values.keys() | _OF_ENUM
+        self._add_fields(
+            {
+                name: part
+                for name, part in vars(kind).items()
+                if not isinstance(part, GetSetDescriptorType)
+                and (name not in skipped or isinstance(part, FunctionType))
+            }
+        )
+
+    def _add_object(self, value: Any, kind: type) -> None:
+        """An object by its class and all of its fields."""
+        module, name = believed.place_of(kind)
+        if module and not believed.is_believed(module, name):
+            return self._miss(f"a {_in_full(kind)}")
+        self.add(kind)
+        is_ours = module.startswith(f"{believed.PACKAGE}.")
+        if is_ours and isinstance(value, tuple):
+            self._add_all("parts", *value)
+        elif isinstance(value, _CONTAINERS):
+            self._miss(f"a {_in_full(kind)}, whose class inherits from a container or a number")
+        else:
+            own = _fields_of(value)
+            declared = fields(value) if is_dataclass(value) else ()
+            left_out = {each.name for each in declared if not each.compare}
+            for name in own:
+                of_class = inspect.getattr_static(kind, name, None)
+                if isinstance(of_class, functools.cached_property):  # follows from the rest
+                    left_out.add(name)
+                    if not believed.is_as_installed(of_class):
+                        self._miss(f"what is stored in the cached property {name!r}")
+                elif is_ours and is_dataclass(value) and name.startswith("_"):
+                    left_out.add(name)  # what it remembers of itself
+            self._add_fields({name: part for name, part in own.items() if name not in left_out})
+            if isinstance(value, nn.Module):
+                self._held.update(*(own[name] for name in ("_parameters", "_buffers", "_modules")))
+
+    def _order(self, value: Any) -> str:
+        """A key that orders the parts of a set alike in every process."""
+        return identity_of(value, self._given).digest
+
+    def _add_fields(self, own: Mapping[str, Any]) -> None:
+        self._held.update(own)
+        self.add(dict(own))
+
+    def _miss(self, what: str) -> None:
+        place = " in ".join(filter(None, (self._name, self._code)))
+        self.unknown.append(f"{what} ({place})" if place else what)
+        if len(self.unknown) == _TOLD:
+            raise _Enough
 
     def _write(self, *texts: str) -> None:
         for text in texts:
@@ -245,57 +347,84 @@ class _Walk:
             self.sha.update(f"{len(data)} ".encode() + data)
 
 
-def _content(cell: Any) -> Any:
-    """What a variable of a closure holds; nothing before it has a value."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+_CLASSES: dict[type, Callable[[_Walk, Any], None]] = {
+    FunctionType: _Walk._add_function,
+    MethodType: lambda walk, each: walk._add_all("method", each.__func__, each.__self__),
+    BuiltinFunctionType: _Walk._add_method_in_c,
+    MethodDescriptorType: _Walk._add_descriptor,
+    WrapperDescriptorType: _Walk._add_descriptor,
+    MemberDescriptorType: lambda walk, each: walk._write("slot", each.__name__),
+    RemovableHandle: lambda walk, each: walk._write("handle"),  # its number is no content
+    property: lambda walk, each: walk._add_all("property", each.fget, each.fset, each.fdel),
+    staticmethod: lambda walk, each: walk._add_all("static method", each.__func__),
+    classmethod: lambda walk, each: walk._add_all("class method", each.__func__),
+    functools.cached_property: lambda walk, each: walk._add_all("cached property", each.func),
+    functools.partial: lambda walk, each: walk._add_all(
+        "partial", each.func, each.args, each.keywords, vars(each)
+    ),
+    ModuleType: lambda walk, each: walk._miss(f"the module {each.__name__}"),
+    Tensor: _Walk._add_tensor,
+    nn.Parameter: _Walk._add_tensor,
+    EdgeSet: lambda walk, each: walk._add_all("edges", each.table()),
+    np.ndarray: _Walk._add_array,
+    MappingProxyType: lambda walk, each: walk._add_all("proxy", *gc.get_referents(each)),
+    slice: lambda walk, each: walk._add_all("slice", each.start, each.stop, each.step),
+    **dict.fromkeys(
+        (dict, OrderedDict),
+        lambda walk, each: walk._add_all(
+            type(each).__name__, *(part for item in each.items() for part in item)
+        ),
+    ),
+    **dict.fromkeys((list, tuple), lambda walk, each: walk._add_all(type(each).__name__, *each)),
+    **dict.fromkeys(
+        (set, frozenset),
+        lambda walk, each: walk._add_all(type(each).__name__, *sorted(each, key=walk._order)),
+    ),
+}
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of the functions and classes inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
+def _global(function: FunctionType, name: str) -> Any:
+    """What a name of a function stands for."""
+    if type(function.__globals__) is not dict:
+        return _MISSING
+    return function.__globals__.get(name, function.__builtins__.get(name, _MISSING))
 
 
-def _lasting(value: Any, state: Any) -> Any:
-    """The state without what ``cached_property`` stored, which follows from the rest."""
-    if not isinstance(state, dict):
-        return state
-    lasting = {
-        name: part
-        for name, part in state.items()
-        if not isinstance(getattr(type(value), str(name), None), functools.cached_property)
-    }
-    return lasting or None  # None is the state of an object without fields
+def _of_module(module: ModuleType, name: str) -> Any:
+    """What a module has under a name, unless it may compute it at each use."""
+    if type(module) is not ModuleType:
+        return _MISSING
+    if module.__name__ == believed.PACKAGE:
+        return getattr(module, name, _MISSING)  # imported at first use
+    return vars(module).get(name, _MISSING)
 
 
-def _order(value: Any) -> str:
-    """A key that orders the parts of a set alike in every process."""
-    return f"{type(value).__qualname__} {identity_of(value).digest}"
+def _registered(kind: abc.ABCMeta) -> bool:
+    """Whether ``kind.register`` was called, which changes what is an instance of it."""
+    return bool(abc._get_dump(kind)[0])
 
 
-def _version_of(name: str) -> str:
-    """The version of the package of a module, as far as it says one."""
-    return str(getattr(sys.modules.get(name.partition(".")[0]), "__version__", ""))
+def _fields_of(value: Any) -> dict[str, Any]:
+    """All that an object holds: its slots and its attributes."""
+    own = dict[str, Any](getattr(value, "__dict__", {}))
+    for each in type(value).__mro__:
+        for name, member in vars(each).items():
+            if isinstance(member, MemberDescriptorType):
+                with suppress(AttributeError):  # nothing was put into the slot
+                    own[name] = member.__get__(value)
+    if isinstance(value, nn.Module):  # the number of a hook's handle is no content
+        tables = {name: own[name] for name in vars(nn.Module()) if "hooks" in name}
+        numbers = sorted({number for table in tables.values() for number in table})
+        ranks = {number: rank for rank, number in enumerate(numbers)}
+        own |= {
+            name: {ranks[number]: hook for number, hook in table.items()}
+            for name, table in tables.items()
+        }
+    return own
 
 
-@functools.cache
-def _is_installed(name: str) -> bool:
-    """Whether a module belongs to Python, to this package, or to what an installer put there.
-
-    A module of a user, also of an editable install, has no ``.dist-info`` beside it.
-    """
-    top = name.partition(".")[0]
-    if top in sys.stdlib_module_names or top in ("builtins", "anchorlens"):
-        return True
-    module = sys.modules.get(top)
-    places = [*getattr(module, "__path__", ())] or [getattr(module, "__file__", None)]
-    folders = {Path(place).parent for place in places if place}
-    return any(next(folder.glob("*.dist-info"), None) is not None for folder in folders)
+def _in_full(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
 
 
 class Fingerprint(NamedTuple):
@@ -316,8 +445,8 @@ def fingerprint(
     """The fingerprint of a run."""
     parameters = list(model.parameters())
     devices = {weights.device.type for weights in parameters}
-    known, on_model = {id(model): "the model"}, user_hooks(model)
-    hooks = identity_of(on_model, known)
+    known, on_model = {"the model": model}, user_hooks(model)
+    hooks, prompts = identity_of(on_model, known), identity_of([*batches], known)
     facts = {
         **identity(model),
         "hooks on the model": hooks.digest if on_model else "none",
@@ -326,7 +455,7 @@ def fingerprint(
         "dtype": ", ".join(sorted({str(weights.dtype) for weights in parameters})),
         "device": ", ".join(sorted(devices)),
         "precision": _precision(devices),
-        "prompts": identity_of([batch.__getstate__() for batch in batches], known).digest,
+        "prompts": prompts.digest,
         # The code of a function is that of a version of Python.
         "python": ".".join(platform.python_version_tuple()[:2]),
         **versions(),
@@ -337,6 +466,7 @@ def fingerprint(
             "stored under these names; rename them"
         )
     unknown = [f"hooks on the model: {what}" for what in hooks.unknown]
+    unknown += [f"prompts: {what}" for what in prompts.unknown]
     for name, value in settings.items():
         of_setting = identity_of(value, known)
         digest = "" if _is_told(value) else f" ({of_setting.digest[:16]})"
@@ -350,8 +480,9 @@ def warn_of_unknown(folder: str | Path, unknown: Sequence[str]) -> None:
     if unknown and is_main():
         warn_user(
             f"what {folder} holds is computed again at each call, because something that decides "
-            f"the numbers cannot be compared: {'; '.join(unknown[:3])}. Give what was read as a "
-            "value, such as a tensor"
+            f"the numbers cannot be compared: {'; '.join(unknown[:_TOLD])}. Give what it reads as "
+            'a number or a tensor; or name the function, al.named("my score, 1", function), with '
+            "another name when it changes"
         )
 
 
@@ -393,4 +524,5 @@ def _precision(devices: set[str]) -> str:
         for device in sorted(devices)
         if device != "meta" and torch.is_autocast_enabled(device)
     ]
-    return ", ".join([f"matmul {torch.get_float32_matmul_precision()}", *automatic])
+    made = f"new tensors {torch.get_default_dtype()} on {torch.get_default_device()}"
+    return ", ".join([f"matmul {torch.get_float32_matmul_precision()}", made, *automatic])

@@ -366,8 +366,8 @@ class Study:
         """The folder of the contributions that this function computes."""
         if self._store is None and is_single_process():
             return None
-        known = {id(self): "the study", id(self.model): "the model"}
-        known |= {id(plan): f"plan {number}" for number, (plan, _) in enumerate(self._plans)}
+        known = {"the study": self, "the model": self.model}
+        known |= {f"plan {number}": plan for number, (plan, _) in enumerate(self._plans)}
         computed = identity_of([contributions_of, *(made_of for _, made_of in self._plans)], known)
         require_equal_settings({"what the function of each batch does": computed.digest})
         if self._store is None:

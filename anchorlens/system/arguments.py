@@ -52,6 +52,7 @@ def checked(function: Checked) -> Checked:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
             return function(*args, **kwargs)  # Python says which argument is missing or unknown
+        _refuse_no_folder(name, bound.arguments.get("folder"))
         for argument, hint in _hints_of(function).items():
             if argument in bound.arguments:
                 value = bound.arguments[argument]
@@ -69,6 +70,16 @@ def checked(function: Checked) -> Checked:
 
 class _Unfit(Exception):
     """A value does not fit an annotation; its text is the cure, if there is one."""
+
+
+def _refuse_no_folder(name: str, folder: Any) -> None:
+    """Raise an error for a folder without a name, which would be the current one."""
+    is_empty = isinstance(folder, Path) and not folder.parts
+    if is_empty or (isinstance(folder, str) and not folder.strip()):
+        raise ArgumentError(
+            f"folder of {name} must be the name of a folder; got {folder!r}. Write "
+            'folder="results", or folder="." for the current one'
+        )
 
 
 @cache

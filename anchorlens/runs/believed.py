@@ -1,0 +1,204 @@
+"""What a function of the user may name of Python, torch and anchorlens, and be compared still.
+
+What is not here is unknown: it may read a file, the time or the state of the process.
+"""
+
+import builtins
+import functools
+import math
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from ..metrics.metric import Metric, Observation
+from ..prompts.batch import PromptBatch
+from ..results.contributions import Contributions
+from ..results.record import Record
+
+# What these give depends on what they get, and on nothing else.
+_OF_PYTHON: list[Any] = [
+    *(abs, all, any, bool, bytes, callable, chr, classmethod, complex, dict, divmod, enumerate),
+    *(
+        filter,
+        float,
+        format,
+        frozenset,
+        functools.partial,
+        hash,
+        int,
+        isinstance,
+        issubclass,
+        iter,
+        len,
+    ),
+    *(list, map, max, min, next, object, ord, pow, print, property, range, repr, reversed, round),
+    *(set, slice, sorted, staticmethod, str, sum, super, tuple, type, zip),
+    *(each for each in vars(math).values() if isinstance(each, BuiltinFunctionType)),
+    *(
+        each
+        for each in vars(builtins).values()
+        if isinstance(each, type) and issubclass(each, BaseException)
+    ),
+    *(Tensor, nn.Parameter, torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo),
+]
+_PURE = {id(each): f"{each.__module__}.{each.__qualname__}" for each in _OF_PYTHON}
+_IN_C = {f"torch._C.{name}" for name in ("_nn", "_linalg", "_special", "_fft")}
+
+# Functions and classes that are believed: the module of their file, and their name in it.
+_BELIEVED = re.compile(
+    r"anchorlens\..*|torch\.(functional|_jit_internal|_tensor|autograd|autograd\.grad_mode"
+    r"|utils\._contextlib|optim\..*|nn\.(functional|parameter|modules\..*|utils\.clip_grad)):.*"
+    r"|torch:is_tensor|transformer_lens\.hook_points:.*|(enum|abc|reprlib):.*"
+    r"|dataclasses:(replace|_.*|FrozenInstanceError)|typing:.*_(proto_hook|replace_init)"
+)
+# Of these: what reads or writes files, and what draws at random.
+_OUTSIDE = re.compile(
+    r"(^|[._])(load|read|save|write|open|forget|boot|peft|pretrained|file|dump)(?!_state_dict)"
+    r"|(^|\.)grad(_fn)?$|dropout|gumbel|fractional|rrelu"
+)
+PACKAGE = __name__.partition(".")[0]
+# The packages whose functions may be believed, and where all others are that somebody installed.
+_PACKAGES = {
+    name: os.path.dirname(os.path.realpath(str(sys.modules[name].__file__))) + os.sep
+    for name in ("torch", "transformer_lens", PACKAGE)
+}
+_INSTALLED = [
+    os.path.realpath(sysconfig.get_path(name, scheme)) + os.sep
+    for scheme in (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user"))
+    for name in ("purelib", "platlib", "stdlib", "platstdlib")
+]
+
+# What the package gives to a function has these classes, apart from those that are public in it.
+_GIVEN: list[type] = [
+    Tensor,
+    nn.Module,
+    torch.optim.Optimizer,
+    torch.Size,
+    torch.device,
+    torch.dtype,
+]
+_GIVEN += [torch.finfo, torch.iinfo, np.ndarray, str, bytes, int, float, complex, list, tuple, dict]
+_GIVEN += [set, frozenset, range, slice, type, PromptBatch, Observation, Contributions, Metric]
+_GIVEN += [Record, HookPoint]
+# Attributes with underscores that tell nothing from outside.
+_SPECIAL = ("__init__", "__post_init__", "__call__", "__class__", "__name__", "__qualname__")
+_SPECIAL += ("__setattr__", "__eq__", "__len__", "__getitem__")
+_MEMBERS_IN_C = (
+    *(BuiltinFunctionType, ClassMethodDescriptorType, GetSetDescriptorType, MemberDescriptorType),
+    *(MethodDescriptorType, WrapperDescriptorType),
+)
+
+
+def pure_name(value: Any) -> str:
+    """The name of a builtin, or of a function in C, that is believed; "" for all else."""
+    if type(value) is BuiltinFunctionType and id(value) not in _PURE:
+        owner, name = value.__self__, value.__name__
+        module = owner.__name__ if isinstance(owner, ModuleType) else None
+        is_of_torch = module in _IN_C or (
+            owner is None
+            and value.__module__ == "torch"
+            and hasattr(torch._C._VariableFunctions, name)
+        )
+        return f"torch.{name}" if is_of_torch and not is_outside(name) else ""
+    return _PURE.get(id(value), "")
+
+
+def is_outside(name: str) -> bool:
+    """Whether what has this name may read what is outside, or draws at random."""
+    return bool(_OUTSIDE.search(name)) or _draws(name)
+
+
+@functools.cache
+def _draws(name: str) -> bool:
+    """Whether an operation of torch has this name and draws at random."""
+    packet = None if name.startswith("__") else getattr(torch.ops.aten, name, None)
+    tag = torch.Tag.nondeterministic_seeded
+    return isinstance(packet, torch._ops.OpOverloadPacket) and any(
+        tag in getattr(packet, overload).tags for overload in packet.overloads()
+    )
+
+
+@functools.cache
+def installed_module(path: str) -> str:
+    """The module of a file that belongs to Python or was installed; "" for a file of the user."""
+    if not path or path.startswith("<"):
+        return path.removeprefix("<frozen ").removesuffix(">") if "<frozen " in path else ""
+    real = os.path.realpath(path)
+    for begin, folder in [*_PACKAGES.items(), *(("", folder) for folder in _INSTALLED)]:
+        if real.startswith(folder):
+            inside = real.removeprefix(folder).removesuffix(".py").removesuffix("__init__")
+            return f"{begin}.{inside.replace(os.sep, '.')}".strip(".")
+    return ""
+
+
+def place_of(value: Any) -> tuple[str, str]:
+    """The installed module of a function or class, "" for one of the user; and its name there."""
+    if isinstance(value, FunctionType):
+        return installed_module(value.__code__.co_filename), value.__code__.co_qualname
+    path = getattr(sys.modules.get(value.__module__), "__file__", None)
+    is_in_c = path is None and value.__module__ in sys.modules and value.__module__ != "__main__"
+    module = value.__module__ if is_in_c else installed_module(str(path or ""))
+    # A class that only has the place of another is not believed.
+    return module, value.__qualname__ if is_found(value) else "?"
+
+
+def is_found(value: Any) -> bool:
+    """Whether a function or class is where its name says."""
+    found: Any = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def is_believed(module: str, name: str) -> bool:
+    """Whether a function or class is believed by its place."""
+    return name != "?" and bool(_BELIEVED.fullmatch(f"{module}:{name}")) and not is_outside(name)
+
+
+def classes_given() -> list[type]:
+    """The classes of what a function gets, as far as they are imported."""
+    public = sys.modules[PACKAGE].__all__
+    loaded = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.")]
+    found = [vars(module).get(name) for module in loaded for name in public]
+    return [*_GIVEN, *dict.fromkeys(each for each in found if isinstance(each, type))]
+
+
+def members(name: str, classes: list[type]) -> Iterator[Any]:
+    """What classes have under a name of an attribute."""
+    for each in classes:
+        for owner in each.__mro__:
+            if name in vars(owner):
+                yield vars(owner)[name]
+            elif name in getattr(owner, "__dataclass_fields__", ()):
+                yield None
+
+
+def is_as_installed(member: Any) -> bool:
+    """Whether a member of a class is as it was installed, and nobody put it there later."""
+    function = getattr(member, "fget", None) or getattr(member, "func", None)
+    function = function or getattr(member, "__func__", member)
+    is_function = isinstance(function, FunctionType)
+    return isinstance(function, _MEMBERS_IN_C) or (is_function and bool(place_of(function)[0]))
+
+
+def is_public(name: str) -> bool:
+    """Whether code may name this attribute of what it gets."""
+    return not name.startswith("_") or name in _SPECIAL
