@@ -67,8 +67,8 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
             {**asdict(claim), "estimate": values_of(claim.estimate), "verdict": claim.verdict.value}
             for claim in judged
         ],
-        **{name: numbers_of(record) for name, record in records.items()},
-        "isolation": {site: numbers_of(record) for site, record in isolations.items()},
+        **{name: with_ends(record) for name, record in records.items()},
+        "isolation": {site: with_ends(record) for site, record in isolations.items()},
     }
     is_sure = not unable and all(
         not claim.estimate.low <= claim.limit <= claim.estimate.high for claim in judged
@@ -78,7 +78,7 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
     return Summary(tables, values, is_able, is_sure)
 
 
-def numbers_of(record: Record) -> Values:
+def with_ends(record: Record) -> Values:
     """The numbers of a record that are no long list: single ones, and those with named entries."""
     numbers: Values = {}
     for name, axes in record.axes().items():

@@ -55,7 +55,7 @@ from .options import (
     Paper,
     Run,
 )
-from .summary import Summary, numbers_of
+from .summary import Summary, with_ends
 from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
     COMPARED,
@@ -257,7 +257,7 @@ def contexts(options: Contexts) -> None:
     results = {task: {"contexts": record, **training_records(trained)}}
     title = f"What stands before a query: contexts for {options.model}"
     report = _report(results, out, _settings(options, [chosen]), title=title)
-    values = {"task": task, "contexts": numbers_of(record), "texts": texts}
+    values = {"task": task, "contexts": with_ends(record), "texts": texts}
     output.document({"model": options.model, **values, "report": report})
     shared = {each.name: getattr(options, each.name) for each in fields(OfTask)}
     of_run = Run(**shared | {"out": Run.out}, shots=options.shots, seed=[options.seed])
@@ -307,7 +307,7 @@ def faithfulness(options: Faithfulness) -> None:
     title = f"What scores of segments are worth, for {options.model}"
     results = {name: {"faithfulness": record}}
     report = _report(results, out, _settings(options, chosen), title=title)
-    values = {"task": name, "faithfulness": numbers_of(record)}
+    values = {"task": name, "faithfulness": with_ends(record)}
     output.document({"model": options.model, **values, "report": report})
     output.last_line(f"report: {report} (open it in a browser)")
 

@@ -15,6 +15,7 @@ from ..errors import MetricError
 from ..metrics.distances import AnchorDistancesRecord, confusions, rank_correlation
 from ..models.hooked import indices_of
 from ..results import figures
+from ..results.figure_parts import with_ends
 from ..results.record import Record
 from ..system.arguments import checked
 
@@ -102,17 +103,11 @@ class DiagnosisRecord(Record):
             self._class_names(),
             f"Which classes are confused (layer {layer}, {agreement})",
         )
-        names = ("correlation", "position_correlation")
-        known = all(name in self.intervals for name in names)
-        bounds = torch.stack([self.intervals[name] for name in names], dim=1) if known else None
-        low, high = (None, None) if bounds is None else bounds
         curves = figures.lines_by_layer(
-            torch.stack([self.correlation, self.position_correlation]),
-            ["distance with confusion", "distance with position"],
+            **with_ends(self, "correlation", "position_correlation"),
+            names=["distance with confusion", "distance with position"],
             title="",
             y_title="rank correlation",
-            low=low,
-            high=high,
             dashed=["distance with position"],
         )
         mark = {"annotation_text": f"layer {layer}", "annotation_position": "bottom right"}

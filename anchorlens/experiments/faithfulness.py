@@ -30,7 +30,7 @@ from ..models.load import ensure_prepared
 from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
-from ..results.figure_parts import panels_of
+from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..results.text_frame import TextFrame
@@ -121,7 +121,7 @@ class FaithfulnessRecord(Record):
         if not known:
             return figures.sentence(missing, title=title)
         figure = figures.bars(
-            **panels_of(self, *known),
+            **with_ends(self, *known, shaped=lambda numbers: numbers[..., None]),
             panels=[*known.values()],
             groups=self.axis_names("score") or (),
             series=["score"],

@@ -20,7 +20,7 @@ from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
-from ..results.figure_parts import panels_of
+from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..runs.study import Study
@@ -65,7 +65,7 @@ class SegmentAttributionRecord(Record):
     def plot(self) -> go.Figure:
         """The mean score of each segment, with its interval."""
         return figures.bars(
-            **panels_of(self, "scores"),
+            **with_ends(self, "scores", shaped=lambda numbers: numbers[..., None]),
             panels=["log-odds"],
             groups=self.axis_names("segment") or (),
             series=[str(self.info.get("method", "score"))],

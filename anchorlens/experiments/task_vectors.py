@@ -29,6 +29,7 @@ from ..passes.forward import run_pass
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
 from ..results import figures
+from ..results.figure_parts import with_ends
 from ..results.kinds import difference, of_prompts, share, table
 from ..results.record import Record
 from ..runs.study import Study, order_of_queries
@@ -79,18 +80,11 @@ class TaskVectorsRecord(Record):
         """
         names = ["with the vector", str(self.info.get("written_into", "unchanged"))]
         names += ["after demonstrations"]
-        fields, layers = ("accuracy", "unchanged", "demonstrations"), len(self.accuracy)
-        low = high = None
-        if all(name in self.intervals for name in fields):
-            bounds = [self.intervals[name].reshape(2, -1).expand(2, layers) for name in fields]
-            low, high = torch.stack(bounds, dim=1)
         return figures.lines_by_layer(
-            torch.stack([getattr(self, name).reshape(-1).expand(layers) for name in fields]),
-            names,
+            **with_ends(self, "accuracy", "unchanged", "demonstrations"),
+            names=names,
             title="Accuracy with the task vector of each layer",
             y_title="share of prompts",
-            low=low,
-            high=high,
             dashed=names[1:],
         )
 

@@ -15,6 +15,7 @@ from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
+from ..results.figure_parts import with_ends
 from ..results.kinds import difference, of_prompts, share
 from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
@@ -44,13 +45,15 @@ class AccuracyRecord(Record):
 
     def plot(self) -> go.Figure:
         """Accuracy as a bar with its interval."""
-        bounds = self.intervals.get("accuracy")
-        low, high = (None, None) if bounds is None else bounds[:, None, None, None]
-        names = ["share of prompts"], ["accuracy"], ["accuracy"]
-        figure = figures.bars(
-            self.accuracy[None, None, None], *names, title="Accuracy", low=low, high=high
-        )
-        return figure.update_yaxes(range=[0, 1])
+        names: dict[str, Any] = {
+            "panels": ["share of prompts"],
+            "groups": ["accuracy"],
+            "series": ["accuracy"],
+        }
+        numbers = with_ends(self, "accuracy", shaped=lambda numbers: numbers[:, None, None])
+        figure = figures.bars(**numbers, **names, title="Accuracy")
+        kind = self.kinds()["accuracy"]
+        return figure.update_yaxes(range=[kind.low, kind.high])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,10 +83,9 @@ class AccuracyComparisonRecord(Record):
 
     def plot(self) -> go.Figure:
         """Accuracies as bars with their intervals (the paper's Table 1)."""
-        bounds = self.intervals.get("accuracy")
-        low, high = (None, None) if bounds is None else bounds[:, None, None]
-        names = ["share of prompts"], ["accuracy"], list(self.info["methods"])
-        return figures.bars(self.accuracy[None, None], *names, title="Accuracy", low=low, high=high)
+        names: dict[str, Any] = {"panels": ["share of prompts"], "groups": ["accuracy"]}
+        numbers = with_ends(self, "accuracy", shaped=lambda numbers: numbers[None])
+        return figures.bars(**numbers, **names, series=list(self.info["methods"]), title="Accuracy")
 
 
 @checked

@@ -15,6 +15,7 @@ from ..prompts.batch import PromptBatch, check_label_words
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
+from ..results.figure_parts import with_ends
 from ..results.kinds import auc, derived, mean, statistic
 from ..results.record import Record
 from ..system.arguments import checked
@@ -132,16 +133,13 @@ class AttentionAUCROCRecord(Record):
                 "queries or more of them, or more demonstrations.",
                 title=title,
             )
-        bounds, of_r = self.intervals.get("aucroc"), self.intervals.get("r")
         random = torch.tensor(self.of_random_models("aucroc"), device="cpu")
         tells = figures.lines_by_layer(
-            self.aucroc[None],
-            ["attention tells the prediction (AUCROC_l)"],
+            **with_ends(self, "aucroc"),
+            names=["attention tells the prediction (AUCROC_l)"],
             title=title,
             y_title="AUCROC_l",
-            low=None if bounds is None else bounds[0, None],
-            high=None if bounds is None else bounds[1, None],
-            reference=0.5,
+            reference=self.kinds()["aucroc"].reference,
             random=random.reshape(-1, 1, len(self.aucroc)),
             colors=[figures.OUT],
             height=340,
@@ -149,12 +147,10 @@ class AttentionAUCROCRecord(Record):
         if self.r.isnan().all():
             return tells
         reached = figures.lines_by_layer(
-            self.r[None],
-            [_CUMULATIVE],
+            **with_ends(self, "r"),
+            names=[_CUMULATIVE],
             title="",
             y_title="R_l",
-            low=None if of_r is None else of_r[0, None],
-            high=None if of_r is None else of_r[1, None],
             dashed=[_CUMULATIVE],
             colors=[figures.OUT],
             height=280,

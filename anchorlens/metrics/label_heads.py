@@ -17,6 +17,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.figure_parts import with_ends
 from ..results.kinds import derived, mean, over_draws, share
 from ..results.record import Record
 from ..system.arguments import checked
@@ -105,14 +106,11 @@ class LabelHeadsRecord(Record):
 
     def plot_gaps(self) -> go.Figure:
         """How many more heads of a layer count for label words than for random positions."""
-        bounds = self.intervals.get("gap")
         return figures.lines_by_layer(
-            self.gap.T,
-            _LEGEND,
+            **with_ends(self, "gap", shaped=lambda numbers: numbers[0].T),
+            names=_LEGEND,
             title="Heads above the threshold, label words against random positions",
             y_title="heads more than at random",
-            low=None if bounds is None else bounds[0].T,
-            high=None if bounds is None else bounds[1].T,
             reference=0.0,
         )
 

@@ -16,6 +16,7 @@ from ..prompts.batch import PromptBatch, check_label_words, holds_integers
 from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts, share
 from ..results.record import Record
 from ..system.arguments import checked
@@ -56,17 +57,12 @@ class LoyaltyRecord(Record):
 
     def plot(self) -> go.Figure:
         """Label loyalty and word loyalty as bars (the paper's Figure 4)."""
-        fields = ("label_loyalty", "word_loyalty")
-        bounds = [self.intervals[name] for name in fields if name in self.intervals]
-        low, high = torch.stack(bounds, dim=1)[..., None, :, None] if bounds else (None, None)
         return figures.bars(
-            torch.stack([self.label_loyalty, self.word_loyalty])[None, :, None],
-            ["loyalty"],
-            ["label loyalty", "word loyalty"],
-            ["changed run"],
+            **with_ends(self, "label_loyalty", "word_loyalty", shaped=lambda of: of[None, :, None]),
+            panels=["loyalty"],
+            groups=["label loyalty", "word loyalty"],
+            series=["changed run"],
             title="What the change leaves as it was",
-            low=low,
-            high=high,
         )
 
 

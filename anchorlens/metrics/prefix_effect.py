@@ -16,6 +16,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.figure_parts import with_ends
 from ..results.kinds import mean, mean_over_sets, table
 from ..results.record import Record
 from ..system.arguments import checked
@@ -131,16 +132,11 @@ class PrefixEffectRecord(Record):
 
     def plot_changes(self) -> go.Figure:
         """The direct change beside the indirect one, by layer, with intervals."""
-        bounds = [self.intervals.get(name) for name in ("direct", "indirect")]
-        known = all(bound is not None for bound in bounds)
-        low, high = torch.stack(bounds, dim=1) if known else (None, None)  # type: ignore[arg-type]
         return figures.lines_by_layer(
-            torch.stack([self.direct, self.indirect]),
-            ["direct: attention taken in this layer", "indirect: changed in earlier layers"],
+            **with_ends(self, "direct", "indirect"),
+            names=["direct: attention taken in this layer", "indirect: changed in earlier layers"],
             title="How the prefix changes the output of the attention",
             y_title="change / output without prefix",
-            low=low,
-            high=high,
         )
 
 

@@ -18,6 +18,7 @@ from ..prompts.edge_set import EdgesOfBatch, as_edge_set, check_edges, paper_edg
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
+from ..results.figure_parts import with_ends
 from ..results.kinds import derived, mean, mean_of, of_prompts, ratio, statistic
 from ..results.record import Record
 from ..system.arguments import checked
@@ -123,28 +124,23 @@ class SaliencyFlowsRecord(Record):
         Hatched bands are the same flows in models of the same architecture with random weights,
         where ``analyse`` has drawn them.
         """
-        ratio, share = (self.intervals.get(name) for name in ("pq_over_tq", "share"))
         names = self.axis_names("flow") or ()
         read = figures.lines_by_layer(
-            self.pq_over_tq[None],
-            ["a label word over another word (S_pq / S_tq)"],
+            **with_ends(self, "pq_over_tq"),
+            names=["a label word over another word (S_pq / S_tq)"],
             title="Where information flows",
             y_title="S_pq / S_tq",
-            low=None if ratio is None else ratio[0, None],
-            high=None if ratio is None else ratio[1, None],
-            reference=1.0,
+            reference=self.kinds()["pq_over_tq"].reference,
             random=self._random("pq_over_tq", (1, len(self.share))),
             colors=[figures.OUT],
             log=True,
             height=320,
         )
         shares = figures.lines_by_layer(
-            self.share.T,
-            [_LEGEND.get(name, name) for name in names],
+            **with_ends(self, "share", shaped=lambda numbers: numbers[0].T),
+            names=[_LEGEND.get(name, name) for name in names],
             title="",
             y_title="share of the three means",
-            low=None if share is None else share[0].T,
-            high=None if share is None else share[1].T,
             random=self._random("share", tuple(self.share.shape)).mT,
             random_names=[f"S_{name}" if name in _LEGEND else name for name in names],
             colors=[figures.INTO, figures.OUT, figures.OTHER] if "pq" in names else figures.PALETTE,

@@ -18,7 +18,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
-from ..results.figure_parts import panels_of
+from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..system.arguments import checked
@@ -50,7 +50,7 @@ class SegmentRolloutRecord(Record):
     def plot(self) -> go.Figure:
         """The part of each segment, with its interval."""
         return figures.bars(
-            **panels_of(self, "reach"),
+            **with_ends(self, "reach", shaped=lambda numbers: numbers[..., None]),
             panels=["rollout"],
             groups=self.axis_names("segment") or (),
             series=["rollout"],

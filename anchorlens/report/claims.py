@@ -214,8 +214,9 @@ def estimate_over_sets(record: Record, name: str, *index: int) -> Estimate:
     values = np.array([np.array(of_set, dtype=float)[index] for of_set in of_sets])
     values = values[~np.isnan(values)]
     if len(values) < 2:
-        return Estimate(number.value)
-    return Estimate(number.value, *record.kinds()[name].over_sets(values))
+        return replace(number, low=nan, high=nan)
+    low, high = record.kinds()[name].over_sets(values)
+    return replace(number, low=low, high=high)
 
 
 def scope_of(record: Record) -> str:
@@ -412,7 +413,7 @@ def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:
         ),
         clause=f"isolating the label words in {first_layers(record)} changes "
         f"{_changed(record.label_loyalty)} of the predictions and isolating random words "
-        f"{_changed(record.control_label_loyalty)} (a difference of {number.points()})",
+        f"{_changed(record.control_label_loyalty)} (a difference of {number.percent()})",
     )
     if record.info.get("begins_with_bos") and not is_left:
         reason = (
@@ -456,13 +457,13 @@ def _as_one_more_draw(number: Estimate, record: CutEdgesRecord) -> Estimate:
     """
     draws = record.random_label_loyalty.double()
     if len(draws) < 2:
-        return Estimate(number.value)
+        return replace(number, low=nan, high=nan)
     half = float(stdtrit(len(draws) - 1, 0.975) * draws.std())
     low, high = (
         number.value + side * sqrt((end - number.value) ** 2 + half**2)
         for side, end in ((-1, number.low), (1, number.high))
     )
-    return Estimate(number.value, max(low, -1.0), min(high, 1.0))
+    return replace(number, low=max(low, -1.0), high=min(high, 1.0))
 
 
 def _of_attention(record: AttentionAUCROCRecord) -> Claim:

@@ -14,6 +14,7 @@ class Estimate:
         value: The number; NaN where there is none.
         low: The lower end of the interval; NaN where there is no interval.
         high: The upper end.
+        is_difference: Whether it is a number minus another, as the kind of its field says.
 
     Examples:
         >>> from anchorlens.results.estimate import Estimate
@@ -24,6 +25,7 @@ class Estimate:
     value: float
     low: float = nan
     high: float = nan
+    is_difference: bool = False
 
     def __format__(self, form: str) -> str:
         form = form or ".2f"
@@ -35,16 +37,10 @@ class Estimate:
         return format(self, "")
 
     def percent(self) -> str:
-        """A share in percent, for example ``42 % [21, 60]``."""
-        return self._of_100(" %")
-
-    def points(self) -> str:
-        """A difference of two shares, for example ``25 percentage points [-15, 62]``."""
-        return self._of_100(" percentage points")
-
-    def _of_100(self, unit: str) -> str:
+        """For example ``42 % [21, 60]``; of a difference ``25 percentage points [-15, 62]``."""
         value, low, high = (f"{100 * number:z.0f}" for number in self._numbers)
-        return self._text(f"{value}{unit}", low, high)
+        unit = "percentage points" if self.is_difference else "%"
+        return self._text(f"{value} {unit}", low, high)
 
     @property
     def has_interval(self) -> bool:

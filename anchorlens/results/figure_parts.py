@@ -1,7 +1,7 @@
 """What the figures share: colours, a layout, literal texts, and checks of their arguments."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from textwrap import wrap
 from typing import Any
 
@@ -30,12 +30,27 @@ def check_shape(values: Tensor, shape: tuple[int, ...], cure: str) -> None:
     check(values.shape == shape, f"shape {shape}", f"shape {tuple(values.shape)}", cure)
 
 
-def panels_of(record: Any, *fields: str) -> dict[str, Any]:
-    """Fields as panels of single bars: ``values``, ``low`` and ``high`` (None: no intervals)."""
-    values = torch.stack([getattr(record, name) for name in fields])
-    ends = torch.stack([record.intervals.get(name, values[:0]) for name in fields], dim=1)
-    low, high = ends[..., None] if len(ends) else (None, None)
-    return {"values": values[..., None], "low": low, "high": high}
+def with_ends(
+    record: Any, *fields: str, shaped: Callable[[Tensor], Tensor] = lambda numbers: numbers
+) -> dict[str, Any]:
+    """``values``, ``low`` and ``high`` of fields, for a figure (None without intervals).
+
+    Args:
+        record: The record.
+        fields: Fields of one shape; a number for all entries of an axis may be among them. They
+            are stacked along a first axis.
+        shaped: Function from these numbers to the shape that the figure needs.
+    """
+    values = [getattr(record, name) for name in fields]
+    known = [record.intervals.get(name) for name in fields]
+    low = high = None
+    if not any(bounds is None for bounds in known):
+        low, high = (
+            shaped(torch.stack(torch.broadcast_tensors(*(bounds[end] for bounds in known))))
+            for end in (0, 1)
+        )
+    stacked = torch.stack(torch.broadcast_tensors(*values))
+    return {"values": shaped(stacked), "low": low, "high": high}
 
 
 def name_ticks(names: Sequence[str]) -> dict[str, Any]:

@@ -197,7 +197,8 @@ def bars(
         bar.update(customdata=customdata, hovertemplate="%{x}<br>" + _hover(low))
         bar.update(legendgroup=column, showlegend=panel == 0)
         # Over the colour; by default plotly draws a pattern in place of it.
-        pattern = {"shape": PATTERNS[column % len(PATTERNS)], "fillmode": "overlay"}
+        pattern: dict[str, Any] = {"shape": PATTERNS[column % len(PATTERNS)]}
+        pattern["fillmode"] = "overlay"
         pattern |= {"fgcolor": "white", "fgopacity": 1, "size": 8, "solidity": 0.2}
         bar.update(marker={"color": PALETTE[column % len(PALETTE)], "pattern": pattern})
         figure.add_trace(bar, panel + 1, 1)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class Kind:
         by_set: Whether the number of each given set of demonstrations is stored, in
             ``info["of_sets"]``: verdicts are reached over these.
         pooled: Whether all prompts are one set.
-        is_signed: Whether 0 is the middle, so that texts have a sign.
+        is_difference: Whether it is a number minus another, which texts say.
     """
 
     low: float = -inf
@@ -79,7 +79,8 @@ class Kind:
     pooled: bool = False
 
     # A subclass may have them as fields.
-    is_signed = False
+    reference: ClassVar[float | None] = None  # what says neither more nor less, in a figure
+    is_difference = False
     is_derived = False
     has_interval = True
     of_sets: intervals.OfSets | None = None  # from the intervals of given sets to that of the mean
@@ -113,7 +114,7 @@ class Mean(Kind):
     minus: Of | int | None = None
 
     @property
-    def is_signed(self) -> bool:  # type: ignore[override]
+    def is_difference(self) -> bool:  # type: ignore[override]
         return self.minus is not None
 
     @property
@@ -135,7 +136,7 @@ class Mean(Kind):
         population: Population,
     ) -> Float[Tensor, "end *axes"]:
         if self.high < inf:
-            ends = self.low, self.high, self.is_signed
+            ends = self.low, self.high, self.is_difference
             return intervals.of_mean_between(value, resampled, population, *ends)
         if self.low == 0:
             return intervals.of_mean_from_0(value, resampled, population)
@@ -184,6 +185,7 @@ class Ratio(Kind):
     of: Of
     over: Of | None = None
     low: float = 0.0
+    reference = 1.0
 
     def of_set(self, contributions: Contributions) -> Tensor:
         if self.over is None:
@@ -217,6 +219,7 @@ class Auc(Statistic):
     low: float = 0.0
     high: float = 1.0
     of_classes: bool = False
+    reference = 0.5
 
     def bounds(
         self,

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -169,7 +169,8 @@ class Record(KeepsRepr):
             )
         bounds = self.intervals.get(name)
         ends = () if bounds is None else (float(bound[index]) for bound in bounds)
-        return Estimate(float(getattr(self, name)[index]), *ends)
+        number, kind = Estimate(float(getattr(self, name)[index]), *ends), self.kinds().get(name)
+        return replace(number, is_difference=kind is not None and kind.is_difference)
 
     @checked
     def text(self, name: str, *index: Any) -> str:
@@ -179,8 +180,8 @@ class Record(KeepsRepr):
             name: As of ``estimate``.
             index: As of ``estimate``.
         """
-        kind = self.kinds().get(name)
-        return format(self.estimate(name, *index), "+.2f" if kind and kind.is_signed else ".2f")
+        number = self.estimate(name, *index)
+        return format(number, "+.2f" if number.is_difference else ".2f")
 
     @checked
     def of_random_models(self, name: str) -> np.ndarray:
