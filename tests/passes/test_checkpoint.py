@@ -218,6 +218,28 @@ def test_a_layer_without_gradient_is_refused(gpt2: Any) -> None:
 
 
 @pytest.mark.changes_model
+def test_a_loss_that_runs_blocks_again_for_itself_is_refused(gpt2: Any) -> None:
+    """Observers would see each block twice, and sums over them would be twice as large."""
+    first: list[Tensor] = []
+
+    def keep(resid: Tensor, hook: Any) -> Tensor:
+        first.append(resid)
+        return resid
+
+    def loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        torch.autograd.grad(logits.sum(), first[0], retain_graph=True)
+        return al.losses.label_cross_entropy(logits, batch)
+
+    with (
+        unchanged(gpt2),
+        frozen_in_eval_mode(gpt2),
+        pytest.raises(HookError, match=r"exactly once .* layers \[1, 2\] did \[2, 2\] times"),
+    ):
+        changed: list[Hook] = [("blocks.0.hook_resid_post", keep)]
+        run_pass(gpt2, questions(gpt2, 2)[0], hooks=changed, **(CHECKPOINTED | {"loss": loss}))
+
+
+@pytest.mark.changes_model
 def test_observers_that_are_not_read_only_are_refused(gpt2: Any) -> None:
     """An observer sees tensors of the second run, which never get the gradient that it asks for."""
     batch = questions(gpt2, 2)[0]

@@ -62,6 +62,27 @@ def test_a_draw_depends_on_the_seed_and_the_prompt_alone(gpt2: Any, draw: Draw) 
 
 
 @pytest.mark.with_shapes
+def test_other_demonstrations_have_other_draws(gpt2: Any) -> None:
+    """Of prompts that are equal but for their set, so that nothing else can change a draw."""
+    batch = questions(gpt2, 1)[0]
+    other = replace(batch, demonstrations_id=batch.demonstrations_id + 1)
+    draws: dict[str, Callable[[al.PromptBatch, int], Tensor]] = {
+        "random_positions": edges.random_positions,
+        "random_keys": lambda each, seed: edges.random_keys(each, edges.pq, seed),
+        "random_edges": lambda each, seed: edges.random_edges(each, edges.pq, seed),
+        "random_and_format": lambda each, seed: al.selection.random_and_format(seed)(each),
+    }
+    for name, draw in draws.items():
+        drawn, again, of_other = (
+            torch.stack([torch.as_tensor(draw(each, seed)) for seed in range(4)])
+            for each in (batch, batch, other)
+        )
+        assert torch.equal(drawn, again), name
+        # A draw of one number is not that of the next number after other demonstrations either.
+        assert len({tuple(each.flatten().tolist()) for each in (*drawn, *of_other)}) == 8, name
+
+
+@pytest.mark.with_shapes
 def test_random_keys_of_the_first_tokens_are_those_of_whole_prompts(gpt2: Any) -> None:
     """So the random control, too, can run the tokens that prompts share once."""
     batch = questions(gpt2, 3)[0]

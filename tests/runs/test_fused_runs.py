@@ -512,6 +512,19 @@ def test_blocks_are_checkpointed_if_little_is_free(
     assert ours.info["attention"].startswith("fused: ")
 
 
+def test_at_most_seven_tenths_of_the_free_memory_may_be_stored(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = questions(gpt2, 3)
+    counts = prompts[0].attention_mask.sum(1)
+    needed = bytes_stored(gpt2, prompts[0].prompt(int(counts.argmax())))
+    assert bytes_stored(gpt2, prompts[0].prompt(int(counts.argmin()))) < 0.99 * needed
+    for share, is_too_much in ((0.69, False), (0.71, True)):
+        free = int(needed / share)
+        monkeypatch.setattr(decision, "free_for_layers", lambda devices, free=free: free)
+        assert bool(decision.why_checkpointed(gpt2, prompts)) == is_too_much, share
+
+
 @pytest.mark.usefixtures("little")
 def test_passes_without_a_gradient_store_nothing(gpt2: Any) -> None:
     info = al.run(gpt2, questions(gpt2, 3), [al.Accuracy()], **QUIET)["accuracy"].info

@@ -20,6 +20,7 @@ from anchorlens.prompts.batch import after_shared
 from anchorlens.runs.runner import Runner
 from anchorlens.trials import how_to_run as decision
 from anchorlens.trials.how_to_run import how_to_run
+from anchorlens.trials.may_share import shared_lengths
 from tests.runs.test_run import SelfAttention
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.tiny_models import questions
@@ -107,6 +108,29 @@ def test_shared_tokens_run_once_if_no_metric_observes_them(
         calls.clear()
         al.run(gpt2, questions(gpt2, 9, batch_size=4), [metric], **QUIET)
         assert len(calls) == expected
+
+
+def test_shared_tokens_end_before_the_logits_that_a_loss_reads(gpt2: Any) -> None:
+    """Logits in shared tokens come from no prompt, so that a loss would miss them."""
+    batches = questions(gpt2, 5, batch_size=3)
+    [(set_id, length)] = shared_lengths(batches, None).items()
+    last = int(batches[0].label_ends.max())
+    assert last + 2 < length - 1
+
+    def reading(position: int) -> Any:
+        """A loss of the token after a position, and of the target's token."""
+
+        def chosen(batch: al.PromptBatch) -> torch.Tensor:
+            return (batch.positions == position) | (
+                batch.positions == batch.target_positions[:, None] - 1
+            )
+
+        return al.losses.next_token_cross_entropy(chosen)
+
+    assert shared_lengths(batches, reading(length)) == {set_id: length}
+    assert shared_lengths(batches, reading(length - 1)) == {set_id: length - 1}
+    assert shared_lengths(batches, reading(last + 1)) == {set_id: last + 1}
+    assert shared_lengths(batches, reading(last)) == shared_lengths(batches, reading(3)) == {}
 
 
 def test_different_gradients_turn_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
