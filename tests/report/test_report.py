@@ -298,7 +298,7 @@ def test_prompts_stand_beside_the_claims_those_with_right_answers_first(
         ("false", "a cat"),
         ("false", "✗ <script>alert('a & b')</script>"),
     ]
-    shown = re.findall('<div id="(.*?)" class="one-prompt"(.*?)>', text)
+    shown = re.findall('<div id="(.*?)" class="one-prompt"( hidden|) data-of', text)
     assert shown == [(chosen[0][0], ""), (chosen[1][0], " hidden"), (chosen[2][0], " hidden")]
 
 
