@@ -15,13 +15,16 @@
     gridcolor: isDark ? "#3a434c" : "#e3e7eb", linecolor: isDark ? "#6b7680" : "#9aa4ae",
     zerolinecolor: isDark ? "#6b7680" : "#9aa4ae", automargin: true });
   const inLegend = (item) => item.showlegend ?? "name" in item;
+  // A narrow figure has room for so many letters of a name in a line.
+  const inLines = (name) => (name ?? "").replace(/(.{24,38}?)\s/g, "$1<br>");
   // Error bars have one colour in plotly, which dark pages hide.
   const dataOf = ({ data }, isDark, isNarrow) => data.map((trace, k) => ({ ...trace,
     ...(trace.error_y && trace.type === "bar"
       ? { error_y: { ...trace.error_y, color: isDark ? "#e6e9ec" : "#1c2024" } } : {}),
     // A narrow figure has one legend, with each name once.
     ...(isNarrow ? { legend: "legend", legendgroup: "", showlegend: inLegend(trace)
-      && data.findIndex(({ name }) => name === trace.name) === k } : {}) }));
+      && data.findIndex(({ name }) => name === trace.name) === k,
+      ...(trace.name ? { name: inLines(trace.name) } : {}) } : {}) }));
   // Empty cells must not look like dark ones.
   const groundsOf = (data) => data.filter((trace) => trace.type === "heatmap").map((trace) => ({
     type: "rect", layer: "below", fillcolor: "#68727c", line: { width: 0 }, x0: 0, x1: 1, y0: 0, y1: 1,
@@ -38,7 +41,8 @@
     style.margin = { ...layout.margin, t: Math.max(20, (layout.margin?.t ?? 60) - 40) };
     style.hoverlabel = { bgcolor: isDark ? "#1e242a" : "#fff" };
     if (isNarrow) {  // the legend is below, one name in a line
-      const rows = [...data, ...(layout.shapes ?? [])].filter(inLegend).length;
+      const names = new Set([...data, ...(layout.shapes ?? [])].filter(inLegend).map(({ name }) => name));
+      const rows = [...names].flatMap((name) => inLines(name).split("<br>")).length;
       style.legend = { orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom" };
       for (const name of Object.keys(style).filter((key) => /^legend\d+$/.test(key)))
         delete style[name];
@@ -57,7 +61,7 @@
       const width = Math.max(900, parseFloat(holder.style.minWidth));
       const title = linesOf(holder.dataset.title, width - 60, "17px system-ui, sans-serif");
       // A line of the title has room in any figure; each other line and the source need some more.
-      const more = 20 * (title.length - 1) + (sourceOf(holder) ? 20 : 0);
+      const more = 20 * (title.length - 1) + (sourceOf(holder) ? 34 : 0);
       const top = { automargin: false, x: 0.01, y: 1, yref: "container", yanchor: "top", pad: { t: 16 } };
       const height = parseFloat(holder.style.height) + more;
       const drawn = { ...layoutOf({ data, layout }, false, false), width, height,
