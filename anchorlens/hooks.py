@@ -262,7 +262,8 @@ def replace_heads(
     Raises:
         HookError: A layer or head does not exist, there is none, or ``outputs`` do not fit.
         PromptError: The prompts do not fit the model.
-        ModelError: As for ``detach_heads``.
+        ModelError: As for ``detach_heads``, or the value biases of the model are folded: its heads
+            give out other numbers then.
 
     Examples:
         >>> zeros = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
@@ -270,6 +271,7 @@ def replace_heads(
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
     """
     require_prepared(model)
+    refuse_folded_value_biases(model)
     check_fits(model, batch)
     check_inside(batch, "target_positions")
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads

@@ -14,6 +14,7 @@ from ..contexts.prefix import PrefixContext
 from ..contexts.protocol import Context, QueryPass, is_context
 from ..errors import MetricError
 from ..hooks import Site
+from ..metrics.metric import check_values
 from ..metrics.prefix_effect import (
     PrefixEffect,
     PrefixEffectRecord,
@@ -73,7 +74,8 @@ def prefix_effect(
     Raises:
         MetricError: ``context`` is none, ``keys`` give no position of the context, others, or one
             in two segments, or ``rows`` gives positions outside the query.
-        ModelError: The context was made with another model, or the model takes no key-value cache.
+        ModelError: The context was made with another model, the model takes no key-value cache, or
+            its value biases are folded.
         PromptError: The prompts do not fit the model or the context.
 
     Examples:
@@ -91,6 +93,7 @@ def prefix_effect(
     settings = {"experiment": "prefix effect", "context": context, "effect": effect}
     study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
     with study.entered():
+        check_values(model, [effect])
         # This checks the model and its weights, and then the prompts and rows of all batches.
         context.logits(model, study.batches[0].prompt(0))
         for batch in study.batches:
@@ -236,8 +239,8 @@ def plot_prefix_directions(
         MetricError: As ``PrefixEffect``, or ``context`` is none.
         HookError: The layer or head does not exist.
         PromptError: The prompts do not fit the model or the context.
-        ModelError: The model's hooks do not act, it takes no key-value cache, or the context was
-            made with another model.
+        ModelError: The model's hooks do not act, it takes no key-value cache, its value biases are
+            folded, or the context was made with another model.
 
     Examples:
         >>> figure = al.plot_prefix_directions(model, batch, layer=1, head=0)
@@ -246,6 +249,7 @@ def plot_prefix_directions(
     """
     effect, site = PrefixEffect() if effect is None else effect, Site(layer, head)
     [layer], [head] = site.layers_of(model), site.heads_of(model)
+    check_values(model, [effect])
     _, terms, rows = _terms(model, one_batch(batch), context, effect, layer)
     vectors = terms.taken[:, head][rows]
     _, sizes, axes = torch.linalg.svd(vectors, full_matrices=False)

@@ -21,7 +21,7 @@ from ..errors import MetricError
 from ..hooks import replace_heads
 from ..metrics.predictions import require_gold
 from ..models.head_outputs import require_separate_heads, separate_heads
-from ..models.hooked import Hook, HookedModel, z_name
+from ..models.hooked import Hook, HookedModel, refuse_folded_value_biases, z_name
 from ..models.load import ensure_prepared
 from ..passes.late_start import Start, stored_starts
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
@@ -190,8 +190,9 @@ def head_effects(
 
     Raises:
         MetricError: The queries of ``shuffled`` have no true labels.
-        ModelError: The attention hooks do not act, or the outputs of single heads are not known
-            (JetMoe; BitNet, whose norm mixes heads). A tiny pass finds out at first use.
+        ModelError: The attention hooks do not act, value biases are folded, or the outputs of
+            single heads are not known (JetMoe; BitNet, whose norm mixes heads). A tiny pass finds
+            out at first use.
         PromptError: The prompts do not fit the model, or have no label words.
         StoreError: ``folder`` holds another run, or cannot be written into.
 
@@ -209,6 +210,7 @@ def head_effects(
         True
     """
     ensure_prepared(model)
+    refuse_folded_value_biases(model)
     layers, heads = range(model.cfg.n_layers), range(model.cfg.n_heads)
     require_separate_heads(model, [*layers])
     folders = [None if folder is None else Path(folder) / name for name in ("outputs", "effects")]

@@ -40,6 +40,7 @@ from .weights import (
     Values,
     Weight,
     WithValues,
+    attention,
     saliency,
     saliency_of_heads,
 )
@@ -207,6 +208,11 @@ class EdgeFlows(Metric):
 
         @property
         def weight(self) -> Weight | WithValues: ...
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether the weight uses the gradient or the values; that of the attention does not."""
+        return self.weight is not attention
 
     @abstractmethod
     def sets_of(self, batch: PromptBatch) -> EdgeSets | Segments:

@@ -90,6 +90,9 @@ class Metric(KeepsRepr, ABC):
     Attributes:
         name: Key of the result; two metrics of a run may not have the same name.
         needs_gradient: Whether the metric needs a backward pass.
+        reads_values: Whether it reads values, outputs of heads or gradients of the pattern, which
+            are other numbers where value biases are folded into the output bias. Such a model is
+            then refused. By default as ``needs_gradient``.
     """
 
     if TYPE_CHECKING:  # each may be an option, or the same for all instances
@@ -101,6 +104,10 @@ class Metric(KeepsRepr, ABC):
 
     else:
         needs_gradient = False
+
+    @property
+    def reads_values(self) -> bool:
+        return self.needs_gradient
 
     def __repr__(self) -> str:
         """One line: the options, functions by their names."""
@@ -182,6 +189,12 @@ def observes_prefix(metric: Metric) -> bool:
     return of_whole is of_prefix
 
 
+def check_values(model: HookedModel, metrics: Iterable[Metric]) -> None:
+    """Raise an error if a metric reads values, and folding has changed those of the model."""
+    if any(metric.reads_values for metric in metrics):
+        refuse_folded_value_biases(model)
+
+
 def possible(
     model: HookedModel, batches: Sequence[PromptBatch], metrics: Sequence[Metric]
 ) -> tuple[list[Metric], dict[str, AnchorlensError]]:
@@ -196,8 +209,7 @@ def possible(
     errors: dict[str, AnchorlensError] = {}
     for metric in metrics:
         try:
-            if metric.needs_gradient:
-                refuse_folded_value_biases(model)
+            check_values(model, [metric])
             metric.check(model, batches, changed=False)
         except (MetricError, ModelError) as error:
             errors[metric.name] = error

@@ -227,7 +227,8 @@ class PrefixEffect(Metric):
         MetricError: ``keys`` are no functions by name, or they give positions that are none, are in
             two segments, or are not before the query; ``rows`` gives positions outside the query;
             or hooks change the run, which its own passes do not have.
-        ModelError: The model takes no key-value cache, from which values are read.
+        ModelError: The model takes no key-value cache, from which values are read, or its value
+            biases are folded.
 
     Examples:
         >>> results = al.run(model, batches, [al.PrefixEffect()], progress=False)
@@ -242,6 +243,7 @@ class PrefixEffect(Metric):
     )
     rows: edges.PositionsOfBatch = edges.query
     name: str = "prefix_effect"
+    reads_values: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.keys:

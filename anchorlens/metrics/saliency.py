@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import MetricError, PromptError
-from ..models.hooked import HookedModel, check_fits, device_of
+from ..models.hooked import HookedModel, check_fits, device_of, refuse_folded_value_biases
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
@@ -155,6 +155,7 @@ def observe_products(
     gradient_checkpointing: bool,
 ) -> Float[Tensor, "batch vocab"]:
     """The target's logits; ``use`` gets the number, A and dL/dA of each layer."""
+    refuse_folded_value_biases(model)
     check_fits(model, batch)  # before the loss reads logits of its label words
     check_loss(loss, [batch], model)
     check_gradient_of_loss(loss, [batch], model)

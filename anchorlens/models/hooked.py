@@ -211,16 +211,17 @@ def refuse_folded_value_biases(model: Any) -> None:
     """Raise an error if the value biases are folded into the output bias.
 
     Folding makes each head's value bias, times the sum of its row of the pattern, a constant, so
-    that everything that scales or differentiates the pattern after the softmax changes. Folded
-    value biases are zero where the query and key biases are not. A model can be folded at any time.
+    that values, outputs of heads, and everything that scales or differentiates the pattern after
+    the softmax change. Folded value biases are zero where the query and key biases are not. A model
+    can be folded at any time.
     """
     if _all_zero(model, "b_V") and not (_all_zero(model, "b_Q") and _all_zero(model, "b_K")):
         raise ModelError(
             "the value biases of this model are folded into its output bias. This does not change "
-            "the logits (except with attention sinks), but changes saliency, re-weighting and "
-            "every edit of the pattern after the softmax; load the model with al.load_model, or "
-            "with fold_value_biases=False (HookedTransformer.from_pretrained and "
-            "enable_compatibility_mode take it)"
+            "the logits (except with attention sinks), but changes values, outputs of heads, "
+            "saliency, re-weighting and every edit of the pattern after the softmax; load the "
+            "model with al.load_model, or with fold_value_biases=False "
+            "(HookedTransformer.from_pretrained and enable_compatibility_mode take it)"
         )
 
 

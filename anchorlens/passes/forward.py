@@ -72,7 +72,7 @@ class Pass:
                 "gradient_checkpointing=True is for the gradient through whole prompts; there is "
                 f"{'no loss' if self.loss is None else 'a prefix'} here, so leave it out"
             )
-        if self.loss is not None or has_sinks(self.model):
+        if has_sinks(self.model):  # there folding changes the logits too
             refuse_folded_value_biases(self.model)
         if self.gradient_checkpointing and isinstance(self.loss, WordCrossEntropy):
             raise MetricError(

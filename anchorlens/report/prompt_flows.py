@@ -21,7 +21,13 @@ from ..errors import AnchorlensError
 from ..metrics.attention_times_gradient import row_pieces
 from ..metrics.predictions import predicted_class
 from ..metrics.saliency import observe_products, one_batch
-from ..models.hooked import HookedModel, check_fits, device_of, require_prepared
+from ..models.hooked import (
+    HookedModel,
+    check_fits,
+    device_of,
+    refuse_folded_value_biases,
+    require_prepared,
+)
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.fused_attention import UseRows, fused_attention
@@ -205,6 +211,7 @@ def plot_prompt(
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     tokens = token_texts(tokenizer, alone.tokens[0].tolist())
     require_prepared(model)
+    refuse_folded_value_biases(model)
     check_label_words([alone])
     check_fits(model, alone)
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads

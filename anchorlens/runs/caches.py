@@ -16,13 +16,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError, PromptError
-from ..metrics.metric import Metric
+from ..metrics.metric import Metric, check_values
 from ..models.hooked import (
     Hook,
     HookedModel,
     check_fits,
     pattern_name,
-    refuse_folded_value_biases,
 )
 from ..passes.forward import Watched
 from ..prompts.batch import PromptBatch, check_prompts
@@ -249,8 +248,8 @@ def _check(metrics: Sequence[Metric], batches: Sequence[PromptBatch], model: Hoo
     check_fits(model, *batches)
     for metric in metrics:
         metric.check(model, batches, changed=False)
-        if metric.needs_gradient and not isinstance(model, _OnlyCache):
-            refuse_folded_value_biases(model)
+    if not isinstance(model, _OnlyCache):
+        check_values(model, metrics)
 
 
 class _OnlyCache:

@@ -8,9 +8,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ..errors import HookError, MetricError
-from ..metrics.metric import Metric, Observation
+from ..metrics.metric import Metric, Observation, check_values
 from ..models.batch_hooks import BatchHook, EdgeHook
-from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
+from ..models.hooked import HookedModel, device_of
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
 from ..passes.shared_prefix import HooksOfBatch
@@ -35,8 +35,8 @@ def check_metrics(
         )
     for metric in metrics:
         metric.check(model, batches, changed=hooks is not None)
+    check_values(model, metrics)
     if gradient and loss is not None:
-        refuse_folded_value_biases(model)
         check_loss(loss, batches, model)
         check_gradient_of_loss(loss, batches, model)
     if hooks is not None:

@@ -1,0 +1,224 @@
+"""Folding value biases leaves the logits as they are: every public call gives the same or refuses.
+
+The calls are found by the public names, so that a new one has to be added here.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import ModelError
+from tests.references.architectures import BY_NAME
+from tests.support.device_calls import QUIET, calls, tensors_of
+from tests.support.tiny_models import questions, raw_model
+
+# Few prompts: these warnings are tested elsewhere.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+# Joint projections with biases; grouped keys and values with biases; attention that is replaced.
+FOLDED = ("GPT-2", "Qwen2", "OPT")
+# The public names that a model is given to, and the call of device_calls.py that uses them.
+CALLS = {
+    "block_edges": "block_edges",
+    "caches.from_caches": "caches",
+    "caches.names_filter": "caches",
+    "compare_contexts": "contexts",
+    "compress": "compressed",
+    "context_from_peft": "peft",
+    "context_to_peft": "peft",
+    "edge_sweep": "cut edges",
+    "faithfulness": "faithfulness",
+    "hard_prompts.of_tokens": "given words",
+    "hard_prompts.random": "random words",
+    "head_effects": "head effects",
+    "integrated_flows": "integrated",
+    "isolate_labels": "isolate_labels",
+    "isolate_random": "isolate_random",
+    "isolation_loyalty": "isolation",
+    "isolation_sweep": "sweep",
+    "prefix_effect": "effect",
+    "prepare_model": "prepared again",
+    "removal.edges": "attribution",
+    "removal.text": "attribution",
+    "replace_heads": "replace_heads",
+    "restore_model": "prepared again",
+    "reweight_anchors": "reweight_anchors",
+    "reweight_demonstrations": "reweighting",
+    "saliency": "maps",
+    "scale_edges": "scale_edges",
+    "segment_attribution": "attribution",
+    "segment_suppression": "suppression",
+    "sites.first_and_last": "sweep",
+    "sites.windows": "cut edges",
+    "step_flows": "steps",
+    "target_logits": "anchors of texts",
+    "task_vectors": "task vectors",
+    "trace_generation": "trace",
+    "train_context": "own context",
+    "train_hard_prompt": "hard prompt",
+    "train_prefix": "prefix",
+    "train_reweighting": "reweighting",
+    "train_soft_prompt": "soft prompt",
+    "transfer_hard_prompt": "transfer",
+}
+HERE = {"plot_prefix_directions", "plot_prefix_pattern", "plot_prompt", "detach_heads", "run"}
+NO_NUMBERS = {"sample_prompts", "sites.single_heads"}
+CURE = "load the model with al.load_model, or with fold_value_biases=False"
+# They run the others, and leave out what is refused.
+COMPOSED = {"across_models", "analyse", "paper"}
+READ_NO_VALUES = ("SegmentFlows of attention", "SaliencyFlows of attention", "plot_prefix_pattern")
+
+
+def twin(name: str, tokenizer: Any, *, fold: bool) -> Any:
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 512}
+    weights = BY_NAME[name].build(len(tokenizer), **sizes)
+    model = raw_model("processed", weights, tokenizer, fold=fold)
+    return al.prepare_model(model)
+
+
+def calls_here(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Each metric in a run of its own, each weight, and what device_calls.py has no numbers of."""
+    batches = questions(model, 6, batch_size=3)
+
+    def run(*metrics: al.Metric, **options: Any) -> Any:
+        return al.run(model, batches, metrics, **(QUIET | options))
+
+    options: dict[str, dict[str, Any]] = {"AnchorDistances": {"directions": 2}}
+    options |= {"LabelHeads": {"draws": 1}, "SegmentAttention": {"apart": 1}}
+    for name in sorted(metrics()):
+        cut = partial(al.isolate_labels, model, site=0) if name == "Loyalty" else None
+        metric = getattr(al, name)(**options.get(name, {}))
+        yield name, partial(run, metric, hooks=cut)
+    of_module = vars(al.weights)
+    for name in ("SegmentFlows", "SaliencyFlows"):
+        for weight in sorted(weights()):
+            metric = getattr(al, name)(weight=of_module[weight])
+            yield f"{name} of {weight}", partial(run, metric)
+
+    def numbers(figure: Any) -> list[Tensor]:
+        drawn = [
+            np.asarray(trace[axis])
+            for trace in figure.data
+            for axis in ("z", "x", "y")
+            if axis in trace
+        ]
+        arrays = [each for each in drawn if np.issubdtype(each.dtype, np.floating)]
+        return [torch.from_numpy(each.copy()) for each in arrays]
+
+    of_head = {"layer": 1, "head": 0}
+    yield (
+        "plot_prefix_pattern",
+        lambda: numbers(al.plot_prefix_pattern(model, batches[0], **of_head)),
+    )
+    yield (
+        "plot_prefix_directions",
+        lambda: numbers(al.plot_prefix_directions(model, batches[0], **of_head)),
+    )
+    yield "plot_prompt", lambda: al.plot_prompt(model, batches[0].prompt(0)).layers
+    yield (
+        "detach_heads",
+        lambda: al.target_logits(
+            model, batches, hooks=lambda batch: al.detach_heads(model, 0), progress=False
+        ),
+    )
+
+
+def metrics() -> set[str]:
+    """The public classes of metrics."""
+    classes = {name: getattr(al, name) for name in al.__all__ if name[0].isupper()}
+    return {
+        name
+        for name, value in classes.items()
+        if inspect.isclass(value) and issubclass(value, al.Metric) and value is not al.Metric
+    }
+
+
+def weights() -> set[str]:
+    """The public weights of edges."""
+    of_module = {name: value for name, value in vars(al.weights).items() if name[0] != "_"}
+    return {
+        name
+        for name, value in of_module.items()
+        if isinstance(value, al.weights.WithValues)
+        or (inspect.isfunction(value) and "gradient" in inspect.signature(value).parameters)
+    }
+
+
+def given_a_model() -> set[str]:
+    """The public functions that take a model, with the module in which they are public."""
+    found = set()
+    for name in al.__all__:
+        value = getattr(al, name)
+        functions = {name: value}
+        if inspect.ismodule(value):
+            own = {key: each for key, each in vars(value).items() if key[0] != "_"}
+            functions = {
+                f"{name}.{key}": each
+                for key, each in own.items()
+                if getattr(each, "__module__", "") == value.__name__
+            }
+        for key, each in functions.items():
+            if inspect.isfunction(each):
+                names = inspect.signature(each).parameters.keys()
+                found |= {key} if names & {"model", "models"} else set()
+    return found
+
+
+@pytest.mark.with_shapes
+def test_every_public_call_is_here() -> None:
+    assert len(metrics()) > 8 and len(weights()) > 6
+    assert given_a_model() == CALLS.keys() | HERE | NO_NUMBERS | COMPOSED
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"folded {name}")) for name in FOLDED]
+)
+def test_a_folded_model_gives_the_same_numbers_or_is_refused(
+    name: str, byte_level: Any, tmp_path: Path
+) -> None:
+    def of_model(fold: bool) -> dict[str, Callable[[], Any]]:
+        model, folder = twin(name, byte_level, fold=fold), tmp_path / str(fold)
+        folder.mkdir()
+        every = calls(model, byte_level, folder)
+        return {call: every[call] for call in CALLS.values()} | dict(calls_here(model))
+
+    kept, folded = of_model(False), of_model(True)
+    wrong, refused = dict[str, str](), set[str]()
+    for call, compute in folded.items():
+        try:
+            ours = dict(tensors_of(compute()))
+        except ModelError as error:
+            refused.add(call)
+            if CURE not in str(error):
+                wrong[call] = str(error)
+            continue
+        theirs = dict(tensors_of(kept[call]()))
+        if not ours or (message := why_not_the_same(ours, theirs)):
+            wrong[call] = message if ours else "no numbers"
+    assert not wrong
+    assert refused.isdisjoint(READ_NO_VALUES)
+    assert {"SaliencyFlows", "PrefixEffect", "effect", "head effects", "replace_heads"} <= refused
+
+
+def why_not_the_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
+    """The number that differs by more than 1e-5 of its field, or of 1 (a KL may be small)."""
+    if ours.keys() != theirs.keys():
+        return f"other fields {sorted(ours.keys() ^ theirs.keys())}"
+    for name in ours:
+        if ".prefix." in name or not ours[name].numel():  # what a model caches is its own
+            continue
+        a, b = ours[name].double(), theirs[name].double()
+        if not torch.equal(a.isnan(), b.isnan()):
+            return f"{name} is NaN elsewhere"
+        limit = 1e-5 * max(1.0, float(b.abs().nan_to_num(posinf=0).max()))
+        difference = float((a - b).abs().nan_to_num().max())
+        if difference > limit:
+            return f"{name} differs by {difference:.2g}"
+    return ""
