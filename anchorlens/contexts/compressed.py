@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import ModelError, PromptError
 from ..hooks import Site, hooks_on_edges
 from ..models.hooked import Hook, HookedModel, check_fits, device_of, hooks_by_layer, scores_name
-from ..models.kv_cache import KeyValues
+from ..models.kv_cache import KeyValues, layers_of_entries
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
 from ..models.rotary import refuse_another_rotation
@@ -413,13 +413,14 @@ def _cut(
     """Keys and values of the selected positions; moved ones are rotated for their new positions.
 
     The keys before the rotation are read from a run of all tokens. Then the model is run on the
-    selected tokens, and in every layer these keys replace its own before the rotation.
+    selected tokens, and in every layer that computes keys these replace its own before the
+    rotation.
     """
     selected = placed.selected
     if not placed.moves:
         return whole.columns(selected)
     refuse_another_rotation(model, len(selected), int(selected.sum()))
-    names = [f"blocks.{layer}.attn.hook_k" for layer in range(model.cfg.n_layers)]
+    names = [f"blocks.{layer}.attn.hook_k" for layer in layers_of_entries(model)]
     if not set(names) <= set(model.hook_dict):
         raise ModelError("there is no hook point with the keys before their rotation")
     unrotated: dict[str, Tensor] = {}

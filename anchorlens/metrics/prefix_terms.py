@@ -22,7 +22,7 @@ from torch import Tensor
 from ..hooks import Site, hooks_on_edges
 from ..models.hooked import Hook, HookedModel, has_sinks, hooks_by_layer, pattern_name
 from ..models.kinds import cached_heads
-from ..models.kv_cache import KeyValues
+from ..models.kv_cache import KeyValues, entries_of
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import Positions, between
@@ -37,7 +37,7 @@ class AttentionRun:
     """Patterns of some query rows, and the values that they weight, in every layer."""
 
     patterns: Sequence[Pattern]
-    values: Sequence[Values]  # as cached; several heads may share them
+    values: Sequence[Values]  # as cached; several heads and layers may share them
     heads: Sequence[Int[Tensor, " head"]]  # the number of the values of each head
 
     def layer(self, number: int) -> tuple[Pattern, Values]:
@@ -122,10 +122,11 @@ def prefix_runs(
 
         observers = hooks_by_layer(model, pattern_name, store)
         cached = run_prefix(model, batch, hooks=acting, observers=observers, prefix=prefix)
+        values = [cached.values[entry] for entry in entries_of(model)]
         return AttentionRun(
             patterns=[patterns[layer] for layer in layers],
-            values=cached.values,
-            heads=[cached_heads(model, values.shape[1]) for values in cached.values],
+            values=values,
+            heads=[cached_heads(model, of_layer.shape[1]) for of_layer in values],
         )
 
     with_prefix = run(hooks)

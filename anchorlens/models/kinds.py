@@ -90,7 +90,7 @@ def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> di
     return {"attention_mask": mask.long()} | ({"use_cache": False} if is_bridge(model) else {})
 
 
-# Keys and values of a layer, Float["batch _ position _"].
+# Keys and values of an entry of a cache, Float["batch _ position _"].
 Pair = tuple[Tensor, Tensor]
 
 
@@ -114,8 +114,8 @@ def inputs_with_cache(
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    for layer, (key, value) in enumerate(pairs):
-        cache.update(key, value, layer)
+    for entry, (key, value) in enumerate(pairs):
+        cache.update(key, value, entry)
     whole = torch.cat([before.expand(len(mask), -1), mask], dim=1)
     inputs = {name_of_cache(model): cache, "use_cache": True, "attention_mask": whole.long()}
     if _takes(model, "position_ids"):
@@ -138,9 +138,9 @@ def _cache_of_lens(
 
 
 def pairs_in(cache: Any) -> list[Pair]:
-    """Each layer's keys and values in a cache, with their graph."""
+    """The keys and values of each entry of a cache, with their graph."""
     if hasattr(cache, "layers"):
-        return [(layer.keys, layer.values) for layer in cache.layers]
+        return [(entry.keys, entry.values) for entry in cache.layers]
     return [
         (entry.past_keys.transpose(1, 2), entry.past_values.transpose(1, 2))
         for entry in cache.entries

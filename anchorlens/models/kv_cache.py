@@ -1,4 +1,8 @@
-"""Cached keys and values of the tokens that prompts begin with, in every layer."""
+"""Cached keys and values of the tokens that prompts begin with.
+
+A cache has an entry for each layer that computes keys and values. Mostly these are all layers; the
+last layers of Gemma 4 E2B and E4B read the entries of earlier layers.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,15 +21,29 @@ from .rotary import refuse_another_rotation, rotates_by_length
 # Models in which prepare_model found that a step after a cache fails, and why.
 without_cache: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
+# The number of the entry that each layer reads, in models in which prepare_model found that layers
+# share entries; in others each layer reads its own.
+shared_entries: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
 
-Layers = tuple[Float[Tensor, "batch _ position _"], ...]  # of keys or values
+Entries = tuple[Float[Tensor, "batch _ position _"], ...]  # of keys or values
+
+
+def entries_of(model: HookedModel) -> Sequence[int]:
+    """The number of the cache entry that each layer reads."""
+    return shared_entries.get(model, range(model.cfg.n_layers))
+
+
+def layers_of_entries(model: HookedModel) -> list[int]:
+    """The layer that computes each entry, which is the first that reads it."""
+    entries = entries_of(model)
+    return [entries.index(entry) for entry in sorted(set(entries))]
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
     """The graph that computed a prefix, for gradients of prompts that continue it."""
 
-    outputs: Layers  # keys, then values, of each layer
+    outputs: Entries  # keys, then values, of each entry
     points: tuple[tuple[Tensor, HookFunction], ...]  # each with what receives its gradient
 
     def at_points(
@@ -58,8 +76,8 @@ class KeyValues:
     The batch axis has one row for all prompts, or one row for each prompt.
     """
 
-    keys: Layers  # of each layer, as the model caches them
-    values: Layers
+    keys: Entries  # of each entry, as the model caches them
+    values: Entries
     attention_mask: Bool[Tensor, "batch position"]  # False where a column is padding
     next_position: Int[Tensor, " batch"]  # as the model counts positions
     text_length: int  # of the longest text in whose pass the keys were rotated; see rotary.py
@@ -70,7 +88,7 @@ class KeyValues:
 
     def __repr__(self) -> str:
         """One line without tensors."""
-        return f"KeyValues(layer {len(self.keys)}, position {len(self)}, bytes {self.size})"
+        return f"KeyValues(entry {len(self.keys)}, position {len(self)}, bytes {self.size})"
 
     @property
     def size(self) -> int:
@@ -98,8 +116,9 @@ class KeyValues:
         )
 
     def beside(self, model: Any) -> "KeyValues":
-        """Each layer on its device in the model, as a stored one was on the CPU."""
-        devices = devices_of_layers(model)
+        """Each entry on the device of its layer, as a stored one was on the CPU."""
+        of_layers = devices_of_layers(model)
+        devices = [of_layers[layer] for layer in layers_of_entries(model)]
         if all(key.device == device for key, device in zip(self.keys, devices, strict=True)):
             return self
         keys, values = zip(self.keys, devices, strict=True), zip(self.values, devices, strict=True)
@@ -122,7 +141,7 @@ def inputs_after(
 ) -> tuple[dict[str, Any], Any]:
     """Arguments of the model's forward for tokens after a prefix, and the cache in them.
 
-    In ``copies`` are then the keys and values of each layer, one copy for each prompt, so that each
+    In ``copies`` are then the keys and values of each entry, one copy for each prompt, so that each
     collects its own gradient. A ModelError if the model does not continue from a cache.
     """
     if model in without_cache:
@@ -179,8 +198,8 @@ def _text_length(mask: Bool[Tensor, "batch query"], before: KeyValues | None) ->
     return int((mask.sum(1) + start).max())
 
 
-def keys_and_values(cache: Any, length: int) -> tuple[Layers, Layers]:
-    """Keys and values of each layer, with their graph; a ModelError if some are missing."""
+def keys_and_values(cache: Any, length: int) -> tuple[Entries, Entries]:
+    """Keys and values of each entry, with their graph; a ModelError if some are missing."""
     pairs = pairs_in(cache)
     if not pairs or any(key is None or key.shape[2] != length for key, _ in pairs):
         raise ModelError("the model takes no key-value cache, or stores only a part of it")

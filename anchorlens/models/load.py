@@ -22,7 +22,7 @@ from .hooked import (
     why_not_hooked,
 )
 from .kinds import is_bridge, modules_of, original_of
-from .kv_cache import without_cache
+from .kv_cache import shared_entries, without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
     implementations_of,
@@ -51,6 +51,8 @@ else:
 
 Model = TypeVar("Model", bound=HookedModel)
 
+# What prepare_model finds out about a model.
+_FOUND: tuple[Any, ...] = (verified_operands, without_cache, shared_entries)
 _ENCODER_DECODER = (
     "{} is an encoder-decoder; these analyses are for left-to-right language models, whose label "
     "words are in the same prompt as the query"
@@ -182,19 +184,17 @@ def prepare_model(model: Model) -> Model:
     if reason := why_not_hooked(model):
         raise ModelError(reason)
     _refuse_inference_tensors(model.cfg.model_name, model)
-    is_prepared, operands = False, verified_operands.get(model)
-    no_cache = without_cache.get(model)
+    is_prepared = False
+    found = [(table, table[model]) for table in _FOUND if model in table]
 
     def undo() -> None:
         if is_prepared:
             return
-        if operands is None:
+        if not found:
             restore_model(model)
-            return
-        # It was prepared before, and to prepare it again changes no module.
-        verified_operands[model] = operands
-        if no_cache is not None:
-            without_cache[model] = no_cache
+        # Else it was prepared before, and to prepare it again changes no module.
+        for table, value in found:
+            table[model] = value
 
     with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
@@ -231,8 +231,8 @@ def restore_model(model: Model) -> Model:
     """
     if reason := why_not_hooked(model):
         raise ModelError(reason)
-    verified_operands.pop(model, None)
-    without_cache.pop(model, None)
+    for table in _FOUND:
+        table.pop(model, None)
     unwrap_model(model)
     return model
 

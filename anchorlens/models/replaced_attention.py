@@ -54,6 +54,12 @@ class Mask:
 
         return replace(self, seen=seen, is_causal=False)
 
+    def __getitem__(self, rows: tuple[slice, ...]) -> "Mask":
+        """The mask itself, because Gemma 4 selects rows of it, but here always all of them."""
+        if any(part.start or part.stop is not None for part in rows):
+            raise ModelError("its attention selects rows of its mask")
+        return self
+
 
 def causal_mask(device: torch.device) -> Mask:
     """The mask with which each query sees all keys up to its own position."""

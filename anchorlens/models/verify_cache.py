@@ -1,15 +1,25 @@
-"""Verify in two tiny passes that a model continues from its key-value cache."""
+"""Verify in tiny passes that a model continues from its cache, and find which entries it reads."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from ..errors import ModelError
 from ..system.put_back import put_back
-from .hooked import HookedModel, dtype_of
+from .hooked import Hook, HookedModel, dtype_of, hooks_by_layer, scores_name
 from .kinds import name_of_cache
-from .kv_cache import inputs_after, keys_and_values, prefix_of, without_cache
+from .kv_cache import (
+    KeyValues,
+    inputs_after,
+    keys_and_values,
+    prefix_of,
+    shared_entries,
+    without_cache,
+)
 from .native_attention import rename_cache
 from .tiny_pass import relative_difference, rounding_of, tiny_tokens, trial_of
 
@@ -17,9 +27,13 @@ _log = logging.getLogger(__name__)
 
 
 def verify_cached_step(model: Any) -> None:
-    """Make the cache act where only its name differs; remember why where it does not act."""
+    """Make the cache act where only its name differs; remember why where it does not act.
+
+    Also remembered is which entry each layer reads, where layers share entries.
+    """
     without_cache.pop(model, None)
-    reason = why_no_cached_step(model)
+    shared_entries.pop(model, None)
+    reason, entries = cached_step(model)
     if reason and name_of_cache(model) == "cache":
         found = [(block.attn, vars(block.attn).get("forward")) for block in model.blocks]
 
@@ -33,33 +47,81 @@ def verify_cached_step(model: Any) -> None:
         with put_back(undo):
             for attention, _ in found:
                 rename_cache(attention)
-            reason = why_no_cached_step(model)
+            reason, entries = cached_step(model)
     if reason:
         without_cache[model] = reason
+    elif len(set(entries)) < len(entries):
+        shared_entries[model] = entries
 
 
-def why_no_cached_step(model: HookedModel) -> str:
-    """Why the last of a few tokens has other logits after a cache of the others; empty if not."""
+def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:
+    """Why the last of a few tokens has other logits after a cache of the others; empty if not.
+
+    And the number of the cache entry that each layer reads, if it has the same logits.
+    """
     tokens = tiny_tokens(model)
     length, mask = tokens.shape[1], torch.ones_like(tokens, dtype=torch.bool)
-    with trial_of(model):
-        try:
+    try:
+        with trial_of(model):
             inputs, cache = inputs_after(model, mask)
             expected = model(tokens, **inputs)[:, -1].float()
             before = prefix_of(cache, mask).before(length - 1)
             inputs, cache = inputs_after(model, mask[:, -1:], before)
             logits = model(tokens[:, -1:], **inputs)[:, -1].float()
             keys_and_values(cache, length)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a forward that knows no cache may raise anything
-            if not isinstance(error, (ModelError, RuntimeError)):
-                _log.warning("a cached step failed with an unexpected error", exc_info=error)
-            return str(error).partition("\n")[0] or type(error).__name__
+        entries = _entries_read(model, tokens[:, -1:], mask[:, -1:], before)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a forward that knows no cache may raise anything
+        if not isinstance(error, (ModelError, RuntimeError)):
+            _log.warning("a cached step failed with an unexpected error", exc_info=error)
+        return str(error).partition("\n")[0] or type(error).__name__, ()
     difference = relative_difference(logits, expected)
     if difference <= rounding_of(dtype_of(model)):
-        return ""
+        return "", entries
     return (
         "after cached tokens the model gives a token other logits than in the whole text (off by "
         f"{difference:.1e} of the largest)"
+    ), ()
+
+
+def _entries_read(
+    model: HookedModel, token: Tensor, mask: Bool[Tensor, "1 1"], before: KeyValues
+) -> tuple[int, ...]:
+    """The number of the cache entry that each layer reads: its scores depend on the keys there.
+
+    The gradient is stopped before each block, so that what is left goes through keys that a layer
+    reads itself.
+    """
+    layers = range(model.cfg.n_layers)
+    if len(before.keys) == len(layers):
+        return tuple(layers)
+    scores: dict[int, Tensor] = {}
+
+    def stop(resid: Tensor, hook: Any) -> Tensor:
+        return resid.detach()
+
+    stopped: list[Hook] = [(f"blocks.{layer}.hook_resid_pre", stop) for layer in layers]
+    observers = hooks_by_layer(model, scores_name, scores.__setitem__)
+    copies: list[Tensor] = []
+    with trial_of(model, [*stopped, *observers], gradients=True):
+        inputs, _ = inputs_after(model, mask, before, copies)
+        model(token, **inputs)
+    keys = copies[: len(before.keys)]
+    entries = [_entry_of(scores[layer], keys) for layer in layers]
+    known = tuple(entry for entry in entries if entry is not None)
+    if len(known) == len(entries) and set(known) == set(range(len(keys))):
+        return known
+    raise ModelError(
+        f"its cache has {len(keys)} entries for {len(layers)} layers, and which of them each layer "
+        "reads cannot be told"
     )
+
+
+def _entry_of(scores: Tensor, keys: Sequence[Tensor]) -> int | None:
+    """The only entry on whose keys the scores depend; None if there is no such entry."""
+    if not scores.requires_grad:
+        return None
+    gradients = torch.autograd.grad(scores.sum(), keys, allow_unused=True)
+    read = [n for n, slope in enumerate(gradients) if slope is not None and slope.any()]
+    return read[0] if len(read) == 1 else None

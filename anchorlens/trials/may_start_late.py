@@ -1,11 +1,12 @@
 """May passes begin in a later layer, whose input an earlier pass stored?"""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
 
 from ..models.hooked import HookedModel, device_of
+from ..models.kv_cache import entries_of, layers_of_entries
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..passes.late_start import Start, stored_starts
 from ..passes.memory import of_what_fits
@@ -47,10 +48,11 @@ def _compare_starts(
     batch: PromptBatch,
 ) -> dict[int, str]:
     """The reason for each change that cannot start at its first layer, by layer."""
-    reasons = {}
-    with stored_starts(model, changes) as starts:
+    reasons = _of_shared_keys(model, changes)
+    tried = sorted(set(changes) - {0} - reasons.keys())
+    with stored_starts(model, tried) as starts:
         logits_of(batch, no_hooks, None)
-    for layer in sorted(set(changes) - {0}):
+    for layer in tried:
         expected = logits_of(batch, changes[layer], None)
         try:
             logits = logits_of(batch, changes[layer], starts[layer])
@@ -61,3 +63,14 @@ def _compare_starts(
         if not difference <= TOLERANCE:
             reasons[layer] = f"a start at layer {layer} changes logits by {difference:.1e}"
     return reasons
+
+
+def _of_shared_keys(model: HookedModel, layers: Iterable[int]) -> dict[int, str]:
+    """The reason for each layer after which keys and values of an earlier layer are read again."""
+    entries, computed = entries_of(model), layers_of_entries(model)
+    read = [computed[entry] for entry in entries]  # the layer whose keys each layer reads
+    return {
+        layer: f"no start at layer {layer}, after which keys of layer {min(read[layer:])} are read"
+        for layer in layers
+        if min(read[layer:]) < layer
+    }

@@ -12,6 +12,7 @@ import anchorlens as al
 from anchorlens.contexts.compressed import contexts
 from anchorlens.errors import ModelError
 from anchorlens.metrics.metric import possible
+from anchorlens.models.kv_cache import entries_of, layers_of_entries, shared_entries
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
 from anchorlens.runs.runner import Runner
@@ -73,13 +74,24 @@ def test_a_cache_gives_the_results_of_whole_prompts(
         check_written(name, model)
 
 
+def test_layers_read_the_entries_that_the_configuration_says() -> None:
+    model = hooked("Gemma 4 (shared)", torch.float32, "bridge")
+    assert [*entries_of(model)] == [0, 1, 2, 1, 2]
+    assert layers_of_entries(model) == [0, 1, 2]
+    assert [*entries_of(hooked("Gemma 4", torch.float32, "bridge"))] == [0, 1, 2]
+
+
 def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = list(results_of(model, batch))
     with monkeypatch.context() as patch:
         patch.setattr(how_to_run, "shared_lengths", lambda *of: {})
         patch.setattr(Runner, "why_not_late", lambda runner, batches, of: dict.fromkeys(of, "off"))
         whole = list(results_of(model, batch))
-    assert shared[-1].info["skipped_layers"] == model.cfg.n_layers - 1
+    skipped = shared[-1].info["skipped_layers"]
+    if model in shared_entries:
+        assert skipped == "no start at layer 4, after which keys of layer 2 are read"
+    else:
+        assert skipped == model.cfg.n_layers - 1
     assert whole[-1].info["skipped_layers"] == "off"
     for ours, theirs in zip(shared, whole, strict=True):
         assert "run once" in ours.info["shared_prefix"]

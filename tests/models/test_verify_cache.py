@@ -11,7 +11,7 @@ from anchorlens.errors import ModelError
 from anchorlens.models.kinds import name_of_cache
 from anchorlens.models.kv_cache import without_cache
 from anchorlens.models.native_attention import _run_renamed
-from anchorlens.models.verify_cache import why_no_cached_step
+from anchorlens.models.verify_cache import cached_step
 from tests.support.measures import hooks_on
 from tests.support.tiny_models import questions, tiny_llama
 
@@ -85,7 +85,7 @@ def test_a_cache_that_is_filled_and_read_wrongly_is_found(
         return (keys.flip(2) if k.shape[2] == 1 else keys), values
 
     monkeypatch.setattr(AttentionBridge, "_update_kv_cache", update_and_mix)
-    assert "gives a token other logits than in the whole text" in why_no_cached_step(gemma3)
+    assert "gives a token other logits than in the whole text" in cached_step(gemma3)[0]
 
 
 def test_the_name_of_the_cache_is_that_of_the_wrapped_model(llama: Any, byte_level: Any) -> None:
@@ -94,7 +94,7 @@ def test_the_name_of_the_cache_is_that_of_the_wrapped_model(llama: Any, byte_lev
     output = weights(tokens, use_cache=True)
     if hasattr(llama, "original_model"):
         assert name_of_cache(llama) in output  # under the same name as the argument
-    assert llama not in without_cache and not why_no_cached_step(llama)
+    assert llama not in without_cache and not cached_step(llama)[0]
 
 
 @pytest.mark.changes_model
@@ -108,10 +108,10 @@ def test_a_renamed_cache_is_undone(llama: Any, monkeypatch: pytest.MonkeyPatch) 
     hooks = hooks_on(llama)
     al.restore_model(llama)
     assert forwards() == [None] * len(llama.blocks)
-    assert "takes no key-value cache" in why_no_cached_step(llama)
+    assert "takes no key-value cache" in cached_step(llama)[0]
     al.prepare_model(llama)
     renamed = forwards()
-    assert None not in renamed and not why_no_cached_step(llama)
+    assert None not in renamed and not cached_step(llama)[0]
     al.prepare_model(llama)
     assert all(now is before for now, before in zip(forwards(), renamed, strict=True))
     al.restore_model(llama)
@@ -131,5 +131,5 @@ def test_the_trial_leaves_no_pattern_on_the_model(gpt2: Any) -> None:
 
     for block in gpt2.blocks:
         block.attn._pattern = None  # as bridges make it
-    assert not why_no_cached_step(gpt2)
+    assert not cached_step(gpt2)[0]
     assert patterns() == [None] * len(gpt2.blocks)

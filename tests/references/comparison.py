@@ -70,9 +70,10 @@ def precise(dtype: torch.dtype) -> Any:
 def cut_layers(n_layers: int) -> tuple[range, int]:
     """Return the layers in which label words are isolated, and the layer for some heads only.
 
-    Of three layers the last is left out, because no later layer attends to label words.
+    Of three layers the last is left out, because no later layer attends to label words. Of more,
+    the last may read the keys and values of earlier ones.
     """
-    return range(min(2, n_layers)), max(n_layers - 2, 0)
+    return range(min(2, n_layers)), min(1, max(n_layers - 2, 0))
 
 
 def cut_heads(n_heads: int) -> list[int]:
