@@ -4,7 +4,7 @@
 2. Answer queries after it there, after no text, and after random tokens, as many as it has.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -265,7 +265,7 @@ def _measured(prompt: HardPrompt, study: Study, draws: int, seed: int) -> HardPr
     rows = [torch.cat([bos, row]).to(device_of(model)) for row in (text, *random)]
     contexts = [NoContext(), *(after_tokens(model, row, batches[0]) for row in rows)]
     contributions = study.collect(partial(_right, model, contexts))
-    return study.record(_result(len(text)), contributions)
+    return study.record(partial(_record, count=len(text)), contributions)
 
 
 def _right(
@@ -279,16 +279,17 @@ def _right(
     return {"empty": correct[:, :1], "text": correct[:, 1:2], "random_tokens": correct[:, 2:]}
 
 
-def _result(count: int) -> Callable[[Contributions], HardPromptTransferRecord]:
-    """How the numbers of one model follow, in which the text has this number of tokens."""
-    return partial(HardPromptTransferRecord.of, tokens=torch.tensor([count], device="cpu"))
+def _record(contributions: Contributions, count: int) -> HardPromptTransferRecord:
+    """The numbers of one model, in which the text has ``count`` tokens."""
+    tokens = torch.tensor([count], device="cpu")
+    return HardPromptTransferRecord.of(contributions, tokens=tokens)
 
 
 def _no_numbers(draws: int, resamples: int) -> HardPromptTransferRecord:
     """The row of a model that failed: NaN in all, also in the intervals."""
     counts = {"empty": 1, "text": 1, "random_tokens": draws}
     nan = {name: torch.full((1, k), torch.nan, device="cpu").double() for name, k in counts.items()}
-    return with_intervals(_result(0), nan, resamples=resamples, info={})
+    return with_intervals(partial(_record, count=0), nan, resamples=resamples, info={})
 
 
 def _joined(
