@@ -209,7 +209,7 @@ def examples_of_types() -> dict[Any, Any]:
     values += [torch.float32, al.Site(0), al.Example("text"), setup.results, go.Figure()]
     values += [al.Verbalizer([[1], [2]]), al.hard_prompts.Descent(torch.optim.SGD)]
     values += [al.PrefixEffect(), al.Training(), *setup.results.values()]
-    values += [torch.Generator(), al.subsets.one_by_one]
+    values += [torch.Generator(), al.subsets.one_by_one, al.Contributions({"right": torch.ones(1)})]
     values += [al.step_flows(setup.model, setup.batch.prompt(0), "query")]
     values += [al.hard_prompts.of_tokens(setup.model, [300], held_out=[setup.batch])]
     by_type: dict[Any, Any] = {type(value): value for value in values}

@@ -23,6 +23,7 @@ from ..prompts.batch import PromptBatch
 from ..results import figures, kinds
 from ..results.contributions import Contributions
 from ..results.intervals import of_alike_sets
+from ..results.kind import mean_over_sets
 from ..results.population import MANY_PROMPTS
 from ..results.record import Record
 from ..system.arguments import checked
@@ -322,7 +323,7 @@ def _gaps(contributions: Contributions) -> Float[Tensor, "class class"]:
         means = given["positions"].mean(0)
         return (means[:, None] - means[None, :]).abs()
 
-    return kinds.mean_over_sets(of_set, contributions.of_sets())
+    return mean_over_sets(of_set, contributions.of_sets())
 
 
 def _pairs(n_classes: int) -> Bool[Tensor, "class class"]:

@@ -17,7 +17,8 @@ from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.figure_parts import with_ends
-from ..results.kinds import mean, mean_over_sets, table
+from ..results.kind import mean_over_sets
+from ..results.kinds import mean, table
 from ..results.record import Record
 from ..system.arguments import checked
 from .metric import Metric, Observation, observes_nothing, of_one_width

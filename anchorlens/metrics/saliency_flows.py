@@ -19,7 +19,8 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
 from ..results.figure_parts import with_ends
-from ..results.kinds import derived, mean, mean_of, of_prompts, ratio, statistic
+from ..results.kind import mean_of
+from ..results.kinds import derived, mean, of_prompts, ratio, statistic
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.warn import warn_user

@@ -1,7 +1,7 @@
 """The result of all contributions, with its 95 % intervals.
 
 1. Draw prompts with replacement, as the population says, and compute the result of each resample.
-2. The kind of each field makes its interval from the value and its resamples (``kinds.py``).
+2. The kind of each field makes its interval from the value and its resamples (``kind.py``).
 3. Where sets of demonstrations are given, some intervals follow from those of the sets, and the
    numbers of the sets are stored for verdicts over sets.
 4. Means over random draws get wider intervals, by what other draws would change.
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import MetricError
 from .contributions import Contributions
 from .intervals import wider_by_draws
-from .kinds import Kind
+from .kind import Kind
 from .population import population_of
 from .record import Record
 

@@ -68,12 +68,14 @@ class Contributions(Mapping[str, Tensor]):
         """The contributions with other tensors in place of those of the same names."""
         return self._like({**self._tensors, **tensors}, self.sets, self.demonstrations)
 
+    @checked
     def without_draw(self, draw: int) -> "Contributions":
         """The contributions without a random draw, which means over draws then leave out."""
         others = self._like(self._tensors, self.sets, self.demonstrations)
         others.draw_left_out = draw
         return others
 
+    @checked
     def once(self, function: Callable[["Contributions"], _T]) -> _T:
         """What a function makes of these contributions; it is called the first time only.
 

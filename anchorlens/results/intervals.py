@@ -1,7 +1,7 @@
 """95 % intervals: how bounds follow from a value, its resamples and the population drawn from.
 
 A bound depends on what the number is: a share, a mean with one end or two, a difference of two
-shares, a ratio, or anything else. ``kinds.py`` says which function belongs to which.
+shares, a ratio, or anything else. ``kind.py`` says which function belongs to which.
 """
 
 from collections.abc import Callable

@@ -1,291 +1,49 @@
-"""What a field of a record is, declared where the field is defined.
+"""What the fields of a record are, declared where each is defined: ``al.kinds.share("right")``.
 
-1. A kind says how the number of ONE set of demonstrations follows from what its prompts contribute
-   (``of_set``). The mean over sets is taken in one place for all of them, ``Record.of``.
-2. It says which 95 % interval belongs to such a number (``bounds``, ``over_sets``).
-3. It has the range, the unit and the sign of the number, which texts and figures read.
-
-A record declares its fields by the functions below, for example ``accuracy = share("correct")``.
 What a field is made of (``of``) is the name of a contribution, or a function of the contributions
-of one set to a tensor [prompt, ...]. A field without a kind is given as it is, and its interval are
-percentiles of resamples.
+of one set of demonstrations to a tensor [prompt, ...]. ``Record.of`` computes each field from each
+set and takes the mean over sets, and each field gets the 95 % interval that its kind says. A field
+without a kind is given to ``Record.of``; its interval are percentiles of resamples.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import field
 from math import inf
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
-import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
-from . import intervals
+from ..system.arguments import checked
 from .contributions import Contributions
-from .population import Population
-
-KIND = "kind"  # in the metadata of a field
-
-
-@dataclass(frozen=True)
-class OverDraws:
-    """Contributions [prompt, draw, ...] of random draws; a mean over prompts is over draws too."""
-
-    name: str
-
-    def values(self, contributions: Contributions) -> Tensor:
-        values, left_out = contributions[self.name], contributions.draw_left_out
-        if left_out is None:
-            return values
-        return values[:, [draw for draw in range(values.shape[1]) if draw != left_out]]
-
-
-Of = str | OverDraws | Callable[[Contributions], Tensor]
-
-
-def mean_of(of: Of, contributions: Contributions) -> Tensor:
-    """The mean over the prompts of one set, without NaN; over random draws, too, if it has any."""
-    if isinstance(of, OverDraws):
-        return of.values(contributions).nanmean((0, 1))
-    return _values_of(of, contributions).nanmean(0)
-
-
-def _values_of(of: str | Callable[[Contributions], Tensor], contributions: Contributions) -> Tensor:
-    return contributions[of] if isinstance(of, str) else of(contributions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """What a field is. Each class below has the number of one set, and its interval.
-
-    Attributes:
-        low: The least number that there can be.
-        high: The greatest.
-        unit: As in "nats".
-        by_set: Whether the number of each given set of demonstrations is stored, in
-            ``info["of_sets"]``: verdicts are reached over these.
-        pooled: Whether all prompts are one set.
-        is_difference: Whether it is a number minus another, which texts say.
-    """
-
-    low: float = -inf
-    high: float = inf
-    unit: str = ""
-    by_set: bool = False
-    pooled: bool = False
-
-    # A subclass may have them as fields.
-    reference: ClassVar[float | None] = None  # what says neither more nor less, in a figure
-    is_difference = False
-    is_derived = False
-    has_interval = True
-    of_sets: intervals.OfSets | None = None  # from the intervals of given sets to that of the mean
-
-    @property
-    def over_draws(self) -> bool:
-        """Whether another choice of random draws would give another number."""
-        return False
-
-    def of_set(self, contributions: Contributions) -> Tensor:
-        """The number of one set."""
-        raise NotImplementedError
-
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
-        """The 95 % interval for other prompts or sets."""
-        return intervals.percentiles(resampled, population)
-
-    def over_sets(self, values: np.ndarray) -> tuple[float, float]:
-        """The 95 % interval for other sets of demonstrations, from the number of each set."""
-        return intervals.over_sets(values, self.low, self.high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mean(Kind):
-    of: Of
-    minus: Of | int | None = None
-
-    @property
-    def is_difference(self) -> bool:  # type: ignore[override]
-        return self.minus is not None
-
-    @property
-    def over_draws(self) -> bool:
-        return isinstance(self.of, OverDraws) or isinstance(self.minus, OverDraws)
-
-    def of_set(self, contributions: Contributions) -> Tensor:
-        if isinstance(self.minus, int):
-            assert not isinstance(self.of, OverDraws)
-            values = _values_of(self.of, contributions)
-            return (values - values[..., self.minus, None]).nanmean(0)
-        mean = mean_of(self.of, contributions)
-        return mean if self.minus is None else mean - mean_of(self.minus, contributions)
-
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
-        if self.high < inf:
-            ends = self.low, self.high, self.is_difference
-            return intervals.of_mean_between(value, resampled, population, *ends)
-        if self.low == 0:
-            return intervals.of_mean_from_0(value, resampled, population)
-        return super().bounds(value, resampled, population)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share(Mean):
-    low: float = 0.0
-    high: float = 1.0
-
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
-        return intervals.of_share(value, resampled, population)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference(Mean):
-    low: float = -1.0
-    high: float = 1.0
-
-    def of_set(self, contributions: Contributions) -> Tensor:
-        if isinstance(self.minus, int):
-            mean = mean_of(self.of, contributions)
-            return mean - mean[..., self.minus, None]
-        return super().of_set(contributions)
-
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
-        bounds = intervals.of_difference(value, resampled, population)
-        if isinstance(self.minus, int):
-            bounds[..., self.minus] = 0  # the difference of a number from itself
-        return bounds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ratio(Kind):
-    of: Of
-    over: Of | None = None
-    low: float = 0.0
-    reference = 1.0
-
-    def of_set(self, contributions: Contributions) -> Tensor:
-        if self.over is None:
-            assert not isinstance(self.of, OverDraws)
-            return _values_of(self.of, contributions)
-        return mean_of(self.of, contributions) / mean_of(self.over, contributions)
-
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
-        return intervals.of_ratio(value, resampled, population)
-
-    def over_sets(self, values: np.ndarray) -> tuple[float, float]:
-        return intervals.over_sets_of_ratios(values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Statistic(Kind):
-    of: Callable[[Contributions], Tensor]
-    of_sets: intervals.OfSets | None = None
-
-    def of_set(self, contributions: Contributions) -> Tensor:
-        return self.of(contributions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Auc(Statistic):
-    low: float = 0.0
-    high: float = 1.0
-    of_classes: bool = False
-    reference = 0.5
-
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
-        prompts = value.shape[-1] if self.of_classes else 2
-        return intervals.of_share(value, resampled, population, prompts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Derived(Kind):
-    of: Callable[[Any], Tensor]
-    draws: bool = False
-    is_derived = True
-
-    @property
-    def over_draws(self) -> bool:
-        return self.draws
-
-    def of_fields(self, fields: Mapping[str, Any], contributions: Contributions) -> Tensor:
-        """The number, from the other fields of its record."""
-        return self.of(SimpleNamespace(**fields, contributions=contributions))
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithoutInterval(Kind):
-    of: Callable[[Contributions], Tensor] | None
-    has_interval = False
-
-    def of_set(self, contributions: Contributions) -> Tensor:
-        if self.of is None:
-            raise MetricError("a field declared as table() without a function has to be given")
-        return self.of(contributions)
-
-
-def kinds_of(record: type) -> dict[str, Kind]:
-    """The kinds of the fields of a record, in the order of the fields, derived ones last."""
-    found = {each.name: each.metadata.get(KIND) for each in dataclasses.fields(record)}
-    known = {name: kind for name, kind in found.items() if kind is not None}
-    return dict(sorted(known.items(), key=lambda each: each[1].is_derived))
-
-
-def mean_over_sets(
-    of_set: Callable[[Contributions], Tensor], sets: Sequence[Contributions]
-) -> Tensor:
-    """A number of each set, then the mean over sets, without NaN."""
-    values = [of_set(each) for each in sets]
-    return values[0] if len(values) == 1 else torch.stack(values).nanmean(0)
-
-
-def number_of_draws(kinds: Iterable[Kind], contributions: Contributions) -> int | None:
-    """How many random draws means are taken over; None where none is."""
-    for kind in kinds:
-        if isinstance(kind, Mean):
-            for of in (kind.of, kind.minus):
-                if isinstance(of, OverDraws):
-                    return of.values(contributions).shape[1]
-    return None
+from .intervals import OfSets, of_independent_sets
+from .kind import (
+    KIND,
+    Auc,
+    Derived,
+    Difference,
+    Kind,
+    Mean,
+    Of,
+    OverDraws,
+    Ratio,
+    Share,
+    Statistic,
+    WithoutInterval,
+    values_of,
+)
 
 
 def _field(kind: Kind) -> Any:
-    return dataclasses.field(metadata={KIND: kind})
+    if not kind.low < kind.high:
+        raise MetricError(
+            f"low is the least number that there can be, and high the greatest; got low={kind.low}"
+            f", high={kind.high}"
+        )
+    return field(metadata={KIND: kind})
 
 
+@checked
 def over_draws(name: str) -> OverDraws:
     """Contributions of random draws: [prompt, draw, ...].
 
@@ -302,6 +60,7 @@ def over_draws(name: str) -> OverDraws:
     return OverDraws(name)
 
 
+@checked
 def mean(
     of: Of,
     low: float = -inf,
@@ -340,6 +99,7 @@ def mean(
     return _field(Mean(of=of, low=low, high=high, minus=minus, unit=unit, by_set=by_set))
 
 
+@checked
 def share(of: Of) -> Any:
     """A share of prompts: the mean of numbers 0 and 1, with Wilson's interval.
 
@@ -349,6 +109,7 @@ def share(of: Of) -> Any:
     return _field(Share(of=of))
 
 
+@checked
 def difference(of: Of, minus: Of | int, *, by_set: bool = False) -> Any:
     """A share of prompts minus another, paired by prompt, with the interval of Bonett and Price.
 
@@ -361,6 +122,7 @@ def difference(of: Of, minus: Of | int, *, by_set: bool = False) -> Any:
     return _field(Difference(of=of, minus=minus, by_set=by_set))
 
 
+@checked
 def ratio(of: Of, over: Of | None = None, *, by_set: bool = False) -> Any:
     """A mean over prompts over another one, with the interval of its logarithm.
 
@@ -372,12 +134,13 @@ def ratio(of: Of, over: Of | None = None, *, by_set: bool = False) -> Any:
     return _field(Ratio(of=of, over=over, by_set=by_set))
 
 
+@checked
 def statistic(
     of: Callable[[Contributions], Tensor],
     low: float = -inf,
     high: float = inf,
     *,
-    of_sets: intervals.OfSets | None = None,
+    of_sets: OfSets | None = None,
     unit: str = "",
     by_set: bool = False,
     pooled: bool = False,
@@ -401,6 +164,7 @@ def statistic(
     )
 
 
+@checked
 def auc(
     of: Callable[[Contributions], Tensor],
     *,
@@ -417,10 +181,11 @@ def auc(
         pooled: All prompts are one set. Otherwise the interval of the mean over given sets follows
             from the intervals of the sets.
     """
-    of_sets = None if pooled else intervals.of_independent_sets
+    of_sets = None if pooled else of_independent_sets
     return _field(Auc(of=of, of_classes=of_classes, by_set=by_set, pooled=pooled, of_sets=of_sets))
 
 
+@checked
 def derived(
     of: Callable[[Any], Tensor],
     low: float = -inf,
@@ -442,6 +207,7 @@ def derived(
     return _field(Derived(of=of, low=low, high=high, draws=draws, by_set=by_set))
 
 
+@checked
 def of_prompts(of: str | Callable[[Contributions], Tensor]) -> Any:
     """A number of each prompt, without an interval: the prompts are the first axis.
 
@@ -450,11 +216,12 @@ def of_prompts(of: str | Callable[[Contributions], Tensor]) -> Any:
     """
 
     def of_all(contributions: Contributions) -> Tensor:
-        return _values_of(of, contributions)
+        return values_of(of, contributions)
 
     return _field(WithoutInterval(of=of_all, pooled=True))
 
 
+@checked
 def table(
     of: Callable[[Contributions], Tensor] | None = None, *, unit: str = "", pooled: bool = False
 ) -> Any:

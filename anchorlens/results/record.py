@@ -25,7 +25,7 @@ from .contributions import Contributions
 from .estimate import Estimate
 from .html_tables import folded, note, table, titled
 from .in_short import axes_in_short, interval_in_short, shape_in_short, values_in_short
-from .kinds import Derived, Kind, kinds_of, mean_over_sets, number_of_draws
+from .kind import Derived, Kind, kinds_of, mean_over_sets, number_of_draws
 
 _R = TypeVar("_R", bound="Record")
 _T = TypeVar("_T")
@@ -129,8 +129,25 @@ class Record(KeepsRepr):
 
         Args:
             contributions: What each prompt contributes, by the names that the fields declare.
-            given: Fields that declare no kind, and ``info``.
+            given: Fields that declare no kind or one without a function, and ``info``.
+
+        Raises:
+            MetricError: A contribution is missing that a field is made of, or a field that is
+                given is missing, or there is no such field.
+
+        Examples:
+            >>> right = al.Contributions({"correct": torch.tensor([1., 0., 1., 1.])})
+            >>> al.AccuracyRecord.of(right).accuracy
+            tensor(0.7500)
         """
+        unknown = given.keys() - {each.name for each in fields(cls)}
+        missing = cls.axes().keys() - given.keys() - cls.kinds().keys()
+        if unknown or missing:
+            wrong = f"{sorted(unknown)} are no fields" if unknown else f"give {sorted(missing)}"
+            raise MetricError(
+                f"{cls.__name__}.of computes the fields that declare a kind and is given all "
+                f"others by name: {wrong}"
+            )
         values, kinds, sets = dict(given), cls.kinds(), contributions.of_sets()
         for name, kind in kinds.items():
             if isinstance(kind, Derived):

@@ -15,7 +15,7 @@ import anchorlens as al
 from anchorlens.contexts import hard_prompt_transfer
 from anchorlens.metrics import accuracy
 from anchorlens.results.bootstrap import with_intervals
-from anchorlens.results.kinds import Derived, Mean, OverDraws
+from anchorlens.results.kind import Derived, Mean, OverDraws
 from anchorlens.runs import caches, study
 from tests.support import same_numbers
 from tests.support.same_numbers import Numbers, differences, is_verdict, numbers_of, of_calls
