@@ -20,8 +20,10 @@ from ..metrics.predictions import predicted_class, require_gold
 from ..models.hooked import HookedModel, device_of
 from ..passes.memory import free_memory
 from ..prompts.batch import PromptBatch
+from ..prompts.control_tokens import control_tokens
 from ..prompts.demonstration_sets import task_of_name
 from ..prompts.examples import Example
+from ..prompts.label_positions import refuse_control_tokens
 from ..prompts.tasks import Task
 from ..results import figures
 from ..results.bootstrap import with_intervals
@@ -320,6 +322,8 @@ def _check_labels(prompt: HardPrompt, labels: Sequence[str]) -> None:
 
 def _encoded(tokenizer: Any, text: str) -> Int[Tensor, " length"]:
     """The tokens of a text, without BOS; an error if they are not the whole text."""
+    cure = ", by a search with allowed=... of tokens that both tokenizers know"
+    refuse_control_tokens(tokenizer, control_tokens(tokenizer, cure=cure), text)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     back = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
     if back != text or not ids:

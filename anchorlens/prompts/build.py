@@ -8,6 +8,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,9 +19,10 @@ from ..errors import PromptError
 from ..system.arguments import check_from_1, checked
 from ..system.warn import warn_user
 from .batch import PromptBatch, as_batch
+from .control_tokens import ControlTokens, control_tokens
 from .demonstration_sets import demonstrations_by_query
 from .examples import Example
-from .label_positions import WrittenPrompt, write_prompt
+from .label_positions import WrittenPrompt, refuse_control_tokens, write_prompt
 from .query_label_tokens import query_label_tokens
 from .segment_names import OTHER, PADDING, TARGET
 from .tasks import Piece, Task
@@ -65,7 +67,9 @@ def build_prompts(
     Raises:
         PromptError: A label word merges with the characters before or after it, two labels share
             their first token, a class has no demonstration, a label is out of range, a prompt is
-            too long, or the tokenizer gives no character offsets.
+            too long, a text or a label word holds a special token of the tokenizer, such as
+            ``"<s>"`` (the template and the separator may), or the tokenizer gives no character
+            offsets.
 
     Examples:
         >>> batches = al.build_prompts(model.tokenizer, task, demos, ["Who wrote it?"])
@@ -75,11 +79,14 @@ def build_prompts(
     check_tokenizer(tokenizer, batch_size)
     check_from_1(PromptError, max_length=max_length)
     sets = demonstrations_by_query(task, demonstrations, queries)
+    control = task.control_tokens(tokenizer)
+    words_of_classes = chain.from_iterable(task.words)
+    refuse_control_tokens(tokenizer, control._replace(cure=""), *words_of_classes)
     examples = [Example(query) if isinstance(query, str) else query for query in queries]
     written: list[WrittenPrompt] = []
     for index, (demos, query) in enumerate(zip(sets, examples, strict=True)):
         pieces = task.write(tokenizer, demos, query.text)
-        text = write_prompt(tokenizer, pieces, task.adds_special_tokens)
+        text = write_prompt(tokenizer, pieces, control, task.adds_special_tokens)
         if not text.end:
             raise PromptError(
                 f"query {index} is empty, and so is the template before {{label}}, so that there "
@@ -139,8 +146,9 @@ def build_segments(
         tokenizer: A fast Hugging Face tokenizer (``model.tokenizer``). Prompts begin with BOS if
             and only if it adds one; BOS is in no segment.
         prompts: For each prompt its pieces in order: (name of the segment, text). Pieces of one
-            name are one segment; a piece with the name None is in no segment. A prompt may lack
-            segments that others have.
+            name are one segment; a piece with the name None is in no segment, and it alone may hold
+            special tokens of the tokenizer, such as those around the turns of a chat. A prompt may
+            lack segments that others have.
         batch_size: Largest number of prompts in a batch.
         padding_side: Side on which shorter prompts are padded. Results do not depend on it.
 
@@ -150,8 +158,8 @@ def build_segments(
 
     Raises:
         PromptError: There are no prompts, a piece is no (name, text), a piece with a name has no
-            token of its own, or the tokenizer gives no character offsets or adds a special token
-            at the end.
+            token of its own or holds a special token of the tokenizer, or the tokenizer gives no
+            character offsets or adds a special token at the end.
 
     Examples:
         >>> [batch] = al.build_segments(
@@ -169,7 +177,12 @@ def build_segments(
             f"[[('question', 'Who?'), ('answer', ' Me.')]]; got {prompts!r}"
         )
     names = tuple(dict.fromkeys(name for pieces in prompts for name, _ in pieces if name))
-    written = [_prompt_of_pieces(tokenizer, pieces, names, k) for k, pieces in enumerate(prompts)]
+    control = control_tokens(
+        tokenizer, cure=", or give it in a piece of its own with the name None"
+    )
+    written = [
+        _prompt_of_pieces(tokenizer, pieces, names, k, control) for k, pieces in enumerate(prompts)
+    ]
     return _batches(tokenizer, written, batch_size, padding_side, segment_names=names)
 
 
@@ -254,7 +267,11 @@ def _prompt_of_query(
 
 
 def _prompt_of_pieces(
-    tokenizer: Any, pieces: Sequence[TextPiece], names: Sequence[str], number: int
+    tokenizer: Any,
+    pieces: Sequence[TextPiece],
+    names: Sequence[str],
+    number: int,
+    control: ControlTokens,
 ) -> _Prompt:
     if not pieces or any(name == "" for name, _ in pieces):
         raise PromptError(
@@ -267,7 +284,11 @@ def _prompt_of_pieces(
         raise PromptError(f"prompt {number} has no piece with a name; name at least one")
     of_names = [PADDING if name is None else names.index(name) for name, _ in pieces]
     texts = [text for _, text in pieces]
-    written = write_prompt(tokenizer, [*map(Piece, texts, of_names)])
+    is_data = [name is not None for name, _ in pieces]
+    parts = zip(texts, of_names, is_data, strict=True)
+    written = write_prompt(
+        tokenizer, [Piece(text, k, is_data=named) for text, k, named in parts], control
+    )
     piece_of_token = written.piece_of_token().tolist()
     for k, (name, text) in enumerate(pieces):
         if name is not None and k not in piece_of_token:

@@ -1,23 +1,27 @@
 """Tasks for chat models: demonstrations are turns of a conversation, in the model's own format.
 
 A chat template is a program, so that where a turn ends up in its text is not known beforehand.
-It is therefore run twice: with marks in place of the turns, which gives the text around them, and
-with the turns. Both texts must agree to the last character. A third run has an answer to the query,
-which must begin where the template asks for it.
+It is therefore run twice: with the turns, and with marks around the texts in them, which shows what
+stands around each text. Both results must agree to the last character. A third run has an answer to
+the query, which must follow where the template asks for it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import takewhile
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import PromptError
 from ..system.arguments import checked
+from .chat_thinking import Switch, common_start, inserted_in, switches_of
+from .control_tokens import ControlTokens, control_tokens
 from .examples import Example
+from .label_positions import refuse_control_tokens
 from .segment_names import FORMAT, LABEL, OTHER, QUERY, TEXT
 from .tasks import Piece, Task
 
+_AS_TEXT = "sanitize_control_tokens"
 # What build_prompts itself passes to apply_chat_template, and what it has no use for.
 _NO_OPTIONS = frozenset(
     [
@@ -28,7 +32,6 @@ _NO_OPTIONS = frozenset(
         "continue_final_message",
         "tokenize",
         "padding",
-        "sanitize_control_tokens",
         "truncation",
         "max_length",
         "return_tensors",
@@ -99,6 +102,11 @@ class ChatTask(Task):
                 "options of a chat task are {name: value} for the chat template, and none of "
                 f"{', '.join(sorted(_NO_OPTIONS))}; got {self.options!r}"
             )
+        if not isinstance(self.options.get(_AS_TEXT, False), bool):
+            raise PromptError(
+                f"{_AS_TEXT} in the options of a chat task must be True or False; got "
+                f"{self.options[_AS_TEXT]!r}"
+            )
         object.__setattr__(self, "options", dict(self.options))
         try:
             datetime.strptime(self.date, "%Y-%m-%d")
@@ -108,20 +116,29 @@ class ChatTask(Task):
             ) from error
 
     @checked
+    def control_tokens(self, tokenizer: Any) -> ControlTokens:
+        """The special tokens of the tokenizer, and what else it added that the template writes.
+
+        Raises:
+            PromptError: The instructions hold one. With ``sanitize_control_tokens``, as for
+                ``apply_chat_template``, the format of the turns holds none either.
+        """
+        template, is_text = self._template(tokenizer), bool(self.options.get(_AS_TEXT))
+        cure = "" if is_text else f", or read it as characters (options={{{_AS_TEXT!r}: True}})"
+        control = control_tokens(tokenizer, template, as_text=is_text, cure=cure)
+        written = [self.instructions, *(self.pieces if is_text else ())]
+        refuse_control_tokens(tokenizer, control._replace(cure=""), *written)
+        return control
+
+    @checked
     def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
         """The pieces of a prompt; joined they are the text that the chat template gives."""
-        turns = self._turns(demonstrations, query)
-        # Marks of a private area of Unicode, which no template writes.
-        marks = [f"\ue000{number}\ue001" for number in range(len(turns))]
-        marked = [
-            _Turn(turn.role, [Piece(mark, OTHER)]) for turn, mark in zip(turns, marks, strict=True)
-        ]
-        around, end = _around(self._render(tokenizer, marked, True), marks), ""
-        if demonstrations:
-            answered = self._render(tokenizer, marked[:-1], False)
-            end = _common_start(around[-2], _around(answered, marks[:-1])[-1])
-        written = _turns_in(self._render(tokenizer, turns, True), turns, around)
-        return [piece for piece in _pieces(written, around, end) if piece.text]
+        try:
+            return self._write(tokenizer, demonstrations, query)
+        except _NoAnswer as error:
+            word = self.first_words[0]
+            cure = self._cure(tokenizer, demonstrations, query, word)
+            raise PromptError(f"{error}; {cure}") from None
 
     @checked
     def written_word(
@@ -130,36 +147,249 @@ class ChatTask(Task):
         """A label word as the template writes it in the answer to a query.
 
         Raises:
-            PromptError: The template writes more than white space between the place where it asks
-                for an answer and the answer.
+            PromptError: A stored answer does not stand where the template asks for one, so that the
+                model would not answer there.
         """
+        try:
+            return self._written_word(tokenizer, demonstrations, query, word)
+        except _NoAnswer as error:
+            cure = self._cure(tokenizer, demonstrations, query, word)
+            raise PromptError(f"{error}; {cure}") from None
+
+    def _write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
         turns = self._turns(demonstrations, query)
-        answer = _Turn("assistant", [Piece(word + self.pieces[2], LABEL)])
+        text = self._render(tokenizer, turns, True)
+        around, end = self._around(tokenizer, turns, True), ""
+        self._refuse_late_instructions(tokenizer, self._turns(demonstrations[:1], query))
+        if demonstrations:
+            end = common_start(around[-2], self._around(tokenizer, turns[:-1], False)[-1])
+        units = _units_in(text, _talk(turns), around)
+        asking = around[-1]
+        blocks = dict.fromkeys(
+            _block_before_answer(asking, before, turn.unit[0].text)
+            for before, turn in zip(around, _talk(turns), strict=False)
+            if turn.role == "assistant"
+        )
+        for block in blocks:
+            if block.strip() and not self._is_no_thought(tokenizer, demonstrations, query, block):
+                before = asking.removesuffix(block)
+                raise _misplaced_answer(asking, before + self.first_words[0], self.first_words[0])
+        pieces = [*self._beginning(around, end, turns[-1].before), *units[0]]
+        for k, (before, unit) in enumerate(zip(around[1:-1], units[1:], strict=True), start=1):
+            if k % 2:  # an answer
+                # White space that the template writes before an answer, and not where it asks for
+                # one, is a part of the label word, as it is for the model.
+                space = before[len(asking) :] if before.startswith(asking) else ""
+                word, *rest = unit
+                pieces.append(Piece(before.removesuffix(space), FORMAT))
+                pieces += [word._replace(text=space + word.text), *rest]
+                continue
+            of_query = k == len(units) - 1
+            pieces.append(Piece(before[: len(end)], FORMAT))
+            pieces += [Piece(before[len(end) :], QUERY if of_query else FORMAT), *unit]
+        return [piece for piece in (*pieces, Piece(asking, QUERY)) if piece.text]
+
+    def _beginning(self, around: Sequence[str], end: str, before: str) -> list[Piece]:
+        """What stands before the first text: the beginning of its turn is format, as of others.
+
+        Some templates write the instructions between the beginning of the turn and its text.
+        """
+        if len(around) == 2:  # no demonstration
+            before = next(each for each in (*_variants(before), "") if around[0].endswith(each))
+            return [Piece(around[0].removesuffix(before), OTHER), Piece(before, QUERY)]
+        header = around[-2][len(end) :]
+        before = next(each for each in (*_variants(before), "") if header.endswith(each))
+        first, opening = around[0].removesuffix(before), header.removesuffix(before)
+        start, opening, rest = first.rpartition(opening) if opening else (first, "", "")
+        if rest and not self.instructions:
+            start, opening, rest = first, "", ""
+        written = [(start, OTHER), (opening, FORMAT), (rest, OTHER), (before, FORMAT)]
+        return [Piece(text, segment) for text, segment in written]
+
+    def _written_word(
+        self, tokenizer: Any, demonstrations: Sequence[Example], query: str, word: str
+    ) -> str:
+        turns = self._turns(demonstrations, query)
+        answer = _turn("assistant", "", Piece(word, LABEL), self.pieces[2])
         asked = self._render(tokenizer, turns, True)
         answered = self._render(tokenizer, [*turns, answer], False)
-        after = answered.removeprefix(asked)
-        body = after.lstrip()
         # A template may remove white space around a turn.
         contents = [answer.text.lstrip(), answer.text.strip()]
-        content = next((text for text in contents if body.startswith(text)), None)
-        if after == answered or content is None:
+        same = len(common_start(asked, answered))
+        # The block that is asked with may begin as the answer does, so the answer may begin sooner.
+        for start in range(same, max(same - len(contents[0]), 0) - 1, -1):
+            body = answered[start:].lstrip()
+            content = next((text for text in contents if body.startswith(text)), None)
+            if content is not None:
+                break
+        else:
             raise _misplaced_answer(asked, answered, answer.text.strip())
-        return after[: len(after) - len(body)] + content[: len(word.lstrip())]
+        block = asked[start:]
+        if block and not self._is_no_thought(tokenizer, demonstrations, query, block):
+            raise _misplaced_answer(asked, answered, answer.text.strip())
+        space = answered[start : len(answered) - len(body)]
+        return space + content[: len(word.lstrip())]
+
+    @checked
+    def check_asking(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> None:
+        """Raise an error if the template was told that the model thinks before it answers.
+
+        Raises:
+            PromptError: With this error.
+        """
+        try:
+            self._check_asking(tokenizer, demonstrations, query)
+        except _NoAnswer as error:
+            cure = self._cure(tokenizer, demonstrations, query, self.first_words[0])
+            raise PromptError(f"{error}; {cure}") from None
+
+    def _check_asking(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> None:
+        asked = self._render(tokenizer, self._turns(demonstrations, query), True)
+        short = self._asked(tokenizer, demonstrations[:1], query)
+        if short is not None and asked.endswith(short.asking):
+            demonstrations = demonstrations[:1]  # long conversations take much longer
+        now = self._asked(tokenizer, demonstrations, query)
+        if now is None:
+            return
+        for switch in self._switches(tokenizer):
+            off = replace(self, **switch.off)._asked(tokenizer, demonstrations, query)
+            if off and (off.asking != now.asking if switch.is_text else off != now):
+                raise _NoAnswer(
+                    "with these settings the chat template tells the model to think before it "
+                    "answers, so that the label would be predicted where the model does not answer"
+                )
+            if switch.is_text or not self.instructions:
+                continue
+            on = replace(self, **switch.on)._asked(tokenizer, demonstrations, query)
+            written = inserted_in(on.before, now.before) if on else ""
+            if written.strip() and written.strip() in self.instructions:
+                raise PromptError(
+                    f"the instructions hold {written.strip()!r}, with which the chat template "
+                    "tells the model to think before it answers, so that the label would be "
+                    "predicted where the model does not answer; take it out of the instructions"
+                )
+
+    def _is_no_thought(
+        self, tokenizer: Any, demonstrations: Sequence[Example], query: str, block: str
+    ) -> bool:
+        """Whether what a template asks with, and leaves out of answers, is an empty thought.
+
+        The template tells: the block comes with its switch for "do not think", or a stored answer
+        that begins with the block is written without it. A template that does neither may still
+        write something that is opened and closed.
+        """
+        short = demonstrations[:1]
+        now = self._asked(tokenizer, short, query)
+        for switch in self._switches(tokenizer):
+            off, on = (
+                replace(self, **fields)._asked(tokenizer, short, query)
+                for fields in (switch.off, switch.on)
+            )
+            if now is None or off is None or on is None or not now.asking.endswith(block):
+                continue
+            if off.asking == now.asking != on.asking:
+                return True
+        turns, word = self._turns(short, query), self.first_words[0].strip()
+        plain, begun = (
+            self._render(
+                tokenizer, [*turns, _turn("assistant", text, Piece(word, LABEL), "")], False
+            )
+            for text in ("", block)
+        )
+        return plain == begun or _opens_and_closes(block)
+
+    def _cure(
+        self, tokenizer: Any, demonstrations: Sequence[Example], query: str, word: str
+    ) -> str:
+        """What makes the model answer where it is asked; it is tried before it is advised."""
+        for switch in self._switches(tokenizer):
+            try:
+                changed = replace(self, **switch.cure)
+                changed._write(tokenizer, demonstrations, query)
+                changed._written_word(tokenizer, demonstrations, query, word)
+                changed._check_asking(tokenizer, demonstrations, query)
+            except PromptError:
+                continue
+            return switch.words
+        return (
+            "give another template, in which an answer follows where it is asked for "
+            "(options={'chat_template': '...'})"
+        )
+
+    def _switches(self, tokenizer: Any) -> list[Switch]:
+        return switches_of(self._template(tokenizer), self.options, self.instructions)
+
+    def _asked(
+        self, tokenizer: Any, demonstrations: Sequence[Example], query: str
+    ) -> "_Asked | None":
+        """A prompt up to where it asks for an answer, and how it asks; None if it cannot."""
+        turns = self._turns(demonstrations, query)
+        try:
+            text = self._render(tokenizer, turns, True)
+            before = common_start(text, self._render(tokenizer, turns, False))
+        except PromptError:  # the template has no turn of the system, or does not know an option
+            return None
+        return _Asked(before, text[len(before) :])
+
+    def _refuse_late_instructions(self, tokenizer: Any, turns: "Sequence[_Turn]") -> None:
+        """Raise an error unless the instructions stand before the first text, where they belong."""
+        if turns[0].role != "system":
+            return
+        marks = _marks(turns)
+        marked = [turns[0]._replace(after=marks[0][1]), *map(_marked, turns[1:], marks[1:])]
+        text = self._render(tokenizer, marked, True)
+        if not 0 <= text.rfind(marks[0][1]) < text.find(marks[1][0]):
+            fault = "after the first demonstration" if marks[0][1] in text else "nowhere"
+            raise PromptError(
+                f"the chat template writes the instructions {fault}; write them into the template "
+                "of the task (before {text}) instead of the instructions (instructions=)"
+            )
+
+    def _around(self, tokenizer: Any, turns: "Sequence[_Turn]", ask: bool) -> list[str]:
+        """What stands before the text of each turn but the system's, and after the last one.
+
+        The texts are rendered between marks, so that the template reads what it always reads.
+        """
+        talk = _talk(turns)
+        marks = _marks(talk)
+        system = turns[: len(turns) - len(talk)]
+        text = self._render(tokenizer, [*system, *map(_marked, talk, marks)], ask)
+        for turn, pair in zip(talk, marks, strict=True):
+            counts = [text.count(mark) for mark in pair]
+            if sum(counts) == 1:
+                raise _changed(turn)
+            if counts != [1, 1]:
+                break
+        joined = [mark for pair in marks for mark in pair]
+        positions = [text.find(mark) for mark in joined]
+        if positions != sorted(positions) or any(text.count(mark) != 1 for mark in joined):
+            raise PromptError(
+                "the chat template does not write each turn once and in the order of the turns, so "
+                "that positions are not certain; give another template "
+                "(options={'chat_template': '...'})"
+            )
+        return re.split("|".join(map(re.escape, joined)), text)[::2]
 
     def _turns(self, demonstrations: Sequence[Example], query: str) -> "list[_Turn]":
         """The turns of a conversation that ends in a query."""
         before, between, after = self.pieces
-        turns = [_Turn("system", [Piece(self.instructions, OTHER)])] if self.instructions else []
+        turns = [_turn("system", self.instructions, Piece("", OTHER), "")] * bool(self.instructions)
         for demo in demonstrations:
             assert demo.label is not None
-            user = [Piece(before, FORMAT), Piece(demo.text, TEXT), Piece(between, FORMAT)]
-            word = Piece(self.first_words[demo.label], LABEL, demo.label)
-            turns.append(_Turn("user", user))
-            turns.append(_Turn("assistant", [word, Piece(after, FORMAT)]))
-        return [*turns, _Turn("user", [Piece(self.query(query), QUERY)])]
+            word = self.first_words[demo.label]
+            turns.append(_turn("user", before, Piece(demo.text, TEXT, is_data=True), between))
+            word_piece = Piece(word, LABEL, demo.label, is_data=True)
+            turns.append(_turn("assistant", "", word_piece, after))
+        return [*turns, _turn("user", before, Piece(query, QUERY, is_data=True), between)]
 
     def _template(self, tokenizer: Any) -> str:
         """The chat template; instead of today's date it writes the date of the task."""
+        if tokenizer.chat_template is None and "chat_template" not in self.options:
+            raise PromptError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use a chat model "
+                "or plain prompts (al.Task), or "
+                "ChatTask(..., options={'chat_template': '...'})"
+            )
         template = str(tokenizer.get_chat_template(self.options.get("chat_template")))
         if "strftime_now" not in template:
             return template
@@ -172,20 +402,16 @@ class ChatTask(Task):
 
     def _render(self, tokenizer: Any, turns: "Sequence[_Turn]", ask: bool) -> str:
         """The text of a conversation; with ``ask`` it ends where the assistant answers."""
-        if tokenizer.chat_template is None and "chat_template" not in self.options:
-            raise PromptError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use a chat model "
-                "or plain prompts (al.Task), or "
-                "ChatTask(..., options={'chat_template': '...'})"
-            )
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        options = {**self.options, "chat_template": self._template(tokenizer)}
+        options.pop(_AS_TEXT, None)  # it is done with the tokens
         try:
             return str(
                 tokenizer.apply_chat_template(
                     messages,
                     tokenize=False,
                     add_generation_prompt=ask,
-                    **{**self.options, "chat_template": self._template(tokenizer)},
+                    **options,
                 )
             )
         except Exception as error:  # a template is a program
@@ -197,61 +423,69 @@ class ChatTask(Task):
             ) from error
 
 
+class _NoAnswer(PromptError):
+    """The model does not answer where the template asks; the reason, without a cure."""
+
+
+class _Asked(NamedTuple):
+    before: str
+    asking: str
+
+
 class _Turn(NamedTuple):
+    """A turn: what is to be found in it (a text, a label word) with the white space around it."""
+
     role: str
-    pieces: list[Piece]
+    before: str
+    unit: list[Piece]
+    after: str
 
     @property
     def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
+        return self.before + "".join(piece.text for piece in self.unit) + self.after
 
 
-def _pieces(turns: Sequence[_Turn], around: Sequence[str], end: str) -> list[Piece]:
-    """The pieces of turns and of the text around them; ``end`` is what ends an answer."""
-    asking, header = around[-1], around[-2][len(end) :] if len(turns) > 2 else ""
-    roles = [turn.role for turn in turns]
-    first_answer = roles.index("assistant") if "assistant" in roles else len(turns)
-    result: list[Piece] = []
-    for k, (before, turn) in enumerate(zip(around, turns, strict=False)):
-        if turn.role == "assistant":
-            # White space that the template writes before an answer, and not where it asks for
-            # one, is a part of the label word, as it is for the model.
-            space = before[len(asking) :] if before.startswith(asking) else ""
-            # Some templates leave out of earlier answers what they write before the last one.
-            if space.strip() or not (before.startswith(asking) or asking.startswith(before)):
-                raise _misplaced_answer(asking, before + turn.text, turn.text)
-            first, *rest = turn.pieces
-            word = first._replace(text=space + first.text)
-            result += [Piece(before.removesuffix(space), FORMAT), word, *rest]
-            continue
-        if k < first_answer:
-            of_turn = header if before.endswith(header) else ""
-            result += [Piece(before.removesuffix(of_turn), OTHER), Piece(of_turn, FORMAT)]
-        else:
-            is_query = k == len(turns) - 1
-            result.append(Piece(before[: len(end)], FORMAT))
-            result.append(Piece(before[len(end) :], QUERY if is_query else FORMAT))
-        result += turn.pieces
-    return [*result, Piece(asking, QUERY)]
+def _turn(role: str, before: str, data: Piece, after: str) -> _Turn:
+    start, stop = before.rstrip(), after.lstrip()
+    segment = QUERY if data.segment == QUERY else FORMAT
+    lead = Piece(before[len(start) :], segment)
+    trail = Piece(after[: len(after) - len(stop)], segment)
+    return _Turn(
+        role, start, [piece for piece in (lead, data, trail) if piece is data or piece.text], stop
+    )
 
 
-def _turns_in(text: str, turns: Sequence[_Turn], around: Sequence[str]) -> list[_Turn]:
-    """The turns as they stand in the text: a template may remove white space around them."""
+def _talk(turns: Sequence[_Turn]) -> list[_Turn]:
+    """The turns without the system's, whose text a template may change: it has no positions."""
+    return [turn for turn in turns if turn.role != "system"]
+
+
+def _marks(turns: Sequence[_Turn]) -> list[tuple[str, str]]:
+    """Two marks for each turn, of a private area of Unicode, which stand in none of the texts."""
+    joined, start = "".join(turn.text for turn in turns), "\ue000"
+    while start in joined:
+        start += "\ue000"
+    return [(f"{start}{k}\ue001", f"{start}{k}\ue002") for k in range(len(turns))]
+
+
+def _marked(turn: _Turn, marks: tuple[str, str]) -> _Turn:
+    first, last = (Piece(mark, OTHER) for mark in marks)
+    return turn._replace(unit=[first, *turn.unit, last])
+
+
+def _units_in(text: str, turns: Sequence[_Turn], around: Sequence[str]) -> list[list[Piece]]:
+    """What is to be found in the turns, as it stands in the text of the whole prompt."""
     found, position = [], len(around[0])
     is_same = text.startswith(around[0])
     for turn, after in zip(turns, around[1:], strict=True):
-        whole = turn.text
-        variants = [whole, whole.strip(), whole.rstrip(), whole.lstrip()]
-        fits = [each for each in variants if is_same and text.startswith(each + after, position)]
+        whole = "".join(piece.text for piece in turn.unit)
+        fits = [
+            each for each in _variants(whole) if is_same and text.startswith(each + after, position)
+        ]
         if not fits:
-            raise PromptError(
-                f"the chat template changes the text of the {turn.role}'s turn {whole!r}, or what "
-                "stands around it, by more than white space at its ends, so that positions in it "
-                "are not certain; change the text, or give another template "
-                "(options={'chat_template': '...'})"
-            )
+            raise _changed(turn)
         start = whole.index(fits[0])
-        found.append(_Turn(turn.role, _cut(turn.pieces, start, start + len(fits[0]))))
+        found.append(_cut(turn.unit, start, start + len(fits[0])))
         position += len(fits[0]) + len(after)
     if position != len(text):
         raise PromptError(
@@ -262,38 +496,42 @@ def _turns_in(text: str, turns: Sequence[_Turn], around: Sequence[str]) -> list[
     return found
 
 
-def _misplaced_answer(asked: str, answered: str, answer: str) -> PromptError:
-    """The error for an answer that does not stand where the template asks for it."""
-    same = _common_start(asked, answered)
-    asks, answers = asked[len(same) :], answered[len(same) :].partition(answer)[0]
+def _variants(text: str) -> list[str]:
+    """A text as templates write it: some remove white space around a turn."""
+    return [text, text.strip(), text.rstrip(), text.lstrip()]
+
+
+def _changed(turn: _Turn) -> PromptError:
     return PromptError(
-        f"after {same[-30:]!r} the chat template writes {answers!r} before the answer {answer!r}, "
-        f"but {asks!r} where it asks for one, so that the label would be predicted where the model "
-        "does not answer; switch this off if the template has an option for it (such as "
-        "options={'enable_thinking': False}), or give another template, in which an answer follows "
-        "where it is asked for (options={'chat_template': '...'})"
+        f"the chat template changes the text of the {turn.role}'s turn {turn.text!r}, or what "
+        "stands around it, by more than white space at its ends, so that positions in it are not "
+        "certain; change the text, or give another template (options={'chat_template': '...'})"
     )
 
 
-def _common_start(first: str, second: str) -> str:
-    pairs = zip(first, second, strict=False)
-    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _block_before_answer(asking: str, before: str, word: str) -> str:
+    """What a template asks with, and leaves out before an answer of the demonstrations."""
+    space = before[len(asking) :] if before.startswith(asking) else ""
+    if space.strip() or not (before.startswith(asking) or asking.startswith(before)):
+        raise _misplaced_answer(asking, before + word, word)
+    return asking[len(before) :]
 
 
-def _around(text: str, marks: Sequence[str]) -> list[str]:
-    """What stands before each mark, and after the last one."""
-    positions = [text.find(mark) for mark in marks]
-    if positions != sorted(positions) or any(text.count(mark) != 1 for mark in marks):
-        raise PromptError(
-            "the chat template does not write each turn once and in the order of the turns, so "
-            "that positions are not certain; give another template "
-            "(options={'chat_template': '...'})"
-        )
-    around = []
-    for mark in marks:
-        before, _, text = text.partition(mark)
-        around.append(before)
-    return [*around, text]
+def _opens_and_closes(block: str) -> bool:
+    """Whether a text is a mark and its counterpart, with a name at most between them."""
+    found = re.fullmatch(r"(\W+(\w[\w:.-]*)\W+?)\w*\s*(\W+\2\W+)", block.strip())
+    return found is not None and found[1] != found[3]
+
+
+def _misplaced_answer(asked: str, answered: str, answer: str) -> _NoAnswer:
+    """The error for an answer that does not stand where the template asks for it."""
+    same = common_start(asked, answered)
+    asks, answers = asked[len(same) :], answered[len(same) :].partition(answer)[0]
+    return _NoAnswer(
+        f"after {same[-30:]!r} the chat template writes {answers!r} before the answer {answer!r}, "
+        f"but {asks!r} where it asks for one, so that the label would be predicted where the model "
+        "does not answer"
+    )
 
 
 def _cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from ..errors import PromptError
+from .control_tokens import ControlTokens, Span, tokens_of_characters
 from .segment_names import QUERY
 from .tasks import Piece
 
@@ -28,6 +29,7 @@ class WrittenPrompt(NamedTuple):
     query_start: int | None  # the first token of the query; None if it has no token
     tokens: list[int]
     spans: Int[np.ndarray, "position 2"]  # the characters of each token
+    as_text: Sequence[Span]  # characters that are read as text, although they are a control token
     added: Bool[np.ndarray, " position"]  # tokens without a character, which the tokenizer adds
 
     def piece_of_token(self) -> Int[np.ndarray, " position"]:
@@ -72,11 +74,24 @@ class WrittenPrompt(NamedTuple):
 
 
 def write_prompt(
-    tokenizer: Any, pieces: Sequence[Piece], adds_special_tokens: bool = True
+    tokenizer: Any,
+    pieces: Sequence[Piece],
+    control: ControlTokens,
+    adds_special_tokens: bool = True,
 ) -> WrittenPrompt:
-    """The tokens of joined pieces."""
+    """The tokens of joined pieces, of which what the data gives holds no control token."""
     text = "".join(piece.text for piece in pieces)
+    is_data = [piece.is_data for piece in pieces for _ in piece.text]
     tokens, spans, special = encode(tokenizer, text, adds_special_tokens=adds_special_tokens)
+    found = control.spans_in_data(tokens, spans, text, is_data)
+    if found and not control.as_text:
+        raise control.error(tokenizer, text, found[0])
+    if found:
+        tokens, spans, special = encode(
+            tokenizer, text, adds_special_tokens=adds_special_tokens, as_text=found
+        )
+        if left := control.spans_in_data(tokens, spans, text, is_data):
+            raise control.error(tokenizer, text, left[0])
     if special and special[-1]:
         raise PromptError(
             "the tokenizer adds a special token after the prompt, so that its last token is not "
@@ -88,16 +103,57 @@ def write_prompt(
     end = "".join(piece.text for piece in pieces if piece.segment == QUERY)
     of_query = np.flatnonzero(bounds[:, 1] > len(text) - len(end))
     start = int(of_query[0]) if len(of_query) else None
-    return WrittenPrompt(pieces, text, end, start, tokens, bounds, added)
+    return WrittenPrompt(pieces, text, end, start, tokens, bounds, found, added)
+
+
+def refuse_control_tokens(tokenizer: Any, control: ControlTokens, *texts: str) -> None:
+    """Raise an error for a text of the data that holds a control token by itself."""
+    for text in texts:
+        tokens, spans, _ = encode(tokenizer, text, adds_special_tokens=False)
+        if found := control.spans_in_data(tokens, spans, text, [True] * len(text)):
+            raise control.error(tokenizer, text, found[0])
 
 
 def encode(
-    tokenizer: Any, text: str, *, adds_special_tokens: bool
-) -> tuple[list[int], list[tuple[int, int]], list[bool]]:
+    tokenizer: Any, text: str, *, adds_special_tokens: bool, as_text: Sequence[Span] = ()
+) -> tuple[list[int], list[Span], list[bool]]:
     """Token ids, the characters [start, end) of each token, and which the tokenizer has added.
 
     A token begins where the previous token ended, so that " Positive" includes its space.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        text: Any text.
+        adds_special_tokens: Whether the tokenizer adds its BOS.
+        as_text: Characters that are added tokens, and are read as characters.
     """
+    if not as_text:
+        return _encoded(tokenizer, text, adds_special_tokens)
+    # As transformers does with sanitize_control_tokens: what goes on is encoded after a line break,
+    # because some tokenizers put a space at the beginning.
+    line_break = _encoded(tokenizer, "\n", False)[0]
+    skipped = len(line_break)
+    tokens, spans, special = _encoded(tokenizer, text[: as_text[0][0]], adds_special_tokens)
+    for (start, stop), (end, _) in zip(as_text, [*as_text[1:], (len(text), 0)], strict=True):
+        name, rest = text[start:stop], text[stop:end]
+        of_name = tokens_of_characters(tokenizer, "\n" + name)
+        if of_name[:skipped] != line_break:
+            of_name = [*line_break, *tokens_of_characters(tokenizer, name)]
+        after, of_rest, _ = _encoded(tokenizer, "\n" + rest, False)
+        shift = stop - 1
+        if after[:skipped] != line_break:
+            after, of_rest, _ = _encoded(tokenizer, rest, False)
+            after, of_rest, shift = [*line_break, *after], [(0, 0)] * skipped + of_rest, stop
+        tokens += of_name[skipped:] + after[skipped:]
+        spans += [(start, stop)] * (len(of_name) - skipped)  # they share all of these characters
+        spans += [(begin + shift, last + shift) for begin, last in of_rest[skipped:]]
+        special += [False] * (len(tokens) - len(special))
+    return tokens, spans, special
+
+
+def _encoded(
+    tokenizer: Any, text: str, adds_special_tokens: bool
+) -> tuple[list[int], list[Span], list[bool]]:
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -70,6 +70,8 @@ def _written_words(
                 f"query {index}, but as {written[k]!r} after query 0; leave one out, or give "
                 "another template (options={'chat_template': '...'})"
             )
+    for demos, query in zip(sets, queries, strict=True):
+        task.check_asking(tokenizer, demos, query.text)
     return written
 
 
@@ -93,7 +95,12 @@ def _after_all_queries(
             alone = prompt.tokens
             special = task.adds_special_tokens
             longer = [
-                encode(tokenizer, prompt.text + word, adds_special_tokens=special)[0]
+                encode(
+                    tokenizer,
+                    prompt.text + word,
+                    adds_special_tokens=special,
+                    as_text=prompt.as_text,
+                )[0]
                 for word in written
             ]
         for word, ids in zip(words, longer, strict=True):

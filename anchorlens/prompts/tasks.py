@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..errors import PromptError
 from ..system.arguments import checked
 from ..system.texts import name_of
+from .control_tokens import ControlTokens, control_tokens
 from .examples import BUNDLED, Example
 from .segment_names import FORMAT, LABEL, OTHER, QUERY, TEXT
 
@@ -50,11 +51,15 @@ def check_score(score: Any) -> None:
 
 
 class Piece(NamedTuple):
-    """Some characters of a prompt: their segment, and the class that they name, if any."""
+    """Some characters of a prompt: their segment, and the class that they name, if any.
+
+    The format of a prompt may hold control tokens, what the data gives may not.
+    """
 
     text: str
     segment: int
     label: int | None = None
+    is_data: bool = False
 
 
 @checked
@@ -175,19 +180,20 @@ class Task:
 
     @checked
     def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
-        """The pieces of a prompt; joined they are its text. The last belongs to the query."""
+        """The pieces of a prompt; joined they are its text. The last belong to the query."""
         (before, between, after), words = self.pieces, self.first_words
         pieces = [Piece(self.instructions, OTHER)]
         for demo in demonstrations:
             assert demo.label is not None
             pieces += [
                 Piece(before, FORMAT),
-                Piece(demo.text, TEXT),
+                Piece(demo.text, TEXT, is_data=True),
                 Piece(between, FORMAT),
-                Piece(words[demo.label], LABEL, demo.label),
+                Piece(words[demo.label], LABEL, demo.label, is_data=True),
                 Piece(after + self.separator, FORMAT),
             ]
-        return [*pieces, Piece(before + query + between, QUERY)]
+        of_query = [Piece(query, QUERY, is_data=True), Piece(between, QUERY)]
+        return [*pieces, Piece(before, QUERY), *of_query]
 
     @checked
     def written_word(
@@ -195,6 +201,15 @@ class Task:
     ) -> str:
         """A label word as it is written after a query."""
         return word
+
+    @checked
+    def check_asking(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> None:
+        """Raise an error if the model would write something else before its answer."""
+
+    @checked
+    def control_tokens(self, tokenizer: Any) -> ControlTokens:
+        """The tokens that no text of the data may become in the prompts of this task."""
+        return control_tokens(tokenizer)
 
 
 # A column of the data, or the braces of another library's templates. Other braces are text, such as

@@ -27,7 +27,7 @@ TEMPLATE = "Review: {text}\nSentiment:{label}"
 TASK = al.ChatTask(TEMPLATE, ["Negative", "Positive"])
 DEMOS = [
     al.Example("  dull ", 0),
-    al.Example("fun <|im_end|> {{ messages }} {label}", 1),
+    al.Example("fun <im_end> {{ messages }} {label}", 1),
     al.Example("😀é\n\n", 1),
     al.Example("[INST] no [/INST]", 0),
 ]
@@ -214,7 +214,7 @@ AFTER_ANOTHER_QUERY = "message.content == 'Positive' and 'so so' not in messages
         (EACH.replace("messages", "messages[::-1]"), "each turn once and in the order"),
         (EACH.replace("messages", "messages[1:]"), "each turn once and in the order"),
         (
-            EACH + "{% if 'so so' in messages[-1]['content'] %}!{% endif %}",
+            EACH + "{% if 'Review: so' in messages[-1]['content'] %}!{% endif %}",
             r"writes '!' after the turns of these demonstrations",
         ),
         ("{{ raise_exception('no!') }}", r"cannot write the turns of user.*: no!"),

@@ -142,3 +142,68 @@ def with_template(tokenizer: Any, name: str) -> Any:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = TEMPLATES[name]
     return tokenizer
+
+
+# Templates of models that think before they answer, of the same logic as the published ones.
+# Gemma 4 asks with an empty thought, which stored answers lack, unless it is told to think.
+GEMMA_4 = (
+    "{{ bos_token }}{%- set turns = messages -%}"
+    "{%- if enable_thinking | default(false) or messages[0].role == 'system' -%}"
+    "{{- '<|turn>system\n' -}}{%- if enable_thinking | default(false) -%}{{- '<|think|>\n' -}}"
+    "{%- endif -%}{%- if messages[0].role == 'system' -%}{{- messages[0].content | trim -}}"
+    "{%- set turns = messages[1:] -%}{%- endif -%}{{- '<turn|>\n' -}}{%- endif -%}"
+    "{%- for m in turns -%}{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) -}}"
+    "{{- '\n' -}}"
+    "{{- m.content | trim + '<turn|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|turn>model\n' -}}"
+    "{%- if not enable_thinking | default(false) -%}{{- '<|channel>thought\n<channel|>' -}}"
+    "{%- endif -%}{%- endif -%}"
+)
+# SmolLM 3 thinks by default. It reads a switch in the turn of the system, and takes it out there.
+SMOLLM_3 = (
+    "{%- set mode = '/no_think' if enable_thinking is defined and not enable_thinking else '/think'"
+    " -%}{%- set own = '' -%}{%- if messages[0].role == 'system' -%}"
+    "{%- set own = messages[0].content -%}{%- if '/no_think' in own -%}"
+    "{%- set mode = '/no_think' -%}{%- elif '/think' in own -%}"
+    "{%- set mode = '/think' -%}{%- endif -%}"
+    "{%- set own = own.replace('/no_think', '').replace('/think', '').rstrip() -%}{%- endif -%}"
+    "{{- '<|im_start|>system\nReasoning Mode: ' + mode + '\n\n' + (own or 'You help.') -}}"
+    "{{- '<|im_end|>\n' -}}{%- set block = '' if mode == '/think' else '<think>\n\n</think>\n' -%}"
+    "{%- for m in messages if m.role != 'system' -%}{{- '<|im_start|>' + m.role + '\n' -}}"
+    "{{- block if m.role == 'assistant' -}}{{- m.content + '<|im_end|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' + block -}}{%- endif -%}"
+)
+# Nemotron Nano knows no variable: only the switch in a text. It opens a thought by default, and
+# leaves thoughts out of all answers but the last.
+NEMOTRON = (
+    "{%- set ns = namespace(on=true) -%}{%- for m in messages if m.role != 'assistant' -%}"
+    "{%- if '/think' in m.content -%}{%- set ns.on = true -%}"
+    "{%- elif '/no_think' in m.content -%}{%- set ns.on = false -%}{%- endif -%}{%- endfor -%}"
+    "{%- set begun = '<S11>Assistant\n' + ('<think>\n\n' if ns.on else '<think></think>') -%}"
+    "{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}"
+    "{{- '<S10>System\n' + system.replace('/think', '').replace('/no_think', '').strip() -}}"
+    "{{- '\n\n' -}}{%- for m in messages if m.role != 'system' -%}{%- if m.role == 'user' -%}"
+    "{{- '<S11>User\n' + m.content.replace('/think', '').replace('/no_think', '').strip() -}}"
+    "{{- '\n' -}}"
+    "{%- else -%}{%- set word = m.content.split('</think>')[-1].strip() -%}"
+    "{{- (begun if loop.last else '<S11>Assistant\n') + word + '\n<S12>\n\n' -}}"
+    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{- begun -}}{%- endif -%}"
+)
+# Granite is told in words that it shall think; where it asks nothing changes.
+GRANITE = (
+    "{%- set own = messages[0].content if messages[0].role == 'system' else 'You help.' -%}"
+    "{{- '<|system|>' + own + (' Write your thoughts first.' if thinking else '') + '<eos>' -}}"
+    "{%- for m in messages if m.role != 'system' -%}{{- '<|' + m.role + '|>' + m.content -}}"
+    "{{- '<eos>' -}}{%- endfor -%}{{- '<|assistant|>' if add_generation_prompt -}}"
+)
+# Mistral writes the instructions into the last turn of the user.
+MISTRAL = (
+    "{{ bos_token }}{%- set ns = namespace(last=0) -%}"
+    "{%- for m in messages if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endfor -%}"
+    "{%- set own = messages[0].content + '\n\n' if messages[0].role == 'system' else '' -%}"
+    "{%- for m in messages if m.role == 'user' -%}{%- set k = loop.index0 -%}"
+    "{{- '[INST] ' + (own if k == ns.last else '') + m.content + '[/INST]' -}}"
+    "{%- set rest = messages | selectattr('role', 'equalto', 'assistant') | list -%}"
+    "{%- if k < rest | length -%}{{- ' ' + rest[k].content + eos_token -}}{%- endif -%}"
+    "{%- endfor -%}"
+)

@@ -1,0 +1,208 @@
+"""Chat templates of models that think: prompts are built where the model answers at once."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+from anchorlens.prompts.chat_thinking import inserted_in, switches_of
+from tests.support.chat_tokenizers import (
+    DEEPSEEK,
+    GEMMA_4,
+    GRANITE,
+    HARMONY,
+    MISTRAL,
+    NEMOTRON,
+    QWEN_3,
+    SMOLLM_3,
+    chat_tokenizer,
+)
+from tests.support.plain_prompts import Row, rows
+
+pytestmark = pytest.mark.with_shapes
+
+TASK = al.ChatTask("Review: {text}\nSentiment:{label}", ["Negative", "Positive"])
+DEMOS = [al.Example("so so", 0), al.Example("no Positive", 1)]
+OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
+BLOCK = "<|channel>thought\n<channel|>"
+ALWAYS = GEMMA_4.replace("not enable_thinking | default(false)", "true")
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+
+
+def chat(template: str) -> Any:
+    tokenizer = copy.deepcopy(chat_tokenizer("byte-level"))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def row_of(template: str, task: al.ChatTask = TASK) -> Row:
+    (row,) = rows(al.build_prompts(chat(template), task, DEMOS, ["so so"]))
+    return row
+
+
+def with_settings(
+    instructions: str = "", options: Mapping[str, Any] | None = None, **fields: Any
+) -> al.ChatTask:
+    return replace(TASK, instructions=instructions, options=options or {}, **fields)
+
+
+ACCEPTED = [
+    (GEMMA_4, "", {}, BLOCK),
+    (GEMMA_4, "", OFF, BLOCK),
+    (GEMMA_4, "Classify.", OFF, BLOCK),
+    (ALWAYS, "", {}, BLOCK),
+    (QWEN_3, "", OFF, "<think>\n\n</think>\n\n"),
+    (SMOLLM_3, "", OFF, "<think>\n\n</think>\n"),
+    (SMOLLM_3, "/no_think", {}, "<think>\n\n</think>\n"),
+    (SMOLLM_3, "Classify. /no_think", ON, "<think>\n\n</think>\n"),
+    (NEMOTRON, "/no_think", {}, "Assistant\n<think></think>"),
+    (NEMOTRON, "/no_think Classify.", {}, "Assistant\n<think></think>"),
+    (GRANITE, "", {}, "<|assistant|>"),
+    (GRANITE, "Think.", {"thinking": False}, "<|assistant|>"),
+    (MISTRAL, "", {}, "Sentiment:[/INST]"),
+]
+
+
+@pytest.mark.parametrize(("template", "instructions", "options", "end"), ACCEPTED)
+def test_a_prompt_ends_where_a_model_answers_that_was_told_not_to_think(
+    template: str, instructions: str, options: dict[str, Any], end: str
+) -> None:
+    """The oracle: the tokens of the template for the same turns, and the texts of the segments."""
+    row = row_of(template, with_settings(instructions, options))
+    turns = [{"role": "system", "content": instructions}] if instructions else []
+    for demo, word in zip(DEMOS, TASK.first_words, strict=True):
+        turns.append({"role": "user", "content": f"Review: {demo.text}\nSentiment:"})
+        turns.append({"role": "assistant", "content": word})
+    turns.append({"role": "user", "content": "Review: so so\nSentiment:"})
+    tokenizer = chat(template)
+    encoded = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=True, **options
+    )
+    assert row.tokens == encoded["input_ids"]
+    assert tokenizer.decode(row.tokens).endswith(end)
+    words = [tokenizer.decode(row.tokens[first : last + 1]) for first, last, _ in row.words]
+    assert [word.strip() for word in words] == ["Negative", "Positive"]
+    texts = [k for k, segment in enumerate(row.segments) if segment == "text"]
+    assert tokenizer.decode([row.tokens[k] for k in texts]).split() == [
+        "so",
+        "so",
+        "no",
+        "Positive",
+    ]
+    assert "Review: so so\nSentiment:" in tokenizer.decode(row.tokens[row.query_start :])
+    assert tokenizer.decode(row.tokens[row.query_start :]).count("Review") == 1
+
+
+SET = r"set options=\{'enable_thinking': False\}$"
+WRITE = r"write '/no_think' at the end of the instructions"
+ANOTHER = r"give another template, in which an answer follows"
+REFUSED = [
+    (GEMMA_4, "", ON, "tells the model to think before it answers.*" + SET),
+    (GEMMA_4, "<|think|>\nClassify.", {}, r"hold '<\|think\|>'.*take it out of the instructions"),
+    (ALWAYS.replace("<channel|>", ""), "", {}, "writes '' before the answer 'Neg.*" + ANOTHER),
+    (QWEN_3, "", {}, r"writes '<think>\\n\\n</think>\\n\\n' before the answer 'Neg.*" + SET),
+    (SMOLLM_3, "", {}, "tells the model to think.*" + SET),
+    (SMOLLM_3, "Classify.", ON, "tells the model to think.*" + SET),
+    (SMOLLM_3, "Classify. /think", OFF, WRITE + ", and take out '/think'$"),
+    (NEMOTRON, "", {}, r"but '<think>\\n\\n' where it asks.*" + WRITE + "$"),
+    (NEMOTRON, "/think", {}, WRITE + ", and take out '/think'$"),
+    (GRANITE, "", {"thinking": True}, r"tells the model.*set options=\{'thinking': False\}$"),
+    (DEEPSEEK, "", {}, r"but '<think>\\n' where it asks.*" + ANOTHER),
+    (HARMONY, "", {}, r"writes '<\|channel\|>final<\|message\|>' before.*" + ANOTHER),
+    (MISTRAL, "Classify.", {}, r"the instructions after .*write them into the template of the ta"),
+]
+
+
+@pytest.mark.parametrize(("template", "instructions", "options", "message"), REFUSED)
+def test_a_prompt_is_refused_where_the_model_would_think(
+    template: str, instructions: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PromptError, match=message):
+        row_of(template, with_settings(instructions, options))
+
+
+def test_each_cure_of_a_refusal_helps() -> None:
+    """The advice of each error above is followed as a user would."""
+    for template, instructions, options, message in REFUSED:
+        fields: dict[str, Any] = {"instructions": instructions, "options": options}
+        if SET in message:
+            fields["options"] = {**options, "enable_thinking": False}
+        elif "thinking': False" in message:
+            fields["options"] = {**options, "thinking": False}
+        elif WRITE in message:
+            rest = instructions.replace("/think", "") if "take out" in message else instructions
+            fields["instructions"] = f"{rest} /no_think"
+        elif "take it out" in message:
+            fields["instructions"] = "Classify."
+        elif "write them into the template" in message:
+            fields |= {"instructions": "", "template": f"{instructions}\n{TASK.template}"}
+        elif template == HARMONY:
+            asked = HARMONY.replace(
+                "<|start|>assistant'", "<|start|>assistant<|channel|>final<|message|>'"
+            )
+            fields["options"] = {"chat_template": asked}
+        else:
+            fields["options"] = {"chat_template": PLAIN + "<assistant>"}
+        assert row_of(template, replace(TASK, **fields)).words, message
+
+
+def test_a_switch_in_the_format_of_the_user_is_read_and_left_out() -> None:
+    """The template takes it out of the turns; the texts around it keep their positions."""
+    switched = replace(TASK, template="Review: {text}\nSentiment: /no_think{label}")
+    tokenizer, row = chat(NEMOTRON), row_of(NEMOTRON, switched)
+    assert "/no_think" not in tokenizer.decode(row.tokens)
+    texts = [
+        tokenizer.decode([t]) for t, s in zip(row.tokens, row.segments, strict=True) if s == "text"
+    ]
+    assert "".join(texts).split() == ["so", "so", "no", "Positive"]
+    for text in ("a /no_think b", "/think"):  # in the data it would change the text
+        with pytest.raises(PromptError, match=r"changes the text of the user's turn 'Review: "):
+            al.build_prompts(tokenizer, switched, DEMOS, [text])
+
+
+def test_the_ends_of_a_turn_are_read_as_they_are() -> None:
+    """A template that looks at the end of a turn sees it, and not a mark."""
+    template = PLAIN.replace(
+        "{{ m.content }}", "{{ m.content }}{{ '' if m.content.endswith('/x') else '!' }}"
+    )
+    ended = replace(TASK, template="{text} /x{label}")
+    asked = template + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    text = chat(asked).decode(row_of(asked, ended).tokens)
+    assert text.endswith("<user>so so /x\n<assistant>")
+
+
+@pytest.mark.parametrize(
+    "text", ["\ue0000\ue001", "\ue000\ue000", "<user>", "Negative\n<assistant>"]
+)
+def test_texts_may_hold_what_the_template_and_the_marks_are_made_of(text: str) -> None:
+    tokenizer = chat(PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    demos = [al.Example(text, 0), al.Example(text, 1)]
+    (row,) = rows(al.build_prompts(tokenizer, TASK, demos, [text]))
+    chosen = [t for t, s in zip(row.tokens, row.segments, strict=True) if s == "text"]
+    assert tokenizer.decode(chosen).replace(" ", "") == text * 2
+    words = [tokenizer.decode(row.tokens[first : last + 1]) for first, last, _ in row.words]
+    assert words == ["Negative", "Positive"]
+
+
+def test_switches_are_the_names_and_words_of_a_template() -> None:
+    template = (
+        "{% if enable_thinking and not disable_thinking %}{{ message.thinking }}{% endif %}"
+        "{{ thinking_budget }}{{ reasoning_effort }}{% if '/nothink' in x %}think{% endif %}"
+    )
+    found = switches_of(template, {"a": 1}, "Sort. /think")
+    assert [switch.cure for switch in found] == [
+        {"options": {"a": 1, "enable_thinking": False}},
+        {"options": {"a": 1, "disable_thinking": True}},
+        {"options": {"a": 1, "thinking_budget": 0}},
+        {"instructions": "Sort. /nothink"},
+    ]
+    (effort,) = switches_of("{% if reasoning_effort == 'none' %}{% endif %}", {}, "")
+    assert effort.off == {"options": {"reasoning_effort": "none"}}
+    assert inserted_in("abXXc", "abXc") == "X"
+    assert (
+        inserted_in("abc", "abc") == inserted_in("abd", "abcd") == inserted_in("axc", "abc") == ""
+    )
