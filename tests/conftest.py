@@ -58,7 +58,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         )
     # On models this small several threads wait for each other, up to eight times as long.
     torch.set_num_threads(1)
-    logging.getLogger("anchorlens").addHandler(RaisedLog())
+    logger = logging.getLogger("anchorlens")
+    logger.setLevel(logging.DEBUG)  # at which own mistakes are logged
+    logger.addHandler(RaisedLog())
     # What was imported stays: searching it for garbage takes a sixth of the time.
     gc.collect()
     gc.freeze()

@@ -76,7 +76,11 @@ def name_of_cache(model: Any) -> str:
 
 
 def _takes(model: Any, name: str) -> bool:
-    forward = getattr(type(original_of(model)), "forward", None)
+    return _has_argument(type(original_of(model)), name)
+
+
+def _has_argument(kind: type, name: str) -> bool:
+    forward = getattr(kind, "forward", None)
     return forward is not None and name in inspect.signature(forward).parameters
 
 
@@ -87,7 +91,8 @@ def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> di
     its keys twice. All trials use these arguments too: some models compute with other types where
     there is a cache (OLMo 2 in bfloat16).
     """
-    return {"attention_mask": mask.long()} | ({"use_cache": False} if is_bridge(model) else {})
+    takes_cache = is_bridge(model) or _has_argument(type(model), "use_cache")
+    return {"attention_mask": mask.long()} | ({"use_cache": False} if takes_cache else {})
 
 
 # Keys and values of an entry of a cache, Float["batch _ position _"].

@@ -12,6 +12,7 @@ from ..errors import ModelError
 from ..system.arguments import checked
 from ..system.put_back import put_back
 from ..system.torch_state import own_random_state
+from .foreign_errors import in_a_line, is_own_mistake
 from .hooked import (
     HookedModel,
     Operands,
@@ -54,7 +55,7 @@ Model = TypeVar("Model", bound=HookedModel)
 # What prepare_model finds out about a model.
 _FOUND: tuple[Any, ...] = (verified_operands, without_cache, shared_entries)
 _ENCODER_DECODER = (
-    "{} is an encoder-decoder; these analyses are for left-to-right language models, whose label "
+    "{} is {}; these analyses are for left-to-right language models, whose label "
     "words are in the same prompt as the query"
 )
 _BIDIRECTIONAL = (
@@ -249,7 +250,10 @@ def refuse_two_devices(device: object, device_map: object) -> None:
 def refuse_encoder_decoder(name: str, config: Any) -> None:
     """Raise an error if a configuration of transformers is that of an encoder-decoder."""
     if config.is_encoder_decoder:
-        raise ModelError(_ENCODER_DECODER.format(name))
+        raise ModelError(_ENCODER_DECODER.format(name, "an encoder-decoder"))
+    # Its decoder alone (BartForCausalLM) has a configuration of the same class.
+    if getattr(type(config), "is_encoder_decoder", False):
+        raise ModelError(_ENCODER_DECODER.format(name, "the decoder of an encoder-decoder"))
 
 
 def _refuse_other_sources(source: Any) -> None:
@@ -311,8 +315,11 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
         )
     except Exception as error:  # an unknown architecture, or an adapter that does not fit
         set_as_found()
+        if is_own_mistake(error):
+            raise
+        reason = in_a_line(error).partition(" Available architectures")[0]  # more than a hundred
         raise ModelError(
-            f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {str(error)[:200]}"
+            f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {reason}"
         ) from error
 
 
@@ -333,17 +340,8 @@ def _refuse_inference_tensors(name: str, model: Any) -> None:
 
 def _refuse_different_logits(name: str, expected: Tensor, model: Any, tokens: Tensor) -> None:
     """Raise an error if a bridge computes other logits than the model that it wraps, or none."""
-    try:
-        with trial_of(model):
-            computed = logits_of(model, tokens)
-    except ModelError:  # which is a ValueError, and says why already
-        raise
-    # CodeGen from transformers 5.24 on
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"TransformerLens cannot run {name!r} after wrapping it: {error}. Its adapter does not "
-            "fit this version of transformers; try another version of either"
-        ) from error
+    with trial_of(model):
+        computed = logits_of(model, tokens)
     if not (expected.isfinite().all() and computed.isfinite().all()):
         return  # verify_hooks raises an error that names the layer
     difference = relative_difference(computed, expected)
@@ -358,7 +356,7 @@ def _refuse_different_logits(name: str, expected: Tensor, model: Any, tokens: Te
 def _refuse_missing_hooks(model: Any) -> None:
     name, names = model.cfg.model_name, set(model.hook_dict)
     if any(point.startswith(("encoder", "decoder")) for point in names):
-        raise ModelError(_ENCODER_DECODER.format(name))
+        raise ModelError(_ENCODER_DECODER.format(name, "an encoder-decoder"))
     generates = getattr(original_of(model), "can_generate", None)
     if generates is not None and not generates():
         if hasattr(model, "W_E") and attends_to_later(model):
@@ -385,8 +383,10 @@ def _refuse_missing_hooks(model: Any) -> None:
     ]
     if missing:
         raise ModelError(
-            f"layers {missing} of {name} have no attention pattern to hook (for example, because "
-            "they are state-space layers), and these analyses need a pattern in every layer"
+            f"layers {missing} of {name} have no attention pattern to hook: TransformerLens has no "
+            "hook points of scores and pattern there. They are layers of another kind, such as "
+            "state-space layers, or attention that it leaves closed; these analyses need a pattern "
+            "in every layer"
         )
 
 

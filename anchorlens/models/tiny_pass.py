@@ -7,13 +7,22 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import AnchorlensError, ModelError
 from ..system.put_back import safe_context
 from .added_hooks import ModuleHook, added_hooks
+from .foreign_errors import in_a_line, is_own_mistake, origin_of
 from .hooked import Hook, HookedModel, device_of, vocabulary_of
 from .kinds import inputs_without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 
+_OF_MODEL = (
+    "the model's own code raises this: its configuration does not fit this code, or the code does "
+    "not fit this version of transformers"
+)
+_OF_ADAPTER = (
+    "TransformerLens raises this: its adapter does not fit this model; try another version of "
+    "transformer-lens or transformers"
+)
 # Makes the input of block 0 a leaf: a frozen model has no other for the backward pass.
 LEAF: Hook = ("blocks.0.hook_resid_pre", lambda resid, hook: resid.detach().requires_grad_())
 
@@ -53,19 +62,21 @@ def logits_of(model: Any, tokens: Int[Tensor, "1 position"]) -> Float[Tensor, "1
     name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
     try:
         output = model(tokens, **inputs_without_cache(model, torch.ones_like(tokens).bool()))
-    except RuntimeError as error:  # XGLM in float64, OLMo 2 in bfloat16
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        cure = "its configuration does not fit the code of the model"
-        if dtype != "float32":
-            cure = f"use float32 (dtype=torch.float32); if that fails too, {cure}"
-        raise ModelError(f"{name} cannot run in {dtype}: {str(error)[:200]}; {cure}") from error
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
+    except (AnchorlensError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # XGLM in float64, OLMo 2 in bfloat16, Llama 4 with images
+        if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+            raise ModelError(
+                f"the model in {name} cannot run a padded batch: {error}; its forward has to take "
+                "attention_mask, as the models of transformers do"
+            ) from error
+        if is_own_mistake(error):
             raise
-        raise ModelError(
-            f"the model in {name} cannot run a padded batch: {error}; its forward has to take "
-            "attention_mask, as the models of transformers do"
-        ) from error
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        reason = _OF_ADAPTER if origin_of(error) == "transformer_lens" else _OF_MODEL
+        if dtype != "float32":
+            reason = f"use float32 (dtype=torch.float32); if that fails too, {reason}"
+        raise ModelError(f"{name} cannot run in {dtype}: {in_a_line(error)}; {reason}") from error
     logits: Tensor = getattr(output, "logits", output)
     return logits
 

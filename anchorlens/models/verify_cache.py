@@ -1,6 +1,5 @@
 """Verify in tiny passes that a model continues from its cache, and find which entries it reads."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..system.put_back import put_back
+from .foreign_errors import reason_of_failure
 from .hooked import Hook, HookedModel, dtype_of, hooks_by_layer, scores_name
 from .kinds import name_of_cache
 from .kv_cache import (
@@ -22,8 +22,6 @@ from .kv_cache import (
 )
 from .native_attention import rename_cache
 from .tiny_pass import relative_difference, rounding_of, tiny_tokens, trial_of
-
-_log = logging.getLogger(__name__)
 
 
 def verify_cached_step(model: Any) -> None:
@@ -73,9 +71,7 @@ def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a forward that knows no cache may raise anything
-        if not isinstance(error, (ModelError, RuntimeError)):
-            _log.warning("a cached step failed with an unexpected error", exc_info=error)
-        return str(error).partition("\n")[0] or type(error).__name__, ()
+        return reason_of_failure(error, "a cached step"), ()
     difference = relative_difference(logits, expected)
     if difference <= rounding_of(dtype_of(model)):
         return "", entries

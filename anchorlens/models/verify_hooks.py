@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from .foreign_errors import is_own_mistake, reason_of_failure
 from .hooked import Hook, HookedModel, Operands, device_of, pattern_name, scores_name, vocabulary_of
 from .kinds import QUERY_AND_KEY
 from .tiny_pass import LEAF, logits_of, n_tokens_of, small_loss, tiny_tokens, trial_of
@@ -43,7 +44,11 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
         operands = tuple(_operands_of(layer, n_heads) for layer in layers)
         try:
             small_loss(logits).backward()
-        except (RuntimeError, NotImplementedError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of kernels that were written elsewhere
+            if is_own_mistake(error):
+                raise
             raise ModelError(_no_backward(model, layers, error)) from error
     shape = (1, n_heads, length, length)
     faults = {number: _fault(layer, shape) for number, layer in enumerate(layers)}
@@ -57,7 +62,8 @@ def attends_to_later(model: HookedModel) -> bool:
         try:
             # Without a mask, which the bridge of GPT-1 takes for a causal one.
             logits = model(tokens % vocabulary_of(model))[:, :-1].float()
-        except RuntimeError:  # not known: it cannot run, as verify_hooks says
+        except Exception as error:  # not known: it cannot run, as verify_hooks says
+            reason_of_failure(error, "a pass without a mask")
             return False
     return bool((logits[0] - logits[1]).abs().max() > 1e-3 * logits.abs().max())
 
@@ -67,7 +73,7 @@ def _hooks_of(model: HookedModel, number: int, layer: _Layer) -> list[Hook]:
         layer.calls += 1
         layer.scores = scores
         cut = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-        cut[2, 1] = True
+        cut[2:3, 1:2] = True  # no edge where a model has other axes
         return scores.masked_fill(cut, torch.finfo(scores.dtype).min)
 
     def multiply_by_factor(pattern: Tensor, hook: Any) -> Tensor:

@@ -4,24 +4,17 @@ A trial runs two prompts in both ways and gives a reason why the quicker way can
 reason is empty if it can.
 """
 
-import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..errors import AnchorlensError
+from ..models.foreign_errors import reason_of_failure
 from ..models.hooked import HookedModel, dtype_of
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
 from ..system.devices import on_one_device
 from ..system.processes import gather_from_processes
-
-_log = logging.getLogger(__name__)
-
-# The errors of architectures that cannot do what is tried: a cache or a start in a later block does
-# not fit them, or an operation has no gradient for several prompts at once.
-UNABLE = (AnchorlensError, RuntimeError)
 
 # Of the largest logit, between a pass after a prefix and one of whole prompts. Both do the same
 # operations, so this holds in every type.
@@ -83,12 +76,14 @@ def why_not_equal(
 
 
 def reason_of(error: Exception) -> str:
-    """Why a trial failed, in a line; an error of memory is raised again: fewer prompts may fit."""
+    """Why a trial failed, in a line; an error of memory is raised again: fewer prompts may fit.
+
+    A cache or a start in a later block may not fit an architecture, or an operation has no gradient
+    for several prompts at once.
+    """
     if is_out_of_memory(error):
         raise error
-    if not isinstance(error, UNABLE):
-        _log.warning("a trial failed with an error that was not expected", exc_info=error)
-    return str(error).partition("\n")[0] or type(error).__name__
+    return reason_of_failure(error, "a trial")
 
 
 def agreed(trial: str, reason: str) -> str:

@@ -49,6 +49,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: made("Lfm2", **TEXTS, **SIZES, intermediate_size=48, **HYBRID),
         r"layers \[0\] of .* have no attention pattern",
     ),
+    "attention that is closed": (
+        lambda: made("RecurrentGemma", **TEXTS, **SIZES, block_types=["attention"], lru_width=32),
+        "state-space layers, or attention that it leaves closed",
+    ),
     "images": (
         lambda: made("ViT", "ForImageClassification", **SIZES, intermediate_size=32),
         "is no left-to-right language model",

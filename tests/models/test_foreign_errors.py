@@ -1,0 +1,117 @@
+"""What the code of a model raises is a reason; what this package raises by mistake is never one."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import anchorlens as al
+from anchorlens.errors import ModelError
+from anchorlens.models.foreign_errors import is_own_mistake
+from anchorlens.models.kv_cache import without_cache
+from anchorlens.trials.comparison import reason_of
+from tests.support.tiny_models import questions, tiny_gpt2
+
+KINDS = (AttributeError, IndexError, KeyError, ValueError, TypeError, AssertionError, RuntimeError)
+
+
+def raising(error: BaseException, module: str = "transformers.models.tiny") -> Callable[..., Any]:
+    """A function of another module that raises an error."""
+    namespace = {"__name__": module, "error": error}
+    exec("def forward(*args, **kwargs):\n    raise error", namespace)
+    function: Callable[..., Any] = namespace["forward"]  # type: ignore[assignment]
+    return function
+
+
+def raised(error: BaseException, module: str) -> Exception:
+    with pytest.raises(type(error)) as caught:
+        raising(error, module)()
+    return caught.value  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_a_forward_raises_is_a_model_error(
+    kind: type[Exception], byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: Any = tiny_gpt2(len(byte_level))
+    monkeypatch.setattr(type(weights), "forward", raising(kind("no such part")))
+    message = r"cannot run in float32: .*no such part.*; the model's own code raises this"
+    with pytest.raises(ModelError, match=message) as caught:
+        al.load_model(weights, tokenizer=byte_level)
+    assert type(caught.value.__cause__) is kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_a_forward_raises_in_a_trial_is_a_reason(
+    kind: type[Exception], byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a traceback in the log, which the tests make an error."""
+    weights: Any = tiny_gpt2(len(byte_level))
+    forward = type(weights).forward
+
+    @functools.wraps(forward)
+    def without(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cache", kwargs.get("past_key_values")) is not None:
+            raising(kind("no such part"))()
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(weights), "forward", without)
+    model = al.load_model(weights, tokenizer=byte_level)
+    assert "no such part" in without_cache[model]
+    record = al.run(model, questions(model, 4), [al.Accuracy()], resamples=0, progress=False)
+    assert "no such part" in record["accuracy"].info["shared_prefix"]
+
+
+@pytest.mark.with_shapes
+def test_an_own_mistake_is_not_hidden(byte_level: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, foreign = (
+        raised(KeyError("gone"), module) for module in ("anchorlens.trials.x", "somebody.model")
+    )
+    assert is_own_mistake(own) and not is_own_mistake(foreign)
+    assert reason_of(foreign) == "KeyError: 'gone'"
+    with pytest.raises(AssertionError, match="a trial failed by a mistake of anchorlens"):
+        reason_of(own)
+    # Operations of torch fail on tensors of an architecture, also in hooks of this package.
+    assert not is_own_mistake(raised(RuntimeError("shapes"), "anchorlens.trials.x"))
+    wrong = raising(IndexError("gone"), "anchorlens.models.x")
+    monkeypatch.setattr("anchorlens.models.tiny_pass.inputs_without_cache", wrong)
+    with pytest.raises(IndexError, match="gone"):
+        al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+
+
+SMALL: dict[str, Any] = {"vocab_size": 3000, "max_position_embeddings": 512, "hidden_size": 32}
+SMALL |= {"intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+BART: dict[str, Any] = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}
+LINEAR: dict[str, Any] = {"layer_types": ["linear_attention"] * 2, "linear_num_key_heads": 2}
+LINEAR |= {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "a decoder": (
+        *("BartForCausalLM", "BartConfig"),
+        {**BART, "vocab_size": 3000, "decoder_ffn_dim": 48},
+        "^BartForCausalLM is the decoder of an encoder-decoder",
+    ),
+    "linear layers alone": (
+        *("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
+        SMALL | LINEAR,
+        r"layers \[0, 1\] of .* have no attention pattern to hook",
+    ),
+    "unknown": (
+        *("PersimmonForCausalLM", "PersimmonConfig"),
+        SMALL,
+        r"^TransformerLens cannot wrap 'PersimmonForCausalLM' \(PersimmonForCausalLM\): .{,80}$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_are_refused_for_what_they_are(name: str, byte_level: Any) -> None:
+    model, config, options, message = REFUSED[name]
+    if not hasattr(transformers, model):
+        pytest.skip("not in this version of transformers")
+    with torch.random.fork_rng(devices=[]):
+        weights = getattr(transformers, model)(getattr(transformers, config)(**options))
+    with pytest.raises(ModelError, match=message):
+        al.load_model(weights, tokenizer=byte_level)
