@@ -133,6 +133,139 @@ def test_one_file_puts_hooks_on_models() -> None:
     assert calling == {"models.added_hooks"}
 
 
+# What changes something for a while, and restores it at an end that Ctrl-C can skip; and what
+# changes it without an end. They are used inside put_back.
+CHANGES = {
+    "warnings": {"catch_warnings", "filterwarnings", "simplefilter", "resetwarnings"},
+    "torch": {
+        *("device", "enable_grad", "inference_mode", "no_grad", "set_grad_enabled"),
+        *("autocast", "manual_seed", "seed", "set_default_device", "set_default_dtype"),
+        *("set_num_threads", "set_rng_state", "use_deterministic_algorithms"),
+    },
+    "torch.random": {"fork_rng"},
+    "checkpoint": {"set_checkpoint_early_stop"},
+    "torch.utils.checkpoint": {"set_checkpoint_early_stop"},
+    "contextlib": {"ExitStack", "redirect_stderr", "redirect_stdout", "chdir"},
+    "np": {"errstate", "seterr"},
+    "numpy": {"errstate", "seterr"},
+    "os": {"chdir", "putenv", "environ"},
+    "random": {"seed", "setstate"},
+    "signal": {"signal", "setitimer"},
+    "sys": {"setrecursionlimit", "settrace", "setprofile"},
+}
+
+
+def changes_for_a_while(tree: ast.Module) -> set[str]:
+    """What a file changes of Python, numpy or torch; values of os.environ may be read."""
+    entered = {
+        id(item.context_expr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+        for item in node.items
+    }
+    changed = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names} & CHANGES.get(node.module or "", set())
+            changed |= {f"{node.module}.{name}" for name in names}
+        function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        package, _, name = function.rpartition(".")
+        if name in CHANGES.get(package, ()) and (name != "device" or id(node) in entered):
+            changed.add(function)
+        if name in ("setLevel", "set_verbosity"):
+            changed.add(name)
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        is_set = isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete)
+        for target in filter(None, targets if is_set else []):
+            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                text = ast.unparse(each)
+                changed |= {text} if re.match(r"(sys|os|warnings|torch)\.", text) else set()
+    return changed
+
+
+def test_what_is_changed_for_a_while_is_changed_in_a_few_files() -> None:
+    """Each of them puts it back after an interrupt too: see tests/system/test_every_context.py."""
+    changing = {name: changes_for_a_while(tree) for name, tree in TREES.items()}
+    assert {name: changes for name, changes in changing.items() if changes} == {
+        "cli.commands": {"warnings.formatwarning"},  # to the end of the process
+        "cli.output": {"sys.stdout", "sys.stderr"},
+        "experiments.subsets": {"random.setstate"},
+        "models.quiet_libraries": {"setLevel"},
+        # Every pass is inside frozen_in_eval_mode, which puts them back.
+        "passes.forward": {"torch.inference_mode", "torch.no_grad", "torch.set_grad_enabled"},
+        "passes.step_gradients": {"torch.enable_grad", "torch.inference_mode"},
+        "system.hidden_warnings": {"warnings.catch_warnings", "warnings.filterwarnings"},
+        "system.signals": {"signal.signal"},
+        "system.torch_state": {
+            *("torch.device", "torch.set_grad_enabled", "torch.set_rng_state"),
+            "checkpoint.set_checkpoint_early_stop",
+        },
+    }
+
+
+def test_changes_of_a_file_are_found() -> None:
+    text = """
+from warnings import catch_warnings, warn
+import warnings, os, torch
+@torch.no_grad()
+def f(device=torch.device("cpu")):
+    with warnings.catch_warnings(), torch.device("cpu"):
+        os.environ["A"] = os.environ.get("B", "")
+        sys.stdout, a = a, b
+        logger.setLevel(3)
+        torch.Generator().manual_seed(0)
+"""
+    assert changes_for_a_while(ast.parse(text)) == {
+        *("warnings.catch_warnings", "torch.no_grad", "torch.device", "os.environ['A']"),
+        *("sys.stdout", "setLevel"),
+    }
+
+
+def decorated_with(name: str, tree: ast.Module) -> list[ast.FunctionDef]:
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(name in ast.unparse(decorator).split(".") for decorator in node.decorator_list)
+    ]
+
+
+def puts_back(function: ast.FunctionDef) -> bool:
+    """Whether a function has an end after its ``yield`` that is always needed."""
+    return any(
+        isinstance(node, ast.With) or (isinstance(node, ast.Try) and bool(node.finalbody))
+        for node in ast.walk(function)
+        if any(isinstance(inner, ast.Yield) for inner in ast.walk(node))
+    )
+
+
+def test_contexts_of_contextlib_only_translate_errors() -> None:
+    """Ctrl-C at the start of their ``__exit__`` skips their end; that of safe_context none can."""
+    contexts = {
+        f"{name}.{function.name}": puts_back(function)
+        for name, tree in TREES.items()
+        for function in decorated_with("contextmanager", tree)
+    }
+    assert not [name for name, is_needed in contexts.items() if is_needed]
+    assert contexts and any(
+        puts_back(f) for f in decorated_with("safe_context", TREES["system.hidden_warnings"])
+    )
+
+
+def test_every_context_that_puts_something_back_is_interrupted_by_a_test() -> None:
+    tests = ROOT.parent / "tests"
+    files = (tests / "system/test_every_context.py", tests / "models/test_interrupts.py")
+    tested = "".join(file.read_text() for file in files)
+    changing = {
+        function.name
+        for tree in TREES.values()
+        for function in decorated_with("safe_context", tree)
+        if "put_back(" in ast.unparse(function)
+    }
+    assert len(changing) > 9
+    assert not {name for name in changing if not re.search(rf"\b{name}\b", tested)}
+
+
 MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"}
 MAKERS |= {"randperm", "tensor", "tril_indices", "triu_indices", "zeros"}
 

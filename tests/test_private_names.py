@@ -278,6 +278,45 @@ def modes_of_torch_can_be_removed() -> bool:
     return top == hooks and after is None and count == before + 1
 
 
+@use_of("torch", "_InferenceMode _set_grad_enabled", "system/torch_state.py")
+def the_guard_of_inference_mode_can_end_twice() -> bool:
+    """The guard of inference_mode restores what it found, and nothing at its second end."""
+    with torch.inference_mode():
+        guard: Any = torch._C._InferenceMode(False)  # it starts here, or when it is entered
+        guard.__enter__()
+        torch._C._set_grad_enabled(False)
+        inside = torch.is_inference_mode_enabled()
+        guard.__exit__(None, None, None)
+        restored = torch.is_inference_mode_enabled()
+    guard.__exit__(None, None, None)
+    return not inside and restored and torch.is_grad_enabled()
+
+
+@use_of("torch", "_enable_checkpoint_early_stop", "system/torch_state.py")
+def a_value_says_whether_checkpoints_stop_early() -> bool:
+    """set_checkpoint_early_stop changes _enable_checkpoint_early_stop, and restores it."""
+    from torch.utils import checkpoint
+
+    before = checkpoint._enable_checkpoint_early_stop
+    with checkpoint.set_checkpoint_early_stop(False):
+        inside = checkpoint._enable_checkpoint_early_stop
+    return before is not False and inside is False
+
+
+@use_of("Python", "_showwarnmsg_impl", "system/hidden_warnings.py")
+def warnings_are_recorded_by_three_values() -> bool:
+    """catch_warnings changes these values of the module, and no others that say what is shown."""
+
+    def state() -> dict[str, Any]:
+        return {name: value for name, value in vars(warnings).items() if name != "_filters_version"}
+
+    before = state()
+    with warnings.catch_warnings(record=True):
+        inside = state()
+    changed = {name for name, value in before.items() if inside[name] is not value}
+    return changed <= {"filters", "showwarning", "_showwarnmsg_impl"}
+
+
 @use_of("transformers", "_name_or_path", "models/model_identity.py")
 def configurations_name_their_folder() -> bool:
     """A configuration as a dict holds the folder it was loaded from under this name."""

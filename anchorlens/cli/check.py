@@ -2,7 +2,6 @@
 
 import shlex
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,7 +27,9 @@ from ..prompts.examples import load_examples, sample_demonstrations, sample_quer
 from ..prompts.tasks import TASKS
 from ..results.text_tables import Section
 from ..runs.run import run
+from ..system.hidden_warnings import hidden_warnings
 from ..system.processes import fails_together
+from ..system.put_back import each_call_inside
 from .options import Check
 from .output import Output
 
@@ -40,7 +41,7 @@ NO = "no: "
 
 
 @fails_together()
-@quiet_libraries()
+@each_call_inside(quiet_libraries)
 def check(options: Check) -> None:
     """Load a model, verify its hooks, and print what works on it."""
     started = time.perf_counter()
@@ -49,8 +50,7 @@ def check(options: Check) -> None:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     loaded = load_model(model, device=options.device, dtype=dtype)
     output.note("trying the analyses on three prompts")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # three prompts are too few for numbers that are read
+    with hidden_warnings():  # three prompts are too few for numbers that are read
         facts, findings = facts_of(loaded), tried(loaded)
     reasons = [_reason(findings[name]) for name in ANALYSES]
     findings["seconds"] = round(time.perf_counter() - started, 1)

@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import wraps
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -16,8 +17,9 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from ..errors import AnchorlensError
+from ..system.hidden_warnings import hidden_warnings
 from ..system.package import installed_version
-from ..system.processes import was_launched
+from ..system.processes import is_main, join_launched, was_launched
 from ..system.signals import Stopped, signals_raise
 from ..system.texts import printable
 from .options import Across, Check, Common, Contexts, Demo, Faithfulness, Models, Paper, Run
@@ -248,12 +250,9 @@ def _status() -> int:
     warnings.formatwarning = line_of
     try:
         if was_launched():
-            from ..system.processes import is_main, join_launched
-
             join_launched()
-            if not is_main():
-                warnings.simplefilter("ignore")
-        app()
+        with nullcontext() if is_main() else hidden_warnings():
+            app()
     except SystemExit as end:  # the command is over
         return int(end.code or 0)
     except AnchorlensError as error:

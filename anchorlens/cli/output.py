@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any, TextIO
@@ -14,6 +14,7 @@ import typer
 
 from ..results.text_tables import Section
 from ..system.processes import is_main
+from ..system.put_back import put_back, safe_context
 from ..system.texts import printable
 
 
@@ -100,17 +101,19 @@ class LastingStream:
             os.close(null)
 
 
-@contextmanager
+@safe_context
 def lasting_streams() -> Iterator[LastingStream]:
     """Inside, work goes on where nothing can be printed; gives the stream of the results."""
     before = sys.stdout, sys.stderr
     streams = LastingStream(sys.stdout), LastingStream(sys.stderr)
-    sys.stdout, sys.stderr = streams
-    try:
-        yield streams[0]
-    finally:
+
+    def restore() -> None:
         sys.stdout.flush()
         sys.stdout, sys.stderr = before
+
+    with put_back(restore):
+        sys.stdout, sys.stderr = streams
+        yield streams[0]
 
 
 def _finite(value: Any) -> Any:

@@ -42,6 +42,7 @@ from ..runs.identity import versions
 from ..runs.store import forget_run
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main
+from ..system.put_back import each_call_inside
 from .analysis import analysed, file_name, forget_analysis, make_folders, pictures
 from .before_weights import check_depth, check_length, checked_tokenizer
 from .options import (
@@ -74,7 +75,7 @@ Options = TypeVar("Options", Run, Paper, Contexts, Faithfulness)
 
 
 @fails_together()
-@quiet_libraries()
+@each_call_inside(quiet_libraries)
 def demo(options: Demo) -> None:
     """Analyse a model on two bundled tasks."""
     of_run = Run(**vars(options), dtype=Dtype.float32)
@@ -82,7 +83,7 @@ def demo(options: Demo) -> None:
 
 
 @fails_together()
-@quiet_libraries()
+@each_call_inside(quiet_libraries)
 def run(options: Run) -> None:
     """Analyse a model on a task."""
     chosen = chosen_tasks(options.task and [options.task], options, options.shots)
@@ -149,7 +150,7 @@ def _next(options: Run, chosen: ChosenTask, summary: Summary) -> str:
 
 
 @fails_together()
-@quiet_libraries()
+@each_call_inside(quiet_libraries)
 def paper(options: Paper) -> None:
     """Print the paper's figures and tables for a model."""
     out, output = options.out, options.output
@@ -221,7 +222,7 @@ def paper(options: Paper) -> None:
 
 
 @fails_together()
-@quiet_libraries()
+@each_call_inside(quiet_libraries)
 def contexts(options: Contexts) -> None:
     """Train contexts, and compare them with demonstrations and their label words."""
     out, output = options.out, options.output
@@ -266,7 +267,7 @@ def contexts(options: Contexts) -> None:
 
 
 @fails_together()
-@quiet_libraries()
+@each_call_inside(quiet_libraries)
 def faithfulness(options: Faithfulness) -> None:
     """Compare scores of segments with what the removal of segments does."""
     out, output = options.out, options.output
@@ -313,7 +314,7 @@ def faithfulness(options: Faithfulness) -> None:
 
 
 @fails_together()
-@quiet_libraries()
+@each_call_inside(quiet_libraries)
 def across(options: Across) -> None:
     """Compare the claims of the paper with several models."""
     out, output = options.out, options.output

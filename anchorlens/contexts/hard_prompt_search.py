@@ -26,7 +26,9 @@ from ..runs.identity import in_words
 from ..system.arguments import check_from_1, checked
 from ..system.devices import in_float64
 from ..system.processes import gather_from_processes
+from ..system.put_back import each_call_inside
 from ..system.texts import described
+from ..system.torch_state import gradient_mode
 from .embedded import embeddings_of, moved_embeddings, prefix_of_tokens, start_tokens
 from .hard_prompt import HardPrompt, made_of_tokens, tokenizer_of
 from .hard_prompts import PEZ, Descent, class_words
@@ -120,7 +122,7 @@ def train_hard_prompt(
             )
         run.check(tokens)
         check_embeds_by_table(model, batch, tokens)
-        with torch.inference_mode(False):
+        with gradient_mode(True):
             embeddings = embeddings_of(model, batch, tokens)[len(bos) :].requires_grad_()
         unit, example = float(root_mean_square(embeddings)), batch.prompt(0)
         trainable = SearchedTokens(
@@ -253,7 +255,7 @@ class SearchedTokens(Trainable):
         self.embeddings.grad = offset.grad
         return objective
 
-    @torch.no_grad()
+    @each_call_inside(gradient_mode, False)
     def after_step(self, step: int) -> None:
         if self.method.noise is not None:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)

@@ -16,6 +16,7 @@ from ..models.kv_cache import KeyValues
 from ..prompts.batch import PromptBatch
 from ..system.arguments import check_from_1, checked
 from ..system.processes import gather_from_processes
+from ..system.torch_state import gradient_mode
 from .compressed import CompressedContext, refuse_gaps
 from .embedded import prefix_of_tokens
 from .protocol import (
@@ -191,7 +192,7 @@ def _split(prefix: KeyValues, count: int) -> tuple[list[Tensor], list[Tensor]]:
     """The keys and values of the first positions, and leaves of the others."""
     tensors = [*prefix.keys, *prefix.values]
     fixed = [tensor[:, :, :count].detach() for tensor in tensors]
-    with torch.inference_mode(False):
+    with gradient_mode(True):
         # The optimizer's steps would round to 0 in low precision.
         leaves = [
             tensor[:, :, count:]

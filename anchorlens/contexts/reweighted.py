@@ -33,6 +33,7 @@ from ..results import figures
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes
+from ..system.torch_state import gradient_mode
 from ..trials.may_share import all_but_target
 from .compressed import CompressedContext, compress
 from .protocol import Context, QueryPass
@@ -177,7 +178,7 @@ def train_reweighting(
         refuse_several_targets(loss)
         check_loss(loss, run.study.batches, model)
         shape = (model.cfg.n_layers, model.cfg.n_heads, len(classes))
-        with torch.inference_mode(False):
+        with gradient_mode(True):
             parameter = _parameter(model, shape, start)
             ready = {id(batch): all_but_target(model, batch) for batch in run.batches}
             trainable = _TrainedBeta(parameter, ready)

@@ -16,6 +16,7 @@ from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch
 from ..system.arguments import check_from_1, checked
 from ..system.processes import gather_from_processes
+from ..system.torch_state import gradient_mode
 from ..trials.comparison import difference_of, tolerance
 from .compressed import ROUNDINGS
 from .embedded import embeddings_of, prefix_of_tokens, replaced_embeddings, start_tokens
@@ -84,7 +85,7 @@ def train_soft_prompt(
         tokens = torch.cat([bos, random if start is None else start_tokens(model, start, length)])
         run.check(tokens)
         _check_reads_embeddings_alone(model, batch, tokens, len(bos))
-        with torch.inference_mode(False):
+        with gradient_mode(True):
             embeddings = embeddings_of(model, batch, tokens)[len(bos) :].requires_grad_()
         trainable = _TrainedEmbeddings(bos, embeddings)
         (best,), record = run.take_steps(trainable)

@@ -39,6 +39,7 @@ from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import bytes_of, write_atomically
 from ..system.processes import gather_from_processes, is_main
 from ..system.texts import name_of
+from ..system.torch_state import gradient_mode
 from ..system.warn import warn_user
 from .compressed import cache_of_tokens
 from .protocol import Context, QueryPass, bos_of, check_queries, model_identity
@@ -173,7 +174,7 @@ class Trainable(Protocol):
 
     def backward(self, model: HookedModel, batch: PromptBatch, loss: Loss) -> float:
         """Add the gradient of the mean loss to the parameters; NaN if the loss is not finite."""
-        with torch.enable_grad():
+        with gradient_mode(True):
             queries = self.query_pass(model, batch)
         return mean_loss_with_gradient(
             model, queries.batch, loss, self.parameters, hooks=queries.hooks, prefix=queries.prefix
@@ -256,7 +257,7 @@ class TrainingRun:
                     "the held-out ones (held_out=...) unlike those of training"
                 )
         optimizer = training.optimizer or optimizer
-        with torch.inference_mode(False):  # a step of a number, so that a wrong one is seen at once
+        with gradient_mode(True):  # a step of a number, so that a wrong one is seen at once
             number = torch.zeros(1, requires_grad=True, device="cpu")
             number.grad = torch.zeros(1, device="cpu")
             try:
@@ -293,7 +294,7 @@ class TrainingRun:
         return self._moved(self.study.batches[self.count :])
 
     def _moved(self, batches: Sequence[PromptBatch]) -> list[PromptBatch]:
-        with torch.inference_mode(False):
+        with gradient_mode(True):
             return [batch.to(device_of(self.study.model)) for batch in batches]
 
     @property
@@ -348,7 +349,7 @@ class TrainingRun:
         """
         window, seed, count = self.training.check_every, self.training.seed, self.count
         quiet = not (self.training.progress and is_main())
-        with torch.inference_mode(False):
+        with gradient_mode(True):
             optimizer = self.optimizer(trainable.parameters)
             file = _StateFile.of(self, trainable)
             state = _State()
@@ -554,7 +555,7 @@ class _StateFile:
     def put(self, stored: "_Stored", trainable: Trainable, optimizer: Optimizer) -> None:
         """Put what is stored into the parameters and the optimizer."""
         with self._of_this_version():
-            with torch.no_grad():
+            with gradient_mode(False):
                 for n, parameter in enumerate(trainable.parameters):
                     parameter.copy_(stored.tensors[f"parameter.{n}"].view_as(parameter))
             own = io.BytesIO(stored.tensors["optimizer"].numpy().tobytes())

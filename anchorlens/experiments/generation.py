@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from inspect import Parameter, signature
 from reprlib import repr as shorten
 from typing import Any
-from warnings import catch_warnings, filterwarnings
 
 import plotly.graph_objects as go
 import torch
@@ -24,8 +23,9 @@ from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch
 from ..prompts.build import TextPiece, build_segments
 from ..system.arguments import check_from_1, checked
+from ..system.hidden_warnings import hidden_warnings
 from ..system.texts import printable
-from ..system.torch_state import own_random_state
+from ..system.torch_state import gradient_mode, own_random_state
 
 ANSWER = "answer"
 """The segment of the tokens that the model writes."""
@@ -172,12 +172,11 @@ def written_tokens(
     with (
         frozen_in_eval_mode(model),
         own_random_state(devices_of_layers(model), seed % 2**64),
-        torch.no_grad(),
+        gradient_mode(False),
         added_hooks(model),
-        catch_warnings(),
-    ):
         # TransformerLens 4.3 names the cache as it was called until transformers 5.23.
-        filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
+        hidden_warnings("`past_key_values` is deprecated", FutureWarning),
+    ):
         written = model.generate(
             prompt.tokens.to(device),
             max_new_tokens=count,

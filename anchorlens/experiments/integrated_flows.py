@@ -35,7 +35,9 @@ from ..runs.study import Study
 from ..system.arguments import check_from_1, checked
 from ..system.devices import on_one_device, widest
 from ..system.processes import fails_together, is_main
+from ..system.put_back import each_call_inside
 from ..system.texts import name_of
+from ..system.torch_state import gradient_mode
 from ..system.warn import warn_user
 
 Pattern = Float[Tensor, "batch head query key"]
@@ -172,7 +174,7 @@ def integrated_flows(
         reasons = plan.why_not_late(study.batches, {layer: _halved(layer) for layer in layers})
 
         # An inference_mode of the caller would make tensors that autograd rejects.
-        @torch.inference_mode(False)
+        @each_call_inside(gradient_mode, True)
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             sums = EdgeSums(metric.sets_of(batch), weight, 0)
             patterns: dict[int, Tensor] = {}

@@ -8,13 +8,10 @@ What such a model shows is shown by the architecture and the prompts alone.
 """
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ..errors import AnchorlensError, ModelError, RunError
 from ..metrics.metric import Metric, possible
@@ -26,8 +23,9 @@ from ..prompts.batch import PromptBatch
 from ..results.record import RANDOM_MODELS, Record
 from ..results.results import Results
 from ..runs.run import run
+from ..system.hidden_warnings import hidden_warnings
 from ..system.processes import fails_together, is_main
-from ..system.torch_state import own_random_state
+from ..system.torch_state import default_device, own_random_state
 from ..system.warn import warn_user
 
 SEEDS = (0, 1, 2)
@@ -114,9 +112,7 @@ def _run(
 ) -> Mapping[str, Record]:
     """The metrics of a model of the same architecture with weights of a seed."""
     drawn = _drawn(model, seed)
-    with warnings.catch_warnings():
-        # Such a model may predict one class only, where a metric has no number.
-        warnings.simplefilter("ignore")
+    with hidden_warnings():  # such a model may predict one class only: a metric has no number
         able, _ = possible(drawn, batches, metrics)
         try:
             return run(drawn, batches, able, **options)
@@ -128,7 +124,7 @@ def _drawn(model: HookedModel, seed: int) -> HookedModel:
     """A model of the same architecture with weights of a seed."""
     original = original_of(model)
     try:
-        with own_random_state(seed=seed), torch.device("cpu"):
+        with own_random_state(seed=seed), default_device("cpu"):
             weights = type(original)(copy.deepcopy(original.config))
     except Exception as error:  # of a class that was written elsewhere
         raise ModelError(

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..system.arguments import checked
+from ..system.put_back import put_back
 
 Subsets = Bool[Tensor, "subset segment"]
 Draw = Callable[[int, torch.Generator], Subsets]
@@ -145,11 +146,10 @@ def lasso(subsets: int = 64, alpha: float = 0.01) -> Method:
 def _lasso_weights(
     alpha: float, kept: Subsets, y: Float[Tensor, " subset"]
 ) -> Float[Tensor, " segment"]:
-    before = getstate()
-    from sklearn.linear_model import Lasso
-    from sklearn.preprocessing import StandardScaler
+    with put_back(partial(setstate, getstate())):  # what they import draws from Python's state
+        from sklearn.linear_model import Lasso
+        from sklearn.preprocessing import StandardScaler
 
-    setstate(before)  # what they import draws from the random state of Python
     scaler = StandardScaler()
     masks = scaler.fit_transform(kept.double().numpy())
     weights = Lasso(alpha=alpha, random_state=0).fit(masks, y.numpy()).coef_ / scaler.scale_

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..system.arguments import checked
-from ..system.put_back import put_back
-from ..system.torch_state import own_random_state
+from ..system.put_back import each_call_inside, put_back
+from ..system.torch_state import gradient_mode, own_random_state
 from .foreign_errors import in_a_line, is_own_mistake
 from .hooked import (
     HookedModel,
@@ -64,7 +64,7 @@ _BIDIRECTIONAL = (
 
 
 # An inference_mode of the caller would make tensors that autograd rejects.
-@torch.inference_mode(False)
+@each_call_inside(gradient_mode, True)
 @checked
 def load_model(
     source: Any,
@@ -147,7 +147,7 @@ def load_model(
     return prepare_model(model)
 
 
-@torch.inference_mode(False)
+@each_call_inside(gradient_mode, True)
 @checked
 def prepare_model(model: Model) -> Model:
     """Make a hooked model's attention hooks act, and verify it in one tiny pass.

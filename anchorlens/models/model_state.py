@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..system.hidden_warnings import warnings_as_found
 from ..system.put_back import put_back, safe_context
 from ..system.torch_state import torch_modes
 from .kinds import modules_of
@@ -28,8 +29,8 @@ _locks_lock = Lock()
 def frozen_in_eval_mode(model: Any) -> Iterator[None]:
     """Freeze parameters and switch dropout off; restore both afterwards, also after an error.
 
-    What torch does at each operation is restored too, because an interrupt can skip the end of the
-    contexts of torch inside.
+    What torch does at each operation and which warnings are seen is restored too, because an
+    interrupt can skip the end of the contexts of torch and of other libraries inside.
 
     Threads that run the same model take turns, because each would see the other's hooks and modes.
     """
@@ -44,10 +45,11 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
             if parameter.requires_grad
         ]
 
-        modes_as_found = torch_modes()
+        modes_as_found, as_found = torch_modes(), warnings_as_found()
 
         def restore() -> None:
             modes_as_found()
+            as_found()
             for parameter in trained:
                 parameter.requires_grad_(True)
             for module in training:

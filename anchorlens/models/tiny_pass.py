@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import AnchorlensError, ModelError
 from ..system.put_back import safe_context
+from ..system.torch_state import gradient_mode
 from .added_hooks import ModuleHook, added_hooks
 from .foreign_errors import in_a_line, is_own_mistake, origin_of
 from .hooked import Hook, HookedModel, device_of, vocabulary_of
@@ -50,8 +51,7 @@ def trial_of(
     with (
         frozen_in_eval_mode(model),
         without_user_hooks(model),
-        torch.inference_mode(False),
-        torch.set_grad_enabled(gradients),
+        gradient_mode(gradients),
         added_hooks(model, hooks, of_modules=of_modules),
     ):
         yield

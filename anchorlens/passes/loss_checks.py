@@ -11,7 +11,9 @@ from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabula
 from ..models.kv_cache import without_cache
 from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch, longest_prompt
+from ..system.put_back import each_call_inside
 from ..system.texts import name_of
+from ..system.torch_state import gradient_mode
 from .losses import (
     Loss,
     WordCrossEntropy,
@@ -61,8 +63,7 @@ def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tupl
     return (vocabulary_of(model),)
 
 
-@torch.inference_mode(False)  # autograd takes no logits that were made in it
-@torch.enable_grad()
+@each_call_inside(gradient_mode, True)  # autograd takes no logits that were made in it
 def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -> None:
     """Raise an error for a loss of a prompt that depends on the logits of others, or on none.
 

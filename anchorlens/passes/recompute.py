@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import HookError
 from ..models.hooked import Hook, HookedModel
 from ..models.model_state import replaced_methods
 from ..system.put_back import safe_context
+from ..system.torch_state import checkpoints_run_to_the_end
 
 _CURE = (
     "leave gradient_checkpointing out; if it was chosen because memory is short, use fewer "
@@ -98,7 +99,7 @@ def _run_twice(
         return output
 
     # To the end, because hooks may be after the last tensor that the gradient needs.
-    with set_checkpoint_early_stop(False):
+    with checkpoints_run_to_the_end():
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 

@@ -7,6 +7,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import compress
@@ -21,6 +22,7 @@ from ..errors import PromptError
 from ..system.arguments import checked, is_array
 from ..system.devices import sent
 from ..system.texts import described
+from ..system.torch_state import gradient_mode
 from .prompt_html import NO_SEGMENT, PromptView
 from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET
 from .token_texts import token_texts
@@ -328,20 +330,20 @@ class PromptBatch:
         return replace(self, **values)
 
     @checked
-    @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> "PromptBatch":
         """The same batch on ``device``, without inference tensors, which autograd rejects."""
-        moved: dict[str, Any] = {
-            name: sent(value.clone() if value.is_inference() else value, device)
-            for name, value in self._tensors().items()
-        }
-        there = replace(self, **moved)
-        if not there._is_on_cpu and (self._is_on_cpu or "_known" in vars(self)):
-            # Its own numbers, which later edits of this batch do not change.
-            own: dict[str, Any] = {
-                name: value.clone() for name, value in self.on_cpu._tensors().items()
+        with gradient_mode(True) if torch.is_inference_mode_enabled() else nullcontext():
+            moved: dict[str, Any] = {
+                name: sent(value.clone() if value.is_inference() else value, device)
+                for name, value in self._tensors().items()
             }
-            there._remember(replace(self, **own))
+            there = replace(self, **moved)
+            if not there._is_on_cpu and (self._is_on_cpu or "_known" in vars(self)):
+                # Its own numbers, which later edits of this batch do not change.
+                own: dict[str, Any] = {
+                    name: value.clone() for name, value in self.on_cpu._tensors().items()
+                }
+                there._remember(replace(self, **own))
         return there
 
     @classmethod

@@ -6,6 +6,7 @@ made of: not on who reads it, when, or how often.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import and_, or_
 from typing import Any
@@ -18,6 +19,7 @@ from ..errors import PromptError
 from ..system.devices import sent
 from ..system.row_pieces import row_slices, stored_rows
 from ..system.texts import described
+from ..system.torch_state import gradient_mode
 from .batch import PromptBatch, anchors_of
 
 Edges = Bool[Tensor, "batch query key"]
@@ -49,11 +51,14 @@ class EdgeSet(Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    @torch.inference_mode(False)  # autograd takes no tensor that was made in it
     def __new__(
         cls, rows_of: Callable[[slice], Edges], shape: tuple[int, ...], device: torch.device
     ) -> "EdgeSet":
-        made: EdgeSet = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        # Autograd takes no tensor that was made in inference_mode.
+        with gradient_mode(True) if torch.is_inference_mode_enabled() else nullcontext():
+            made: EdgeSet = Tensor._make_wrapper_subclass(
+                cls, shape, dtype=torch.bool, device=device
+            )
         made._rows_of = rows_of
         return made
 

@@ -47,7 +47,9 @@ from ..runs.identity import versions
 from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of
 from ..runs.store import make_folder
 from ..system.arguments import check_from_1, checked
+from ..system.hidden_warnings import warnings_kept
 from ..system.processes import fails_together, is_main
+from ..system.put_back import each_call_inside
 from ..system.warn import warn_user
 from .paper import PassesBar
 
@@ -163,6 +165,7 @@ class AcrossModelsRecord(Record):
 
 @checked  # the outermost, so that warnings are at the line of the user
 @fails_together()
+@each_call_inside(warnings_kept)
 def across_models(
     models: str | Path | Sequence[str | Path] | Mapping[str, Any],
     task: str | Task | MakePrompts,

@@ -1,9 +1,8 @@
 """``paper``: the paper's figures and tables for a model, as one long table of numbers."""
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +27,9 @@ from ..runs.identity import fingerprint, identity_of, warn_of_unknown
 from ..runs.run import target_logits
 from ..runs.store import Store, same_contributions
 from ..system.arguments import checked
+from ..system.hidden_warnings import recorded_warnings, warnings_kept
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
+from ..system.put_back import each_call_inside, safe_context
 from ..system.warn import warn_user
 from .paper_parts import PAPER_PARTS, PaperNumber, PaperSetting, Part
 from .paper_tables import AVERAGE, with_averages
@@ -40,6 +41,7 @@ Todo = Sequence[tuple[str, PaperSetting, Part]]  # the name of each task, its se
 
 
 @fails_together()
+@each_call_inside(warnings_kept)
 @checked
 def paper(
     model: HookedModel,
@@ -198,7 +200,7 @@ def _outcome(part: Part, setting: PaperSetting) -> _Outcome:
     """Run a part. If it fails, that is a warning, and the numbers before it are there."""
     numbers: list[PaperNumber] = []
     failed = False
-    with warnings.catch_warnings(record=True) as caught:
+    with recorded_warnings() as recorded:
         try:
             with fails_together():
                 for number in part(setting):
@@ -206,7 +208,7 @@ def _outcome(part: Part, setting: PaperSetting) -> _Outcome:
         except (AnchorlensError, torch.OutOfMemoryError) as error:
             failed = True
             warn_user(str(error))
-    return _Outcome(numbers, [str(warning.message) for warning in caught], failed)
+    return _Outcome(numbers, [str(warning.message) for warning in recorded], failed)
 
 
 def _description(todo: Todo) -> dict[str, Any]:
@@ -310,7 +312,7 @@ class PassesBar:
         self.passes = 0
         self.passes_of: dict[str, int] = {}
 
-    @contextmanager
+    @safe_context
     def part(self, title: str) -> Iterator[None]:
         """Count the passes of the next part."""
         name, before = self.left.pop(0), self.passes
@@ -330,6 +332,8 @@ class PassesBar:
 
         self.bar.set_description_str(title)
         expect()
-        with after_each_pass(advance):
-            yield
-        self.passes_of[name] = self.passes - before
+        try:
+            with after_each_pass(advance):
+                yield
+        finally:
+            self.passes_of[name] = self.passes - before

@@ -7,7 +7,6 @@
 4. Means over random draws get wider intervals, by what other draws would change.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import MetricError
+from ..system.hidden_warnings import hidden_warnings
 from .contributions import Contributions
 from .intervals import wider_by_draws
 from .kind import Kind
@@ -72,9 +72,7 @@ def with_intervals(
     generator = torch.Generator().manual_seed(seed)
     drawn: dict[str, list[Tensor]] = {name: [] for name in kinds}
     records_of_sets: list[_R] = []
-    with warnings.catch_warnings():
-        # The result of all contributions has already warned.
-        warnings.simplefilter("ignore")
+    with hidden_warnings():  # the result of all contributions has already warned
         for _ in range(resamples):
             chosen = population.draw(generator)
             resampled = result(everything.prompts(chosen))

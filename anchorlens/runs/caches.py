@@ -30,6 +30,7 @@ from ..results.population import check_resamples
 from ..results.results import Results
 from ..system.arguments import checked
 from ..system.devices import wide
+from ..system.torch_state import gradient_mode
 from .checks import require_metrics
 from .identity import versions
 from .runner import results_of
@@ -224,7 +225,7 @@ def _rows(
     contributions: dict[str, Tensor] = {}
     for metric in metrics:
         observation = metric.observe(model, batch)
-        with torch.no_grad():
+        with gradient_mode(False):
             _show(metric.name, observation.hooks, cache, "", batch, number)
             _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
             of_metric = observation.contributions(logits.clone(), None)

@@ -1,7 +1,6 @@
 """Several models, one after another: how each is named, loaded, given prompts, and fails."""
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.sample_prompts import prompts_of_draws, sample_draws
 from ..prompts.tasks import Task
 from ..system.arguments import check_from_1
+from ..system.hidden_warnings import recorded_warnings
 from ..system.processes import fails_together, gather_from_processes
 
 MakePrompts = Callable[[Any], Sequence[PromptBatch]]  # from a tokenizer
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 def outcome_of(load: Callable[[], Any], work: Callable[[Any], object]) -> Outcome:
     """Load a model and work with it; nothing here holds it at the end."""
     failed = ""
-    with warnings.catch_warnings(record=True) as caught:
+    with recorded_warnings() as recorded:
         try:
             with fails_together():
                 model = load()
@@ -53,7 +53,7 @@ def outcome_of(load: Callable[[], Any], work: Callable[[Any], object]) -> Outcom
     failed = next(filter(None, gather_from_processes("status of a model", failed)), "")
     failed = f"failed: {failed}" if failed else ""
     # Isolations warn again of what the metrics warned of.
-    texts = dict.fromkeys([*(str(each.message) for each in caught), *filter(None, [failed])])
+    texts = dict.fromkeys([*(str(each.message) for each in recorded), *filter(None, [failed])])
     return Outcome(failed, [*texts])
 
 

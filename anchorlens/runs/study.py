@@ -4,7 +4,6 @@
 """
 
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
 from ..results.results import Results
 from ..system.arguments import checked
+from ..system.hidden_warnings import hidden_warnings
 from ..system.processes import (
     batches_of_process,
     failed_elsewhere,
@@ -419,8 +419,7 @@ class Study:
     ) -> None:
         """Compute the first stored batch again: a fingerprint does not tell what functions do."""
         for number, batch in enumerate(self._parts):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the loop warns of a damaged file
+            with hidden_warnings():  # the loop warns of a damaged file
                 stored = store.complete(number, needed)
             if stored is None:
                 continue

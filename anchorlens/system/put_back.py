@@ -6,11 +6,14 @@ loop, or after a call of a function written in C. So it can come at the start of
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import wraps
 from io import IOBase
 from typing import Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -45,6 +48,24 @@ def safe_context(steps_of: Callable[P, Iterator[T]]) -> Callable[P, SafeContext[
         return SafeContext(steps_of(*args, **kwargs))
 
     return context
+
+
+def each_call_inside(
+    context_of: Callable[Q, AbstractContextManager[object]],
+    *of_context: Q.args,
+    **options_of_context: Q.kwargs,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function, so that each call of it runs inside a new context."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            with context_of(*of_it, **options):
+                return function(*args, **kwargs)
+
+        return inside
+
+    return decorate
 
 
 @safe_context

@@ -2,8 +2,9 @@
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+from .put_back import put_back, safe_context
 
 
 class Stopped(BaseException):
@@ -14,7 +15,7 @@ class Stopped(BaseException):
         self.number = number
 
 
-@contextmanager
+@safe_context
 def signals_raise() -> Iterator[None]:
     """Inside, Ctrl-C and SIGTERM raise ``Stopped``, so that hooks are removed and files closed."""
 
@@ -22,9 +23,13 @@ def signals_raise() -> Iterator[None]:
         raise Stopped(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+    with put_back(restore):
+        for number in numbers:
+            signal.signal(number, stop)
+        yield

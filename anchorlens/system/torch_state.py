@@ -5,9 +5,11 @@ The contexts of torch do so at their end, which an interrupt can skip (see ``put
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from io import IOBase
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
+from torch.utils import checkpoint
 
 from .put_back import put_back, safe_context
 
@@ -30,6 +32,53 @@ def torch_modes() -> Callable[[], None]:
         torch.set_grad_enabled(records)
 
     return restore
+
+
+class gradient_mode(IOBase):
+    """Inside, torch records gradients or does not; what it makes can get one in either case.
+
+    In an ``inference_mode`` of the caller torch would make tensors that autograd rejects.
+
+    As in ``SafeContext``, no interrupt prevents its end. Every pass goes through it, so that it has
+    no generator.
+    """
+
+    def __init__(self, records: bool) -> None:
+        self._records = records
+
+    def __enter__(self) -> None:  # type: ignore[override]
+        try:
+            # Private in torch, whose public class ends its mode in Python; where that is
+            # interrupted, the mode ends as soon as the error is forgotten.
+            # tests/test_private_names.py verifies it.
+            not_inference = torch._C._InferenceMode(False)
+            self.close = partial(  # type: ignore[method-assign]
+                not_inference.__exit__, None, None, None
+            )
+            not_inference.__enter__()
+            torch._C._set_grad_enabled(self._records)
+        except BaseException:
+            self.close()
+            raise
+
+
+@safe_context
+def default_device(device: str) -> Iterator[None]:
+    """Inside, torch makes tensors on this device where none is named."""
+    with put_back(torch_modes()), torch.device(device):
+        yield
+
+
+@safe_context
+def checkpoints_run_to_the_end() -> Iterator[None]:
+    """Inside, functions that are checkpointed will run again as a whole."""
+    name = "_enable_checkpoint_early_stop"
+    found = getattr(checkpoint, name)
+    with (
+        put_back(partial(setattr, checkpoint, name, found)),
+        checkpoint.set_checkpoint_early_stop(False),
+    ):
+        yield
 
 
 @safe_context

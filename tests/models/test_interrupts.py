@@ -32,6 +32,7 @@ CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "forwards": lambda model: model_state.replaced_methods(
         model.blocks, "forward", lambda layer, block: block.forward
     ),
+    # That of a bridge is in _in_bridge; that of a HookedTransformer in replaced_methods.
     "attention": lambda model: attention_by(model, lambda *args: args[1]),
 }
 
