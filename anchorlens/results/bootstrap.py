@@ -90,7 +90,7 @@ def with_intervals(
         without_draws = [result(everything.without_draw(draw)) for draw in left_out]
     intervals = {}
     for name, kind in kinds.items():
-        value, resampled_values = getattr(record, name), torch.stack(drawn[name]).double()
+        value, resampled_values = getattr(record, name).double(), torch.stack(drawn[name]).double()
         if kind.of_sets and records_of_sets:
             values = torch.stack([getattr(of_set, name).double() for of_set in records_of_sets])
             bounds = torch.stack([of_set.intervals[name] for of_set in records_of_sets])

@@ -104,8 +104,8 @@ def of_mean_between(
     mean: Float[Tensor, "*axes"],
     resampled: Float[Tensor, "resample *axes"],
     population: Population,
-    low: float,
-    high: float,
+    low: float | int,
+    high: float | int,
     of_difference: bool = False,
 ) -> Float[Tensor, "end *axes"]:
     """The interval of a mean of numbers between two ends.
@@ -172,7 +172,7 @@ def of_alike_sets(
     return bounds.nanmean(0)
 
 
-def over_sets(values: np.ndarray, low: float, high: float) -> tuple[float, float]:
+def over_sets(values: np.ndarray, low: float | int, high: float | int) -> tuple[float, float]:
     """The t interval of the mean over sets, from the number of each set, within a range."""
     half = float(stdtrit(len(values) - 1, 0.975)) * values.std(ddof=1) / len(values) ** 0.5
     first, last = np.clip([values.mean() - half, values.mean() + half], low, high).tolist()

@@ -79,8 +79,8 @@ class Kind:
         is_difference: Whether it is a number minus another, which texts say.
     """
 
-    low: float = -inf
-    high: float = inf
+    low: float | int = -inf
+    high: float | int = inf
     unit: str = ""
     by_set: bool = False
     pooled: bool = False

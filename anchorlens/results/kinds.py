@@ -63,8 +63,8 @@ def over_draws(name: str) -> OverDraws:
 @checked
 def mean(
     of: Of,
-    low: float = -inf,
-    high: float = inf,
+    low: float | int = -inf,
+    high: float | int = inf,
     *,
     minus: Of | int | None = None,
     unit: str = "",
@@ -137,8 +137,8 @@ def ratio(of: Of, over: Of | None = None, *, by_set: bool = False) -> Any:
 @checked
 def statistic(
     of: Callable[[Contributions], Tensor],
-    low: float = -inf,
-    high: float = inf,
+    low: float | int = -inf,
+    high: float | int = inf,
     *,
     of_sets: OfSets | None = None,
     unit: str = "",
@@ -188,8 +188,8 @@ def auc(
 @checked
 def derived(
     of: Callable[[Any], Tensor],
-    low: float = -inf,
-    high: float = inf,
+    low: float | int = -inf,
+    high: float | int = inf,
     *,
     draws: bool = False,
     by_set: bool = False,

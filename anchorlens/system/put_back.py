@@ -60,7 +60,7 @@ def each_call_inside(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            with context_of(*of_it, **options):
+            with context_of(*of_context, **options_of_context):
                 return function(*args, **kwargs)
 
         return inside
