@@ -186,6 +186,7 @@ def transfer_hard_prompt(
         seed: Seeds their tokens.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Stores what each batch of each model contributed; the same call goes on from there.
+            What is stored of another run is not used: the row of its model fails, with the reason.
         progress: Show a bar for each model.
 
     Returns:

@@ -225,6 +225,7 @@ def across_models(
         keep: Called with the claims of all models so far after each model, in the main process.
         folder: Stores what each batch of each model contributed; after an interruption, or with
             more models, the same call goes on from there. Models are loaded again, to compare them.
+            What is stored of another run is not used: the row of its model fails, with the reason.
         progress: Show a bar of the passes. Their total is known after the first model.
 
     Returns:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -31,7 +33,7 @@ from ..system.hidden_warnings import recorded_warnings, warnings_kept
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
 from ..system.put_back import each_call_inside, safe_context
 from ..system.warn import warn_user
-from .paper_parts import PAPER_PARTS, PaperNumber, PaperSetting, Part
+from .paper_parts import PAPER_PARTS, SPEED_UP, PaperNumber, PaperSetting, Part
 from .paper_tables import AVERAGE, with_averages
 
 COLUMNS = ["task", "seed", "part", "row", "column", "layer", "value"]
@@ -117,6 +119,7 @@ def paper(
         "stored parts", [None if store is None else store.read(k) for k in range(len(todo))]
     )[0]
     outcomes = [None if rows is None else _Outcome.of(rows) for rows in stored]
+    _check_number(folder, todo, outcomes)
     names = [
         _name(part) for (_, _, part), known in zip(todo, outcomes, strict=True) if known is None
     ]
@@ -176,6 +179,30 @@ def _check_logits(store: Store, number: int, setting: PaperSetting) -> None:
                     "computed: its hooks or its way of computing are not the same; use another "
                     "folder, or start over in this one (al.forget_run)"
                 )
+
+
+def _check_number(
+    folder: str | Path | None, todo: Todo, outcomes: "Sequence[_Outcome | None]"
+) -> None:
+    """Compute the first stored number again: logits alone do not tell what a pass does."""
+    for (name, setting, part), outcome in zip(todo, outcomes, strict=True):
+        if outcome is None or not outcome.numbers or outcome.numbers[0].column == SPEED_UP:
+            continue
+        first, stored = partial(_first_number, part), outcome.numbers[0]
+        for now in _outcome(first, setting).numbers:  # none if it fails, such as without memory
+            values = [{"number": torch.tensor([each.value])} for each in (stored, now)]
+            if now._replace(value=stored.value) != stored or not same_contributions(*values):
+                raise StoreError(
+                    f"{name}, seed {setting.seed}, {_name(part)}: its first number is {now} and "
+                    f"was {stored} when {folder} was written, so the model or the part does not "
+                    "compute as it did then; use another folder, or start over in this one "
+                    "(al.forget_run)"
+                )
+        return
+
+
+def _first_number(part: Part, setting: PaperSetting) -> Iterator[PaperNumber]:
+    return islice(part(setting), 1)
 
 
 class _Outcome(NamedTuple):

@@ -96,8 +96,8 @@ def identity_of(value: Any, known: Mapping[str, Any] | None = None) -> Identity:
         with suppress(_Enough):
             walk.add(value)
             walk.add_attributes()
-    except RecursionError:
-        walk.unknown.append(f"a {type(value).__name__} that is nested too deeply")
+    except Exception as error:  # a class of the user may raise any where its parts are read
+        walk.unknown.append(f"a {type(value).__name__}, which raises a {type(error).__name__}")
     return Identity(walk.sha.hexdigest(), tuple(dict.fromkeys(walk.unknown)))
 
 
@@ -191,7 +191,7 @@ class _Walk:
 
     def _add_method_in_c(self, value: Any) -> None:
         owner = value.__self__
-        if type(owner) not in (*_PLAIN, dict, list, tuple, set, frozenset, Tensor):
+        if owner is None or type(owner) not in (*_PLAIN, dict, list, tuple, set, frozenset, Tensor):
             self._miss(f"the function {_in_full(value)}")
         else:
             self._add_all("method in C", value.__qualname__, owner)
@@ -283,7 +283,7 @@ class _Walk:
         if module:
             return None
         if type(kind) not in (type, abc.ABCMeta, type(Protocol), EnumType):
-            self._miss(f"the metaclass {_in_full(type(kind))}")
+            return self._miss(f"the metaclass {_in_full(type(kind))}")
         self._add_all("bases", *(base for base in kind.__bases__ if base not in _BASES))
         self._held.update(getattr(kind, "__dataclass_fields__", ()))
         skipped = _NOT_OF_CLASS
@@ -338,6 +338,7 @@ class _Walk:
     def _miss(self, what: str) -> None:
         place = " in ".join(filter(None, (self._name, self._code)))
         self.unknown.append(f"{what} ({place})" if place else what)
+        self._write("unknown", self.unknown[-1])  # what is known is another value
         if len(self.unknown) == _TOLD:
             raise _Enough
 

@@ -289,7 +289,7 @@ def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) ->
         with pytest.raises(StoreError, match=f"another.*{name}"):
             trainers[kind](gpt2, folder=tmp_path / kind, **(call | change))
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot be made"):
+    with pytest.raises(StoreError, match="cannot be a folder"):
         trained(gpt2, folder=tmp_path / "file" / "folder")
 
 
