@@ -36,6 +36,7 @@ from .native_attention import (
 from .read_weights import (
     best_device,
     moved,
+    read_tokenizer,
     read_weights,
     refuse_device,
     refuse_revision,
@@ -83,7 +84,8 @@ def load_model(
         source: Name on the hub, local folder, ``.gguf`` file, or a loaded transformers model.
             A loaded model becomes a part of the hooked model, even if an error is raised later:
             pass a copy if you want to use it separately.
-        tokenizer: Required with a loaded model; by default, the tokenizer stored with the weights.
+        tokenizer: A tokenizer, or the name or folder of one. Required with a loaded model; by
+            default, the tokenizer stored with the weights.
         device: ``"cuda"``, ``"mps"`` or ``"cpu"``. By default, the device that accelerate gave
             this process, otherwise the first of the three that is available. A loaded model stays
             on its device by default; if a device is named, it is copied there.
@@ -99,7 +101,7 @@ def load_model(
 
     Raises:
         ModelError: ``source`` is something else, such as a PeftModel or a compiled model; the model
-            cannot be found or read, needs code of its own, or was made inside
+            or its tokenizer cannot be found or read, needs code of its own, or was made inside
             ``torch.inference_mode``; its weights lack tensors or have tensors of another shape, a
             device cannot be used or has too little memory, both ``device`` and ``device_map`` are
             given, ``source`` has no revisions, TransformerLens does not know the architecture or
@@ -111,6 +113,7 @@ def load_model(
     from transformers import PreTrainedModel
 
     refuse_two_devices(device, device_map)
+    tokenizer = read_tokenizer(tokenizer)
     if isinstance(source, PreTrainedModel):
         if revision is not None:
             refuse_revision(source)

@@ -70,6 +70,29 @@ def read_weights(
     return weights, tokenizer
 
 
+def read_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer of a name or folder; a tokenizer, or None, as it is."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    if isinstance(tokenizer, str | Path):
+        try:
+            return AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
+        except Exception as error:  # as in _reading
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ModelError(
+                f"tokenizer={str(tokenizer)!r} cannot be read as a tokenizer: {reason}. Give its "
+                "name on the hub, its folder, or AutoTokenizer.from_pretrained(...)"
+            ) from error
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        inner = getattr(tokenizer, "tokenizer", None)
+        cure = "its .tokenizer" if inner is not None else "AutoTokenizer.from_pretrained(...)"
+        raise ModelError(
+            "tokenizer must be a tokenizer of transformers, or the name or folder of one; got a "
+            f"{type(tokenizer).__name__}: pass {cure}"
+        )
+    return tokenizer
+
+
 def _source(name: str) -> tuple[str, dict[str, Any]]:
     """What transformers reads, a hub name or a folder, and the options of every reading.
 

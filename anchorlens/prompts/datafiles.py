@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO, StringIO
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,11 @@ from ..errors import DataError
 Columns = Mapping[str, Sequence[Any]]
 
 _EXAMPLE = '{"text": "...", "label": 0}'
+_LINE_END = r"\r\n|\r|\n"
+# Characters that no text of a data file has: control characters, but for tabs and line ends.
+_NO_TEXT = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
+# The first bytes of compressed files, and what unpacks them.
+_PACKED = {b"\x1f\x8b": "gunzip", b"PK": "unzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz"}
 # At most 18 digits, so that a number fits 64 bits: Python raises an error for very long ones.
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 
@@ -91,10 +97,10 @@ def _csv(data: bytes, path: Path) -> Columns:
     import pandas as pd
 
     text = _text(data, path).lstrip("\r\n")
-    declared = re.match(r"sep=(.)\r?\n", text)  # Excel begins some files so
+    declared = re.match(rf"sep=(.)({_LINE_END})", text)  # Excel begins some files so
     text = text[declared.end() :] if declared else text
     # What stands between the names of the columns, and as often in the first row: else the most.
-    first, *others = text.split("\n", 2)
+    first, *others = re.split(_LINE_END, text, maxsplit=2)
     second = others[0] if others else first
     fits = {mark: first.count(mark) == second.count(mark) > 0 for mark in ",;\t|"}
     found = max(fits, key=lambda mark: (fits[mark], first.count(mark)))
@@ -147,11 +153,47 @@ def _text(data: bytes, path: Path) -> str:
                 f"{path} begins as {encoding.upper()} text, but cannot be read as such: {error}; "
                 "save it as UTF-8"
             ) from error
-        number = data[: error.start].count(b"\n") + 1
+        number = len(re.findall(_LINE_END.encode(), data[: error.start])) + 1
         raise DataError(
             f"{path} is not UTF-8 text: line {number} has the byte 0x{data[error.start]:02x}; "
-            "save it as UTF-8 (iconv -f latin1 -t utf-8), or unpack it if it is compressed"
+            f"{_cure_of_encoding(data, path)}"
         ) from error
+
+
+def _cure_of_encoding(data: bytes, path: Path) -> str:
+    """How bytes that are not UTF-8 become UTF-8; a conversion is tried before it is advised."""
+    if program := next((name for magic, name in _PACKED.items() if data.startswith(magic)), None):
+        return f"it is compressed: unpack it with {program}"
+    cure = "save it as UTF-8 (in Excel, as the file type 'CSV UTF-8')"
+    try:
+        is_text = _NO_TEXT.search(data.decode("cp1252")) is None
+    except UnicodeDecodeError:  # 5 bytes mean nothing there
+        is_text = False
+    if not is_text:
+        return f"{cure} in the program that wrote it"
+    converted = path.with_name(f"{path.stem}-utf8{path.suffix}")
+    return (
+        f"{cure}, or, if it was written in Western European Windows, convert it: "
+        f"iconv -f WINDOWS-1252 -t UTF-8 {quote(str(path))} > {quote(str(converted))}"
+    )
+
+
+def nested_fields(columns: Columns) -> str:
+    """What to do about columns that hold fields of their own, in words; nothing without them."""
+    nested = {
+        name: next(
+            (f"{name}.{key}" for cell in cells if isinstance(cell, dict) for key in cell), ""
+        )
+        for name, cells in columns.items()
+    }
+    if not any(nested.values()):
+        return ""
+    first = next(filter(None, nested.values()))
+    return (
+        f". The fields inside {', '.join(name for name, field in nested.items() if field)} cannot "
+        "be read: make each a column of its own, for example with pandas.json_normalize, which "
+        f"names the first {first!r}"
+    )
 
 
 def _short(value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import DataError
 from ..system.arguments import check_from_1, checked
-from .datafiles import READERS, Columns, read_columns
+from .datafiles import READERS, Columns, nested_fields, read_columns
 
 
 @checked
@@ -260,7 +260,7 @@ def _examples(
     if missing:
         raise DataError(
             f"{source} has the columns {list(columns)}, but not {missing}; name the right ones "
-            "(text= and label=) or rename them"
+            f"(text= and label=) or rename them{nested_fields(columns)}"
         )
     known = None if classes is None else list(classes)  # a list, because labels can be unhashable
     others = "an integer from 0; list others with classes="

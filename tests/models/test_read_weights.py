@@ -1,8 +1,10 @@
 """Weights that do not match their configuration raise an error or give a warning."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -281,3 +283,24 @@ def test_a_device_map_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=words):
         al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level, **options)
+
+
+def test_a_tokenizer_may_be_named_and_other_values_are_refused_first(
+    byte_level: Any, tmp_path: Path
+) -> None:
+    byte_level.save_pretrained(tmp_path / "tokenizer")
+    weights = tiny_gpt2(len(byte_level))
+    for folder in (tmp_path / "tokenizer", str(tmp_path / "tokenizer")):
+        model = al.load_model(copy.deepcopy(weights), tokenizer=folder)
+        assert model.tokenizer("Who?")["input_ids"] == byte_level("Who?")["input_ids"]
+    (tmp_path / "empty").mkdir()
+    wrong: list[tuple[Any, str]] = [
+        (str(tmp_path / "empty"), r"'.*empty' cannot be read as a tokenizer: .*its folder, or"),
+        (byte_level.backend_tokenizer, r"got a Tokenizer: pass AutoTokenizer\.from_pretrained"),
+        (SimpleNamespace(tokenizer=byte_level), r"got a SimpleNamespace: pass its \.tokenizer"),
+        (5, r"the name or folder of one; got a int"),
+    ]
+    for source in (weights, str(tmp_path / "no such folder")):  # before any weights are read
+        for tokenizer, message in wrong:
+            with pytest.raises(ModelError, match=message):
+                al.load_model(source, tokenizer=tokenizer)

@@ -1,0 +1,185 @@
+"""Each advice that an error about a data file gives is followed, and the result is read."""
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import anchorlens as al
+from anchorlens.errors import DataError
+from anchorlens.prompts.own_data import layout_of
+
+pytestmark = pytest.mark.with_shapes
+
+raises = partial(pytest.raises, DataError)
+# Of bytes from 0x80 to 0x9f, too.
+TEXTS = ["Zürich \u2013 \u201cschön\u201d für 5 €", "l\u2019été, œuvre"]
+EXPECTED = [al.Example(text, k) for k, text in enumerate(TEXTS)]
+TABLE = pd.DataFrame({"text": TEXTS, "label": [0, 1]})
+
+
+def error_of(path: Path, **options: Any) -> str:
+    with pytest.raises(DataError) as error:
+        al.load_examples(path, **options)
+    return str(error.value)
+
+
+def as_bytes(suffix: str, encoding: str) -> bytes:
+    lines = TABLE.to_json(orient="records", lines=True, force_ascii=False)
+    return (lines if suffix == ".jsonl" else TABLE.to_csv(index=False)).encode(encoding)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_the_command_for_a_windows_file_gives_its_texts(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"my file{suffix}"
+    path.write_bytes(as_bytes(suffix, "cp1252"))
+    message = error_of(path)
+    assert "'CSV UTF-8'" in message
+    command = re.search(r"iconv -f (\S+) -t (\S+) .*", message)
+    assert command is not None
+    if shutil.which("iconv"):
+        subprocess.run(command[0], shell=True, check=True)
+    else:  # what the command would do
+        text = path.read_bytes().decode(command[1])
+        path.with_name(f"my file-utf8{suffix}").write_bytes(text.encode(command[2]))
+    read = al.load_examples(tmp_path / f"my file-utf8{suffix}")
+    assert read == EXPECTED
+    assert not any("\x7f" <= letter < "\xa0" for example in read for letter in example.text)
+
+
+@pytest.mark.parametrize(
+    ("data", "advice"),
+    [
+        (gzip.compress(as_bytes(".csv", "utf-8")), r"it is compressed: unpack it with gunzip$"),
+        (b"PK\x03\x04\xff", r"it is compressed: unpack it with unzip$"),
+        (
+            b"text,label\n\x81,0\n",
+            r"'CSV UTF-8'\) in the program that wrote it$",
+        ),  # no letter there
+        (b"text,label\n\xe9\x00\x01,0\n", r"in the program that wrote it$"),
+    ],
+)
+def test_no_conversion_is_advised_that_would_give_no_text(
+    tmp_path: Path, data: bytes, advice: str
+) -> None:
+    (tmp_path / "f.csv").write_bytes(data)
+    message = error_of(tmp_path / "f.csv")
+    assert re.search(advice, message) and "iconv" not in message
+
+
+def test_a_file_that_is_unpacked_or_saved_as_utf_8_is_read(tmp_path: Path) -> None:
+    (tmp_path / "f.csv").write_bytes(gzip.decompress(gzip.compress(as_bytes(".csv", "utf-8-sig"))))
+    assert al.load_examples(tmp_path / "f.csv") == EXPECTED
+
+
+def test_the_line_of_a_wrong_byte_is_counted_for_all_line_ends(tmp_path: Path) -> None:
+    for end in (b"\n", b"\r\n", b"\r"):
+        (tmp_path / "f.csv").write_bytes(end.join([b"text,label", b"a,0", b"\xe9,1"]))
+        assert "line 3 has the byte 0xe9" in error_of(tmp_path / "f.csv")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("begin", ["", "sep={}"])
+def test_a_separator_is_found_for_all_line_ends(
+    tmp_path: Path, end: str, separator: str, begin: str
+) -> None:
+    """Files of old spreadsheets on a Mac end lines in a carriage return alone."""
+    rows = [["text", "label"], ['"a, b; c\nd"', "0"], ["e,f" if separator != "," else "e", "1"]]
+    first = [begin.format(separator)] * bool(begin)
+    lines = [*first, *(separator.join(row) for row in rows)]
+    (tmp_path / "f.csv").write_bytes(end.join([*lines, ""]).encode())
+    read = [al.Example("a, b; c\nd", 0), al.Example(rows[2][0], 1)]
+    assert al.load_examples(tmp_path / "f.csv") == read
+    lines[-1] += separator  # a separator too many, which the error names
+    (tmp_path / "f.csv").write_bytes(end.join([*lines, ""]).encode())
+    message = error_of(tmp_path / "f.csv")
+    assert f"delete a {separator!r} that ends a row" in message
+    lines[-1] = lines[-1][:-1]
+    (tmp_path / "f.csv").write_bytes(end.join(lines).encode())
+    assert al.load_examples(tmp_path / "f.csv") == read
+
+
+HEAD, ROW = "text,label\n", '{"text": "...", "label": 0}'
+# A file, the error, and what a user does about it: another name, content or options.
+ADVICE: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("f.txt", '{"text": "a", "label": 0}', r"name ends in \.jsonl", {"name": "f.jsonl"}),
+    (
+        "f.csv",
+        f"{HEAD}a,b,0\n",
+        "put quotes around .* contain ','",
+        {"content": f'{HEAD}"a,b",0\n'},
+    ),
+    ("f.csv", f'{HEAD}"a,0\n', "put quotes .* a quote", {"content": f'{HEAD}"""a",0\n'}),
+    ("f.csv", f"{HEAD}a,b\rc,0\n", "a class|a line break", {"content": f'{HEAD}"a,b\rc",0\n'}),
+    (
+        "f.csv",
+        "text,label,text\na,0,b\n",
+        r"'text'\]; rename",
+        {"content": f"{HEAD[:-1]},b\na,0,c\n"},
+    ),
+    ("f.csv", "t,l\na,0\n", r"name the right ones \(text= and label", {"text": "t", "label": "l"}),
+    ("f.csv", "t,l\na,0\n", r"or rename them$", {"content": f"{HEAD}a,0\n"}),
+    ("f.csv", f"{HEAD}a,no\n", r"list others with classes=", {"classes": ["no"]}),
+    ("f.jsonl", '{"text": "a", label: 0}', re.escape(f"expected {ROW}"), {"content": ROW}),
+    ("f.json", f"{ROW},", "on each line or in an array", {"content": f"[{ROW}]"}),
+    ("f.parquet", "PAR", r"cannot be read as parquet: .*; write it again", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message", "cure"), ADVICE)
+def test_each_advice_of_an_error_about_a_file_helps(
+    tmp_path: Path, name: str, content: str, message: str, cure: dict[str, Any]
+) -> None:
+    (tmp_path / name).write_bytes(content.encode())
+    with raises(match=message):
+        al.load_examples(tmp_path / name)
+    followed = tmp_path / cure.pop("name", name)
+    if name == "f.parquet":
+        pd.DataFrame({"text": ["a"], "label": [0]}).to_parquet(followed)
+    else:
+        followed.write_bytes(cure.pop("content", content).encode())
+    (example,) = al.load_examples(followed, **cure)
+    assert example.label == 0 and example.text
+
+
+def in_examples(path: Path, text: str, label: str) -> list[str]:
+    return [each.text for each in al.load_examples(path, text=text, label=label)]
+
+
+def in_layout(path: Path, text: str, label: str) -> list[str]:
+    layout = layout_of(path, text, label)
+    return in_examples(path, layout.text, layout.label)
+
+
+@pytest.mark.parametrize("read", [in_examples, in_layout])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_fields_inside_a_field_are_named_and_the_advice_helps(
+    tmp_path: Path, read: Callable[..., list[str]], suffix: str
+) -> None:
+    rows = [{"data": {"content": f"text {k}"}, "meta": {"y": k % 2}, "id": k} for k in range(4)]
+    path, flat = tmp_path / f"f{suffix}", tmp_path / f"flat{suffix}"
+    if suffix == ".parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    else:
+        lines = [json.dumps(row) for row in rows]
+        path.write_text(json.dumps(rows) if suffix == ".json" else "\n".join(lines))
+    with raises(match=r"fields inside data, meta cannot be read.*json_normalize.*'data\.content'$"):
+        read(path, "data.content", "meta.y")
+    table = pd.json_normalize(rows)
+    if suffix == ".parquet":
+        table.to_parquet(flat)
+    else:
+        table.to_json(flat, orient="records", lines=suffix == ".jsonl")
+    assert read(flat, "data.content", "meta.y") == [row["data"]["content"] for row in rows]
+    with raises(match="'data'") as error:
+        read(flat, "data", "meta")
+    assert "fields inside" not in str(error.value)
