@@ -65,16 +65,19 @@ class ChatTask(Task):
             such turn, and templates may write one of their own.
         score: As in ``Task``.
         options: Passed to ``apply_chat_template``: variables of the template, such as
-            ``{"enable_thinking": False}``, or another template, ``{"chat_template": "..."}``.
+            ``{"enable_thinking": False}``, or another template, ``{"chat_template": "..."}``. With
+            ``{"sanitize_control_tokens": True}`` control tokens in the texts are read as
+            characters, as transformers 5.24 and newer do.
         date: The day, as ``"2024-07-26"``, that a template writes which writes today's date. It is
             fixed, so that the same prompts come tomorrow.
 
     Raises:
         PromptError: As for ``Task``, the options are those that ``build_prompts`` sets, or the date
             is none. In ``build_prompts``: the tokenizer has no chat template, the template raises
-            an error (for instance because it knows no system turn), it changes the text of a turn,
-            or it writes something (a block of thinking, the name of a channel) between the place
-            where it asks for an answer and the answer.
+            an error (for instance because it knows no system turn), it changes a text, it writes
+            the instructions after the first demonstration, or the model would not answer where
+            the template asks: it was told to think first, or answers begin with something else,
+            such as the name of a channel. An empty thought that the template asks with is no error.
 
     Examples:
         >>> plain = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
@@ -225,7 +228,8 @@ class ChatTask(Task):
         else:
             raise _misplaced_answer(asked, answered, answer.text.strip())
         block = asked[start:]
-        if block and not self._is_no_thought(tokenizer, demonstrations, query, block):
+        is_empty = block.strip() and self._is_no_thought(tokenizer, demonstrations, query, block)
+        if block and not is_empty:
             raise _misplaced_answer(asked, answered, answer.text.strip())
         space = answered[start : len(answered) - len(body)]
         return space + content[: len(word.lstrip())]

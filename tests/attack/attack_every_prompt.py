@@ -152,6 +152,7 @@ def odd_turns(rng: random.Random) -> None:
     except PromptError:
         return
     firsts = batches[0].label_token_ids.tolist()
+    thought = tokenizer("<think></think>", add_special_tokens=False)["input_ids"]
 
     def ids(turns: list[tuple[str, str]], ask: bool) -> list[int]:
         messages = [{"role": role, "content": content} for role, content in turns]
@@ -172,6 +173,10 @@ def odd_turns(rng: random.Random) -> None:
             raise AssertionError(f"{tokenizer.chat_template}: other tokens than the template's")
         for word, first in zip(labels, firsts, strict=True):
             answered = ids([*turns, ("assistant", word)], ask=False)
+            # A template may ask with an empty thought, which stored answers lack.
+            begun = len(row.tokens) - len(thought)
+            if row.tokens[begun:] == thought and answered[begun : begun + 1] == [first]:
+                continue
             if answered[: len(row.tokens) + 1] != [*row.tokens, first]:
                 raise AssertionError(
                     f"{tokenizer.chat_template}: {word!r} does not follow the prompt"

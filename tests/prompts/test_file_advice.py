@@ -58,7 +58,10 @@ def test_the_command_for_a_windows_file_gives_its_texts(tmp_path: Path, suffix: 
 @pytest.mark.parametrize(
     ("data", "advice"),
     [
-        (gzip.compress(as_bytes(".csv", "utf-8")), r"it is compressed: unpack it with gunzip$"),
+        (
+            gzip.compress(as_bytes(".csv", "utf-8"), mtime=0),
+            r"it is compressed: unpack it with gunzip$",
+        ),
         (b"PK\x03\x04\xff", r"it is compressed: unpack it with unzip$"),
         (
             b"text,label\n\x81,0\n",
