@@ -21,6 +21,7 @@ from ..prompts.tasks import TASKS, Task
 from ..system.files import write_text
 from ..system.processes import is_main
 from .options import OfTask, full_command
+from .wording import in_words_of_the_command
 
 
 class ChosenTask(NamedTuple):
@@ -126,7 +127,15 @@ def _proposed(data: Path, options: OfTask, shots: int) -> ChosenTask:
     task = task_of(entries, str(data))
     name = _folder_name(data)
     examples = examples_of(entries, task)
-    return ChosenTask(name, task, examples, entries, str(data), True, str(layout))
+    return ChosenTask(
+        name,
+        task,
+        examples,
+        entries,
+        str(data),
+        True,
+        in_words_of_the_command(str(layout), ["--text-column", "--label-column"]),
+    )
 
 
 def _named(name: str, options: OfTask) -> ChosenTask:

@@ -58,8 +58,8 @@ class Layout(NamedTuple):
             ", ".join(names) or "no other" for names in (self.other_texts, self.others)
         )
         return (
-            f"texts are taken from the column {self.text} (--text-column names another: {texts}), "
-            f"and classes from the column {self.label} (--label-column names another: {classes})"
+            f"texts are taken from the column {self.text} (text= names another: {texts}), and "
+            f"classes from the column {self.label} (label= names another: {classes})"
         )
 
 
@@ -116,15 +116,15 @@ def problems_of(
 ) -> list[str]:
     """All that keeps the rows of a file from being a task, in words."""
     problems = []
-    for what, column, others, option, rows in (
-        ("text", layout.text, layout.other_texts, "--text-column", layout.without_text),
-        ("class", layout.label, layout.others, "--label-column", layout.without_class),
+    for what, column, others, argument, rows in (
+        ("text", layout.text, layout.other_texts, "text=", layout.without_text),
+        ("class", layout.label, layout.others, "label=", layout.without_class),
     ):
         whole = [name for name in others if name in layout.whole]
         if rows:
             first = ", ".join(map(str, rows[:5])) + ", ..." * (len(rows) > 5)
             cure = (
-                f"if another column is meant, add {option} {whole[0]}"
+                f"if another column is meant, give {argument}{whole[0]}"
                 + f" (or {', '.join(whole[1:])})" * (len(whole) > 1)
                 + ", which has no empty row; else fill them"
                 if whole

@@ -183,8 +183,7 @@ def test_all_problems_of_a_file_are_one_error(
         "  - --shots 2 needs as many rows ",
         "  - texts are taken from the colu",
     ]
-    assert "column message" in lines[1] and "5, 7); if another column is meant" in lines[1]
-    assert "add --text-column date, which has no empty row; else fill them" in lines[1]
+    assert "column message" in lines[1] and "5, 7); fill them, or delete these rows" in lines[1]
     assert "column topic" in lines[2] and "3); fill them, or delete these rows" in lines[2]
     assert "values c, which" in lines[3] and "d has 0" in lines[4]
     assert lines[5].endswith("from the column topic (--label-column names another: no other)")
@@ -239,11 +238,11 @@ def test_an_error_names_the_columns_and_deletes_nothing_that_another_column_has(
         chosen(path, label_column="agent", queries=500)
     _, *lines = str(caught.value).splitlines()
     assert "40 rows have no class in the column agent" in lines[0] and "delete" not in lines[0]
-    assert "add --label-column queue, which has no empty row" in lines[0]
+    assert "give label=queue, which has no empty row" in lines[0]
     assert "500 are needed" in lines[1]
-    others = "(--text-column names another: about, id, queue)"
+    others = "(text= names another: about, id, queue)"
     assert f"from the column letter {others}, and classes from the column agent" in lines[2]
-    assert "(--label-column names another: queue)" in lines[2]
+    assert "(label= names another: queue)" in lines[2]
     # Of a class only in a column with gaps.
     commas(tickets().drop(columns="queue"), path)
     with pytest.raises(DataError, match=r"in the column agent .*; fill them, or delete these rows"):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, StoreError
-from anchorlens.experiments.segment_attribution import record_of
 from anchorlens.hooks import Site, hooks_on_edges
 from anchorlens.passes.forward import logits_at
 from tests.experiments.test_ablation import misquoted, returning, written
@@ -188,7 +187,7 @@ def test_means_are_over_prompts_and_then_over_sets() -> None:
     scores = torch.tensor([1.0, 3.0, torch.nan, 8.0]).double()
     numbers = torch.stack([scores, torch.zeros(4)], dim=1)[..., None]
     given = {"numbers": numbers, "log_odds": torch.zeros(4).double()}
-    record = record_of(al.Contributions(given, torch.tensor([4, 4, 4, 2])))
+    record = al.SegmentAttributionRecord.of(al.Contributions(given, torch.tensor([4, 4, 4, 2])))
     assert record.scores.tolist() == [5.0]
 
 

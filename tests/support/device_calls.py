@@ -21,8 +21,16 @@ WITHOUT_RESULT_ON_A_DEVICE = {
     *("AnchorlensError", "ChatTask", "Context", "EdgeSet", "Example", "SEGMENTS"),
     *("Metric", "NoContext", "PAPER_APPENDIX", "PAPER_PARTS", "Site"),
     *("TASKS", "Task", "Verbalizer", "figures", "hard_prompts", "relabeling", "relabel"),
-    *("load_examples", "paper_tables", "sample_demonstrations", "sample_queries", "forget_run"),
-    *("PaperNumber", "PaperSetting", "read_task"),
+    *(
+        "load_examples",
+        "paper_tables",
+        "named",
+        "kinds",
+        "sample_demonstrations",
+        "sample_queries",
+        "forget_run",
+    ),
+    *("PaperNumber", "PaperSetting", "read_task", "kinds", "named"),
     # they compute by the other calls, for whole papers and tables of numbers
     *("paper", "paper_figures"),
 }
