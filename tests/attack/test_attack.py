@@ -90,7 +90,7 @@ def test_a_section_finds_no_fault(section: Section, count: int) -> None:
         (stale_results, 20, [identity, study], "identity_of", lambda *_: Identity("same", ())),
         (odd_lengths, 50, [rotary, may_share], "rotate_alike", lambda *_: True),
         (odd_edges, 6, [Tensor], "nanmean", Tensor.mean),
-        (odd_turns, 20, [al.ChatTask], "written_word", lambda *given: given[-1]),
+        (odd_turns, 60, [al.ChatTask], "written_word", lambda *given: given[-1]),
         (fuzzed_prompts, 20, [WrittenPrompt], "words", lambda *given: ends_early(*given)),
     ],
 )

@@ -168,7 +168,8 @@ def in_layout(path: Path, text: str, label: str) -> list[str]:
 def test_fields_inside_a_field_are_named_and_the_advice_helps(
     tmp_path: Path, read: Callable[..., list[str]], suffix: str
 ) -> None:
-    rows = [{"data": {"content": f"text {k}"}, "meta": {"y": k % 2}, "id": k} for k in range(4)]
+    texts = [f"text {k}" for k in range(4)]
+    rows = [{"data": {"content": text}, "meta": {"y": k % 2}} for k, text in enumerate(texts)]
     path, flat = tmp_path / f"f{suffix}", tmp_path / f"flat{suffix}"
     if suffix == ".parquet":
         pd.DataFrame(rows).to_parquet(path)
@@ -182,7 +183,7 @@ def test_fields_inside_a_field_are_named_and_the_advice_helps(
         table.to_parquet(flat)
     else:
         table.to_json(flat, orient="records", lines=suffix == ".jsonl")
-    assert read(flat, "data.content", "meta.y") == [row["data"]["content"] for row in rows]
+    assert read(flat, "data.content", "meta.y") == texts
     with raises(match="'data'") as error:
         read(flat, "data", "meta")
     assert "fields inside" not in str(error.value)
