@@ -10,7 +10,9 @@ import os
 import re
 import sys
 import sysconfig
+from collections import namedtuple
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import (
     BuiltinFunctionType,
     ClassMethodDescriptorType,
@@ -26,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
 
 from ..metrics.metric import Metric, Observation
 from ..prompts.batch import PromptBatch
@@ -77,8 +78,9 @@ _OUTSIDE = re.compile(
 PACKAGE = __name__.partition(".")[0]
 # The packages whose functions may be believed, and where all others are that somebody installed.
 _PACKAGES = {
-    name: os.path.dirname(os.path.realpath(str(sys.modules[name].__file__))) + os.sep
+    name: os.path.dirname(os.path.realpath(str(found.origin))) + os.sep
     for name in ("torch", "transformer_lens", PACKAGE)
+    if (found := find_spec(name)) is not None
 }
 _INSTALLED = [
     os.path.realpath(sysconfig.get_path(name, scheme)) + os.sep
@@ -97,13 +99,22 @@ _GIVEN: list[type] = [
 ]
 _GIVEN += [torch.finfo, torch.iinfo, np.ndarray, str, bytes, int, float, complex, list, tuple, dict]
 _GIVEN += [set, frozenset, range, slice, type, PromptBatch, Observation, Contributions, Metric]
-_GIVEN += [Record, HookPoint]
+_GIVEN += [Record]
+_HOOK_POINTS = "transformer_lens.hook_points"  # which only ``models`` imports
 # Attributes with underscores that tell nothing from outside.
-_SPECIAL = ("__init__", "__post_init__", "__call__", "__class__", "__name__", "__qualname__")
+_SPECIAL: tuple[str, ...] = (
+    "__init__",
+    "__post_init__",
+    "__call__",
+    "__class__",
+    "__name__",
+    "__qualname__",
+)
 _SPECIAL += ("__setattr__", "__eq__", "__len__", "__getitem__")
 _MEMBERS_IN_C = (
     *(BuiltinFunctionType, ClassMethodDescriptorType, GetSetDescriptorType, MemberDescriptorType),
     *(MethodDescriptorType, WrapperDescriptorType),
+    type(namedtuple("_Named", "field").field),  # type: ignore[attr-defined]
 )
 
 
@@ -151,8 +162,11 @@ def installed_module(path: str) -> str:
 
 def place_of(value: Any) -> tuple[str, str]:
     """The installed module of a function or class, "" for one of the user; and its name there."""
-    if isinstance(value, FunctionType):
-        return installed_module(value.__code__.co_filename), value.__code__.co_qualname
+    while isinstance(value, FunctionType):
+        module = installed_module(value.__code__.co_filename)
+        if not module.startswith("jaxtyping.") or not hasattr(value, "__wrapped__"):
+            return module, value.__code__.co_qualname
+        value = value.__wrapped__  # whose arguments jaxtyping checks
     path = getattr(sys.modules.get(value.__module__), "__file__", None)
     is_in_c = path is None and value.__module__ in sys.modules and value.__module__ != "__main__"
     module = value.__module__ if is_in_c else installed_module(str(path or ""))
@@ -178,6 +192,7 @@ def classes_given() -> list[type]:
     public = sys.modules[PACKAGE].__all__
     loaded = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.")]
     found = [vars(module).get(name) for module in loaded for name in public]
+    found += [vars(sys.modules[_HOOK_POINTS])["HookPoint"]] if _HOOK_POINTS in sys.modules else []
     return [*_GIVEN, *dict.fromkeys(each for each in found if isinstance(each, type))]
 
 

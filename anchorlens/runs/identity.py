@@ -288,7 +288,8 @@ class _Walk:
         self._held.update(getattr(kind, "__dataclass_fields__", ()))
         skipped = _NOT_OF_CLASS
         if isinstance(kind, EnumType):
-            values = {name: member._value_ for name, member in kind.__members__.items()}
+            members: Mapping[str, Any] = kind.__members__
+            values = {name: member._value_ for name, member in members.items()}
             self._add_fields({**values, "name": None, "value": None})
             skipped = skipped | values.keys() | _OF_ENUM
         self._add_fields(
@@ -388,7 +389,8 @@ def _global(function: FunctionType, name: str) -> Any:
     """What a name of a function stands for."""
     if type(function.__globals__) is not dict:
         return _MISSING
-    return function.__globals__.get(name, function.__builtins__.get(name, _MISSING))
+    of_python: dict[str, Any] = function.__builtins__  # type: ignore[attr-defined]
+    return function.__globals__.get(name, of_python.get(name, _MISSING))
 
 
 def _of_module(module: ModuleType, name: str) -> Any:
@@ -402,7 +404,7 @@ def _of_module(module: ModuleType, name: str) -> Any:
 
 def _registered(kind: abc.ABCMeta) -> bool:
     """Whether ``kind.register`` was called, which changes what is an instance of it."""
-    return bool(abc._get_dump(kind)[0])
+    return bool(abc._get_dump(kind)[0])  # type: ignore[attr-defined]
 
 
 def _fields_of(value: Any) -> dict[str, Any]:

@@ -153,7 +153,9 @@ def test_other_prompts_are_a_click_away(gpt2: Any, browser: Any, tmp_path: Path)
         for number in range(3):
             choices.nth(number).click()
             title = page.locator(".one-prompt:visible .title").inner_text()
-            scale = largest[f"prompt {re.search(r', prompt (.)', title)[1]}"]
+            shown = re.search(r", prompt (.)", title)
+            assert shown is not None and batch.gold is not None
+            scale = largest[f"prompt {shown[1]}"]
             times = max(largest.values()) / scale
             found = re.search(r"the same width is ([\d.e+]+) times as much in “[✓✗] ", title)
             assert (found is None) == (times <= 1.05)

@@ -519,7 +519,7 @@ def test_wrong_scores_and_numbers_are_an_error_before_any_pass(
 
 @pytest.mark.with_shapes
 def test_a_score_without_a_number_has_a_reason_and_no_empty_panel() -> None:
-    record = made_up_record(al.FaithfulnessRecord)
+    record: Any = made_up_record(al.FaithfulnessRecord)
     reason = "a rank correlation needs 3 segments; got 2"
     nan, names = torch.full_like(record.lds, torch.nan), ["a", "random", "best possible"]
     info = {"scores": names, "reasons": {"LDS": reason, "drop of best possible": "too many"}}

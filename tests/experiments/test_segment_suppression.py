@@ -139,7 +139,7 @@ def test_segments_are_names_or_functions(gpt2: Any) -> None:
 def test_means_are_over_prompts_and_then_over_sets() -> None:
     kl = torch.tensor([[[1.0]], [[3.0]], [[torch.nan]], [[8.0]], [[torch.nan]]])
     rows = al.Contributions({"kl": kl.double()}, torch.tensor([4, 4, 4, 2, 7]))
-    assert experiment.record_of(rows).kl.tolist() == [[5.0]]
+    assert al.SegmentSuppressionRecord.of(rows).kl.tolist() == [[5.0]]
 
 
 def test_an_interrupted_run_goes_on(raw: Any, byte_level: Any, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ READ_NO_VALUES = ("SegmentFlows of attention", "SaliencyFlows of attention", "pl
 
 
 def twin(name: str, tokenizer: Any, *, fold: bool) -> Any:
-    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 512}
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "max_position_embeddings": 512}
     weights = BY_NAME[name].build(len(tokenizer), **sizes)
     model = raw_model("processed", weights, tokenizer, fold=fold)
     return al.prepare_model(model)
@@ -112,7 +112,7 @@ def calls_here(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         arrays = [each for each in drawn if np.issubdtype(each.dtype, np.floating)]
         return [torch.from_numpy(each.copy()) for each in arrays]
 
-    of_head = {"layer": 1, "head": 0}
+    of_head: dict[str, Any] = {"layer": 1, "head": 0}
     yield (
         "plot_prefix_pattern",
         lambda: numbers(al.plot_prefix_pattern(model, batches[0], **of_head)),

@@ -524,7 +524,15 @@ def as_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
     torch.set_printoptions(profile="default")
     sys.modules.pop("of_a_user", None)
-    for owner in (torch, torch.nn.Module, torch.Tensor, al.PromptBatch, al.edges, vars(torch)):
+    owners: list[Any] = [
+        torch,
+        torch.nn.Module,
+        torch.Tensor,
+        al.PromptBatch,
+        al.edges,
+        vars(torch),
+    ]
+    for owner in owners:
         if hasattr(owner, "of_a_user"):
             del owner.of_a_user
     for function in (torch.nn.functional.softmax,):

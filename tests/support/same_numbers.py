@@ -376,9 +376,8 @@ def stored(path: Path) -> Numbers:
 def of_calls(found: Numbers, calls: Sequence[str]) -> Numbers:
     """The part of the numbers that is of these calls."""
     wanted = set(calls)
-    tensors, texts = (
-        {name: each for name, each in part.items() if call_of(name) in wanted} for part in found
-    )
+    tensors = {name: each for name, each in found.tensors.items() if call_of(name) in wanted}
+    texts = {name: each for name, each in found.texts.items() if call_of(name) in wanted}
     return Numbers(tensors, texts)
 
 
@@ -390,7 +389,9 @@ def differences(
     Numbers differ at most by ``tolerance`` times the sum of: the number, a hundredth of the largest
     of their tensor, and 1e-5. With 0 they are equal bit for bit.
     """
-    for mine, others in zip(ours, theirs, strict=True):
+    both: list[tuple[Mapping[str, Any], Mapping[str, Any]]]
+    both = [(ours.tensors, theirs.tensors), (ours.texts, theirs.texts)]
+    for mine, others in both:
         missing, new = others.keys() - mine.keys(), mine.keys() - others.keys()
         yield from (f"{name}: is missing" for name in sorted(missing))
         yield from (f"{name}: is new" for name in sorted(new))
