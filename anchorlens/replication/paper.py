@@ -190,7 +190,9 @@ def _check_number(
             continue
         first, stored = partial(_first_number, part), outcome.numbers[0]
         for now in _outcome(first, setting).numbers:  # none if it fails, such as without memory
-            values = [{"number": torch.tensor([each.value])} for each in (stored, now)]
+            values = [
+                {"number": torch.tensor([each.value], device="cpu")} for each in (stored, now)
+            ]
             if now._replace(value=stored.value) != stored or not same_contributions(*values):
                 raise StoreError(
                     f"{name}, seed {setting.seed}, {_name(part)}: its first number is {now} and "
