@@ -23,6 +23,7 @@ from ..hooks import Site, hooks_on_edges
 from ..models.hooked import Hook, HookedModel, check_fits, device_of, hooks_by_layer, scores_name
 from ..models.kv_cache import KeyValues, layers_of_entries
 from ..models.load import ensure_prepared
+from ..models.media_tokens import refuse_media_tokens
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass, run_prefix
@@ -31,8 +32,8 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch, on_both, only_set
 from ..prompts.edge_set import Edges, EdgeSet
 from ..prompts.segment_names import SEGMENTS
-from ..system.arguments import checked
-from ..system.texts import name_of
+from ..system.arguments import called, checked
+from ..system.texts import described, name_of
 from ..trials.comparison import TOLERANCE, difference_of, reason_of, tolerance
 from .placement import Placement, as_in_prompt, rebased
 from .protocol import QueryPass, bos_of, model_identity, queries_after
@@ -268,6 +269,7 @@ def contexts(
     ensure_prepared(model)
     check_batch(demonstrations)
     check_fits(model, demonstrations)
+    refuse_media_tokens(model, demonstrations)
     moved = demonstrations.to(device_of(model))
     masks = checked_selections(selections, moved)
     prompt = moved.prompt(0)
@@ -277,7 +279,7 @@ def contexts(
     info |= {"bos": bos}
     apart: HooksOfBatch = partial(_apart, model) if separately else no_hooks
     _measured.pop(model, None)  # the model's settings may have changed
-    placed = [_Placed(selected, *positions(selected)) for selected in masks]
+    placed = [_placed(positions, selected) for selected in masks]
     with frozen_in_eval_mode(model):
         with without_user_hooks(model):
             whole = verified_cache(model, prompt, shared, apart)
@@ -308,7 +310,8 @@ def checked_selections(
         )
     prompt = demonstrations.prompt(0)
     length = int(prompt.query_start[0])
-    masks = [select(prompt.before(length)) for select in selections]
+    before = prompt.before(length)
+    masks = [called("select", select, "the demonstrations", before) for select in selections]
     for selected in masks:
         if selected.shape != (length,) or selected.dtype != torch.bool or not selected.any():
             raise PromptError(
@@ -371,6 +374,18 @@ class _Placed(NamedTuple):
             f"1, ... and the query after them; got keys at {self.keys.tolist()}, the query at "
             f"{self.query}"
         )
+
+
+def _placed(positions: Placement, selected: Bool[Tensor, " position"]) -> _Placed:
+    """Where a placement puts selected positions."""
+    given: Any = called("positions", positions, "the selected positions", selected)
+    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)
+    if not is_pair:
+        raise PromptError(
+            "positions must give the positions of the keys, a tensor, and that of the query, a "
+            f"whole number, as al.placement.rebased does; got {described(given)}"
+        )
+    return _Placed(selected, *given)
 
 
 def _context(

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import PromptError
 from ..models.hooked import HookedModel, device_of, vocabulary_of
 from ..models.kv_cache import KeyValues
+from ..models.media_tokens import without_media_tokens
 from ..prompts.batch import PromptBatch
 from ..system.arguments import check_from_1, checked
 from ..system.processes import gather_from_processes
@@ -147,10 +148,10 @@ def train_prefix(
 
 
 def random_tokens(model: HookedModel, count: int, seed: int) -> Tensor:
-    """Token ids drawn from the whole vocabulary."""
+    """Token ids drawn from the whole vocabulary, but for those that stand for images."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     drawn = torch.randint(vocabulary_of(model), (count,), generator=generator, device="cpu")
-    return drawn.to(device_of(model))
+    return without_media_tokens(model, drawn).to(device_of(model))
 
 
 @dataclass(frozen=True, eq=False)

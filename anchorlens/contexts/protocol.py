@@ -12,6 +12,7 @@ from ..errors import ModelError, PromptError
 from ..models.hooked import Hook, HookedModel, check_fits, device_of, dtype_of
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
+from ..models.media_tokens import refuse_media_tokens
 from ..models.model_identity import identity
 from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
@@ -220,6 +221,7 @@ def checked_queries(
         )
     queries = queries_after(batch, tokens)
     check_fits(model, queries)
+    refuse_media_tokens(model, queries.after(len(tokens)))
     return queries
 
 

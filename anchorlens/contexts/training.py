@@ -34,7 +34,7 @@ from ..results.record import Record
 from ..runs.identity import fingerprint, in_words, warn_of_unknown
 from ..runs.store import make_folder, same_contributions
 from ..runs.study import Study
-from ..system.arguments import checked
+from ..system.arguments import check_not_endless, checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import bytes_of, write_atomically
 from ..system.processes import gather_from_processes, is_main
@@ -152,6 +152,7 @@ class Training:
         for name, value, least in (("steps", self.steps, 0), ("check_every", self.check_every, 1)):
             if value is not None and value < least:
                 raise MetricError(f"{name} must be a whole number from {least}; got {value}")
+        check_not_endless(MetricError, steps=self.steps)
         if self.clip is not None and not self.clip > 0:
             raise MetricError(f"clip must be a number above 0; got {self.clip!r}")
 

@@ -27,6 +27,7 @@ from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.random_edges import draw_generator
 from ..runs.runner import Runner
 from ..runs.study import Study, require_batches
+from ..system.arguments import called
 from ..system.devices import in_float64
 from ..system.processes import is_main
 from ..system.texts import described, name_of
@@ -159,7 +160,8 @@ class Ablation:
         """What the removal gives; an error if it gives something else than prompts and hooks."""
         owner, of_prompts = f"remove={name_of(self.remove)}", (batch.tokens, batch.attention_mask)
         with unedited(owner, "tokens that it was given", *of_prompts, removed):
-            given: Any = self.remove(model, batch, removed)
+            names = "(model, batch, removed)"
+            given: Any = called("remove", self.remove, names, model, batch, removed)
         is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Sequence)
         if not is_pair or not isinstance(given[0], PromptBatch):
             raise MetricError(

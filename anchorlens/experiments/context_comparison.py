@@ -40,7 +40,7 @@ from ..results.kinds import derived, difference, mean, of_prompts, over_draws, s
 from ..results.record import Record
 from ..results.text_frame import TextFrame
 from ..runs.study import Study
-from ..system.arguments import checked
+from ..system.arguments import check_not_endless, checked
 from ..system.processes import gather_from_processes
 from ..system.texts import name_of
 
@@ -306,6 +306,7 @@ def compare_contexts(
     for name, count in (("draws", draws), ("repeats", repeats)):
         if count < 0:
             raise MetricError(f"{name} must be a whole number from 0; got {count}")
+    check_not_endless(MetricError, draws=draws, repeats=repeats)
     controls = [control(number) for number in range(seed, seed + draws)]
     settings: dict[str, Any] = {"experiment": "contexts", "contexts": list(contexts)}
     settings |= {f"context {name}": context for name, context in contexts.items()}

@@ -29,7 +29,7 @@ from ..results.record import Record
 from ..results.results import Results
 from ..runs.runner import Runner
 from ..runs.study import Study
-from ..system.arguments import checked
+from ..system.arguments import check_not_endless, checked
 from ..system.processes import fails_together
 from ..system.texts import name_of
 
@@ -299,6 +299,7 @@ def edge_sweep(
         raise HookError("there is no site to cut in; give {name: al.Site(layers)}")
     if draws < 1:
         raise HookError(f"the random control needs at least one draw; got {draws!r}")
+    check_not_endless(HookError, draws=draws)
     names = [getattr(metric, "name", None) for metric in metrics]
     if both := [name for name in sites if name in names]:
         raise HookError(f"a site and a metric have one name: {', '.join(both)}; rename the site")

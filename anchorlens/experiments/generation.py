@@ -18,6 +18,7 @@ from ..models.added_hooks import added_hooks
 from ..models.hooked import HookedModel, check_fits, device_of, devices_of_layers
 from ..models.kv_cache import without_cache
 from ..models.load import ensure_prepared
+from ..models.media_tokens import refuse_media_tokens
 from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch
@@ -138,6 +139,7 @@ def trace_generation(
             f"max_new_tokens={max_new_tokens} does not fit; use a shorter prompt or fewer tokens"
         )
     check_fits(model, prompt_batch)
+    refuse_media_tokens(model, prompt_batch)
     refuse_another_rotation(model, length, length + max_new_tokens)
     tokens, logits = written_tokens(model, prompt_batch, max_new_tokens, seed, options)
     names, count = [*prompt_batch.segment_names, ANSWER], tokens.shape[1] - length

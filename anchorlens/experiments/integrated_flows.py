@@ -32,7 +32,7 @@ from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.kinds import mean
 from ..runs.study import Study
-from ..system.arguments import check_from_1, checked
+from ..system.arguments import check_from_1, check_not_endless, checked
 from ..system.devices import on_one_device, widest
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
@@ -157,6 +157,7 @@ def integrated_flows(
         True
     """
     check_from_1(MetricError, steps=steps)
+    check_not_endless(MetricError, steps=steps)
     refuse_values(weight, "al.integrated_flows")
     metric = SegmentFlows(segments, weight)
     name = "probability of the prediction" if output is None else name_of(output)

@@ -24,7 +24,7 @@ from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..runs.study import Study
-from ..system.arguments import checked
+from ..system.arguments import called, checked
 from ..system.processes import fails_together, is_main
 from ..system.texts import described, name_of
 from ..system.warn import warn_user
@@ -187,7 +187,10 @@ def segment_attribution(
 
 def check_method(method: subsets.Method, count: int) -> None:
     """Raise an error if a method gives something else than subsets and scores; no model runs."""
-    drawn: list[Any] = [method.draw(count, draw_generator(seed, 0)) for seed in range(2)]
+    names = "(number of segments, generator)"
+    drawn: list[Any] = [
+        called("draw", method.draw, names, count, draw_generator(seed, 0)) for seed in range(2)
+    ]
     are_tables = all(isinstance(each, Tensor) and each.dtype == torch.bool for each in drawn)
     shapes = {tuple(each.shape) for each in drawn} if are_tables else set()
     if len(shapes) != 1 or 0 in (shape := shapes.pop()) or shape[1:] != (count,):

@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..system.arguments import checked
+from ..system.arguments import check_not_endless, checked
 from ..system.put_back import put_back
 
 Subsets = Bool[Tensor, "subset segment"]
@@ -72,10 +72,12 @@ def random(count: int, segments: int, generator: torch.Generator) -> Subsets:
         >>> al.subsets.random(5, 3, torch.Generator().manual_seed(0)).shape
         torch.Size([5, 3])
     """
-    if not 1 <= count <= 2**segments:
+    check_not_endless(MetricError, count=count, segments=segments)
+    if segments < 0 or not 1 <= count <= 2**segments:
+        how_many = f"2 to the power of {segments}" if segments > 64 else f"{2**segments}"
         raise MetricError(
-            f"there are {2**segments} subsets of {segments} segments, so that subsets= is from 1 "
-            f"to {2**segments}; got {count}"
+            f"there are {how_many} subsets of {segments} segments, so that subsets= is from 1 to "
+            f"{how_many}; got {count}"
         )
     if segments <= _COUNTED:
         numbers = torch.randperm(2**segments, generator=generator, device="cpu")
@@ -139,6 +141,7 @@ def lasso(subsets: int = 64, alpha: float = 0.01) -> Method:
             f"lasso needs at least 2 subsets and alpha above 0; got subsets={subsets} and "
             f"alpha={alpha}"
         )
+    check_not_endless(MetricError, subsets=subsets)
     name = f"lasso of {subsets} subsets, alpha {alpha:g}"
     return Method(name, partial(random, subsets), partial(_lasso_weights, alpha))
 
@@ -181,6 +184,7 @@ def shapley(permutations: int = 10, *, exact_up_to: int = 8) -> Method:
     """
     if permutations < 2:
         raise MetricError(f"a standard error needs at least 2 permutations; got {permutations}")
+    check_not_endless(MetricError, permutations=permutations)
     name = f"Shapley, exact up to {exact_up_to} segments, else {permutations} permutations"
     return Method(
         name,

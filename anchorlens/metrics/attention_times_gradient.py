@@ -32,6 +32,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..results.contributions import Contributions
 from ..system import row_pieces as pieces
+from ..system.arguments import called
 from ..system.texts import described, name_of
 from .metric import Metric, Observation
 from .weights import (
@@ -281,7 +282,8 @@ def edge_weights(
     weight: Callable[..., EdgeWeights], pattern: Pattern, gradient: Pattern, *values: Values
 ) -> Float[Tensor, "batch query key"]:
     """The weights of edges, or an error if they are not a number for each edge."""
-    edges: Any = weight(pattern, gradient, *values)
+    names = "(pattern, gradient, values)" if values else "(pattern, gradient)"
+    edges: Any = called("weight", weight, names, pattern, gradient, *values)
     expected = (len(pattern), *pattern.shape[2:])
     if not isinstance(edges, Tensor) or edges.shape != expected or edges.is_complex():
         raise MetricError(

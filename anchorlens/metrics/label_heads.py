@@ -20,7 +20,7 @@ from ..results.contributions import Contributions
 from ..results.figure_parts import with_ends
 from ..results.kinds import derived, mean, over_draws, share
 from ..results.record import Record
-from ..system.arguments import checked
+from ..system.arguments import check_not_endless, checked
 from ..system.devices import beside, sent, wide
 from .metric import Metric, Observation, by_layer
 from .predictions import predicted_class, require_gold
@@ -202,6 +202,7 @@ class LabelHeads(Metric):
             raise MetricError(
                 f"draws must be the number of random draws, at least 1; got {self.draws!r}"
             )
+        check_not_endless(MetricError, draws=self.draws)
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for prompts without true labels, or without tokens to compare with."""

@@ -114,7 +114,8 @@ class Loyalty(Metric):
         if not changed:
             raise MetricError(
                 "loyalty compares a changed run with the clean one, but nothing changes this run; "
-                "give run(..., hooks=lambda batch: ...)"
+                "give al.run(..., hooks=lambda batch: ...), or for two passes of your own their "
+                "logits to al.loyalty(reference_logits, logits, label_token_ids)"
             )
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
@@ -173,6 +174,12 @@ def loyalty(
 def _check_run(
     logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"] | Verbalizer
 ) -> None:
+    given = (logits, label_token_ids)
+    if any(isinstance(each, Tensor) and each.is_meta for each in given):
+        raise MetricError(
+            "logits and label_token_ids are on the device 'meta', whose tensors have no numbers; "
+            "give those of a run"
+        )
     if logits.ndim != 2 or not len(logits):
         shape = tuple(logits.shape)
         raise MetricError(f"logits are of (batch, vocab), one row a prompt; got {shape}")

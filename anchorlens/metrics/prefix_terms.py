@@ -23,6 +23,7 @@ from ..hooks import Site, hooks_on_edges
 from ..models.hooked import Hook, HookedModel, has_sinks, hooks_by_layer, pattern_name
 from ..models.kinds import cached_heads
 from ..models.kv_cache import KeyValues, entries_of
+from ..models.media_tokens import refuse_media_tokens
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import Positions, between
@@ -106,6 +107,7 @@ def prefix_runs(
     at their positions, whatever kind of positions the model has. ``prefix`` has the tokens before
     ``batch.query_rows``, and ``hooks`` act in all passes.
     """
+    refuse_media_tokens(model, batch)
     columns = queries.any(0).nonzero().flatten()
     first, last = int(columns[0]), int(columns[-1])
     rows = slice(first - batch.first_query, last + 1 - batch.first_query)

@@ -17,7 +17,7 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
-from ..system.arguments import checked
+from ..system.arguments import called, checked
 from ..system.texts import described, name_of
 from .attention_times_gradient import EdgeFlows, Segments, mean_weights
 from .weights import Weight, WithValues, saliency
@@ -216,7 +216,7 @@ def checked_positions(
 
     A MetricError names them as ``name`` of ``owner`` if they are not True and False for each token.
     """
-    positions: Any = function(batch)
+    positions: Any = called(f"{name!r} of {owner}", function, "the batch", batch)
     is_mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
     if not is_mask or positions.shape != batch.tokens.shape:
         raise MetricError(

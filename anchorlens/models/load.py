@@ -35,6 +35,7 @@ from .native_attention import (
 )
 from .read_weights import (
     best_device,
+    check_device_map,
     moved,
     read_tokenizer,
     read_weights,
@@ -72,7 +73,7 @@ def load_model(
     *,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
-    device_map: str | Mapping[str, int | str | torch.device] | None = None,
+    device_map: str | int | torch.device | Mapping[str, int | str | torch.device] | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
 ) -> TransformerBridge:
@@ -89,8 +90,10 @@ def load_model(
         device: ``"cuda"``, ``"mps"`` or ``"cpu"``. By default, the device that accelerate gave
             this process, otherwise the first of the three that is available. A loaded model stays
             on its device by default; if a device is named, it is copied there.
-        device_map: Spreads the layers over several devices, in the words of accelerate: ``"auto"``,
-            or the device of each module by its name. It takes the place of ``device``.
+        device_map: Spreads the layers over several devices, as in transformers: ``"auto"``,
+            ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, one device, or the device of
+            each module by its name. It takes the place of ``device``. All weights stay in memory:
+            for those on the disk pass a model that transformers loaded.
         dtype: Type of the weights; by default, the type in which they are stored.
         revision: For a name on the hub a branch, tag or commit, such as a checkpoint of the
             training; it becomes a part of the model's name (``name@revision``).
@@ -114,6 +117,9 @@ def load_model(
 
     refuse_two_devices(device, device_map)
     tokenizer = read_tokenizer(tokenizer)
+    places = None if device_map is None else check_device_map(device_map)
+    if isinstance(places, torch.device):
+        device, places = places, None
     if isinstance(source, PreTrainedModel):
         if revision is not None:
             refuse_revision(source)
@@ -121,10 +127,10 @@ def load_model(
             raise ModelError("a loaded model comes without a tokenizer; pass tokenizer=...")
         weights: Any = source
         refuse_device(device or weights.device)
-        if any(option is not None for option in (device, device_map, dtype)):
+        if any(option is not None for option in (device, places, dtype)):
             weights = moved(copy.deepcopy(weights), device or weights.device, dtype)
-        if device_map is not None:
-            weights = spread(weights, device_map)
+        if places is not None:
+            weights = spread(weights, places)
         name = weights.config.name_or_path or type(weights).__name__
         _refuse_inference_tensors(name, weights)
     else:
@@ -133,9 +139,7 @@ def load_model(
         refuse_device(device)
         weights, tokenizer = read_weights(name, tokenizer, dtype, revision)
         name = name if revision is None else f"{name}@{revision}"
-        weights = (
-            moved(weights, device, dtype) if device_map is None else spread(weights, device_map)
-        )
+        weights = moved(weights, device, dtype) if places is None else spread(weights, places)
     refuse_encoder_decoder(name, weights.config)
     vocabulary = len(weights.get_input_embeddings().weight)
     # The expected logits are computed now, because the bridge takes the weights apart.

@@ -165,7 +165,7 @@ def best_device() -> str | torch.device:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def refuse_device(device: str | torch.device) -> None:
+def refuse_device(device: int | str | torch.device) -> None:
     """Raise an error if a device cannot compute, before weights are read for it."""
     try:
         on_device = torch.empty(0, device=device)
@@ -185,19 +185,60 @@ def moved(weights: Any, device: str | torch.device, dtype: torch.dtype | None) -
         raise _no_device(where, str(error)) from error
 
 
-def spread(weights: Any, device_map: str | Mapping[str, int | str | torch.device]) -> Any:
-    """The model with each module on the device that ``device_map`` names."""
+Places = Mapping[str, int | str | torch.device]  # the device of each module
+# Words for maps that accelerate makes, as in transformers.
+_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def check_device_map(
+    device_map: str | int | torch.device | Places,
+) -> str | Places | torch.device:
+    """A map, or the only device that it names; an error, before weights are read, for another."""
+    named: list[int | str | torch.device]
+    if isinstance(device_map, Mapping):
+        named = [*device_map.values()]
+    elif isinstance(device_map, str) and device_map in _WORDS:
+        return device_map
+    else:
+        named = [device_map]
+    if "disk" in named:
+        raise ModelError(f"device_map={device_map!r} leaves weights on the disk, {_NOT_IN_MEMORY}")
+    for device in named:
+        try:
+            refuse_device(device)
+        except (TypeError, ValueError) as error:
+            raise ModelError(
+                f"device_map={device_map!r} cannot be used: {error}. Give {', '.join(_WORDS)}, a "
+                "device, or a dictionary with the device of each module of the transformers model, "
+                "such as {'': 'cpu'}"
+            ) from error
+    return device_map if isinstance(device_map, Mapping) else torch.device(device_map)
+
+
+_NOT_IN_MEMORY = (
+    "so that each pass would read them again. Use more or larger devices, or a smaller dtype; or "
+    "load the model with AutoModelForCausalLM.from_pretrained(..., device_map=..., "
+    "offload_folder=...) and pass it to al.load_model with its tokenizer"
+)
+
+
+def spread(weights: Any, device_map: str | Places) -> Any:
+    """The model with each module on the device that a checked map names."""
     from accelerate import dispatch_model, infer_auto_device_map  # a second to import
+    from accelerate.utils import get_balanced_memory
 
     try:
         weights.tie_weights()
-        if isinstance(device_map, Mapping):
-            places = dict(device_map)
-        elif device_map == "auto":
+        if isinstance(device_map, str):
             whole = weights._no_split_modules
-            places = infer_auto_device_map(weights, no_split_module_classes=whole)
+            memory = None
+            if device_map != "sequential":
+                low = device_map == "balanced_low_0"
+                options: dict[str, Any] = {"no_split_module_classes": whole, "low_zero": low}
+                memory = get_balanced_memory(weights, **options)
+            places = infer_auto_device_map(weights, memory, no_split_module_classes=whole)
         else:
-            raise ValueError("there is no such word")
+            places = dict(device_map)
         result = dispatch_model(weights, places)
     except (RuntimeError, AssertionError, ValueError, TypeError, KeyError) as error:
         raise ModelError(
@@ -208,8 +249,7 @@ def spread(weights: Any, device_map: str | Mapping[str, int | str | torch.device
     if outside := [name for name, each in result.named_parameters() if each.is_meta]:
         raise ModelError(
             f"device_map={device_map!r} leaves {outside[0]!r} and others in no memory of these "
-            "devices, so that each pass would read them again; use more or larger devices, or a "
-            "smaller dtype"
+            f"devices, {_NOT_IN_MEMORY}"
         )
     return result
 
@@ -246,7 +286,7 @@ def _listed(names: Iterable[str]) -> str:
     )
 
 
-def _no_device(device: str | torch.device, reason: str) -> ModelError:
+def _no_device(device: int | str | torch.device, reason: str) -> ModelError:
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     devices = ", ".join([*(name for name in there if there[name]), "cpu"])
     return ModelError(

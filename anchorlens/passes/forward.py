@@ -29,6 +29,7 @@ from ..models.hooked import (
 )
 from ..models.kinds import inputs_without_cache
 from ..models.kv_cache import KeyValues, check_rotation, inputs_after, prefix_of
+from ..models.media_tokens import refuse_media_tokens
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
 from ..system.put_back import put_back, safe_context
@@ -80,6 +81,7 @@ class Pass:
                 "gradient_checkpointing=True does not store; leave it out, or take another loss"
             )
         check_fits(self.model, self.batch)
+        refuse_media_tokens(self.model, self.batch)
         if isinstance(self.loss, WordCrossEntropy):
             continuations_of(self.loss, self.batch, self.model)
         cached = 0 if self.prefix is None else len(self.prefix)

@@ -11,6 +11,7 @@ from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabula
 from ..models.kv_cache import without_cache
 from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch, longest_prompt
+from ..system.arguments import called
 from ..system.put_back import each_call_inside
 from ..system.texts import name_of
 from ..system.torch_state import gradient_mode
@@ -49,7 +50,7 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
         # The logits of two prompts, because those of a batch may not fit into memory.
         first = batch.prompts(0, 2).to(device)
         zeros = torch.zeros(len(first), *_shape_of_logits(loss, first, model), device=device)
-        losses = loss(zeros, first)
+        losses = called("loss", loss, "(logits, batch)", zeros, first)
         if not isinstance(losses, Tensor) or losses.shape != (len(first),):
             raise not_one_a_prompt(losses, len(first))
 

@@ -31,6 +31,7 @@ from ..models.hooked import (
     z_name,
 )
 from ..models.kinds import cached_heads, inputs_without_cache
+from ..models.media_tokens import refuse_media_tokens
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
 from .forward import leaf_hook, rows_hook
@@ -57,6 +58,7 @@ def step_gradients(
     require_prepared(model)
     refuse_folded_value_biases(model)
     check_fits(model, batch)
+    refuse_media_tokens(model, batch)
     layers = range(model.cfg.n_layers)
     patterns: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ..errors import PromptError
+from ..system.arguments import called
 from ..system.devices import sent
 from ..system.row_pieces import row_slices, stored_rows
 from ..system.texts import described
@@ -212,7 +213,7 @@ def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
 
     Every function that takes edges begins here.
     """
-    given = edges(batch) if callable(edges) else edges
+    given = called("edges", edges, "the batch", batch) if callable(edges) else edges
     shape, device = (*batch.tokens.shape, batch.tokens.shape[1]), batch.tokens.device
     is_tensor = isinstance(given, Tensor)
     if not is_tensor or given.dtype != torch.bool or tuple(given.shape) != shape:

@@ -10,7 +10,7 @@ from random import Random
 from typing import overload
 
 from ..errors import PromptError
-from ..system.arguments import checked
+from ..system.arguments import called, checked
 from .demonstration_sets import check_labels, missing_labels
 from .examples import Example
 from .tasks import Task
@@ -202,7 +202,7 @@ def _relabel_set(
     demonstrations: Demonstrations, task: Task, how: Relabeling
 ) -> tuple[Task, list[Example]]:
     check_labels(task, demonstrations)
-    result = how(task, demonstrations)
+    result = called("how", how, "(task, demonstrations)", task, demonstrations)
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(task))
     if not is_pair or len(result[1]) != len(demonstrations):
         raise PromptError(

@@ -46,7 +46,7 @@ from ..results.text_tables import Section, TextTable
 from ..runs.identity import versions
 from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of
 from ..runs.store import make_folder
-from ..system.arguments import check_from_1, checked
+from ..system.arguments import check_from_1, check_not_endless, checked
 from ..system.hidden_warnings import warnings_kept
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
@@ -177,7 +177,7 @@ def across_models(
     seeds: Sequence[int] | None = None,
     batch_size: int | None = None,
     device: str | torch.device | None = None,
-    device_map: str | None = None,
+    device_map: str | int | torch.device | None = None,
     dtype: torch.dtype | None = None,
     depth: int | None = None,
     draws: int = 10,
@@ -250,6 +250,7 @@ def across_models(
     sampling = {"queries": queries, "shots": shots, "seeds": seeds, "batch_size": batch_size}
     make_prompts = maker_of_prompts(task, examples, sampling)
     check_from_1(HookError, depth=depth, draws=draws)
+    check_not_endless(HookError, depth=depth, draws=draws)
     check_resamples(resamples)
     if folder is not None:
         make_folder(folder)

@@ -28,7 +28,7 @@ from ..prompts.tasks import Task
 from ..runs.identity import fingerprint, identity_of, warn_of_unknown
 from ..runs.run import target_logits
 from ..runs.store import Store, same_contributions
-from ..system.arguments import checked
+from ..system.arguments import check_not_endless, checked
 from ..system.hidden_warnings import recorded_warnings, warnings_kept
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
 from ..system.put_back import each_call_inside, safe_context
@@ -98,6 +98,7 @@ def paper(
         True
     """
     ensure_prepared(model)
+    check_not_endless(HookError, depth=depth, draws=draws)
     layer_numbers(model, range(depth))
     check_examples(examples, queries, seeds, tasks)
     settings = [

@@ -10,6 +10,7 @@ from scipy.special import ndtr, stdtrit
 from torch import Tensor
 
 from ..errors import MetricError
+from ..system.arguments import check_not_endless
 from ..system.warn import warn_user
 
 # Sets of demonstrations count as given if each has at least MANY_PROMPTS prompts; otherwise at
@@ -109,6 +110,7 @@ def check_resamples(resamples: int) -> None:
     """Check the number of resamples; call it before the model runs."""
     if resamples < 0:
         raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples}")
+    check_not_endless(MetricError, resamples=resamples)
 
 
 def warn_if_few_units(sets: Int[Tensor, " prompt"]) -> None:

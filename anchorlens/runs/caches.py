@@ -5,7 +5,8 @@ there is one code for both.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import MetricError, NotFiniteError, PromptError
+from ..errors import MetricError, ModelError, NotFiniteError, PromptError
 from ..metrics.metric import Metric, check_values
 from ..models.hooked import (
     Hook,
@@ -69,8 +70,8 @@ def from_caches(
         The record of each metric under its name, as ``run`` returns them.
 
     Raises:
-        MetricError: A cache lacks a hook point or a gradient, a tensor does not fit the batch, or
-            there are more or fewer passes than batches.
+        MetricError: A cache lacks a hook point or a gradient, a tensor does not fit the batch, a
+            metric needs ``model``, or there are more or fewer passes than batches.
         NotFiniteError: Logits or gradients are NaN or infinite.
         AnchorlensError: As ``run``, where prompts do not fit a metric or the model.
         RunError: A metric has no result for these contributions; all others are in its ``results``.
@@ -224,8 +225,8 @@ def _rows(
     """What each prompt contributes to each metric."""
     contributions: dict[str, Tensor] = {}
     for metric in metrics:
-        observation = metric.observe(model, batch)
-        with gradient_mode(False):
+        with _asking(model, metric), gradient_mode(False):
+            observation = metric.observe(model, batch)
             _show(metric.name, observation.hooks, cache, "", batch, number)
             _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
             of_metric = observation.contributions(logits.clone(), None)
@@ -248,7 +249,8 @@ def _check(metrics: Sequence[Metric], batches: Sequence[PromptBatch], model: Hoo
     """Raise the errors that ``run`` raises before it runs."""
     check_fits(model, *batches)
     for metric in metrics:
-        metric.check(model, batches, changed=False)
+        with _asking(model, metric):
+            metric.check(model, batches, changed=False)
     if not isinstance(model, _OnlyCache):
         check_values(model, metrics)
 
@@ -273,9 +275,28 @@ class _OnlyCache:
         self.hook_dict, self.W_E = cache, logits.new_empty(vocabulary, 0)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        raise MetricError("a metric runs the model, but only its cache was given; give model=...")
+        raise ModelError("the metric runs the model")
 
     hooks = __call__
+
+
+@contextmanager
+def _asking(model: HookedModel, metric: Metric) -> Iterator[None]:
+    """Names the cure where a metric asks the model for more than a cache shows.
+
+    Errors of models speak of a model that was given, and none was.
+    """
+    try:
+        yield
+    except NotFiniteError:
+        raise
+    except ModelError as error:
+        if not isinstance(model, _OnlyCache):
+            raise
+        raise MetricError(
+            f"{metric.name} needs the prepared model of the passes, and not only their caches; "
+            "give it: al.caches.from_caches(..., model=model)"
+        ) from error
 
 
 def _show(

@@ -16,6 +16,7 @@ from ..passes.losses import Loss
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
+from ..system.arguments import called
 
 
 def check_metrics(
@@ -59,7 +60,7 @@ def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[Promp
     """Raise an error unless ``hooks`` is a function of the batch to hooks that the model has."""
     for each in batches:
         batch = each.to(device_of(model))
-        acting = hooks(batch)
+        acting = called("hooks", hooks, "the batch", batch)
         if not _are_hooks(acting):
             raise HookError(f"hooks must return a list of (hook point, function); got {acting!r}")
         if not all(act.is_for(batch) for _, act in acting if isinstance(act, BatchHook)):

@@ -260,6 +260,48 @@ def check_from_1(error: type[AnchorlensError], **arguments: int | None) -> None:
             raise error(f"{name} must be a whole number from 1; got {value}")
 
 
+# Of draws, steps, passes: a million of them take longer than anyone waits.
+MOST = 1_000_000
+
+
+def check_not_endless(error: type[AnchorlensError], **counts: int | None) -> None:
+    """Raise an error for a number of repetitions, where it is given, that would never end."""
+    for name, value in counts.items():
+        if value is not None and value > MOST:
+            raise error(
+                f"{name} must be at most {MOST:,}, because more would take longer than anyone "
+                f"waits; got {value}"
+            )
+
+
+def called(what: str, function: Callable[..., Any], given: str, *args: Any) -> Any:
+    """What a function of the user returns; an error if it cannot be called with ``args``.
+
+    An error that comes from inside the function is the user's own.
+
+    Args:
+        what: The name of the argument, for the error.
+        function: The function.
+        given: The names of what it is given, for the error.
+        args: What it is given.
+    """
+    try:
+        return function(*args)
+    except (TypeError, ValueError) as error:
+        traceback = error.__traceback__
+        while traceback is not None and traceback.tb_next is not None:
+            traceback = traceback.tb_next
+        # Of a function in C, such as int, there is no frame; another may be wrapped by ``checked``.
+        is_here = traceback is None or traceback.tb_frame.f_globals.get("__name__") == __name__
+        if not is_here or isinstance(error, AnchorlensError):
+            raise
+        got = getattr(function, "__name__", _a(type(function).__name__))
+        raise ArgumentError(
+            f"{what} must be a function of {given}; got {got}, which cannot be called with these: "
+            f"{error}"
+        ) from error
+
+
 def has_methods(value: object, *names: str) -> bool:
     """Whether all of these attributes exist and can be called.
 

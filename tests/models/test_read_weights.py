@@ -253,10 +253,20 @@ def test_a_gguf_file_that_lacks_a_tensor_is_refused(tmp_path: Path, byte_level: 
         load(tmp_path / "tiny.gguf", byte_level)
 
 
-def test_a_device_map_spreads_a_model(byte_level: Any) -> None:
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        *({"": "cpu"}, {"": torch.device("cpu")}, "cpu", torch.device("cpu")),
+        *("auto", "balanced", "balanced_low_0", "sequential"),
+    ],
+    ids=str,
+)
+def test_a_device_map_spreads_a_model(device_map: Any, byte_level: Any) -> None:
     """On devices that a machine has; tests/devices compares all numbers on two of them."""
+    if torch.cuda.is_available() and isinstance(device_map, str) and device_map != "cpu":
+        pytest.skip("these words choose the GPU")
     weights = tiny_gpt2(len(byte_level))
-    model = al.load_model(weights, tokenizer=byte_level, device_map={"": "cpu"})
+    model = al.load_model(weights, tokenizer=byte_level, device_map=device_map)
     batches = questions(model, 3)
     plain = al.load_model(weights, tokenizer=byte_level)
     options: dict[str, Any] = {"progress": False}
@@ -268,9 +278,13 @@ def test_a_device_map_spreads_a_model(byte_level: Any) -> None:
     ("options", "words"),
     [
         ({"device": "cpu", "device_map": "auto"}, "so leave device out; got device='cpu'"),
+        ({"device_map": "spread"}, "'spread' cannot be used: .*; .* Give auto, balanced, .*device"),
+        ({"device_map": 70}, "device_map=70 cannot be used: .* cannot be put on the device '70'"),
+        ({"device_map": {"": "vulkan:3"}}, "cannot be used: .* cannot be put on .*'vulkan:3'"),
+        ({"device_map": "meta"}, "cannot be used: .* have shapes and no numbers"),
         (
-            {"device_map": "balanced"},
-            "'balanced' cannot be used: there is no such word; give 'auto'",
+            {"device_map": {"transformer": "cpu", "lm_head": "disk"}},
+            r"leaves weights on the disk, .* load the model with .*offload_folder=\.\.\.",
         ),
         (
             {"device_map": {"transformer.h.0": "cpu"}},
@@ -304,3 +318,10 @@ def test_a_tokenizer_may_be_named_and_other_values_are_refused_first(
         for tokenizer, message in wrong:
             with pytest.raises(ModelError, match=message):
                 al.load_model(source, tokenizer=tokenizer)
+
+
+def test_a_device_map_is_checked_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anchorlens.models.load.read_weights", lambda *_: pytest.fail("read"))
+    for device_map in ("spread", "meta", {"": "disk"}, -2):
+        with pytest.raises(ModelError, match="device_map="):
+            al.load_model("gpt2", device_map=device_map)

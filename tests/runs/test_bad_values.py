@@ -11,6 +11,8 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
 from anchorlens.errors import (
+    AnchorlensError,
+    ArgumentError,
     DataError,
     HookError,
     MetricError,
@@ -19,10 +21,13 @@ from anchorlens.errors import (
     StoreError,
 )
 from anchorlens.passes.forward import run_pass
+from anchorlens.system.arguments import called
 from tests.references.architectures import BY_NAME, native
 from tests.references.comparison import tokenizer
+from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions
 
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 INF, NAN = float("inf"), float("nan")
 
@@ -226,3 +231,85 @@ def test_a_bridge_that_cannot_run_in_a_type_is_refused() -> None:
 def test_a_bridge_that_is_not_fully_built_is_refused() -> None:
     with pytest.raises(ModelError, match="that is not fully built, so that it has no hook"):
         al.prepare_model(TransformerBridge.__new__(TransformerBridge))
+
+
+A_CLASS: Any = int
+BETWEEN: Any = al.edges.between
+# What takes a function of the user, and a call that gives a class in its place.
+FUNCTIONS: dict[str, Callable[[Any, list[al.PromptBatch]], Any]] = {
+    "how": lambda m, b: al.relabel(
+        [al.Example("a", 0), al.Example("b", 1)], al.TASKS["sst2"], A_CLASS
+    ),
+    "weight": lambda m, b: al.run(m, b, [al.SegmentFlows(weight=A_CLASS)], **QUIET),
+    "weight of flows": lambda m, b: al.flows(
+        torch.ones(1, 2, 3, 3), torch.ones(1, 2, 3, 3), torch.ones(1, 3, 3).bool(), weight=A_CLASS
+    ),
+    "remove": lambda m, b: al.segment_attribution(
+        m, b, al.subsets.one_by_one, remove=A_CLASS, segments=["text", "label", "query"], **QUIET
+    ),
+    "draw": lambda m, b: al.segment_attribution(
+        m, b, al.subsets.Method("of mine", A_CLASS, A_CLASS), segments=["text", "label"], **QUIET
+    ),
+    "'a' of segment_flows": lambda m, b: al.run(m, b, [al.SegmentFlows({"a": A_CLASS})], **QUIET),
+    "'rows' of prefix_effect": lambda m, b: al.run(m, b, [al.PrefixEffect(rows=A_CLASS)], **QUIET),
+    "edges": lambda m, b: al.block_edges(m, b[0], A_CLASS),
+    "edges of a function of edges": lambda m, b: al.block_edges(m, b[0], BETWEEN),
+    "loss": lambda m, b: al.saliency(m, b[0], loss=A_CLASS),
+    "hooks": lambda m, b: al.target_logits(m, b, hooks=A_CLASS, progress=False),
+    "select": lambda m, b: al.compress(m, b[0], A_CLASS),
+    "positions": lambda m, b: al.compress(m, b[0], positions=A_CLASS),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_cannot_be_called_with_its_arguments_is_refused(name: str, gpt2: Any) -> None:
+    argument = name.partition(" of edges")[0].partition(" of flows")[0].partition(" of a")[0]
+    message = rf"{argument}.* must be a function of .*; got \w+, which cannot be called"
+    with pytest.raises(ArgumentError, match=message):
+        FUNCTIONS[name](gpt2, questions(gpt2, 2))
+
+
+@pytest.mark.with_shapes
+def test_a_mistake_inside_a_function_of_the_user_is_their_own() -> None:
+    def add(pattern: Any, gradient: Any) -> Any:
+        return pattern + "1"
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        called("weight", add, "(pattern, gradient)", 1, 2)
+    with pytest.raises(ArgumentError, match=r"must be a function of \(pattern\); got add, which"):
+        called("weight", add, "(pattern)", 1)
+
+
+HUGE = 10**18
+ENDLESS: dict[str, Callable[[Any, list[al.PromptBatch]], Any]] = {
+    "resamples": lambda m, b: al.run(m, b, [al.Accuracy()], resamples=HUGE),
+    "segments": lambda m, b: al.subsets.random(5, HUGE, torch.Generator()),
+    "count": lambda m, b: al.subsets.random(HUGE, 70, torch.Generator()),
+    "subsets": lambda m, b: al.subsets.lasso(HUGE),
+    "permutations": lambda m, b: al.subsets.shapley(HUGE),
+    "draws": lambda m, b: al.isolation_sweep(m, b, {"first": al.Site(0)}, draws=HUGE),
+    "draws of heads": lambda m, b: al.LabelHeads(draws=HUGE),
+    "draws of contexts": lambda m, b: al.compare_contexts(
+        m, b, {"none": al.NoContext()}, draws=HUGE
+    ),
+    "repeats": lambda m, b: al.compare_contexts(m, b, {"none": al.NoContext()}, repeats=HUGE),
+    "draws of words": lambda m, b: al.hard_prompts.random(m, held_out=b, length=2, draws=HUGE),
+    "steps": lambda m, b: al.integrated_flows(m, b, steps=HUGE),
+    "steps of a training": lambda m, b: al.Training(steps=HUGE),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_number_of_repetitions_that_never_ends_is_refused(name: str, gpt2: Any) -> None:
+    argument = name.partition(" of ")[0]
+    message = rf"{argument} must be at most 1,000,000, because .* waits; got {HUGE}"
+    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
+        ENDLESS[name](gpt2, questions(gpt2, 2))
+
+
+@pytest.mark.with_shapes
+def test_loyalty_of_tensors_without_numbers_is_refused() -> None:
+    logits, ids = torch.eye(3, 8), torch.tensor([0, 1])
+    for given in ((logits, logits, ids.to("meta")), (logits, logits.to("meta"), ids)):
+        with pytest.raises(MetricError, match="on the device 'meta', whose tensors have no"):
+            al.loyalty(*given)

@@ -225,3 +225,24 @@ def test_the_numbers_of_passes_and_metrics_must_fit(gpt2: Any) -> None:
         al.caches.from_caches(metrics, batches, [passes[0], (passes[1][0], other)])
     with pytest.raises(ArgumentError, match="an instance is needed"):
         al.caches.names_filter([al.SaliencyFlows], gpt2, batches[0])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("metric", "cure"),
+    [
+        (al.AnchorDistances(directions=3), r"al\.caches\.from_caches\(\.\.\., model=model\)"),
+        (al.PrefixEffect(), r"al\.caches\.from_caches\(\.\.\., model=model\)"),
+        (al.SegmentFlows(weight=al.weights.value_norm), r"from_caches\(\.\.\., model=model\)"),
+        (al.Loyalty(), r"two passes of your own their logits to al\.loyalty\("),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_a_cache_does_not_show_is_an_error_with_the_cure_of_caches(
+    metric: al.Metric, cure: str, gpt2: Any
+) -> None:
+    batches = questions(gpt2, 6)
+    passes = [gpt2.run_with_cache(batch.tokens) for batch in batches]
+    with pytest.raises(MetricError, match=cure):
+        al.caches.from_caches([metric], batches, passes, resamples=0)
+    if metric.name in ("anchor_distances", "prefix_effect"):
+        al.caches.from_caches([metric], batches, passes, model=gpt2, resamples=0)

@@ -1,0 +1,163 @@
+"""Prompts with tokens that stand for an image are refused; caches of passes with the image work."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+import anchorlens as al
+from anchorlens.contexts.prefix import random_tokens
+from anchorlens.errors import PromptError
+from anchorlens.models.media_tokens import media_tokens, without_media_tokens
+from tests.support.measures import does_not_run
+from tests.support.tiny_models import questions, randomize
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+N_PATCHES = 4
+
+
+@pytest.fixture(scope="module")
+def llava(sentencepiece_like: Any) -> Any:
+    image = sentencepiece_like.convert_tokens_to_ids("<0xFE>")
+    text = LlamaConfig(
+        vocab_size=len(sentencepiece_like),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    sight = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+        projection_dim=16,
+    )
+    config = LlavaConfig(
+        text_config=text,
+        vision_config=sight,
+        image_token_id=image,
+        image_token_index=image,
+        vision_feature_layer=-1,
+        image_seq_length=N_PATCHES,
+    )
+    with torch.random.fork_rng(devices=[]):
+        weights = randomize(LlavaForConditionalGeneration(config))
+    return al.load_model(weights, tokenizer=sentencepiece_like)
+
+
+def with_image(model: Any) -> al.PromptBatch:
+    """A prompt whose first segment is an image."""
+    text = model.tokenizer("what is a cat ? answer :").input_ids
+    (image,) = media_tokens(model)
+    tokens = [*text[:1], *[image] * N_PATCHES, *text[1:]]
+    segments = [0] + [1] * N_PATCHES + [2] * (len(text) - 3) + [3, 3]
+    names = ["bos", "image", "text", "answer"]
+    return al.PromptBatch.from_segments(
+        torch.tensor([tokens]), [segments], names, begins_with_bos=True
+    )
+
+
+def with_demonstrations(model: Any) -> al.PromptBatch:
+    """A prompt with an image in its demonstrations."""
+    batch = questions(model, 1)[0]
+    tokens = batch.tokens.clone()
+    tokens[:, 5] = next(iter(media_tokens(model)))
+    return replace(batch, tokens=tokens)
+
+
+CALLS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
+    "run": lambda m, b: al.run(m, [b], [al.SegmentAttention(apart=1)], **QUIET),
+    "flows": lambda m, b: al.run(m, [b], [al.SegmentFlows()], loss=answer(), **QUIET),
+    "target_logits": lambda m, b: al.target_logits(m, [b], progress=False),
+    "saliency": lambda m, b: al.saliency(m, b, loss=answer()),
+    "step_flows": lambda m, b: al.step_flows(m, b, "answer"),
+    "integrated_flows": lambda m, b: al.integrated_flows(m, [b], steps=1, **QUIET),
+    "suppression": lambda m, b: al.segment_suppression(m, [b], **QUIET),
+    "Study": lambda m, b: al.Study(m, [b], {}, **QUIET).entered().__enter__(),
+    "plot_prompt": lambda m, b: al.plot_prompt(m, with_demonstrations(m)),
+    "compress": lambda m, b: al.compress(m, with_demonstrations(m)),
+    "a prefix": lambda m, b: al.plot_prefix_pattern(m, with_demonstrations(m), 0, 0),
+}
+
+
+def answer() -> Any:
+    return al.losses.span_cross_entropy("answer")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tokens_of_an_image_are_refused_before_any_pass(name: str, llava: Any) -> None:
+    batch = with_image(llava)
+    message = r"holds the token \d+, the image_token_\w+ of .* give its caches to al.caches"
+    with pytest.raises(PromptError, match=message), does_not_run(llava):
+        CALLS[name](llava, batch)
+
+
+@pytest.mark.with_shapes
+def test_caches_of_a_pass_with_the_image_are_right(llava: Any) -> None:
+    batch, metrics = with_image(llava), [al.SegmentAttention(apart=1)]
+    pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    names = al.caches.names_filter(metrics, llava, batch)
+    with torch.no_grad():
+        own = llava.run_with_cache(
+            batch.tokens,
+            attention_mask=batch.attention_mask,
+            names_filter=names,
+            pixel_values=pixels,
+        )
+        plain = llava.original_model(batch.tokens, pixel_values=pixels).logits
+    torch.testing.assert_close(own[0], plain)
+    for model in (None, llava):
+        results = al.caches.from_caches(metrics, [batch], [own], model=model, resamples=0)
+        pattern = own[1]["blocks.1.attn.hook_pattern"][0]
+        read = pattern[:, batch.segments[0] == 2][:, :, batch.segments[0] == 1].mean((1, 2))
+        ours = results["segment_attention"].attention[1, :, 2, 1]
+        torch.testing.assert_close(ours, read.double())
+    batch = with_demonstrations(llava)
+    with torch.no_grad():
+        own = llava.run_with_cache(batch.tokens, names_filter=[])
+    with pytest.raises(PromptError, match="holds the token"):  # it makes passes of its own
+        al.caches.from_caches([al.PrefixEffect()], [batch], [own], model=llava, resamples=0)
+
+
+@pytest.mark.with_shapes
+def test_prompts_of_text_run_and_drawn_tokens_are_of_text(llava: Any) -> None:
+    batches = questions(llava, 2)
+    assert al.target_logits(llava, batches, progress=False).isfinite().all()
+    (image,) = media_tokens(llava)
+    tokens = torch.tensor([[image, 5], [image - 1, image + 1]])
+    moved = without_media_tokens(llava, tokens)
+    assert moved.tolist() == [[image - 1, 5], [image - 1, image + 1]]
+    assert image not in random_tokens(llava, 20_000, seed=0)
+
+
+def made(name: str, **options: Any) -> Any:
+    config = getattr(transformers, name)(**options)
+    return SimpleNamespace(original_model=SimpleNamespace(config=config))
+
+
+@pytest.mark.with_shapes
+def test_settings_of_images_sounds_and_videos_are_found_in_any_configuration() -> None:
+    """Also inside others; a token that begins, ends or pads texts stands for no image."""
+    assert {"boi_token_index", "eoi_token_index"} <= {*media_tokens(made("Gemma3Config")).values()}
+    assert {"video_token_id", "vision_start_token_id"} <= {
+        *media_tokens(made("Qwen2VLConfig")).values()
+    }
+    audio = made("Qwen2AudioConfig", audio_token_index=7)
+    assert media_tokens(audio)[7].startswith("audio_token")
+    nested = made("LlamaConfig")
+    nested.original_model.config.thinker_config = audio.original_model.config
+    assert 7 in media_tokens(nested)
+    nested.original_model.config.eos_token_id = [2, 7]
+    assert 7 not in media_tokens(nested)
+    for name in ("LlamaConfig", "GPT2Config", "Gemma3TextConfig"):
+        assert not media_tokens(made(name))
