@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..errors import AnchorlensError, DataError, PromptError, StoreError
+from ..errors import AnchorlensError, DataError, HookError, PromptError, StoreError
 from ..metrics.distances import AnchorDistances
 from ..models.hooked import HookedModel, layer_numbers
 from ..models.load import ensure_prepared
