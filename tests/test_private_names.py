@@ -373,7 +373,7 @@ def members_and_protocols_have_these_attributes() -> bool:
     from enum import Enum
     from typing import Protocol
 
-    two: Any = Enum("Two", "a b")
+    two: Any = Enum("two", "a b")
 
     class Shown(Protocol):
         pass
