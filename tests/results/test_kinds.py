@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 from jaxtyping import Float
-from scipy.stats import binomtest, chi2, t
+from scipy.stats import binomtest, chi2, norm, t
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.report.claims import estimate_over_sets
 from anchorlens.results.bootstrap import with_intervals
-from anchorlens.results.intervals import over_sets_of_ratios
+from anchorlens.results.intervals import of_ratio, over_sets_of_ratios
+from anchorlens.results.population import population_of
 from anchorlens.results.record import classes_of
 
 pytestmark = pytest.mark.with_shapes
@@ -80,6 +81,9 @@ def test_the_interval_of_a_share_over_unequal_sets_is_that_of_as_certain_a_set()
     exact = binomtest(15, 30).proportion_ci(method="wilson")
     assert record.intervals["share"].tolist() == pytest.approx([exact.low, exact.high])
     assert record.intervals["gain"][:, 0].tolist() == [0, 0]
+    # A difference: one better and one worse prompt are added to these 30 (Bonett and Price).
+    half = norm.ppf(0.975) * sqrt(2) / 32
+    assert record.intervals["before"].tolist() == pytest.approx([-half, half])
     assert set(record.intervals) == set(record.axes()) - {"values", "count"}
 
 
@@ -98,6 +102,11 @@ def test_the_interval_of_a_ratio_is_that_of_its_logarithm() -> None:
     assert record.intervals["ratio"].tolist() == pytest.approx(expected, rel=0.01)
     low, high = record.intervals["ratio"].log() - log(ratio)
     assert float(low) == pytest.approx(-float(high))
+    resampled = torch.tensor([0.5, 1.0, 2.0, 8.0]).double()
+    one_set = population_of(torch.zeros(12))
+    half = t.ppf(0.975, 11) * np.log(resampled.numpy()).std() * sqrt(12 / 11)
+    bounds = of_ratio(torch.tensor(2.0), resampled, one_set)
+    assert bounds.tolist() == pytest.approx([2 * exp(-half), 2 * exp(half)])
     none = with_intervals(record_of, rows | {"value": rows["right"]}, resamples=3, info={})
     assert none.intervals["ratio"].isnan().all()
 
