@@ -4,7 +4,8 @@
    segment, which count if each is the likeliest where it stands.
 2. A removal takes segments out of the prompts (``removal.py``). The token at which the answer is
    predicted stays in any case.
-3. y = sum over the answer's tokens of log p - log(1 - p), in float64.
+3. y = sum over the answer's tokens of log p - log(1 - p), in float64. ContextCite and AT2 take
+   log p - log(1 - p) of the whole answer, p the product over its tokens: the same for one token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from ..errors import MetricError
 from ..metrics.segment_flows import SegmentFlows
-from ..models.hooked import Hook, HookedModel, check_fits, device_of
+from ..models.hooked import Hook, HookedModel, check_fits, device_of, dtype_of
 from ..passes.forward import unedited
 from ..passes.losses import before_segment
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
@@ -30,6 +31,7 @@ from ..runs.study import Study, require_batches
 from ..system.arguments import called
 from ..system.devices import in_float64
 from ..system.processes import is_main
+from ..system.rounding import rounding_of
 from ..system.texts import described, name_of
 from ..system.warn import warn_user
 from .removal import Removal
@@ -200,6 +202,7 @@ class Answers:
     tokens: Sequence[Sequence[int]]  # of the answer, by prompt
     is_given: Bool[Tensor, " batch"]  # whether the model gives this answer
     clean: Outcome
+    rounding: Float[Tensor, " batch"]  # by how much equal log-odds may differ
     _known: dict[bytes, Outcome] = field(default_factory=dict)  # by what is kept of each prompt
 
     @classmethod
@@ -214,7 +217,11 @@ class Answers:
             is_given = torch.tensor(
                 [are_likeliest(*pair) for pair in zip(rows, tokens, strict=True)], device="cpu"
             )
-        return cls(ablation, plan, batch, tokens, is_given, _outcome(rows, tokens, is_given))
+        clean = _outcome(rows, tokens, is_given)
+        # Each token's log-odds are off by as much as the logits are.
+        sizes = [float(logits.abs().max()) * len(logits) for logits in rows]
+        rounding = rounding_of(dtype_of(plan.model)) * torch.tensor(sizes, device="cpu").double()
+        return cls(ablation, plan, batch, tokens, is_given, clean, rounding)
 
     def of_kept(self, kept: Bool[Tensor, "batch segment"]) -> Outcome:
         """How likely the answers are with the kept segments only; all of them are the clean run."""
@@ -272,9 +279,10 @@ def info_of_answers(ablation: Ablation, is_given: Bool[Tensor, " prompt"]) -> di
 
 
 def are_likeliest(logits: Float[Tensor, "token vocab"], tokens: Sequence[int]) -> bool:
-    """Whether no other token is likelier; in bfloat16 the logits of several are often equal."""
+    """Whether no other token is likelier by more than rounding, which depends on the batch."""
     given = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
-    return bool((given >= logits).all())
+    likeliest = logits.amax(1, keepdim=True)
+    return bool((given >= likeliest - rounding_of(logits.dtype) * likeliest.abs()).all())
 
 
 def log_odds_of(

@@ -37,12 +37,13 @@ from ..results.text_frame import TextFrame
 from ..runs.study import Study, require_batches
 from ..system.arguments import checked
 from ..system.processes import fails_together, is_main
+from ..system.rounding import all_equal, highest, ranks, rounding_of
 from ..system.warn import warn_user
 from . import subsets as draws
 from .ablation import Ablation, Answers, SegmentsOfBatch, info_of_answers, subsets_of
 from .removal import Removal
 from .removal import edges as cut_edges
-from .segment_scores import Score, SegmentScores, keys_of
+from .segment_scores import Score, ScoresOfBatch, SegmentScores, keys_of
 
 RANDOM, BEST = "random", "best possible"
 _RANDOM_SCORES = 20  # of a prompt, whose mean LDS is that of random scores
@@ -186,11 +187,15 @@ def faithfulness(
         above 0: compare with ``random``. With few segments the subsets of lasso and Shapley are
         largely those of the test, and with not many more subsets than segments ``best possible`` is
         1. A score that is equal for all segments has no LDS; of equal scores the earlier segment is
-        removed. Cut edges leave positions as they were, deleted text moves them: try both.
+        removed. Numbers that differ by rounding count as equal: log-odds by 1e-5 of the largest
+        logit in float32 (1e-12 in float64), scores by as much of the largest score. Cut edges leave
+        positions as they were, deleted text moves them: try both.
 
     Source:
-        Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for y, subsets, LDS and drop (there with
-        1, 3 and 5 sources); Park et al., *TRAK* (2023), for LDS. The two rows beside are ours.
+        Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for subsets, LDS and drop (there with 1, 3
+        and 5 sources), and for y of answers of one token; of several, y is there the log-odds of
+        the whole answer, and here the sum over its tokens (see ``al.subsets.lasso``). Park et al.,
+        *TRAK* (2023), for LDS. The two rows beside are ours.
 
     Args:
         model: A hooked model.
@@ -330,9 +335,7 @@ class Comparison:
         """In how many ways the segments to remove can be chosen."""
         return comb(self.segments, self.top)
 
-    def contributions(
-        self, answers: Answers, scores: Float[Tensor, "batch score segment"]
-    ) -> dict[str, Tensor]:
+    def contributions(self, answers: Answers, of_segments: ScoresOfBatch) -> dict[str, Tensor]:
         """LDS and drop of every score, of random ones and of the best, in each prompt."""
         # Of another seed than the subsets of methods, which would be tested on their own.
         kept = subsets_of(self.drawn, answers.batch, self.segments, -1 - self.seed)
@@ -341,12 +344,18 @@ class Comparison:
         shape = (_RANDOM_SCORES, self.segments)
         drawn = [torch.rand(shape, generator=generator, device="cpu") for generator in seeds]
         random = torch.stack(drawn).double()
-        of_random = lds(kept, y, random).mean(1, keepdim=True)
-        best = lds(kept, y, fitted(kept, y)[:, None])
-        is_equal = (scores == scores[..., :1]).all(-1) & (self.segments > 1)
+        scores, margins = of_segments
+        rounding, of_exact = answers.rounding[:, None], torch.zeros_like(random[..., 0])
+        of_random = lds(kept, y, rounding, random, of_exact).mean(1, keepdim=True)
+        # What fits y is off by no more than y.
+        best = lds(kept, y, rounding, fitted(kept, y)[:, None], rounding)
+        is_equal = all_equal(scores, margins) & (self.segments > 1)
         is_unknown = scores.isnan().any(-1) & answers.is_given[:, None]
-        of_scores = lds(kept, y, scores).masked_fill(is_equal, torch.nan)
-        drops = self.drops(answers, highest(torch.cat([scores, random[:, :1]], dim=1), self.top))
+        of_scores = lds(kept, y, rounding, scores, margins * self.segments)
+        of_scores = of_scores.masked_fill(is_equal, torch.nan)
+        removed = torch.cat([scores, random[:, :1]], dim=1)
+        margins = torch.cat([margins, of_exact[:, :1]], dim=1)
+        drops = self.drops(answers, highest(removed, self.top, margins))
         has_none = is_unknown | (is_equal & (self.choices > 1))
         drops[:, :-2].masked_fill_(has_none, torch.nan)
         return {
@@ -400,25 +409,22 @@ class Comparison:
 def lds(
     kept: Bool[Tensor, "prompt subset segment"],
     y: Float[Tensor, "prompt subset"],
+    rounding: Float[Tensor, "prompt 1"],
     scores: Float[Tensor, "prompt score segment"],
+    margins: Float[Tensor, "prompt score"],
 ) -> Float[Tensor, "prompt score"]:
     """Spearman correlation over subsets of y and the summed scores of what is kept; NaN for none.
 
-    Of equal numbers each has the mean of their ranks.
+    Of equal numbers each has the mean of their ranks. Equal y differ by at most ``rounding``, and
+    equal sums of scores by the margin of the score.
     """
     sums = scores @ kept.mT.to(scores.dtype)
-    rounding = 1e-12 * scores.abs().sum(-1)[..., None, None]  # 0.1 + 0.2 is equal to 0.3
-    first, second = _ranks(sums, rounding), _ranks(y[:, None])
+    # 0.1 + 0.2 is equal to 0.3.
+    margins = margins + rounding_of(scores.dtype) * scores.abs().sum(-1)
+    first = ranks(sums, margins[..., None, None])
+    second = ranks(y[:, None], rounding[..., None, None])
     products = (first * second).sum(-1)
     return products / (first.square().sum(-1) * second.square().sum(-1)).sqrt()
-
-
-def _ranks(
-    values: Float[Tensor, "*axes subset"], rounding: Tensor | float = 0.0
-) -> Float[Tensor, "*axes subset"]:
-    """Ranks minus their mean; numbers that differ by less than ``rounding`` are equal."""
-    above = values[..., None] - values[..., None, :]
-    return ((above > rounding).sum(-1) - (above < -rounding).sum(-1)).double() / 2
 
 
 def fitted(
@@ -427,11 +433,3 @@ def fitted(
     """The scores whose sums, with a constant, fit y with least squares; 0 without subsets."""
     table = torch.cat([torch.ones_like(kept[..., :1]), kept], dim=2).double()
     return (torch.linalg.pinv(table) @ y.nan_to_num()[..., None])[:, 1:, 0]
-
-
-def highest(
-    scores: Float[Tensor, "prompt score segment"], top: int
-) -> Bool[Tensor, "prompt score segment"]:
-    """The segments of the highest scores; of equal ones the earlier."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :top], True)

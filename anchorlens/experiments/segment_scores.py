@@ -7,7 +7,7 @@ metrics observe one pass, whose loss is the cross entropy of the answer that is 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from ..errors import MetricError
 from ..metrics.metric import Metric
-from ..models.hooked import device_of
+from ..models.hooked import device_of, dtype_of
 from ..passes.forward import unedited
 from ..passes.losses import span_cross_entropy
 from ..prompts import edges
@@ -24,12 +24,20 @@ from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..runs.runner import Runner
 from ..runs.study import Study, order_of_queries
+from ..system.rounding import rounding_of
 from ..system.texts import described, name_of
 from .ablation import Ablation, Answers, predicted_words
 from .segment_attribution import check_method, numbers_of
 from .subsets import Method
 
 Score = Float[Tensor, "prompt segment"] | Metric | Method | Callable[[PromptBatch], Tensor]
+
+
+class ScoresOfBatch(NamedTuple):
+    """The scores of each prompt of a batch, in float64 on the CPU."""
+
+    scores: Float[Tensor, "batch score segment"]
+    margins: Float[Tensor, "batch score"]  # by how much equal scores of a prompt may differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +116,12 @@ class SegmentScores:
         needs_one = any(metric.needs_gradient for metric in self.metrics)
         return self.study.plan(self.metrics, loss=loss if needs_one else None)
 
-    def of(self, answers: Answers, plan: Runner | None) -> Float[Tensor, "batch score segment"]:
-        """The scores of the prompts of a batch, in float64 on the CPU."""
+    def of(self, answers: Answers, plan: Runner | None) -> "ScoresOfBatch":
+        """The scores of the prompts of a batch."""
         batch, count = answers.batch, len(self.segments)
         observed = {} if plan is None else plan.contributions(batch)
         metrics: dict[str, Any] = {metric.name: metric for metric in self.metrics}
-        scores = []
+        scores, margins = list[Tensor](), list[Tensor]()
         for name, score in self.scores.items():
             values: Any
             if isinstance(score, Tensor):
@@ -129,7 +137,12 @@ class SegmentScores:
             else:
                 values = _called(name, score, batch)
             scores.append(self._checked(name, values, len(batch)))
-        return torch.stack(scores, dim=1)
+            is_metric = isinstance(score, Metric)
+            share = rounding_of(dtype_of(self.study.model) if is_metric else values.dtype)
+            margin = share * scores[-1].abs().amax(1)
+            # Methods add up differences of log-odds.
+            margins.append(2 * answers.rounding if isinstance(score, Method) else margin)
+        return ScoresOfBatch(torch.stack(scores, dim=1), torch.stack(margins, dim=1))
 
     @cached_property
     def _rows(self) -> dict[tuple[int, int], int]:

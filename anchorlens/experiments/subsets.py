@@ -121,9 +121,13 @@ def lasso(subsets: int = 64, alpha: float = 0.01) -> Method:
     where y is a sum over segments, up to the shrinkage by alpha.
 
     Source:
-        Cohen-Wang et al., *ContextCite: Attributing Model Generation to Context* (2024). There y is
-        divided by the number of the answer's tokens before the fit, here it is their sum, so that
-        the same alpha shrinks the scores of long answers less.
+        Cohen-Wang et al., *ContextCite: Attributing Model Generation to Context* (2024). For an
+        answer of one token this is their y. For several, y is another number there, and in AT2: the
+        log-odds of the whole answer, log p - log(1 - p) with p the product of the probabilities of
+        its tokens. Here it is the sum of the log-odds of the tokens: 18.38 for four tokens of
+        probability 0.99, and 3.19 there. Where p is near 0, both are almost equal. There y is also
+        divided by the number of tokens before the fit, so that here the same alpha shrinks the
+        scores of long answers less.
 
     Args:
         subsets: How many subsets run; at most 2 to the power of the number of segments.

@@ -20,6 +20,7 @@ from ..results.kinds import auc, derived, mean, statistic
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import beside
+from ..system.rounding import rounding_of
 from ..system.warn import warn_user
 from .auc import aucroc
 from .metric import Metric, Observation, by_layer, observes_nothing
@@ -32,8 +33,6 @@ EQUATION_6 = (
     "attention is calibrated, above 1 where it is too even, below 0 where it points away from "
     "likely labels."
 )
-# Attention that is mathematically equal differs by this share in float32, and between batches.
-_ROUNDING = 1e-5
 _CUMULATIVE = "part of all layers that is reached up to this one (R_l)"
 
 
@@ -179,10 +178,10 @@ class AttentionAUCROC(Metric):
     pooled; AUCROC is averaged over sets, then R_l is computed ([sets with fewer than 10 prompts are
     pooled][intervals]). With one predicted class it is NaN, with a warning.
 
-    Scores that differ by less than a rounding count as equal: by 1e-5 of their size, in bfloat16
-    and float16 by one rounding of that type and, for tiny attention, by its smallest number for
-    each label word; shares by twice as much. So a head that gives every prompt the same shares, as
-    in a first layer, has 0.5.
+    Scores that differ by less than a rounding count as equal: by 1e-5 of their size in float32,
+    1e-12 in float64, in bfloat16 and float16 one rounding of that type and, for tiny attention, its
+    smallest number for each label word; shares by twice as much. So a head that gives every prompt
+    the same shares, as in a first layer, has 0.5.
 
     Equation 6 takes the shares $a$ of the attention for the probabilities $P$ of the label words.
     With means over prompts, and the number $C$ of classes:
@@ -229,7 +228,7 @@ class AttentionAUCROC(Metric):
         """Observe the target's row of every pattern, at the label words."""
         check_label_words([batch])
         at_anchors: dict[int, Tensor] = {}
-        roundings, smallest = [_ROUNDING], [0.0]
+        roundings, smallest = [0.0], [0.0]
         n_classes = len(batch.label_token_ids)
         prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
         at_labels = prompts, batch.target_rows[:, None], batch.label_positions
@@ -239,7 +238,7 @@ class AttentionAUCROC(Metric):
             number, query, key = beside(pattern, *at_labels)
             attention = pattern.detach()[number, :, query, key]
             numbers = torch.finfo(pattern.dtype)
-            roundings.append(numbers.eps)
+            roundings.append(rounding_of(pattern.dtype))
             # Tiny attention is a multiple of this, of which each label word may be off by one half.
             smallest.append(attention.shape[1] * numbers.tiny * numbers.eps)
             at_anchors[layer] = attention  # [batch, anchor, head]

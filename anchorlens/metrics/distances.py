@@ -28,6 +28,7 @@ from ..results.population import MANY_PROMPTS
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import beside, wide
+from ..system.rounding import rounding_of
 from ..system.warn import warn_user
 from .auc import auc
 from .metric import Metric, Observation, by_layer, of_one_width
@@ -365,12 +366,15 @@ def pair_auc(
     """AUC-ROC of p_a / (p_a + p_b) among prompts of true class a or b; NaN without both."""
     n_classes = label_logits.shape[1]
     confusion = torch.full((n_classes, n_classes), torch.nan, dtype=torch.double, device="cpu")
+    margin = 2 * rounding_of(torch.float32) * float(label_logits.abs().max())  # of two logits
     for a in range(n_classes):
         for b in range(a):
             pair = (gold == a) | (gold == b)
             # The logit of p_a / (p_a + p_b): it has the same order of prompts.
             scores = (label_logits[pair, a] - label_logits[pair, b]).double()
-            confusion[a, b] = confusion[b, a] = auc(scores[None], gold[pair] == a)[0]
+            confusion[a, b] = confusion[b, a] = auc(scores[None], gold[pair] == a, smallest=margin)[
+                0
+            ]
     return confusion
 
 
@@ -381,8 +385,11 @@ def rank_correlation(
     known = ~other.isnan()
     if known.sum() < 3:
         return values.new_full(values.shape[:1], torch.nan)
-    ranks = torch.from_numpy(rankdata(values[:, known].numpy(), axis=-1))
-    other_ranks = torch.from_numpy(rankdata(other[known].numpy()))
+    # Areas are shares of pairs, and equal shares of other counts differ by their rounding.
+    exact = (values[:, known].double(), other[known].double())
+    ranks, other_ranks = (
+        torch.from_numpy(rankdata(each.round(decimals=12).numpy(), axis=-1)) for each in exact
+    )
     ranks = ranks - ranks.mean(-1, keepdim=True)
     other_ranks = other_ranks - other_ranks.mean()
     return (ranks @ other_ranks) / (ranks.norm(dim=-1) * other_ranks.norm())

@@ -7,6 +7,7 @@ from math import isnan, nan, sqrt
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from ..results.estimate import Estimate
 from ..results.html_tables import table
 from ..results.record import Record
 from ..system.arguments import checked
+from ..system.rounding import rounding_of
 from ..system.texts import printable
 from .contents import contents_of
 
@@ -305,27 +307,30 @@ def _claim(
     often give, the whole interval must be above theirs, and without such models none agrees.
     """
     verdict, limit = Verdict.CANNOT_TELL, LIMITS[statement]
+    # A number that is the limit but for its rounding is neither above nor below it.
+    margin = rounding_of(torch.float32) * max(abs(limit), 1)
+    is_above, is_below = number.low > limit + margin, number.high < limit - margin
     if of_random:
         controls = [*controls, Control("random weights", draws=of_random)]
     if isnan(number.value):
         reason = no_number
     elif not number.has_interval:
         reason = "the number has no interval"
-    elif number.low > limit and often_random and not of_random:
+    elif is_above and often_random and not of_random:
         reason = (
             f"the whole interval is above {limit:g}, but random weights often give such numbers, "
             "and none were drawn to compare with; ask for them"
         )
-    elif number.low > limit and max(of_random, default=limit) >= (
+    elif is_above and max(of_random, default=limit) >= (
         number.low if often_random else number.value
     ):
         reason = (
             f"the whole interval is above {limit:g}, but a model of random weights has "
             f"{max(of_random):.2f}: the architecture and the prompts alone may give such numbers"
         )
-    elif number.low > limit:
+    elif is_above:
         verdict, reason = Verdict.AGREES, f"the whole interval is above {limit:g}"
-    elif number.high < limit:
+    elif is_below:
         verdict, reason = Verdict.DOES_NOT_AGREE, f"the whole interval is below {limit:g}"
     else:
         reason = f"the interval includes {limit:g}"

@@ -306,6 +306,8 @@ def test_a_token_as_likely_as_the_likeliest_is_given() -> None:
     assert [are_likeliest(logits, pair) for pair in ([1, 1], [2, 1], [0, 1], [1, 0])] == [
         *(True, True, False, False)
     ]
+    off = torch.tensor([[-8.0, -8.0 - 1e-6, -8.0 - 1e-3]])
+    assert [are_likeliest(off, [token]) for token in range(3)] == [True, True, False]
 
 
 def test_the_likeliest_word_of_the_predicted_class_is_the_answer(gpt2: Any) -> None:

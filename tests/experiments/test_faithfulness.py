@@ -1,5 +1,6 @@
 """What scores are worth, against an engine that adds up, scipy, and passes written out."""
 
+import copy
 from dataclasses import dataclass, replace
 from functools import partialmethod
 from itertools import combinations
@@ -10,7 +11,11 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, StoreError
@@ -18,6 +23,7 @@ from anchorlens.experiments import ablation, faithfulness, segment_scores
 from anchorlens.experiments.ablation import Outcome
 from anchorlens.metrics import attention_times_gradient
 from anchorlens.prompts.random_edges import draw_generator
+from anchorlens.system.torch_state import own_random_state
 from tests.references import plain
 from tests.support.made_up_records import made_up_record
 from tests.support.measures import assert_same, does_not_run, patterns_of
@@ -53,7 +59,7 @@ class Additive(ablation.Answers):
     @classmethod
     def of(cls, ablation: Any, plan: Any, batch: al.PromptBatch) -> Any:
         zeros, given = torch.zeros(len(batch)).double(), cls.given[batch.index]
-        made = cls(ablation, plan, batch, [], given, Outcome(zeros, zeros))
+        made = cls(ablation, plan, batch, [], given, Outcome(zeros, zeros), zeros + 1e-12)
         return replace(
             made, clean=made.of_kept(torch.ones(len(batch), cls.weights.shape[1]).bool())
         )
@@ -78,22 +84,31 @@ def additive(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.with_shapes
 def test_the_rank_correlation_is_that_of_scipy() -> None:
+    def lds(kept: Tensor, y: Tensor, scores: Tensor, off: float = 0.0) -> Tensor:
+        margins = torch.zeros(5, 1).double() + off
+        return faithfulness.lds(kept, y, margins, scores, margins.expand(5, scores.shape[1]))
+
     kept = torch.rand(5, 20, 4, generator=torch.Generator().manual_seed(0)) < 0.5
     scores = torch.tensor([[[1, 1, 2, 3], [1, 0, 0, -1], [0.5, 0.25, 4, 1]]] * 5).double()
     y = weights_of(5, 20).mul(2).round()  # with ties
-    ours = faithfulness.lds(kept, y, scores)
+    ours = lds(kept, y, scores)
     for prompt, score in np.ndindex(5, 3):
         sums = [sum(scores[prompt, score, row].tolist()) for row in kept[prompt]]
         expected = spearmanr(sums, y[prompt]).statistic
         assert float(ours[prompt, score]) == pytest.approx(expected, abs=1e-12)
-    assert faithfulness.lds(kept, y * 0, scores).isnan().all()
+    assert lds(kept, y * 0, scores).isnan().all()
     # Sums that are equal but for their rounding, 0.1 + 0.2 and 0.3, are equal.
     whole = torch.tensor([[[1, 2, 3, 7]]] * 5).double()
     in_tenths = torch.tensor([[[0.1, 0.2, 0.3, 0.7]]] * 5, dtype=torch.double)
-    expected = faithfulness.lds(kept, y, whole)
-    torch.testing.assert_close(faithfulness.lds(kept, y, in_tenths), expected)
-    assert faithfulness.lds(kept, y, scores * torch.nan).isnan().all()
-    assert faithfulness.lds(kept[:, :0], y[:, :0], scores).isnan().all()
+    expected = lds(kept, y, whole)
+    torch.testing.assert_close(lds(kept, y, in_tenths), expected)
+    # Of y and scores that a batch changed a little, too.
+    noise = 1e-6 * torch.rand(5, 20, generator=torch.Generator().manual_seed(2)).double()
+    shifted = scores + 1e-6 * noise[:, :3, None].expand(-1, -1, 4)
+    torch.testing.assert_close(lds(kept, y + noise, shifted, off=1e-5), ours)
+    assert not lds(kept, y + noise, scores).allclose(ours)
+    assert lds(kept, y, scores * torch.nan).isnan().all()
+    assert lds(kept[:, :0], y[:, :0], scores).isnan().all()
 
 
 @pytest.mark.with_shapes
@@ -354,7 +369,7 @@ def test_a_written_answer_is_what_metrics_and_removals_explain(
     assert record.lds_of_prompts.isfinite().all(1).tolist() == [True, False, True, True]
     assert record.drop_of_prompts.isnan().all(1).tolist() == [False, True, False, False]
     assert record.info["reasons"] == {} and len(record.lds) == 7
-    ours = torch.cat([scores for _, scores in seen])
+    ours = torch.cat([of_batch.scores for _, of_batch in seen])
     assert ours[1, 3].isnan().all() and ours[0, 0].tolist() == [2003, 2004, 2004, 2006]
     loss = al.losses.span_cross_entropy("answer")
     for number in (0, 2, 3):
@@ -559,3 +574,42 @@ def test_figure_and_table_have_every_score(gpt2: Any, additive: Any) -> None:
     assert plain_bars[0].error_y.visible is False
     frame = record.to_frame()
     assert set(frame[frame.quantity == "lds"].score) == set(table.index)
+
+
+def words_of_numbers() -> Any:
+    core = Tokenizer(WordLevel({f"w{number}": number for number in range(40)}, unk_token="w0"))
+    core.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w0", pad_token="w0")
+
+
+def test_equal_log_odds_have_one_rank_in_every_batch_and_type(hooked: Any) -> None:
+    """y without the first of two equal segments side by side is y without the second."""
+    tokenizer = words_of_numbers()
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=40, n_positions=64)
+    with own_random_state(seed=3):
+        weights = GPT2LMHeadModel(config).eval()
+        for parameter in weights.parameters():
+            parameter.data.normal_(0, 0.3)
+    prompts = []
+    for number in range(4):
+        words = [f"w{(7 * number + 3 * k + 3) % 39 + 1}" for k in range(3 + 4 * number)]
+        equal = [("a", "w3 w4 w5 "), ("b", "w3 w4 w5 ")]
+        pieces = [*equal, ("c", "w6 w7 "), ("d", " ".join(words) + " "), ("query", "w8 w9")]
+        tokens = tokenizer("".join(text for _, text in pieces), return_tensors="pt")["input_ids"]
+        answer = int(weights(tokens).logits[0, -1].argmax())
+        prompts.append([*pieces, ("answer", f" w{answer}")])
+    noise = 1e-9 * torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    scores: Any = {"one by one": al.subsets.one_by_one, "equal": noise + 1}
+    options = QUIET | {"segments": ["a", "b", "c", "d"], "answer": "answer", "subsets": 16}
+    records = []
+    for dtype, sizes in ((torch.float32, (1, 3, 4)), (torch.float64, (4,))):
+        model = hooked(copy.deepcopy(weights).to(dtype), tokenizer)
+        for batch_size in sizes:
+            batches = al.build_segments(tokenizer, prompts, batch_size=batch_size)
+            with pytest.warns(UserWarning, match="'equal': all segments have one score in 4 of 4"):
+                record = al.faithfulness(model, batches, scores, remove=al.removal.text, **options)
+            records.append(record)
+    for record in records:
+        for name in ("lds_of_prompts", "drop_of_prompts"):
+            ours, first = getattr(record, name), getattr(records[0], name)
+            torch.testing.assert_close(ours, first, atol=1e-4, rtol=0, equal_nan=True)

@@ -211,6 +211,19 @@ def test_pairs_of_classes_without_prompts_give_nan_and_a_warning() -> None:
     assert record.correlation.isnan().all()  # only one pair is left
 
 
+def test_equal_confusions_have_one_rank_and_equal_prompts_count_half() -> None:
+    thirds = torch.tensor([1 / 3, 1 - 2 / 3, 0.1 + 0.2, 0.3, 0.9], dtype=torch.double)
+    distance = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0], [1.0, 3.0, 2.0, 5.0, 4.0]]).double()
+    assert len(thirds.unique()) == 5
+    for row, ours in zip(distance, rank_correlation(distance, thirds), strict=True):
+        expected = spearmanr(row, thirds.round(decimals=9)).statistic
+        assert float(ours) == pytest.approx(expected, abs=1e-12)
+    # The same prompt in two batches: half of the pairs are in order.
+    logits = torch.tensor([[7.0, 3.0], [7.0 + 1e-6, 3.0]]).double()
+    assert float(pair_auc(logits, torch.tensor([0, 1]))[0, 1]) == 0.5
+    assert float(pair_auc(logits.flip(1), torch.tensor([0, 1]))[0, 1]) == 0.5
+
+
 def test_the_figure_of_confusions_has_no_diagonals() -> None:
     predicted = torch.tensor([[1.0, 0.5, 0.1], [0.25, 1.0, 0.2], [0.1, 0.2, 1.0]])
     copy = predicted.clone()

@@ -212,6 +212,8 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
         (replace(flows(), info={"flows": ("first", "pq", "ww")}), [AGREES]),
         (isolation(-0.3, -0.4, -0.1), [DISAGREES]),
         (isolation(0.1, -0.1, 0.3), [CANNOT_TELL]),
+        (isolation(1e-9, 1e-10, 2e-9), [CANNOT_TELL]),  # 0 but for its rounding
+        (isolation(-1e-9, -2e-9, -1e-10), [CANNOT_TELL]),
         (isolation(layers=[0, 1, 2, 3]), [CANNOT_TELL]),
         (isolation(layers=[1, 2]), []),
         (isolation(heads=[0]), []),

@@ -1,0 +1,60 @@
+"""Numbers that are equal but for their rounding, which a batch or the order of a sum decides."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+_WIDE = {torch.float64: 1e-12, torch.float32: 1e-5}  # shares of the size of a number
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """The share of its size by which a number from passes in this type may be off.
+
+    A hundred roundings in float32, some thousand in float64, and in narrower types a single one,
+    as numbers that differ by more are to be told apart there too. 0 in a type of whole numbers.
+    """
+    if not dtype.is_floating_point:
+        return 0.0
+    return _WIDE.get(dtype, torch.finfo(dtype).eps)
+
+
+def compared(
+    values: Float[Tensor, "*#axes"], others: Float[Tensor, "*#axes"], margin: Tensor | float
+) -> Int[Tensor, "*axes"]:
+    """1 where a value is above the other, -1 where it is below, 0 if they differ by the margin."""
+    differences = values - others
+    return (differences > margin).long() - (differences < -margin).long()
+
+
+def ranks(
+    values: Float[Tensor, "*axes number"], margin: Tensor | float
+) -> Float[Tensor, "*axes number"]:
+    """Ranks along the last axis minus their mean; of equal numbers each has their mean rank.
+
+    Args:
+        values: What is ranked.
+        margin: By how much equal numbers differ: a number, or of the shape [*axes, 1, 1].
+    """
+    return compared(values[..., :, None], values[..., None, :], margin).sum(-1).double() / 2
+
+
+def all_equal(
+    values: Float[Tensor, "*axes number"], margin: Float[Tensor, "*axes"] | float
+) -> Bool[Tensor, "*axes"]:
+    """Whether all numbers along the last axis are equal; not if one is NaN."""
+    return values.amax(-1) - values.amin(-1) <= margin
+
+
+def highest(
+    values: Float[Tensor, "*axes number"], count: int, margin: Float[Tensor, "*axes"] | float
+) -> Bool[Tensor, "*axes number"]:
+    """Which numbers along the last axis are the highest; of equal ones the earlier."""
+    left = values.nan_to_num(nan=-torch.inf)
+    chosen = torch.zeros_like(values, dtype=torch.bool)
+    margin = torch.as_tensor(margin, device=values.device)[..., None]
+    for _ in range(count):
+        reaches = (left >= left.amax(-1, keepdim=True) - margin) & ~chosen
+        first = reaches.long().argmax(-1, keepdim=True)
+        chosen = chosen.scatter(-1, first, True)
+        left = left.scatter(-1, first, -torch.inf)
+    return chosen
