@@ -1,18 +1,23 @@
 """How often a 95 % interval holds the true value: the table of docs/benchmarks.md.
 
     python benchmarks/coverage.py --repeats 500
+    python benchmarks/coverage.py --unequal --repeats 500
 
 Rows of prompts are drawn from distributions whose true values are known. The package's own results
 and ``with_intervals`` are computed from them. Each layer or method is a trial, so one call makes
 many trials. The first number of a cell is the coverage of plain percentiles within sets of
 demonstrations, the second that of the package's intervals.
+
+With ``--unequal`` given sets have different sizes, numbers and ratios. Their true value is the mean
+over sets of the value of each. A cell has the share of the package's intervals that hold it, and
+how many of 100 lie wholly above / below it.
 """
 
 import argparse
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import sqrt
 from typing import Any, ClassVar
@@ -46,6 +51,11 @@ LAYOUTS: dict[str, tuple[list[int], float]] = {
     "unlike sets of 100 and 10": ([100, 10], 1.0),
     "20 sets of 5": ([5] * 20, 0.0),
     "20 unlike sets of 5": ([5] * 20, 1.0),
+}
+UNEQUAL = {
+    "sets of 10 and 90": [10, 90],
+    "4 sets of 10, one of 200": [10] * 4 + [200],
+    "5 sets of 20": [20] * 5,
 }
 FOR_CUTS = ("one set of 20", "one set of 50", "one set of 200", "3 unlike sets of 20")
 FOR_DISTANCES = ("one set of 20", "one set of 50", "3 unlike sets of 20")
@@ -81,10 +91,10 @@ class CutRecord(al.Record):
 def cut_result(rows: Contributions) -> CutRecord:
     label, word = rows["label_kept"], rows["word_overlap"]
     return CutRecord(
-        word_loyalty=word.mean(0),
-        kl=rows["kl"].mean(0),
-        label_gap=rows["random_label_kept"].mean((0, 1)) - label.mean(0),
-        word_gap=rows["random_word_overlap"].mean((0, 1)) - word.mean(0),
+        word_loyalty=rows.mean(word),
+        kl=rows.mean(rows["kl"]),
+        label_gap=rows.mean(rows["random_label_kept"].mean(1)) - rows.mean(label),
+        word_gap=rows.mean(rows["random_word_overlap"].mean(1)) - rows.mean(word),
     )
 
 
@@ -173,8 +183,7 @@ def answers(
     hard = prompts.normal(len(sets), 1)
     noise = sqrt(1 - common) * prompts.normal(len(sets), n_methods) + sqrt(common) * hard
     correct = (noise < limits + effects[sets]).double()
-    weights = torch.tensor(prompts.sizes).double() / len(sets)
-    given = weights @ torch.special.ndtr(limits + effects)
+    given = torch.special.ndtr(limits + effects).mean(0)
     drawn = torch.special.ndtr(limits / sqrt(1 + prompts.effect**2))
     return {"correct": correct}, given if prompts.given else drawn
 
@@ -267,12 +276,15 @@ def nearly_all(share: float) -> Callable[[Prompts], Trial]:
 @cache
 def true_gaps() -> CutRecord:
     """The gaps of very many prompts, each with draws of its own."""
-    many = Prompts([1], 0.0, torch.Generator().manual_seed(1))
-    every = [cut_result(Contributions(cut(many))) for _ in range(40000)]
-    means: dict[str, Any] = {
-        name: torch.stack([getattr(one, name) for one in every]).mean() for name in CUTS
-    }
-    return CutRecord(**means)
+    one = Prompts([1], 0.0, torch.Generator().manual_seed(1))
+    every = [{name: values.mean() for name, values in cut(one).items()} for _ in range(40000)]
+    means = {name: torch.stack([each[name] for each in every]).mean() for name in every[0]}
+    return CutRecord(
+        word_loyalty=means["word_overlap"],
+        kl=means["kl"],
+        label_gap=means["random_label_kept"] - means["label_kept"],
+        word_gap=means["random_word_overlap"] - means["word_overlap"],
+    )
 
 
 def cut_trial(name: str) -> Callable[[Prompts], Trial]:
@@ -320,7 +332,6 @@ SLOW: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions], Any]
 }
 
 
-CUTS = ("label_gap", "word_gap", "word_loyalty", "kl")
 OF_CUTS: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions], Any], str]] = {
     "label gap": (cut_trial("label_gap"), cut_result, "label_gap"),
     "word gap": (cut_trial("word_gap"), cut_result, "word_gap"),
@@ -328,6 +339,61 @@ OF_CUTS: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions], A
     "word loyalty 0.98": (nearly_all(0.95), cut_result, "word_loyalty"),
     "word loyalty 0.997": (nearly_all(0.99), cut_result, "word_loyalty"),
     "KL, 0 in 0.7": (cut_trial("kl"), cut_result, "kl"),
+}
+
+
+def one_accuracy(chance: float) -> Callable[[Prompts], Trial]:
+    """What ``Accuracy`` gets."""
+
+    def trial(prompts: Prompts) -> Trial:
+        rows, true = answers(prompts, [chance], 0.0)
+        classes = torch.ones(len(prompts.sets), 1)
+        return {"correct": rows["correct"][:, 0], "classes": classes}, true[0]
+
+    return trial
+
+
+def one_loyalty(name: str) -> Callable[[Prompts], Trial]:
+    """What ``Loyalty`` gets; the numbers of a prompt are shares of words, and exponential."""
+
+    def trial(prompts: Prompts) -> Trial:
+        rows, true = answers(prompts, [0.8], 0.0)
+        kept = rows["correct"][:, 0]
+        means = (0.5 * prompts.effects()).exp()
+        kl = -prompts.uniform(len(kept)).log() * means[prompts.sets]
+        trues = {"label_loyalty": true[0], "word_loyalty": (1 + true[0]) / 2, "kl": means.mean()}
+        return {"label_kept": kept, "word_overlap": (1 + kept) / 2, "kl": kl}, trues[name]
+
+    return trial
+
+
+def ratio_of_sets(prompts: Prompts) -> Trial:
+    """S_pq / S_tq; the logarithms of the sets' ratios have the effect as standard deviation."""
+    ratio = 2 * prompts.effects(TRIALS).exp()
+    means = torch.ones(len(ratio), TRIALS, 4).double()
+    means[..., 3] = 1 / ratio
+    sums = -prompts.uniform(len(prompts.sets), TRIALS, 4).log() * means[prompts.sets]
+    rows = {"sums": sums, "head_sums": sums[:, :, None], "counts": torch.ones(len(sums), 4)}
+    return rows, ratio.mean(0)
+
+
+# With how much the sets differ.
+OF_UNEQUAL: dict[str, tuple[float, Callable[[Prompts], Trial], Callable[..., Any], str]] = {
+    "accuracy 0.5": (1.0, one_accuracy(0.5), al.Accuracy().result, "accuracy"),
+    "accuracy 0.8": (1.0, one_accuracy(0.8), al.Accuracy().result, "accuracy"),
+    "accuracy 0.5, alike": (0.0, one_accuracy(0.5), al.Accuracy().result, "accuracy"),
+    "gain 0.2": (1.0, gain_of((0.6, *[0.8] * 10), 0.5), comparison, "gain"),
+    **{
+        name.replace("_", " "): (1.0, one_loyalty(name), al.Loyalty().result, name)
+        for name in ("label_loyalty", "word_loyalty", "kl")
+    },
+    "flows": (1.0, skewed_mean, al.SaliencyFlows().result, "flows"),
+    **{
+        f"S_pq / S_tq, {s} apart": (s, ratio_of_sets, al.SaliencyFlows().result, "pq_over_tq")
+        for s in (0.2, 0.5, 0.8)
+    },
+    "label gap": (0.0, cut_trial("label_gap"), cut_result, "label_gap"),
+    "word gap": (0.0, cut_trial("word_gap"), cut_result, "word_gap"),
 }
 
 
@@ -357,17 +423,34 @@ def coverage(
     """Share of the intervals that hold the true value, over at least ``repeats`` trials."""
     trial, result, name = (QUANTITIES | SLOW | OF_CUTS)[quantity]
     sizes, effect = LAYOUTS[layout]
-    covered: list[Tensor] = []
-    while sum(map(len, covered)) < repeats:
-        prompts = Prompts(sizes, effect, torch.Generator().manual_seed(len(covered)))
+    make = partial(interval, result, name=name, resamples=resamples)
+    held, *_ = sides(trial, make, name, Prompts(sizes, effect, torch.Generator()), repeats)
+    return held
+
+
+def sides(
+    trial: Callable[[Prompts], Trial],
+    interval: Callable[[Contributions], Tensor],
+    name: str,
+    prompts: Prompts,
+    repeats: int,
+) -> list[float]:
+    """Share of the intervals that hold the true value, that lie above it, and below it."""
+    found: list[Tensor] = []
+    while sum(of_call.shape[1] for of_call in found) < repeats:
+        prompts.generator.manual_seed(len(found))
         rows, true = trial(prompts)
-        low, high = interval(result, Contributions(rows, prompts.sets), name, resamples)
+        low, high = interval(Contributions(rows, prompts.sets))
         # By definition, a gain over itself and a distance from itself are 0, and the largest is 1.
         trials = torch.ones_like(true).bool()
         if name in ("gain", "anchor_distance"):
             trials = (true != 0) & (true != 1)
-        covered.append(((low <= true + 1e-9) & (true <= high + 1e-9))[trials])
-    return float(torch.cat(covered).double().mean())
+        above, below = low > true + 1e-9, high < true - 1e-9
+        # An interval of NaN does not hold it either.
+        held = (low <= true + 1e-9) & (high >= true - 1e-9)
+        found.append(torch.stack([held, above, below])[:, trials])
+    shares: list[float] = torch.cat(found, dim=1).double().mean(1).tolist()
+    return shares
 
 
 def package_interval(
@@ -391,6 +474,20 @@ def print_table(
                 for f in (plain_interval, package_interval)
             )
             cells.append(f"{plain:.2f} / {ours:.2f}")
+        print(f"| {layout} | {' | '.join(cells)} |", flush=True)
+    print()
+
+
+def print_unequal(repeats: int, resamples: int) -> None:
+    print(f"| prompts | {' | '.join(OF_UNEQUAL)} |")
+    print("| --- " * (1 + len(OF_UNEQUAL)) + "|")
+    for layout, sizes in UNEQUAL.items():
+        cells = []
+        for effect, trial, result, name in OF_UNEQUAL.values():
+            interval = partial(package_interval, result, name=name, resamples=resamples)
+            prompts = Prompts(sizes, effect, torch.Generator())
+            held, above, below = sides(trial, interval, name, prompts, repeats)
+            cells.append(f"{held:.2f}, {100 * above:.1f} / {100 * below:.1f}")
         print(f"| {layout} | {' | '.join(cells)} |", flush=True)
     print()
 
@@ -440,9 +537,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=500)
     parser.add_argument("--resamples", type=int, default=200)
     parser.add_argument("--cuts", action="store_true", help="the table of cuts alone")
+    parser.add_argument("--unequal", action="store_true", help="the table of unequal sets alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # about few prompts, and about classes without prompts
+    if args.unequal:
+        print_unequal(args.repeats, args.resamples)
+        return
     print_table([*OF_CUTS], FOR_CUTS, args.repeats, args.resamples)
     if args.cuts:
         return

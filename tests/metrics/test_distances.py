@@ -163,12 +163,12 @@ def test_the_key_of_a_class_is_the_mean_of_its_label_words(hooked: Any, byte_lev
         operands = plain_operands(weights, batch.tokens[row, start:].tolist())
         at_target.append(operands[:, batch.target_positions[row] - start, 0])
         words = (batch.label_positions[row] - start).tolist()
-        keys: dict[int, list[Tensor]] = {label: [] for label in range(6)}
-        for demo, position in zip(demos, words, strict=True):
-            assert demo.label is not None
-            keys[demo.label].append(operands[:, position, 1])
-        assert sorted(map(len, keys.values())) == [1, 1, 1, 1, 2, 3]
-        of_classes.append(torch.stack([torch.stack(each).mean(0) for each in keys.values()], 1))
+        words_of = [
+            [position for demo, position in zip(demos, words, strict=True) if demo.label == label]
+            for label in range(6)
+        ]
+        assert sorted(map(len, words_of)) == [1, 1, 1, 1, 2, 3]
+        of_classes.append(torch.stack([operands[:, each, 1].mean(1) for each in words_of], 1))
     model = hooked(weights, byte_level)
     options: dict[str, Any] = {"resamples": 0, "progress": False}
     record = al.run(model, batches, [al.AnchorDistances(directions=3)], **options)

@@ -1,10 +1,12 @@
 """Rows of prompts under the null of each claim: verdicts must seldom agree or disagree.
 
 In each the number of the claim is its limit, but for chance: that of queries, of random draws, of
-classes, and of sets of demonstrations.
+classes, and of sets of demonstrations. Prompts are given by the sizes of their sets: ``[20]`` is
+one set of 20 queries.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,42 +16,68 @@ import anchorlens as al
 from anchorlens.results.bootstrap import with_intervals
 
 LAYERS, CLASSES = 3, 6
-Null = Callable[[int, int, torch.Generator], al.Record]
+SHARES = torch.tensor([[0.45, 0.3, 0.25], [0.3, 0.4, 0.3], [0.2, 0.45, 0.35]]).double()  # by layer
+Null = Callable[[Sequence[int], torch.Generator], al.Record]
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.double)
 
 
-def sets_of(queries: int, sets: int) -> Tensor:
-    return torch.arange(sets).repeat_interleave(queries)
+def sets_of(sizes: Sequence[int]) -> Tensor:
+    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
 
 
-def flows(queries: int, sets: int, generator: torch.Generator) -> al.Record:
+def flows(sizes: Sequence[int], generator: torch.Generator) -> al.Record:
     """The share of S_wp falls by 0.25, S_pq is twice S_tq in the deep layer, and S_wp is S_ww in
     the layer between. Models of random weights, by which no such claim can agree, are far below.
 
     Flows are skewed, alike in all layers of a prompt, and differ between sets.
     """
-    share = torch.tensor([[0.45, 0.3, 0.25], [0.3, 0.4, 0.3], [0.2, 0.45, 0.35]]).double()
+    sets = len(sizes)
+    share = SHARES.expand(sets, -1, -1).clone()
     shift = 0.05 * normal(generator, sets, 1) * (sets > 1)
-    share = share.expand(sets, -1, -1).clone()
     share[:, 0, 0], share[:, 0, 2] = share[:, 0, 0] + shift[:, 0], share[:, 0, 2] - shift[:, 0]
     ratio = 2 + 0.3 * normal(generator, sets, 1) * (sets > 1)
-    means = torch.cat([share, share[..., 1:2] / ratio[..., None]], dim=-1)
-    ids = sets_of(queries, sets)
+    ids = sets_of(sizes)
     common = torch.rand(len(ids), 1, 1, generator=generator).double()
     own = torch.rand(len(ids), LAYERS, 4, generator=generator).double()
-    sums = means[ids] * (common.log() * own.log())
+    return of_flows(share, ratio, ids, common.log() * own.log())
+
+
+def unlike_ratios(
+    spread: float, is_mean: bool, of_ww: bool, sizes: Sequence[int], generator: torch.Generator
+) -> al.Record:
+    """S_pq / S_tq, or S_wp / S_ww, of sets whose logarithms have this standard deviation.
+
+    The mean over all sets is the limit (``is_mean``), or their median is. Within a set prompts
+    differ by a factor for all flows, so that the ratio of the set is known exactly.
+    """
+    sets, ids = len(sizes), sets_of(sizes)
+    logs = spread * normal(generator, sets, 1) - is_mean * spread**2 / 2
+    common = -torch.rand(len(ids), 1, 1, generator=generator).double().log()
+    share, ratio = SHARES.expand(sets, -1, -1).clone(), torch.full((sets, 1), 2.0).double()
+    if of_ww:
+        share[..., 2] /= logs.exp()
+    else:
+        ratio *= logs.exp()
+    return of_flows(share, ratio, ids, common, resamples=20)  # verdicts are by the sets' numbers
+
+
+def of_flows(
+    share: Tensor, ratio: Tensor, ids: Tensor, noise: Tensor, resamples: int = 100
+) -> al.Record:
+    means = torch.cat([share, share[..., 1:2] / ratio[..., None]], dim=-1)
+    sums = means[ids] * noise
     rows = {"sums": sums, "head_sums": sums[:, :, None], "counts": torch.ones(len(ids), 4)}
     info = {"of_random_models": {"over_ww": [[0.0, 0.0, 1.0]]}}
-    return judged(al.SaliencyFlows().result, rows, ids, info)
+    return judged(al.SaliencyFlows().result, rows, ids, info, resamples)
 
 
-def isolation(queries: int, sets: int, generator: torch.Generator) -> al.Record:
+def isolation(sizes: Sequence[int], generator: torch.Generator, spread: float = 0.3) -> al.Record:
     """The label words are one more draw of words: how much is needed differs between draws."""
-    ids, draws = sets_of(queries, sets), 10
-    needed = 0.3 * normal(generator, sets, 1 + draws)
+    ids, draws = sets_of(sizes), 10
+    needed = spread * normal(generator, len(sizes), 1 + draws)
     latent = normal(generator, len(ids), 1) + normal(generator, len(ids), 1 + draws)
     kept = (latent + needed[ids] < 0.8).double()
     names = ("label_kept", "word_overlap", "kl")
@@ -59,11 +87,11 @@ def isolation(queries: int, sets: int, generator: torch.Generator) -> al.Record:
     return judged(al.CutEdgesRecord.of, rows, ids, info)
 
 
-def attention(queries: int, sets: int, generator: torch.Generator) -> al.Record:
+def attention(sizes: Sequence[int], generator: torch.Generator) -> al.Record:
     """Attention to label words is as high for the predicted class as for others."""
-    ids = sets_of(queries, sets)
+    ids = sets_of(sizes)
     predicted = torch.randint(CLASSES, (len(ids),), generator=generator)
-    likes = 0.3 * normal(generator, sets, CLASSES, 1) * (sets > 1)
+    likes = 0.3 * normal(generator, len(sizes), CLASSES, 1) * (len(sizes) > 1)
     # The attention of prompts of a class differs between sets, by chance.
     tilt = torch.nn.functional.one_hot(predicted, CLASSES) * likes[ids, predicted]
     scores = normal(generator, len(ids), 1, 1, CLASSES) + normal(
@@ -77,9 +105,9 @@ def attention(queries: int, sets: int, generator: torch.Generator) -> al.Record:
     return judged(al.AttentionAUCROC().result, rows, ids)
 
 
-def distances(queries: int, sets: int, generator: torch.Generator) -> al.Record:
+def distances(sizes: Sequence[int], generator: torch.Generator) -> al.Record:
     """Keys that have nothing to do with which classes are confused."""
-    ids = sets_of(queries, sets)
+    ids = sets_of(sizes)
     places = normal(generator, CLASSES, 2)  # near classes are confused
     gold = torch.randint(CLASSES, (len(ids),), generator=generator)
     seen = places[gold] + 0.7 * normal(generator, len(ids), 2)
@@ -105,6 +133,20 @@ NULLS: Mapping[str, tuple[Null, int]] = {
     "attention tells the label": (attention, 0),
     "near keys are confused": (distances, 0),
 }
+SPREADS = (0.2, 0.5, 0.8)
+# Sets that differ much: of a mean of sets that are as different as that, little is known.
+UNLIKE_SETS: Mapping[str, tuple[Null, int]] = {
+    "predictions need label words, very unlike sets": (partial(isolation, spread=1.0), 0),
+    **{
+        f"{name}: ratios of sets {spread} apart, {middle} at the limit": (
+            partial(unlike_ratios, spread, middle == "mean", of_ww),
+            1 + of_ww,
+        )
+        for name, of_ww in (("the answer is read off", False), ("flows surpass others", True))
+        for middle in ("mean", "median")
+        for spread in SPREADS
+    },
+}
 
 
 def judged(
@@ -118,18 +160,19 @@ def judged(
     return with_intervals(result, rows, sets=ids, resamples=resamples, info=described)
 
 
-def able(queries: int) -> al.Record:
+def able(prompts: int) -> al.Record:
     """The accuracy of a model that does the task."""
-    rows = {"correct": torch.ones(queries).double(), "classes": torch.eye(2)[[0, 1] * queries]}
+    classes = torch.eye(2)[torch.arange(prompts) % 2]
+    rows = {"correct": torch.ones(prompts).double(), "classes": classes}
     return with_intervals(al.Accuracy().result, rows, resamples=1, info={})
 
 
-def verdicts(name: str, queries: int, sets: int, repeats: int, seed: int = 0) -> list[al.Claim]:
+def verdicts(name: str, sizes: Sequence[int], repeats: int, seed: int = 0) -> list[al.Claim]:
     """The claim of each of many results under its null."""
-    null, place = NULLS[name]
+    null, place = {**NULLS, **UNLIKE_SETS}[name]
     generator = torch.Generator().manual_seed(seed)
-    accuracy = able(queries)
+    accuracy = able(sum(sizes))
     return [
-        al.claims({"accuracy": accuracy, "null": null(queries, sets, generator)})[place]
+        al.claims({"accuracy": accuracy, "null": null(sizes, generator)})[place]
         for _ in range(repeats)
     ]

@@ -344,21 +344,21 @@ def test_with_several_sets_the_interval_is_over_sets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "queries", "sets"),
+    ("name", "sizes"),
     [
-        ("near keys are confused", 100, 1),
-        ("predictions need label words", 100, 1),
-        ("predictions need label words", 300, 1),
-        ("predictions need label words", 20, 3),
-        ("the answer is read off", 20, 3),
+        ("near keys are confused", [100]),
+        ("predictions need label words", [100]),
+        ("predictions need label words", [300]),
+        ("predictions need label words", [20] * 3),
+        ("the answer is read off", [20] * 3),
     ],
 )
-def test_a_claim_under_its_null_is_seldom_judged(name: str, queries: int, sets: int) -> None:
+def test_a_claim_under_its_null_is_seldom_judged(name: str, sizes: list[int]) -> None:
     """At most 5 of 100 agree and 5 do not: of 40, more than 6 are seen once in 290 such tests.
 
     docs/benchmarks.md has every claim. Over queries, 17 of 40 agreed with near keys at 300.
     """
-    found = [claim.verdict for claim in nulls.verdicts(name, queries, sets, 40)]
+    found = [claim.verdict for claim in nulls.verdicts(name, sizes, 40)]
     assert found.count(AGREES) <= 6 and found.count(DISAGREES) <= 6, found
 
 

@@ -376,9 +376,10 @@ def stored(path: Path) -> Numbers:
 def of_calls(found: Numbers, calls: Sequence[str]) -> Numbers:
     """The part of the numbers that is of these calls."""
     wanted = set(calls)
-    tensors = {name: each for name, each in found.tensors.items() if call_of(name) in wanted}
-    texts = {name: each for name, each in found.texts.items() if call_of(name) in wanted}
-    return Numbers(tensors, texts)
+    return Numbers(
+        {name: each for name, each in found.tensors.items() if call_of(name) in wanted},
+        {name: each for name, each in found.texts.items() if call_of(name) in wanted},
+    )
 
 
 def differences(
@@ -389,10 +390,8 @@ def differences(
     Numbers differ at most by ``tolerance`` times the sum of: the number, a hundredth of the largest
     of their tensor, and 1e-5. With 0 they are equal bit for bit.
     """
-    both: list[tuple[Mapping[str, Any], Mapping[str, Any]]]
-    both = [(ours.tensors, theirs.tensors), (ours.texts, theirs.texts)]
-    for mine, others in both:
-        missing, new = others.keys() - mine.keys(), mine.keys() - others.keys()
+    for mine, others in ((set(a), set(b)) for a, b in zip(ours, theirs, strict=True)):
+        missing, new = others - mine, mine - others
         yield from (f"{name}: is missing" for name in sorted(missing))
         yield from (f"{name}: is new" for name in sorted(new))
     for name in sorted(ours.tensors.keys() & theirs.tensors.keys()):
