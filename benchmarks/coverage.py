@@ -15,12 +15,12 @@ how many of 100 lie wholly above / below it.
 
 import argparse
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from math import sqrt
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +30,9 @@ from scipy.stats import bootstrap
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.metrics.accuracy import comparison
 from anchorlens.metrics.distances import pair_auc, rank_correlation
-from anchorlens.results.bootstrap import population_of, with_intervals
+from anchorlens.results.bootstrap import with_intervals
+from anchorlens.results.population import population_of
 
 Contributions = al.Contributions
 Trial = tuple[dict[str, Tensor], Tensor]
@@ -65,36 +65,20 @@ FOR_DISTANCES = ("one set of 20", "one set of 50", "3 unlike sets of 20")
 class MeanRecord(al.Record):
     """The mean over sets of each set's mean over prompts."""
 
-    mean: Float[Tensor, " layer"]
-
-
-def mean_result(rows: Contributions) -> MeanRecord:
-    return MeanRecord(mean=rows.mean(rows["value"]))
+    mean: Float[Tensor, " layer"] = al.kinds.mean("value")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CutRecord(al.Record):
     """What ``CutEdgesRecord`` has, for many sites at once."""
 
-    word_loyalty: Float[Tensor, " layer"]
-    kl: Float[Tensor, " layer"]
-    label_gap: Float[Tensor, " layer"]
-    word_gap: Float[Tensor, " layer"]
-
-    differences: ClassVar[Collection[str]] = ("label_gap",)
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
-        name: al.CutEdgesRecord.ranges[name] for name in ("word_loyalty", "kl", "word_gap")
-    }
-    means_over_draws: ClassVar[Collection[str]] = ("label_gap", "word_gap")
-
-
-def cut_result(rows: Contributions) -> CutRecord:
-    label, word = rows["label_kept"], rows["word_overlap"]
-    return CutRecord(
-        word_loyalty=rows.mean(word),
-        kl=rows.mean(rows["kl"]),
-        label_gap=rows.mean(rows["random_label_kept"].mean(1)) - rows.mean(label),
-        word_gap=rows.mean(rows["random_word_overlap"].mean(1)) - rows.mean(word),
+    word_loyalty: Float[Tensor, " layer"] = al.kinds.mean("word_overlap", 0, 1)
+    kl: Float[Tensor, " layer"] = al.kinds.mean("kl", 0)
+    label_gap: Float[Tensor, " layer"] = al.kinds.difference(
+        al.kinds.over_draws("random_label_kept"), "label_kept"
+    )
+    word_gap: Float[Tensor, " layer"] = al.kinds.mean(
+        al.kinds.over_draws("random_word_overlap"), -1, 1, minus="word_overlap"
     )
 
 
@@ -315,16 +299,16 @@ def correlation_trial(prompts: Prompts) -> Trial:
 
 
 QUANTITIES: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions], Any], str]] = {
-    "mean, normal": (normal_mean, mean_result, "mean"),
+    "mean, normal": (normal_mean, MeanRecord.of, "mean"),
     "mean, skewed": (skewed_mean, al.SaliencyFlows().result, "flows"),
     "share": (share, al.SaliencyFlows().result, "share"),
     "AUCROC 0.76": (auc_of(1.0), al.AttentionAUCROC().result, "aucroc"),
     "AUCROC 0.92": (auc_of(2.0), al.AttentionAUCROC().result, "aucroc"),
-    "accuracy 0.5": (accuracy_of(0.5), comparison, "accuracy"),
-    "accuracy 0.8": (accuracy_of(0.8), comparison, "accuracy"),
-    "accuracy 0.95": (accuracy_of(0.95), comparison, "accuracy"),
-    "gain 0.2": (gain_of((0.6, *[0.8] * 10), 0.5), comparison, "gain"),
-    "gain 0.05": (gain_of((0.9, *[0.95] * 10), 0.8), comparison, "gain"),
+    "accuracy 0.5": (accuracy_of(0.5), al.AccuracyComparisonRecord.of, "accuracy"),
+    "accuracy 0.8": (accuracy_of(0.8), al.AccuracyComparisonRecord.of, "accuracy"),
+    "accuracy 0.95": (accuracy_of(0.95), al.AccuracyComparisonRecord.of, "accuracy"),
+    "gain 0.2": (gain_of((0.6, *[0.8] * 10), 0.5), al.AccuracyComparisonRecord.of, "gain"),
+    "gain 0.05": (gain_of((0.9, *[0.95] * 10), 0.8), al.AccuracyComparisonRecord.of, "gain"),
 }
 SLOW: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions], Any], str]] = {
     "anchor distance": (distance_trial, al.AnchorDistances().result, "anchor_distance"),
@@ -333,12 +317,12 @@ SLOW: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions], Any]
 
 
 OF_CUTS: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions], Any], str]] = {
-    "label gap": (cut_trial("label_gap"), cut_result, "label_gap"),
-    "word gap": (cut_trial("word_gap"), cut_result, "word_gap"),
-    "word loyalty": (cut_trial("word_loyalty"), cut_result, "word_loyalty"),
-    "word loyalty 0.98": (nearly_all(0.95), cut_result, "word_loyalty"),
-    "word loyalty 0.997": (nearly_all(0.99), cut_result, "word_loyalty"),
-    "KL, 0 in 0.7": (cut_trial("kl"), cut_result, "kl"),
+    "label gap": (cut_trial("label_gap"), CutRecord.of, "label_gap"),
+    "word gap": (cut_trial("word_gap"), CutRecord.of, "word_gap"),
+    "word loyalty": (cut_trial("word_loyalty"), CutRecord.of, "word_loyalty"),
+    "word loyalty 0.98": (nearly_all(0.95), CutRecord.of, "word_loyalty"),
+    "word loyalty 0.997": (nearly_all(0.99), CutRecord.of, "word_loyalty"),
+    "KL, 0 in 0.7": (cut_trial("kl"), CutRecord.of, "kl"),
 }
 
 
@@ -382,7 +366,7 @@ OF_UNEQUAL: dict[str, tuple[float, Callable[[Prompts], Trial], Callable[..., Any
     "accuracy 0.5": (1.0, one_accuracy(0.5), al.Accuracy().result, "accuracy"),
     "accuracy 0.8": (1.0, one_accuracy(0.8), al.Accuracy().result, "accuracy"),
     "accuracy 0.5, alike": (0.0, one_accuracy(0.5), al.Accuracy().result, "accuracy"),
-    "gain 0.2": (1.0, gain_of((0.6, *[0.8] * 10), 0.5), comparison, "gain"),
+    "gain 0.2": (1.0, gain_of((0.6, *[0.8] * 10), 0.5), al.AccuracyComparisonRecord.of, "gain"),
     **{
         name.replace("_", " "): (1.0, one_loyalty(name), al.Loyalty().result, name)
         for name in ("label_loyalty", "word_loyalty", "kl")
@@ -392,8 +376,8 @@ OF_UNEQUAL: dict[str, tuple[float, Callable[[Prompts], Trial], Callable[..., Any
         f"S_pq / S_tq, {s} apart": (s, ratio_of_sets, al.SaliencyFlows().result, "pq_over_tq")
         for s in (0.2, 0.5, 0.8)
     },
-    "label gap": (0.0, cut_trial("label_gap"), cut_result, "label_gap"),
-    "word gap": (0.0, cut_trial("word_gap"), cut_result, "word_gap"),
+    "label gap": (0.0, cut_trial("label_gap"), CutRecord.of, "label_gap"),
+    "word gap": (0.0, cut_trial("word_gap"), CutRecord.of, "word_gap"),
 }
 
 

@@ -390,7 +390,8 @@ def differences(
     Numbers differ at most by ``tolerance`` times the sum of: the number, a hundredth of the largest
     of their tensor, and 1e-5. With 0 they are equal bit for bit.
     """
-    for mine, others in ((set(a), set(b)) for a, b in zip(ours, theirs, strict=True)):
+    of_kinds = (ours.tensors, theirs.tensors), (ours.texts, theirs.texts)
+    for mine, others in ((set[str](a), set[str](b)) for a, b in of_kinds):
         missing, new = others - mine, mine - others
         yield from (f"{name}: is missing" for name in sorted(missing))
         yield from (f"{name}: is new" for name in sorted(new))
