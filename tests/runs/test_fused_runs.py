@@ -367,13 +367,13 @@ def test_low_precision_is_as_near_to_float32_as_with_whole_patterns(
     options: dict[str, Any] = {"tokenizer": byte_level, "device": "cpu"}
     exact = al.load_model(weights, dtype=torch.float32, **options)
     low = al.load_model(weights, dtype=dtype, **options)
-    sets = [batch for seed in range(1, 7) for batch in questions(exact, 4, seed=seed)]
+    sets = [batch for seed in range(24) for batch in questions(exact, 1, seed=seed)]
 
     def flows(model: Any, attention: str) -> Tensor:
-        """Of each set, whose prompts are in a row."""
+        """Of the prompt of each set."""
         record = al.run(model, sets, metrics, **QUIET)["saliency_flows"]
         assert record.info.get("attention", "").startswith(attention)
-        return record.per_prompt.unflatten(0, (6, 4)).mean(1)
+        return record.per_prompt
 
     def distance(ours: Tensor) -> float:
         return sum(map(difference, ours, expected)) / len(expected)
