@@ -4,6 +4,7 @@ None of them has a public replacement. A failure names the package, our need, an
 the name.
 """
 
+import abc
 import ast
 import copy
 import inspect
@@ -127,6 +128,30 @@ def adding_hooks_changes_what_is_put_back() -> bool:
         *("_forward_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks"),
         "_is_full_backward_hook",
     }
+
+
+@use_of("torch", "_backward_hooks _post_accumulate_grad_hooks", "runs/identity.py")
+def tensors_hold_their_hooks() -> bool:
+    """A Tensor holds its hooks in these two dictionaries, which are None without hooks."""
+    tensor: Any = torch.ones(1, requires_grad=True)
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    without = [getattr(tensor, name) for name in names]
+    tensor.register_hook(print)
+    tensor.register_post_accumulate_grad_hook(print)
+    return without == [None, None] and all(len(getattr(tensor, name)) == 1 for name in names)
+
+
+@use_of("abc", "_get_dump", "runs/identity.py")
+def classes_tell_what_is_registered() -> bool:
+    """An abstract class tells which classes were registered with it, first of all."""
+    dump: Any = vars(abc)["_get_dump"]
+
+    class A(abc.ABC):  # noqa: B024 - its registry alone is read
+        pass
+
+    without = len(dump(A)[0])
+    A.register(int)
+    return (without, len(dump(A)[0])) == (0, 1)
 
 
 @use_of("torch", "__call__.__code__", "models/native_attention.py")

@@ -20,7 +20,6 @@ from types import (
     GetSetDescriptorType,
     MemberDescriptorType,
     MethodDescriptorType,
-    ModuleType,
     WrapperDescriptorType,
 )
 from typing import Any
@@ -61,7 +60,11 @@ _OF_PYTHON: list[Any] = [
     *(Tensor, nn.Parameter, torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo),
 ]
 _PURE = {id(each): f"{each.__module__}.{each.__qualname__}" for each in _OF_PYTHON}
-_IN_C = {f"torch._C.{name}" for name in ("_nn", "_linalg", "_special", "_fft")}
+# Where torch has its other functions in C.
+_IN_C = {
+    each.__module__
+    for each in (nn.functional.gelu, torch.linalg.det, torch.special.entr, torch.fft.fft)
+}
 
 # Functions and classes that are believed: the module of their file, and their name in it.
 _BELIEVED = re.compile(
@@ -102,15 +105,8 @@ _GIVEN += [set, frozenset, range, slice, type, PromptBatch, Observation, Contrib
 _GIVEN += [Record]
 _HOOK_POINTS = "transformer_lens.hook_points"  # which only ``models`` imports
 # Attributes with underscores that tell nothing from outside.
-_SPECIAL: tuple[str, ...] = (
-    "__init__",
-    "__post_init__",
-    "__call__",
-    "__class__",
-    "__name__",
-    "__qualname__",
-)
-_SPECIAL += ("__setattr__", "__eq__", "__len__", "__getitem__")
+_SPECIAL = {"__init__", "__post_init__", "__call__", "__class__", "__name__", "__qualname__"}
+_SPECIAL |= {"__setattr__", "__eq__", "__len__", "__getitem__"}
 _MEMBERS_IN_C = (
     *(BuiltinFunctionType, ClassMethodDescriptorType, GetSetDescriptorType, MemberDescriptorType),
     *(MethodDescriptorType, WrapperDescriptorType),
@@ -121,12 +117,9 @@ _MEMBERS_IN_C = (
 def pure_name(value: Any) -> str:
     """The name of a builtin, or of a function in C, that is believed; "" for all else."""
     if type(value) is BuiltinFunctionType and id(value) not in _PURE:
-        owner, name = value.__self__, value.__name__
-        module = owner.__name__ if isinstance(owner, ModuleType) else None
+        name, module = value.__name__, value.__module__
         is_of_torch = module in _IN_C or (
-            owner is None
-            and value.__module__ == "torch"
-            and hasattr(torch._C._VariableFunctions, name)
+            value.__self__ is None and module == "torch" and hasattr(torch, name)
         )
         return f"torch.{name}" if is_of_torch and not is_outside(name) else ""
     return _PURE.get(id(value), "")
@@ -142,7 +135,7 @@ def _draws(name: str) -> bool:
     """Whether an operation of torch has this name and draws at random."""
     packet = None if name.startswith("__") else getattr(torch.ops.aten, name, None)
     tag = torch.Tag.nondeterministic_seeded
-    return isinstance(packet, torch._ops.OpOverloadPacket) and any(
+    return isinstance(packet, type(torch.ops.aten.add)) and any(
         tag in getattr(packet, overload).tags for overload in packet.overloads()
     )
 

@@ -67,10 +67,9 @@ _BASES = (object, abc.ABC, Generic, Protocol)
 _NOT_OF_CLASS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__slots__"}
 _NOT_OF_CLASS |= {*vars(abc.ABC), "__slotnames__", "__firstlineno__", "__static_attributes__"}
 _NOT_OF_CLASS |= {"__annotate_func__", "__annotate__", "__annotations_cache__", "__orig_bases__"}
-_NOT_OF_CLASS |= {"__parameters__", "__type_params__", "__protocol_attrs__", "_is_protocol"}
-_NOT_OF_CLASS |= {"_is_runtime_protocol", "__non_callable_proto_members__"}
+_NOT_OF_CLASS |= {"__parameters__", "__type_params__"}
 _NOT_OF_CLASS |= {"__dataclass_fields__", "__dataclass_params__"}
-_OF_ENUM = {*vars(Enum("Empty", ())), "_value_", "_name_", "__objclass__", "_sort_order_"}
+_OF_ENUM = {*vars(Enum("Empty", ()))}
 _TOLD = 3  # at most, of what is unknown in a value
 _NO_CHAIN, _MISSING = object(), object()
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
@@ -289,7 +288,7 @@ class _Walk:
         skipped = _NOT_OF_CLASS
         if isinstance(kind, EnumType):
             members: Mapping[str, Any] = kind.__members__
-            values = {name: member._value_ for name, member in members.items()}
+            values = {name: member.value for name, member in members.items()}
             self._add_fields({**values, "name": None, "value": None})
             skipped = skipped | values.keys() | _OF_ENUM
         self._add_fields(
@@ -326,7 +325,8 @@ class _Walk:
                     left_out.add(name)  # what it remembers of itself
             self._add_fields({name: part for name, part in own.items() if name not in left_out})
             if isinstance(value, nn.Module):
-                self._held.update(*(own[name] for name in ("_parameters", "_buffers", "_modules")))
+                parts = (value.named_parameters, value.named_buffers, value.named_children)
+                self._held.update(name for each in parts for name, _ in each())
 
     def _order(self, value: Any) -> str:
         """A key that orders the parts of a set alike in every process."""

@@ -252,6 +252,46 @@ def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
             trained(gpt2, folder=tmp_path)
 
 
+def halved_outputs(model: Any) -> Callable[[], None]:
+    """Halve the outputs of a kind of module in torch, which no model tells; gives the end."""
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, given, out: out / 2 if type(module).__name__ == "GPT2MLP" else None
+    )
+    return handle.remove
+
+
+def replaced_activations(model: Any) -> Callable[[], None]:
+    mlps = [each for each in model.original_model.modules() if type(each).__name__ == "GPT2MLP"]
+    found = mlps[0].act
+    for mlp in mlps:
+        mlp.act = torch.nn.ReLU()
+
+    def restore() -> None:
+        for mlp in mlps:
+            mlp.act = found
+
+    return restore
+
+
+@pytest.mark.changes_model
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("change", [halved_outputs, replaced_activations])
+def test_a_model_that_computes_otherwise_is_refused(
+    gpt2: Any, tmp_path: Path, kind: str, change: Callable[[Any], Callable[[], None]]
+) -> None:
+    """Its contents are the same, and no hook is on it."""
+    batches, held_out = split(gpt2)
+    call = partial(TRAINERS[kind], gpt2, batches, held_out=held_out, steps=1, folder=tmp_path)
+    stored = call()
+    restore = change(gpt2)
+    try:
+        with pytest.raises(StoreError, match=r"at the start are .* does not compute as it did"):
+            call()
+    finally:
+        restore()
+    assert same(call(), stored)
+
+
 def half_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
     return al.losses.label_cross_entropy(logits, batch) / 2
 

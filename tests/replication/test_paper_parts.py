@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 import anchorlens as al
 from anchorlens.errors import DataError, HookError, MetricError, StoreError
+from anchorlens.replication import paper_parts
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting, figure_4, figures_3_5_6
 from tests.replication.test_paper import EMOTIONS, EXAMPLES, QUICK, SEEDS, setting
 from tests.support.tiny_models import boot, tiny_gpt2
@@ -73,6 +74,19 @@ def test_parts_with_different_options_are_a_different_run(model: Any, tmp_path: 
         al.paper(model, EMOTIONS, parts=[Scaled(3.0)], **options)
     numbers = al.paper(model, EMOTIONS, parts=[Scaled(2.0)], **options)
     assert numbers.value.tolist() == [2.0]
+
+
+def test_a_part_that_computes_otherwise_is_refused(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of the model are the same."""
+    options: dict[str, Any] = {"seeds": [1], "folder": tmp_path, "parts": [figure_4], **QUICK}
+    stored = al.paper(model, EMOTIONS, **options)
+    assert al.paper(model, EMOTIONS, **options).equals(stored)
+    one = PaperNumber("Figure 4", "label words, first layer", "label loyalty", 0.123)
+    monkeypatch.setattr(paper_parts, "_isolated", lambda *_: iter([one]))
+    with pytest.raises(StoreError, match=r"first number is .* does not compute as it did"):
+        al.paper(model, EMOTIONS, **options)
 
 
 def test_a_run_without_numbers_gives_an_empty_table(model: Any) -> None:

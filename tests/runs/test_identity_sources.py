@@ -524,19 +524,11 @@ def as_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
     torch.set_printoptions(profile="default")
     sys.modules.pop("of_a_user", None)
-    owners: list[Any] = [
-        torch,
-        torch.nn.Module,
-        torch.Tensor,
-        al.PromptBatch,
-        al.edges,
-        vars(torch),
-    ]
-    for owner in owners:
+    changed: list[Any] = [torch, torch.nn.Module, torch.Tensor, al.PromptBatch, al.edges]
+    for owner in changed:
         if hasattr(owner, "of_a_user"):
             del owner.of_a_user
-    for function in (torch.nn.functional.softmax,):
-        vars(function).pop("of_a_user", None)
+    vars(torch.nn.functional.softmax).pop("of_a_user", None)
     __builtins__.pop("of_a_user", None)  # type: ignore[attr-defined]
 
 
