@@ -351,62 +351,6 @@ def configurations_name_their_folder() -> bool:
     return "_name_or_path" in GPT2Config(**options).to_dict()
 
 
-@use_of("torch", "_nn _linalg _special _fft _ops", "runs/believed.py")
-def functions_in_c_say_where_they_are() -> bool:
-    """Functions of torch in C belong to these modules, and operators say whether they draw."""
-    functions: list[Any] = [torch.nn.functional.gelu, torch.linalg.norm, torch.special.entr]
-    places = {each.__self__.__name__ for each in [*functions, torch.fft.fft]}
-    tags = torch.ops.aten.bernoulli.default.tags
-    assert isinstance(torch.ops.aten.bernoulli, torch._ops.OpOverloadPacket)
-    expected = {f"torch._C.{name}" for name in ("_nn", "_linalg", "_special", "_fft")}
-    return places == expected and torch.Tag.nondeterministic_seeded in tags
-
-
-@use_of("torch", "_backward_hooks _post_accumulate_grad_hooks", "runs/identity.py")
-def a_tensor_holds_its_hooks() -> bool:
-    """A hook on a tensor, or after its gradient, is in these attributes."""
-    tensor = torch.zeros(2, requires_grad=True)
-    before = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-    tensor.register_hook(lambda gradient: None)
-    tensor.register_post_accumulate_grad_hook(lambda parameter: None)
-    return not before and bool(tensor._backward_hooks and tensor._post_accumulate_grad_hooks)
-
-
-@use_of("torch", "_parameters _buffers _modules", "runs/identity.py")
-def a_module_holds_its_parts() -> bool:
-    """Attributes of a module that are no fields of the object are in these."""
-    return {"_parameters", "_buffers", "_modules"} <= vars(torch.nn.Linear(1, 1)).keys()
-
-
-@use_of("Python", "_get_dump", "runs/identity.py")
-def an_abstract_class_tells_what_is_registered() -> bool:
-    """The first part is the classes that are registered, as weak references."""
-    import abc
-
-    class Base(abc.ABC):
-        @abc.abstractmethod
-        def none(self) -> None: ...
-
-    before = bool(abc._get_dump(Base)[0])  # type: ignore[attr-defined]
-    Base.register(int)
-    return not before and bool(abc._get_dump(Base)[0])  # type: ignore[attr-defined]
-
-
-@use_of("Python", "_value_ _name_ _sort_order_ _is_runtime_protocol", "runs/identity.py")
-def members_and_protocols_have_these_attributes() -> bool:
-    """What Python adds to a member of an enum, and to a protocol."""
-    from enum import Enum
-    from typing import Protocol
-
-    two: Any = Enum("two", "a b")
-
-    class Shown(Protocol):
-        pass
-
-    known = {"_value_", "_name_", "_sort_order_"} <= vars(two["a"]).keys()
-    return known and "_is_protocol" in vars(Shown)
-
-
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.package}-{use.names[0]}")
 def test_a_private_name_does_what_we_need(use: Use) -> None:
     where = ", ".join(f"anchorlens/{file}" for file in use.files)

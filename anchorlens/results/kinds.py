@@ -8,6 +8,7 @@ without a kind is given to ``Record.of``; its interval are percentiles of resamp
 
 from collections.abc import Callable
 from dataclasses import field
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -214,11 +215,7 @@ def of_prompts(of: str | Callable[[Contributions], Tensor]) -> Any:
     Args:
         of: Name of a contribution, or a function of all contributions.
     """
-
-    def of_all(contributions: Contributions) -> Tensor:
-        return values_of(of, contributions)
-
-    return _field(WithoutInterval(of=of_all, pooled=True))
+    return _field(WithoutInterval(of=partial(values_of, of), pooled=True))
 
 
 @checked

@@ -70,8 +70,8 @@ _IN_C = {
 _BELIEVED = re.compile(
     r"anchorlens\..*|torch\.(functional|_jit_internal|_tensor|autograd|autograd\.grad_mode"
     r"|utils\._contextlib|optim\..*|nn\.(functional|parameter|modules\..*|utils\.clip_grad)):.*"
-    r"|torch:is_tensor|transformer_lens\.hook_points:.*|(enum|abc|reprlib):.*"
-    r"|dataclasses:(replace|_.*|FrozenInstanceError)|typing:.*_(proto_hook|replace_init)"
+    r"|torch:(is_tensor|OutOfMemoryError)|transformer_lens\.hook_points:.*|(enum|abc|reprlib):.*"
+    r"|dataclasses:(replace|_.*|FrozenInstanceError)|typing:(Any|.*_(proto_hook|replace_init))"
 )
 # Of these: what reads or writes files, and what draws at random.
 _OUTSIDE = re.compile(

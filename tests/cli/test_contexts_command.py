@@ -131,9 +131,9 @@ def test_an_interrupted_command_continues_and_a_fresh_one_begins_again(
         return exit_status, [function.calls for function in counted.values()]
 
     assert status(prefix=1) == (130, [2, 1, 0])
-    assert status(rows=3) == (130, [0, 2, 3])
-    # The first stored batch is computed again, then the third.
-    assert status() == (0, [0, 0, 2])
+    # The first loss of a stored training is computed again, and the first stored batch.
+    assert status(rows=3) == (130, [1, 2, 3])
+    assert status() == (0, [1, 1, 2])
     resumed = results_in(tmp_path / "sentiment")
     capsys.readouterr()
     assert status("--length", "3") == (1, [0, 0, 0])

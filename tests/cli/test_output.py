@@ -64,7 +64,7 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     report = printed.out.partition("report: ")[2].splitlines()
     assert report[0] == f"{tmp_path / 'report.html'} (open it in a browser)"
     # The model cannot do this task.
-    assert report[1].startswith("Next: questions is not clearly done; try more demonstrations")
+    assert report[1].startswith("Next: the model does not clearly do the task questions; try more ")
     assert report[2].startswith("  anchorlens run ") and "--shots 4" in report[2]
 
 

@@ -33,8 +33,20 @@ from tests.support.tiny_models import questions
 QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
 
 
+def wait_or_fail(process: int) -> None:
+    """Fail in one process; the others wait until they learn of it."""
+    if PartialState().process_index == process:
+        raise OutOfMemory("no memory is left")
+    end = time.monotonic() + 20
+    while not failed_elsewhere() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 class OutOfMemory(RuntimeError):
     """An error that only one process raises."""
+
+
+WAIT_OR_FAIL = al.named("waits or fails, 1", wait_or_fail)
 
 
 @dataclass(frozen=True)
@@ -48,12 +60,8 @@ class Failing(Logits):
         inner = super().observe(model, batch)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            if len(self.seen) == 1 and PartialState().process_index == self.process:
-                raise OutOfMemory("no memory is left")
             if len(self.seen) == 1:
-                end = time.monotonic() + 20
-                while not failed_elsewhere() and time.monotonic() < end:
-                    time.sleep(0.01)
+                WAIT_OR_FAIL(self.process)
             return dict(inner.contributions(logits, clean_logits))
 
         return replace(inner, contributions=rows)
