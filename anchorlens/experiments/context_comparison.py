@@ -36,7 +36,16 @@ from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, only_set
 from ..results import figures
 from ..results.contributions import Contributions
-from ..results.kinds import derived, difference, mean, of_prompts, over_draws, share, table
+from ..results.kinds import (
+    derived,
+    difference,
+    mean,
+    of_prompts,
+    over_draws,
+    share,
+    statistic,
+    table,
+)
 from ..results.record import Record
 from ..results.text_frame import TextFrame
 from ..runs.study import Study
@@ -56,9 +65,9 @@ def _best_draw(of_set: Contributions) -> int | None:
     return loyalties.index(max(loyalties)) if loyalties else None
 
 
-def _of_best_draw(name: str, of_set: Contributions) -> Float[Tensor, " prompt"]:
+def _of_best_draw(name: str, of_set: Contributions) -> Float[Tensor, ""]:
     best, values = of_set.once(_best_draw), of_set[name]
-    return values.new_full(values.shape[:1], nan) if best is None else values[:, best]
+    return values.new_full((), nan) if best is None else values.mean(0)[best]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -122,9 +131,11 @@ class ContextsRecord(Record):
     random_word_loyalty: Float[Tensor, " draw"] = mean("random_word_overlap", 0, 1)
     random_kl: Float[Tensor, " draw"] = mean("random_kl", 0, unit="nats")
     # The best of the draws is no mean over them: its interval is for these draws.
-    top_accuracy: Float[Tensor, ""] = mean(partial(_of_best_draw, "random_correct"))
-    top_label_loyalty: Float[Tensor, ""] = mean(partial(_of_best_draw, "random_label_kept"))
-    top_word_loyalty: Float[Tensor, ""] = mean(partial(_of_best_draw, "random_word_overlap"), 0, 1)
+    top_accuracy: Float[Tensor, ""] = statistic(partial(_of_best_draw, "random_correct"))
+    top_label_loyalty: Float[Tensor, ""] = statistic(partial(_of_best_draw, "random_label_kept"))
+    top_word_loyalty: Float[Tensor, ""] = statistic(
+        partial(_of_best_draw, "random_word_overlap"), 0, 1
+    )
     label_gap: Float[Tensor, " context"] = difference("label_kept", over_draws("random_label_kept"))
     word_gap: Float[Tensor, " context"] = mean(
         "word_overlap", -1, 1, minus=over_draws("random_word_overlap")

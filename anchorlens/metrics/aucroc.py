@@ -16,6 +16,7 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
 from ..results.figure_parts import with_ends
+from ..results.kind import mean_of
 from ..results.kinds import auc, derived, mean, statistic
 from ..results.record import Record
 from ..system.arguments import checked
@@ -80,8 +81,15 @@ def _equation_6(contributions: Contributions) -> _Equation6:
 
 
 def _calibration(of_set: Contributions) -> Float[Tensor, " layer"]:
-    of_prompts = of_set.once(_equation_6)
-    return of_prompts.products.nanmean(0) / of_prompts.squares.nanmean(0)
+    return mean_of(_products, of_set) / mean_of(_squares, of_set)
+
+
+def _products(contributions: Contributions) -> Float[Tensor, "prompt layer"]:
+    return contributions.once(_equation_6).products
+
+
+def _squares(contributions: Contributions) -> Float[Tensor, "prompt layer"]:
+    return contributions.once(_equation_6).squares
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import ClassVar
 
@@ -35,6 +36,22 @@ _LEGEND = (
 )
 
 
+def _scores(start: str, contributions: Contributions) -> Float[Tensor, "prompt *axes score"]:
+    """The scores of label words, or of random positions, whose names have a start."""
+    return torch.stack([contributions[f"{start}{name}"].double() for name in SCORES], dim=-1)
+
+
+def _above(start: str, contributions: Contributions) -> Float[Tensor, "prompt *axes score"]:
+    """1 where a score is above its threshold, else 0."""
+    scores = [contributions[f"{start}{name}"] for name in SCORES]
+    limits = [
+        of_score.view(-1, *[1] * (scores[0].ndim - 1))
+        for of_score in contributions["thresholds"].unbind(1)
+    ]
+    pairs = zip(scores, limits, strict=True)
+    return torch.stack([(score > limit).double() for score, limit in pairs], dim=-1)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LabelHeadsRecord(Record):
     """Attention of each head to label words, and from them, beside that of random positions.
@@ -56,11 +73,13 @@ class LabelHeadsRecord(Record):
             words, or from them, more than to other words of the demonstrations.
     """
 
-    scores: Float[Tensor, "layer head score"] = mean("scores")
-    share: Float[Tensor, "layer head score"] = share("above")
+    scores: Float[Tensor, "layer head score"] = mean(partial(_scores, ""))
+    share: Float[Tensor, "layer head score"] = share(partial(_above, ""))
     heads: Float[Tensor, "layer score"] = derived(lambda record: record.share.sum(1))
-    random_scores: Float[Tensor, "layer head score"] = mean(over_draws("random_scores"))
-    random_share: Float[Tensor, "layer head score"] = mean(over_draws("random_above"), 0, 1)
+    random_scores: Float[Tensor, "layer head score"] = mean(over_draws(partial(_scores, "random_")))
+    random_share: Float[Tensor, "layer head score"] = mean(
+        over_draws(partial(_above, "random_")), 0, 1
+    )
     random_heads: Float[Tensor, "layer score"] = derived(
         lambda record: record.random_share.sum(1), draws=True
     )
@@ -233,8 +252,7 @@ class LabelHeads(Metric):
                 **_first_and_rest("read", by_anchor.sum(-1)),
                 **_first_and_rest("correct", (by_anchor * _signs(batch, gold)).sum(-1)),
                 **_first_and_rest("predicted", (by_anchor * _signs(batch, predicted)).sum(-1)),
-                "tokens": batch.up_to_target.sum(1).cpu(),  # that the target can read, and itself
-                "classes": torch.full((len(batch),), len(batch.label_token_ids), device="cpu"),
+                "thresholds": self._thresholds_of(batch),
             }
             return values if copied is None else values | copied.contributions(logits, clean_logits)
 
@@ -259,20 +277,12 @@ class LabelHeads(Metric):
 
     def result(self, contributions: Contributions) -> LabelHeadsRecord:
         """Means over prompts of the scores, and of whether they are above their threshold."""
-        stacked: dict[str, list[Tensor]] = {
-            name: [] for name in ("scores", "above", "random_scores", "random_above")
-        }
-        for name in SCORES:
-            classes = contributions["classes"] if name in _OF_CLASSES else 1
-            threshold = self.times / (contributions["tokens"].double() * classes)
-            of_words = threshold[:, None, None]  # [prompt, layer, head]
-            for kind, limit in (("", of_words), ("random_", of_words[:, None])):
-                values = contributions[f"{kind}{name}"]
-                stacked[f"{kind}scores"].append(values.double())
-                stacked[f"{kind}above"].append((values > limit).double())
-        of_scores = {name: torch.stack(values, dim=-1) for name, values in stacked.items()}
-        info = {"times": self.times}
-        return LabelHeadsRecord.of(contributions.replaced(of_scores), info=info)
+        return LabelHeadsRecord.of(contributions, info={"times": self.times})
+
+    def _thresholds_of(self, batch: PromptBatch) -> Float[Tensor, "batch score"]:
+        tokens = batch.up_to_target.sum(1).cpu().double()  # that the target can read, and itself
+        classes = [len(batch.label_token_ids) if name in _OF_CLASSES else 1 for name in SCORES]
+        return self.times / (tokens[:, None] * torch.tensor(classes, device="cpu"))
 
     def _positions_of(self, batch: PromptBatch) -> Int[Tensor, "batch choice anchor"]:
         """The label words, then the positions of each random draw, in order of appearance."""

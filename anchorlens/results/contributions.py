@@ -35,13 +35,14 @@ class Contributions(Mapping[str, Tensor]):
         sets: Int[Tensor, " prompt"] | None = None,
         demonstrations: Int[Tensor, " prompt"] | None = None,
     ) -> None:
-        self._tensors = tensors if isinstance(tensors, _OfPrompts) else dict(tensors)
+        self._tensors: Mapping[str, Tensor] = dict(tensors)
         if sets is None:
             count = len(next(iter(self._tensors.values())))
             sets = torch.zeros(count, dtype=torch.long, device="cpu")
         self.sets, self.demonstrations = sets, sets if demonstrations is None else demonstrations
         self.draw_left_out: int | None = None
-        self._made: dict[Callable[..., Any], Any] = {}
+        self._of: tuple[Contributions, Tensor] | None = None  # whose prompts these are, and which
+        self._made: dict[Any, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -60,13 +61,13 @@ class Contributions(Mapping[str, Tensor]):
     @checked
     def prompts(self, chosen: Shaped[Tensor, " _"]) -> "Contributions":
         """The contributions of some prompts, in the order of ``chosen``."""
-        of_chosen = _OfPrompts(self._tensors, chosen)
-        return self._like(of_chosen, self.sets[chosen], self.demonstrations[chosen])
+        return self._chosen(chosen)
 
     @checked
     def replaced(self, tensors: Mapping[str, Tensor]) -> "Contributions":
         """The contributions with other tensors in place of those of the same names."""
-        return self._like({**self._tensors, **tensors}, self.sets, self.demonstrations)
+        both = {**self._tensors, **tensors}
+        return self._like(both, self.sets, self.demonstrations)
 
     @checked
     def without_draw(self, draw: int) -> "Contributions":
@@ -85,12 +86,25 @@ class Contributions(Mapping[str, Tensor]):
             self._made[function] = function(self)
         return self._made[function]
 
+    @checked
+    def of_each(self, function: Callable[["Contributions"], Tensor]) -> Tensor:
+        """What a function makes of each prompt, [prompt, ...]; of resamples it is chosen from that.
+
+        So the function is called once for all prompts, and what it makes of a prompt must not
+        depend on the others.
+        """
+        key = "of each prompt", function
+        if key not in self._made:
+            if self._of is None:
+                self._made[key] = function(self)
+            else:
+                whole, chosen = self._of
+                self._made[key] = whole.of_each(function)[chosen]
+        return self._made[key]
+
     def of_sets(self) -> list["Contributions"]:
         """The contributions of each set."""
-        numbers = self.sets.unique().tolist()
-        if len(numbers) == 1:
-            return [self]
-        return [self.prompts(self.sets == number) for number in numbers]
+        return self.once(_of_sets)
 
     def of_demonstrations(self) -> list["Contributions"]:
         """The contributions after each set of demonstrations, also where results pool them."""
@@ -104,15 +118,29 @@ class Contributions(Mapping[str, Tensor]):
         of_sets = [values[self.sets == number].nanmean(0) for number in numbers]
         return torch.stack(of_sets).nanmean(0)
 
+    def _chosen(self, chosen: Tensor) -> "Contributions":
+        of_chosen = _OfPrompts(self._tensors, chosen)
+        others = self._like(of_chosen, self.sets[chosen], self.demonstrations[chosen])
+        others._of = self, chosen
+        return others
+
     def _like(
         self,
         tensors: Mapping[str, Tensor],
         sets: Int[Tensor, " prompt"],
         demonstrations: Int[Tensor, " prompt"],
     ) -> "Contributions":
-        others = Contributions(tensors, sets, demonstrations)
-        others.draw_left_out = self.draw_left_out
+        others = object.__new__(Contributions)  # for each set of each resample: without checks
+        others._tensors, others.sets, others.demonstrations = tensors, sets, demonstrations
+        others.draw_left_out, others._of, others._made = self.draw_left_out, None, {}
         return others
+
+
+def _of_sets(contributions: Contributions) -> list[Contributions]:
+    numbers = contributions.sets.unique().tolist()
+    if len(numbers) == 1:
+        return [contributions]
+    return [contributions._chosen(contributions.sets == number) for number in numbers]
 
 
 class _OfPrompts(Mapping[str, Tensor]):

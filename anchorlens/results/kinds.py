@@ -1,9 +1,10 @@
 """What the fields of a record are, declared where each is defined: ``al.kinds.share("right")``.
 
 What a field is made of (``of``) is the name of a contribution, or a function of the contributions
-of one set of demonstrations to a tensor [prompt, ...]. ``Record.of`` computes each field from each
-set and takes the mean over sets, and each field gets the 95 % interval that its kind says. A field
-without a kind is given to ``Record.of``; its interval are percentiles of resamples.
+to a tensor [prompt, ...], in which a prompt does not depend on the others. ``Record.of`` computes
+each field from each set of demonstrations and takes the mean over sets, and each field gets the
+95 % interval that its kind says. A field without a kind is given to ``Record.of``; its interval are
+percentiles of resamples.
 """
 
 from collections.abc import Callable
@@ -45,20 +46,20 @@ def _field(kind: Kind) -> Any:
 
 
 @checked
-def over_draws(name: str) -> OverDraws:
+def over_draws(of: str | Callable[[Contributions], Tensor]) -> OverDraws:
     """Contributions of random draws: [prompt, draw, ...].
 
     A field that is a mean of them is a mean over prompts and draws, and its interval is wider by
     what another choice of draws would change.
 
     Args:
-        name: Of the contribution.
+        of: Name of the contribution, or a function of the contributions to such a tensor.
 
     Examples:
-        >>> al.kinds.over_draws("random_kept").name
+        >>> al.kinds.over_draws("random_kept").of
         'random_kept'
     """
-    return OverDraws(name)
+    return OverDraws(of)
 
 
 @checked
@@ -147,6 +148,8 @@ def statistic(
     pooled: bool = False,
 ) -> Any:
     """Any number of a set of prompts, with percentiles of resamples as its interval.
+
+    Between two ends the interval is that of a mean of numbers between them.
 
     Args:
         of: Function of the contributions of a set to the number.

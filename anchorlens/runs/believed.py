@@ -5,13 +5,13 @@ What is not here is unknown: it may read a file, the time or the state of the pr
 
 import builtins
 import functools
+import inspect
 import math
 import os
 import re
 import sys
 import sysconfig
 from collections import namedtuple
-from collections.abc import Iterator
 from importlib.util import find_spec
 from types import (
     BuiltinFunctionType,
@@ -76,7 +76,7 @@ _BELIEVED = re.compile(
 # Of these: what reads or writes files, and what draws at random.
 _OUTSIDE = re.compile(
     r"(^|[._])(load|read|save|write|open|forget|boot|peft|pretrained|file|dump)(?!_state_dict)"
-    r"|(^|\.)grad(_fn)?$|dropout|gumbel|fractional|rrelu"
+    r"|(^|\.)(grad|grad_fn|format|format_map|across_models|transfer_hard_prompt)$|dropout|gumbel|fractional|rrelu"
 )
 PACKAGE = __name__.partition(".")[0]
 # The packages whose functions may be believed, and where all others are that somebody installed.
@@ -106,7 +106,7 @@ _GIVEN += [Record]
 _HOOK_POINTS = "transformer_lens.hook_points"  # which only ``models`` imports
 # Attributes with underscores that tell nothing from outside.
 _SPECIAL = {"__init__", "__post_init__", "__call__", "__class__", "__name__", "__qualname__"}
-_SPECIAL |= {"__setattr__", "__eq__", "__len__", "__getitem__"}
+_SPECIAL |= {"__setattr__", "__delattr__", "__eq__", "__len__", "__getitem__"}
 _MEMBERS_IN_C = (
     *(BuiltinFunctionType, ClassMethodDescriptorType, GetSetDescriptorType, MemberDescriptorType),
     *(MethodDescriptorType, WrapperDescriptorType),
@@ -182,6 +182,11 @@ def is_believed(module: str, name: str) -> bool:
 
 def classes_given() -> list[type]:
     """The classes of what a function gets, as far as they are imported."""
+    return _classes_given(len(sys.modules))
+
+
+@functools.lru_cache(1)
+def _classes_given(_: int) -> list[type]:
     public = sys.modules[PACKAGE].__all__
     loaded = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.")]
     found = [vars(module).get(name) for module in loaded for name in public]
@@ -189,14 +194,15 @@ def classes_given() -> list[type]:
     return [*_GIVEN, *dict.fromkeys(each for each in found if isinstance(each, type))]
 
 
-def members(name: str, classes: list[type]) -> Iterator[Any]:
-    """What classes have under a name of an attribute."""
-    for each in classes:
-        for owner in each.__mro__:
-            if name in vars(owner):
-                yield vars(owner)[name]
-            elif name in getattr(owner, "__dataclass_fields__", ()):
-                yield None
+def members(name: str, classes: list[type]) -> list[bool]:
+    """Of each class that has this attribute, whether it is as it was installed."""
+    return [
+        name in _SPECIAL
+        or name in inspect.get_annotations(owner)
+        or is_as_installed(vars(owner)[name])
+        for owner in dict.fromkeys(owner for each in classes for owner in each.__mro__)
+        if name in vars(owner) or name in inspect.get_annotations(owner)
+    ]
 
 
 def is_as_installed(member: Any) -> bool:

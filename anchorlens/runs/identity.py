@@ -20,6 +20,7 @@ import hashlib
 import inspect
 import pathlib
 import platform
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -146,28 +147,28 @@ class _Walk:
             for name in sorted(names):
                 done.add(name)
                 self._code, self._name = self._wanted[name], ""
-                members = [*believed.members(name, classes)]
-                later = [part for part in members if not believed.is_as_installed(part)]
+                members = believed.members(name, classes)
                 put = [own[name] for own in self._fields if name in own]
-                later += [part for part in put if not isinstance(part, nn.Module)]
-                self._add_all(f"attribute {name}", *later)
-                is_given = (members or put) and believed.is_public(name)
-                if not (name in self._held or is_given) or (members and believed.is_outside(name)):
+                self._add_all(name, *(part for part in put if not isinstance(part, nn.Module)))
+                is_given = bool(members or put) and believed.is_public(name)
+                is_outside = bool(members) and believed.is_outside(name)
+                if is_outside or not all(members) or not (is_given or name in self._held):
                     self._miss(f"the attribute {name!r}")
 
     def _add_new(self, value: Any, kind: type) -> None:
         if kind in _CLASSES:
             _CLASSES[kind](self, value)
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             self._add_class(value)
-        elif isinstance(value, Enum):
+        elif issubclass(kind, Enum):
             self._add_all("member", kind, value.name, value.value)
         elif hasattr(kind, "backend_tokenizer") and believed.place_of(kind)[0]:
             # Other fields change with each call.
             own = {name: part for name, part in vars(value).items() if callable(part)}
             self._add_all("tokenizer", kind.__qualname__, tokenizer_identity(value), own)
             self._classes.append(kind)
-        elif hasattr(kind, "hook_dict"):  # another model than that of the run
+        elif hasattr(kind, "hook_dict") and believed.place_of(kind)[0]:
+            # Another model than that of the run.
             self._add_all("model", *identity(value).values(), user_hooks(value))
         else:
             self._add_object(value, kind)
@@ -307,9 +308,9 @@ class _Walk:
             return self._miss(f"a {_in_full(kind)}")
         self.add(kind)
         is_ours = module.startswith(f"{believed.PACKAGE}.")
-        if is_ours and isinstance(value, tuple):
+        if is_ours and issubclass(kind, tuple):
             self._add_all("parts", *value)
-        elif isinstance(value, _CONTAINERS):
+        elif issubclass(kind, _CONTAINERS):
             self._miss(f"a {_in_full(kind)}, whose class inherits from a container or a number")
         else:
             own = _fields_of(value)
@@ -397,7 +398,7 @@ def _of_module(module: ModuleType, name: str) -> Any:
     """What a module has under a name, unless it may compute it at each use."""
     if type(module) is not ModuleType:
         return _MISSING
-    if module.__name__ == believed.PACKAGE:
+    if module is sys.modules[believed.PACKAGE]:
         return getattr(module, name, _MISSING)  # imported at first use
     return vars(module).get(name, _MISSING)
 

@@ -53,7 +53,9 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
     logits = torch.zeros(2, gpt2.cfg.d_vocab)
     logits[:, 30] = 1.0  # class 0 is predicted for both
     rows = observation.contributions(logits, None)
-    assert rows["tokens"].tolist() == [12, 10] and rows["classes"].tolist() == [2, 2]
+    limits = [metric.times / tokens for tokens in (12, 24, 24, 12)]  # of two classes
+    assert rows["thresholds"][0].tolist() == pytest.approx(limits)
+    assert rows["thresholds"][1, 0] == metric.times / 10
     record = metric.result(al.Contributions(rows))
     first = record.scores[0] * 2  # sums over the two prompts
     assert first[0].tolist() == [0.875, 0.625, -0.625, 1.0]
@@ -88,13 +90,13 @@ def test_a_score_that_equals_its_threshold_does_not_count() -> None:
     rows = {
         **dict.fromkeys(SCORES, torch.full((4, 1, 1), 0.25)),
         **dict.fromkeys([f"random_{name}" for name in SCORES], torch.full((4, 1, 1, 1), 0.125)),
-        "tokens": torch.tensor([20, 21, 40, 19]),
-        "classes": torch.tensor([1, 1, 1, 1]),
+        "thresholds": (5.0 / torch.tensor([20, 21, 40, 19]).double())[:, None].repeat(1, 4),
     }
     record = al.LabelHeads(draws=1).result(al.Contributions(rows))
     assert record.share.flatten().tolist() == [0.5] * 4  # of 21 and 40 tokens
     assert record.random_share.flatten().tolist() == [0.0] * 4
-    two = al.Contributions({**rows, "classes": torch.tensor([2, 2, 2, 2])})
+    of_classes = torch.tensor([1.0, 2.0, 2.0, 1.0])
+    two = al.Contributions({**rows, "thresholds": rows["thresholds"] / of_classes})
     of_two = al.LabelHeads(draws=1).result(two)
     assert of_two.random_share.flatten().tolist() == [0.0, 0.5, 0.5, 0.0]
     assert of_two.share.flatten().tolist() == [0.5, 1.0, 1.0, 0.5]

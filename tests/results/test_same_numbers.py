@@ -80,11 +80,12 @@ def assert_means_over_sets(
             value.double(), expected, rtol=1e-12, atol=1e-15, equal_nan=True, msg=message
         )
     # Contributions that are 1 in one set and 0 in the other.
-    means = {
-        name: of.name if isinstance(of, OverDraws) else of
+    made_of = {
+        name: kind.of.of if isinstance(kind.of, OverDraws) else kind.of
         for name, kind in kinds.items()
-        if isinstance(kind, Mean) and kind.minus is None and not callable(of := kind.of)
+        if isinstance(kind, Mean) and kind.minus is None
     }
+    means = {name: of for name, of in made_of.items() if isinstance(of, str)}
     is_one = (sets == 0).double()
     ones_and_zeros = {
         name: is_one.view(-1, *[1] * (values.ndim - 1)).expand_as(values)
