@@ -48,9 +48,10 @@ def mean_of(of: Of, contributions: Contributions) -> Tensor:
     """The mean over the prompts of one set, without NaN; over random draws, too, if it has any."""
     means: dict[Of, Tensor] = contributions.once(_no_means)
     if of not in means:
-        is_drawn = isinstance(of, OverDraws)
-        values = of.values(contributions) if is_drawn else values_of(of, contributions)
-        means[of] = _without_nan(values, (0, 1) if is_drawn else (0,))
+        if isinstance(of, OverDraws):
+            means[of] = _without_nan(of.values(contributions), (0, 1))
+        else:
+            means[of] = _without_nan(values_of(of, contributions), (0,))
     return means[of]
 
 
