@@ -3,9 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from .printable import printable
+
 
 class AnchorlensError(ValueError):
     """The base class of every error that anchorlens raises about its arguments and files."""
+
+    def __str__(self) -> str:
+        """The message, without characters that would command a terminal."""
+        return printable(super().__str__())
 
 
 class ArgumentError(AnchorlensError):

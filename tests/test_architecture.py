@@ -16,6 +16,7 @@ ROOT = Path(anchorlens.__file__).parent
 # In the order in which data passes through them. A folder, or a file next to the folders, imports
 # only from those above it.
 FOLDERS = [
+    "printable",
     "errors",
     "system",
     "prompts",
@@ -264,6 +265,47 @@ def test_every_context_that_puts_something_back_is_interrupted_by_a_test() -> No
     }
     assert len(changing) > 9
     assert not {name for name in changing if not re.search(rf"\b{name}\b", tested)}
+
+
+# Objects that print numbers, names of the package and what another object prints.
+WITHOUT_TEXTS = {
+    *("metrics.metric.Observation", "metrics.weights.WithValues", "models.kv_cache.KeyValues"),
+    *("results.estimate.Estimate", "contexts.protocol.QueryPass", "prompts.edge_set.EdgeSet"),
+    *("contexts.reweighted.ReweightedContext", "prompts.verbalizer.Verbalizer"),
+    *("replication.paper_parts.PaperSetting", "report.claims.Claims"),
+    "replication.across_models.AcrossModelsRecord",  # a section, whose text is printable
+}
+
+
+def test_what_objects_print_goes_through_one_function() -> None:
+    without = {
+        f"{name}.{kind.name}"
+        for name, tree in TREES.items()
+        for kind in ast.walk(tree)
+        if isinstance(kind, ast.ClassDef)
+        for method in kind.body
+        if isinstance(method, ast.FunctionDef)
+        and method.name in ("__repr__", "__str__")
+        and "printable(" not in ast.unparse(method)
+    }
+    assert without == WITHOUT_TEXTS
+
+
+def test_what_is_printed_leaves_in_few_files() -> None:
+    """Warnings, logs, and the output of commands; each of them is printable there."""
+    functions = {"warnings.warn", "logging.getLogger", "print", "typer.echo", "click.echo"}
+    functions |= {"sys.stdout.write", "sys.stderr.write", "warnings.warn_explicit"}
+    leaving = {
+        (name, ast.unparse(call.func))
+        for name, tree in TREES.items()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in functions
+        and not (call.args and ast.unparse(call.args[0]).startswith("printable("))
+    }
+    # Loggers of other libraries are made quiet.
+    of_libraries = ("models.quiet_libraries", "logging.getLogger")
+    assert leaving - {of_libraries} == {("system.warn", "logging.getLogger")}
 
 
 MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"}

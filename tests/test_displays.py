@@ -1,5 +1,7 @@
 """What a person sees of every public object: one line, and small HTML in a notebook."""
 
+import io
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,9 +11,14 @@ import pytest
 import torch
 
 import anchorlens as al
+from anchorlens import errors
+from anchorlens.errors import AnchorlensError, RunError
 from anchorlens.experiments.edge_sweep import SweepResults
-from anchorlens.report.claims import Verdict
+from anchorlens.printable import printable
+from anchorlens.report.claims import Claim, Claims, Control, Verdict
+from anchorlens.results.estimate import Estimate
 from anchorlens.results.in_short import interval_in_short, values_in_short
+from anchorlens.results.text_tables import Section
 from tests.support.html_checks import Parsed
 from tests.support.tiny_models import questions
 from tests.support.trained_contexts import trained
@@ -138,24 +145,104 @@ def test_html_is_small_valid_and_escaped(gpt2: Any) -> None:
         assert type(instance).__name__ == "PromptView" or "<scr" in parsed.text
 
 
-def test_a_text_in_a_line_commands_no_terminal(gpt2: Any) -> None:
-    """A model can have any name, also one that changes colours or the title of a terminal."""
-    name = "a\x1b[31m \x9d0;title\x07 \u202e \udce9"
-    info = {"model": name, "prompts": name, "labels": [name]}
-    batch = questions(gpt2, 2)[0]
-    study = al.Study(gpt2, [batch], {name: name})
-    context = replace(al.compress(gpt2, batch), info=info)
-    prefix = replace(trained(gpt2, steps=0), info={"model": name, "dtype": name})
-    results = al.Results({name: record_of(al.Beta, info=info)})
-    page = replace(al.plot_prompt(gpt2, batch), heading=name)
-    answer = replace(al.plot_answer(al.step_flows(gpt2, batch.prompt(0), "text")), heading=name)
-    text = batch.show(gpt2.tokenizer)
-    text = replace(text, tokens=[name] * len(text.tokens))
-    lines = [*all_records(info=info), study, context, prefix, results, page, answer, text]
-    for instance in lines:
-        line = repr(instance)
-        assert line.replace("\n", "").isprintable(), repr(line)
-        assert r"\x1b[31m" in line
+# A model, a segment, a class, a file or an error can have any text, also one that changes colours
+# or the title of a terminal, that turns the line around, or that looks like another.
+COMMANDS = (
+    "a\x1b[31m \x9d0;title\x07 \u202e \u2066 \u200f \u061c \u200b \u200d \ufeff \r \x85 \udce9"
+)
+
+
+def hostile_things(model: Any) -> Iterator[Any]:
+    """Objects with a text of somebody else in each place that has one."""
+    info = {"model": COMMANDS, "prompts": COMMANDS, "labels": [COMMANDS]}
+    batch = questions(model, 2)[0]
+    yield from (each for each in all_records(info=info) if type(each).__str__ is object.__str__)
+    yield replace(batch, labels=(COMMANDS, COMMANDS))
+    yield al.Study(model, [batch], {COMMANDS: COMMANDS})
+    yield replace(al.compress(model, batch), info=info)
+    yield replace(trained(model, steps=0), info={"model": COMMANDS, "dtype": COMMANDS})
+    yield al.Results({COMMANDS: record_of(al.Beta, info=info)})
+    yield replace(al.plot_prompt(model, batch), heading=COMMANDS)
+    flows = al.step_flows(model, batch.prompt(0), "text")
+    yield replace(al.plot_answer(flows), heading=COMMANDS)
+    text = batch.show(model.tokenizer)
+    yield replace(text, tokens=[COMMANDS] * len(text.tokens))
+    trace = al.trace_generation(model, "Who?", max_new_tokens=2, stop_at_eos=False)
+    yield replace(trace, text=COMMANDS)
+    yield al.Contributions({COMMANDS: torch.ones(3)})
+    yield al.SegmentFlows({COMMANDS: al.edges.anchors})
+    yield al.SegmentFlows(name=COMMANDS)
+    yield al.PaperNumber(COMMANDS, COMMANDS, COMMANDS, 1.0)
+    yield al.Example(COMMANDS, 1)
+    yield al.ChatTask("{text}{label}" + COMMANDS, ["no", "yes"])
+    claim = Claim(
+        *(f"{COMMANDS}.", COMMANDS, Estimate(1.0), 0.0, COMMANDS, COMMANDS),
+        *(Verdict.AGREES, COMMANDS, [Control(COMMANDS, Estimate(1.0))]),
+    )
+    yield from (claim, Claims([claim]))
+    yield Section(COMMANDS, {(COMMANDS, COMMANDS): {COMMANDS: COMMANDS}}, COMMANDS, COMMANDS)
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    yield from (
+        kind(COMMANDS, {}) if kind is RunError else kind(COMMANDS)
+        for kind in kinds
+        if issubclass(kind, AnchorlensError)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_no_text_of_somebody_else_commands_a_terminal(gpt2: Any) -> None:
+    for instance in hostile_things(gpt2):
+        texts = {"repr": repr(instance), "str": str(instance), "format": f"{instance}"}
+        if isinstance(instance, Section):
+            texts = {"text": instance.text(), "in a narrow terminal": instance.text(20)}
+        for how, text in texts.items():
+            is_shown = text.replace("\n", "").isprintable()
+            assert is_shown, f"{how} of {type(instance).__name__}: {text!r}"
+            assert r"\x1" in text, f"{how} of {type(instance).__name__}: {text}"
+
+
+def test_models_of_any_name_and_error_are_compared_without_commands(
+    gpt2: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a table, in a warning, in the log with its traceback, and in the bar."""
+
+    def load() -> Any:
+        raise KeyError(COMMANDS) from OSError(COMMANDS)
+
+    log, stream = logging.getLogger("anchorlens"), io.StringIO()
+    # Without the handler of the tests, which makes an error of what is logged.
+    handlers, log.handlers = log.handlers, [logging.StreamHandler(stream)]
+    options: dict[str, Any] = {"queries": 12, "depth": 1, "draws": 1, "resamples": 0}
+    try:
+        with pytest.warns(UserWarning) as warned:
+            record = al.across_models({COMMANDS: load, "ok": gpt2}, "questions", **options)
+    finally:
+        log.handlers = handlers
+    logged = stream.getvalue()
+    assert "Traceback" in logged and "OSError" in logged
+    texts = [str(record), record.section().text(), logged, capsys.readouterr().err]
+    texts += [str(each.message) for each in warned if "KeyError" in str(each.message)]
+    assert len(texts) > 4
+    for text in texts:
+        assert re.sub(r"[\n\r]|\x1b\[A", "", text).isprintable(), repr(text)
+        assert r"\x1b[31m" in text
+    assert repr(record).isprintable()
+
+
+def test_a_bar_of_prompts_shows_its_title_without_commands(
+    gpt2: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with al.Study(gpt2, questions(gpt2, 2), {}, resamples=0, title=COMMANDS) as study:
+        study.collect(lambda batch: {"ones": torch.ones(len(batch))})
+    bar = capsys.readouterr().err.replace("\r", "").replace("\n", "")
+    assert r"\x1b[31m" in bar and bar.isprintable()
+
+
+def test_letters_that_need_a_joiner_keep_it() -> None:
+    persian = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
+    emoji = "\U0001f469\u200d\U0001f52c"
+    assert printable(persian) == persian and printable(emoji) == emoji
+    assert printable("gp\u200dt2") == r"gp\u200dt2" and printable("a\tb\nc") == "a\tb\nc"
 
 
 def test_html_inherits_the_colours_of_the_page(gpt2: Any) -> None:

@@ -17,11 +17,11 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from ..errors import AnchorlensError
+from ..printable import printable
 from ..system.hidden_warnings import hidden_warnings
 from ..system.package import installed_version
 from ..system.processes import is_main, join_launched, was_launched
 from ..system.signals import Stopped, signals_raise
-from ..system.texts import printable
 from .options import Across, Check, Common, Contexts, Demo, Faithfulness, Models, Paper, Run
 from .output import lasting_streams, say
 from .wording import in_words_of_the_command, need_less_memory
@@ -76,7 +76,10 @@ def _stoppable(function: Callable[[C], None]) -> Callable[[C], None]:
         # Here the progress bars are closed, which the frames of the error held open.
         if number:
             then = "the same command goes on from there"
-            typer.echo(f"stopped; what was computed is stored in {options.out}; {then}", err=True)
+            typer.echo(
+                printable(f"stopped; what was computed is stored in {options.out}; {then}"),
+                err=True,
+            )
             raise typer.Exit(128 + number)
 
     return command
@@ -86,7 +89,7 @@ def _show_version(value: bool) -> None:
     if value:
         packages = ("transformer-lens", "transformers", "torch")
         others = ", ".join(f"{package} {installed_version(package)}" for package in packages)
-        typer.echo(f"anchorlens {installed_version('anchorlens')} ({others})")
+        say(f"anchorlens {installed_version('anchorlens')} ({others})")
         raise typer.Exit
 
 
@@ -263,7 +266,8 @@ def _status() -> int:
         if not is_out_of_memory(error):
             raise
         reason = str(error).partition("\n")[0]
-        typer.echo(f"error: out of memory ({reason}); {need_less_memory(options)}", err=True)
+        text = f"error: out of memory ({reason}); {need_less_memory(options)}"
+        typer.echo(printable(text), err=True)
     return 1
 
 

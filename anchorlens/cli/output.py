@@ -12,10 +12,10 @@ from typing import Any, TextIO
 
 import typer
 
+from ..printable import printable
 from ..results.text_tables import Section
 from ..system.processes import is_main
 from ..system.put_back import put_back, safe_context
-from ..system.texts import printable
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from ..errors import StoreError
 from ..models.kv_cache import KeyValues
+from ..printable import printable
 from ..results.html_tables import table, titled
 from ..results.record import Record, kind_of_file
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
-from ..system.texts import KeepsRepr, printable
+from ..system.texts import KeepsRepr
 from .protocol import Context
 
 _C = TypeVar("_C", bound="StoredContext")

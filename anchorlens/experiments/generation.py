@@ -21,11 +21,11 @@ from ..models.load import ensure_prepared
 from ..models.media_tokens import refuse_media_tokens
 from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
+from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..prompts.build import TextPiece, build_segments
 from ..system.arguments import check_from_1, checked
 from ..system.hidden_warnings import hidden_warnings
-from ..system.texts import printable
 from ..system.torch_state import gradient_mode, own_random_state
 
 ANSWER = "answer"

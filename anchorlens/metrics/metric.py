@@ -14,6 +14,7 @@ from ..errors import AnchorlensError, MetricError, ModelError
 from ..models.hooked import Hook, HookedModel, check_fits, refuse_folded_value_biases
 from ..models.kv_cache import KeyValues
 from ..passes.fused_attention import UseRows
+from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.record import Record
@@ -112,7 +113,7 @@ class Metric(KeepsRepr, ABC):
     def __repr__(self) -> str:
         """One line: the options, functions by their names."""
         options = ", ".join(f"{name}={_in_short(value)}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({options})"
+        return printable(f"{type(self).__name__}({options})")
 
     @abstractmethod
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:

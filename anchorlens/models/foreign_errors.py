@@ -4,13 +4,13 @@ An error of an architecture is a reason, in a line. A mistake of this package is
 raised, or, where a slower way remains, logged for those who look for it, and an error in the tests.
 """
 
-import logging
 import sys
 from types import TracebackType
 
 from ..errors import AnchorlensError
+from ..system.warn import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 # Where an error is raised here, the code that called it is to blame.
 _TOOLS = {"beartype", "einops", "jaxtyping", "numpy", "torch"} | sys.stdlib_module_names

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
+from ..printable import printable
 from ..system.arguments import checked, is_array
 from ..system.devices import sent
 from ..system.texts import described
@@ -97,7 +98,7 @@ class PromptBatch:
             parts += [f"segments {_LABELS.repr(self.segment_names)}"]
         parts += [f"labels {_LABELS.repr(self.labels)}"] if self.labels else []
         parts += [f"run from position {self.first_query}"] if self.first_query else []
-        return f"{type(self).__name__}({'; '.join(parts)})"
+        return printable(f"{type(self).__name__}({'; '.join(parts)})")
 
     def _repr_html_(self) -> str:
         """The first prompt as token ids, which need no tokenizer."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ..errors import PromptError
-from ..system.texts import printable
+from ..printable import printable
 from .segment_names import FORMAT, LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET, TEXT
 
 PROMPT_CSS = """\

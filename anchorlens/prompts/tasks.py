@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import PromptError
+from ..printable import printable
 from ..system.arguments import checked
 from ..system.texts import name_of
 from .control_tokens import ControlTokens, control_tokens
@@ -147,7 +148,7 @@ class Task:
         if self.score is mean and self.labels == self.first_words:
             del values["score"]
         written = [f"{name}={value}" for name, value in values.items()]
-        return f"{type(self).__name__}({', '.join(written)})"
+        return printable(f"{type(self).__name__}({', '.join(written)})")
 
     @property
     def words(self) -> tuple[tuple[str, ...], ...]:

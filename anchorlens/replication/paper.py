@@ -22,6 +22,7 @@ from ..models.hooked import HookedModel, layer_numbers
 from ..models.load import ensure_prepared
 from ..models.model_identity import tokenizer_identity
 from ..passes.forward import after_each_pass
+from ..printable import printable
 from ..prompts.demonstration_sets import demonstrations_by_query, task_of_name
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
@@ -360,7 +361,7 @@ class PassesBar:
             expect()
             self.bar.update()
 
-        self.bar.set_description_str(title)
+        self.bar.set_description_str(printable(title))
         expect()
         try:
             with after_each_pass(advance):

@@ -17,12 +17,12 @@ from ..metrics.accuracy import AccuracyRecord
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
+from ..printable import printable
 from ..results.estimate import Estimate
 from ..results.html_tables import table
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.rounding import rounding_of
-from ..system.texts import printable
 from .contents import contents_of
 
 SHARE_LIMIT, RATIO_LIMIT, AS_OTHERS, CHANCE = 0.25, 2.0, 1.0, 0.5
@@ -124,18 +124,18 @@ class Claim:
 
     def __repr__(self) -> str:
         number, scope = self.estimate, f"; for {self.scope}" if self.scope else ""
-        return f"Claim({self.verdict}: {self.statement[:-1]}: {number}{scope})"
+        return printable(f"Claim({self.verdict}: {self.statement[:-1]}: {number}{scope})")
 
     def __str__(self) -> str:
         """The verdict with its reason, in one line."""
-        return f"{self.verdict}: {self.statement[:-1]}: {self.estimate}; {self.reason}"
+        return printable(f"{self.verdict}: {self.statement[:-1]}: {self.estimate}; {self.reason}")
 
 
 class Claims(list[Claim]):
     """Claims, which print as lines and are a table in a notebook, each with its reason."""
 
     def __repr__(self) -> str:
-        return printable("\n".join(map(str, self)))
+        return "\n".join(map(str, self))
 
     def _repr_html_(self) -> str:
         head = ["claim", "this model", "compared with", "verdict", "because", "in the paper"]

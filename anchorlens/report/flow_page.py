@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 from markupsafe import Markup
 
+from ..printable import printable
 from ..prompts.prompt_html import PROMPT_CSS, prompt_legend, token_spans
 from ..prompts.segment_names import SEGMENTS
 from ..system.files import write_text
-from ..system.texts import printable
 from .templates import as_json, static, template
 
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from ..printable import printable
 from ..system.arguments import checked
 
 _T = TypeVar("_T")
@@ -56,7 +57,8 @@ class Contributions(Mapping[str, Tensor]):
     def __repr__(self) -> str:
         """One line: the names, and the numbers of prompts and of sets."""
         count, sets = len(self.sets), len(self.sets.unique())
-        return f"Contributions({shorten(', '.join(self), 80)}; {count} prompts, {sets} sets)"
+        names = printable(shorten(", ".join(self), 80))
+        return f"Contributions({names}; {count} prompts, {sets} sets)"
 
     @checked
     def prompts(self, chosen: Shaped[Tensor, " _"]) -> "Contributions":

@@ -16,11 +16,12 @@ from jaxtyping import jaxtyped
 from torch import Tensor
 
 from ..errors import MetricError, StoreError
+from ..printable import printable
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
-from ..system.texts import KeepsRepr, printable
+from ..system.texts import KeepsRepr
 from .contributions import Contributions
 from .estimate import Estimate
 from .html_tables import folded, note, table, titled

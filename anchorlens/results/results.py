@@ -1,6 +1,6 @@
 """Several records by name, which a notebook shows as a table."""
 
-from ..system.texts import printable
+from ..printable import printable
 from .html_tables import note, table, titled
 from .in_short import interval_in_short, values_in_short
 from .record import Record, meaning_of

@@ -5,7 +5,7 @@ from shutil import get_terminal_size
 
 import pandas as pd
 
-from ..system.texts import printable
+from ..printable import printable
 from .html_tables import table
 from .text_tables import TextTable, aligned
 

@@ -5,6 +5,8 @@ from itertools import zip_longest
 from textwrap import fill, wrap
 from typing import NamedTuple
 
+from ..printable import printable
+
 TextTable = dict[tuple[str, str], dict[str, str]]  # (group, row): {column: text}
 WIDTH = 80  # characters of a line of a terminal
 
@@ -18,10 +20,16 @@ class Section(NamedTuple):
     corner: str = ""  # above the names of the rows
 
     def text(self, width: int = WIDTH) -> str:
-        """The section as text."""
-        title = [self.title] if self.title else []
+        """The section as text, with escapes in place of what would command the terminal."""
+        title = [_in_one_line(self.title)] if self.title else []
         notes = [fill(line, width) for line in self.note.splitlines()]
-        return "\n".join([*title, *aligned(self.table, corner=self.corner, width=width), *notes])
+        lines = [*title, *aligned(self.table, corner=self.corner, width=width), *notes]
+        return printable("\n".join(lines))
+
+
+def _in_one_line(name: str) -> str:
+    """A name that has line breaks would look like several rows."""
+    return " ".join(name.split())
 
 
 def digits(value: float, decimals: int) -> str:
@@ -66,7 +74,7 @@ def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterat
         if corner or any(columns):
             yield from _row([corner, *block], of_block)
         for group in dict.fromkeys(group for group, _ in table):
-            yield from [group] if group else []
+            yield from [_in_one_line(group)] if group else []
             for key, name in names.items():
                 if key[0] == group:
                     texts = (table[key].get(column, "") for column in block)

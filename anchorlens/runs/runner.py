@@ -33,6 +33,7 @@ from ..passes.shared_prefix import (
     run_shared,
     shared_tokens,
 )
+from ..printable import printable
 from ..prompts.batch import PromptBatch, after_shared
 from ..prompts.verbalizer import label_scores
 from ..results.contributions import Contributions
@@ -78,7 +79,8 @@ class Runner:
         names = ", ".join(metric.name for metric in self.metrics) or "no metrics"
         change = "none" if self.hooks is None else "some"
         status = shorten(self.status, 80)
-        return f"Runner({shorten(names, 80)}; hooks: {change}; shared prefix: {status})"
+        text = f"Runner({shorten(names, 80)}; hooks: {change}; shared prefix: {status})"
+        return printable(text)
 
     @property
     def status(self) -> str:

@@ -1,6 +1,5 @@
 """Several models, one after another: how each is named, loaded, given prompts, and fails."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,11 @@ from ..prompts.tasks import Task
 from ..system.arguments import check_from_1
 from ..system.hidden_warnings import recorded_warnings
 from ..system.processes import fails_together, gather_from_processes
+from ..system.warn import log_of
 
 MakePrompts = Callable[[Any], Sequence[PromptBatch]]  # from a tokenizer
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class Outcome(NamedTuple):

@@ -28,6 +28,7 @@ from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes, no_hooks
+from ..printable import printable
 from ..prompts.batch import PromptBatch, all_padded_right, check_prompts
 from ..prompts.segment_names import SEGMENTS
 from ..results.bootstrap import with_intervals
@@ -49,7 +50,6 @@ from ..system.processes import (
     require_whole_model,
 )
 from ..system.put_back import safe_context
-from ..system.texts import printable
 from ..trials.how_to_run import how_to_run, patterns_are_large
 from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
 from .identity import Fingerprint, fingerprint, identity_of, in_words, versions, warn_of_unknown
@@ -410,7 +410,9 @@ class Study:
             sum(len(self._parts[number].tokens) for number in each) for each in (numbers, stored)
         )
         quiet = not (self.progress and is_main())
-        return tqdm(total=total, initial=initial, disable=quiet, desc=self.title, unit=" prompts")
+        return tqdm(
+            total=total, initial=initial, disable=quiet, desc=printable(self.title), unit=" prompts"
+        )
 
     def _check_stored(
         self,

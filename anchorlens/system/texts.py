@@ -1,14 +1,6 @@
-"""Values and texts in messages, as a terminal can show them."""
+"""Values in messages and in the lines that objects print."""
 
-import re
 from collections.abc import Callable
-
-# Control characters but for line breaks and tabs, which can move the cursor or change the title of
-# a terminal; characters that turn the direction of a line; halves of surrogate pairs, which UTF-8
-# does not have (Python makes them of the bytes of a file name that is not UTF-8).
-_NOT_PRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
 
 
 class KeepsRepr:
@@ -41,13 +33,3 @@ def bytes_in_words(count: int) -> str:
         ('1.5 GiB', '1.2 MiB')
     """
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def printable(text: str) -> str:
-    r"""The text with an escape in place of each character that would command a terminal.
-
-    Examples:
-        >>> printable("a \x1b[31mred\x1b[0m model\n")
-        'a \\x1b[31mred\\x1b[0m model\n'
-    """
-    return _NOT_PRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)

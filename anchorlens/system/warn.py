@@ -1,7 +1,13 @@
-"""Warnings name the line of the user's code that called the package, however deep they arise."""
+"""Warnings name the line of the user's code that called the package, however deep they arise.
+
+Warnings and logs of the package hold names and errors of others, and are printed from here alone.
+"""
 
 import inspect
+import logging
 import warnings
+
+from ..printable import printable
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -16,4 +22,25 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
         if module == _PACKAGE or (module == "contextlib" and depth == level):
             level = depth + 1  # the caller of the outermost function of the package so far
         frame = frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(printable(message), category, stacklevel=level)
+
+
+class _Printable(logging.Filter):
+    """Makes a record of a log printable, with the traceback of its error."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(record.getMessage()), ()
+        if record.exc_info:
+            # What a formatter takes, if it is there, instead of the error itself.
+            record.exc_text = printable(logging.Formatter().formatException(record.exc_info))
+        return True
+
+
+_printable = _Printable()
+
+
+def log_of(name: str) -> logging.Logger:
+    """The log of a file of the package."""
+    log = logging.getLogger(name)
+    log.addFilter(_printable)
+    return log
