@@ -17,6 +17,7 @@ from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from ..errors import DataError, PromptError
+from ..printable import printable
 from .chat import ChatTask
 from .datafiles import nested_fields, read_columns
 from .tasks import Task
@@ -57,7 +58,7 @@ class Layout(NamedTuple):
         texts, classes = (
             ", ".join(names) or "no other" for names in (self.other_texts, self.others)
         )
-        return (
+        return printable(
             f"texts are taken from the column {self.text} (text= names another: {texts}), and "
             f"classes from the column {self.label} (label= names another: {classes})"
         )

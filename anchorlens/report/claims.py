@@ -89,9 +89,9 @@ class Control:
         """The name with the number, or with the range of the draws."""
         known = [draw for draw in self.draws if not isnan(draw)]
         if not isnan(self.estimate.value) or not known:
-            return f"{self.name}: {self.estimate}"
+            return printable(f"{self.name}: {self.estimate}")
         ends = dict.fromkeys(f"{draw:z.2f}" for draw in (min(known), max(known)))
-        return f"{self.name}: {' to '.join(ends)}"
+        return printable(f"{self.name}: {' to '.join(ends)}")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError
+from ..printable import printable
 from ..system.arguments import checked
 
 
@@ -19,7 +20,7 @@ class NamedFunction:
         object.__setattr__(self, "__wrapped__", self.function)  # its signature is that of this
 
     def __repr__(self) -> str:
-        return f"named({self.name!r})"
+        return printable(f"named({self.name!r})")
 
     @property
     def __name__(self) -> str:
