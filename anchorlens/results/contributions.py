@@ -8,8 +8,10 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from ..errors import MetricError
 from ..printable import printable
 from ..system.arguments import checked
+from ..system.texts import described, name_of
 
 _T = TypeVar("_T")
 
@@ -94,11 +96,14 @@ class Contributions(Mapping[str, Tensor]):
 
         So the function is called once for all prompts, and what it makes of a prompt must not
         depend on the others.
+
+        Raises:
+            MetricError: It gives no tensor with an entry for each prompt.
         """
         key = "of each prompt", function
         if key not in self._made:
             if self._of is None:
-                self._made[key] = function(self)
+                self._made[key] = self._checked(function)
             else:
                 whole, chosen = self._of
                 self._made[key] = whole.of_each(function)[chosen]
@@ -119,6 +124,16 @@ class Contributions(Mapping[str, Tensor]):
         numbers = self.sets.unique().tolist()
         of_sets = [values[self.sets == number].nanmean(0) for number in numbers]
         return torch.stack(of_sets).nanmean(0)
+
+    def _checked(self, function: Callable[["Contributions"], Tensor]) -> Tensor:
+        values: Any = function(self)
+        if not isinstance(values, Tensor) or values.shape[:1] != self.sets.shape:
+            raise MetricError(
+                "a function of what each prompt contributes gives a tensor [prompt, ...] for "
+                f"{len(self.sets)} prompts; {name_of(function)} gave {described(values)}; declare "
+                "a number of all of them as a statistic"
+            )
+        return values
 
     def _chosen(self, chosen: Tensor) -> "Contributions":
         of_chosen = _OfPrompts(self._tensors, chosen)

@@ -141,6 +141,10 @@ def test_an_estimate_over_sets_has_centre_and_width_from_the_numbers_of_the_sets
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda rows: rows.of_each(lambda given: given["value"].mean()),
+            r"tensor \[prompt, ...\] for 40 prompts; .* declare a number of all .* as a statistic",
+        ),
         (lambda rows: al.kinds.mean("value", 1, 0), "low is the least number"),
         (lambda rows: Numbers.of(rows, count=torch.ones(())), r"give \['given'\]"),
         (lambda rows: Numbers.of(rows, given=torch.ones(())), "a field declared as table"),
