@@ -13,7 +13,7 @@ from ..metrics.distances import AnchorDistancesRecord, confusions
 from ..metrics.saliency_flows import FLOWS, RATIO
 from ..results import figures
 from ..system.arguments import checked
-from .paper_tables import Parts, by_part, task_name
+from .paper_tables import Parts, by_part, check_numbers, task_name
 
 
 @checked
@@ -26,7 +26,11 @@ def paper_figures(numbers: pd.DataFrame) -> dict[str, Any]:
     Returns:
         Plotly figures, for ``write_report({}, path, figures=...)``; the caption of each is in its
         ``layout.meta["caption"]``.
+
+    Raises:
+        DataError: ``numbers`` lacks columns of ``paper``, or has values of other types.
     """
+    check_numbers(numbers)
     drawn: dict[str, Any] = {}
     for task, rows in numbers.groupby("task", sort=False):
         parts = by_part(rows)

@@ -4,9 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite, isnan, nan
 from statistics import fmean, median, stdev
 from textwrap import shorten
+from typing import Any, get_type_hints
 
 import pandas as pd
+from pandas.api.types import is_bool_dtype, is_integer_dtype, is_numeric_dtype
 
+from ..errors import DataError
 from ..experiments.edge_sweep import ISOLATION, KEEP_BOS
 from ..metrics.aucroc import EQUATION_6, AttentionAUCROCRecord
 from ..metrics.saliency_flows import FLOWS, RATIO
@@ -14,7 +17,7 @@ from ..prompts.examples import BUNDLED
 from ..results.depth import shallow_and_deep
 from ..results.text_tables import Section, TextTable, digits
 from ..system.arguments import checked
-from .paper_parts import GAIN
+from .paper_parts import GAIN, PaperNumber
 from .published import TASK_NAMES, published
 
 HERE, AVERAGE = "this model", "Average"
@@ -35,6 +38,9 @@ def paper_tables(numbers: pd.DataFrame) -> str:
     Args:
         numbers: What ``paper`` returns, or some of its rows.
 
+    Raises:
+        DataError: ``numbers`` lacks columns of ``paper``, or has values of other types.
+
     Examples:
         >>> row = {"task": "trec", "seed": 42, "part": "Table 1", "row": "vanilla"}
         >>> from pandas import DataFrame
@@ -42,7 +48,38 @@ def paper_tables(numbers: pd.DataFrame) -> str:
         >>> [line.split() for line in al.paper_tables(numbers).splitlines() if "vanilla  " in line]
         [['vanilla', '61.0'], ['vanilla', '57.56']]
     """
+    check_numbers(numbers)
     return "\n\n".join(section.text() for section in paper_sections(numbers))
+
+
+def check_numbers(numbers: pd.DataFrame) -> None:
+    """Raise an error for a table that is not one of ``paper``."""
+    cure = "give what al.paper returns, or some of its rows"
+    names = [str(name) for name in numbers.columns]
+    if wrong := [name for name in PaperNumber._fields if names.count(name) != 1]:
+        raise DataError(
+            f"numbers needs the columns {', '.join(PaperNumber._fields)}, each once; got "
+            f"{', '.join(names) or 'none'}: {', '.join(wrong)} are missing or repeated; {cure}"
+        )
+    # No rows are no mistake: ``keep`` of paper gets such a table if the first part fails.
+    for name, kind in get_type_hints(PaperNumber).items():
+        values, (is_one, words) = numbers[name], _KINDS[kind]
+        if len(values) and not is_one(values):
+            raise DataError(
+                f"the column {name!r} of numbers must hold {words}; got {values.dtype}, such as "
+                f"{values.tolist()[0]!r}; {cure}, or convert it (numbers.astype)"
+            )
+
+
+# What each type of a number's fields is in a table.
+_KINDS: dict[type, tuple[Callable[[Any], bool], str]] = {
+    str: (lambda values: all(isinstance(value, str) for value in values), "texts"),
+    float: (
+        lambda values: is_numeric_dtype(values) and not is_bool_dtype(values),
+        "numbers (NaN where there is none)",
+    ),
+    int: (is_integer_dtype, "whole numbers"),
+}
 
 
 def paper_sections(numbers: pd.DataFrame) -> list[Section]:

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 import anchorlens as al
+from anchorlens.errors import DataError
 from anchorlens.replication.paper_parts import PaperNumber
 from anchorlens.replication.paper_tables import with_averages
 
@@ -382,6 +383,40 @@ def test_figures_show_means_and_ranges() -> None:
     traces = al.paper_figures(table(rows))["TREC: Figure 5"].data
     (line,) = [trace for trace in traces if trace.name == "AUCROC_l"]
     assert line.y[0] == pytest.approx(0.2) and list(line.customdata[0]) == pytest.approx([0.1, 0.3])
+
+
+WRONG: dict[str, Any] = {
+    "needs the columns part, row, .*; got a, b: part, row, .* are missing .* al.paper": (
+        lambda numbers: pd.DataFrame({"a": [1], "b": [2]})
+    ),
+    "got none: part": lambda numbers: pd.DataFrame(),
+    ": value are missing or repeated": lambda numbers: numbers.drop(columns="value"),
+    ": layer are missing or repeated": lambda numbers: pd.concat(
+        [numbers, numbers[["layer"]]], axis=1
+    ),
+    "'value' of numbers must hold numbers .*; got .*, such as '0.25'": (
+        lambda numbers: numbers.astype({"value": str})
+    ),
+    "'layer' of numbers must hold whole numbers; got float64, such as -1.0; .*astype": (
+        lambda numbers: numbers.astype({"layer": float})
+    ),
+    "'part' of numbers must hold texts; got int64, such as 3": lambda numbers: numbers.assign(
+        part=3
+    ),
+    "'task' of numbers must hold texts; .*, such as nan": lambda numbers: numbers.assign(task=nan),
+    "'seed' of numbers must hold whole": lambda numbers: numbers.assign(seed="1"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+@pytest.mark.parametrize("shown", [al.paper_tables, al.paper_figures])
+def test_a_table_of_something_else_is_an_error(shown: Any, message: str) -> None:
+    numbers = table(by_seed("Table 1", "vanilla", "accuracy", {1: 0.25}, "trec"))
+    shown(numbers.assign(note="another column"))
+    shown(pd.read_csv(StringIO(numbers.to_csv(index=False))))
+    assert not shown(numbers[:0]) and not shown(table([]))  # before a part has given numbers
+    with pytest.raises(DataError, match=message):
+        shown(WRONG[message](numbers))
 
 
 def test_tables_are_narrow() -> None:
