@@ -101,7 +101,7 @@ def test_logits_and_tops_without_a_loyalty_raise_an_error(
 
 @pytest.mark.with_shapes
 def test_a_run_without_hooks_raises_an_error_before_any_pass(gpt2: Any) -> None:
-    message = r"nothing changes this run; give run\(\.\.\., hooks="
+    message = r"nothing changes this run; give al.run\(\.\.\., hooks="
     with pytest.raises(MetricError, match=message), does_not_run(gpt2):
         al.run(gpt2, questions(gpt2, 2), [al.Loyalty()])
 

@@ -103,7 +103,7 @@ def test_the_interval_of_a_ratio_is_that_of_its_logarithm() -> None:
     low, high = record.intervals["ratio"].log() - log(ratio)
     assert float(low) == pytest.approx(-float(high))
     resampled = torch.tensor([0.5, 1.0, 2.0, 8.0]).double()
-    one_set = population_of(torch.zeros(12))
+    one_set = population_of(torch.zeros(12, dtype=torch.long))
     half = t.ppf(0.975, 11) * np.log(resampled.numpy()).std() * sqrt(12 / 11)
     bounds = of_ratio(torch.tensor(2.0), resampled, one_set)
     assert bounds.tolist() == pytest.approx([2 * exp(-half), 2 * exp(half)])
