@@ -81,9 +81,10 @@ _OUTSIDE = re.compile(
 PACKAGE = __name__.partition(".")[0]
 # The packages whose functions may be believed, and where all others are that somebody installed.
 _PACKAGES = {
-    name: os.path.dirname(os.path.realpath(str(found.origin))) + os.sep
+    name: os.path.join(os.path.realpath(folder), "")
     for name in ("torch", "transformer_lens", PACKAGE)
-    if (found := find_spec(name)) is not None
+    if (spec := find_spec(name)) is not None
+    for folder in spec.submodule_search_locations or ()
 }
 _INSTALLED = [
     os.path.realpath(sysconfig.get_path(name, scheme)) + os.sep
@@ -103,7 +104,6 @@ _GIVEN: list[type] = [
 _GIVEN += [torch.finfo, torch.iinfo, np.ndarray, str, bytes, int, float, complex, list, tuple, dict]
 _GIVEN += [set, frozenset, range, slice, type, PromptBatch, Observation, Contributions, Metric]
 _GIVEN += [Record]
-_HOOK_POINTS = "transformer_lens.hook_points"  # which only ``models`` imports
 # Attributes with underscores that tell nothing from outside.
 _SPECIAL = {"__init__", "__post_init__", "__call__", "__class__", "__name__", "__qualname__"}
 _SPECIAL |= {"__setattr__", "__delattr__", "__eq__", "__len__", "__getitem__"}
@@ -190,7 +190,6 @@ def _classes_given(_: int) -> list[type]:
     public = sys.modules[PACKAGE].__all__
     loaded = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.")]
     found = [vars(module).get(name) for module in loaded for name in public]
-    found += [vars(sys.modules[_HOOK_POINTS])["HookPoint"]] if _HOOK_POINTS in sys.modules else []
     return [*_GIVEN, *dict.fromkeys(each for each in found if isinstance(each, type))]
 
 

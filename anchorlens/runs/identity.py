@@ -117,7 +117,10 @@ class _Walk:
         self._known |= {id(each): name for name, each in settings.items() if each is not None}
         both = [*known.values(), *settings.values()]
         self._fields = [vars(each) for each in both if hasattr(each, "__dict__")]
-        self._classes = [type(each) for each in both]  # of what code may have got
+        models = [each for each in both if isinstance(each, nn.Module)]
+        modules = {type(module) for model in models for module in model.modules()}
+        points = [kind for kind in modules if kind.__module__ == "transformer_lens.hook_points"]
+        self._classes = [*map(type, both), *points]  # of what code may have got
         self._seen: dict[int, int] = {}  # the number of each part, for parts that hold themselves
         self._alive: list[Any] = []  # so that no id is used again
         self._code, self._name = "", ""  # the function whose code is read, and what it names
@@ -390,7 +393,7 @@ def _global(function: FunctionType, name: str) -> Any:
     """What a name of a function stands for."""
     if type(function.__globals__) is not dict:
         return _MISSING
-    of_python: dict[str, Any] = function.__builtins__  # type: ignore[attr-defined]
+    of_python: Mapping[str, Any] = function.__builtins__  # type: ignore[attr-defined]
     return function.__globals__.get(name, of_python.get(name, _MISSING))
 
 

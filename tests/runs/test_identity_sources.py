@@ -547,6 +547,22 @@ def test_what_is_usual_is_believed(source: str) -> None:
     assert first.unknown == ()
 
 
+def test_what_hooks_and_metrics_read_of_a_model_is_believed(gpt2: Any) -> None:
+    source = "value = lambda x, hook: x * hook.layer() if hook.name else x * model.cfg.n_layers"
+    module = ModuleType("notebook")
+    vars(module)["model"] = gpt2
+    exec(source, vars(module))
+    before = identity_of(module.value, {"the model": gpt2})
+    assert before.unknown == ()
+    gpt2.cfg.of_a_user = 0.5
+    exec(source.replace("n_layers", "of_a_user"), vars(module))
+    first = identity_of(module.value, {"the model": gpt2})
+    gpt2.cfg.of_a_user = 3.0
+    second = identity_of(module.value, {"the model": gpt2})
+    del gpt2.cfg.of_a_user
+    assert first.digest != second.digest or first.unknown
+
+
 def test_a_name_is_believed_and_another_is_another() -> None:
     named = al.named("my score, 3", open)
     assert repr(named) == "named('my score, 3')"
