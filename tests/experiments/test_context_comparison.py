@@ -125,6 +125,20 @@ def test_all_numbers_equal_those_of_plain_transformers(
     assert len(set(record.random_kl.tolist())) == 3 and mean["label_loyalty"][4:].std() > 0
 
 
+def test_the_best_draw_is_that_of_the_best_label_loyalty(gpt2: Any) -> None:
+    """Of equal ones the first; others have better words, or are right more often."""
+    one: dict[str, Any] = {"demonstrations": al.compress}
+    record = al.compare_contexts(gpt2, questions(gpt2, 8), one, draws=5, seed=2, **QUIET)
+    best = record.random_label_loyalty.tolist().index(float(record.random_label_loyalty.max()))
+    for name in ("label_loyalty", "word_loyalty", "accuracy"):
+        assert float(getattr(record, f"top_{name}")) == float(
+            getattr(record, f"random_{name}")[best]
+        )
+    assert record.top_label_loyalty == record.random_label_loyalty[best + 1]
+    assert record.top_word_loyalty < record.random_word_loyalty[best + 1]
+    assert record.top_accuracy < record.random_accuracy.max()
+
+
 def test_batches_and_padding_do_not_change_the_numbers(llama: Any) -> None:
     records = [
         al.compare_contexts(llama, questions(llama, 9, **options), TWO, draws=2, **QUIET)

@@ -259,6 +259,12 @@ def test_change_of_share_and_deep_ratio_by_hand() -> None:
     assert float(record.deep_pq_over_tq) == 6  # the median of 6 / 2 and 9 / 1
     # Over S_ww: inf, inf, 1, 1, 1, 0, 0 and inf, inf, 1, 1, 1, 3, 3.
     assert record.over_ww.tolist()[:2] == [1, 3] and record.over_ww[2].isnan()
+    # Of three deep layers of nine the median is not the mean.
+    sums = torch.cat([sums[:1], sums[:-2], torch.tensor([[0.0, 4, 2, 1]]), sums[-2:]])[:, None]
+    rows = {"sums": sums.movedim(1, 0), "head_sums": sums[None], "counts": torch.ones(1, 4)}
+    record = al.SaliencyFlows().result(al.Contributions(rows))
+    assert record.pq_over_tq[-3:].tolist() == [4, 3, 9]
+    assert float(record.deep_pq_over_tq) == 4
     others = {"into": al.edges.wp, "out": al.edges.pq, "tq": al.edges.tq}
     record = al.SaliencyFlows(edges=others).result(al.Contributions(rows))
     assert record.over_ww.isnan().all()  # S_ww is not among these flows
