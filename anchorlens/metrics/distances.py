@@ -372,9 +372,8 @@ def pair_auc(
             pair = (gold == a) | (gold == b)
             # The logit of p_a / (p_a + p_b): it has the same order of prompts.
             scores = (label_logits[pair, a] - label_logits[pair, b]).double()
-            confusion[a, b] = confusion[b, a] = auc(scores[None], gold[pair] == a, smallest=margin)[
-                0
-            ]
+            [area] = auc(scores[None], gold[pair] == a, smallest=margin)
+            confusion[a, b] = confusion[b, a] = area
     return confusion
 
 

@@ -81,8 +81,9 @@ class Record(KeepsRepr):
         """Each field in short, with its interval, and where the numbers come from."""
         rows = []
         for name, axes in self.axes().items():
-            bounds = interval_in_short(self.intervals.get(name))
-            rows.append((name, *_in_short(getattr(self, name), axes), bounds))
+            bounds, kind = interval_in_short(self.intervals.get(name)), self.kinds().get(name)
+            quantity = f"{name} ({kind.unit})" if kind and kind.unit else name
+            rows.append((quantity, *_in_short(getattr(self, name), axes), bounds))
         source = self._source()
         return titled(
             f"{type(self).__name__}: {source}" if source else type(self).__name__,

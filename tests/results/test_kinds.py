@@ -178,6 +178,18 @@ def test_every_record_whose_numbers_follow_from_prompts_declares_what_they_are()
     known = {"AnchorDistancesRecord.queries_per_class", "AnchorDistancesRecord.default_layer"}
     assert undeclared == known
     declared = {kind.__name__ for kind in classes_of(al.Record) if kind.kinds()}
-    without = {"AcrossModelsRecord", "Beta", "DiagnosisRecord", "StepFlowsRecord", "TrainingRecord"}
+    without = {"AcrossModelsRecord", "DiagnosisRecord", "StepFlowsRecord", "TrainingRecord"}
     public = {name for name in al.__all__ if name.endswith("Record") and name != "Record"}
-    assert public - declared == without - {"Beta"}
+    assert public - declared == without
+
+
+def test_the_interval_of_a_mean_with_an_upper_end_alone_are_percentiles() -> None:
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Bounded(al.Record):
+        loss: Float[Tensor, ""] = al.kinds.mean("value", high=2, unit="nats")
+        any_number: Float[Tensor, ""] = al.kinds.mean("value")
+
+    record = with_intervals(Bounded.of, {"value": rows_of()["value"]}, resamples=20, info={})
+    assert torch.equal(record.intervals["loss"], record.intervals["any_number"])
+    assert not record.intervals["loss"].isnan().any()
+    assert "loss (nats)" in record._repr_html_() and "any_number<" in record._repr_html_()
