@@ -39,7 +39,7 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -393,7 +393,7 @@ def _global(function: FunctionType, name: str) -> Any:
     """What a name of a function stands for."""
     if type(function.__globals__) is not dict:
         return _MISSING
-    of_python: Mapping[str, Any] = function.__builtins__  # type: ignore[attr-defined]
+    of_python = cast("Any", function).__builtins__
     return function.__globals__.get(name, of_python.get(name, _MISSING))
 
 
