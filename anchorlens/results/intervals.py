@@ -111,10 +111,10 @@ def of_mean_between(
     """The interval of a mean of numbers between two ends.
 
     Such numbers may all be equal in a sample, and yet others occur. Scaled to 0 and 1, their
-    variance is at most ``m (1 - m)`` for the mean m. The variance of the n units counts as at least
-    that of n + 1 units of which a single one varies so; of a difference a quarter of it, because
-    one of its two numbers varies. The interval is Wilson's, for as many cases as a share m with
-    this variance has, at least the number of units.
+    variance is at most ``m (1 - m)`` for the mean m. The variance counts as at least that of n + 1
+    units of which a single one varies so, where n units tell of the variance; of a difference a
+    quarter of it, because one of its two numbers varies. The interval is Wilson's, for as many
+    cases as a share m with this variance has, at least the number of units.
     """
     size, units = high - low, population.independent
     mean, variance = mean.double(), variance_of(resampled) * population.inflation
@@ -122,7 +122,7 @@ def of_mean_between(
         variance = torch.zeros_like(mean)
     share = ((mean - low) / size).clamp(0, 1)
     most = share * (1 - share) / units
-    least = most / (units + 1) / (4 if of_difference else 1)
+    least = most / (population.of_variance + 1) / (4 if of_difference else 1)
     variance = torch.maximum(variance / size**2, least)
     effective = (units * most / variance).nan_to_num(units).clamp(min=units)
     normal = ndtri(0.975) if population.units < 2 else stdtrit(population.freedom, 0.975)

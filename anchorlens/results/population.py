@@ -54,6 +54,14 @@ class Population:
         return float((1 / sizes).sum() ** 2 / (1 / (sizes**2 * (sizes - 1))).sum())
 
     @property
+    def of_variance(self) -> float:
+        """How many units would tell as much of the variance, in strata of one size.
+
+        The smallest sets decide: sets of 10 and 90 prompts tell as much as two of 7.
+        """
+        return self.freedom + len(self.strata) if len(self.strata) > 1 else float(self.units)
+
+    @property
     def inflation(self) -> float:
         """Factor by which the variance of resamples is too small: n / (n - 1) for one stratum."""
         sizes = self._sizes()
@@ -116,8 +124,10 @@ def check_resamples(resamples: int) -> None:
 def warn_if_few_units(sets: Int[Tensor, " prompt"]) -> None:
     """Warn that intervals of so few prompts or sets are rough; call it once for a run."""
     population = population_of(sets.cpu())
-    if population.units < FEW_UNITS:
+    if round(population.of_variance) < FEW_UNITS:
         kind, _, how = population.name.partition("; ")
+        if population.units >= FEW_UNITS:
+            how = f"the smallest set decides: they tell as much as {population.of_variance:.0f}"
         warn_user(
             f"intervals of {population.units} {kind} are rough{how and f' ({how})'}: with fewer "
             f"than {FEW_UNITS} they may hold the true value in 85 of 100 cases and not in 95; use "

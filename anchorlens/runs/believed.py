@@ -212,6 +212,16 @@ def is_as_installed(member: Any) -> bool:
     return isinstance(function, _MEMBERS_IN_C) or (is_function and bool(place_of(function)[0]))
 
 
+def operators_are_as_installed() -> bool:
+    """Whether what code does with tensors without naming it, as in ``a * b``, is that of torch."""
+    own = {**vars(torch._C.TensorBase), **vars(Tensor)}
+    return all(
+        is_as_installed(member)
+        for name, member in own.items()
+        if name.startswith("__") and callable(member)
+    )
+
+
 def is_public(name: str) -> bool:
     """Whether code may name this attribute of what it gets."""
     return not name.startswith("_") or name in _SPECIAL

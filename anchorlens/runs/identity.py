@@ -116,14 +116,16 @@ class _Walk:
         settings = {f"cfg of {name}": getattr(each, "cfg", None) for name, each in known.items()}
         self._known |= {id(each): name for name, each in settings.items() if each is not None}
         both = [*known.values(), *settings.values()]
-        self._fields = [vars(each) for each in both if hasattr(each, "__dict__")]
-        models = [each for each in both if isinstance(each, nn.Module)]
-        modules = {type(module) for model in models for module in model.modules()}
-        points = [kind for kind in modules if kind.__module__ == "transformer_lens.hook_points"]
+        modules = [part for each in both if isinstance(each, nn.Module) for part in each.modules()]
+        unique = {id(each): each for each in (*both, *modules)}.values()
+        self._fields = [vars(each) for each in unique if hasattr(each, "__dict__")]
+        kinds = dict.fromkeys(map(type, modules))
+        points = [kind for kind in kinds if kind.__module__ == "transformer_lens.hook_points"]
         self._classes = [*map(type, both), *points]  # of what code may have got
         self._seen: dict[int, int] = {}  # the number of each part, for parts that hold themselves
         self._alive: list[Any] = []  # so that no id is used again
         self._code, self._name = "", ""  # the function whose code is read, and what it names
+        self._reads_code = False
         self._wanted: dict[str, str] = {}  # attributes that code names, and the first function
         self._held: set[str] = set()  # the attributes of what is added
 
@@ -146,6 +148,8 @@ class _Walk:
     def add_attributes(self) -> None:
         """Look for the attributes that code names, in all that it may have got."""
         classes, done = [*believed.classes_given(), *self._classes], set[str]()
+        if self._reads_code and not believed.operators_are_as_installed():
+            self._miss("an operator that was put on tensors")
         while names := self._wanted.keys() - done:
             for name in sorted(names):
                 done.add(name)
@@ -228,6 +232,7 @@ class _Walk:
 
     def _add_code(self, code: CodeType, function: FunctionType) -> None:
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        self._reads_code = True
         self._write("code", code.co_code.hex(), code.co_exceptiontable.hex(), repr(names))
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         self._write(repr(counts))

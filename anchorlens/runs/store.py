@@ -19,6 +19,7 @@ from ..system.warn import warn_user
 
 _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
 
+CHANGED = "changed"  # in place of the identity of a function that has changed itself
 _CURE = "use another folder, or start over in this one (al.forget_run)"
 
 
@@ -45,7 +46,7 @@ class Store:
 
     folder: Path
     run: Mapping[str, str]  # the fingerprint of the run to which the contributions belong
-    function: str = ""  # the identity of the function that computes them
+    function: str = ""  # the identity of the function that computes them, or CHANGED
     is_believed: bool = True  # False if what is stored may be of another run: it is not read
 
     @classmethod
@@ -85,6 +86,8 @@ class Store:
         if stored is not None:
             run, function, of_batch, contributions = stored
             self._require_same(run, path)
+            if function == CHANGED:
+                return None
             if function != self.function:
                 raise StoreError(
                     f"{path} was computed by another function than that of this call: its code, or "

@@ -52,9 +52,17 @@ from ..system.processes import (
 from ..system.put_back import safe_context
 from ..trials.how_to_run import how_to_run, patterns_are_large
 from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
-from .identity import Fingerprint, fingerprint, identity_of, in_words, versions, warn_of_unknown
+from .identity import (
+    Fingerprint,
+    Identity,
+    fingerprint,
+    identity_of,
+    in_words,
+    versions,
+    warn_of_unknown,
+)
 from .runner import Runner, checking, results_of
-from .store import Store, same_contributions
+from .store import CHANGED, Store, same_contributions
 
 R = TypeVar("R", bound=Record)
 
@@ -286,6 +294,7 @@ class Study:
                 part = part if part.tokens.device == device else part.to(device)
                 contributions = fitting.contributions(part, bar.update)
                 if store is not None:
+                    store = self._unless_changed(store, contributions_of)
                     store.write(number, contributions)
                 collected[number] = contributions
         parts = [collected[number] for number in numbers if number in collected]
@@ -367,15 +376,27 @@ class Study:
         """The folder of the contributions that this function computes."""
         if self._store is None and is_single_process():
             return None
-        known = {"the study": self, "the model": self.model}
-        known |= {f"plan {number}": plan for number, (plan, _) in enumerate(self._plans)}
-        computed = identity_of([contributions_of, *(made_of for _, made_of in self._plans)], known)
+        computed = self._identity_of(contributions_of)
         require_equal_settings({"what the function of each batch does": computed.digest})
         if self._store is None:
             return None
         unknown = tuple(dict.fromkeys((*self._fingerprint.unknown, *computed.unknown)))
         warn_of_unknown(self._store.folder, unknown)
         return replace(self._store, function=computed.digest, is_believed=not unknown)
+
+    def _identity_of(self, contributions_of: Callable[..., Any]) -> Identity:
+        known = {"the study": self, "the model": self.model}
+        known |= {f"plan {number}": plan for number, (plan, _) in enumerate(self._plans)}
+        return identity_of([contributions_of, *(made_of for _, made_of in self._plans)], known)
+
+    def _unless_changed(self, store: Store, contributions_of: Callable[..., Any]) -> Store:
+        """The store, which is not believed from the batch on in which a function changed itself."""
+        if not store.is_believed or self._identity_of(contributions_of).digest == store.function:
+            return store
+        warn_of_unknown(
+            store.folder, ["a function of this run changes what it holds while it runs"]
+        )
+        return replace(store, function=CHANGED, is_believed=False)
 
     @cached_property
     def _fingerprint(self) -> Fingerprint:

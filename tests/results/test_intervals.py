@@ -19,8 +19,6 @@ from anchorlens.results.intervals import of_alike_sets, of_independent_sets, wil
 from anchorlens.results.population import Population, population_of, warn_if_few_units
 from tests.support.tiny_models import questions
 
-pytestmark = pytest.mark.with_shapes
-
 ROUGH = r"intervals of {} are rough( \(.*\))?: with fewer than 20"
 
 

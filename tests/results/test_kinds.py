@@ -19,8 +19,6 @@ from anchorlens.results.intervals import of_ratio, over_sets_of_ratios
 from anchorlens.results.population import population_of
 from anchorlens.results.record import classes_of
 
-pytestmark = pytest.mark.with_shapes
-
 SETS = torch.tensor([0] * 10 + [1] * 30)
 FIRST = (SETS == 0).double()
 

@@ -6,6 +6,7 @@ be unknown. No source may be equal in both, and none that is unknown is believed
 
 # ruff: noqa: E501 - a source is a line
 
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -228,6 +229,10 @@ HELD = {
     "a method put on tensors": (
         "import torch\ntorch.Tensor.of_a_user = lambda self: self * N",
         "x.of_a_user()",
+    ),
+    "an operator put on tensors": (
+        "import torch\ntorch.Tensor.__matmul__ = lambda self, other: self * N",
+        "x @ x",
     ),
     "an attribute put on batches": (
         "import anchorlens as al\nal.PromptBatch.of_a_user = N",
@@ -502,10 +507,37 @@ BELIEVED = {
     ),
     "a name": "import numpy as np, anchorlens as al\nvalue = al.named('a, 1', lambda x: np.exp(x))",
 }  # fmt: skip
-SOURCES = {
-    **{name: f"{made}\nvalue = lambda x: x * ({read})" for name, (made, read) in HELD.items()},
-    **{f"{name} itself": f"{source}" for name, source in OBJECTS.items()},
-}
+
+
+# How a function may hold the function that reads the number: READ is the expression.
+WAYS = (
+    "value = lambda x: x * (READ)",
+    "def make(f):\n return lambda x: f(x)\nvalue = make(lambda x: x * (READ))",
+    "def value(x, f=lambda x: x * (READ)): return f(x)",
+    "class V:\n def __call__(self, x): return x * (READ)\nvalue = V()",
+    "class V:\n @property\n def p(self): return 1.0 * (READ)\n def f(self, x): return x * self.p\nvalue = V().f",
+    "class V:\n @staticmethod\n def f(x): return x * (READ)\nvalue = V.f",
+    "from functools import partial\nvalue = partial(lambda x, y: x * y * (READ), y=2)",
+    "from functools import wraps\ndef d(f):\n @wraps(f)\n def g(x): return f(x)\n return g\n@d\ndef value(x): return x * (READ)",
+    "def g(x): return x * (READ)\nvalue = [abs, {'f': lambda x: g(x)}]",
+    "from dataclasses import dataclass\nfrom typing import Any\n@dataclass\nclass V:\n f: Any\n def __call__(self, x): return self.f(x)\nvalue = V(lambda x: x * (READ))",
+    "def value(x):\n def g(y): return y * (READ)\n return [g(y) for y in x]",
+    "import torch\nclass V(torch.nn.Module):\n def forward(self, x): return x * (READ)\nvalue = V()",
+)
+
+
+def sources() -> dict[str, str]:
+    """What holds a number, each in two ways that are drawn at random; then the values themselves."""
+    draw = random.Random(50)
+    held = {
+        f"{name}, {WAYS.index(way)}": f"{made}\n{way.replace('READ', read)}"
+        for name, (made, read) in HELD.items()
+        for way in (WAYS[0], draw.choice(WAYS[1:]))
+    }
+    return held | {f"{name} itself": source for name, source in OBJECTS.items()}
+
+
+SOURCES = sources()
 
 
 def value_of(source: str) -> Any:
@@ -529,6 +561,8 @@ def as_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if hasattr(owner, "of_a_user"):
             del owner.of_a_user
     vars(torch.nn.functional.softmax).pop("of_a_user", None)
+    if "__matmul__" in vars(torch.Tensor):
+        del torch.Tensor.__matmul__
     __builtins__.pop("of_a_user", None)  # type: ignore[attr-defined]
 
 
@@ -554,13 +588,15 @@ def test_what_hooks_and_metrics_read_of_a_model_is_believed(gpt2: Any) -> None:
     exec(source, vars(module))
     before = identity_of(module.value, {"the model": gpt2})
     assert before.unknown == ()
-    gpt2.cfg.of_a_user = 0.5
-    exec(source.replace("n_layers", "of_a_user"), vars(module))
-    first = identity_of(module.value, {"the model": gpt2})
-    gpt2.cfg.of_a_user = 3.0
-    second = identity_of(module.value, {"the model": gpt2})
-    del gpt2.cfg.of_a_user
-    assert first.digest != second.digest or first.unknown
+    for holder, read in ((gpt2.cfg, "cfg"), (gpt2.blocks[0].attn, "blocks[0].attn")):
+        exec(f"value = lambda x, hook: x * model.{read}.tokens", vars(module))
+        identities = []
+        for number in (0.5, 3.0):
+            holder.tokens = number  # a name that public classes have
+            identities.append(identity_of(module.value, {"the model": gpt2}))
+        del holder.tokens
+        first, second = identities
+        assert first.digest != second.digest or first.unknown
 
 
 def test_a_name_is_believed_and_another_is_another() -> None:

@@ -83,6 +83,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert again.seen == [1]  # the first batch is checked again, nothing else runs
 
 
+def test_a_run_is_not_continued_from_where_its_functions_have_changed_themselves(
+    gpt2: Any, tmp_path: Path
+) -> None:
+    def hooks() -> Callable[[al.PromptBatch], Any]:
+        seen: list[int] = []
+
+        def of_batch(batch: al.PromptBatch) -> Any:
+            if batch.index[0] > 0:
+                seen.append(1)
+            return al.isolate_labels(gpt2, batch, range(1 + len(seen) // 2 % 2))
+
+        return of_batch
+
+    options: dict[str, Any] = {"share_prefix": False}
+    expected = run(gpt2, Logits(), None, hooks=hooks(), **options)
+    with pytest.warns(UserWarning, match="changes what it holds"), pytest.raises(Killed):
+        run(gpt2, Logits(dies_in=3), tmp_path, hooks=hooks(), **options)
+    again = Logits()
+    with pytest.warns(UserWarning, match="changes what it holds"):
+        assert same(run(gpt2, again, tmp_path, hooks=hooks(), **options), expected)
+    assert again.seen == [1] * 4  # the first is only checked: nothing had changed before
+
+
 def test_a_stored_batch_without_rows_of_a_metric_is_computed_again(
     gpt2: Any, tmp_path: Path
 ) -> None:
