@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from .hooks import replace_heads as replace_heads
     from .hooks import reweight_anchors as reweight_anchors
     from .hooks import scale_edges as scale_edges
+    from .metrics import reads as reads
     from .metrics import weights as weights
     from .metrics.accuracy import Accuracy as Accuracy
     from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord
@@ -94,7 +95,6 @@ if TYPE_CHECKING:
     from .metrics.loyalty import LoyaltyRecord as LoyaltyRecord
     from .metrics.loyalty import loyalty as loyalty
     from .metrics.metric import Metric as Metric
-    from .metrics.metric import Observation as Observation
     from .metrics.prefix_effect import PrefixEffect as PrefixEffect
     from .metrics.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
     from .metrics.rollout import rollout as rollout

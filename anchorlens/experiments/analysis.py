@@ -14,12 +14,13 @@ from ..hooks import Site
 from ..metrics.accuracy import Accuracy
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
-from ..metrics.metric import Metric, possible
+from ..metrics.metric import Metric
 from ..metrics.saliency_flows import SaliencyFlows
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..results.record import Record
 from ..results.results import Results
+from ..runs.checks import possible
 from ..runs.run import run
 from ..runs.study import checked_batches
 from ..system.arguments import checked

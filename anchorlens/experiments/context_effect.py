@@ -14,7 +14,6 @@ from ..contexts.prefix import PrefixContext
 from ..contexts.protocol import Context, QueryPass, is_context
 from ..errors import MetricError
 from ..hooks import Site
-from ..metrics.metric import check_values
 from ..metrics.prefix_effect import (
     PrefixEffect,
     PrefixEffectRecord,
@@ -23,7 +22,7 @@ from ..metrics.prefix_effect import (
 )
 from ..metrics.prefix_terms import LayerTerms, prefix_runs
 from ..metrics.saliency import one_batch
-from ..models.hooked import HookedModel, device_of
+from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts import edges
@@ -93,7 +92,7 @@ def prefix_effect(
     settings = {"experiment": "prefix effect", "context": context, "effect": effect}
     study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
     with study.entered():
-        check_values(model, [effect])
+        refuse_folded_value_biases(model)
         # This checks the model and its weights, and then the prompts and rows of all batches.
         context.logits(model, study.batches[0].prompt(0))
         for batch in study.batches:
@@ -249,7 +248,7 @@ def plot_prefix_directions(
     """
     effect, site = PrefixEffect() if effect is None else effect, Site(layer, head)
     [layer], [head] = site.layers_of(model), site.heads_of(model)
-    check_values(model, [effect])
+    refuse_folded_value_biases(model)
     _, terms, rows = _terms(model, one_batch(batch), context, effect, layer)
     vectors = terms.taken[:, head][rows]
     _, sizes, axes = torch.linalg.svd(vectors, full_matrices=False)

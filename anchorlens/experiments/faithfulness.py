@@ -22,7 +22,6 @@ from torch.nn.functional import pad
 
 from ..errors import AnchorlensError, MetricError
 from ..metrics import weights
-from ..metrics.metric import possible
 from ..metrics.segment_flows import SegmentFlows
 from ..metrics.segment_rollout import SegmentRollout
 from ..models.hooked import HookedModel
@@ -34,6 +33,7 @@ from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..results.text_frame import TextFrame
+from ..runs.checks import possible
 from ..runs.study import Study, require_batches
 from ..system.arguments import checked
 from ..system.processes import fails_together, is_main

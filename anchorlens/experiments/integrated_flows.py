@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..metrics.attention_times_gradient import EdgeSums
+from ..metrics.edge_sums import EdgeSums, sums_and_counts
 from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Weight, refuse_values, signed
 from ..models.hooked import (
@@ -177,7 +177,7 @@ def integrated_flows(
         # An inference_mode of the caller would make tensors that autograd rejects.
         @each_call_inside(gradient_mode, True)
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            sums = EdgeSums(metric.sets_of(batch), weight, 0)
+            sums = EdgeSums(metric.sets_of(batch), weight)
             patterns: dict[int, Tensor] = {}
             norms = FrozenNorms(model)
             store = hooks_by_layer(model, pattern_name, patterns.__setitem__)
@@ -205,7 +205,7 @@ def integrated_flows(
                 name: torch.stack(on_one_device(values), 1).cpu().double()
                 for name, values in by_layer.items()
             }
-            of_edges = {**sums.contributions(), "counts": sums.sets.counts()}
+            of_edges = sums_and_counts(sums.total(), sums.sets)
             return of_edges | totals | {"output": whole.cpu().double()}
 
         contributions = study.collect(contributions_of)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..contexts.training import query_digests
 from ..errors import MetricError
-from ..metrics.metric import of_one_width
 from ..metrics.segment_flows import checked_positions
+from ..models.head_outputs import of_one_width
 from ..models.hooked import hooks_by_layer
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch

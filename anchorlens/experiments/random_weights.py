@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AnchorlensError, ModelError, RunError
-from ..metrics.metric import Metric, possible
+from ..metrics.metric import Metric
 from ..models.hooked import HookedModel, device_of
 from ..models.kinds import original_of
 from ..models.load import load_model
@@ -22,6 +22,7 @@ from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
 from ..results.record import RANDOM_MODELS, Record
 from ..results.results import Results
+from ..runs.checks import possible
 from ..runs.run import run
 from ..system.hidden_warnings import hidden_warnings
 from ..system.processes import fails_together, is_main

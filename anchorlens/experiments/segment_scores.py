@@ -19,6 +19,7 @@ from ..metrics.metric import Metric
 from ..models.hooked import device_of, dtype_of
 from ..passes.forward import unedited
 from ..passes.losses import span_cross_entropy
+from ..passes.provide import needs_gradient
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
@@ -113,7 +114,8 @@ class SegmentScores:
             return None
         answer = self.ablation.answer
         loss = prediction_cross_entropy if answer is None else span_cross_entropy(answer)
-        needs_one = any(metric.needs_gradient for metric in self.metrics)
+        first = self.study.batches[0]
+        needs_one = any(needs_gradient(metric, first) for metric in self.metrics)
         return self.study.plan(self.metrics, loss=loss if needs_one else None)
 
     def of(self, answers: Answers, plan: Runner | None) -> "ScoresOfBatch":

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import MetricError
-from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.bootstrap import with_intervals
@@ -20,8 +19,9 @@ from ..results.kinds import difference, of_prompts, share
 from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
 from ..system.arguments import checked
-from .metric import Metric, Observation, observes_nothing
+from .metric import Metric
 from .predictions import predicted_class, require_gold
+from .reads import Seen
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,27 +104,19 @@ class Accuracy(Metric):
 
     name: str = "accuracy"
 
-    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for prompts without true labels."""
         for batch in batches:
             require_gold(batch.gold, "accuracy")
 
-    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe nothing but the logits."""
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        """Whether the prediction is right, and the true class."""
         gold = require_gold(batch.gold, "accuracy")
-
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            scores = batch.label_scores(logits)
-            correct = (predicted_class(scores) == gold).cpu().double()
-            # The class of each prompt as a row of zeros and a one.
-            classes = torch.nn.functional.one_hot(gold.cpu(), scores.shape[1])
-            return {"correct": correct, "classes": classes}
-
-        return Observation(contributions)
-
-    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe nothing: only the target's logits count."""
-        return observes_nothing()
+        scores = batch.label_scores(seen.logits)
+        correct = (predicted_class(scores) == gold).cpu().double()
+        # The class of each prompt as a row of zeros and a one.
+        classes = torch.nn.functional.one_hot(gold.cpu(), scores.shape[1])
+        return {"correct": correct, "classes": classes}
 
     def result(self, contributions: Contributions) -> AccuracyRecord:
         """The share of right answers, and in ``info`` the number of queries of each class."""

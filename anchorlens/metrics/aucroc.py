@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
+from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
 from ..results import figures
 from ..results.contributions import Contributions
@@ -20,12 +20,12 @@ from ..results.kind import mean_of
 from ..results.kinds import auc, derived, mean, statistic
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.devices import beside
 from ..system.rounding import rounding_of
 from ..system.warn import warn_user
 from .auc import aucroc
-from .metric import Metric, Observation, by_layer, observes_nothing
+from .metric import Metric
 from .predictions import predicted_class
+from .reads import At, Reads, Seen
 
 EQUATION_6 = (
     "The shares of the target's attention that the label words get, taken for their probabilities. "
@@ -232,40 +232,25 @@ class AttentionAUCROC(Metric):
 
     name: str = "attention_aucroc"
 
-    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe the target's row of every pattern, at the label words."""
+    def reads(self, batch: PromptBatch) -> Reads:
+        """The attention from the target to the label words."""
         check_label_words([batch])
-        at_anchors: dict[int, Tensor] = {}
-        roundings, smallest = [0.0], [0.0]
-        n_classes = len(batch.label_token_ids)
-        prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
-        at_labels = prompts, batch.target_rows[:, None], batch.label_positions
-        of_class = torch.nn.functional.one_hot(batch.on_cpu.label_classes, n_classes).double()
+        return {"attention": At("pattern", edges.target, batch.label_positions)}
 
-        def store_scores(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
-            number, query, key = beside(pattern, *at_labels)
-            attention = pattern.detach()[number, :, query, key]
-            numbers = torch.finfo(pattern.dtype)
-            roundings.append(rounding_of(pattern.dtype))
-            # Tiny attention is a multiple of this, of which each label word may be off by one half.
-            smallest.append(attention.shape[1] * numbers.tiny * numbers.eps)
-            at_anchors[layer] = attention  # [batch, anchor, head]
-
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            attention = by_layer(at_anchors).cpu().double()
-            return {
-                "attention": torch.einsum("blah,bac->blhc", attention, of_class),
-                "probabilities": batch.label_scores(logits).cpu().double().softmax(-1),
-                "rounding": torch.tensor(
-                    [[max(roundings), max(smallest)]] * len(batch), device="cpu"
-                ).double(),
-            }
-
-        return Observation(contributions, hooks_by_layer(model, pattern_name, store_scores))
-
-    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe nothing: only the target's rows count."""
-        return observes_nothing()
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        """The attention to each class by layer and head, its rounding, and probabilities."""
+        attention = seen["attention"][:, :, :, 0].double()  # [batch, layer, head, anchor]
+        scores, batch = batch.label_scores(seen.logits).cpu(), batch.on_cpu
+        of_class = torch.nn.functional.one_hot(batch.label_classes, len(batch.label_token_ids))
+        numbers = torch.finfo(seen.dtype("attention"))
+        # Tiny attention is a multiple of this, of which each label word may be off by one half.
+        smallest = attention.shape[3] * numbers.tiny * numbers.eps
+        margins = rounding_of(seen.dtype("attention")), smallest
+        return {
+            "attention": torch.einsum("blha,bac->blhc", attention, of_class.double()),
+            "probabilities": scores.double().softmax(-1),
+            "rounding": torch.tensor([margins] * len(batch), device="cpu").double(),
+        }
 
     def result(self, contributions: Contributions) -> AttentionAUCROCRecord:
         """AUCROC and equation 6 of each set, and the mean over sets; R_l is of the mean."""

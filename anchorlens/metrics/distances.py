@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
@@ -12,13 +12,7 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from ..errors import MetricError
-from ..models.hooked import (
-    HookedModel,
-    Operands,
-    hooks_by_layer,
-    require_prepared,
-    verified_operands,
-)
+from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures, kinds
 from ..results.contributions import Contributions
@@ -27,12 +21,12 @@ from ..results.kind import mean_over_sets
 from ..results.population import MANY_PROMPTS
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.devices import beside, wide
 from ..system.rounding import rounding_of
 from ..system.warn import warn_user
 from .auc import auc
-from .metric import Metric, Observation, by_layer, of_one_width
+from .metric import Metric
 from .predictions import predicted_class, require_gold
+from .reads import At, Reads, Seen
 
 _MOST_CLASSES = 8  # whose pairs are drawn as tables
 _OF_PAIRS = (
@@ -215,9 +209,8 @@ class AnchorDistances(Metric):
     directions: int = 10
     name: str = "anchor_distances"
 
-    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for hidden operands, missing labels, and sets of too few prompts."""
-        _operands_of(model)
         for batch in batches:
             require_gold(batch.gold, "the confusion of classes")
             _class_shares(batch)
@@ -236,57 +229,26 @@ class AnchorDistances(Metric):
                 + (f", or AnchorDistances(directions={small - 1})" if small >= least else "")
             )
 
-    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe the target's queries, and the label words' keys where the batch has them."""
-        operands = _operands_of(model)
-        gold = require_gold(batch.on_cpu.gold, "the confusion of classes")
-        prompts = torch.arange(len(batch), device=batch.tokens.device)
-        queries: dict[int, Tensor] = {}
+    def reads(self, batch: PromptBatch) -> Reads:
+        """The target's query, and the label words' keys."""
+        return {"queries": At("queries", edges.target), "keys": At("keys", batch.label_positions)}
 
-        def store_query(layer: int, query: Float[Tensor, "batch _ _ d_head"]) -> None:
-            number, row = beside(query, prompts, batch.target_rows)
-            at_target = _positions_first(query.detach(), operands[layer])[number, row]
-            queries[layer] = wide(at_target.flatten(1))
-
-        keys = self.observe_prefix(model, batch) if batch.is_whole else None
-
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            values = {
-                "queries": _by_layer(queries),
-                "label_logits": batch.label_scores(logits).cpu().double(),
-                "gold": gold,
-            }
-            return values if keys is None else values | keys.contributions(logits, clean_logits)
-
-        hooks = hooks_by_layer(model, lambda layer: operands[layer].query, store_query)
-        return Observation(contributions, [*hooks, *(() if keys is None else keys.hooks)])
-
-    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe the label words' keys of every layer."""
-        operands = _operands_of(model)
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        """Queries and mean keys of each class, heads side by side, and what tells confusions."""
+        scores, batch, keys = batch.label_scores(seen.logits).cpu(), batch.on_cpu, seen["keys"]
         shares = _class_shares(batch)
-        prompts = torch.arange(len(batch), device=batch.tokens.device)
-        keys: dict[int, Tensor] = {}
-
-        def store_keys(layer: int, key: Float[Tensor, "batch _ _ d_head"]) -> None:
-            number, at_label = beside(key, prompts[:, None], batch.label_positions)
-            at_anchors = _positions_first(key.detach(), operands[layer])[number, at_label]
-            n_shared = model.cfg.n_heads // at_anchors.shape[2]  # query heads with one key head
-            keys[layer] = wide(at_anchors.repeat_interleave(n_shared, dim=2).flatten(2))
-
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            starts = batch.on_cpu.starts[:, None]
-            positions = (batch.on_cpu.label_positions - starts).double()
-            of_anchors = _by_layer(keys)  # [batch, layer, anchor, channel]
-            means = torch.einsum("bac,blad->blcd", shares, of_anchors.double())
-            return {
-                "keys": means.to(of_anchors.dtype),
-                "positions": torch.einsum("bac,ba->bc", shares, positions),
-            }
-
-        return Observation(
-            contributions, hooks_by_layer(model, lambda layer: operands[layer].key, store_keys)
-        )
+        # Query heads may share a key head. [batch, layer, head, anchor, d_head]
+        of_heads = keys.repeat_interleave(seen.n_heads // keys.shape[2], dim=2)
+        of_anchors = of_heads.transpose(2, 3).flatten(3)
+        means = torch.einsum("bac,blad->blcd", shares, of_anchors.double())
+        positions = (batch.label_positions - batch.starts[:, None]).double()
+        return {
+            "queries": seen["queries"][:, :, :, 0].flatten(2),
+            "keys": means.to(of_anchors.dtype),
+            "positions": torch.einsum("bac,ba->bc", shares, positions),
+            "label_logits": scores.double(),
+            "gold": require_gold(batch.gold, "the confusion of classes"),
+        }
 
     def result(self, contributions: Contributions) -> AnchorDistancesRecord:
         """Distances of each set, their mean, and its correlation with the confusions."""
@@ -405,27 +367,3 @@ def _class_shares(batch: PromptBatch) -> Float[Tensor, "batch anchor class"]:
             f"{(counts == 0).any(0).nonzero().flatten().tolist()}"
         )
     return of_class / counts[:, None]
-
-
-def _operands_of(model: HookedModel) -> list[Operands]:
-    require_prepared(model)
-    of_layers = verified_operands[model]
-    missing = [layer for layer, operands in enumerate(of_layers) if operands is None]
-    if missing:
-        raise MetricError(
-            f"in layers {missing} of {model.cfg.model_name} the queries and keys that attention "
-            "multiplies stand at no hook point, or a soft cap is saturated, so that this cannot be "
-            "verified: distances of keys might be those of other vectors; leave AnchorDistances out"
-        )
-    return [operands for operands in of_layers if operands is not None]
-
-
-def _by_layer(of_layers: dict[int, Tensor]) -> Tensor:
-    """Layers as axis 1, on the CPU."""
-    return by_layer(dict(enumerate(of_one_width(of_layers[k] for k in sorted(of_layers))))).cpu()
-
-
-def _positions_first(
-    heads: Float[Tensor, "batch _ _ d_head"], operands: Operands
-) -> Float[Tensor, "batch _ _ d_head"]:
-    return heads.transpose(1, 2) if operands.heads_first else heads

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import HookError, MetricError
-from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
@@ -22,9 +21,10 @@ from ..results.figure_parts import with_ends
 from ..results.kinds import derived, mean, over_draws, share
 from ..results.record import Record
 from ..system.arguments import check_not_endless, checked
-from ..system.devices import beside, sent, wide
-from .metric import Metric, Observation, by_layer
+from ..system.devices import wide
+from .metric import Metric
 from .predictions import predicted_class, require_gold
+from .reads import At, Reads, Seen
 
 SCORES = ("read", "correct", "predicted", "copy")
 _OF_CLASSES = ("correct", "predicted")  # their threshold is divided by the number of classes
@@ -223,57 +223,35 @@ class LabelHeads(Metric):
             )
         check_not_endless(MetricError, draws=self.draws)
 
-    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for prompts without true labels, or without tokens to compare with."""
         for batch in batches:
             require_gold(batch.gold, f"{self.name} (its score 'correct')")
             self._positions_of(batch)
 
-    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe the target's row, and for whole prompts also the rows of label words."""
+    def reads(self, batch: PromptBatch) -> Reads:
+        """The target's attention to all positions, and that of each to the token before it."""
+        positions = self._positions_of(batch).flatten(1)
+        return {
+            "read": At("pattern", edges.target, positions),
+            "copy": At("pattern", positions, positions - 1, pairs=True),
+        }
+
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        """The scores of label words and of random positions."""
+        scores = batch.label_scores(seen.logits).cpu()
+        batch, count = batch.on_cpu, batch.label_positions.shape[1]
         gold = require_gold(batch.gold, f"{self.name} (its score 'correct')")
-        positions = self._positions_of(batch)
-        prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
-        attention: dict[int, Tensor] = {}
-
-        def store_read(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
-            number, query, key = beside(
-                pattern, prompts, batch.target_rows[:, None], positions.flatten(1)
-            )
-            of_keys = pattern.detach()[number, :, query, key]
-            attention[layer] = _by_choice(of_keys, len(positions[0]))
-
-        copied = self.observe_prefix(model, batch) if batch.is_whole else None
-
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            by_anchor = by_layer(attention, dim=2)  # [batch, choice, layer, head, anchor]
-            predicted = predicted_class(batch.label_scores(logits))
-            values = {
-                **_first_and_rest("read", by_anchor.sum(-1)),
-                **_first_and_rest("correct", (by_anchor * _signs(batch, gold)).sum(-1)),
-                **_first_and_rest("predicted", (by_anchor * _signs(batch, predicted)).sum(-1)),
-                "thresholds": self._thresholds_of(batch),
-            }
-            return values if copied is None else values | copied.contributions(logits, clean_logits)
-
-        hooks = hooks_by_layer(model, pattern_name, store_read)
-        return Observation(contributions, [*hooks, *(() if copied is None else copied.hooks)])
-
-    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe the rows of label words, at the tokens before them."""
-        positions = self._positions_of(batch)
-        prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
-        attention: dict[int, Tensor] = {}
-
-        def store_copy(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
-            number, query = beside(pattern, prompts, positions.flatten(1))
-            of_queries = pattern.detach()[number, :, query, query - 1]
-            attention[layer] = _by_choice(of_queries, len(positions[0]))
-
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return _first_and_rest("copy", by_layer(attention, dim=2).mean(-1))
-
-        return Observation(contributions, hooks_by_layer(model, pattern_name, store_copy))
+        predicted = predicted_class(scores)
+        read = _by_choice(seen["read"][:, :, :, 0], count)
+        copy = _by_choice(seen["copy"], count)
+        return {
+            **_first_and_rest("read", read.sum(-1)),
+            **_first_and_rest("correct", (read * _signs(batch, gold)).sum(-1)),
+            **_first_and_rest("predicted", (read * _signs(batch, predicted)).sum(-1)),
+            **_first_and_rest("copy", copy.mean(-1)),
+            "thresholds": self._thresholds_of(batch),
+        }
 
     def result(self, contributions: Contributions) -> LabelHeadsRecord:
         """Means over prompts of the scores, and of whether they are above their threshold."""
@@ -286,7 +264,7 @@ class LabelHeads(Metric):
 
     def _positions_of(self, batch: PromptBatch) -> Int[Tensor, "batch choice anchor"]:
         """The label words, then the positions of each random draw, in order of appearance."""
-        device, batch = batch.tokens.device, batch.on_cpu
+        batch = batch.on_cpu
         first = batch.starts[:, None]
         if (batch.label_positions <= first).any():
             row = int((batch.label_positions <= first).any(1).nonzero()[0])
@@ -304,15 +282,15 @@ class LabelHeads(Metric):
                 f"{self.name} draws random positions after the first label word, but {error}"
             ) from error
         draws = [mask.nonzero()[:, 1].view_as(batch.label_positions) for mask in masks]
-        return sent(torch.stack([batch.label_positions, *draws], dim=1), device)
+        return torch.stack([batch.label_positions, *draws], dim=1)
 
 
 def _by_choice(
-    attention: Float[Tensor, "batch position head"], choices: int
-) -> Float[Tensor, "batch choice head anchor"]:
-    """The attention of each choice of positions, on the CPU in float32 or a wider type."""
-    to_choices = "batch (choice anchor) head -> batch choice head anchor"
-    return wide(rearrange(attention.cpu(), to_choices, choice=choices))
+    attention: Float[Tensor, "batch layer head position"], anchors: int
+) -> Float[Tensor, "batch choice layer head anchor"]:
+    """The attention of each choice of positions, in float32 or a wider type."""
+    to_choices = "batch layer head (choice anchor) -> batch choice layer head anchor"
+    return wide(rearrange(attention, to_choices, anchor=anchors))
 
 
 def _signs(batch: PromptBatch, classes: Int[Tensor, " batch"]) -> Int[Tensor, "batch 1 1 1 anchor"]:

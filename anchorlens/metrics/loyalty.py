@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import MetricError
-from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch, check_label_words, holds_integers
 from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import figures
@@ -21,8 +20,9 @@ from ..results.kinds import mean, of_prompts, share
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import widest
-from .metric import Metric, Observation, observes_nothing
+from .metric import Metric
 from .predictions import predicted_class
+from .reads import Seen
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -108,7 +108,7 @@ class Loyalty(Metric):
     top: int = 5
     name: str = "loyalty"
 
-    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for a run that nothing changes: its loyalty is 1 by definition."""
         check_label_words(batches)
         if not changed:
@@ -118,24 +118,12 @@ class Loyalty(Metric):
                 "logits to al.loyalty(reference_logits, logits, label_token_ids)"
             )
 
-    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe nothing but the logits of both runs."""
-
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            assert clean_logits is not None
-            runs = (clean_logits, logits)
-            tokens = [next_tokens(run, batch.label_scores(run), self.top) for run in runs]
-            return loyalty_contributions(*tokens)
-
-        return Observation(contributions)
-
-    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe nothing: only the target's logits count."""
-        return observes_nothing()
-
-    def result(self, contributions: Contributions) -> LoyaltyRecord:
-        """Means over prompts, then over sets."""
-        return LoyaltyRecord.of(contributions)
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        """How the changed run differs from the clean one."""
+        assert seen.clean is not None
+        runs = (seen.clean, seen.logits)
+        tokens = [next_tokens(run, batch.label_scores(run), self.top) for run in runs]
+        return loyalty_contributions(*tokens)
 
 
 @checked

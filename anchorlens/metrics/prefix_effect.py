@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import MetricError
+from ..models.head_outputs import of_one_width
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
 from ..prompts import edges
@@ -21,8 +22,9 @@ from ..results.kind import mean_over_sets
 from ..results.kinds import mean, table
 from ..results.record import Record
 from ..system.arguments import checked
-from .metric import Metric, Observation, observes_nothing, of_one_width
+from .metric import Metric
 from .prefix_terms import LayerTerms, prefix_runs
+from .reads import OwnPasses, Reads, Seen
 from .segment_flows import checked_positions
 
 # The most positions of a prefix whose weights are stored, to bound the size of a contribution.
@@ -244,7 +246,6 @@ class PrefixEffect(Metric):
     )
     rows: edges.PositionsOfBatch = edges.query
     name: str = "prefix_effect"
-    reads_values: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.keys:
@@ -268,21 +269,17 @@ class PrefixEffect(Metric):
                 )
             self.rows_of(batch)
 
-    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe nothing of the run; the numbers come from passes of its own over the queries."""
-        shared: list[KeyValues] = []
+    def reads(self, batch: PromptBatch) -> Reads:
+        """Nothing of the run; the numbers come from passes of its own over the queries."""
+        return {"passes": OwnPasses()}
 
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            prefix = shared[0].before(int(batch.query_start.min())) if shared else None
-            queries = batch.whole() if prefix is None else batch.after(len(prefix))
-            segments, selected = self.segments_of(queries), self.rows_of(queries)
-            return effect_contributions(model, queries, segments, selected, prefix=prefix)
-
-        return Observation(contributions, use_prefix=shared.append)
-
-    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe nothing: the passes of its own begin after the shared tokens."""
-        return observes_nothing()
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        """What the prefix does in each prompt; passes begin after the tokens that ran once."""
+        model, shared = seen["passes"]
+        prefix = None if shared is None else shared.before(int(batch.query_start.min()))
+        queries = batch if prefix is None else batch.after(len(prefix))
+        segments, selected = self.segments_of(queries), self.rows_of(queries)
+        return effect_contributions(model, queries, segments, selected, prefix=prefix)
 
     def result(self, contributions: Contributions) -> PrefixEffectRecord:
         """Means over prompts, then over sets of demonstrations."""

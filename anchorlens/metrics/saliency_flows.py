@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError, PromptError
-from ..models.hooked import HookedModel
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgesOfBatch, as_edge_set, check_edges, paper_edges
@@ -24,7 +23,8 @@ from ..results.kinds import derived, mean, of_prompts, ratio, statistic
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.warn import warn_user
-from .attention_times_gradient import EdgeFlows, EdgeSets, mean_weights
+from .edge_flows import EdgeFlows
+from .edge_sums import EdgeSets, mean_weights
 from .weights import Weight, WithValues, saliency
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
@@ -243,7 +243,7 @@ class SaliencyFlows(EdgeFlows):
                 f"{self.edges!r}"
             )
 
-    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where edges do not go from tokens to earlier tokens of the prompts."""
         own = self._own()
         for batch in batches:
@@ -253,12 +253,6 @@ class SaliencyFlows(EdgeFlows):
                 except PromptError as error:
                     raise MetricError(f"the edges {[name]} of {self.name}: {error}") from error
         super().check(model, batches[:1], changed=changed)
-
-    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
-        """Whether the first tokens of every prompt have the edges that these have alone."""
-        return all(
-            as_edge_set(batch, of).begins_as(as_edge_set(shared, of)) for _, of in self._own()
-        )
 
     def result(self, contributions: Contributions) -> SaliencyFlowsRecord:
         """Mean over prompts, then each layer's share, then the mean over sets of demonstrations.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..models.hooked import HookedModel, check_fits, hooks_by_layer, pattern_name
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
@@ -18,9 +17,11 @@ from ..results.contributions import Contributions
 from ..results.kinds import derived, mean
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.devices import wide
-from .metric import Metric, Observation, by_layer
+from .edge_sums import sums_and_counts
+from .metric import Metric
+from .reads import Reads, Seen, Sums
 from .segment_flows import SegmentFlows, read_by_others
+from .weights import attention
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -124,7 +125,7 @@ class SegmentAttention(Metric):
         if self.apart < 1:
             raise MetricError(f"apart is a number of segments from 1; got {self.apart!r}")
 
-    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where segments are wrong or too few."""
         for batch in batches:
             count = self._of_flows.segments_of(batch).shape[1]
@@ -134,23 +135,14 @@ class SegmentAttention(Metric):
                     f"have {count}; give more segments, or a smaller apart"
                 )
 
-    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe the pattern of every layer; store only sums over edges."""
-        counts = self._of_flows.sets_of(batch).counts()
-        sums = self._sums(model, batch, batch.first_query)
+    def reads(self, batch: PromptBatch) -> Reads:
+        """The attention from each segment to each."""
+        return {"sums": Sums(attention, self._of_flows.sets_of(batch))}
 
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return {**sums.contributions(logits, None), "counts": counts}
-
-        return Observation(contributions, sums.hooks)
-
-    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe the attention between shared tokens."""
-        return self._sums(model, batch, 0)
-
-    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
-        """Whether the first tokens of every prompt are in the segments that these have alone."""
-        return self._of_flows.begins_as(batch, shared)
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        """Sums over edges of each head, and the number of edges."""
+        sums = sums_and_counts(seen["sums"], self._of_flows.sets_of(batch))
+        return {"sums": sums["head_sums"], "counts": sums["counts"]}
 
     def result(self, contributions: Contributions) -> SegmentAttentionRecord:
         """The kurtosis of each prompt; means over prompts, then over sets; scores of the mean."""
@@ -173,21 +165,6 @@ class SegmentAttention(Metric):
     @property
     def _of_flows(self) -> SegmentFlows:
         return SegmentFlows(self.segments, name=self.name)
-
-    def _sums(self, model: HookedModel, batch: PromptBatch, first_query: int) -> Observation:
-        check_fits(model, batch)
-        segments = self._of_flows.sets_of(batch)
-        of_layers: dict[int, Tensor] = {}
-
-        def add(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
-            queries = slice(first_query, first_query + pattern.shape[2])
-            values = wide(pattern.detach())
-            (of_layers[layer],) = segments.sums(queries, slice(0, pattern.shape[3]), values)
-
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return {"sums": by_layer(of_layers).cpu()}
-
-        return Observation(contributions, hooks_by_layer(model, pattern_name, add))
 
 
 def vertical_scores(

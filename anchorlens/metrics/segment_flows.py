@@ -19,7 +19,8 @@ from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..system.arguments import called, checked
 from ..system.texts import described, name_of
-from .attention_times_gradient import EdgeFlows, Segments, mean_weights
+from .edge_flows import EdgeFlows
+from .edge_sums import Segments, mean_weights
 from .weights import Weight, WithValues, saliency
 
 
@@ -149,11 +150,6 @@ class SegmentFlows(EdgeFlows):
     def sets_of(self, batch: PromptBatch) -> Segments:
         """The segments of a batch, from each of which weights are summed to each."""
         return Segments(self.segments_of(batch))
-
-    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
-        """Whether the first tokens of every prompt are in the segments that these have alone."""
-        leading = self.segments_of(shared)
-        return bool((self.segments_of(batch)[..., : leading.shape[2]] == leading).all())
 
     def result(self, contributions: Contributions) -> SegmentFlowsRecord:
         """Means over the edges of each prompt, then over prompts, then over sets."""

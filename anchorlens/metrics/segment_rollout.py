@@ -6,14 +6,13 @@ before it gave to the segments, so that no pattern is stored.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..models.hooked import HookedModel, check_fits, hooks_by_layer, pattern_name
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
@@ -22,8 +21,9 @@ from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.devices import beside, wide
-from .metric import Metric, Observation
+from ..system.devices import beside
+from .metric import Metric
+from .reads import Block, Blocks, Reads, Seen
 from .segment_flows import SegmentFlows, checked_positions
 
 
@@ -111,7 +111,7 @@ class SegmentRollout(Metric):
     def __post_init__(self) -> None:
         SegmentFlows(self.segments)  # it refuses wrong segments
 
-    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where segments are wrong, or a prompt has no query."""
         for batch in batches:
             self._segments_of(batch)
@@ -124,22 +124,23 @@ class SegmentRollout(Metric):
                     "al.edges.target"
                 )
 
-    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe the pattern of every layer; store what each position has of each segment."""
-        check_fits(model, batch)
+    def reads(self, batch: PromptBatch) -> Reads:
+        """The pattern of each layer, multiplied with what the layers before it gave."""
         reach = [self._segments_of(batch).mT.float()]  # of the layers so far
 
-        def add(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
-            attention = wide(pattern.detach()).mean(1)
+        def of(block: Block) -> Tensor:
+            attention = block.pattern.mean(1)
             (before,) = beside(attention, reach[0].to(attention.dtype))
             reach[0] = (attention @ before + before) / 2
+            return reach[0]
 
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            (queries,) = beside(reach[0], self._queries_of(batch).to(reach[0].dtype))
-            sums = (queries[:, None] @ reach[0])[:, 0] / queries.sum(1, keepdim=True)
-            return {"reach": sums.cpu()}
+        return {"reach": Blocks(of, whole=True)}
 
-        return Observation(contributions, hooks_by_layer(model, pattern_name, add))
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        """What the target has of each segment after the last layer."""
+        reach = seen["reach"][:, -1]
+        queries = self._queries_of(batch).cpu().to(reach.dtype)
+        return {"reach": (queries[:, None] @ reach)[:, 0] / queries.sum(1, keepdim=True)}
 
     def result(self, contributions: Contributions) -> SegmentRolloutRecord:
         """Means over prompts, then over sets."""

@@ -24,7 +24,7 @@ from ..results.record import Record
 from ..system.arguments import check_from_1, checked
 from ..system.devices import beside, in_float64, on_one_device
 from ..system.texts import name_of
-from .attention_times_gradient import edge_weights, not_finite, row_pieces, try_weight
+from .edge_sums import edge_weights, not_finite, row_pieces, try_weight
 from .segment_flows import SegmentFlows
 from .weights import Weight, refuse_values, saliency
 

@@ -4,7 +4,7 @@ Before the output projection a head gives out z. What it writes for each key, be
 weighs it, is its values times W_O.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +22,13 @@ from .tiny_pass import LEAF, logits_of, relative_difference, small_loss, tiny_to
 # output, with the reason. Weak references, so that models are freed.
 _mixing: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 _other_outputs: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+
+
+def of_one_width(of_layers: Iterable[Tensor]) -> list[Tensor]:
+    """Layers may have heads of different widths. Zeros change neither products nor lengths."""
+    layers = list(of_layers)
+    widest = max(values.shape[-1] for values in layers)
+    return [torch.nn.functional.pad(values, (0, widest - values.shape[-1])) for values in layers]
 
 
 def separate_heads(z: Tensor, n_heads: int) -> Float[Tensor, "batch query head d_head"]:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import AnchorlensError
-from ..metrics.attention_times_gradient import row_pieces
+from ..metrics.edge_sums import row_pieces
 from ..metrics.predictions import predicted_class
 from ..metrics.saliency import observe_products, one_batch
 from ..models.hooked import (

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..metrics.metric import Metric, Observation
+from ..metrics.metric import Metric
+from ..metrics.reads import At, Block, Blocks, Hooks, Seen, Sums
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.record import Record
@@ -102,7 +103,8 @@ _GIVEN: list[type] = [
     torch.dtype,
 ]
 _GIVEN += [torch.finfo, torch.iinfo, np.ndarray, str, bytes, int, float, complex, list, tuple, dict]
-_GIVEN += [set, frozenset, range, slice, type, PromptBatch, Observation, Contributions, Metric]
+_GIVEN += [set, frozenset, range, slice, type, PromptBatch, Contributions, Metric]
+_GIVEN += [At, Block, Blocks, Hooks, Seen, Sums]
 _GIVEN += [Record]
 # Attributes with underscores that tell nothing from outside.
 _SPECIAL = {"__init__", "__post_init__", "__call__", "__class__", "__name__", "__qualname__"}

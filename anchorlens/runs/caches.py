@@ -1,12 +1,11 @@
 """Metrics of passes that you ran yourself: from the logits and the cache of each batch.
 
-A metric observes a pass through its hooks. Here the same hooks get the tensors of a cache, so that
+What a metric reads is observed by hooks. Here the same hooks get the tensors of a cache, so that
 there is one code for both.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -16,8 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import MetricError, ModelError, NotFiniteError, PromptError
-from ..metrics.metric import Metric, check_values
+from ..errors import MetricError, NotFiniteError, PromptError
+from ..metrics.metric import Metric
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -25,6 +24,8 @@ from ..models.hooked import (
     pattern_name,
 )
 from ..passes.forward import Watched
+from ..passes.observers import Layers, needs_model
+from ..passes.provide import Observation, check_reads
 from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import with_intervals
 from ..results.population import check_resamples
@@ -92,7 +93,8 @@ def from_caches(
     require_batches(batches)
     check_prompts(*batches)
     if model is not None:
-        _check(metrics, batches, model)
+        check_fits(model, *batches)
+        _check(metrics, batches, model, Layers.of(model))
     collected: list[dict[str, Tensor]] = []
     for number, (batch, given) in enumerate(zip_longest(batches, passes)):
         if batch is None or given is None:
@@ -101,11 +103,12 @@ def from_caches(
                 "passes; give one (logits, cache) for each batch"
             )
         logits, cache = _checked(given, batch, number)
-        observed = _OnlyCache(cache, logits, batches) if model is None else model
+        layers = _layers_of(cache) if model is None else Layers.of(model)
         if model is None and not collected:
-            _check(metrics, batches, observed)
+            _check(metrics, batches, None, layers)
         known = cache if model is None else _with_aliases(cache, model)
-        collected.append(_rows(metrics, batch.to(logits.device), logits, known, observed, number))
+        moved = batch.to(logits.device)
+        collected.append(_contributions(metrics, moved, logits, known, layers, number))
     contributions = joined(collected)
     order = order_of_queries(batches)
     of_model = {} if model is None else {"model": str(model.cfg.model_name)}
@@ -140,7 +143,7 @@ def names_filter(metrics: Sequence[Metric], model: HookedModel, batch: PromptBat
     check_fits(model, batch)
     names: dict[str, None] = {}
     for metric in metrics:
-        observed = metric.observe(model, batch)
+        observed = Observation(Layers.of(model), metric, batch)
         hooks = [*observed.hooks, *observed.backward_hooks]
         for name, _ in hooks:
             points = [name] if isinstance(name, str) else filter(name, model.hook_dict)
@@ -214,22 +217,22 @@ def _checked(given: Any, batch: PromptBatch, number: int) -> tuple[Tensor, dict[
     return logits, dict(cache.items())
 
 
-def _rows(
+def _contributions(
     metrics: Sequence[Metric],
     batch: PromptBatch,
     logits: Float[Tensor, "batch vocab"],
     cache: Mapping[str, Tensor],
-    model: HookedModel,
+    layers: Layers,
     number: int,
 ) -> dict[str, Tensor]:
     """What each prompt contributes to each metric."""
     contributions: dict[str, Tensor] = {}
     for metric in metrics:
-        with _asking(model, metric), gradient_mode(False):
-            observation = metric.observe(model, batch)
+        with gradient_mode(False):
+            observation = Observation(layers, metric, batch)
             _show(metric.name, observation.hooks, cache, "", batch, number)
             _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
-            of_metric = observation.contributions(logits.clone(), None)
+            of_metric = metric.contributions(batch, observation.seen(logits, None))
         contributions |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
     return contributions
 
@@ -245,58 +248,34 @@ def _with_aliases(cache: Mapping[str, Tensor], model: HookedModel) -> dict[str, 
     return aliases | {**cache}
 
 
-def _check(metrics: Sequence[Metric], batches: Sequence[PromptBatch], model: HookedModel) -> None:
+def _check(
+    metrics: Sequence[Metric],
+    batches: Sequence[PromptBatch],
+    model: HookedModel | None,
+    layers: Layers,
+) -> None:
     """Raise the errors that ``run`` raises before it runs."""
-    check_fits(model, *batches)
     for metric in metrics:
-        with _asking(model, metric):
-            metric.check(model, batches, changed=False)
-    if not isinstance(model, _OnlyCache):
-        check_values(model, metrics)
+        metric.check(_NoModel(metric.name) if model is None else model, batches, changed=False)
+        check_reads(layers, metric, batches[0])
 
 
-class _OnlyCache:
-    """What metrics ask of a model, as far as a cache shows it."""
-
-    def __init__(
-        self, cache: Mapping[str, Tensor], logits: Tensor, batches: Sequence[PromptBatch]
-    ) -> None:
-        layers = [int(found[1]) for name in cache if (found := _LAYER.match(name))]
-        patterns = [cache[name] for name in cache if name.endswith("attn.hook_pattern")]
-        vocabulary = logits.shape[-1]
-        self.cfg = SimpleNamespace(
-            n_layers=max(layers, default=0) + 1,  # of an empty cache the first is missing
-            n_heads=patterns[0].shape[1] if patterns and patterns[0].ndim == 4 else 0,
-            n_ctx=max(batch.tokens.shape[1] for batch in batches),
-            d_vocab=vocabulary,
-            d_vocab_out=vocabulary,
-            model_name="the model of the caches",
-        )
-        self.hook_dict, self.W_E = cache, logits.new_empty(vocabulary, 0)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        raise ModelError("the metric runs the model")
-
-    hooks = __call__
+def _layers_of(cache: Mapping[str, Tensor]) -> Layers:
+    """The layers that a cache has."""
+    layers = [int(found[1]) for name in cache if (found := _LAYER.match(name))]
+    patterns = [cache[name] for name in cache if name.endswith("attn.hook_pattern")]
+    heads = patterns[0].shape[1] if patterns and patterns[0].ndim == 4 else 0
+    return Layers(max(layers, default=0) + 1, heads)  # of an empty cache the first is missing
 
 
-@contextmanager
-def _asking(model: HookedModel, metric: Metric) -> Iterator[None]:
-    """Names the cure where a metric asks the model for more than a cache shows.
+class _NoModel:
+    """What the check of a metric gets where there is no model; it names the cure if it is used."""
 
-    Errors of models speak of a model that was given, and none was.
-    """
-    try:
-        yield
-    except NotFiniteError:
-        raise
-    except ModelError as error:
-        if not isinstance(model, _OnlyCache):
-            raise
-        raise MetricError(
-            f"{metric.name} needs the prepared model of the passes, and not only their caches; "
-            "give it: al.caches.from_caches(..., model=model)"
-        ) from error
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+
+    def __getattr__(self, name: str) -> Any:
+        raise needs_model(self._owner)
 
 
 def _show(

@@ -7,12 +7,13 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from ..errors import HookError, MetricError
-from ..metrics.metric import Metric, Observation, check_values
+from ..errors import AnchorlensError, HookError, MetricError, ModelError
+from ..metrics.metric import Metric
 from ..models.batch_hooks import BatchHook, EdgeHook
-from ..models.hooked import HookedModel, device_of
+from ..models.hooked import HookedModel, check_fits, device_of
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
+from ..passes.provide import Layers, Observation, check_reads, needs_gradient
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
@@ -28,7 +29,7 @@ def check_metrics(
 ) -> None:
     """Raise an error for wrong metrics, hooks or losses before the model runs."""
     require_metrics(metrics)
-    gradient = [metric.name for metric in metrics if metric.needs_gradient]
+    gradient = [metric.name for metric in metrics if needs_gradient(metric, batches[0])]
     if gradient and loss is None:
         raise MetricError(
             f"{', '.join(gradient)} needs a gradient, and the passes here have none; give it to "
@@ -36,7 +37,7 @@ def check_metrics(
         )
     for metric in metrics:
         metric.check(model, batches, changed=hooks is not None)
-    check_values(model, metrics)
+        check_reads(Layers.of(model), metric, batches[0])
     if gradient and loss is not None:
         check_loss(loss, batches, model)
         check_gradient_of_loss(loss, batches, model)
@@ -44,7 +45,7 @@ def check_metrics(
         check_hooks(model, hooks, batches)
     first = batches[0].to(device_of(model))
     for metric in metrics:
-        check_observation(model, metric, metric.observe(model, first))
+        _check_observation(model, Observation(Layers.of(model), metric, first))
 
 
 def require_metrics(metrics: Sequence[Metric]) -> None:
@@ -101,16 +102,34 @@ def _are_hooks(hooks: Any) -> bool:
     )
 
 
-def check_observation(model: HookedModel, metric: Metric, observation: Any) -> None:
-    """Raise an error unless an observation has hooks at hook points that the model has."""
-    if not isinstance(observation, Observation):
-        raise MetricError(
-            f"{metric.name} must observe a batch with an al.Observation; got a "
-            f"{type(observation).__name__}"
-        )
+def possible(
+    model: HookedModel, batches: Sequence[PromptBatch], metrics: Sequence[Metric]
+) -> tuple[list[Metric], dict[str, AnchorlensError]]:
+    """The metrics that have a result for this model and these prompts, and errors of the others.
+
+    Raises:
+        PromptError: The prompts do not fit the model.
+    """
+    for batch in batches:
+        check_fits(model, batch)
+    able: list[Metric] = []
+    errors: dict[str, AnchorlensError] = {}
+    for metric in metrics:
+        try:
+            metric.check(model, batches, changed=False)
+            check_reads(Layers.of(model), metric, batches[0])
+        except (MetricError, ModelError) as error:
+            errors[metric.name] = error
+        else:
+            able.append(metric)
+    return able, errors
+
+
+def _check_observation(model: HookedModel, observation: Observation) -> None:
+    """Raise an error unless the model has the hook points of what a metric reads."""
     both = (observation.hooks, observation.backward_hooks)
     points = [name for hooks in both for name, _ in hooks if isinstance(name, str)]
-    _check_points(model, dict.fromkeys(points, metric.name))
+    _check_points(model, dict.fromkeys(points, observation.metric.name))
 
 
 def _check_points(model: HookedModel, users: Mapping[str, str]) -> None:

@@ -1,9 +1,9 @@
 """The runner: one batch through the model in the way that was decided, and what metrics observe.
 
 1. A batch of prompts that share tokens runs after them: their keys and values are computed once for
-   each set of demonstrations, and what metrics observe in them is observed once.
-2. Each metric says what it observes in the batch, and one pass runs with all of its hooks.
-3. Each metric says what each prompt contributed: in the shared tokens, and after them.
+   each set of demonstrations, and what metrics read in them is observed once.
+2. Each metric says what it reads of the batch, and one pass runs with all observers.
+3. Each metric gets what it reads of whole prompts, and says what each prompt contributes.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, NotFiniteError, RunError
-from ..metrics.metric import Metric, Observation, observes_prefix
+from ..metrics.metric import Metric
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
@@ -26,6 +26,7 @@ from ..passes.forward import Pass, Watched, logits_at, unedited
 from ..passes.fused_attention import run_fused
 from ..passes.late_start import Start, started
 from ..passes.losses import Loss, label_cross_entropy
+from ..passes.provide import Layers, Observation
 from ..passes.shared_prefix import (
     HooksOfBatch,
     SharedPrefixes,
@@ -40,12 +41,9 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..results.results import Results
 from ..system.processes import gather_from_processes
+from ..trials.comparison import any_loss
 from ..trials.how_to_run import HowToRun
 from ..trials.may_start_late import why_not_late
-from .checks import check_observation
-
-# What a metric observed in the shared tokens, and after them.
-_Observed = list[tuple[Metric, Observation | None, Observation]]
 
 
 class Runner:
@@ -69,8 +67,9 @@ class Runner:
         # Every batch is a PromptBatch here, so that arguments need no comparison.
         self.loss = inspect.unwrap(loss) if loss is label_cross_entropy else loss
         self.failures: dict[str, AnchorlensError] = {}
-        # What metrics observed in the shared tokens of a set, and their keys and values.
-        self._in_set: tuple[int | None, Sequence[Observation | None], KeyValues] | None = None
+        self._layers = Layers.of(model)
+        # What was observed in the shared tokens of a set, and their keys and values.
+        self._in_set: tuple[int | None, Sequence[Observation], KeyValues] | None = None
         # Set when a batch has shown that no metric changes what others observe.
         self._trusted, self._trusted_in_prefix = Event(), Event()
 
@@ -143,22 +142,22 @@ class Runner:
         """What a batch contributes, and the logits of the pass that the metrics observed."""
         hooks = no_hooks if self.hooks is None else self.hooks
         clean = None if self.hooks is None else self.logits(batch)
-        by_rows = [metric for metric in self.metrics if metric.needs_gradient]
-        if self.how.is_fused and by_rows:
-            others = [metric for metric in self.metrics if not metric.needs_gradient]
-            passes = [self._observe_rows(batch, hooks, by_rows)]
-            passes += [self._observe(batch, hooks, others)] if others else []
-        else:
-            passes = [self._observe(batch, hooks, self.metrics)]
+        by_rows = [metric for metric in self.metrics if metric.name in self.how.by_rows]
+        others = [metric for metric in self.metrics if metric.name not in self.how.by_rows]
+        passes: list[tuple[Sequence[Observation], Tensor, KeyValues | None]] = []
+        passes += [self._observe_rows(batch, hooks, by_rows)] if by_rows else []
+        passes += [self._observe(batch, hooks, others)] if others or not by_rows else []
         logits = passes[-1][1]
         # By these a resumed run recognises other hooks, which what metrics give may not show.
         labels = batch.verbalizer
-        seen = logits.logsumexp(-1) if labels is None else label_scores(logits, labels)
-        contributions = {"/label_logits": seen.cpu()}
-        for observed, of_pass in passes:
-            for metric, before, after in observed:
+        known = logits.logsumexp(-1) if labels is None else label_scores(logits, labels)
+        contributions = {"/label_logits": known.cpu()}
+        for observed, of_pass, prefix in passes:
+            for each in observed:
+                metric = each.metric
                 try:
-                    of_metric = _contributions_of(before, after, of_pass, clean)
+                    seen = each.seen(of_pass, clean, prefix)
+                    of_metric = _checked(metric.contributions(batch, seen), len(batch))
                 except NotFiniteError:  # of the gradients of the pass
                     raise
                 except AnchorlensError as error:
@@ -175,18 +174,21 @@ class Runner:
         return {name: each for of_one in reversed(of_processes) for name, each in of_one.items()}
 
     def _observe(
-        self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
-    ) -> tuple[_Observed, Tensor]:
-        """What metrics observe by hooks, and the logits."""
-        batch, set_id = after_shared(batch, self.how.lengths)
+        self, whole: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
+    ) -> tuple[Sequence[Observation], Tensor, KeyValues | None]:
+        """What metrics observe by hooks, the logits, and keys and values of shared tokens."""
+        batch, set_id = after_shared(whole, self.how.lengths)
         acting = () if hooks is no_hooks else hooks(batch)
         before: Sequence[Observation | None] = [None] * len(metrics)
         prefix = None
         if batch.first_query > 0:
             before, prefix = self._observed_in_set(set_id, batch, hooks, acting, metrics)
-        observations = [metric.observe(self.model, batch) for metric in metrics]
-        observers, backward_hooks = _read_only(metrics, observations, self._trusted)
-        needs_gradient = any(metric.needs_gradient for metric in metrics)
+        observations = [
+            Observation(self._layers, metric, batch, shared)
+            for metric, shared in zip(metrics, before, strict=True)
+        ]
+        observers, backward_hooks = _read_only(observations, self._trusted)
+        differentiates = any(metric.name in self.how.of_gradient for metric in metrics)
         is_fused = self.how.is_fused and prefix is None
         run = partial(run_fused, _run) if is_fused else _run
         logits = run(
@@ -195,39 +197,36 @@ class Runner:
             hooks=acting,
             observers=observers,
             backward_hooks=backward_hooks,
-            loss=self.loss if needs_gradient else None,
+            loss=self.loss if differentiates else None,
             prefix=prefix,
-            gradient_checkpointing=self.how.is_checkpointed and needs_gradient,
+            gradient_checkpointing=self.how.is_checkpointed and differentiates,
         )
         if prefix is not None:
             self._trusted_in_prefix.set()
-            for observation in observations:
-                if observation.use_prefix is not None:
-                    observation.use_prefix(prefix)
-        return list(zip(metrics, before, observations, strict=True)), logits
+        return observations, logits, prefix
 
     def _observe_rows(
         self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
-    ) -> tuple[_Observed, Tensor]:
+    ) -> tuple[Sequence[Observation], Tensor, None]:
         """What metrics observe of a fused attention, a few query rows at a time."""
-        observed: _Observed = [(each, None, each.observe(self.model, batch)) for each in metrics]
+        observed = [Observation(self._layers, metric, batch) for metric in metrics]
 
         def use(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
-            for metric, _, observation in observed:
-                if observation.use_rows is not None:
-                    with unedited(f"metric {metric.name!r}", "A or dL/dA", pattern, gradient):
-                        observation.use_rows(layer, rows, keys, pattern, gradient)
+            for each in observed:
+                with unedited(f"metric {each.metric.name!r}", "A or dL/dA", pattern, gradient):
+                    each.use_rows(layer, rows, keys, pattern, gradient)
 
+        differentiates = any(metric.name in self.how.of_gradient for metric in metrics)
         logits = run_fused(
             _run,
             self.model,
             batch,
             use=use,
             hooks=hooks(batch),
-            loss=self.loss,
+            loss=self.loss if differentiates else any_loss,  # rows are formed on the way back
             gradient_checkpointing=self.how.is_checkpointed,
         )
-        return observed, logits
+        return observed, logits, None
 
     def _observed_in_set(
         self,
@@ -236,23 +235,17 @@ class Runner:
         hooks: HooksOfBatch,
         acting: Sequence[Hook],
         metrics: Sequence[Metric],
-    ) -> tuple[Sequence[Observation | None], KeyValues]:
+    ) -> tuple[Sequence[Observation], KeyValues]:
         """What metrics observe in shared tokens, and the keys and values there, once for a set."""
         if self._in_set is not None and self._in_set[0] == set_id:
             return self._in_set[1:]
         self._in_set = None  # before the next one: their gradients take memory
-        shared, observations = shared_tokens(batch), list[Observation | None]()
-        for metric in metrics:
-            observation = None  # of a metric without hooks; see may_fuse
-            if observes_prefix(metric):
-                observation = metric.observe_prefix(self.model, shared)
-                check_observation(self.model, metric, observation)
-            observations.append(observation)
-        observers, backward_hooks = _read_only(metrics, observations, self._trusted_in_prefix)
+        observations = [Observation.of_shared(self._layers, metric, batch) for metric in metrics]
+        observers, backward_hooks = _read_only(observations, self._trusted_in_prefix)
         if observers or backward_hooks:
             prefix = run_shared(
                 self.model,
-                shared,
+                shared_tokens(batch),
                 in_leading_tokens(acting, batch.first_query),
                 is_fused=self.how.is_fused,
                 observers=observers,
@@ -270,15 +263,14 @@ def _run(model: HookedModel, batch: PromptBatch, **options: Any) -> Float[Tensor
 
 
 def _read_only(
-    metrics: Sequence[Metric], observations: Sequence[Observation | None], trusted: Event
+    observations: Sequence[Observation], trusted: Event
 ) -> tuple[list[Hook], list[Hook]]:
     """Forward and backward hooks of all metrics, which must not change what others observe."""
     forward: list[Hook] = []
     backward: list[Hook] = []
-    for metric, observation in zip(metrics, observations, strict=True):
-        if observation is None:
-            continue
-        watched = partial(Watched, owner=f"metric {metric.name!r}", trusted=trusted)
+    for observation in observations:
+        owner = f"metric {observation.metric.name!r}"
+        watched = partial(Watched, owner=owner, trusted=trusted)
         forward += [(name, watched(act)) for name, act in observation.hooks]
         backward += [(name, watched(act)) for name, act in observation.backward_hooks]
     return forward, backward
@@ -319,27 +311,6 @@ def results_of(
     return results
 
 
-def _contributions_of(
-    before: Observation | None, after: Observation, logits: Tensor, clean: Tensor | None
-) -> dict[str, Tensor]:
-    """What a metric observed in the shared tokens and after them, for each prompt of a batch."""
-    # Copies, so that a metric that changes its logits does not change those of the next metric.
-    count = logits.shape[0]
-    of_shared = {} if before is None else before.contributions(logits[:0], None)
-    shared = _checked(of_shared, count, alike=True)
-    clean = None if clean is None else clean.clone()
-    contributions = _checked(after.contributions(logits.clone(), clean), count)
-    for name in shared.keys() & contributions.keys():
-        if shared[name].shape != contributions[name].shape:
-            raise MetricError(
-                f"contribution {name!r} must have one shape in observe_prefix and "
-                f"observe, whose sum it is; "
-                f"got {tuple(shared[name].shape)} and {tuple(contributions[name].shape)}"
-            )
-        contributions[name] = shared[name].double() + contributions[name].double()
-    return shared | contributions
-
-
 def checking(
     contributions_of: Callable[[PromptBatch], dict[str, Tensor]],
 ) -> Callable[[PromptBatch], dict[str, Tensor]]:
@@ -347,8 +318,8 @@ def checking(
     return lambda batch: _checked(contributions_of(batch), len(batch.tokens))
 
 
-def _checked(contributions: Any, count: int, alike: bool = False) -> dict[str, Tensor]:
-    """Contributions of ``count`` prompts; with ``alike`` also those with one entry for all."""
+def _checked(contributions: Any, count: int) -> dict[str, Tensor]:
+    """Contributions of ``count`` prompts."""
     if not isinstance(contributions, Mapping):
         raise MetricError(
             f"contributions must be a dict of tensors; got a {type(contributions).__name__}"
@@ -365,13 +336,10 @@ def _checked(contributions: Any, count: int, alike: bool = False) -> dict[str, T
                 f"contribution {name!r} must be a dense tensor of numbers; got one {got}; give "
                 "values.to_dense(), on a device that holds numbers"
             )
-        if len(values) != count and not (alike and len(values) == 1):
+        if len(values) != count:
             raise MetricError(
                 f"contribution {name!r} must have one entry a prompt, {count}; got the shape "
                 f"{tuple(values.shape)}"
             )
     # Detached, because a metric that does not detach would store the graph of every batch.
-    return {
-        name: values.detach().cpu().expand(count, *values.shape[1:])
-        for name, values in contributions.items()
-    }
+    return {name: values.detach().cpu() for name, values in contributions.items()}

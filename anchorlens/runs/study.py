@@ -27,6 +27,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import check_out_of_memory, free_memory, half_of
+from ..passes.provide import needs_gradient
 from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes, no_hooks
 from ..printable import printable
 from ..prompts.batch import PromptBatch, all_padded_right, check_prompts
@@ -212,14 +213,14 @@ class Study:
         for change in (*interventions, *(() if hooks is None else (hooks,))):
             refuse_moved_hooks(self._given, self.batches, change)
             check_edges_of_hooks(self.model, change, self.batches)
-        needs_gradient = any(metric.needs_gradient for metric in metrics)
-        if gradient_checkpointing and not needs_gradient:
+        differentiates = any(needs_gradient(metric, self.batches[0]) for metric in metrics)
+        if gradient_checkpointing and not differentiates:
             raise MetricError(
                 "gradient_checkpointing=True saves memory of the gradient, but none of "
                 f"{[metric.name for metric in metrics]} needs one and the memory is the same "
                 "without; leave it out"
             )
-        of_gradient = loss if needs_gradient else None
+        of_gradient = loss if differentiates else None
         described = Pass(self.model, self.batches[0], loss=of_gradient)
         replace(described, gradient_checkpointing=gradient_checkpointing).check()
         self._store  # noqa: B018 - the folder of another run is an error before the trial

@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,12 +18,13 @@ from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.fused_attention import fused_attention
 from ..passes.losses import Loss
+from ..passes.provide import needs_gradient
 from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes
 from ..prompts.batch import PromptBatch, longest_prompt
 from ..system.free_memory import free_for_layers
 from ..system.texts import bytes_in_words
 from .comparison import agreed, any_loss, beginnings
-from .may_fuse import why_no_fused_prefix, why_not_fused, why_not_observed_fused
+from .may_fuse import read_by_rows, why_no_fused_prefix, why_not_fused
 from .may_share import shared_lengths, why_not_shared
 
 LARGE = 2**31  # bytes of the patterns of one prompt in all layers
@@ -42,6 +43,8 @@ class HowToRun:
     attention: str = ""  # of long prompts: whether it is fused, or why not
     is_fused: bool = False  # no pattern is formed, but of the tokens after shared ones
     is_checkpointed: bool = False  # blocks store only their input for the gradient
+    by_rows: frozenset[str] = frozenset()  # metrics that get rows of A where no pattern is formed
+    of_gradient: frozenset[str] = frozenset()  # metrics that need a backward pass
 
 
 def bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int:
@@ -70,6 +73,7 @@ def how_to_run(
     Metrics observe the run with the last of ``changes``, the interventions of the run.
     """
     model, attention = prefixes.model, ""
+    gradient = frozenset(each.name for each in metrics if needs_gradient(each, batches[0]))
     if patterns_are_large(model, batches):
         reason = agreed("fused attention", why_not_fused(model, batches, changes, loss))
         if not reason:
@@ -77,45 +81,50 @@ def how_to_run(
             why_whole = why_no_fused_prefix(model, batches, changes, lengths)
             why_whole = agreed("fused prefix", why_whole)
             lengths = {} if why_whole else lengths
-            reason = why_not_observed_fused(model, batches, metrics, lengths)
+            rows, reason = read_by_rows(model, batches, metrics, lengths)
             reason += f" (no fused prefix: {why_whole})" if reason and why_whole else ""
         if not reason:
-            return _fused(model, batches, metrics, lengths, why_whole, gradient_checkpointing)
+            how = HowToRun("", lengths, by_rows=rows, of_gradient=gradient)
+            return _fused(model, batches, metrics, how, why_whole, gradient_checkpointing)
         attention = f"whole patterns, because {reason}"
+    whole = HowToRun("", {}, attention, of_gradient=gradient)
     if gradient_checkpointing:
-        return HowToRun("off: blocks are checkpointed", {}, attention, is_checkpointed=True)
+        checkpointed = replace(whole, shared_prefix="off: blocks are checkpointed")
+        return replace(checkpointed, is_checkpointed=True)
     if not share_prefix:
-        return HowToRun("off: share_prefix=False", {}, attention)
+        return replace(whole, shared_prefix="off: share_prefix=False")
     lengths = shared_lengths(batches, loss)
     reason = why_not_shared(prefixes, batches, lengths, changes, metrics, loss)
     if reason := agreed("shared prefix", reason):
-        return HowToRun(f"off: {reason}", {}, attention)
-    return HowToRun(f"{_tokens_of(lengths)} of each prompt, run once for all", lengths, attention)
+        return replace(whole, shared_prefix=f"off: {reason}")
+    shared = f"{_tokens_of(lengths)} of each prompt, run once for all"
+    return replace(whole, shared_prefix=shared, lengths=lengths)
 
 
 def _fused(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     metrics: Sequence[Metric],
-    lengths: Mapping[int, int],
+    how: HowToRun,
     why_whole: str,
     is_checkpointed: bool,
 ) -> HowToRun:
     size = bytes_in_words(bytes_of_patterns(model, batches))
     attention = f"fused: the patterns of a prompt would take {size}"
-    gradients = [metric.needs_gradient for metric in metrics]
+    rows = [metric.name in how.by_rows for metric in metrics]
     if why_whole:
         shared_prefix = f"off: {why_whole}"
-    elif gradients and all(gradients):
+    elif rows and all(rows):
         shared_prefix = "off: attention is fused"
     else:
-        whole = ", but whole prompts for gradients" if any(gradients) else ""
-        shared_prefix = f"{_tokens_of(lengths)} of each prompt, run once for all{whole}"
+        whole = ", but whole prompts for rows of the attention" if any(rows) else ""
+        shared_prefix = f"{_tokens_of(how.lengths)} of each prompt, run once for all{whole}"
     why = ""
-    if any(gradients) and not is_checkpointed:
+    if any(rows) and not is_checkpointed:
         why = agreed("memory that is free", why_checkpointed(model, batches))
         attention += f"; blocks are checkpointed, because {why}" if why else ""
-    return HowToRun(shared_prefix, lengths, attention, True, is_checkpointed or bool(why))
+    made = replace(how, shared_prefix=shared_prefix, attention=attention, is_fused=True)
+    return replace(made, is_checkpointed=is_checkpointed or bool(why))
 
 
 def _tokens_of(lengths: Mapping[int, int]) -> str:

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from ..hooks import Site, hooks_on_edges
-from ..metrics.attention_times_gradient import product_hooks, row_pieces
-from ..metrics.metric import Metric, observes_prefix
+from ..metrics.edge_sums import row_pieces
+from ..metrics.metric import Metric
+from ..metrics.reads import OwnPasses
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, HookedModel, Operands, device_of, dtype_of, verified_operands
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..passes.forward import run_pass, run_prefix
 from ..passes.fused_attention import acts_when_fused, fused_attention, outside_attention
 from ..passes.losses import Loss, WordCrossEntropy
+from ..passes.observers import Layers, product_hooks
+from ..passes.provide import Observation, by_rows, needs_gradient
 from ..passes.shared_prefix import (
     HooksOfBatch,
     no_hooks,
@@ -94,39 +97,42 @@ def why_no_fused_prefix(
         return reason_of(error)
 
 
-def why_not_observed_fused(
+def read_by_rows(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     metrics: Sequence[Metric],
     lengths: Mapping[int, int],
-) -> str:
-    """Which metric cannot observe passes without a pattern; empty if all can."""
+) -> tuple[frozenset[str], str]:
+    """The metrics that get rows of the attention, as no pattern is formed; or one that cannot."""
     shortest = min(batches, key=lambda batch: batch.tokens.shape[1])
     prompt = shortest.to(device_of(model)).prompt(0)
-    able = (_can_observe(model, prompt, metric, lengths) for metric in metrics)
-    unable = [metric.name for metric, can in zip(metrics, able, strict=True) if not can]
-    return f"{unable[0]} needs them" if unable else ""
+    after, _ = after_shared(prompt, lengths)
+    rows = set[str]()
+    for metric in metrics:
+        if _reads_after(model, metric, after):
+            continue
+        if not by_rows(metric, prompt):
+            return frozenset(), f"{metric.name} needs them"
+        rows.add(metric.name)
+    return frozenset(rows), ""
+
+
+def _reads_after(model: HookedModel, metric: Metric, batch: PromptBatch) -> bool:
+    """Whether a metric reads nothing of patterns before the tokens that form them."""
+    observed = [Observation(Layers.of(model), metric, batch)]
+    if not batch.is_whole:
+        observed = [Observation.of_shared(Layers.of(model), metric, batch)]
+    elif any(isinstance(read, OwnPasses) for read in observed[0].reads.values()):
+        return False
+    if needs_gradient(metric, batch) or any(each.backward_hooks for each in observed):
+        return False
+    read = {point for each in verified_operands[model] if each for point in (each.query, each.key)}
+    hooks = [hook for each in observed for hook in each.hooks]
+    return all(outside_attention(model, [hook]) or hook[0] in read for hook in hooks)
 
 
 def _beginnings_of(model: HookedModel, batches: Sequence[PromptBatch]) -> PromptBatch:
     return beginnings(two_of(batches[0]), _TRIED).to(device_of(model))
-
-
-def _can_observe(
-    model: HookedModel, prompt: PromptBatch, metric: Metric, lengths: Mapping[int, int]
-) -> bool:
-    """Whether a metric can observe passes without a pattern."""
-    observed = metric.observe(model, prompt)
-    if not observed.hooks and not observed.backward_hooks and observed.use_prefix is None:
-        return True
-    if metric.needs_gradient:
-        return observed.use_rows is not None
-    after, _ = after_shared(prompt, lengths)
-    if after.is_whole or not observes_prefix(metric):
-        return False
-    in_prefix = metric.observe_prefix(model, shared_tokens(after))
-    read = {point for each in verified_operands[model] if each for point in (each.query, each.key)}
-    return all(outside_attention(model, [hook]) or hook[0] in read for hook in in_prefix.hooks)
 
 
 def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
@@ -151,7 +157,7 @@ def _compare_products(model: HookedModel, batch: PromptBatch, change: HooksOfBat
         ours[layer][:, :, rows, keys] = pattern * slope
 
     hooks = change(batch)
-    observers, backward_hooks = product_hooks(model, store)
+    observers, backward_hooks = product_hooks(Layers.of(model), store)
     expected = run_pass(
         model,
         batch,

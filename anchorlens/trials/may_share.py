@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MemoryLimitError, MetricError
-from ..metrics.attention_times_gradient import product_hooks
-from ..metrics.metric import Metric, observes_prefix
+from ..errors import MemoryLimitError
+from ..metrics.metric import Metric
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
-from ..models.hooked import Hook, HookedModel, device_of, pattern_name
+from ..models.hooked import Hook, HookedModel, device_of
 from ..models.kv_cache import KeyValues
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..models.rotary import rotate_alike, rotates_by_length
@@ -19,6 +18,8 @@ from ..passes.forward import run_pass, run_prefix
 from ..passes.loss_checks import targets_of
 from ..passes.losses import Loss
 from ..passes.memory import of_what_fits
+from ..passes.observers import Layers, product_hooks
+from ..passes.provide import begins_as, needs_gradient, why_whole
 from ..passes.shared_prefix import (
     HooksOfBatch,
     SharedPrefixes,
@@ -48,8 +49,9 @@ def why_not_shared(
 ) -> str:
     """Why shared tokens cannot run once; empty if that gives the same logits and gradients."""
     model = prefixes.model
-    if without := [metric.name for metric in metrics if not observes_prefix(metric)]:
-        return f"{', '.join(without)} without observe_prefix"
+    for metric in metrics:
+        if reason := why_whole(metric, batches[0]):
+            return reason
     if has_user_hooks(model):
         return HOOKS_OF_USER
     if not lengths:
@@ -62,13 +64,13 @@ def why_not_shared(
             return reason
     # A set with a length is alone in its batches.
     sharing = [batch for batch in batches if int(batch.demonstrations_id[0]) in lengths]
-    if reason := _why_not_observed(model, sharing, lengths, metrics):
+    if reason := _why_not_alike(sharing, lengths, metrics):
         return reason
     # The longest prompt: most can differ there.
     longest = max(sharing, key=lambda batch: int(batch.attention_mask.sum(1).max()))
     few = two_of(longest).to(device_of(model))
     trials = []
-    if loss is not None and any(metric.needs_gradient for metric in metrics):
+    if loss is not None and any(needs_gradient(metric, few) for metric in metrics):
         trials.append(partial(_compare_saliency, model, lengths, changes[-1], loss))
         runs = [change for change in runs if change is not changes[-1]]
     trials.append(partial(_compare_logits, prefixes, lengths, runs))
@@ -121,7 +123,7 @@ def _compare_saliency(
         def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
             products[layer] = pattern * gradient
 
-        hooks, backward_hooks = product_hooks(model, store, free_later=True)
+        hooks, backward_hooks = product_hooks(Layers.of(model), store, free_later=True)
         return {"observers": hooks, "backward_hooks": backward_hooks}
 
     expected = run_pass(model, batch, hooks=change(batch), loss=loss, **stored_in(whole))
@@ -142,35 +144,19 @@ def _compare_saliency(
     return why_not_equal("saliencies", SALIENCY_TOLERANCE, *pairs)
 
 
-def _why_not_observed(
-    model: HookedModel,
+def _why_not_alike(
     batches: Sequence[PromptBatch],
     lengths: Mapping[int, int],
     metrics: Sequence[Metric],
 ) -> str:
-    """Why a metric cannot observe shared tokens; empty if it can.
-
-    The gradient of some points does not go through a cached prefix: a bridge calls hook_q, hook_k,
-    hook_v and hook_z with copies of what attention uses.
-    """
+    """Why what a metric reads in shared tokens is not one for all prompts; empty if it is."""
     first: dict[int | None, PromptBatch] = {}
     for set_id, batch in zip(only_sets(batches), batches, strict=True):
-        if set_id not in first:
-            first[set_id] = shared_tokens(after_shared(batch, lengths)[0])
+        after, _ = after_shared(batch, lengths)
+        one = first.setdefault(set_id, after)
         for metric in metrics:
-            if not metric.begins_as(batch, first[set_id]):
+            if not begins_as(metric, after, one):
                 return f"{metric.name} differs between prompts that share their demonstrations"
-    after, _ = after_shared(batches[0].to(device_of(model)), lengths)
-    compared = {pattern_name(layer) for layer in range(model.cfg.n_layers)}
-    for metric in metrics:
-        if metric.needs_gradient:
-            try:
-                observation = metric.observe_prefix(model, shared_tokens(after))
-            except MetricError as error:
-                return str(error)
-            for point, _ in observation.backward_hooks:
-                if point not in compared:
-                    return f"gradients at {point} are not compared with whole prompts"
     return ""
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from anchorlens.metrics.attention_times_gradient import EdgeSets, EdgeSums
+from anchorlens.metrics.attention_times_gradient import row_pieces as pieces_of
 from torch import Tensor
 
 from anchorlens.metrics import weights
-from anchorlens.metrics.attention_times_gradient import EdgeSets, EdgeSums
-from anchorlens.metrics.attention_times_gradient import row_pieces as pieces_of
 from anchorlens.prompts.edge_set import EdgeSet
 from anchorlens.system import row_pieces
 from tests.support.measures import difference

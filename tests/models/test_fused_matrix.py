@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from anchorlens.metrics.attention_times_gradient import product_hooks
 from torch import Tensor
 from transformers.models.gptj import modeling_gptj
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.metrics.attention_times_gradient import product_hooks
 from anchorlens.models.hooked import Hook
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.replaced_attention import _Interface, attention_by

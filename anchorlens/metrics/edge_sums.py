@@ -1,16 +1,13 @@
 """A * dL/dA, or another weight of attention edges, summed over sets of edges.
 
-1. A pattern is stored when its layer runs, and its gradient comes later (``product_hooks``).
-2. Both are cut into a few query rows, in float32 or wider (``row_pieces``): with thousands of
-   tokens the pattern of one layer takes gigabytes, so it is never copied.
-3. A weight makes of them a number for each edge, merged over heads and of each head (``weights``).
-4. These are summed over the edges of each set, or from each segment to each (``EdgeSums``).
+1. A and dL/dA are cut into a few query rows, in float32 or wider (``row_pieces``): with thousands
+   of tokens the pattern of one layer takes gigabytes, so it is never copied.
+2. A weight makes of them a number for each edge, merged over heads and of each head (``weights``).
+3. These are summed over the edges of each set, or from each segment to each (``EdgeSums``).
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -18,71 +15,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError
-from ..models.head_outputs import require_transformed_values, transformed_values
-from ..models.hooked import (
-    Hook,
-    HookedModel,
-    check_fits,
-    hooks_by_layer,
-    names_of_layers,
-    pattern_name,
-    values_name,
-)
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..results.contributions import Contributions
 from ..system import row_pieces as pieces
 from ..system.arguments import called
 from ..system.texts import described, name_of
-from .metric import Metric, Observation
 from .weights import (
     EdgeWeights,
     Pattern,
     Values,
     Weight,
     WithValues,
-    attention,
     saliency,
     saliency_of_heads,
 )
 
 _SMALL = 16  # pieces, in bytes of tables of edges
-
-
-def product_hooks(
-    model: HookedModel, use: Callable[[int, Pattern, Pattern], None], *, free_later: bool = False
-) -> tuple[list[Hook], list[Hook]]:
-    """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer.
-
-    A pattern is freed after the backward pass of its layer, or with the hooks if ``free_later``.
-    """
-    patterns: dict[int, Tensor] = {}
-
-    def store(layer: int, pattern: Tensor, hook: Any) -> None:
-        patterns[layer] = pattern.detach()
-
-    def multiply(layer: int, gradient: Tensor, hook: Any) -> None:
-        use(layer, patterns[layer] if free_later else patterns.pop(layer), gradient)
-
-    points = list(enumerate(names_of_layers(model, pattern_name)))
-    hooks: list[Hook] = [(point, partial(store, layer)) for layer, point in points]
-    return hooks, [(point, partial(multiply, layer)) for layer, point in points]
-
-
-def value_product_hooks(
-    model: HookedModel, use: Callable[[int, Pattern, Pattern, Values], None]
-) -> tuple[list[Hook], list[Hook]]:
-    """As ``product_hooks``, but ``use`` also gets the values, as ``WithValues`` describes them."""
-    values: dict[int, Tensor] = {}
-
-    def store(layer: int, of_layer: Tensor) -> None:
-        values[layer] = of_layer.detach()
-
-    def use_with_values(layer: int, pattern: Pattern, gradient: Pattern) -> None:
-        use(layer, pattern, gradient, transformed_values(model, layer, values.pop(layer)))
-
-    hooks, backward_hooks = product_hooks(model, use_with_values)
-    return [*hooks, *hooks_by_layer(model, values_name, store)], backward_hooks
 
 
 class EdgeSets:
@@ -100,6 +49,11 @@ class EdgeSets:
         if self._table is not None:
             return self._table.sum((2, 3))
         return torch.stack([edges.counts() for edges in self.sets], dim=1)
+
+    def begin_as(self, other: Any, length: int) -> bool:
+        """Whether the first positions of every prompt have the edges of a single other prompt."""
+        pairs = zip(self.sets, other.sets, strict=True)
+        return all(edges.begins_as(one.before(length)) for edges, one in pairs)
 
     def sums(
         self, queries: slice, keys: slice, *weights: Float[Tensor, "batch _ query key"]
@@ -126,6 +80,10 @@ class Segments:
         earlier = counts.cumsum(2) - counts
         return torch.einsum("bsi,bti->bst", counts, earlier)
 
+    def begin_as(self, other: Any, length: int) -> bool:
+        """Whether the first positions of every prompt are in the segments of another prompt."""
+        return bool((self.positions[..., :length] == other.positions[..., :length]).all())
+
     def sums(
         self, queries: slice, keys: slice, *weights: Float[Tensor, "batch _ query key"]
     ) -> list[Float[Tensor, "batch _ segment segment"]]:
@@ -146,8 +104,8 @@ class Segments:
 class EdgeSums:
     """Sums of a weight over sets of edges, layer by layer, merged over heads and of each head."""
 
-    def __init__(self, sets: EdgeSets | Segments, weight: Weight | WithValues, first_query: int):
-        self.sets, self.weight, self.first_query = sets, weight, first_query
+    def __init__(self, sets: EdgeSets | Segments, weight: Weight | WithValues) -> None:
+        self.sets, self.weight = sets, weight
         self._is_product = is_product(weight)
         self._of_layers: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
 
@@ -157,14 +115,15 @@ class EdgeSums:
         pattern: Float[Tensor, "_ head query key"],
         gradient: Pattern,
         *values: Values,
+        first: int = 0,
     ) -> None:
-        """Sum the weights of a layer, in place of those of the batch before.
+        """Sum the weights of a layer, whose first query row is at the position ``first``.
 
         The tokens that prompts share have one pattern for the gradients of all prompts.
         """
-        self._of_layers[layer] = []
         for rows, a, slope in row_pieces(pattern.expand_as(gradient), gradient):
-            self.add_rows(layer, rows, slice(0, a.shape[3]), a, slope, *values)
+            queries = slice(first + rows.start, first + rows.stop)
+            self.add_rows(layer, queries, slice(0, a.shape[3]), a, slope, *values)
 
     def add_rows(
         self,
@@ -176,15 +135,14 @@ class EdgeSums:
         *values: Values,
     ) -> None:
         """Add the weights of some query rows, in float32 or wider."""
-        queries = slice(self.first_query + rows.start, self.first_query + rows.stop)
         merged, of_heads = merged_and_of_heads(self.weight, pattern, gradient, *values)
-        sums = torch.cat(self.sets.sums(queries, keys, merged[:, None], of_heads), dim=1)
+        sums = torch.cat(self.sets.sums(rows, keys, merged[:, None], of_heads), dim=1)
         # The reason of sums that are not finite. Of a product it can only be the gradient.
         known = None if self._is_product else gradient.isfinite().all()
         self._of_layers.setdefault(layer, []).append((sums, known))
 
-    def contributions(self, *logits: Tensor | None) -> dict[str, Tensor]:
-        """Sums over edges, and those of each head: [batch, layer, (head,) *sets], on the CPU.
+    def total(self) -> Float[Tensor, "batch layer _ *sets"]:
+        """Sums over edges, merged over heads and then of each head, on the CPU.
 
         An error for a NaN, which would stand for "no edge", names the gradient or the weight.
         """
@@ -193,61 +151,19 @@ class EdgeSums:
         # One copy to the CPU, because a GPU waits at each.
         device = layers[0].device  # layers may lie on several
         together = torch.stack([each.to(device) for each in layers], dim=1).cpu()
-        sums, of_heads = together[:, :, 0].clone(), together[:, :, 1:].clone()
-        if not sums.isfinite().all():
+        if not together[:, :, 0].isfinite().all():
             known = [finite is not None and bool(finite) for each in pieces for _, finite in each]
             raise not_finite(self.weight, all(known))
-        return {"sums": sums, "head_sums": of_heads}
+        return together
 
 
-class EdgeFlows(Metric):
-    """Sums of a weight over the edges that ``sets_of`` gives, and the number of these edges."""
-
-    needs_gradient: ClassVar[bool] = True
-
-    if TYPE_CHECKING:  # an option of each class
-
-        @property
-        def weight(self) -> Weight | WithValues: ...
-
-    @property
-    def reads_values(self) -> bool:
-        """Whether the weight uses the gradient or the values; that of the attention does not."""
-        return self.weight is not attention
-
-    @abstractmethod
-    def sets_of(self, batch: PromptBatch) -> EdgeSets | Segments:
-        """Over which edges of a batch the weight is summed."""
-
-    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error where sets do not fit the prompts, or the model hides what is needed."""
-        if isinstance(self.weight, WithValues):
-            require_transformed_values(model)
-        try_weight(self.weight, model.cfg.n_heads, batches[0])
-        for batch in batches:
-            self.sets_of(batch)
-
-    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe A and dL/dA of every layer; store only sums over edges."""
-        check_fits(model, batch)  # before the edges of many tokens
-        sets = self.sets_of(batch)
-        sums, counts = EdgeSums(sets, self.weight, batch.first_query), sets.counts()
-
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return {**sums.contributions(), "counts": counts}
-
-        if isinstance(self.weight, WithValues):
-            require_transformed_values(model)
-            return Observation(contributions, *value_product_hooks(model, sums.add))
-        return Observation(contributions, *product_hooks(model, sums.add), sums.add_rows)
-
-    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe the edges between shared tokens, with the gradient of each prompt."""
-        if isinstance(self.weight, WithValues):  # of shared tokens these are not computed again
-            raise MetricError(f"{self.name} needs the values of all tokens of each prompt")
-        check_fits(model, batch)
-        sums = EdgeSums(self.sets_of(batch), self.weight, 0)
-        return Observation(sums.contributions, *product_hooks(model, sums.add, free_later=True))
+def sums_and_counts(sums: Tensor, sets: EdgeSets | Segments) -> dict[str, Tensor]:
+    """What each prompt contributes to flows: sums, those of each head, and how many edges."""
+    return {
+        "sums": sums[:, :, 0].clone(),
+        "head_sums": sums[:, :, 1:].clone(),
+        "counts": sets.counts(),
+    }
 
 
 def mean_weights(contributions: Contributions) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,266 @@
+"""What a metric reads of a pass, as values; ``passes/provide.py`` alone knows how it is got.
+
+1. ``At``: numbers at a few positions, such as the attention from the target to label words.
+2. ``Sums``: a weight of attention edges, summed over sets of edges or between segments.
+3. ``Blocks``: what any function makes of rows of the pattern, added over the rows of a layer.
+4. ``Hooks``: hooks of TransformerLens, for what the other three do not have.
+
+A metric always names columns of whole prompts and gets numbers of whole prompts, whether shared
+tokens ran once for all of them, or a long prompt's pattern was formed a few rows at a time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import MetricError
+from ..prompts.batch import PromptBatch
+from ..prompts.edges import PositionsOfBatch
+from ..system.arguments import called, checked
+from ..system.texts import described
+from .edge_sums import EdgeSets, Segments
+from .weights import Pattern, Weight, WithValues, attention
+
+PATTERN, SLOPE, QUERIES, KEYS, VALUES = "pattern", "slope", "queries", "keys", "values"
+_OF_EDGES = (PATTERN, SLOPE)
+Columns = Int[Tensor, "batch chosen"]
+
+
+@checked
+@dataclass(frozen=True, eq=False)
+class At:
+    """Numbers at a few positions of each prompt.
+
+    Attributes:
+        what: ``"pattern"`` (A after the softmax), ``"slope"`` (dL/dA), ``"queries"`` or ``"keys"``
+            (those that attention multiplies), or a hook point of every layer with ``{}`` for its
+            number, such as ``"blocks.{}.hook_resid_post"``.
+        queries: The positions: Int["batch chosen"], or a function of the batch, as those in
+            ``al.edges``, that gives as many in each prompt.
+        keys: Of a pattern or slope the keys, in the same form; by default all keys of the rows.
+        pairs: Query and key of one place in both lists belong together.
+
+    The metric gets [batch, layer, head, query, key] of a pattern or slope ([batch, layer, head,
+    pair] with ``pairs``), [batch, layer, head, position, d_head] of queries (of keys one head for
+    all query heads that share it), and [batch, layer, position, ...] at a hook point.
+
+    Examples:
+        >>> al.reads.At("pattern", al.edges.target, al.edges.anchors).needs
+        frozenset({'pattern'})
+    """
+
+    what: str
+    queries: Columns | PositionsOfBatch
+    keys: Columns | PositionsOfBatch | None = None
+    pairs: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.keys is not None or self.pairs) and self.what not in _OF_EDGES:
+            raise MetricError(
+                f"only a pattern or a slope is read at keys; {self.what!r} has positions alone"
+            )
+        if self.pairs and self.keys is None:
+            raise MetricError("pairs=True joins each query with a key; give keys")
+        if self.what not in (*_OF_EDGES, QUERIES, KEYS) and "{}" not in self.what:
+            raise MetricError(
+                f"what is read at positions is 'pattern', 'slope', 'queries', 'keys' or a hook "
+                f"point with {{}} for the layer, 'blocks.{{}}.hook_resid_post'; got {self.what!r}"
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What of the attention is needed."""
+        return frozenset({self.what} & {*_OF_EDGES, QUERIES, KEYS})
+
+    def columns(self, batch: PromptBatch, owner: str) -> tuple[Columns, Columns | None]:
+        """The positions of queries and keys in the columns of a batch, on the CPU."""
+        queries = _columns(batch, owner, "queries", self.queries)
+        keys = None if self.keys is None else _columns(batch, owner, "keys", self.keys)
+        if self.pairs and keys is not None and keys.shape != queries.shape:
+            raise MetricError(
+                f"{owner} reads pairs of queries and keys, but gave {queries.shape[1]} queries and "
+                f"{keys.shape[1]} keys"
+            )
+        return queries, keys
+
+
+@checked
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """A weight of edges, summed over sets of edges: [batch, layer, 1 + head, *sets].
+
+    The first of the heads is the weight merged over all heads, the others that of each alone.
+
+    Attributes:
+        weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``.
+        sets: The edges, of whole prompts.
+    """
+
+    weight: Weight | WithValues
+    sets: EdgeSets | Segments
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What of the attention is needed; the weight ``attention`` needs no gradient."""
+        if self.weight is attention:
+            return frozenset({PATTERN})
+        return frozenset(
+            {PATTERN, SLOPE} | ({VALUES} & {isinstance(self.weight, WithValues) * VALUES})
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some query rows of a layer, and the keys that they see.
+
+    Attributes:
+        layer: Number of the layer.
+        rows: The query rows, in the columns of whole prompts.
+        keys: The keys, likewise.
+        pattern: A there, [batch, head, query, key], in float32 or wider.
+        slope: dL/dA there, if it was asked for.
+    """
+
+    layer: int
+    rows: slice
+    keys: slice
+    pattern: Pattern
+    slope: Pattern | None
+
+
+@checked
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """What a function makes of blocks of the attention, added over the blocks of each layer.
+
+    Attributes:
+        of: Function of a ``Block`` to a tensor [batch, ...]. Each row of each layer comes once.
+        slope: Whether it needs dL/dA.
+        whole: A layer is one block, and layers come in order; prompts then run whole, with whole
+            patterns.
+
+    The metric gets [batch, layer, ...].
+    """
+
+    of: Callable[[Block], Tensor]
+    slope: bool = False
+    whole: bool = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What of the attention is needed."""
+        return frozenset({PATTERN, SLOPE} if self.slope else {PATTERN})
+
+
+@checked
+@dataclass(frozen=True, eq=False)
+class Hooks:
+    """Hooks of TransformerLens, which see whole prompts.
+
+    Attributes:
+        found: What the hooks fill, such as a dict; the metric gets it back.
+        hooks: Forward hooks. They must return None and change nothing in place; otherwise an error
+            names the metric. With ``gradient_checkpointing=True`` those inside blocks observe when
+            a block runs again, and their tensors have no graph.
+        backward_hooks: Hooks on the gradient of a hook point's output.
+    """
+
+    found: Any
+    hooks: Sequence[Any] = ()
+    backward_hooks: Sequence[Any] = ()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What of the attention is needed: a gradient where there are hooks on one."""
+        return frozenset({SLOPE} if self.backward_hooks else ())
+
+
+@dataclass(frozen=True, eq=False)
+class OwnPasses:
+    """For a metric that makes passes of its own: the model, and what shared tokens left."""
+
+    needs: frozenset[str] = field(default=frozenset({VALUES}), init=False)
+
+
+Read = At | Sums | Blocks | Hooks | OwnPasses
+Reads = Mapping[str, Read]
+
+
+class Seen(Mapping[str, Any]):
+    """What a metric asked for, of every prompt of a batch, by the names of its reads.
+
+    Attributes:
+        logits: Logits at the targets, in float32 or wider; a copy for this metric alone.
+        clean: Those of the run without hooks where hooks change the run, else None.
+        n_heads: Query heads of a layer.
+    """
+
+    def __init__(
+        self,
+        found: Mapping[str, Any],
+        dtypes: Mapping[str, torch.dtype],
+        logits: Float[Tensor, "batch vocab"],
+        clean: Float[Tensor, "batch vocab"] | None,
+        n_heads: int,
+    ) -> None:
+        self._found, self._dtypes = found, dtypes
+        self.logits, self.clean, self.n_heads = logits, clean, n_heads
+
+    def __getitem__(self, name: str) -> Any:
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which the model had these numbers; of several the coarsest."""
+        return self._dtypes[name]
+
+
+def _columns(
+    batch: PromptBatch, owner: str, name: str, given: Columns | PositionsOfBatch
+) -> Columns:
+    batch = batch.on_cpu
+    columns: Any = given
+    if callable(given):
+        mask: Any = called(f"{name} of {owner}", given, "the batch", batch)
+        is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+        if not is_mask or mask.shape != batch.tokens.shape:
+            raise MetricError(
+                f"{name} of {owner} must give a tensor of True and False with the shape (batch, "
+                f"position) = {tuple(batch.tokens.shape)}, as al.edges.anchors does; got "
+                f"{described(mask)}"
+            )
+        counts = (mask.cpu() & batch.attention_mask).sum(1)
+        if (counts != counts[0]).any():
+            raise MetricError(
+                f"{name} of {owner} are {int(counts.min())} to {int(counts.max())} positions of a "
+                "prompt; numbers are read at as many in each, so read them as a block "
+                "(al.reads.Blocks)"
+            )
+        columns = (mask.cpu() & batch.attention_mask).nonzero()[:, 1].view(len(batch), -1)
+    columns = columns.cpu()
+    inside = columns.ndim == 2 and len(columns) == len(batch)
+    if not inside or not columns.numel() or not (0 <= columns).all():
+        raise MetricError(
+            f"{name} of {owner} must be positions (batch, chosen), at least one for each of "
+            f"{len(batch)} prompts; got {described(given)}"
+        )
+    if (columns >= batch.tokens.shape[1]).any():
+        raise MetricError(
+            f"{name} of {owner} must be positions below {batch.tokens.shape[1]}, the length of the "
+            f"prompts; got {int(columns.max())}"
+        )
+    return columns
+
+
+def needs_of(reads: Reads) -> frozenset[str]:
+    """What of the attention a metric needs."""
+    return frozenset[str]().union(*(read.needs for read in reads.values()))

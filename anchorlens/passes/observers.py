@@ -1,0 +1,340 @@
+"""What gets the numbers of one read in one pass: hooks, or a function of rows of A and dL/dA.
+
+``provide.py`` makes one for each read of a metric. A pass runs the columns of whole prompts from
+``first`` on; those before it ran once for all prompts of a set, with observers of their own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import MetricError
+from ..metrics.edge_sums import EdgeSums, row_pieces
+from ..metrics.reads import KEYS, PATTERN, QUERIES, SLOPE, VALUES, At, Block, Blocks, Hooks, Sums
+from ..metrics.weights import Pattern, Values
+from ..models.head_outputs import of_one_width, transformed_values
+from ..models.hooked import (
+    Hook,
+    HookedModel,
+    Operands,
+    pattern_name,
+    require_prepared,
+    values_name,
+    verified_operands,
+)
+from ..prompts.batch import PromptBatch
+from ..system.arguments import called
+from ..system.devices import beside, on_one_device, wide
+from ..system.texts import described
+
+Use = Callable[[int, Pattern, Pattern], None]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers whose tensors are read: those of a model, or as many as a cache has."""
+
+    count: int
+    n_heads: int
+    model: HookedModel | None = None
+
+    @classmethod
+    def of(cls, model: HookedModel) -> "Layers":
+        return cls(int(model.cfg.n_layers), int(model.cfg.n_heads), model)
+
+    def hooks(
+        self, name: Callable[[int], str], observe: Callable[[int, Tensor], Any]
+    ) -> list[Hook]:
+        """A hook in every layer that passes its number and tensor to ``observe``."""
+
+        def act(layer: int, tensor: Tensor, hook: Any) -> None:
+            observe(layer, tensor)
+
+        return [(name(layer), partial(act, layer)) for layer in range(self.count)]
+
+    def operands(self, owner: str) -> list[Operands]:
+        """The hook points of the queries and keys that each layer multiplies."""
+        model = self.needed(owner)
+        require_prepared(model)
+        of_layers = verified_operands[model]
+        missing = [layer for layer, operands in enumerate(of_layers) if operands is None]
+        if missing:
+            raise MetricError(
+                f"in layers {missing} of {model.cfg.model_name} the queries and keys that attention "
+                "multiplies stand at no hook point, or a soft cap is saturated, so that this cannot "
+                f"be verified: {owner} might read other vectors; leave it out"
+            )
+        return [operands for operands in of_layers if operands is not None]
+
+    def needed(self, owner: str) -> HookedModel:
+        """The model, for what a cache does not show."""
+        if self.model is None:
+            raise needs_model(owner)
+        return self.model
+
+
+def needs_model(owner: str) -> MetricError:
+    """The error for a metric that needs more than a cache shows."""
+    return MetricError(
+        f"{owner} needs the prepared model of the passes, and not only their caches; give it: "
+        "al.caches.from_caches(..., model=model)"
+    )
+
+
+def product_hooks(
+    layers: Layers, use: Callable[[int, Pattern, Pattern], None], *, free_later: bool = False
+) -> tuple[list[Hook], list[Hook]]:
+    """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer.
+
+    A pattern is freed after the backward pass of its layer, or with the hooks if ``free_later``.
+    """
+    patterns: dict[int, Tensor] = {}
+
+    def store(layer: int, pattern: Tensor) -> None:
+        patterns[layer] = pattern.detach()
+
+    def multiply(layer: int, gradient: Tensor) -> None:
+        use(layer, patterns[layer] if free_later else patterns.pop(layer), gradient)
+
+    return layers.hooks(pattern_name, store), layers.hooks(pattern_name, multiply)
+
+
+class Observer:
+    """The observer of a read that needs nothing of a pass; of shared tokens also ``begin``."""
+
+    hooks: Sequence[Hook] = ()
+    backward_hooks: Sequence[Hook] = ()
+
+    def begin(self, read: Any) -> None:
+        """Of shared tokens: what is read of the batch whose gradients come next."""
+
+    def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
+        """Get rows of A and dL/dA, in float32 or wider, where no pattern is formed."""
+
+    def found(self) -> Any:
+        """What was observed in the pass."""
+        return None
+
+    def after(self, shared: "Observer", count: int) -> Any:
+        """What was observed in shared tokens and after them, for ``count`` prompts."""
+        before, after = shared.found(), self.found()
+        if before is None or after is None:
+            return after if before is None else before.expand(count, *before.shape[1:])
+        return before.expand(count, *before.shape[1:]).double() + after.double()
+
+    def dtype(self) -> torch.dtype | None:
+        """The type in which the model had the numbers; of several the coarsest."""
+        return None
+
+
+class HooksObserver(Observer):
+    """Hooks of the user."""
+
+    def __init__(self, read: Hooks) -> None:
+        self._found, self.hooks, self.backward_hooks = read.found, read.hooks, read.backward_hooks
+
+    def found(self) -> Any:
+        return self._found
+
+
+class SumsObserver(Observer):
+    """Sums of a weight over sets of edges."""
+
+    def __init__(self, layers: Layers, read: Sums, owner: str, first: int, shared: bool) -> None:
+        self._first = first
+        self.begin(read)
+        if VALUES in read.needs:
+            self.hooks, self.backward_hooks = value_product_hooks(layers, owner, self._add)
+        elif SLOPE in read.needs:
+            self.hooks, self.backward_hooks = product_hooks(layers, self._add, free_later=shared)
+        else:
+            self.hooks = layers.hooks(pattern_name, self._add_pattern)
+
+    def begin(self, read: Any) -> None:
+        self._sums = EdgeSums(read.sets, read.weight)
+
+    def _add(self, layer: int, pattern: Pattern, slope: Pattern, *values: Values) -> None:
+        self._sums.add(layer, pattern, slope, *values, first=self._first)
+
+    def _add_pattern(self, layer: int, pattern: Tensor) -> None:
+        self._add(layer, pattern.detach(), pattern.detach())  # the weight uses the first alone
+
+    def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
+        self._sums.add_rows(layer, rows, keys, a, slope)
+
+    def found(self) -> Tensor:
+        return self._sums.total()
+
+
+class BlocksObserver(Observer):
+    """What a function of the user makes of blocks, added over those of a layer."""
+
+    def __init__(self, layers: Layers, read: Blocks, owner: str, first: int, shared: bool) -> None:
+        self._owner, self._first = owner, first
+        self.begin(read)
+        if read.slope:
+            self.hooks, self.backward_hooks = product_hooks(layers, self._add, free_later=shared)
+        else:
+            self.hooks = layers.hooks(pattern_name, self._add_pattern)
+
+    def begin(self, read: Any) -> None:
+        self._read: Blocks = read
+        self._of_layers: dict[int, Tensor] = {}
+
+    def _add(self, layer: int, pattern: Pattern, slope: Pattern) -> None:
+        for rows, a, of_rows in row_pieces(pattern.expand_as(slope), slope):
+            queries = slice(self._first + rows.start, self._first + rows.stop)
+            self.use_rows(layer, queries, slice(0, a.shape[3]), a, of_rows)
+
+    def _add_pattern(self, layer: int, pattern: Tensor) -> None:
+        a = pattern.detach()
+        if not self._read.whole:
+            self._add(layer, a, a)
+            return
+        end = self._first + a.shape[2]
+        self.use_rows(layer, slice(self._first, end), slice(0, a.shape[3]), wide(a), wide(a))
+
+    def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
+        block = Block(layer, rows, keys, a, slope if self._read.slope else None)
+        made: Any = called(f"a function of {self._owner}", self._read.of, "a block", block)
+        if not isinstance(made, Tensor) or made.ndim == 0 or len(made) != len(a):
+            raise MetricError(
+                f"a function of blocks gives a tensor [batch, ...] for {len(a)} prompts; that of "
+                f"{self._owner} gave {described(made)}"
+            )
+        before = self._of_layers.get(layer)
+        self._of_layers[layer] = made.detach() if before is None else before + made.detach()
+
+    def found(self) -> Tensor:
+        return _by_layer(self._of_layers)
+
+
+class AtObserver(Observer):
+    """Numbers at the chosen positions that lie in the columns of a pass."""
+
+    def __init__(
+        self, layers: Layers, read: At, owner: str, batch: PromptBatch, columns: slice
+    ) -> None:
+        self._read, self._length = read, batch.tokens.shape[1]
+        self._of_layers: dict[int, Tensor] = {}
+        self._dtypes: set[torch.dtype] = set()
+        queries, keys = read.columns(batch, owner)
+        inside = (queries >= columns.start) & (queries < columns.stop)
+        self.places = inside[0].nonzero().flatten()  # the same in all prompts, see ``begins_as``
+        if not len(self.places):
+            return
+        self._first, self._stop = columns.start, columns.stop
+        self._queries = queries[:, self.places]
+        self._keys = keys[:, self.places] if read.pairs and keys is not None else keys
+        if read.what == SLOPE:
+            self.backward_hooks = layers.hooks(pattern_name, self._add_rows)
+        elif read.what == PATTERN:
+            self.hooks = layers.hooks(pattern_name, self._add_rows)
+        elif read.what in (QUERIES, KEYS):
+            of_layers = layers.operands(owner)
+
+            def point(layer: int) -> str:
+                return of_layers[layer].query if read.what == QUERIES else of_layers[layer].key
+
+            self.hooks = layers.hooks(point, partial(self._add_heads, of_layers))
+        else:
+            self.hooks = layers.hooks(read.what.format, self._add_states)
+
+    def _add_rows(self, layer: int, table: Tensor) -> None:
+        self._dtypes.add(table.dtype)
+        numbers = _of_table(table.detach(), self._queries - self._first, self._keys, self._read)
+        if self._keys is None:
+            numbers = torch.nn.functional.pad(numbers, (0, self._length - numbers.shape[-1]))
+        self._of_layers[layer] = numbers
+
+    def _add_heads(self, of_layers: Sequence[Operands], layer: int, heads: Tensor) -> None:
+        positions_first = heads.transpose(1, 2) if of_layers[layer].heads_first else heads
+        self._add_states(layer, positions_first)
+        self._of_layers[layer] = wide(self._of_layers[layer]).transpose(1, 2)
+
+    def _add_states(self, layer: int, states: Tensor) -> None:
+        self._dtypes.add(states.dtype)
+        # Keys of a cache may stand before those of the columns that run.
+        rows = self._queries - self._stop + states.shape[1]
+        number, row = beside(states, torch.arange(len(rows))[:, None], rows)
+        self._of_layers[layer] = states.detach()[number, row]
+
+    def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
+        table = slope if self._read.what == SLOPE else a
+        inside = (self._queries >= rows.start) & (self._queries < rows.stop)
+        if not inside.any():
+            return
+        self._dtypes.add(table.dtype)
+        row = (self._queries - rows.start).clamp(0, table.shape[2] - 1)
+        columns = None if self._keys is None else self._keys - keys.start
+        numbers = _of_table(table, row, columns, self._read)
+        if columns is None:
+            sides = keys.start, self._length - keys.start - table.shape[3]
+            numbers = torch.nn.functional.pad(numbers, sides)
+        shape = (len(inside), 1, inside.shape[1], *[1] * (numbers.ndim - 3))
+        numbers = numbers * inside.view(shape).to(numbers.device)
+        before = self._of_layers.get(layer)
+        self._of_layers[layer] = numbers if before is None else before + numbers
+
+    def found(self) -> Tensor | None:
+        return _by_layer(self._of_layers) if len(self.places) else None
+
+    def after(self, shared: Observer, count: int) -> Any:
+        before, after = shared.found(), self.found()
+        if before is None or after is None:
+            return super().after(shared, count)
+        # Shared columns are before all others of a prompt, but may be named in any order.
+        assert isinstance(shared, AtObserver)
+        order = torch.cat([shared.places, self.places]).argsort()
+        both = torch.cat([before.expand(count, *before.shape[1:]), after], dim=self._axis)
+        return both.index_select(self._axis, order)
+
+    @property
+    def _axis(self) -> int:
+        """Where the chosen positions are: [batch, layer, (head,) chosen, ...]."""
+        return 3 if self._read.needs else 2
+
+    def dtype(self) -> torch.dtype | None:
+        return max(self._dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+def value_product_hooks(
+    layers: Layers, owner: str, use: Callable[[int, Pattern, Pattern, Values], None]
+) -> tuple[list[Hook], list[Hook]]:
+    """As ``product_hooks``, but ``use`` also gets the values, as ``WithValues`` describes them."""
+    values: dict[int, Tensor] = {}
+    model = layers.needed(owner)
+
+    def store(layer: int, of_layer: Tensor) -> None:
+        values[layer] = of_layer.detach()
+
+    def use_with_values(layer: int, pattern: Pattern, gradient: Pattern) -> None:
+        use(layer, pattern, gradient, transformed_values(model, layer, values.pop(layer)))
+
+    hooks, backward_hooks = product_hooks(layers, use_with_values)
+    return [*hooks, *layers.hooks(values_name, store)], backward_hooks
+
+
+def _of_table(table: Tensor, rows: Tensor, keys: Tensor | None, read: At) -> Tensor:
+    """Numbers of a pattern or slope: [batch, head, chosen(, key)]; 0 at keys that it has not."""
+    prompts = torch.arange(len(rows), device=rows.device)[:, None]
+    number, row = beside(table, prompts, rows)
+    if keys is None:
+        return table[number, :, row].transpose(1, 2)
+    has = (keys >= 0) & (keys < table.shape[3])
+    key, known = beside(table, keys.clamp(0, table.shape[3] - 1), has)
+    if read.pairs:
+        return (table[number, :, row, key] * known[..., None]).transpose(1, 2)
+    chosen = table[number[..., None], :, row[:, :, None], key[:, None]]  # [batch, n, key, head]
+    return (chosen * known[:, None, :, None]).movedim(3, 1)
+
+
+def _by_layer(of_layers: dict[int, Tensor]) -> Float[Tensor, "batch layer *axes"]:
+    """The numbers of all layers on the CPU, so that a GPU waits for one copy."""
+    layers = on_one_device([of_layers[layer] for layer in sorted(of_layers)])
+    return torch.stack(of_one_width(layers), dim=1).cpu()
