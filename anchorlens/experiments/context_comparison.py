@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import nan
 from pathlib import Path
@@ -329,18 +329,18 @@ def compare_contexts(
         for batch in study.batches if draws else ():
             checked_selections(controls, batch)
         plan = study.plan()
-        contexts_of_set: dict[int | None, tuple[list[Context], Sequence[Context]]] = {}
+        stored = _Stored()
 
         def contexts_for(batch: PromptBatch) -> tuple[list[Context], Sequence[Context]]:
             """The contexts, and the random controls, of the demonstrations of a batch."""
             name = only_set(batch)
-            if name not in contexts_of_set:
-                contexts_of_set.clear()  # memory holds the contexts of a single set
+            if name not in stored.of_set:
+                stored.of_set.clear()  # memory holds the contexts of a single set
                 made = [_made(model, batch, *named, digests) for named in contexts.items()]
                 options: dict[str, Any] = {"positions": positions}
                 drawn = compressed_contexts(model, batch, controls, **options) if draws else []
-                contexts_of_set[name] = made, drawn
-            return contexts_of_set[name]
+                stored.of_set[name] = made, drawn
+            return stored.of_set[name]
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             return _contributions(model, batch, plan.logits(batch), *contexts_for(batch))
@@ -360,6 +360,15 @@ def compare_contexts(
         info["shared_prefix"] = plan.status
         result = partial(ContextsRecord.of, seconds=seconds[1:], whole_seconds=seconds[0])
         return study.record(result, contributions, info)
+
+
+@dataclass
+class _Stored:
+    """Contexts and random controls by set of demonstrations, which decide no number."""
+
+    of_set: dict[int | None, tuple[list[Context], Sequence[Context]]] = field(
+        default_factory=dict, compare=False
+    )
 
 
 def _check_contexts(contexts: Mapping[str, Context | MakeContext]) -> None:

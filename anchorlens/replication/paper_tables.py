@@ -78,7 +78,10 @@ _KINDS: dict[type, tuple[Callable[[Any], bool], str]] = {
         lambda values: is_numeric_dtype(values) and not is_bool_dtype(values),
         "numbers (NaN where there is none)",
     ),
-    int: (is_integer_dtype, "whole numbers"),
+    int: (  # seeds may have any size
+        lambda values: is_integer_dtype(values) or all(type(value) is int for value in values),
+        "whole numbers",
+    ),
 }
 
 

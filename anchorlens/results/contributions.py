@@ -136,6 +136,9 @@ class Contributions(Mapping[str, Tensor]):
         return values
 
     def _chosen(self, chosen: Tensor) -> "Contributions":
+        if self._of is not None:  # so that numbers are chosen once
+            whole, before = self._of
+            return whole._chosen(before[chosen])
         of_chosen = _OfPrompts(self._tensors, chosen)
         others = self._like(of_chosen, self.sets[chosen], self.demonstrations[chosen])
         others._of = self, chosen
