@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..metrics.edge_sums import EdgeSums, sums_and_counts
+from ..metrics.edge_sums import EdgeSums, by_heads
 from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Weight, refuse_values, signed
 from ..models.hooked import (
@@ -205,7 +205,7 @@ def integrated_flows(
                 name: torch.stack(on_one_device(values), 1).cpu().double()
                 for name, values in by_layer.items()
             }
-            of_edges = sums_and_counts(sums.total(), sums.sets)
+            of_edges = {**by_heads(sums.total()), "counts": sums.sets.counts()}
             return of_edges | totals | {"output": whole.cpu().double()}
 
         contributions = study.collect(contributions_of)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..prompts.batch import PromptBatch
-from .edge_sums import EdgeSets, Segments, sums_and_counts
+from .edge_sums import EdgeSets, Segments, by_heads
 from .metric import Metric
 from .reads import Reads, Seen, Sums
 from .weights import Weight, WithValues
@@ -36,4 +36,4 @@ class EdgeFlows(Metric):
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         """Sums, those of each head, and the number of edges."""
-        return sums_and_counts(seen["sums"], self.sets_of(batch))
+        return {**by_heads(seen["sums"]), "counts": seen.counts("sums")}

@@ -157,13 +157,9 @@ class EdgeSums:
         return together
 
 
-def sums_and_counts(sums: Tensor, sets: EdgeSets | Segments) -> dict[str, Tensor]:
-    """What each prompt contributes to flows: sums, those of each head, and how many edges."""
-    return {
-        "sums": sums[:, :, 0].clone(),
-        "head_sums": sums[:, :, 1:].clone(),
-        "counts": sets.counts(),
-    }
+def by_heads(sums: Float[Tensor, "batch layer _ *sets"]) -> dict[str, Tensor]:
+    """What each prompt contributes to flows: the merged sums, and those of each head."""
+    return {"sums": sums[:, :, 0].clone(), "head_sums": sums[:, :, 1:].clone()}
 
 
 def mean_weights(contributions: Contributions) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from ..errors import MetricError
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import PositionsOfBatch
 from ..system.arguments import called, checked
+from ..system.hook import Hook
 from ..system.texts import described
 from .edge_sums import EdgeSets, Segments
 from .weights import Pattern, Weight, WithValues, attention
@@ -108,9 +109,8 @@ class Sums:
         """What of the attention is needed; the weight ``attention`` needs no gradient."""
         if self.weight is attention:
             return frozenset({PATTERN})
-        return frozenset(
-            {PATTERN, SLOPE} | ({VALUES} & {isinstance(self.weight, WithValues) * VALUES})
-        )
+        of_values = {VALUES} if isinstance(self.weight, WithValues) else set[str]()
+        return frozenset({PATTERN, SLOPE} | of_values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,8 +170,8 @@ class Hooks:
     """
 
     found: Any
-    hooks: Sequence[Any] = ()
-    backward_hooks: Sequence[Any] = ()
+    hooks: Sequence[Hook] = ()
+    backward_hooks: Sequence[Hook] = ()
 
     @property
     def needs(self) -> frozenset[str]:
@@ -201,13 +201,14 @@ class Seen(Mapping[str, Any]):
 
     def __init__(
         self,
+        reads: Reads,
         found: Mapping[str, Any],
         dtypes: Mapping[str, torch.dtype],
         logits: Float[Tensor, "batch vocab"],
         clean: Float[Tensor, "batch vocab"] | None,
         n_heads: int,
     ) -> None:
-        self._found, self._dtypes = found, dtypes
+        self._reads, self._found, self._dtypes = reads, found, dtypes
         self.logits, self.clean, self.n_heads = logits, clean, n_heads
 
     def __getitem__(self, name: str) -> Any:
@@ -218,6 +219,13 @@ class Seen(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._found)
+
+    def counts(self, name: str) -> Int[Tensor, "batch *sets"]:
+        """Of sums over edges how many edges each set has."""
+        read = self._reads[name]
+        if not isinstance(read, Sums):
+            raise MetricError(f"{name!r} is no al.reads.Sums, so that it has no edges to count")
+        return read.sets.counts()
 
     def dtype(self, name: str) -> torch.dtype:
         """The type in which the model had these numbers; of several the coarsest."""
@@ -248,7 +256,7 @@ def _columns(
         columns = (mask.cpu() & batch.attention_mask).nonzero()[:, 1].view(len(batch), -1)
     columns = columns.cpu()
     inside = columns.ndim == 2 and len(columns) == len(batch)
-    if not inside or not columns.numel() or not (0 <= columns).all():
+    if not inside or not columns.numel() or not (columns >= 0).all():
         raise MetricError(
             f"{name} of {owner} must be positions (batch, chosen), at least one for each of "
             f"{len(batch)} prompts; got {described(given)}"

@@ -17,7 +17,6 @@ from ..results.contributions import Contributions
 from ..results.kinds import derived, mean
 from ..results.record import Record
 from ..system.arguments import checked
-from .edge_sums import sums_and_counts
 from .metric import Metric
 from .reads import Reads, Seen, Sums
 from .segment_flows import SegmentFlows, read_by_others
@@ -141,8 +140,7 @@ class SegmentAttention(Metric):
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         """Sums over edges of each head, and the number of edges."""
-        sums = sums_and_counts(seen["sums"], self._of_flows.sets_of(batch))
-        return {"sums": sums["head_sums"], "counts": sums["counts"]}
+        return {"sums": seen["sums"][:, :, 1:].clone(), "counts": seen.counts("sums")}
 
     def result(self, contributions: Contributions) -> SegmentAttentionRecord:
         """The kurtosis of each prompt; means over prompts, then over sets; scores of the mean."""

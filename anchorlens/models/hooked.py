@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ..errors import HookError, ModelError, PromptError
 from ..prompts.batch import PromptBatch, all_on_cpu
+from ..system.hook import Hook as Hook
+from ..system.hook import HookFunction as HookFunction
 from .rotary import refuse_rotations_in_a_batch, rotates_by_length
-
-HookFunction = Callable[..., Tensor | None]
-Hook = tuple[str | Callable[[str], bool], HookFunction]  # by name, or the names selected
 
 
 @runtime_checkable

@@ -65,9 +65,9 @@ class Layers:
         missing = [layer for layer, operands in enumerate(of_layers) if operands is None]
         if missing:
             raise MetricError(
-                f"in layers {missing} of {model.cfg.model_name} the queries and keys that attention "
-                "multiplies stand at no hook point, or a soft cap is saturated, so that this cannot "
-                f"be verified: {owner} might read other vectors; leave it out"
+                f"in layers {missing} of {model.cfg.model_name} the queries and keys that "
+                "attention multiplies stand at no hook point, or a soft cap is saturated, so that "
+                f"this cannot be verified: {owner} might read other vectors; leave it out"
             )
         return [operands for operands in of_layers if operands is not None]
 

@@ -106,7 +106,7 @@ class Observation:
             if known:
                 dtypes[name] = max(known, key=lambda dtype: torch.finfo(dtype).eps)
         clean = None if clean is None else clean.clone()
-        return Seen(found, dtypes, logits.clone(), clean, self.layers.n_heads)
+        return Seen(self.reads, found, dtypes, logits.clone(), clean, self.layers.n_heads)
 
 
 def _observers(
@@ -155,12 +155,12 @@ def check_reads(layers: Layers, metric: Metric, batch: PromptBatch) -> None:
 
 def needs_gradient(metric: Metric, batch: PromptBatch) -> bool:
     """Whether a metric needs a backward pass."""
-    return SLOPE in needs_of(metric.reads(batch.whole()))
+    return SLOPE in needs_of(metric.reads(batch.whole().prompt(0)))
 
 
 def why_whole(metric: Metric, batch: PromptBatch) -> str:
     """Why shared tokens cannot run once for what a metric reads; empty if they can."""
-    for read in metric.reads(batch.whole()).values():
+    for read in metric.reads(batch.whole().prompt(0)).values():
         if isinstance(read, Hooks):
             return f"{metric.name} has hooks of its own, which see whole prompts"
         if isinstance(read, Sums) and VALUES in read.needs:
@@ -182,9 +182,13 @@ def begins_as(metric: Metric, batch: PromptBatch, first: PromptBatch) -> bool:
             columns = read.columns(whole, metric.name), other.columns(one, metric.name)
             if not _columns_begin_as(*columns, length):
                 return False
-        elif isinstance(read, Sums) and isinstance(other, Sums) and SLOPE not in read.needs:
-            if not read.sets.begin_as(other.sets, length):
-                return False
+        elif (
+            isinstance(read, Sums)
+            and isinstance(other, Sums)
+            and SLOPE not in read.needs
+            and not read.sets.begin_as(other.sets, length)
+        ):
+            return False
     return True
 
 
@@ -207,7 +211,7 @@ def _columns_begin_as(
 
 def by_rows(metric: Metric, batch: PromptBatch) -> bool:
     """Whether rows of A and dL/dA are enough for a metric, where no pattern is formed."""
-    reads = metric.reads(batch.whole()).values()
+    reads = metric.reads(batch.whole().prompt(0)).values()
     return all(
         (isinstance(read, At) and bool(read.needs & {PATTERN, SLOPE}))
         or (isinstance(read, Sums) and VALUES not in read.needs)
