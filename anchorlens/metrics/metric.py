@@ -1,4 +1,4 @@
-"""What a metric is: what it reads of a pass, what each prompt contributes, and the record of all."""
+"""What a metric is: what it reads of a pass, what a prompt contributes, and the record of all."""
 
 import reprlib
 from abc import ABC, abstractmethod
