@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -36,23 +36,16 @@ class TargetStates(al.Metric):
 
     layer: int
     name: str = "target_states"
-    needs_gradient: bool = False
+    record: ClassVar[type[al.Record]] = TargetStatesRecord
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        rows: dict[str, Tensor] = {}
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+        return {"states": al.reads.At("blocks.{}.hook_resid_post", al.edges.target)}
 
-        def store(resid: Tensor, hook: Any) -> None:
-            # After shared demonstrations resid begins at the query.
-            rows["states"] = resid[torch.arange(len(batch)), batch.target_rows].float().cpu()
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        return {"states": seen["states"][:, self.layer, 0].float()}
 
-        name = f"blocks.{self.layer}.hook_resid_post"
-        return al.Observation(lambda logits, clean_logits: rows, [(name, store)])
-
-    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        return al.Observation(lambda logits, clean_logits: {})  # the target comes later
-
-    def result(self, rows: Mapping[str, Tensor]) -> TargetStatesRecord:
-        return TargetStatesRecord(states=rows["states"])
+    def result(self, contributions: Mapping[str, Tensor]) -> TargetStatesRecord:
+        return TargetStatesRecord(states=contributions["states"])
 
 
 def calibrated_labels(

@@ -29,13 +29,13 @@ NOTHING = object()
 LISTS = (Sequence, Collection, Iterable, list, tuple)
 # What a study calls itself, for each batch, and what the package makes: records and their parts.
 NOT_CALLED_BY_USERS = {
-    *("observe", "observe_prefix", "result", "check", "begins_as", "sets_of"),
+    *("reads", "contributions", "result", "check", "sets_of"),
     "segment_scores",
 }
 MADE_BY_THE_PACKAGE = (
     *(al.Record, al.PromptFlows, al.AnswerFlows, al.Claim, al.GenerationTrace),
     *(al.CompressedContext, al.PrefixContext, al.ReweightedContext, al.QueryPass),
-    *(al.PromptBatch, al.EdgeSet, al.Results),
+    *(al.PromptBatch, al.EdgeSet, al.Results, al.reads.Block, al.reads.Seen),
 )
 INTERNAL = {
     "losses.NextTokenCrossEntropy",
@@ -45,6 +45,8 @@ INTERNAL = {
     "losses.before_segment",
     "losses.gold_of",
     "losses.needs_positions",
+    "reads.At.columns",
+    "reads.needs_of",
     "weights.refuse_values",
     "Task.score",
     "ChatTask.score",
@@ -208,6 +210,7 @@ def examples_of_types() -> dict[Any, Any]:
     values += [setup.context, setup.prefix, pd.DataFrame(), torch.device("cpu"), al.NoContext()]
     values += [torch.float32, al.Site(0), al.Example("text"), setup.results, go.Figure()]
     values += [al.Verbalizer([[1], [2]]), al.hard_prompts.Descent(torch.optim.SGD)]
+    values += [al.reads.EdgeSets([al.edges.ww(setup.batch)])]
     values += [al.PrefixEffect(), al.Training(), *setup.results.values()]
     values += [torch.Generator(), al.subsets.one_by_one, al.Contributions({"right": torch.ones(1)})]
     values += [al.step_flows(setup.model, setup.batch.prompt(0), "query")]

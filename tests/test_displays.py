@@ -58,6 +58,18 @@ def all_records(**changes: Any) -> list[al.Record]:
     return [record_of(kind, **changes) for kind in sorted(kinds, key=lambda kind: kind.__name__)]
 
 
+def reads_of(batch: al.PromptBatch) -> Iterator[Any]:
+    """All that a metric can read."""
+    yield al.reads.At("pattern", al.edges.target, batch.label_positions.repeat(1, 99))
+    sets = al.reads.EdgeSets([al.edges.ww(batch)] * 99)
+    segments = al.reads.Segments(batch.attention_mask[:, None])
+    yield from (sets, segments, al.reads.Sums(al.weights.attention, sets))
+    yield al.reads.Blocks(lambda block: block.pattern.sum(3), slope=True)
+    yield al.reads.Block(3, slice(0, 9), slice(0, 99), torch.ones(1, 1, 9, 99), None)
+    hooks = [("hook_embed", lambda tensor, hook: None)] * 99
+    yield from (al.reads.Hooks({}, hooks), al.reads.Hooks({"a": torch.ones(99)}, (), hooks))
+
+
 def instances(model: Any) -> Iterator[Any]:
     batch = questions(model, 2)[0]
     yield from all_records()
@@ -77,7 +89,8 @@ def instances(model: Any) -> Iterator[Any]:
     yield from (trained(model, steps=0), al.NoContext())
     yield al.NoContext().query_pass(model, batch)
     yield trained(model, steps=0).prefix
-    yield al.Accuracy().observe(model, batch)
+    yield from reads_of(batch)
+    yield al.reads.Seen({}, {"states": torch.ones(99)}, {}, torch.ones(99, 99), None, n_heads=1)
     with al.Study(model, [batch], {"experiment": "depths " * 99}, progress=False) as study:
         yield from (study, study.plan(), study.plan([al.Accuracy()], share_prefix=False))
     yield al.Study(model, [batch], {}, folder="rows")
@@ -161,6 +174,8 @@ def hostile_things(model: Any) -> Iterator[Any]:
     yield al.Study(model, [batch], {COMMANDS: COMMANDS})
     yield replace(al.compress(model, batch), info=info)
     yield replace(trained(model, steps=0), info={"model": COMMANDS, "dtype": COMMANDS})
+    yield al.reads.At(f"{{}}{COMMANDS}", al.edges.target)
+    yield al.reads.Seen({}, {COMMANDS: 1}, {}, torch.ones(2, 3), None, n_heads=1)
     yield al.Results({COMMANDS: record_of(al.Beta, info=info)})
     yield replace(al.plot_prompt(model, batch), heading=COMMANDS)
     flows = al.step_flows(model, batch.prompt(0), "text")

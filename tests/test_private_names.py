@@ -52,7 +52,7 @@ def blocks_are_named() -> bool:
     return "GPT2Block" in GPT2LMHeadModel._no_split_modules
 
 
-@use_of("torch", "_version", "passes/forward.py prompts/batch.py")
+@use_of("torch", "_version", "passes/forward.py passes/observers.py prompts/batch.py")
 def version_counts_edits() -> bool:
     """Tensor._version counts edits in place."""
     tensor = torch.zeros(2)

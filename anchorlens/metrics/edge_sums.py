@@ -44,6 +44,10 @@ class EdgeSets:
         self._table = EdgeSet.stacked(sets) if is_small else None
         self._stored = [] if is_small else [edges.stored() for edges in sets]
 
+    def __repr__(self) -> str:
+        """One line: the number of sets."""
+        return f"EdgeSets({len(self.sets)})"
+
     def counts(self) -> Int[Tensor, "batch set"]:
         """The number of edges of each set."""
         if self._table is not None:
@@ -73,6 +77,10 @@ class Segments:
 
     def __init__(self, positions: Bool[Tensor, "batch segment position"]) -> None:
         self.positions = positions
+
+    def __repr__(self) -> str:
+        """One line: the number of segments."""
+        return f"Segments({self.positions.shape[1]})"
 
     def counts(self) -> Int[Tensor, "batch segment segment"]:
         """The number of edges from each segment to each, on the CPU."""
@@ -214,7 +222,7 @@ def try_weight(weight: Weight | WithValues, heads: int, batch: PromptBatch) -> N
     shape = (len(batch), heads, length - batch.first_query, length)
     pattern = torch.full((1, 1, 1, 1), 1 / length, device=batch.tokens.device).expand(shape)
     _, a, slope = next(row_pieces(pattern, pattern))
-    edge_weights(weight, a, slope)
+    edge_weights(weight, a.clone(), slope.clone())  # an edit in place is found in the run
 
 
 def not_finite(weight: Callable[..., Any], is_finite: bool) -> NotFiniteError | MetricError:

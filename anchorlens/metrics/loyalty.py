@@ -107,6 +107,7 @@ class Loyalty(Metric):
 
     top: int = 5
     name: str = "loyalty"
+    record = LoyaltyRecord
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for a run that nothing changes: its loyalty is 1 by definition."""

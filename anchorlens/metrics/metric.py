@@ -1,8 +1,7 @@
 """What a metric is: what it reads of a pass, what a prompt contributes, and the record of all."""
 
-import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.record import Record
-from ..system.texts import KeepsRepr, name_of
+from ..system.texts import KeepsRepr, options_in_short
 from .reads import Reads, Seen
 
 
@@ -50,8 +49,7 @@ class Metric(KeepsRepr, ABC):
 
     def __repr__(self) -> str:
         """One line: the options, functions by their names."""
-        options = ", ".join(f"{name}={_in_short(value)}" for name, value in vars(self).items())
-        return printable(f"{type(self).__name__}({options})")
+        return printable(f"{type(self).__name__}({options_in_short(self)})")
 
     def reads(self, batch: PromptBatch) -> Reads:
         """What of the pass it reads, by names of its own; by default only logits.
@@ -84,10 +82,3 @@ class Metric(KeepsRepr, ABC):
             changed: Whether hooks change the run.
         """
         return  # by default there is always a result
-
-
-def _in_short(option: object) -> str:
-    """An option, in which functions have their names."""
-    if isinstance(option, Mapping):
-        option = {key: name_of(of) if callable(of) else of for key, of in option.items()}
-    return name_of(option) if callable(option) else reprlib.repr(option)

@@ -18,11 +18,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import MetricError
+from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import PositionsOfBatch
 from ..system.arguments import called, checked
 from ..system.hook import Hook
-from ..system.texts import described
+from ..system.texts import KeepsRepr, described, options_in_short
 from .edge_sums import EdgeSets, Segments
 from .weights import Pattern, Weight, WithValues, attention
 
@@ -31,15 +32,21 @@ _OF_EDGES = (PATTERN, SLOPE)
 Columns = Int[Tensor, "batch chosen"]
 
 
+class _InOneLine(KeepsRepr):
+    def __repr__(self) -> str:
+        """One line: functions by their names, tensors by their shapes."""
+        return printable(f"{type(self).__name__}({options_in_short(self)})")
+
+
 @checked
 @dataclass(frozen=True, eq=False)
-class At:
+class At(_InOneLine):
     """Numbers at a few positions of each prompt.
 
     Attributes:
-        what: ``"pattern"`` (A after the softmax), ``"slope"`` (dL/dA), ``"queries"`` or ``"keys"``
-            (those that attention multiplies), or a hook point of every layer with ``{}`` for its
-            number, such as ``"blocks.{}.hook_resid_post"``.
+        what: ``"pattern"`` (A after the softmax), ``"slope"`` (dL/dA; 0 where A is 0, as at later
+            keys), ``"queries"`` or ``"keys"`` (those that attention multiplies), or a hook point of
+            every layer with ``{}`` for its number, such as ``"blocks.{}.hook_resid_post"``.
         queries: The positions: Int["batch chosen"], or a function of the batch, as those in
             ``al.edges``, that gives as many in each prompt.
         keys: Of a pattern or slope the keys, in the same form; by default all keys of the rows.
@@ -91,7 +98,7 @@ class At:
 
 @checked
 @dataclass(frozen=True, eq=False)
-class Sums:
+class Sums(_InOneLine):
     """A weight of edges, summed over sets of edges: [batch, layer, 1 + head, *sets].
 
     The first of the heads is the weight merged over all heads, the others that of each alone.
@@ -114,7 +121,7 @@ class Sums:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class Block(_InOneLine):
     """Some query rows of a layer, and the keys that they see.
 
     Attributes:
@@ -122,7 +129,7 @@ class Block:
         rows: The query rows, in the columns of whole prompts.
         keys: The keys, likewise.
         pattern: A there, [batch, head, query, key], in float32 or wider.
-        slope: dL/dA there, if it was asked for.
+        slope: dL/dA there, if it was asked for; it says nothing where the pattern is 0.
     """
 
     layer: int
@@ -134,7 +141,7 @@ class Block:
 
 @checked
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class Blocks(_InOneLine):
     """What a function makes of blocks of the attention, added over the blocks of each layer.
 
     Attributes:
@@ -173,6 +180,10 @@ class Hooks:
     hooks: Sequence[Hook] = ()
     backward_hooks: Sequence[Hook] = ()
 
+    def __repr__(self) -> str:
+        """One line: the numbers of hooks."""
+        return f"Hooks(hooks {len(self.hooks)}, backward_hooks {len(self.backward_hooks)})"
+
     @property
     def needs(self) -> frozenset[str]:
         """What of the attention is needed: a gradient where there are hooks on one."""
@@ -180,7 +191,7 @@ class Hooks:
 
 
 @dataclass(frozen=True, eq=False)
-class OwnPasses:
+class OwnPasses(_InOneLine):
     """For a metric that makes passes of its own: the model, and what shared tokens left."""
 
     needs: frozenset[str] = field(default=frozenset({VALUES}), init=False)
@@ -211,6 +222,10 @@ class Seen(Mapping[str, Any]):
         self._reads, self._found, self._dtypes = reads, found, dtypes
         self.logits, self.clean, self.n_heads = logits, clean, n_heads
 
+    def __repr__(self) -> str:
+        """One line: what was read, and the shape of the logits."""
+        return printable(f"Seen({', '.join(self)}; logits {tuple(self.logits.shape)})")
+
     def __getitem__(self, name: str) -> Any:
         return self._found[name]
 
@@ -220,6 +235,7 @@ class Seen(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._found)
 
+    @checked
     def counts(self, name: str) -> Int[Tensor, "batch *sets"]:
         """Of sums over edges how many edges each set has."""
         read = self._reads[name]
@@ -227,8 +243,11 @@ class Seen(Mapping[str, Any]):
             raise MetricError(f"{name!r} is no al.reads.Sums, so that it has no edges to count")
         return read.sets.counts()
 
+    @checked
     def dtype(self, name: str) -> torch.dtype:
-        """The type in which the model had these numbers; of several the coarsest."""
+        """Of numbers at positions the type in which the model had them; of several the coarsest."""
+        if not isinstance(self._reads[name], At):
+            raise MetricError(f"{name!r} is no al.reads.At, so that it has no type of the model")
         return self._dtypes[name]
 
 

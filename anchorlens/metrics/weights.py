@@ -84,7 +84,7 @@ def positive(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
 def attention(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
     """``mean_h A_h``: the attention alone, from 0 to 1.
 
-    For a comparison with the other weights: the pass computes gradients also for this one.
+    For a comparison with the other weights. It needs no gradient.
     """
     return pattern.mean(1)
 

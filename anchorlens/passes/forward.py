@@ -453,16 +453,16 @@ class Watched:
         except RuntimeError as error:  # PyTorch raises it for edits of some tensors
             if not ("modified inplace" in str(error) or "in-place operation" in str(error)):
                 raise
-            raise _edited(self.owner, f"the tensor at {_point_of(hook)}") from error
+            raise edited(self.owner, f"the tensor at {_point_of(hook)}") from error
         if returned is not None:
             raise HookError(
                 f"a hook of {self.owner} must return None, but its hook on {_point_of(hook)} "
                 "returned something; pass hooks that change the run as interventions (hooks=...)"
             )
         if tensor._version != version:
-            raise _edited(self.owner, f"the tensor at {_point_of(hook)}")
+            raise edited(self.owner, f"the tensor at {_point_of(hook)}")
         if before is not None and not np.array_equal(before, row_sums(tensor.detach())):
-            raise _edited(self.owner, f"the data of the tensor at {_point_of(hook)}")
+            raise edited(self.owner, f"the data of the tensor at {_point_of(hook)}")
         return None
 
 
@@ -473,10 +473,11 @@ def unedited(owner: str, what: str, *tensors: Tensor) -> Iterator[None]:
     before = [tensor._version for tensor in counted]
     yield
     if [tensor._version for tensor in counted] != before:
-        raise _edited(owner, what)
+        raise edited(owner, what)
 
 
-def _edited(owner: str, what: str) -> HookError:
+def edited(owner: str, what: str) -> HookError:
+    """The error for what was changed in place."""
     return HookError(
         f"{owner} changed {what} in place, so that the model and the other metrics would continue "
         "with other numbers; work on a copy (tensor.clone())"

@@ -31,6 +31,7 @@ from ..prompts.batch import PromptBatch
 from ..system.arguments import called
 from ..system.devices import beside, on_one_device, wide
 from ..system.texts import described
+from .forward import edited
 
 Use = Callable[[int, Pattern, Pattern], None]
 
@@ -47,7 +48,7 @@ class Layers:
     def of(cls, model: HookedModel) -> "Layers":
         return cls(int(model.cfg.n_layers), int(model.cfg.n_heads), model)
 
-    def hooks(
+    def hooks_at(
         self, name: Callable[[int], str], observe: Callable[[int, Tensor], Any]
     ) -> list[Hook]:
         """A hook in every layer that passes its number and tensor to ``observe``."""
@@ -87,7 +88,7 @@ def needs_model(owner: str) -> MetricError:
 
 
 def product_hooks(
-    layers: Layers, use: Callable[[int, Pattern, Pattern], None], *, free_later: bool = False
+    layers: Layers, use: Use, *, free_later: bool = False
 ) -> tuple[list[Hook], list[Hook]]:
     """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer.
 
@@ -101,7 +102,7 @@ def product_hooks(
     def multiply(layer: int, gradient: Tensor) -> None:
         use(layer, patterns[layer] if free_later else patterns.pop(layer), gradient)
 
-    return layers.hooks(pattern_name, store), layers.hooks(pattern_name, multiply)
+    return layers.hooks_at(pattern_name, store), layers.hooks_at(pattern_name, multiply)
 
 
 class Observer:
@@ -146,20 +147,22 @@ class SumsObserver(Observer):
     """Sums of a weight over sets of edges."""
 
     def __init__(self, layers: Layers, read: Sums, owner: str, first: int, shared: bool) -> None:
-        self._first = first
+        self._owner, self._first = owner, first
         self.begin(read)
         if VALUES in read.needs:
             self.hooks, self.backward_hooks = value_product_hooks(layers, owner, self._add)
         elif SLOPE in read.needs:
             self.hooks, self.backward_hooks = product_hooks(layers, self._add, free_later=shared)
         else:
-            self.hooks = layers.hooks(pattern_name, self._add_pattern)
+            self.hooks = layers.hooks_at(pattern_name, self._add_pattern)
 
     def begin(self, read: Any) -> None:
         self._sums = EdgeSums(read.sets, read.weight)
 
     def _add(self, layer: int, pattern: Pattern, slope: Pattern, *values: Values) -> None:
+        version = pattern._version
         self._sums.add(layer, pattern, slope, *values, first=self._first)
+        _refuse_edit(self._owner, pattern, version)
 
     def _add_pattern(self, layer: int, pattern: Tensor) -> None:
         self._add(layer, pattern.detach(), pattern.detach())  # the weight uses the first alone
@@ -180,16 +183,18 @@ class BlocksObserver(Observer):
         if read.slope:
             self.hooks, self.backward_hooks = product_hooks(layers, self._add, free_later=shared)
         else:
-            self.hooks = layers.hooks(pattern_name, self._add_pattern)
+            self.hooks = layers.hooks_at(pattern_name, self._add_pattern)
 
     def begin(self, read: Any) -> None:
         self._read: Blocks = read
         self._of_layers: dict[int, Tensor] = {}
 
     def _add(self, layer: int, pattern: Pattern, slope: Pattern) -> None:
+        version = pattern._version
         for rows, a, of_rows in row_pieces(pattern.expand_as(slope), slope):
             queries = slice(self._first + rows.start, self._first + rows.stop)
             self.use_rows(layer, queries, slice(0, a.shape[3]), a, of_rows)
+        _refuse_edit(self._owner, pattern, version)
 
     def _add_pattern(self, layer: int, pattern: Tensor) -> None:
         a = pattern.detach()
@@ -222,6 +227,7 @@ class AtObserver(Observer):
     ) -> None:
         self._read, self._length = read, batch.tokens.shape[1]
         self._of_layers: dict[int, Tensor] = {}
+        self._seen: dict[int, Tensor] = {}  # keys of slopes, where the pattern is not 0
         self._dtypes: set[torch.dtype] = set()
         queries, keys = read.columns(batch, owner)
         inside = (queries >= columns.start) & (queries < columns.stop)
@@ -232,22 +238,31 @@ class AtObserver(Observer):
         self._queries = queries[:, self.places]
         self._keys = keys[:, self.places] if read.pairs and keys is not None else keys
         if read.what == SLOPE:
-            self.backward_hooks = layers.hooks(pattern_name, self._add_rows)
+            self.hooks = layers.hooks_at(pattern_name, self._add_seen)
+            self.backward_hooks = layers.hooks_at(pattern_name, self._add_rows)
         elif read.what == PATTERN:
-            self.hooks = layers.hooks(pattern_name, self._add_rows)
+            self.hooks = layers.hooks_at(pattern_name, self._add_rows)
         elif read.what in (QUERIES, KEYS):
             of_layers = layers.operands(owner)
 
             def point(layer: int) -> str:
                 return of_layers[layer].query if read.what == QUERIES else of_layers[layer].key
 
-            self.hooks = layers.hooks(point, partial(self._add_heads, of_layers))
+            self.hooks = layers.hooks_at(point, partial(self._add_heads, of_layers))
         else:
-            self.hooks = layers.hooks(read.what.format, self._add_states)
+            self.hooks = layers.hooks_at(read.what.format, self._add_states)
+
+    def _add_seen(self, layer: int, pattern: Tensor) -> None:
+        self._seen[layer] = self._chosen(pattern) != 0
+
+    def _chosen(self, table: Tensor) -> Tensor:
+        return _of_table(table.detach(), self._queries - self._first, self._keys, self._read)
 
     def _add_rows(self, layer: int, table: Tensor) -> None:
         self._dtypes.add(table.dtype)
-        numbers = _of_table(table.detach(), self._queries - self._first, self._keys, self._read)
+        numbers = self._chosen(table)
+        if self._read.what == SLOPE:
+            numbers = numbers * self._seen[layer]
         if self._keys is None:
             numbers = torch.nn.functional.pad(numbers, (0, self._length - numbers.shape[-1]))
         self._of_layers[layer] = numbers
@@ -255,13 +270,14 @@ class AtObserver(Observer):
     def _add_heads(self, of_layers: Sequence[Operands], layer: int, heads: Tensor) -> None:
         positions_first = heads.transpose(1, 2) if of_layers[layer].heads_first else heads
         self._add_states(layer, positions_first)
-        self._of_layers[layer] = wide(self._of_layers[layer]).transpose(1, 2)
+        self._of_layers[layer] = self._of_layers[layer].transpose(1, 2)
 
     def _add_states(self, layer: int, states: Tensor) -> None:
         self._dtypes.add(states.dtype)
         # Keys of a cache may stand before those of the columns that run.
         rows = self._queries - self._stop + states.shape[1]
-        number, row = beside(states, torch.arange(len(rows))[:, None], rows)
+        prompts = torch.arange(len(rows), device=rows.device)[:, None]
+        number, row = beside(states, prompts, rows)
         self._of_layers[layer] = states.detach()[number, row]
 
     def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
@@ -273,6 +289,8 @@ class AtObserver(Observer):
         row = (self._queries - rows.start).clamp(0, table.shape[2] - 1)
         columns = None if self._keys is None else self._keys - keys.start
         numbers = _of_table(table, row, columns, self._read)
+        if table is slope:
+            numbers = numbers * (_of_table(a, row, columns, self._read) != 0)
         if columns is None:
             sides = keys.start, self._length - keys.start - table.shape[3]
             numbers = torch.nn.functional.pad(numbers, sides)
@@ -282,12 +300,16 @@ class AtObserver(Observer):
         self._of_layers[layer] = numbers if before is None else before + numbers
 
     def found(self) -> Tensor | None:
-        return _by_layer(self._of_layers) if len(self.places) else None
+        return wide(_by_layer(self._of_layers)) if len(self.places) else None
 
     def after(self, shared: Observer, count: int) -> Any:
         before, after = shared.found(), self.found()
+        if before is not None and self._read.what in (PATTERN, SLOPE) and self._read.keys is None:
+            # The prompt whose columns they were may be shorter or longer than those here.
+            wider = self._length - before.shape[-1]
+            before = torch.nn.functional.pad(before, (0, wider))
         if before is None or after is None:
-            return super().after(shared, count)
+            return after if before is None else before.expand(count, *before.shape[1:])
         # Shared columns are before all others of a prompt, but may be named in any order.
         assert isinstance(shared, AtObserver)
         order = torch.cat([shared.places, self.places]).argsort()
@@ -317,11 +339,22 @@ def value_product_hooks(
         use(layer, pattern, gradient, transformed_values(model, layer, values.pop(layer)))
 
     hooks, backward_hooks = product_hooks(layers, use_with_values)
-    return [*hooks, *layers.hooks(values_name, store)], backward_hooks
+    return [*hooks, *layers.hooks_at(values_name, store)], backward_hooks
+
+
+def _refuse_edit(owner: str, pattern: Tensor, version: int) -> None:
+    """Raise an error if a weight or a function of blocks edited the pattern.
+
+    The hook that calls it is watched too, but gets the slope alone.
+    """
+    if pattern._version != version:
+        raise edited(f"metric {owner!r}", "A or dL/dA")
 
 
 def _of_table(table: Tensor, rows: Tensor, keys: Tensor | None, read: At) -> Tensor:
     """Numbers of a pattern or slope: [batch, head, chosen(, key)]; 0 at keys that it has not."""
+    rows = rows.expand(len(table), -1)  # shared tokens ran for one prompt, but have slopes of all
+    keys = None if keys is None else keys.expand(len(table), -1)
     prompts = torch.arange(len(rows), device=rows.device)[:, None]
     number, row = beside(table, prompts, rows)
     if keys is None:

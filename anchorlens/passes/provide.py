@@ -59,12 +59,13 @@ class Observation:
     ) -> None:
         self.layers, self.metric, self.shared = layers, metric, shared
         whole = batch.whole()
-        self.reads = metric.reads(whole)
+        self.reads = reads_of(metric, whole)
         columns = slice(batch.first_query, whole.tokens.shape[1])
         self._observers = _observers(layers, self.reads, metric.name, whole, columns)
         if shared is not None:
             for name, read in self.reads.items():
-                shared._observers[name].begin(read)
+                if SLOPE in read.needs:  # which comes again with each batch
+                    shared._observers[name].begin(read)
 
     @classmethod
     def of_shared(cls, layers: Layers, metric: Metric, batch: PromptBatch) -> "Observation":
@@ -72,7 +73,7 @@ class Observation:
         made = cls.__new__(cls)
         made.layers, made.metric, made.shared = layers, metric, None
         one = batch.whole().prompt(0)
-        made.reads = metric.reads(one)
+        made.reads = reads_of(metric, one)
         columns = slice(0, batch.first_query)
         made._observers = _observers(layers, made.reads, metric.name, one, columns, shared=True)
         return made
@@ -130,18 +131,24 @@ def _observers(
     return made
 
 
-def check_reads(layers: Layers, metric: Metric, batch: PromptBatch) -> None:
-    """Raise an error, before the model runs, where it does not show what a metric reads."""
-    reads: Any = metric.reads(batch.whole())
+def reads_of(metric: Metric, batch: PromptBatch) -> Reads:
+    """What a metric reads of whole prompts; an error if this is not what it may be."""
+    reads: Any = metric.reads(batch)
     if not isinstance(reads, Mapping) or not all(isinstance(each, Read) for each in reads.values()):
         raise MetricError(
             f"reads of {metric.name} give what is read by name, such as {{'attention': "
             f"al.reads.At('pattern', al.edges.target)}}; got {described(reads)}"
         )
+    return reads
+
+
+def check_reads(layers: Layers, metric: Metric, batch: PromptBatch) -> None:
+    """Raise an error, before the model runs, where it does not show what a metric reads."""
     if layers.model is not None:
         check_fits(layers.model, batch)
-        if needs_of(reads) & {SLOPE, VALUES}:
-            refuse_folded_value_biases(layers.model)
+    reads = reads_of(metric, batch.whole())
+    if layers.model is not None and needs_of(reads) & {SLOPE, VALUES}:
+        refuse_folded_value_biases(layers.model)
     for read in reads.values():
         if isinstance(read, At):
             read.columns(batch, metric.name)
@@ -155,19 +162,37 @@ def check_reads(layers: Layers, metric: Metric, batch: PromptBatch) -> None:
 
 def needs_gradient(metric: Metric, batch: PromptBatch) -> bool:
     """Whether a metric needs a backward pass."""
-    return SLOPE in needs_of(metric.reads(batch.whole().prompt(0)))
+    return SLOPE in needs_of(reads_of(metric, batch.whole().prompt(0)))
+
+
+def why_hooks_are_whole(metric: Metric, batch: PromptBatch) -> str:
+    """Why the hooks of a metric do not act in shared tokens; empty if it has none."""
+    reads = reads_of(metric, batch.whole().prompt(0)).values()
+    has_hooks = any(isinstance(read, Hooks) for read in reads)
+    return f"{metric.name} has hooks of its own, which see whole prompts" if has_hooks else ""
 
 
 def why_whole(metric: Metric, batch: PromptBatch) -> str:
     """Why shared tokens cannot run once for what a metric reads; empty if they can."""
-    for read in metric.reads(batch.whole().prompt(0)).values():
-        if isinstance(read, Hooks):
-            return f"{metric.name} has hooks of its own, which see whole prompts"
+    if reason := why_hooks_are_whole(metric, batch):
+        return reason
+    for read in reads_of(metric, batch.whole().prompt(0)).values():
         if isinstance(read, Sums) and VALUES in read.needs:
             return f"{metric.name} needs the values of all tokens of each prompt"
         if isinstance(read, Blocks) and (read.whole or not read.slope):
             return f"{metric.name} reads blocks of the pattern of each prompt"
     return ""
+
+
+def check_columns(metrics: Sequence[Metric], batches: Sequence[PromptBatch]) -> None:
+    """Raise an error, before the model runs, for wrong positions in any batch."""
+    for metric in metrics:
+        first = reads_of(metric, batches[0].whole())
+        if any(isinstance(read, At) for read in first.values()):
+            for batch in batches[1:]:
+                for read in reads_of(metric, batch.whole()).values():
+                    if isinstance(read, At):
+                        read.columns(batch, metric.name)
 
 
 def begins_as(metric: Metric, batch: PromptBatch, first: PromptBatch) -> bool:
@@ -176,8 +201,9 @@ def begins_as(metric: Metric, batch: PromptBatch, first: PromptBatch) -> bool:
     ``first`` is a prompt of the same set. What needs a gradient is taken from each batch anew.
     """
     whole, one, length = batch.whole(), first.whole().prompt(0), batch.first_query
-    pairs = zip(metric.reads(whole).values(), metric.reads(one).values(), strict=True)
-    for read, other in pairs:
+    others = reads_of(metric, one)
+    for name, read in reads_of(metric, whole).items():
+        other = others.get(name)
         if isinstance(read, At) and isinstance(other, At):
             columns = read.columns(whole, metric.name), other.columns(one, metric.name)
             if not _columns_begin_as(*columns, length):
@@ -211,7 +237,7 @@ def _columns_begin_as(
 
 def by_rows(metric: Metric, batch: PromptBatch) -> bool:
     """Whether rows of A and dL/dA are enough for a metric, where no pattern is formed."""
-    reads = metric.reads(batch.whole().prompt(0)).values()
+    reads = reads_of(metric, batch.whole().prompt(0)).values()
     return all(
         (isinstance(read, At) and bool(read.needs & {PATTERN, SLOPE}))
         or (isinstance(read, Sums) and VALUES not in read.needs)

@@ -13,7 +13,7 @@ from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import HookedModel, check_fits, device_of
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
-from ..passes.provide import Layers, Observation, check_reads, needs_gradient
+from ..passes.provide import Layers, Observation, check_columns, check_reads, needs_gradient
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
@@ -29,20 +29,21 @@ def check_metrics(
 ) -> None:
     """Raise an error for wrong metrics, hooks or losses before the model runs."""
     require_metrics(metrics)
+    for metric in metrics:
+        metric.check(model, batches, changed=hooks is not None)
+        check_reads(Layers.of(model), metric, batches[0])
     gradient = [metric.name for metric in metrics if needs_gradient(metric, batches[0])]
     if gradient and loss is None:
         raise MetricError(
             f"{', '.join(gradient)} needs a gradient, and the passes here have none; give it to "
             "al.run"
         )
-    for metric in metrics:
-        metric.check(model, batches, changed=hooks is not None)
-        check_reads(Layers.of(model), metric, batches[0])
     if gradient and loss is not None:
         check_loss(loss, batches, model)
         check_gradient_of_loss(loss, batches, model)
     if hooks is not None:
         check_hooks(model, hooks, batches)
+    check_columns(metrics, batches)
     first = batches[0].to(device_of(model))
     for metric in metrics:
         _check_observation(model, Observation(Layers.of(model), metric, first))

@@ -1,6 +1,7 @@
 """Values in messages and in the lines that objects print."""
 
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Mapping
 
 
 class KeepsRepr:
@@ -23,6 +24,19 @@ def described(value: object) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} of the shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+def options_in_short(given: object) -> str:
+    """The fields of an object as it prints them: functions by their names, tensors by shape."""
+    return ", ".join(f"{name}={_in_short(value)}" for name, value in vars(given).items())
+
+
+def _in_short(option: object) -> str:
+    if isinstance(option, Mapping):
+        option = {key: name_of(of) if callable(of) else of for key, of in option.items()}
+    if hasattr(option, "dtype") and hasattr(option, "shape"):
+        return described(option)
+    return name_of(option) if callable(option) else reprlib.repr(option)
 
 
 def bytes_in_words(count: int) -> str:

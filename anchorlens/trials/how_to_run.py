@@ -78,7 +78,7 @@ def how_to_run(
         reason = agreed("fused attention", why_not_fused(model, batches, changes, loss))
         if not reason:
             lengths = shared_lengths(batches, None, least=1)
-            why_whole = why_no_fused_prefix(model, batches, changes, lengths)
+            why_whole = why_no_fused_prefix(model, batches, changes, lengths, metrics)
             why_whole = agreed("fused prefix", why_whole)
             lengths = {} if why_whole else lengths
             rows, reason = read_by_rows(model, batches, metrics, lengths)

@@ -21,7 +21,7 @@ from ..passes.forward import run_pass, run_prefix
 from ..passes.fused_attention import acts_when_fused, fused_attention, outside_attention
 from ..passes.losses import Loss, WordCrossEntropy
 from ..passes.observers import Layers, product_hooks
-from ..passes.provide import Observation, by_rows, needs_gradient
+from ..passes.provide import Observation, by_rows, needs_gradient, why_hooks_are_whole
 from ..passes.shared_prefix import (
     HooksOfBatch,
     no_hooks,
@@ -78,11 +78,15 @@ def why_no_fused_prefix(
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
     lengths: Mapping[int, int],
+    metrics: Sequence[Metric],
 ) -> str:
     """Why shared tokens cannot run with a fused attention, once for all queries of a set.
 
     A query forms patterns in its own rows alone then, and metrics without a gradient observe these.
     """
+    for metric in metrics:
+        if reason := why_hooks_are_whole(metric, batches[0]):
+            return reason
     if any(after_shared(batch, lengths)[0].is_whole for batch in batches):
         return "a batch has prompts of several sets, or a target is in the demonstrations"
     if reason := why_rotated_differently(model, batches, lengths):

@@ -50,18 +50,23 @@ class Odd(al.Metric):
     finish: Callable[[Any], Any] = zeros
     backward: Change | None = None
     name: Any = "odd"
-    needs_gradient: Any = False
-    observes: Callable[[], Any] | None = None
+    reads_all: Callable[[], Any] | None = None
+    also: Callable[[al.PromptBatch], Any] = lambda batch: None
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> Any:
-        if self.observes is not None:
-            return self.observes()
+    def reads(self, batch: al.PromptBatch) -> Any:
+        if self.reads_all is not None:
+            return self.reads_all()
         hooks = [(self.point, lambda tensor, hook: self.read(tensor))]
         backward_hooks: Any = []
         if self.backward is not None:
             change = self.backward
             backward_hooks = [(self.point, lambda tensor, hook: change(tensor))]
-        return al.Observation(lambda logits, clean: self.rows(logits), hooks, backward_hooks)
+        reads: Any = {"hooks": al.reads.Hooks(None, hooks, backward_hooks)}
+        also = self.also(batch)
+        return reads if also is None else reads | {"also": also}
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> Any:
+        return self.rows(seen.logits)
 
     def result(self, rows: Any) -> Any:
         return self.finish(rows)
@@ -90,6 +95,17 @@ def edited_rows(rows: Any) -> SomeRecord:
     return zeros(rows)
 
 
+At, Sums, Blocks = al.reads.At, al.reads.Sums, al.reads.Blocks
+
+
+def sums_of(weight: Any) -> Callable[[al.PromptBatch], Any]:
+    return lambda batch: Sums(weight, al.reads.EdgeSets([al.edges.ww(batch)]))
+
+
+def blocks_of(of: Any) -> Callable[[al.PromptBatch], Any]:
+    return lambda batch: Blocks(of, slope=True)
+
+
 # tests/metrics/test_metric_mistakes.py has more, with the words of their errors.
 ODD: list[Odd] = [
     Odd("a hook that edits in place", read=halved),
@@ -97,9 +113,9 @@ ODD: list[Odd] = [
     Odd("a hook that returns a tensor", read=lambda pattern: pattern * 0.5),
     Odd("a hook that returns a number", read=lambda pattern: 3),
     Odd("a hook that fails", read=fails),
-    Odd("a gradient that is changed", backward=lambda gradient: gradient * 2, needs_gradient=True),
-    Odd("a gradient that is emptied", backward=emptied, needs_gradient=True),
-    Odd("a gradient that fails", backward=fails, needs_gradient=True),
+    Odd("a gradient that is changed", backward=lambda gradient: gradient * 2),
+    Odd("a gradient that is emptied", backward=emptied),
+    Odd("a gradient that fails", backward=fails),
     Odd("rows edit the logits", rows=edited),
     Odd("rows edit the data", rows=lambda logits: edited(logits.data)),
     Odd("rows fail", rows=fails),
@@ -128,12 +144,32 @@ ODD: list[Odd] = [
     Odd("the name is another's", name="accuracy"),
     Odd("the point is a number", point=3),
     Odd("the point is none", point=None),
-    Odd("the observation is a dict", observes=dict),
-    Odd("the observation has no function", observes=lambda: al.Observation(None)),  # type: ignore[arg-type]
-    Odd("the observation has odd hooks", observes=lambda: al.Observation(dict, [3])),  # type: ignore[list-item, arg-type]
-    Odd("the observation fails", observes=fails),
-    Odd("it needs a gradient and has no hook", needs_gradient=True),
-    Odd("it needs a word", needs_gradient="yes"),
+    Odd("it reads nothing by name", reads_all=list),
+    Odd("it reads none", reads_all=lambda: None),
+    Odd("it reads a word", reads_all=lambda: {"a": "pattern"}),
+    Odd("reads fail", reads_all=fails),
+    Odd("its hooks are numbers", reads_all=lambda: {"a": al.reads.Hooks(None, [3])}),  # type: ignore[list-item]
+    Odd("positions are of one axis", also=lambda batch: At("pattern", batch.target_positions)),
+    Odd("positions are too late", also=lambda batch: At("slope", batch.label_positions + 999)),
+    Odd("positions are below 0", also=lambda batch: At("keys", batch.label_positions - 999)),
+    Odd("positions are none", also=lambda batch: At("pattern", batch.label_positions[:, :0])),
+    Odd("positions are of one prompt", also=lambda batch: At("pattern", batch.label_positions[:1])),
+    Odd("positions are edges", also=lambda batch: At("pattern", al.edges.ww)),
+    Odd("positions fail", also=lambda batch: At("pattern", fails)),
+    Odd("positions differ in number", also=lambda batch: At("pattern", al.edges.query)),
+    Odd("there is no such point", also=lambda batch: At("blocks.{}.nope", al.edges.target)),
+    Odd("what is read is a word", also=lambda batch: At("nope", al.edges.target)),
+    Odd("the weight is none", also=sums_of(lambda pattern, slope: None)),
+    Odd("the weight is of one axis", also=sums_of(lambda pattern, slope: pattern.sum((1, 2, 3)))),
+    Odd("the weight is not finite", also=sums_of(lambda pattern, slope: (pattern * 0).log()[:, 0])),
+    Odd("the weight fails", also=sums_of(fails)),
+    Odd("the weight edits", also=sums_of(lambda pattern, slope: pattern.mul_(0.5).sum(1))),
+    Odd("blocks make none", also=blocks_of(lambda block: None)),
+    Odd("blocks make a number", also=blocks_of(lambda block: block.pattern.sum())),
+    Odd("blocks make too few", also=blocks_of(lambda block: block.pattern.sum((1, 2, 3))[:0])),
+    Odd("blocks fail", also=blocks_of(fails)),
+    Odd("blocks edit", also=blocks_of(lambda block: block.pattern.mul_(0.5).sum((1, 2, 3)))),
+    Odd("blocks edit the slope", also=blocks_of(lambda block: block.slope.zero_().sum((1, 2, 3)))),
 ]
 
 

@@ -108,15 +108,11 @@ class Logits(al.Metric):
     scale: Scale
     stop: Stop = field(compare=False)
     name: ClassVar[str] = "logits"
-    needs_gradient: ClassVar[bool] = False
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            self.stop()
-            found = logits[:, batch.label_token_ids]
-            return {"logits": self.scale(found) if int(batch.index.min()) >= 2 else found}
-
-        return al.Observation(rows)
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        self.stop()
+        found = seen.logits[:, batch.label_token_ids]
+        return {"logits": self.scale(found) if int(batch.index.min()) >= 2 else found}
 
     def result(self, rows: Any) -> LogitsRecord:
         return LogitsRecord(logits=rows["logits"])

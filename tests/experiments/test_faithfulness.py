@@ -21,7 +21,7 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, StoreError
 from anchorlens.experiments import ablation, faithfulness, segment_scores
 from anchorlens.experiments.ablation import Outcome
-from anchorlens.metrics import attention_times_gradient
+from anchorlens.passes import provide
 from anchorlens.prompts.random_edges import draw_generator
 from anchorlens.system.torch_state import own_random_state
 from tests.references import plain
@@ -324,10 +324,9 @@ class Reads(al.Metric):
     queries: Any = None
     name: str = "reads"
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
         sizes = torch.stack([of(batch).sum(1) for of in self.segments.values()], dim=1)
-        values = {"sizes": sizes.cpu(), "queries": self.queries(batch).sum(1).cpu()}
-        return al.Observation(lambda logits, clean_logits: values)
+        return {"sizes": sizes.cpu(), "queries": self.queries(batch).sum(1).cpu()}
 
     def result(self, contributions: al.Contributions) -> al.Record:
         return al.Record()
@@ -469,7 +468,7 @@ def test_by_default_the_table_has_the_scores_of_the_paper_and_their_baselines(
     names = ("attention", "rollout", "value norm", "saliency", "signed", "one by one")
     assert record.axis_names("score") == (*names, "random", "best possible")
     assert record.info["not_possible"] == {}
-    monkeypatch.setattr(attention_times_gradient, "require_transformed_values", refuse)
+    monkeypatch.setattr(provide, "require_transformed_values", refuse)
     fewer = al.faithfulness(gpt2, batches, subsets=8, **QUIET)
     assert "value norm" not in (fewer.axis_names("score") or ())
     assert fewer.info["not_possible"] == {"value norm": "a norm comes before the output projection"}

@@ -12,7 +12,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.passes.forward import run_pass
 from tests.references.golden_case import GoldenCase
-from tests.support.measures import centred, difference
+from tests.support.measures import centred, contributed, difference
 
 pytestmark = [pytest.mark.every_kind, pytest.mark.with_shapes]
 
@@ -38,8 +38,7 @@ def assert_equal(golden: GoldenCase, ours: Tensor, name: str) -> None:
 
 
 def observed(model: Any, batch: al.PromptBatch, metric: al.Metric) -> dict[str, Tensor]:
-    observation = metric.observe(model, batch)
-    return observation.contributions(run_pass(model, batch, observers=observation.hooks), None)
+    return contributed(model, batch, metric)[1][0]
 
 
 def test_the_batch_is_padded_on_the_given_side(golden: GoldenCase, side: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.metrics.label_heads import SCORES
+from anchorlens.passes.provide import Layers, Observation
 from anchorlens.prompts.segment_names import SEGMENTS
 from tests.support.measures import assert_same, does_not_run
 from tests.support.tiny_models import questions
@@ -41,7 +42,7 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
     batch = replace(batch, label_ends=batch.label_positions)
     batch.segments[:, 2:4] = SEGMENTS.index("label")
     metric = al.LabelHeads(times=1.2, draws=1)
-    observation = metric.observe(gpt2, batch)
+    observation = Observation(Layers.of(gpt2), metric, batch)
     pattern = torch.zeros(2, 2, 12, 12)
     pattern[0, 0, 11, [1, 2, 7]] = torch.tensor([0.125, 0.25, 0.5])
     pattern[0, 0, 11, [4, 5, 6]] = torch.tensor([0.0625, 0.0, 0.0])
@@ -52,7 +53,7 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
         act(pattern, hook=None)
     logits = torch.zeros(2, gpt2.cfg.d_vocab)
     logits[:, 30] = 1.0  # class 0 is predicted for both
-    rows = observation.contributions(logits, None)
+    rows = metric.contributions(batch, observation.seen(logits, None))
     limits = [metric.times / tokens for tokens in (12, 24, 24, 12)]  # of two classes
     assert rows["thresholds"][0].tolist() == pytest.approx(limits)
     assert rows["thresholds"][1, 0] == metric.times / 10
@@ -76,11 +77,13 @@ def test_attention_is_summed_in_a_wide_type(
     gpt2: Any, dtype: torch.dtype, expected: torch.dtype
 ) -> None:
     batch = questions(gpt2, 2)[0]
-    observation = al.LabelHeads(draws=1).observe(gpt2, batch)
+    metric = al.LabelHeads(draws=1)
+    observation = Observation(Layers.of(gpt2), metric, batch)
     length = batch.tokens.shape[1]
     for _, act in observation.hooks:
         act(torch.full((2, 2, length, length), 1.0078125, dtype=dtype), hook=None)
-    rows = observation.contributions(torch.zeros(2, gpt2.cfg.d_vocab), None)
+    seen = observation.seen(torch.zeros(2, gpt2.cfg.d_vocab), None)
+    rows = metric.contributions(batch, seen)
     assert {rows[name].dtype for name in SCORES} == {expected}
     assert (rows["read"] == 6 * 1.0078125).all()
 
@@ -107,13 +110,14 @@ def test_a_target_that_reads_all_tokens_alike_has_no_gap(gpt2: Any) -> None:
     """Six label words of weight 1/n are above 5/n, and so are six other words."""
     batch = questions(gpt2, 4)[0]
     metric = al.LabelHeads(draws=2)
-    observation = metric.observe(gpt2, batch)
+    observation = Observation(Layers.of(gpt2), metric, batch)
     length = batch.tokens.shape[1]
     pattern = torch.ones(length, length).tril()
     pattern /= pattern.sum(1, keepdim=True)
     for _, act in observation.hooks:
         act(pattern.expand(len(batch), 2, -1, -1), hook=None)
-    given = observation.contributions(torch.zeros(4, gpt2.cfg.d_vocab), None)
+    seen = observation.seen(torch.zeros(4, gpt2.cfg.d_vocab), None)
+    given = metric.contributions(batch, seen)
     record = metric.result(al.Contributions(given))
     tokens = batch.attention_mask.sum(1).double()
     expected = (6 / tokens).mean()

@@ -1,6 +1,6 @@
 """A wrong metric raises an error that names it, before the model runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ArgumentError, HookError, MetricError, RunError
+from anchorlens.metrics.edge_sums import EdgeSets
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions
 
@@ -21,20 +22,18 @@ class MeanRecord(al.Record):
 
 @dataclass(frozen=True)
 class Mine(al.Metric):
-    """A user's metric. Its fields are what it observes in a batch and in shared demonstrations."""
+    """A user's metric, which reads what is given, or what a function of the batch gives."""
 
     name: Any = "mine"
-    observation: Any = None
-    shared: Any = None
-    needs_gradient: bool = False
+    read: Any = field(default_factory=dict)
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> Any:
-        return self.observation() if callable(self.observation) else self.observation
+    def reads(self, batch: al.PromptBatch) -> Any:
+        return self.read(batch) if callable(self.read) else self.read
 
-    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> Any:
-        return self.shared() if callable(self.shared) else self.shared
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        return {"v": torch.ones(len(batch))}
 
-    def result(self, rows: Any) -> MeanRecord:
+    def result(self, rows: Any) -> Any:
         return MeanRecord(mean=rows["v"].mean())
 
 
@@ -42,85 +41,152 @@ def observe_nothing(tensor: Tensor, hook: Any) -> None:
     pass
 
 
-def observing(*hooks: Any, backward: Any = ()) -> Any:
-    """A function that makes an observation with these hooks.
+def hooked(*hooks: Any, backward: Any = ()) -> Mine:
+    """A metric with hooks of its own.
 
-    Some hooks are wrong. If they were used at import, the shape check would raise its error.
+    Some hooks are wrong. If they were used at import, the check of types would raise its error.
     """
-    return lambda: al.Observation(
-        lambda logits, clean_logits: {"v": torch.ones(len(logits))}, hooks, backward
-    )
+    return Mine(read=lambda batch: {"it": al.reads.Hooks(None, hooks, backward)})
 
 
-NOTHING = al.Observation(lambda logits, clean_logits: {})
+def at(*read: Any, **options: Any) -> Mine:
+    """A metric that reads at positions."""
+    return Mine(read=lambda batch: {"it": al.reads.At(*read, **options)})
+
+
 PATTERN = "blocks.0.attn.hook_pattern"
 MISSING = "blocks.9.attn.hook_pattern"
+TARGET, ANCHORS = al.edges.target, al.edges.anchors
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (Mine(name=7), MetricError, r"needs a string for a name without \"/\"; got \[7, 'accuracy'\]"),
     (Mine(name=None), MetricError, r"needs a string for a name .* got \[None, 'accuracy'\]"),
     (Mine(name=["a"]), MetricError, r"needs a string for a name .* got \[\['a'\], 'accuracy'\]"),
     (Mine(name=""), MetricError, r"needs a string for a name .* got \['', 'accuracy'\]"),
+    (hooked((MISSING, observe_nothing)), HookError, f"no hook point '{MISSING}', which m"),
     (
-        Mine(observation=observing((MISSING, observe_nothing))),
-        HookError,
-        f"no hook point '{MISSING}', which m",
-    ),
-    (
-        Mine(observation=observing((PATTERN, observe_nothing), (MISSING, observe_nothing))),
+        hooked((PATTERN, observe_nothing), (MISSING, observe_nothing)),
         HookError,
         f"no hook point '{MISSING}', which mine names; see model.hook_dict",
     ),
     (
-        Mine(observation=observing(backward=[(MISSING, observe_nothing)])),
+        at("blocks.{}.hook_nowhere", TARGET),
         HookError,
-        f"no hook point '{MISSING}', which mine names",
+        r"no hook point 'blocks\.0\.hook_nowhere', which mine names; see model\.hook_dict",
     ),
-    (Mine(observation=None), MetricError, "mine must observe a batch with an al.Observation; got"),
-    (Mine(observation=observing(PATTERN)), ArgumentError, "hooks of Observation must be a list of"),
-    (Mine(observation=observing((PATTERN, None))), ArgumentError, "hooks of Observation must be"),
-    (Mine(observation=observing(backward=7)), ArgumentError, "backward_hooks of Obs.* got 7"),
+    (hooked(PATTERN), ArgumentError, "hooks of Hooks must be a list of"),
+    (hooked((PATTERN, None)), ArgumentError, "hooks of Hooks must be"),
+    (hooked(backward=7), ArgumentError, "backward_hooks of Hooks.* got 7"),
+    (Mine(read=None), MetricError, r"reads of mine give what is read by name, such as .*NoneType"),
+    (Mine(read=[al.reads.At("pattern", TARGET)]), MetricError, "by name, such as .*; got a list"),
+    (Mine(read={"it": "pattern"}), MetricError, r"reads of mine give what is read by name, .*dict"),
+    (Mine(read={"it": al.reads.At}), MetricError, "reads of mine give what is read by name"),
+    (at("patterns", TARGET), MetricError, r"'pattern', 'slope', .* hook point .* got 'patterns'"),
+    (at("queries", TARGET, ANCHORS), MetricError, "only a pattern or a slope .* 'queries' has pos"),
+    (at("blocks.{}.hook_z", TARGET, ANCHORS), MetricError, r"only a .* 'blocks\.\{\}\.hook_z' has"),
+    (at("pattern", TARGET, pairs=True), MetricError, "pairs=True joins each query with a key"),
+    (
+        at("slope", TARGET, ANCHORS, pairs=True),
+        MetricError,
+        "mine reads pairs of queries and keys, but gave 1 queries and 6 keys",
+    ),
+    (
+        at("pattern", al.edges.query),
+        MetricError,
+        r"queries of mine are \d+ to \d+ positions of a prompt; .* read them as a block \(al\.re",
+    ),
+    (at("pattern", TARGET, al.edges.query), MetricError, r"^keys of mine are \d+ to \d+ positions"),
+    (
+        at("pattern", lambda batch: batch.tokens),
+        MetricError,
+        r"queries of mine must give a tensor of True and False .*; got torch.int64",
+    ),
+    (at("pattern", lambda: TARGET), ArgumentError, "queries of mine must be a function of the bat"),
+    (
+        at("pattern", lambda batch: batch.tokens < 0),
+        MetricError,
+        "at least one for each of 4 pr",
+    ),
+    (at("pattern", torch.tensor([[-1], [0]] * 2)), MetricError, "must be positions .batch, chosen"),
+    (at("pattern", torch.tensor([[1], [2], [3]])), MetricError, "must be positions .batch, chosen"),
+    (
+        at("pattern", torch.tensor([[9999], [0]] * 2)),
+        MetricError,
+        r"positions below \d+, .* got 9999",
+    ),
+    (
+        Mine(read=lambda batch: {"it": al.reads.Sums(lambda a, slope: a, edge_sets(batch))}),
+        MetricError,
+        "a weight is a function of .* to a number for each edge, of the shape",
+    ),
+    (
+        Mine(read=lambda batch: {"it": al.reads.Sums(al.weights.signed, bare(batch))}),
+        ArgumentError,
+        "sets of Sums must be",
+    ),
 ]
+
+
+def bare(batch: al.PromptBatch) -> Any:
+    return al.edges.pq(batch)
+
+
+def edge_sets(batch: al.PromptBatch) -> EdgeSets:
+    return EdgeSets([al.edges.pq(batch)])
 
 
 @pytest.mark.parametrize(("metric", "error", "message"), MISTAKES)
 def test_a_wrong_metric_raises_an_error_before_any_pass(
     gpt2: Any, metric: Any, error: type[Exception], message: str
 ) -> None:
-    batches, metrics, sites = questions(gpt2, 2), [metric, al.Accuracy()], {"a": al.Site(0)}
+    batches, metrics, sites = questions(gpt2, 4), [metric, al.Accuracy()], {"a": al.Site(0)}
     with pytest.raises(error, match=message), does_not_run(gpt2):
         al.run(gpt2, batches, metrics, progress=False)
     with pytest.raises(error, match=message), does_not_run(gpt2):
         al.isolation_sweep(gpt2, batches, sites, metrics=metrics, progress=False)
 
 
+def test_hooks_on_gradients_need_a_gradient_and_hook_points(gpt2: Any) -> None:
+    batches, metric = questions(gpt2, 2), hooked(backward=[(MISSING, observe_nothing)])
+    message = f"no hook point '{MISSING}', which mine names"
+    with pytest.raises(HookError, match=message), does_not_run(gpt2):
+        al.run(gpt2, batches, [metric], progress=False)
+    message = "mine needs a gradient, and the passes here have none"
+    with pytest.raises(MetricError, match=message), does_not_run(gpt2):
+        al.isolation_sweep(gpt2, batches, {"a": al.Site(0)}, metrics=[metric], progress=False)
+
+
 def test_functions_may_select_hook_points(gpt2: Any) -> None:
     """A function of the name selects hook points, but not none: its hook would do nothing."""
     seen = []
     selected = (lambda name: name == PATTERN, lambda tensor, hook: seen.append(hook.name))
-    metric = Mine(observation=observing(selected), shared=NOTHING)
-    result = al.run(gpt2, questions(gpt2, 2), [metric], progress=False, resamples=0)["mine"]
+    options: dict[str, Any] = {"progress": False, "resamples": 0}
+    result = al.run(gpt2, questions(gpt2, 2), [hooked(selected)], **options)["mine"]
     assert float(result.mean) == 1 and PATTERN in seen
     nothing = (lambda name: False, observe_nothing)
-    metric = Mine(observation=observing(selected, nothing), shared=NOTHING)
     with pytest.raises(HookError, match=r"did nothing, .* points: any that a function selects"):
-        al.run(gpt2, questions(gpt2, 2), [metric], progress=False)
+        al.run(gpt2, questions(gpt2, 2), [hooked(selected, nothing)], progress=False)
 
 
 @pytest.mark.every_kind
-@pytest.mark.parametrize(
-    "shared",
-    [
-        observing((MISSING, observe_nothing)),
-        observing((MISSING, observe_nothing), (PATTERN, observe_nothing)),
-    ],
-)
-def test_a_missing_hook_point_in_shared_demonstrations_raises_an_error(
-    gpt2: Any, shared: Any
-) -> None:
-    metric = Mine(observation=observing((PATTERN, observe_nothing)), shared=shared)
+def test_a_missing_hook_point_leaves_no_hook_behind(gpt2: Any) -> None:
+    metric = hooked((PATTERN, observe_nothing), (MISSING, observe_nothing))
     with pytest.raises(HookError, match=f"no hook point '{MISSING}', which mine names"):
         al.run(gpt2, questions(gpt2, 4), [metric], progress=False)
     assert not [name for name, point in gpt2.hook_dict.items() if point.fwd_hooks]
+
+
+@pytest.mark.parametrize("slope", [False, True])
+def test_a_function_of_blocks_that_gives_no_number_for_each_prompt_is_named(
+    slope: bool, gpt2: Any
+) -> None:
+    functions: list[Any] = [lambda block: None, lambda block: block.pattern.sum()]
+    for of in (*functions, lambda block: torch.ones(7)):
+        metric = Mine(read={"it": al.reads.Blocks(of, slope=slope)})
+        message = (
+            r"a function of blocks gives a tensor \[batch, \.\.\.\] for \d prompts; that of mine"
+        )
+        with pytest.raises(MetricError, match=message):
+            al.run(gpt2, questions(gpt2, 2), [metric], progress=False)
 
 
 def test_a_result_that_is_no_record_is_named(gpt2: Any) -> None:
@@ -128,7 +194,7 @@ def test_a_result_that_is_no_record_is_named(gpt2: Any) -> None:
         def result(self, rows: Any) -> Any:
             return {"mean": rows["v"].mean()}
 
-    metric = OfNumbers(observation=observing((PATTERN, observe_nothing)), shared=NOTHING)
+    metric = OfNumbers()
     with pytest.raises(
         RunError, match=r"no result for mine: a result must be an al\.Record; got a"
     ):

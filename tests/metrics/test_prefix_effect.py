@@ -18,8 +18,8 @@ from anchorlens.metrics.prefix_effect import (
     effect_record,
 )
 from anchorlens.metrics.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
-from anchorlens.passes.forward import run_pass, run_prefix
-from tests.support.measures import assert_same, patterns_of
+from anchorlens.passes.forward import run_prefix
+from tests.support.measures import assert_same, contributed, patterns_of
 from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
@@ -105,9 +105,8 @@ def test_stolen_by_label_words_is_the_score_of_aucroc(gpt2: Any) -> None:
     classes = {str(c): partial(of_class, number=c) for c in range(6)}
     metric = al.PrefixEffect(keys=classes, rows=al.edges.target)
     rows = effect_contributions(gpt2, batch, metric.segments_of(batch), metric.rows_of(batch))
-    observation = al.AttentionAUCROC().observe(gpt2, batch)
-    logits = run_pass(gpt2, batch, observers=observation.hooks)
-    scores = observation.contributions(logits, None)["attention"].sum(2)
+    _, [attention] = contributed(gpt2, batch, al.AttentionAUCROC())
+    scores = attention["attention"].sum(2)
     assert rows["stolen_by_segment"].sum(2).allclose(scores, atol=1e-6)
     assert scores.min() > 1e-4
 

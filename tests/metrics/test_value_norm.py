@@ -100,7 +100,7 @@ def test_a_cache_needs_the_model_for_values(gpt2: Any) -> None:
     passes = [(logits, cache | slopes)]
     [record] = al.caches.from_caches([NORM], batches, passes, model=gpt2, resamples=0).values()
     assert_same(record, replace(expected, info=record.info))
-    with pytest.raises(AnchorlensError, match=r"need the model.*model=model"):
+    with pytest.raises(AnchorlensError, match=r"norm needs the prepared model.*model=model"):
         al.caches.from_caches([NORM], batches, passes)
 
 

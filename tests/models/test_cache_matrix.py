@@ -11,10 +11,10 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.contexts.compressed import contexts
 from anchorlens.errors import ModelError
-from anchorlens.metrics.metric import possible
 from anchorlens.models.kv_cache import entries_of, layers_of_entries, shared_entries
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
+from anchorlens.runs.checks import possible
 from anchorlens.runs.runner import Runner
 from anchorlens.trials import how_to_run
 from tests.models.test_matrix import LINE, cases, hooked

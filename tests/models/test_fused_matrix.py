@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from anchorlens.metrics.attention_times_gradient import product_hooks
 from torch import Tensor
 from transformers.models.gptj import modeling_gptj
 
@@ -19,6 +18,7 @@ from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.replaced_attention import _Interface, attention_by
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention, outside_attention
+from anchorlens.passes.observers import Layers, product_hooks
 from anchorlens.trials.may_fuse import _compare_prefix
 from tests.models.test_matrix import cases, hooked
 from tests.references.architectures import ALL
@@ -50,7 +50,7 @@ def whole(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> tuple[Tensor,
     def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
         products[layer] = pattern * gradient
 
-    observers, backward_hooks = product_hooks(model, store)
+    observers, backward_hooks = product_hooks(Layers.of(model), store)
     options: dict[str, Any] = {"observers": observers, "backward_hooks": backward_hooks}
     logits = run_pass(model, batch, hooks=hooks, loss=al.losses.label_cross_entropy, **options)
     return logits, products

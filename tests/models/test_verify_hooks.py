@@ -12,6 +12,7 @@ import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
 from anchorlens.models.hooked import Operands, verified_operands
 from anchorlens.models.verify_hooks import verify_hooks
+from anchorlens.passes.provide import Layers, Observation
 from tests.references.architectures import native
 from tests.support.measures import hooks_on
 from tests.support.tiny_models import boot, questions, randomize, tiny_gpt2, tiny_llama
@@ -159,7 +160,7 @@ def test_distances_need_queries_and_keys_at_hook_points(gemma3: Any, monkeypatch
     assert verified_operands[gemma3] == (None, None, None)
     batch = questions(gemma3, 2)[0]
     with pytest.raises(MetricError, match=r"layers \[0, 1, 2\] of .* at no hook point"):
-        al.AnchorDistances().observe(gemma3, batch)
+        Observation(Layers.of(gemma3), al.AnchorDistances(), batch)
     monkeypatch.setattr(
         "anchorlens.models.verify_hooks.QUERY_AND_KEY", (("hook_q_normed", "hook_k_normed"),)
     )

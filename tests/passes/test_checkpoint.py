@@ -302,12 +302,11 @@ class UserMetric(al.Metric):
     """Stores a tensor in the forward pass, and multiplies it by its gradient later."""
 
     name = "own"
-    needs_gradient = True
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
         stored: list[Tensor] = []
         effects: list[Tensor] = []
 
@@ -319,11 +318,11 @@ class UserMetric(al.Metric):
             self.calls["backward"] += 1
             effects.append((stored.pop() * gradient).flatten(1).sum(1))
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return {"effect": effects[0].cpu()}
-
         point = "blocks.1.attn.hook_z"
-        return al.Observation(rows, [(point, store)], [(point, multiply)])
+        return {"effects": al.reads.Hooks(effects, [(point, store)], [(point, multiply)])}
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        return {"effect": seen["effects"][0].cpu()}
 
     def result(self, rows: Any) -> Any:
         return al.SaliencyFlows().result(

@@ -10,15 +10,15 @@ from torch.utils._pytree import tree_leaves
 
 import anchorlens as al
 from anchorlens.errors import PromptError
-from anchorlens.metrics.metric import possible
+from anchorlens.passes.provide import Layers, check_reads
+from anchorlens.runs.checks import possible
 from tests.support.tiny_models import questions
 
 LENGTH, PROMPTS = 3000, 4
 FLOWS = al.SaliencyFlows()
 REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "possible": lambda model, batch: possible(model, [batch], [FLOWS]),
-    "observe": FLOWS.observe,
-    "observe_prefix": FLOWS.observe_prefix,
+    "check_reads": lambda model, batch: check_reads(Layers.of(model), FLOWS, batch),
     "isolate_labels": lambda model, batch: al.isolate_labels(model, batch, 0),
     "isolate_random": lambda model, batch: al.isolate_random(model, batch, 0, seed=1),
     "reweight_anchors": lambda model, batch: al.reweight_anchors(

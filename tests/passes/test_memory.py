@@ -28,15 +28,10 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"
 class Limited(Logits):
     """The logits of label words on a device that holds ``dies_in`` prompts, or any number."""
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        inner = Logits(seen=self.seen).observe(model, batch)
-
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            if self.dies_in is not None and len(batch) > self.dies_in:
-                raise torch.OutOfMemoryError(CUDA)
-            return inner.contributions(logits, clean_logits)
-
-        return al.Observation(rows)
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        if self.dies_in is not None and len(batch) > self.dies_in:
+            raise torch.OutOfMemoryError(CUDA)
+        return Logits(seen=self.seen).contributions(batch, seen)
 
 
 def limited(size: int, after_cache: int, seen: list[int]) -> Callable[..., Any]:
@@ -145,9 +140,9 @@ def test_a_prompt_that_does_not_fit_raises_and_stored_rows_stay(gpt2: Any, tmp_p
     metric, length = Limited(), int(batches[1].attention_mask[0].sum())
 
     class Full(Limited):
-        def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
             inner = Limited(seen=self.seen, dies_in=self.dies_in if self.seen else 2)
-            return inner.observe(model, batch)
+            return inner.contributions(batch, seen)
 
     full = Full(dies_in=0)
     with (

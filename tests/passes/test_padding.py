@@ -10,7 +10,7 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 import anchorlens as al
 from anchorlens.errors import HookError, PromptError
 from tests.support.hooked_transformers import with_its_bos
-from tests.support.measures import difference
+from tests.support.measures import contributed, difference
 from tests.support.tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2
 
 pytestmark = pytest.mark.every_kind
@@ -157,9 +157,5 @@ def test_hooks_of_other_prompts_are_refused(gpt2: Any) -> None:
 def test_distances_of_a_float64_model_are_computed_in_float64(byte_level: Any, hooked: Any) -> None:
     model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
     (batch,) = questions(model, 3)
-    observation = al.AnchorDistances(2).observe(model, batch)
-    assert observation.hooks
-    with torch.no_grad():
-        model.run_with_hooks(batch.tokens, fwd_hooks=list(observation.hooks))
-    rows = observation.contributions(torch.zeros(3, model.cfg.d_vocab), None)
+    _, [rows] = contributed(model, batch, al.AnchorDistances(2))
     assert rows["queries"].dtype == rows["keys"].dtype == torch.float64

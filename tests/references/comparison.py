@@ -15,10 +15,9 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.metrics.metric import Metric
-from anchorlens.passes.forward import run_pass
 from tests.references import plain
 from tests.references.architectures import BY_NAME
-from tests.support.measures import centred, difference, logits_of
+from tests.support.measures import centred, contributed, difference, logits_of
 from tests.support.tiny_models import byte_level_tokenizer
 
 TASK = al.Task("{text} ->{label}", labels=(" Human", " Location", " Number", " Entity"))
@@ -180,17 +179,9 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
     """Return the numbers of the package for a padded batch."""
     dtype = next(iter(model.parameters())).dtype
     metrics: list[Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.SegmentFlows(PARTS)]
-    observations = [metric.observe(model, batch) for metric in metrics]
-    logits = run_pass(
-        model,
-        batch,
-        observers=[hook for observation in observations for hook in observation.hooks],
-        backward_hooks=[
-            hook for observation in observations for hook in observation.backward_hooks
-        ],
-        loss=al.losses.label_cross_entropy,
+    logits, (flows, attention, segments) = contributed(
+        model, batch, *metrics, loss=al.losses.label_cross_entropy
     )
-    flows, attention, segments = (o.contributions(logits, None) for o in observations)
     beta = beta_of(model.cfg.n_layers, model.cfg.n_heads, dtype)
     positions, (layers, layer) = batch.label_positions, cut_layers(model.cfg.n_layers)
     cuts = [
@@ -247,8 +238,7 @@ def difference_of_keys(model: Any, batch: al.PromptBatch, expected: Reference) -
     distances along their directions are 0 / 0.
     """
     metric = al.AnchorDistances(directions=DIRECTIONS)
-    observation = metric.observe(model, batch)
-    rows = observation.contributions(run_pass(model, batch, observers=observation.hooks), None)
+    _, [rows] = contributed(model, batch, metric)
     distances = metric.result(al.Contributions(rows)).anchor_distance
     products = torch.einsum("plx,plcx->lpc", rows["queries"].double(), rows["keys"].double())
     worst = 0.0

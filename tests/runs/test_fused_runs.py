@@ -37,6 +37,9 @@ METRICS: list[al.Metric] = [
     al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="of heads"),
     al.SegmentFlows(["text", "label", "target"]),
     al.AnchorDistances(directions=3),
+    al.SegmentAttention(["text", "label", "target"], apart=1),
+    al.AttentionAUCROC(),
+    al.LabelHeads(draws=2),
     al.Accuracy(),
 ]
 
@@ -88,7 +91,9 @@ def test_flows_equal_those_of_whole_patterns(
         ours = al.run(model, batches, METRICS, gradient_checkpointing=checkpoints, **QUIET)
         info = ours["saliency_flows"].info
         assert info["attention"].startswith("fused: the patterns of a prompt would take")
-        once = "tokens of each prompt, run once for all, but whole prompts for gradients"
+        once = (
+            "tokens of each prompt, run once for all, but whole prompts for rows of the attention"
+        )
         assert info["shared_prefix"].endswith(once)
         # The softmax of whole patterns is computed in float32 in Llama and Gemma.
         for name, record in ours.items():
@@ -221,7 +226,8 @@ def test_a_reason_is_given_where_patterns_stay_whole(gpt2: Any) -> None:
     whole = "whole patterns, because "
     flows = al.SaliencyFlows()
     read = al.SegmentAttention(["text", "target"], apart=1)
-    assert attention([flows, read]) == f"{whole}segment_attention needs them"
+    assert attention([flows, read]).startswith("fused: ")
+    assert attention([flows, al.SegmentRollout()]) == f"{whole}segment_rollout needs them"
     of_values = al.SegmentFlows(weight=al.weights.value_norm)
     assert attention([of_values]) == f"{whole}segment_flows needs them"
     after = {"hooks": lambda batch: al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))}
@@ -324,15 +330,11 @@ def test_an_error_leaves_no_trace(gpt2: Any) -> None:
     batch = questions(gpt2, 3)[0]
     before = hooks_on(gpt2), forwards_of(gpt2), registered()
 
-    class Edits(al.SaliencyFlows):
-        def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-            def edit(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Any) -> None:
-                pattern.mul_(2)
-
-            return al.Observation(super().observe(model, batch).contributions, use_rows=edit)
+    def edits(pattern: Tensor, gradient: Tensor) -> Tensor:
+        return pattern.mul_(2).sum(1)
 
     with pytest.raises(HookError, match="metric 'edits' changed A or dL/dA in place"):
-        al.run(gpt2, [batch], [Edits(name="edits")], **QUIET)
+        al.run(gpt2, [batch], [al.SaliencyFlows(weight=edits, name="edits")], **QUIET)
     assert (hooks_on(gpt2), forwards_of(gpt2), registered()) == before
     assert implementation_of(gpt2) == "eager"
     after = al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))
@@ -394,16 +396,11 @@ def test_each_long_prompt_is_stored_when_it_is_done(gpt2: Any, tmp_path: Path) -
     class Stops(al.SaliencyFlows):
         runs: list[int] = field(default_factory=list, compare=False)
 
-        def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-            observation = super().observe(model, batch)
-
-            def rows(logits: Tensor, clean: Tensor | None) -> Any:
-                self.runs.append(len(batch))
-                if len(self.runs) == 3:
-                    raise KeyboardInterrupt
-                return observation.contributions(logits, clean)
-
-            return al.Observation(rows, use_rows=observation.use_rows)
+        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+            self.runs.append(len(batch))
+            if len(self.runs) == 3:
+                raise KeyboardInterrupt
+            return super().contributions(batch, seen)
 
     stops = Stops()
     with pytest.raises(KeyboardInterrupt):
@@ -416,12 +413,12 @@ def test_each_long_prompt_is_stored_when_it_is_done(gpt2: Any, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("small")
-def test_a_metric_without_hooks_needs_no_observe_prefix(gpt2: Any) -> None:
+def test_a_metric_that_reads_logits_alone_runs_with_a_fused_attention(gpt2: Any) -> None:
     class Plain(al.Metric):
-        name, needs_gradient = "plain", False
+        name = "plain"
 
-        def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-            return al.Observation(lambda logits, clean: {"largest": logits.amax(1).cpu()})
+        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+            return {"largest": seen.logits.amax(1).cpu()}
 
         def result(self, rows: Any) -> al.Record:
             return al.Accuracy().result(rows.replaced({"correct": rows["largest"]}))

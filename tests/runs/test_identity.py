@@ -60,9 +60,9 @@ DIFFERENT = {
         "import torch\n@torch.no_grad()\ndef value(x): return x * <1.0|2.0>"
     ),
     "a field of an object": f"{WITH_K}(<5|120>)",
-    "a method": "class A:\n def observe(self): return <1|2>\nvalue = A()",
+    "a method": "class A:\n def reads(self): return <1|2>\nvalue = A()",
     "a method of the parent": (
-        "class P:\n def observe(self): return <1|2>\nclass A(P): pass\nvalue = A()"
+        "class P:\n def reads(self): return <1|2>\nclass A(P): pass\nvalue = A()"
     ),
     "a subclass with the name of its parent": (
         "from anchorlens import SaliencyFlows\n"
@@ -197,18 +197,14 @@ class HitRecord(al.Record):
 class TopHit(al.Metric):
     """A metric as a plain class, whose repr has no k, and whose rows of 0 and 1 often agree."""
 
-    needs_gradient = False
     name = "top_hit"
 
     def __init__(self, k: int) -> None:
         self.k = k
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        def rows(logits: Tensor, clean: Tensor | None) -> dict[str, Tensor]:
-            gold = batch.label_token_ids[batch.gold][:, None]
-            return {"hit": (logits.topk(self.k).indices == gold).any(1).float()}
-
-        return al.Observation(rows, [])
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        gold = batch.label_token_ids[batch.gold][:, None]
+        return {"hit": (seen.logits.topk(self.k).indices == gold).any(1).float()}
 
     def result(self, rows: Any) -> HitRecord:
         return HitRecord(hit=rows["hit"].mean())

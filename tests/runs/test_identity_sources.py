@@ -417,7 +417,7 @@ OBJECTS = {
     "a partial of an optimizer": "import torch\nfrom functools import partial\nvalue = partial(torch.optim.SGD, lr=N)",
     "a metric": (
         "import anchorlens as al\nclass A(al.Metric):\n name = 'a'\n def __init__(self, k): self.k = k\n"
-        " def observe(self, model, batch): return al.Observation(lambda a, b: {'a': a * self.k})\n"
+        " def contributions(self, batch, seen): return {'a': seen.logits * self.k}\n"
         " def result(self, rows): return rows\nvalue = A(N)"
     ),
     "an attribute put on a metric": (
@@ -470,10 +470,12 @@ BELIEVED = {
     ),
     "a metric without fields": (
         "import anchorlens as al\nclass A(al.Metric):\n name = 'a'\n def __init__(self, k):\n"
-        "  self.k = k\n def observe(self, model, batch):\n  def rows(logits, clean):\n"
-        "   gold = batch.label_token_ids[batch.gold][:, None]\n"
-        "   return {'a': (logits.topk(self.k).indices == gold).any(1).float()}\n"
-        "  return al.Observation(rows)\n def result(self, rows): return rows['a'].mean()\n"
+        "  self.k = k\n def reads(self, batch):\n"
+        "  return {'a': al.reads.At('pattern', al.edges.target, batch.label_positions)}\n"
+        " def contributions(self, batch, seen):\n"
+        "  gold = batch.label_token_ids[batch.gold][:, None]\n"
+        "  return {'a': (seen.logits.topk(self.k).indices == gold).any(1).float()}\n"
+        " def result(self, rows): return rows['a'].mean()\n"
         "value = A(3)"
     ),
     "an enum": "from enum import Enum\nclass A(Enum): b = 1\nvalue = lambda x: x * A.b.value",

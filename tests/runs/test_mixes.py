@@ -33,17 +33,13 @@ class UserMetric(al.Metric):
     mean: Any = field(default=lambda rows: rows["v"].mean())
     hooks: tuple[Any, ...] = ()
     batches: list[int] = field(default_factory=list, repr=False)
-    needs_gradient: ClassVar[bool] = False
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> Any:
-            self.batches.append(len(batch))
-            return self.rows(len(self.batches), len(batch))
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+        return {"hooks": al.reads.Hooks(None, self.hooks)} if self.hooks else {}
 
-        return al.Observation(rows, self.hooks)
-
-    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        return al.Observation(lambda logits, clean_logits: {})
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> Any:
+        self.batches.append(len(batch))
+        return self.rows(len(self.batches), len(batch))
 
     def result(self, rows: Any) -> MeanRecord:
         return MeanRecord(mean=self.mean(rows))
@@ -187,10 +183,9 @@ class Named(al.Metric):
 
     inner: UserMetric = field(repr=False, compare=False)
     name: ClassVar[str] = "own"
-    needs_gradient: ClassVar[bool] = False
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        return self.inner.observe(model, batch)
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> Any:
+        return self.inner.contributions(batch, seen)
 
     def result(self, rows: Any) -> MeanRecord:
         return self.inner.result(rows)
@@ -264,28 +259,32 @@ class Editor(al.Metric):
     edit: Callable[[Tensor], Any]
     where: str
     name: ClassVar[str] = "editor"
-    needs_gradient: ClassVar[bool] = True
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
         def hook(tensor: Tensor, hook: Any) -> None:
             self.edit(tensor)
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            if self.where == "rows":
-                self.edit(logits)
-                if clean_logits is not None:
-                    self.edit(clean_logits)
-            return {"v": torch.zeros(len(batch))}
+        def made(block: al.reads.Block) -> Tensor:
+            self.edit(block.pattern if block.slope is None else block.slope)
+            return block.pattern.sum((2, 3))
 
         hooks = [(pattern_name(0), hook)]
-        return al.Observation(
-            rows,
-            hooks if self.where == "hooks" else [],
-            hooks if self.where == "backward_hooks" else [],
-        )
+        ways: dict[str, al.reads.Reads] = {
+            "hooks": {"hooks": al.reads.Hooks(None, hooks)},
+            "backward_hooks": {"hooks": al.reads.Hooks(None, (), hooks)},
+            "blocks": {"blocks": al.reads.Blocks(made)},
+            "slopes": {"blocks": al.reads.Blocks(made, slope=True)},
+        }
+        return ways.get(self.where, {"slope": al.reads.At("slope", al.edges.target)})
 
-    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        return al.Observation(lambda logits, clean_logits: {})
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        if self.where == "rows":
+            self.edit(seen.logits)
+            if seen.clean is not None:
+                self.edit(seen.clean)
+        if self.where == "numbers":
+            self.edit(seen["slope"])
+        return {"v": torch.zeros(len(batch))}
 
     def result(self, rows: Any) -> MeanRecord:
         return MeanRecord(mean=rows["v"].mean())
@@ -305,7 +304,7 @@ def fill_with_nan(tensor: Tensor) -> None:
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("where", ["hooks", "backward_hooks"])
+@pytest.mark.parametrize("where", ["hooks", "backward_hooks", "blocks", "slopes"])
 @pytest.mark.parametrize("edit", [multiply, clear_data, fill_with_nan])
 def test_an_edit_in_place_is_an_error_that_names_the_metric(
     gpt2: Any, where: str, edit: Any, checkpoint: bool
@@ -318,15 +317,16 @@ def test_an_edit_in_place_is_an_error_that_names_the_metric(
 @pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
 @pytest.mark.parametrize("edit", [multiply, clear_data])
+@pytest.mark.parametrize("where", ["rows", "numbers"])
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_metric_that_edits_logits_does_not_change_other_results(
-    gpt2: Any, edit: Any, changed: bool
+def test_a_metric_that_edits_what_it_sees_does_not_change_other_results(
+    gpt2: Any, edit: Any, where: str, changed: bool
 ) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     hooks = (lambda batch: al.isolate_labels(gpt2, batch, 0)) if changed else None
     others = [*OTHERS, al.Loyalty()] if changed else OTHERS
     expected = al.run(gpt2, batches, others, hooks=hooks, **QUIET)
-    results = al.run(gpt2, batches, [Editor(edit, "rows"), *others], hooks=hooks, **QUIET)
+    results = al.run(gpt2, batches, [Editor(edit, where), *others], hooks=hooks, **QUIET)
     for name, record in expected.items():
         assert_same(results[name], record)
 
@@ -349,15 +349,17 @@ class Reader(al.Metric):
     """A metric that copies before it computes in place."""
 
     name: ClassVar[str] = "reader"
-    needs_gradient: ClassVar[bool] = False
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        sums: list[Tensor] = []
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+        found: dict[str, Tensor] = {}
 
         def hook(pattern: Tensor, hook: Any) -> None:
-            sums.append(pattern.clone().mul_(2).sum((1, 2, 3)))
+            found["sums"] = pattern.clone().mul_(2).sum((1, 2, 3))
 
-        return al.Observation(lambda logits, clean: {"v": sums[0]}, [(pattern_name(0), hook)])
+        return {"hooks": al.reads.Hooks(found, [(pattern_name(0), hook)])}
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        return {"v": seen["hooks"]["sums"]}
 
     def result(self, rows: Any) -> MeanRecord:
         return MeanRecord(mean=rows["v"].mean())

@@ -12,7 +12,12 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, StoreError
-from anchorlens.metrics.metric import observes_prefix
+from anchorlens.models.model_state import frozen_in_eval_mode
+from anchorlens.passes.forward import run_pass
+from anchorlens.passes.provide import why_whole
+from anchorlens.passes.shared_prefix import run_shared, shared_tokens
+from anchorlens.prompts.batch import after_shared
+from anchorlens.trials.may_share import shared_lengths
 from tests.support.measures import difference, hooks_on
 from tests.support.tiny_models import questions
 
@@ -131,7 +136,7 @@ def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
 def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     metric = names_of("metrics.md")["TargetEntropy"]()
-    assert observes_prefix(metric)
+    assert not why_whole(metric, batches[0])
     record = al.run(gpt2, batches, [metric], **QUIET)["target_entropy"]
     assert "run once for all" in record.info["shared_prefix"]
     rows = []
@@ -172,22 +177,20 @@ class GradientSum(al.Metric):
     point: str
     in_prefix: bool
     name: str = "gradient"
-    needs_gradient: bool = True
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        sums: list[torch.Tensor] = []
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+        sums = list[torch.Tensor]()
+        return {"sums": al.reads.Hooks(sums, (), [(self.point, partial(self.add, batch, sums))])}
 
-        def add(gradient: torch.Tensor, hook: Any) -> None:
-            if not self.in_prefix:
-                gradient = gradient[torch.arange(len(batch)), batch.target_rows]
-            sums.append(gradient.flatten(1).abs().sum(1).cpu().double())
+    def add(
+        self, batch: al.PromptBatch, sums: list[torch.Tensor], gradient: torch.Tensor, hook: Any
+    ) -> None:
+        if not self.in_prefix:
+            gradient = gradient[torch.arange(len(batch)), batch.target_rows]
+        sums.append(gradient.flatten(1).abs().sum(1).cpu().double())
 
-        return al.Observation(lambda logits, clean: {"sum": sums[0]}, (), [(self.point, add)])
-
-    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        if self.in_prefix:
-            return self.observe(model, batch)
-        return al.Observation(lambda logits, clean: {})
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, torch.Tensor]:
+        return {"sum": seen["sums"][0]}
 
     def result(self, rows: Any) -> al.AccuracyRecord:
         return al.AccuracyRecord(accuracy=rows["sum"].mean(), correct=rows["sum"])
@@ -202,15 +205,31 @@ def test_gradients_at_every_hook_point_equal_those_of_whole_prompts(
     gpt2: Any, point: str, in_prefix: bool
 ) -> None:
     """A bridge calls hook_q with a copy: after a cached prefix its gradient was 0."""
-    batches = questions(gpt2, 4)
+    (batch,) = batches = questions(gpt2, 4)
     metric = GradientSum(point, in_prefix)
-    shared, whole = (
+    ours, whole = (
         al.run(gpt2, batches, [metric], share_prefix=share, **QUIET)["gradient"]
         for share in (True, False)
     )
-    assert ("not compared with whole prompts" in shared.info["shared_prefix"]) is in_prefix
+    reason = "off: gradient has hooks of its own, which see whole prompts"
+    assert ours.info["shared_prefix"] == reason
     assert whole.correct.min() > 0
-    assert difference(shared.correct, whole.correct) < 1e-5
+    assert difference(ours.correct, whole.correct) < 1e-5
+    if in_prefix:  # no metric gets gradients at a hook point of shared tokens
+        return
+    after, _ = after_shared(batch, shared_lengths(batches, None))
+    assert after.first_query > 0
+    sums = list[torch.Tensor]()
+    with frozen_in_eval_mode(gpt2):
+        run_pass(
+            gpt2,
+            after,
+            prefix=run_shared(gpt2, shared_tokens(after), ()),
+            backward_hooks=[(point, partial(metric.add, after, sums))],
+            loss=al.losses.label_cross_entropy,
+        )
+    order = batch.index.argsort()
+    assert difference(sums[0][order], whole.correct) < 1e-5
 
 
 @pytest.mark.with_shapes

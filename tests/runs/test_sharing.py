@@ -9,8 +9,7 @@ import torch
 
 import anchorlens as al
 from anchorlens.contexts import compressed
-from anchorlens.errors import MetricError, PromptError, RunError
-from anchorlens.metrics.metric import Observation
+from anchorlens.errors import PromptError, RunError
 from anchorlens.models import kv_cache
 from anchorlens.models.hooked import pattern_name, verified_operands
 from anchorlens.passes import shared_prefix
@@ -21,7 +20,6 @@ from anchorlens.runs.runner import Runner
 from anchorlens.trials import how_to_run as decision
 from anchorlens.trials.how_to_run import how_to_run
 from anchorlens.trials.may_share import shared_lengths
-from tests.runs.test_run import SelfAttention
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.tiny_models import questions
 
@@ -222,44 +220,41 @@ def test_hooks_at_the_target_do_nothing_in_the_shared_tokens(gpt2: Any, whole: A
 class Watchful(al.Accuracy):
     """Observes more than the class that it inherits from."""
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> Observation:
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
         sizes: list[int] = []
 
         def observe_width(pattern: Any, hook: Any) -> None:
             sizes.append(pattern.shape[2])
 
-        def rows(logits: Any, clean_logits: Any) -> Any:
-            widths = torch.full((len(batch),), float(sizes[0]))
-            return {"correct": widths, "classes": torch.ones(len(batch), 1)}
+        return {"sizes": al.reads.Hooks(sizes, [(pattern_name(0), observe_width)])}
 
-        return Observation(rows, [(pattern_name(0), observe_width)])
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, torch.Tensor]:
+        widths = torch.full((len(batch),), float(seen["sizes"][0]))
+        return {"correct": widths, "classes": torch.ones(len(batch), 1)}
 
 
-def test_a_metric_that_inherits_observe_prefix_runs_whole_prompts(gpt2: Any) -> None:
+def test_a_metric_with_hooks_of_its_own_runs_whole_prompts(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 5)
     result = al.run(gpt2, [batch], [Watchful()], **QUIET)["accuracy"]
-    assert "accuracy without observe_prefix" in result.info["shared_prefix"]
+    reason = "off: accuracy has hooks of its own, which see whole prompts"
+    assert result.info["shared_prefix"] == reason
     assert float(result.accuracy) == batch.tokens.shape[1]
 
 
-class Unable(al.Accuracy):
-    """Raises an error in the demonstrations."""
-
-    def observe(self, model: Any, batch: al.PromptBatch) -> Observation:
-        return super().observe(model, batch)
-
-    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> Observation:
-        def rows(logits: Any, clean_logits: Any) -> Any:
-            raise MetricError("not of these demonstrations")
-
-        return Observation(rows)
+def none_in_demonstrations(pattern: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """Not a number where the rows are those of the demonstrations."""
+    is_square = pattern.shape[2] == pattern.shape[3]
+    return pattern.sum(1) * (torch.nan if is_square else 1.0)
 
 
 def test_a_metric_that_fails_in_the_demonstrations_leaves_the_others(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     expected = al.run(gpt2, batches, METRICS, **QUIET)
-    with pytest.raises(RunError, match="no result for unable: not of these demonstr") as error:
-        al.run(gpt2, batches, [Unable(name="unable"), *METRICS], **QUIET)
+    unable = al.SaliencyFlows(weight=none_in_demonstrations, name="unable")
+    message = "no result for unable: the weight none_in_demonstrations gives NaN"
+    with pytest.raises(RunError, match=message) as error:
+        al.run(gpt2, batches, [unable, *METRICS], **QUIET)
+    assert "run once" in error.value.results["accuracy"].info["shared_prefix"]
     assert set(error.value.results) == set(expected)
     for name, record in expected.items():
         assert_same(error.value.results[name], record)
@@ -273,7 +268,11 @@ def own_and_packages(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("metrics", "options", "reason"),
     [
-        ([SelfAttention()], lambda model: {}, "off: self_attention without observe_prefix"),
+        (
+            [al.SegmentFlows(weight=al.weights.value_norm)],
+            lambda model: {},
+            "off: segment_flows needs the values of all tokens of each prompt",
+        ),
         (
             [al.SaliencyFlows()],
             lambda model: {"gradient_checkpointing": True},

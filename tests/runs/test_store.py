@@ -439,10 +439,10 @@ def test_a_full_or_read_only_disk_does_not_change_stored_batches(
 
 def test_a_folder_that_is_removed_during_a_run_is_an_error(gpt2: Any, tmp_path: Path) -> None:
     class Removing(Logits):
-        def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
             if len(self.seen) == 2:
                 shutil.rmtree(tmp_path / "rows")
-            return super().observe(model, batch)
+            return super().contributions(batch, seen)
 
     with (
         pytest.warns(UserWarning, match=r"cannot be compared: .*shutil\.rmtree"),

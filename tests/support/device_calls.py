@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 import anchorlens as al
@@ -37,7 +38,7 @@ WITHOUT_RESULT_ON_A_DEVICE = {
 # What the calls return, or hold while they run.
 RETURNED = {
     *("AnswerFlows", "Claim", "CompressedContext", "GenerationTrace", "HardPrompt"),
-    *("KeyValues", "LossAtPositions", "Observation", "PrefixContext", "PromptFlows"),
+    *("KeyValues", "LossAtPositions", "PrefixContext", "PromptFlows"),
     *("Contributions", "QueryPass", "Results"),
     *("ReweightedContext", "SoftPrompt", "SweepResults"),
 }
@@ -67,6 +68,63 @@ class Added(al.Context, al.Trainable):
             return changed
 
         return replace(alone, hooks=[("hook_embed", add)])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EveryReadRecord(al.Record):
+    """What ``EveryRead`` reads."""
+
+    pattern: Float[Tensor, "layer head key"] = al.kinds.mean("pattern")
+    slope: Float[Tensor, "layer head pair"] = al.kinds.mean("slope")
+    keys: Float[Tensor, "layer head position d_head"] = al.kinds.mean("keys")
+    states: Float[Tensor, "layer d_model"] = al.kinds.mean("states")
+    sums: Float[Tensor, "layer head"] = al.kinds.mean("sums")
+    blocks: Float[Tensor, "layer head"] = al.kinds.mean("blocks")
+    embedded: Float[Tensor, " d_model"] = al.kinds.mean("embedded")
+
+
+@dataclass(frozen=True)
+class EveryRead(al.Metric):
+    """A metric of a user's own that reads in every way; with hooks or without them."""
+
+    has_hooks: bool
+    name: str = "every_read"
+    record: ClassVar[type[al.Record]] = EveryReadRecord
+
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+        labels, found = batch.label_positions, dict[str, Tensor]()
+
+        def product(block: al.reads.Block) -> Tensor:
+            assert block.slope is not None
+            return (block.pattern * block.slope).abs().sum((2, 3))
+
+        def store(embedded: Tensor, hook: Any) -> None:
+            found["embedded"] = (
+                (embedded * batch.attention_mask[..., None].to(embedded)).sum(1).cpu()
+            )
+
+        reads: dict[str, Any] = {
+            "pattern": al.reads.At("pattern", al.edges.target, labels),
+            "slope": al.reads.At("slope", labels[:, 1:], labels[:, :-1], pairs=True),
+            "keys": al.reads.At("keys", labels),
+            "states": al.reads.At("blocks.{}.hook_resid_post", al.edges.target),
+            "sums": al.reads.Sums(al.weights.saliency, al.reads.EdgeSets([al.edges.tq(batch)])),
+            "blocks": al.reads.Blocks(product, slope=True),
+        }
+        hooks = al.reads.Hooks(found, [("hook_embed", store)])
+        return reads | {"embedded": hooks} if self.has_hooks else reads
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        embedded = seen["embedded"]["embedded"] if self.has_hooks else torch.zeros(len(batch), 1)
+        return {
+            "pattern": seen["pattern"][:, :, :, 0],
+            "slope": seen["slope"],
+            "keys": seen["keys"],
+            "states": seen["states"][:, :, 0],
+            "sums": seen["sums"][..., 0],
+            "blocks": seen["blocks"],
+            "embedded": embedded.cpu(),
+        }
 
 
 def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], Any]]:
@@ -203,6 +261,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             )
         ],
         "stored rows": stored_rows,
+        "reads": lambda: [run(EveryRead(has_hooks=hooks)) for hooks in (False, True)],
         "maps": lambda: [
             al.saliency(model, batch),
             al.saliency(model, batch, weight=al.weights.signed, per_head=True),

@@ -11,6 +11,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
+from anchorlens.passes.forward import run_pass
+from anchorlens.passes.provide import Layers, Observation
 
 
 def hooks_on(model: Any) -> list[int]:
@@ -53,6 +55,21 @@ def patterns_of(model: Any, batch: al.PromptBatch, hooks: list[Any]) -> Tensor:
     ]
     logits_of(model, batch, [*hooks, *observers])
     return torch.stack(seen, 1)  # [batch, layer, head, query, key]
+
+
+def contributed(
+    model: Any, batch: al.PromptBatch, *metrics: al.Metric, loss: Any = None
+) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """The logits of one pass over whole prompts, and what these contribute to each metric."""
+    observed = [Observation(Layers.of(model), metric, batch) for metric in metrics]
+    logits = run_pass(
+        model,
+        batch,
+        observers=[hook for each in observed for hook in each.hooks],
+        backward_hooks=[hook for each in observed for hook in each.backward_hooks],
+        loss=loss,
+    )
+    return logits, [each.metric.contributions(batch, each.seen(logits, None)) for each in observed]
 
 
 def assert_same(ours: al.Record, theirs: al.Record, tolerance: float = 1e-5) -> None:

@@ -56,15 +56,10 @@ class Failing(Logits):
     process: int = field(default=0, repr=False, compare=False)
     name: ClassVar[str] = "failing"
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        inner = super().observe(model, batch)
-
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            if len(self.seen) == 1:
-                WAIT_OR_FAIL(self.process)
-            return dict(inner.contributions(logits, clean_logits))
-
-        return replace(inner, contributions=rows)
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        if len(self.seen) == 1:
+            WAIT_OR_FAIL(self.process)
+        return super().contributions(batch, seen)
 
 
 @dataclass(frozen=True)
@@ -73,15 +68,10 @@ class Picky(Logits):
 
     name: ClassVar[str] = "picky"
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        inner = super().observe(model, batch)
-
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            if (batch.index > 3).any():
-                raise MetricError(f"not prompt {int(batch.index.max())}")
-            return dict(inner.contributions(logits, clean_logits))
-
-        return replace(inner, contributions=rows)
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        if (batch.index > 3).any():
+            raise MetricError(f"not prompt {int(batch.index.max())}")
+        return super().contributions(batch, seen)
 
 
 def two_sets(model: Any) -> list[al.PromptBatch]:

@@ -46,16 +46,12 @@ class Logits(al.Metric):
     dies_in: int | None = field(default=None, repr=False, compare=False)
     scale: float = 1.0
     name: ClassVar[str] = "logits"
-    needs_gradient: ClassVar[bool] = False
 
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            if len(self.seen) == self.dies_in:
-                raise Killed
-            self.seen.append(len(batch))
-            return {"logits": self.scale * logits[:, batch.label_token_ids].cpu()}
-
-        return al.Observation(rows)
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        if len(self.seen) == self.dies_in:
+            raise Killed
+        self.seen.append(len(batch))
+        return {"logits": self.scale * seen.logits[:, batch.label_token_ids].cpu()}
 
     def result(self, rows: Any) -> LogitsRecord:
         return LogitsRecord(logits=rows["logits"])

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from anchorlens.metrics.attention_times_gradient import EdgeSets, EdgeSums
-from anchorlens.metrics.attention_times_gradient import row_pieces as pieces_of
 from torch import Tensor
 
 from anchorlens.metrics import weights
+from anchorlens.metrics.edge_sums import EdgeSets, EdgeSums, by_heads
+from anchorlens.metrics.edge_sums import row_pieces as pieces_of
 from anchorlens.prompts.edge_set import EdgeSet
 from anchorlens.system import row_pieces
 from tests.support.measures import difference
@@ -34,9 +34,9 @@ def edge_sums(
     pattern: Tensor, gradient: Tensor, edges: Tensor, weight: Any = weights.saliency
 ) -> tuple[Tensor, Tensor]:
     """The sums of one layer, and those of each head."""
-    sums = EdgeSums(EdgeSets([EdgeSet.of(edges[:, k]) for k in range(4)]), weight, 0)
+    sums = EdgeSums(EdgeSets([EdgeSet.of(edges[:, k]) for k in range(4)]), weight)
     sums.add(0, pattern, gradient)
-    rows = sums.contributions(pattern, None)
+    rows = by_heads(sums.total())
     return rows["sums"][:, 0], rows["head_sums"][:, 0]
 
 

@@ -1,0 +1,382 @@
+"""What a metric reads is the same of whole prompts, after shared tokens, and of long prompts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError
+from anchorlens.metrics.edge_sums import EdgeSets, Segments
+from anchorlens.system import row_pieces
+from anchorlens.trials import how_to_run as decision
+from tests.references import plain
+from tests.support.measures import contributed, difference
+from tests.support.tiny_models import questions
+
+RESID = "blocks.{}.hook_resid_post"
+PATTERN = "blocks.{}.attn.hook_pattern"
+
+
+@dataclass(frozen=True)
+class Reading(al.Metric):
+    """A user's metric, which contributes what it reads."""
+
+    read: Callable[[al.PromptBatch], Any]
+    name: str = "reading"
+
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+        return {"it": self.read(batch)}
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        it = seen["it"]
+        return {"it": it if isinstance(it, Tensor) else torch.stack([*it.values()], dim=1)}
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """What one pass over whole prompts has in each layer, by hooks of TransformerLens alone."""
+
+    patterns: Tensor  # [batch, layer, head, query, key]
+    slopes: Tensor
+    states: Tensor  # [batch, layer, position, d_model]
+    queries: Tensor  # [batch, layer, position, head, d_head]
+    keys: Tensor
+
+    @classmethod
+    def of(cls, model: Any, batch: al.PromptBatch) -> "ByHand":
+        prefix = "" if model.cfg.positional_embedding_type == "standard" else "rot_"
+        points = ["attn.hook_pattern", "hook_resid_post"]
+        points += [f"attn.hook_{prefix}{name}" for name in "qk"]
+        found: dict[str, list[Tensor]] = {point: [] for point in points}
+
+        def keep(into: list[Tensor], tensor: Tensor, hook: Any) -> None:
+            into.append(tensor if tensor.requires_grad else tensor.requires_grad_())
+
+        hooks = [
+            (f"blocks.{layer}.{point}", partial(keep, found[point]))
+            for layer in range(model.cfg.n_layers)
+            for point in points
+        ]
+        mask = batch.attention_mask.long()
+        logits = model.run_with_hooks(batch.tokens, attention_mask=mask, fwd_hooks=hooks)
+        logits = logits[torch.arange(len(batch)), batch.target_positions]
+        patterns, *others = found.values()
+        slopes = torch.autograd.grad(al.losses.label_cross_entropy(logits, batch).sum(), patterns)
+        every = (patterns, slopes, *others)
+        pattern, slope, *rest = (torch.stack([*of], 1).detach() for of in every)
+        return cls(pattern, slope * (pattern != 0), *rest)
+
+    @property
+    def products(self) -> Tensor:
+        return self.patterns * self.slopes
+
+
+def mixed(batch: al.PromptBatch) -> Tensor:
+    """Positions after the shared tokens and in them, in no order."""
+    target, labels = batch.target_positions, batch.label_positions
+    return torch.stack([labels[:, 3], target, labels[:, 0], target - 1], 1).cpu()
+
+
+def chosen(table: Tensor, columns: Tensor, dim: int) -> Tensor:
+    """Some positions of each prompt."""
+    pairs = zip(table, columns, strict=True)
+    return torch.stack([of_prompt.index_select(dim - 1, at) for of_prompt, at in pairs])
+
+
+def at_pairs(table: Tensor, batch: al.PromptBatch) -> Tensor:
+    square = chosen(chosen(table, mixed(batch), 3), mixed(batch) - 1, 4)
+    return square.diagonal(dim1=3, dim2=4)
+
+
+def edge_sets(batch: al.PromptBatch) -> list[Any]:
+    return [al.edges.pq(batch), al.edges.from_first(batch)]
+
+
+def over_set(merged: Tensor, of_heads: Tensor, edges: Any) -> Tensor:
+    """Sums over the edges of a set, of all heads together and of each."""
+    both = torch.cat([merged[:, :, None], of_heads], 2)
+    return torch.einsum("blhqk,bqk->blh", both, edges[:].to(both))[..., None]
+
+
+def over_sets(merged: Tensor, of_heads: Tensor, batch: al.PromptBatch) -> Tensor:
+    return torch.cat([over_set(merged, of_heads, edges) for edges in edge_sets(batch)], 3)
+
+
+def segments(batch: al.PromptBatch) -> Segments:
+    return Segments(torch.stack([al.edges.anchors(batch), al.edges.query(batch)], dim=1))
+
+
+def between_segments(merged: Tensor, of_heads: Tensor, batch: al.PromptBatch) -> Tensor:
+    both = torch.cat([merged[:, :, None], of_heads], 2).tril(-1)
+    inside = segments(batch).positions.to(both)
+    return torch.einsum("bsq,blhqk,btk->blhst", inside, both, inside)
+
+
+def placed(batch: al.PromptBatch, block: al.reads.Block) -> Tensor:
+    """A sum over all edges that tells each from each other: [batch, head]."""
+    inside = batch.attention_mask[:, None, block.rows, None].to(block.pattern.device)
+    rows, keys = (torch.arange(1000)[part].double() for part in (block.rows, block.keys))
+    numbers = block.pattern if block.slope is None else block.pattern * block.slope
+    return (numbers * inside * (1 + rows[:, None] + 3 * keys)).sum((2, 3))
+
+
+def placed_by_hand(numbers: Tensor, batch: al.PromptBatch) -> Tensor:
+    length = batch.tokens.shape[1]
+    inside = batch.attention_mask[:, None, None, :, None]
+    places = 1 + torch.arange(length)[:, None] + 3 * torch.arange(length)
+    return (numbers * inside * places).sum((3, 4))
+
+
+def hooks_of(layers: int, name: str, at: Callable[[Tensor], Tensor]) -> al.reads.Hooks:
+    found: dict[int, Tensor] = {}
+
+    def keep(layer: int, tensor: Tensor, hook: Any) -> None:
+        found[layer] = at(tensor).detach()
+
+    points = [(name.format(layer), partial(keep, layer)) for layer in range(layers)]
+    return al.reads.Hooks(found, points)
+
+
+At, Sums, Blocks = al.reads.At, al.reads.Sums, al.reads.Blocks
+Case = tuple[Any, Callable[[ByHand, al.PromptBatch], Tensor]]
+# What is read, and the same by hand, of whole prompts.
+ANYWHERE: dict[str, Case] = {
+    "rows": (
+        lambda batch: At("pattern", mixed(batch)),
+        lambda hand, batch: chosen(hand.patterns, mixed(batch), 3),
+    ),
+    "rows of the target": (
+        lambda batch: At("pattern", al.edges.target),
+        lambda hand, batch: chosen(hand.patterns, batch.target_positions[:, None], 3),
+    ),
+    "squares": (
+        lambda batch: At("pattern", mixed(batch), al.edges.forerunners),
+        lambda hand, batch: chosen(
+            chosen(hand.patterns, mixed(batch), 3), batch.label_positions - 1, 4
+        ),
+    ),
+    "pairs": (
+        lambda batch: At("pattern", mixed(batch), mixed(batch) - 1, pairs=True),
+        lambda hand, batch: at_pairs(hand.patterns, batch),
+    ),
+    "slopes": (
+        lambda batch: At("slope", mixed(batch)),
+        lambda hand, batch: chosen(hand.slopes, mixed(batch), 3),
+    ),
+    "slopes of the target": (
+        lambda batch: At("slope", al.edges.target, al.edges.anchors),
+        lambda hand, batch: chosen(
+            chosen(hand.slopes, batch.target_positions[:, None], 3), batch.label_positions, 4
+        ),
+    ),
+    "pairs of slopes": (
+        lambda batch: At("slope", mixed(batch), mixed(batch) - 1, pairs=True),
+        lambda hand, batch: at_pairs(hand.slopes, batch),
+    ),
+    "queries": (
+        lambda batch: At("queries", mixed(batch)),
+        lambda hand, batch: chosen(hand.queries, mixed(batch), 2).transpose(2, 3),
+    ),
+    "keys": (
+        lambda batch: At("keys", al.edges.anchors),
+        lambda hand, batch: chosen(hand.keys, batch.label_positions, 2).transpose(2, 3),
+    ),
+    "states": (
+        lambda batch: At(RESID, mixed(batch)),
+        lambda hand, batch: chosen(hand.states, mixed(batch), 2),
+    ),
+    "attention over sets": (
+        lambda batch: Sums(al.weights.attention, EdgeSets(edge_sets(batch))),
+        lambda hand, batch: over_sets(hand.patterns.mean(2), hand.patterns, batch),
+    ),
+    "attention between segments": (
+        lambda batch: Sums(al.weights.attention, segments(batch)),
+        lambda hand, batch: between_segments(hand.patterns.mean(2), hand.patterns, batch),
+    ),
+    "saliency over sets": (
+        lambda batch: Sums(al.weights.saliency, EdgeSets(edge_sets(batch))),
+        lambda hand, batch: over_sets(hand.products.sum(2).abs(), hand.products.abs(), batch),
+    ),
+    "signs between segments": (
+        lambda batch: Sums(al.weights.signed, segments(batch)),
+        lambda hand, batch: between_segments(hand.products.sum(2), hand.products, batch),
+    ),
+    "blocks of slopes": (
+        lambda batch: Blocks(partial(placed, batch), slope=True),
+        lambda hand, batch: placed_by_hand(hand.products, batch),
+    ),
+}
+BLOCKS: dict[str, Case] = {
+    "blocks": (
+        lambda batch: Blocks(partial(placed, batch)),
+        lambda hand, batch: placed_by_hand(hand.patterns, batch),
+    )
+}
+WHOLE_BLOCKS: dict[str, Case] = {
+    "whole blocks": (lambda batch: Blocks(partial(placed, batch), whole=True), BLOCKS["blocks"][1])
+}
+HOOKS: dict[str, Case] = {
+    "hooks": (
+        lambda batch: hooks_of(3, RESID, lambda states: states[:, 2:5]),
+        lambda hand, batch: hand.states[:, :, 2:5],
+    )
+}
+HOOKS_ON_PATTERNS: dict[str, Case] = {
+    "hooks on patterns": (
+        lambda batch: hooks_of(3, PATTERN, lambda a: a.diagonal(-1, 2, 3)[..., :100]),
+        lambda hand, batch: hand.patterns.diagonal(-1, 3, 4)[..., :100],
+    )
+}
+OFF_BLOCKS = "off: blocks reads blocks of the pattern of each prompt"
+OFF_HOOKS = "off: hooks has hooks of its own, which see whole prompts"
+
+
+@pytest.mark.parametrize(
+    ("cases", "of_shared", "of_long"),
+    [
+        (ANYWHERE, "run once for all", "fused: "),
+        (BLOCKS, OFF_BLOCKS, "fused: "),
+        (
+            WHOLE_BLOCKS,
+            OFF_BLOCKS.replace("blocks ", "whole blocks ", 1),
+            "whole patterns, because",
+        ),
+        (HOOKS, OFF_HOOKS, "fused: "),
+        (HOOKS | ANYWHERE, OFF_HOOKS, "fused: "),
+        (
+            HOOKS_ON_PATTERNS,
+            OFF_HOOKS.replace("hooks ", "hooks on patterns ", 1),
+            "whole patterns, because",
+        ),
+    ],
+    ids=["anywhere", "blocks", "whole blocks", "hooks", "beside hooks", "hooks on patterns"],
+)
+def test_reads_are_those_of_whole_prompts(
+    cases: dict[str, Case],
+    of_shared: str,
+    of_long: str,
+    exact_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batches = exact_model, questions(exact_model, 5, batch_size=3)
+    assert len({batch.tokens.shape[1] for batch in batches}) > 1
+    metrics = [Reading(read, name) for name, (read, _) in cases.items()]
+    with plain.everything_in_float64():
+        by_hand = [ByHand.of(model, batch) for batch in batches]
+
+        def check(status: str, attention: str, **options: Any) -> None:
+            with al.Study(model, batches, {}, progress=False, resamples=0) as study:
+                plan = study.plan(metrics, **options)
+                assert status in plan.status and plan.how.attention.startswith(attention)
+                for batch, hand in zip(batches, by_hand, strict=True):
+                    ours = plan.contributions(batch)
+                    for name, (_, expected) in cases.items():
+                        values = expected(hand, batch)
+                        assert difference(ours[f"{name}/it"], values) <= 1e-10, name
+
+        check("off: share_prefix=False", "", share_prefix=False)
+        check(of_shared, "")
+        monkeypatch.setattr(decision, "LARGE", 0)
+        monkeypatch.setattr(row_pieces, "PIECE", 5_000)
+        check("", of_long)
+
+
+@pytest.mark.with_shapes
+def test_a_metric_sees_how_many_edges_there_are_and_in_which_type(gpt2: Any) -> None:
+    batch = questions(gpt2, 3)[0]
+    sets = EdgeSets(edge_sets(batch))
+
+    @dataclass(frozen=True)
+    class Facts(Reading):
+        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+            assert [*seen] == ["it"] and len(seen) == 1 and seen.clean is None
+            assert seen.n_heads == gpt2.cfg.n_heads
+            if isinstance(self.read(batch), At):
+                assert seen.dtype("it") == torch.float32
+            else:
+                with pytest.raises(
+                    MetricError, match=r"'it' is no al\.reads\.At, so that it has no"
+                ):
+                    seen.dtype("it")
+            return {"counts": seen.counts("it")}
+
+    _, [found] = contributed(gpt2, batch, Facts(lambda batch: Sums(al.weights.attention, sets)))
+    expected = [edges[:].sum((1, 2)) for edges in edge_sets(batch)]
+    assert torch.equal(found["counts"], torch.stack(expected, 1))
+    with pytest.raises(MetricError, match=r"'it' is no al\.reads\.Sums, so that it has no edges"):
+        contributed(gpt2, batch, Facts(lambda batch: At("pattern", al.edges.target)))
+
+
+def test_a_metric_sees_the_clean_logits_of_a_changed_run_and_copies_for_itself(gpt2: Any) -> None:
+    batch = questions(gpt2, 3)[0]
+
+    @dataclass(frozen=True)
+    class Logits(Reading):
+        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+            assert seen.clean is not None
+            found = {"clean": seen.clean.clone(), "changed": seen.logits.clone()}
+            for own in (seen.clean, seen.logits):
+                own.zero_()
+            return found
+
+    def isolated(batch: al.PromptBatch) -> Any:
+        return al.isolate_labels(gpt2, batch, [0, 1])
+
+    metrics = [Logits(lambda batch: At("pattern", al.edges.target), name) for name in "ab"]
+    with al.Study(gpt2, [batch], {}, progress=False, resamples=0) as study:
+        found = study.plan(metrics, hooks=isolated, share_prefix=False).contributions(batch)
+    for name, hooks in (("clean", None), ("changed", isolated)):
+        options: dict[str, Any] = {"progress": False} | ({"hooks": hooks} if hooks else {})
+        expected = al.target_logits(gpt2, [batch], **options)[batch.index]
+        for metric in "ab":
+            assert difference(found[f"{metric}/{name}"], expected) <= 1e-5
+    assert difference(found["a/changed"], found["a/clean"]) > 1e-3
+
+
+def odd(batch: al.PromptBatch) -> Tensor:
+    """A position in the shared tokens that is another one for every second query."""
+    return (3 + batch.index % 2)[:, None].cpu()
+
+
+def odd_edges(batch: al.PromptBatch) -> Any:
+    return al.edges.between(al.edges.at(batch, odd(batch)), batch.attention_mask)
+
+
+DIFFERING: dict[str, Case] = {
+    "rows": (
+        lambda batch: At("pattern", odd(batch)),
+        lambda hand, batch: chosen(hand.patterns, odd(batch), 3),
+    ),
+    "slopes": (
+        lambda batch: At("slope", odd(batch)),
+        lambda hand, batch: chosen(hand.slopes, odd(batch), 3),
+    ),
+    "attention": (
+        lambda batch: Sums(al.weights.attention, EdgeSets([odd_edges(batch)])),
+        lambda hand, batch: over_set(hand.patterns.mean(2), hand.patterns, odd_edges(batch)),
+    ),
+    "saliency": (
+        lambda batch: Sums(al.weights.signed, EdgeSets([odd_edges(batch)])),
+        lambda hand, batch: over_set(hand.products.sum(2), hand.products, odd_edges(batch)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_what_differs_between_prompts_in_shared_tokens_is_still_that_of_each(
+    name: str, gpt2: Any
+) -> None:
+    """The gradients of each prompt are its own, so that sums of them may differ too."""
+    batches, (read, by_hand) = questions(gpt2, 5, batch_size=3), DIFFERING[name]
+    expected = [by_hand(ByHand.of(gpt2, batch), batch) for batch in batches]
+    with al.Study(gpt2, batches, {}, progress=False, resamples=0) as study:
+        plan = study.plan([Reading(read)])
+        differs = "off: reading differs between prompts that share their demonstrations"
+        assert "run once for all" in plan.status if name == "saliency" else plan.status == differs
+        for batch, values in zip(batches, expected, strict=True):
+            assert difference(plan.contributions(batch)["reading/it"], values) <= 1e-5

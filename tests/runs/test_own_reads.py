@@ -1,0 +1,217 @@
+"""A user's metric says what it reads; each way to run gives it the numbers of whole prompts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError, RunError
+from anchorlens.trials import how_to_run
+from tests.support.device_calls import EveryRead
+from tests.support.measures import assert_same
+from tests.support.tiny_models import questions
+
+QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
+FUSED = "fused: the patterns of a prompt would take"
+Read = Callable[[al.PromptBatch], Any]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NumbersRecord(al.Record):
+    """What each prompt contributes."""
+
+    total: Float[Tensor, " layer"] = al.kinds.mean("total")
+    numbers: Float[Tensor, "prompt layer number"] = al.kinds.of_prompts("numbers")
+
+
+@dataclass(frozen=True)
+class Numbers(al.Metric):
+    """What is read, as it comes."""
+
+    read: Read
+    name: str = "numbers"
+    record: ClassVar[type[al.Record]] = NumbersRecord
+
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+        return {"it": self.read(batch)}
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        numbers = seen["it"].flatten(2)
+        return {"numbers": numbers, "total": numbers.sum(2)}
+
+
+def several_sets(model: Any) -> list[al.PromptBatch]:
+    """Batches of several sizes, of two sets of demonstrations."""
+    return [*questions(model, 5, batch_size=3), *questions(model, 4, batch_size=2, seed=7)]
+
+
+def first_forerunner(batch: al.PromptBatch) -> Tensor:
+    return al.edges.forerunners(batch).cumsum(1).eq(1) & al.edges.forerunners(batch)
+
+
+def largest_of_rows(batch: al.PromptBatch, block: al.reads.Block) -> Tensor:
+    is_token = batch.attention_mask[:, block.rows].to(block.pattern)
+    return torch.einsum("bhq,bq->b", block.pattern.amax(3), is_token)[:, None]
+
+
+def products(block: al.reads.Block) -> Tensor:
+    assert block.slope is not None
+    return (block.pattern * block.slope).abs().sum((2, 3))
+
+
+READS: dict[str, tuple[Read, bool, bool]] = {  # whether prompts share tokens, and are fused
+    "labels": (
+        lambda batch: al.reads.At("pattern", al.edges.anchors, first_forerunner),
+        True,
+        True,
+    ),
+    "slopes": (
+        lambda batch: al.reads.At("slope", batch.label_positions, first_forerunner),
+        True,
+        True,
+    ),
+    "states": (
+        lambda batch: al.reads.At("blocks.{}.hook_resid_post", al.edges.anchors),
+        True,
+        True,
+    ),
+    "rows": (lambda batch: al.reads.Blocks(partial(largest_of_rows, batch)), False, True),
+    "products": (lambda batch: al.reads.Blocks(products, slope=True), True, True),
+    "layers": (
+        lambda batch: al.reads.Blocks(partial(largest_of_rows, batch), whole=True),
+        False,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_records_of_a_metric_are_those_of_whole_prompts(
+    name: str, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, shares, is_fused = READS[name]
+    batches, metrics = several_sets(gpt2), [Numbers(read)]
+    expected = al.run(gpt2, batches, metrics, share_prefix=False, **QUIET)["numbers"]
+    ours = al.run(gpt2, batches, metrics, **QUIET)["numbers"]
+    off = "off: numbers reads blocks of the pattern of each prompt"
+    assert ours.info["shared_prefix"] == off or shares
+    assert ("run once for all" in ours.info["shared_prefix"]) == shares
+    monkeypatch.setattr(how_to_run, "LARGE", 0)
+    long = al.run(gpt2, batches, metrics, **QUIET)["numbers"]
+    whole = "whole patterns, because numbers needs them"
+    assert long.info["attention"].startswith(FUSED if is_fused else whole)
+    for record, tolerance in ((ours, 1e-5), (long, 1e-4)):
+        assert_same(record, expected, tolerance)
+    first = expected.numbers[:, 0]  # slopes of demonstrations are 0 in the last layer
+    assert float(first.abs().sum(1).min()) > 0
+
+
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_a_metric_may_read_in_every_way_at_once(
+    has_hooks: bool, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, metrics = several_sets(gpt2), [EveryRead(has_hooks), al.SaliencyFlows()]
+    expected = al.run(gpt2, batches, metrics, share_prefix=False, **QUIET)
+    ours = al.run(gpt2, batches, metrics, **QUIET)
+    info = ours["saliency_flows"].info["shared_prefix"]
+    hooks = "off: every_read has hooks of its own, which see whole prompts"
+    assert info == hooks if has_hooks else "run once for all" in info
+    monkeypatch.setattr(how_to_run, "LARGE", 0)
+    long = al.run(gpt2, batches, metrics, **QUIET)
+    # States come from hooks, and rows of A without them; one metric gets either.
+    because = "whole patterns, because every_read needs them"
+    assert long["every_read"].info["attention"].startswith(because)
+    for name, record in expected.items():
+        assert_same(ours[name], record)
+        assert_same(long[name], record)
+
+
+def early(batch: al.PromptBatch) -> Tensor:
+    """A position of the demonstrations, which differs between prompts."""
+    return (9 + batch.index % 3)[:, None]
+
+
+def first_labels(batch: al.PromptBatch) -> Tensor:
+    """As many positions of the demonstrations, but each prompt has them in an order of its own."""
+    pairs = zip(batch.index.tolist(), batch.label_positions, strict=True)
+    return torch.stack([labels.roll(number) for number, labels in pairs])
+
+
+@pytest.mark.parametrize(
+    ("read", "shares"),
+    [
+        (lambda batch: al.reads.At("pattern", early(batch), first_forerunner), False),
+        (lambda batch: al.reads.At("blocks.{}.hook_resid_post", first_labels(batch)), False),
+        (lambda batch: al.reads.At("keys", early(batch)), False),
+        (lambda batch: al.reads.At("slope", early(batch), first_forerunner), False),
+        (lambda batch: al.reads.At("pattern", al.edges.target, first_labels(batch)), True),
+    ],
+    ids=["pattern", "states", "keys", "slope", "only keys of the target"],
+)
+def test_positions_of_demonstrations_that_differ_between_prompts_run_whole_prompts(
+    read: Read, shares: bool, gpt2: Any
+) -> None:
+    batches, metrics = several_sets(gpt2), [Numbers(read)]
+    expected = al.run(gpt2, batches, metrics, share_prefix=False, **QUIET)["numbers"]
+    ours = al.run(gpt2, batches, metrics, **QUIET)["numbers"]
+    off = "off: numbers differs between prompts that share their demonstrations"
+    assert ours.info["shared_prefix"] == off or shares
+    assert ("run once for all" in ours.info["shared_prefix"]) == shares
+    assert_same(ours, expected)
+
+
+def test_what_a_metric_reads_follows_the_hooks_that_change_the_run(gpt2: Any) -> None:
+    batches = several_sets(gpt2)
+    read = lambda batch: al.reads.At("pattern", al.edges.forerunners, first_forerunner)  # noqa: E731
+    options: dict[str, Any] = {"hooks": lambda batch: al.block_edges(gpt2, batch, al.edges.wp, 0)}
+    metrics = [Numbers(read), EveryRead(has_hooks=False)]
+    expected = al.run(gpt2, batches, metrics, share_prefix=False, **options, **QUIET)
+    ours = al.run(gpt2, batches, metrics, **options, **QUIET)
+    assert "run once for all" in ours["numbers"].info["shared_prefix"]
+    clean = al.run(gpt2, batches, metrics, **QUIET)
+    for name, record in expected.items():
+        assert_same(ours[name], record)
+        with pytest.raises(AssertionError):
+            assert_same(clean[name], record)
+
+
+def test_a_run_goes_on_after_the_batches_that_are_stored(gpt2: Any, tmp_path: Path) -> None:
+    batches, metrics = several_sets(gpt2), [EveryRead(has_hooks=False)]
+    expected = al.run(gpt2, batches, metrics, **QUIET)["every_read"]
+    al.run(gpt2, batches, metrics, folder=tmp_path, **QUIET)
+    for number in (1, 2):
+        (tmp_path / f"rows-0000{number}.safetensors").unlink()
+    again = al.run(gpt2, batches, metrics, folder=tmp_path, **QUIET)["every_read"]
+    assert_same(again, expected, 1e-6)
+
+
+def test_what_a_metric_does_not_read_leaves_the_results_of_the_others(gpt2: Any) -> None:
+    @dataclass(frozen=True)
+    class Wrong(Numbers):
+        name: str = "wrong"
+
+        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+            return {"counts": seen.counts("it")}
+
+    batches, others = questions(gpt2, 3), [al.Accuracy()]
+    wrong = Wrong(lambda batch: al.reads.At("pattern", al.edges.target))
+    with pytest.raises(RunError, match=r"no result for wrong: 'it' is no al\.reads\.Su") as caught:
+        al.run(gpt2, batches, [wrong, *others], **QUIET)
+    expected = al.run(gpt2, batches, others, **QUIET)
+    assert caught.value.results.keys() == expected.keys()
+    assert_same(caught.value.results["accuracy"], expected["accuracy"])
+
+
+def test_a_function_of_blocks_gives_an_entry_for_each_prompt(gpt2: Any) -> None:
+    for of in (lambda block: None, lambda block: block.pattern.sum()):
+        wrong: Any = of
+        metric = Numbers(lambda batch, of=wrong: al.reads.Blocks(of))  # type: ignore[misc]
+        with pytest.raises(MetricError, match=r"blocks gives a tensor \[batch, \.\.\.\] for 3"):
+            al.run(gpt2, questions(gpt2, 3), [metric], **QUIET)
