@@ -260,25 +260,28 @@ class SaliencyFlows(EdgeFlows):
         A prompt without an edge of a flow is left out of its mean, and a set without one of the
         mean over sets.
         """
-        of_edges, of_heads = mean_weights(contributions)
-        count, functions = len(self.edges), self._functions()
         found = (contributions["counts"] > 0).any(0).tolist()
         if empty := [name for name, is_found in zip(self.edges, found) if not is_found]:  # noqa: B905
             warn_user(
                 f"no prompt has an edge of the flows {empty}, so that these flows and all shares "
                 "are NaN; leave them out of the edges"
             )
+        info = {"flows": tuple(self.edges)}
+        return SaliencyFlowsRecord.of(contributions.with_each(self._of_prompts), info=info)
+
+    def _of_prompts(self, contributions: Contributions) -> dict[str, Tensor]:
+        """The flows of each prompt."""
+        of_edges, of_heads = mean_weights(contributions)
+        count, functions = len(self.edges), self._functions()
         pq, tq = (of_edges[..., functions.index(function)] for function in _READ_BY_TARGET)
         of_ww = functions.index(edges.ww) if edges.ww in self.edges.values() else None
-        of_flows = {
+        return {
             "flows": of_edges[..., :count],
             "of_heads": of_heads[..., :count],
             "pq": pq,
             "tq": tq,
             "ww": nan * tq if of_ww is None else of_edges[..., of_ww],
         }
-        info = {"flows": tuple(self.edges)}
-        return SaliencyFlowsRecord.of(contributions.replaced(of_flows), info=info)
 
     def _functions(self) -> list[EdgesOfBatch]:
         """The functions of all edge sets, those of ``edges`` first."""

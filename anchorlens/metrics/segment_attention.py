@@ -144,14 +144,17 @@ class SegmentAttention(Metric):
 
     def result(self, contributions: Contributions) -> SegmentAttentionRecord:
         """The kurtosis of each prompt; means over prompts, then over sets; scores of the mean."""
-        counts = contributions["counts"].double()
-        of_prompts = contributions["sums"].double() / counts[:, None, None]
-        kurtosis = kurtosis_of_heads(vertical_scores(of_prompts, self.apart))
         names = () if self.segments is None else tuple(self.segments)
         return SegmentAttentionRecord.of(
-            contributions.replaced({"attention": of_prompts, "kurtosis": kurtosis}),
+            contributions.with_each(self._of_prompts),
             info={"apart": self.apart} | ({"segment_names": names} if names else {}),
         )
+
+    def _of_prompts(self, contributions: Contributions) -> dict[str, Tensor]:
+        """The attention of each prompt, and the kurtosis of each head in it."""
+        attention = contributions["sums"].double() / contributions["counts"].double()[:, None, None]
+        kurtosis = kurtosis_of_heads(vertical_scores(attention, self.apart))
+        return {"attention": attention, "kurtosis": kurtosis}
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
         """What tokens of other segments attend to each segment: its score in ``al.faithfulness``.

@@ -153,10 +153,9 @@ class SegmentFlows(EdgeFlows):
 
     def result(self, contributions: Contributions) -> SegmentFlowsRecord:
         """Means over the edges of each prompt, then over prompts, then over sets."""
-        flow, of_heads = mean_weights(contributions)
         names = () if self.segments is None else tuple(self.segments)
         return SegmentFlowsRecord.of(
-            contributions.replaced({"flow": flow, "flow_of_heads": of_heads}),
+            contributions.with_each(_of_prompts),
             info={"weight": name_of(self.weight)} | ({"segment_names": names} if names else {}),
         )
 
@@ -195,6 +194,11 @@ class SegmentFlows(EdgeFlows):
             return self.segments
         names = batch.segment_names if self.segments is None else self.segments
         return {name: partial(edges.segment, name=name) for name in names}
+
+
+def _of_prompts(contributions: Contributions) -> dict[str, Tensor]:
+    flow, of_heads = mean_weights(contributions)
+    return {"flow": flow, "flow_of_heads": of_heads}
 
 
 def read_by_others(

@@ -109,6 +109,21 @@ class Contributions(Mapping[str, Tensor]):
                 self._made[key] = whole.of_each(function)[chosen]
         return self._made[key]
 
+    @checked
+    def with_each(
+        self, function: Callable[["Contributions"], Mapping[str, Tensor]]
+    ) -> "Contributions":
+        """These and what a function makes of each prompt, by name; of resamples it is chosen.
+
+        As for ``of_each``, the function is called once for all prompts.
+        """
+        whole, chosen = (self, None) if self._of is None else self._of
+        key = "with each prompt", function
+        if key not in whole._made:
+            whole._made[key] = whole.replaced(function(whole))
+        made: Contributions = whole._made[key]
+        return made if chosen is None else made._chosen(chosen)
+
     def of_sets(self) -> list["Contributions"]:
         """The contributions of each set."""
         return self.once(_of_sets)

@@ -61,17 +61,15 @@ def unlike_ratios(
         share[..., 2] /= logs.exp()
     else:
         ratio *= logs.exp()
-    return of_flows(share, ratio, ids, common, resamples=20)  # verdicts are by the sets' numbers
+    return of_flows(share, ratio, ids, common)
 
 
-def of_flows(
-    share: Tensor, ratio: Tensor, ids: Tensor, noise: Tensor, resamples: int = 100
-) -> al.Record:
+def of_flows(share: Tensor, ratio: Tensor, ids: Tensor, noise: Tensor) -> al.Record:
     means = torch.cat([share, share[..., 1:2] / ratio[..., None]], dim=-1)
     sums = means[ids] * noise
     rows = {"sums": sums, "head_sums": sums[:, :, None], "counts": torch.ones(len(ids), 4)}
     info = {"of_random_models": {"over_ww": [[0.0, 0.0, 1.0]]}}
-    return judged(al.SaliencyFlows().result, rows, ids, info, resamples)
+    return judged(al.SaliencyFlows().result, rows, ids, info)
 
 
 def isolation(sizes: Sequence[int], generator: torch.Generator, spread: float = 0.3) -> al.Record:
@@ -157,6 +155,8 @@ def judged(
     resamples: int = 100,
 ) -> al.Record:
     described = {"demonstration_sets": len(ids.unique()), **(info or {})}
+    if len(ids.unique()) > 1:
+        resamples = min(resamples, 20)  # verdicts are by the numbers of the sets
     return with_intervals(result, rows, sets=ids, resamples=resamples, info=described)
 
 
