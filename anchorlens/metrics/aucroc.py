@@ -235,7 +235,7 @@ class AttentionAUCROC(Metric):
     def reads(self, batch: PromptBatch) -> Reads:
         """The attention from the target to the label words."""
         check_label_words([batch])
-        return {"attention": At("pattern", edges.target, batch.label_positions)}
+        return {"attention": At("pattern", edges.target, batch.on_cpu.label_positions)}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         """The attention to each class by layer and head, its rounding, and probabilities."""

@@ -231,7 +231,8 @@ class AnchorDistances(Metric):
 
     def reads(self, batch: PromptBatch) -> Reads:
         """The target's query, and the label words' keys."""
-        return {"queries": At("queries", edges.target), "keys": At("keys", batch.label_positions)}
+        labels = batch.on_cpu.label_positions
+        return {"queries": At("queries", edges.target), "keys": At("keys", labels)}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         """Queries and mean keys of each class, heads side by side, and what tells confusions."""

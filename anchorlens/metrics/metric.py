@@ -36,8 +36,9 @@ class Metric(KeepsRepr, ABC):
         ...         return {"row": al.reads.At("pattern", al.edges.target)}
         ...     def contributions(self, batch, seen):
         ...         return {"first": seen["row"][:, :, :, 0, 0]}
-        >>> al.run(model, batches, [First()], progress=False)["first"].first.shape
-        torch.Size([12, 12])
+        >>> first = al.run(model, batches, [First()], progress=False)["first"].first
+        >>> first.shape == (model.cfg.n_layers, model.cfg.n_heads)
+        True
     """
 
     record: ClassVar[type[Record]]

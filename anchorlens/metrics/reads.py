@@ -29,7 +29,7 @@ from .weights import Pattern, Weight, WithValues, attention
 
 PATTERN, SLOPE, QUERIES, KEYS, VALUES = "pattern", "slope", "queries", "keys", "values"
 _OF_EDGES = (PATTERN, SLOPE)
-Columns = Int[Tensor, "batch chosen"]
+Columns = Int[Tensor, "batch _"]
 
 
 class _InOneLine(KeepsRepr):

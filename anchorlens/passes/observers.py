@@ -29,11 +29,12 @@ from ..models.hooked import (
 )
 from ..prompts.batch import PromptBatch
 from ..system.arguments import called
-from ..system.devices import beside, on_one_device, wide
+from ..system.devices import on_one_device, sent, wide
 from ..system.texts import described
 from .forward import edited
 
-Use = Callable[[int, Pattern, Pattern], None]
+Shared = Float[Tensor, "_ head query key"]  # one pattern for the gradients of several prompts
+Use = Callable[[int, Shared, Pattern], None]
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class SumsObserver(Observer):
     def begin(self, read: Any) -> None:
         self._sums = EdgeSums(read.sets, read.weight)
 
-    def _add(self, layer: int, pattern: Pattern, slope: Pattern, *values: Values) -> None:
+    def _add(self, layer: int, pattern: Shared, slope: Pattern, *values: Values) -> None:
         version = pattern._version
         self._sums.add(layer, pattern, slope, *values, first=self._first)
         _refuse_edit(self._owner, pattern, version)
@@ -189,7 +190,7 @@ class BlocksObserver(Observer):
         self._read: Blocks = read
         self._of_layers: dict[int, Tensor] = {}
 
-    def _add(self, layer: int, pattern: Pattern, slope: Pattern) -> None:
+    def _add(self, layer: int, pattern: Shared, slope: Pattern) -> None:
         version = pattern._version
         for rows, a, of_rows in row_pieces(pattern.expand_as(slope), slope):
             queries = slice(self._first + rows.start, self._first + rows.stop)
@@ -228,6 +229,7 @@ class AtObserver(Observer):
         self._read, self._length = read, batch.tokens.shape[1]
         self._of_layers: dict[int, Tensor] = {}
         self._seen: dict[int, Tensor] = {}  # keys of slopes, where the pattern is not 0
+        self._sent: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
         self._dtypes: set[torch.dtype] = set()
         queries, keys = read.columns(batch, owner)
         inside = (queries >= columns.start) & (queries < columns.stop)
@@ -252,11 +254,18 @@ class AtObserver(Observer):
         else:
             self.hooks = layers.hooks_at(read.what.format, self._add_states)
 
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """The rows of the pass and the keys, which go to a device once for all layers there."""
+        if device not in self._sent:
+            keys = None if self._keys is None else sent(self._keys, device)
+            self._sent[device] = sent(self._queries - self._first, device), keys
+        return self._sent[device]
+
     def _add_seen(self, layer: int, pattern: Tensor) -> None:
         self._seen[layer] = self._chosen(pattern) != 0
 
     def _chosen(self, table: Tensor) -> Tensor:
-        return _of_table(table.detach(), self._queries - self._first, self._keys, self._read)
+        return _of_table(table.detach(), *self._on(table.device), self._read)
 
     def _add_rows(self, layer: int, table: Tensor) -> None:
         self._dtypes.add(table.dtype)
@@ -275,19 +284,20 @@ class AtObserver(Observer):
     def _add_states(self, layer: int, states: Tensor) -> None:
         self._dtypes.add(states.dtype)
         # Keys of a cache may stand before those of the columns that run.
-        rows = self._queries - self._stop + states.shape[1]
+        rows = self._on(states.device)[0] + self._first - self._stop + states.shape[1]
         prompts = torch.arange(len(rows), device=rows.device)[:, None]
-        number, row = beside(states, prompts, rows)
-        self._of_layers[layer] = states.detach()[number, row]
+        self._of_layers[layer] = states.detach()[prompts, rows]
 
     def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
         table = slope if self._read.what == SLOPE else a
-        inside = (self._queries >= rows.start) & (self._queries < rows.stop)
-        if not inside.any():
+        if not ((self._queries >= rows.start) & (self._queries < rows.stop)).any():
             return
         self._dtypes.add(table.dtype)
-        row = (self._queries - rows.start).clamp(0, table.shape[2] - 1)
-        columns = None if self._keys is None else self._keys - keys.start
+        of_pass, columns = self._on(table.device)
+        row = of_pass + self._first - rows.start
+        inside = (row >= 0) & (row < table.shape[2])
+        row = row.clamp(0, table.shape[2] - 1)
+        columns = None if columns is None else columns - keys.start
         numbers = _of_table(table, row, columns, self._read)
         if table is slope:
             numbers = numbers * (_of_table(a, row, columns, self._read) != 0)
@@ -295,7 +305,7 @@ class AtObserver(Observer):
             sides = keys.start, self._length - keys.start - table.shape[3]
             numbers = torch.nn.functional.pad(numbers, sides)
         shape = (len(inside), 1, inside.shape[1], *[1] * (numbers.ndim - 3))
-        numbers = numbers * inside.view(shape).to(numbers.device)
+        numbers = numbers * inside.view(shape)
         before = self._of_layers.get(layer)
         self._of_layers[layer] = numbers if before is None else before + numbers
 
@@ -356,15 +366,14 @@ def _of_table(table: Tensor, rows: Tensor, keys: Tensor | None, read: At) -> Ten
     rows = rows.expand(len(table), -1)  # shared tokens ran for one prompt, but have slopes of all
     keys = None if keys is None else keys.expand(len(table), -1)
     prompts = torch.arange(len(rows), device=rows.device)[:, None]
-    number, row = beside(table, prompts, rows)
     if keys is None:
-        return table[number, :, row].transpose(1, 2)
+        return table[prompts, :, rows].transpose(1, 2)
     has = (keys >= 0) & (keys < table.shape[3])
-    key, known = beside(table, keys.clamp(0, table.shape[3] - 1), has)
+    keys = keys.clamp(0, table.shape[3] - 1)
     if read.pairs:
-        return (table[number, :, row, key] * known[..., None]).transpose(1, 2)
-    chosen = table[number[..., None], :, row[:, :, None], key[:, None]]  # [batch, n, key, head]
-    return (chosen * known[:, None, :, None]).movedim(3, 1)
+        return (table[prompts, :, rows, keys] * has[..., None]).transpose(1, 2)
+    chosen = table[prompts[..., None], :, rows[:, :, None], keys[:, None]]  # [batch, n, key, head]
+    return (chosen * has[:, None, :, None]).movedim(3, 1)
 
 
 def _by_layer(of_layers: dict[int, Tensor]) -> Float[Tensor, "batch layer *axes"]:

@@ -16,7 +16,7 @@ from anchorlens.errors import MetricError, RunError
 from anchorlens.trials import how_to_run
 from tests.support.device_calls import EveryRead
 from tests.support.measures import assert_same
-from tests.support.tiny_models import questions
+from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
 FUSED = "fused: the patterns of a prompt would take"
@@ -45,6 +45,11 @@ class Numbers(al.Metric):
     def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
         numbers = seen["it"].flatten(2)
         return {"numbers": numbers, "total": numbers.sum(2)}
+
+
+@pytest.fixture(scope="module")
+def exact(hooked: Any, byte_level: Any) -> Any:
+    return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
 
 
 def several_sets(model: Any) -> list[al.PromptBatch]:
@@ -94,43 +99,43 @@ READS: dict[str, tuple[Read, bool, bool]] = {  # whether prompts share tokens, a
 
 @pytest.mark.parametrize("name", READS)
 def test_the_records_of_a_metric_are_those_of_whole_prompts(
-    name: str, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, exact: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, shares, is_fused = READS[name]
-    batches, metrics = several_sets(gpt2), [Numbers(read)]
-    expected = al.run(gpt2, batches, metrics, share_prefix=False, **QUIET)["numbers"]
-    ours = al.run(gpt2, batches, metrics, **QUIET)["numbers"]
+    batches, metrics = several_sets(exact), [Numbers(read)]
+    expected = al.run(exact, batches, metrics, share_prefix=False, **QUIET)["numbers"]
+    ours = al.run(exact, batches, metrics, **QUIET)["numbers"]
     off = "off: numbers reads blocks of the pattern of each prompt"
     assert ours.info["shared_prefix"] == off or shares
     assert ("run once for all" in ours.info["shared_prefix"]) == shares
     monkeypatch.setattr(how_to_run, "LARGE", 0)
-    long = al.run(gpt2, batches, metrics, **QUIET)["numbers"]
+    long = al.run(exact, batches, metrics, **QUIET)["numbers"]
     whole = "whole patterns, because numbers needs them"
     assert long.info["attention"].startswith(FUSED if is_fused else whole)
-    for record, tolerance in ((ours, 1e-5), (long, 1e-4)):
-        assert_same(record, expected, tolerance)
+    for record in (ours, long):
+        assert_same(record, expected, 1e-10)
     first = expected.numbers[:, 0]  # slopes of demonstrations are 0 in the last layer
     assert float(first.abs().sum(1).min()) > 0
 
 
 @pytest.mark.parametrize("has_hooks", [False, True])
 def test_a_metric_may_read_in_every_way_at_once(
-    has_hooks: bool, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+    has_hooks: bool, exact: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches, metrics = several_sets(gpt2), [EveryRead(has_hooks), al.SaliencyFlows()]
-    expected = al.run(gpt2, batches, metrics, share_prefix=False, **QUIET)
-    ours = al.run(gpt2, batches, metrics, **QUIET)
+    batches, metrics = several_sets(exact), [EveryRead(has_hooks), al.SaliencyFlows()]
+    expected = al.run(exact, batches, metrics, share_prefix=False, **QUIET)
+    ours = al.run(exact, batches, metrics, **QUIET)
     info = ours["saliency_flows"].info["shared_prefix"]
     hooks = "off: every_read has hooks of its own, which see whole prompts"
     assert info == hooks if has_hooks else "run once for all" in info
     monkeypatch.setattr(how_to_run, "LARGE", 0)
-    long = al.run(gpt2, batches, metrics, **QUIET)
+    long = al.run(exact, batches, metrics, **QUIET)
     # States come from hooks, and rows of A without them; one metric gets either.
     because = "whole patterns, because every_read needs them"
     assert long["every_read"].info["attention"].startswith(because)
     for name, record in expected.items():
-        assert_same(ours[name], record)
-        assert_same(long[name], record)
+        assert_same(ours[name], record, 1e-10)
+        assert_same(long[name], record, 1e-10)
 
 
 def early(batch: al.PromptBatch) -> Tensor:
@@ -156,43 +161,43 @@ def first_labels(batch: al.PromptBatch) -> Tensor:
     ids=["pattern", "states", "keys", "slope", "only keys of the target"],
 )
 def test_positions_of_demonstrations_that_differ_between_prompts_run_whole_prompts(
-    read: Read, shares: bool, gpt2: Any
+    read: Read, shares: bool, exact: Any
 ) -> None:
-    batches, metrics = several_sets(gpt2), [Numbers(read)]
-    expected = al.run(gpt2, batches, metrics, share_prefix=False, **QUIET)["numbers"]
-    ours = al.run(gpt2, batches, metrics, **QUIET)["numbers"]
+    batches, metrics = several_sets(exact), [Numbers(read)]
+    expected = al.run(exact, batches, metrics, share_prefix=False, **QUIET)["numbers"]
+    ours = al.run(exact, batches, metrics, **QUIET)["numbers"]
     off = "off: numbers differs between prompts that share their demonstrations"
     assert ours.info["shared_prefix"] == off or shares
     assert ("run once for all" in ours.info["shared_prefix"]) == shares
-    assert_same(ours, expected)
+    assert_same(ours, expected, 1e-10)
 
 
-def test_what_a_metric_reads_follows_the_hooks_that_change_the_run(gpt2: Any) -> None:
-    batches = several_sets(gpt2)
+def test_what_a_metric_reads_follows_the_hooks_that_change_the_run(exact: Any) -> None:
+    batches = several_sets(exact)
     read = lambda batch: al.reads.At("pattern", al.edges.forerunners, first_forerunner)  # noqa: E731
-    options: dict[str, Any] = {"hooks": lambda batch: al.block_edges(gpt2, batch, al.edges.wp, 0)}
+    options: dict[str, Any] = {"hooks": lambda batch: al.block_edges(exact, batch, al.edges.wp, 0)}
     metrics = [Numbers(read), EveryRead(has_hooks=False)]
-    expected = al.run(gpt2, batches, metrics, share_prefix=False, **options, **QUIET)
-    ours = al.run(gpt2, batches, metrics, **options, **QUIET)
+    expected = al.run(exact, batches, metrics, share_prefix=False, **options, **QUIET)
+    ours = al.run(exact, batches, metrics, **options, **QUIET)
     assert "run once for all" in ours["numbers"].info["shared_prefix"]
-    clean = al.run(gpt2, batches, metrics, **QUIET)
+    clean = al.run(exact, batches, metrics, **QUIET)
     for name, record in expected.items():
-        assert_same(ours[name], record)
+        assert_same(ours[name], record, 1e-10)
         with pytest.raises(AssertionError):
             assert_same(clean[name], record)
 
 
-def test_a_run_goes_on_after_the_batches_that_are_stored(gpt2: Any, tmp_path: Path) -> None:
-    batches, metrics = several_sets(gpt2), [EveryRead(has_hooks=False)]
-    expected = al.run(gpt2, batches, metrics, **QUIET)["every_read"]
-    al.run(gpt2, batches, metrics, folder=tmp_path, **QUIET)
+def test_a_run_goes_on_after_the_batches_that_are_stored(exact: Any, tmp_path: Path) -> None:
+    batches, metrics = several_sets(exact), [EveryRead(has_hooks=False)]
+    expected = al.run(exact, batches, metrics, **QUIET)["every_read"]
+    al.run(exact, batches, metrics, folder=tmp_path, **QUIET)
     for number in (1, 2):
         (tmp_path / f"rows-0000{number}.safetensors").unlink()
-    again = al.run(gpt2, batches, metrics, folder=tmp_path, **QUIET)["every_read"]
-    assert_same(again, expected, 1e-6)
+    again = al.run(exact, batches, metrics, folder=tmp_path, **QUIET)["every_read"]
+    assert_same(again, expected, 1e-10)
 
 
-def test_what_a_metric_does_not_read_leaves_the_results_of_the_others(gpt2: Any) -> None:
+def test_what_a_metric_does_not_read_leaves_the_results_of_the_others(exact: Any) -> None:
     @dataclass(frozen=True)
     class Wrong(Numbers):
         name: str = "wrong"
@@ -200,18 +205,18 @@ def test_what_a_metric_does_not_read_leaves_the_results_of_the_others(gpt2: Any)
         def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
             return {"counts": seen.counts("it")}
 
-    batches, others = questions(gpt2, 3), [al.Accuracy()]
+    batches, others = questions(exact, 3), [al.Accuracy()]
     wrong = Wrong(lambda batch: al.reads.At("pattern", al.edges.target))
     with pytest.raises(RunError, match=r"no result for wrong: 'it' is no al\.reads\.Su") as caught:
-        al.run(gpt2, batches, [wrong, *others], **QUIET)
-    expected = al.run(gpt2, batches, others, **QUIET)
+        al.run(exact, batches, [wrong, *others], **QUIET)
+    expected = al.run(exact, batches, others, **QUIET)
     assert caught.value.results.keys() == expected.keys()
     assert_same(caught.value.results["accuracy"], expected["accuracy"])
 
 
-def test_a_function_of_blocks_gives_an_entry_for_each_prompt(gpt2: Any) -> None:
+def test_a_function_of_blocks_gives_an_entry_for_each_prompt(exact: Any) -> None:
     for of in (lambda block: None, lambda block: block.pattern.sum()):
         wrong: Any = of
         metric = Numbers(lambda batch, of=wrong: al.reads.Blocks(of))  # type: ignore[misc]
         with pytest.raises(MetricError, match=r"blocks gives a tensor \[batch, \.\.\.\] for 3"):
-            al.run(gpt2, questions(gpt2, 3), [metric], **QUIET)
+            al.run(exact, questions(exact, 3), [metric], **QUIET)
