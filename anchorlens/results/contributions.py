@@ -151,6 +151,8 @@ class Contributions(Mapping[str, Tensor]):
         return values
 
     def _chosen(self, chosen: Tensor) -> "Contributions":
+        if chosen.dtype == torch.bool:
+            chosen = chosen.nonzero().flatten()
         if self._of is not None:  # so that numbers are chosen once
             whole, before = self._of
             return whole._chosen(before[chosen])

@@ -191,3 +191,22 @@ def test_the_interval_of_a_mean_with_an_upper_end_alone_are_percentiles() -> Non
     assert torch.equal(record.intervals["loss"], record.intervals["any_number"])
     assert not record.intervals["loss"].isnan().any()
     assert "loss (nats)" in record._repr_html_() and "any_number<" in record._repr_html_()
+
+
+def test_prompts_are_chosen_by_number_or_by_a_mask_also_of_those_that_were_chosen() -> None:
+    """What is made of each prompt is chosen with them."""
+    rows = al.Contributions({"value": torch.arange(12.0)}, torch.arange(12) // 4)
+
+    def halved(given: al.Contributions) -> Tensor:
+        return given["value"] / 2
+
+    inside = rows.sets > 0  # 4 to 11
+    mask, numbers = torch.arange(8) % 3 == 0, torch.tensor([0, 3, 6])
+    for first in (inside, inside.nonzero().flatten()):
+        for second in (mask, numbers):
+            chosen = rows.prompts(first).prompts(second)
+            assert chosen["value"].tolist() == [4, 7, 10]
+            assert chosen.of_each(halved).tolist() == [2, 3.5, 5]
+            made = chosen.with_each(lambda given: {"double": 2 * given["value"]})
+            assert made["double"].tolist() == [8, 14, 20] and made["value"].tolist() == [4, 7, 10]
+            assert [of_set["value"].tolist() for of_set in chosen.of_sets()] == [[4, 7], [10]]
