@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..contexts.training import query_digests
 from ..errors import MetricError
-from ..metrics.segment_flows import checked_positions
+from ..metrics.positions import checked_positions
 from ..models.head_outputs import of_one_width
 from ..models.hooked import hooks_by_layer
 from ..passes.forward import run_pass
@@ -35,7 +35,7 @@ def positions_in(
     batch: PromptBatch, function: PositionsOfBatch, count: int | None = None
 ) -> Bool[Tensor, "batch position"]:
     """The positions in a batch; an error if they are not as many in each of its prompts."""
-    chosen = checked_positions(batch, "states", "positions", function)
+    chosen = checked_positions(batch, "'positions' of states", function)
     counts = sorted(set(chosen.sum(1).tolist()))
     if len(counts) > 1 or counts[0] == 0 or count not in (None, counts[0]):
         raise MetricError(

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.record import Record
-from ..system.texts import KeepsRepr, options_in_short
-from .reads import Reads, Seen
+from .reads import InOneLine, Reads, Seen
 
 
-class Metric(KeepsRepr, ABC):
+class Metric(InOneLine, ABC):
     """What every metric inherits from; usually a frozen dataclass whose fields are its options.
 
     A metric needs a ``name``, ``contributions`` and a ``record``, and says in ``reads`` what of the
@@ -47,10 +45,6 @@ class Metric(KeepsRepr, ABC):
 
         @property
         def name(self) -> str: ...
-
-    def __repr__(self) -> str:
-        """One line: the options, functions by their names."""
-        return printable(f"{type(self).__name__}({options_in_short(self)})")
 
     def reads(self, batch: PromptBatch) -> Reads:
         """What of the pass it reads, by names of its own; by default only logits.

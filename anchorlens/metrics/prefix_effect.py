@@ -23,9 +23,9 @@ from ..results.kinds import mean, table
 from ..results.record import Record
 from ..system.arguments import checked
 from .metric import Metric
+from .positions import checked_positions
 from .prefix_terms import LayerTerms, prefix_runs
 from .reads import OwnPasses, Reads, Seen
-from .segment_flows import checked_positions
 
 # The most positions of a prefix whose weights are stored, to bound the size of a contribution.
 POSITIONS = 256
@@ -290,7 +290,7 @@ class PrefixEffect(Metric):
         """The positions of each segment, checked."""
         before = batch.attention_mask & (batch.positions < batch.query_start[:, None])
         given = self.keys.items()
-        sets = [checked_positions(batch, self.name, name, function) for name, function in given]
+        sets = [checked_positions(batch, f"{name!r} of {self.name}", of) for name, of in given]
         segments = torch.stack(sets, dim=1)
         for wrong, reason in (
             (segments.any(1) & ~before, "lies in the query or in padding; take tokens before it"),
@@ -307,7 +307,7 @@ class PrefixEffect(Metric):
     @checked
     def rows_of(self, batch: PromptBatch) -> edges.Positions:
         """The positions of the rows that count, checked."""
-        rows = checked_positions(batch, self.name, "rows", self.rows)
+        rows = checked_positions(batch, f"'rows' of {self.name}", self.rows)
         outside = rows & ~edges.query(batch)
         if outside.any() or not rows.any(1).all():
             raise MetricError(

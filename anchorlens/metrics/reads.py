@@ -21,10 +21,11 @@ from ..errors import MetricError
 from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import PositionsOfBatch
-from ..system.arguments import called, checked
+from ..system.arguments import checked
 from ..system.hook import Hook
 from ..system.texts import KeepsRepr, described, options_in_short
 from .edge_sums import EdgeSets, Segments
+from .positions import checked_positions
 from .weights import Pattern, Weight, WithValues, attention
 
 PATTERN, SLOPE, QUERIES, KEYS, VALUES = "pattern", "slope", "queries", "keys", "values"
@@ -32,7 +33,9 @@ _OF_EDGES = (PATTERN, SLOPE)
 Columns = Int[Tensor, "batch _"]
 
 
-class _InOneLine(KeepsRepr):
+class InOneLine(KeepsRepr):
+    """What prints its options."""
+
     def __repr__(self) -> str:
         """One line: functions by their names, tensors by their shapes."""
         return printable(f"{type(self).__name__}({options_in_short(self)})")
@@ -40,7 +43,7 @@ class _InOneLine(KeepsRepr):
 
 @checked
 @dataclass(frozen=True, eq=False)
-class At(_InOneLine):
+class At(InOneLine):
     """Numbers at a few positions of each prompt.
 
     Attributes:
@@ -55,6 +58,10 @@ class At(_InOneLine):
     The metric gets [batch, layer, head, query, key] of a pattern or slope ([batch, layer, head,
     pair] with ``pairs``), [batch, layer, head, position, d_head] of queries (of keys one head for
     all query heads that share it), and [batch, layer, position, ...] at a hook point.
+
+    Raises:
+        MetricError: There is no such thing to read, keys are given where none are read or missing
+            with ``pairs``, or prompts have different numbers of positions.
 
     Examples:
         >>> al.reads.At("pattern", al.edges.target, al.edges.anchors).needs
@@ -98,14 +105,19 @@ class At(_InOneLine):
 
 @checked
 @dataclass(frozen=True, eq=False)
-class Sums(_InOneLine):
+class Sums(InOneLine):
     """A weight of edges, summed over sets of edges: [batch, layer, 1 + head, *sets].
 
     The first of the heads is the weight merged over all heads, the others that of each alone.
 
     Attributes:
         weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``.
-        sets: The edges, of whole prompts.
+        sets: The edges, of whole prompts: ``EdgeSets``, or ``Segments`` from each to each.
+
+    Examples:
+        >>> flows = al.reads.EdgeSets([al.edges.pq(batch), al.edges.ww(batch)])
+        >>> sorted(al.reads.Sums(al.weights.saliency, flows).needs)
+        ['pattern', 'slope']
     """
 
     weight: Weight | WithValues
@@ -121,7 +133,7 @@ class Sums(_InOneLine):
 
 
 @dataclass(frozen=True, eq=False)
-class Block(_InOneLine):
+class Block(InOneLine):
     """Some query rows of a layer, and the keys that they see.
 
     Attributes:
@@ -141,7 +153,7 @@ class Block(_InOneLine):
 
 @checked
 @dataclass(frozen=True, eq=False)
-class Blocks(_InOneLine):
+class Blocks(InOneLine):
     """What a function makes of blocks of the attention, added over the blocks of each layer.
 
     Attributes:
@@ -151,6 +163,13 @@ class Blocks(_InOneLine):
             patterns.
 
     The metric gets [batch, layer, ...].
+
+    Raises:
+        MetricError: In the run, if the function gives no tensor with an entry for each prompt.
+
+    Examples:
+        >>> al.reads.Blocks(lambda block: block.pattern.square().sum((1, 2, 3))).needs
+        frozenset({'pattern'})
     """
 
     of: Callable[[Block], Tensor]
@@ -174,6 +193,12 @@ class Hooks:
             names the metric. With ``gradient_checkpointing=True`` those inside blocks observe when
             a block runs again, and their tensors have no graph.
         backward_hooks: Hooks on the gradient of a hook point's output.
+
+    Examples:
+        >>> found = {}
+        >>> store = lambda states, hook: found.update(states=states.detach())
+        >>> al.reads.Hooks(found, [("blocks.0.hook_mlp_out", store)])
+        Hooks(hooks 1, backward_hooks 0)
     """
 
     found: Any
@@ -191,7 +216,7 @@ class Hooks:
 
 
 @dataclass(frozen=True, eq=False)
-class OwnPasses(_InOneLine):
+class OwnPasses(InOneLine):
     """For a metric that makes passes of its own: the model, and what shared tokens left."""
 
     needs: frozenset[str] = field(default=frozenset({VALUES}), init=False)
@@ -257,22 +282,15 @@ def _columns(
     batch = batch.on_cpu
     columns: Any = given
     if callable(given):
-        mask: Any = called(f"{name} of {owner}", given, "the batch", batch)
-        is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
-        if not is_mask or mask.shape != batch.tokens.shape:
-            raise MetricError(
-                f"{name} of {owner} must give a tensor of True and False with the shape (batch, "
-                f"position) = {tuple(batch.tokens.shape)}, as al.edges.anchors does; got "
-                f"{described(mask)}"
-            )
-        counts = (mask.cpu() & batch.attention_mask).sum(1)
+        mask = checked_positions(batch, f"{name} of {owner}", given)
+        counts = mask.sum(1)
         if (counts != counts[0]).any():
             raise MetricError(
                 f"{name} of {owner} are {int(counts.min())} to {int(counts.max())} positions of a "
                 "prompt; numbers are read at as many in each, so read them as a block "
                 "(al.reads.Blocks)"
             )
-        columns = (mask.cpu() & batch.attention_mask).nonzero()[:, 1].view(len(batch), -1)
+        columns = mask.nonzero()[:, 1].view(len(batch), -1)
     columns = columns.cpu()
     inside = columns.ndim == 2 and len(columns) == len(batch)
     if not inside or not columns.numel() or not (columns >= 0).all():

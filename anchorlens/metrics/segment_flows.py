@@ -17,10 +17,11 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
-from ..system.arguments import called, checked
-from ..system.texts import described, name_of
+from ..system.arguments import checked
+from ..system.texts import name_of
 from .edge_flows import EdgeFlows
 from .edge_sums import Segments, mean_weights
+from .positions import checked_positions
 from .weights import Weight, WithValues, saliency
 
 
@@ -171,7 +172,7 @@ class SegmentFlows(EdgeFlows):
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
         """The positions of each segment in a batch."""
         functions = self._functions(batch).items()
-        sets = [checked_positions(batch, self.name, name, of) for name, of in functions]
+        sets = [checked_positions(batch, f"{name!r} of {self.name}", of) for name, of in functions]
         segments = torch.stack(sets, dim=1)
         if (segments.sum(1) > 1).any():
             row, position = (int(k) for k in (segments.sum(1) > 1).nonzero()[0])
@@ -207,22 +208,3 @@ def read_by_others(
     """The weight of the edges to each segment from tokens of others, summed over layers."""
     between = sums.sum(1)
     return between.sum(1) - between.diagonal(dim1=1, dim2=2)
-
-
-def checked_positions(
-    batch: PromptBatch, owner: str, name: str, function: edges.PositionsOfBatch
-) -> edges.Positions:
-    """The positions that a function gives for a batch, without padding.
-
-    A MetricError names them as ``name`` of ``owner`` if they are not True and False for each token.
-    """
-    positions: Any = called(f"{name!r} of {owner}", function, "the batch", batch)
-    is_mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
-    if not is_mask or positions.shape != batch.tokens.shape:
-        raise MetricError(
-            f"{name!r} of {owner} must give a tensor of True and False with the shape "
-            f"(batch, position) = {tuple(batch.tokens.shape)}, as al.edges.anchors does; got "
-            f"{described(positions)}"
-        )
-    # A function of one's own may also be true under padding, as ~al.edges.anchors(batch) is.
-    return positions & batch.attention_mask

@@ -23,8 +23,9 @@ from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import beside
 from .metric import Metric
+from .positions import checked_positions
 from .reads import Block, Blocks, Reads, Seen
-from .segment_flows import SegmentFlows, checked_positions
+from .segment_flows import SegmentFlows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -156,4 +157,4 @@ class SegmentRollout(Metric):
         return SegmentFlows(self.segments, name=self.name).segments_of(batch)
 
     def _queries_of(self, batch: PromptBatch) -> edges.Positions:
-        return checked_positions(batch, self.name, "queries", self.queries)
+        return checked_positions(batch, f"'queries' of {self.name}", self.queries)

@@ -106,6 +106,23 @@ def product_hooks(
     return layers.hooks_at(pattern_name, store), layers.hooks_at(pattern_name, multiply)
 
 
+def value_product_hooks(
+    layers: Layers, owner: str, use: Callable[[int, Pattern, Pattern, Values], None]
+) -> tuple[list[Hook], list[Hook]]:
+    """As ``product_hooks``, but ``use`` also gets the values, as ``WithValues`` describes them."""
+    values: dict[int, Tensor] = {}
+    model = layers.needed(owner)
+
+    def store(layer: int, of_layer: Tensor) -> None:
+        values[layer] = of_layer.detach()
+
+    def use_with_values(layer: int, pattern: Pattern, gradient: Pattern) -> None:
+        use(layer, pattern, gradient, transformed_values(model, layer, values.pop(layer)))
+
+    hooks, backward_hooks = product_hooks(layers, use_with_values)
+    return [*hooks, *layers.hooks_at(values_name, store)], backward_hooks
+
+
 class Observer:
     """The observer of a read that needs nothing of a pass; of shared tokens also ``begin``."""
 
@@ -228,7 +245,7 @@ class AtObserver(Observer):
     ) -> None:
         self._read, self._length = read, batch.tokens.shape[1]
         self._of_layers: dict[int, Tensor] = {}
-        self._seen: dict[int, Tensor] = {}  # keys of slopes, where the pattern is not 0
+        self._attended: dict[int, Tensor] = {}  # keys of slopes, where the pattern is not 0
         self._sent: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
         self._dtypes: set[torch.dtype] = set()
         queries, keys = read.columns(batch, owner)
@@ -240,7 +257,7 @@ class AtObserver(Observer):
         self._queries = queries[:, self.places]
         self._keys = keys[:, self.places] if read.pairs and keys is not None else keys
         if read.what == SLOPE:
-            self.hooks = layers.hooks_at(pattern_name, self._add_seen)
+            self.hooks = layers.hooks_at(pattern_name, self._add_attended)
             self.backward_hooks = layers.hooks_at(pattern_name, self._add_rows)
         elif read.what == PATTERN:
             self.hooks = layers.hooks_at(pattern_name, self._add_rows)
@@ -261,8 +278,8 @@ class AtObserver(Observer):
             self._sent[device] = sent(self._queries - self._first, device), keys
         return self._sent[device]
 
-    def _add_seen(self, layer: int, pattern: Tensor) -> None:
-        self._seen[layer] = self._chosen(pattern) != 0
+    def _add_attended(self, layer: int, pattern: Tensor) -> None:
+        self._attended[layer] = self._chosen(pattern) != 0
 
     def _chosen(self, table: Tensor) -> Tensor:
         return _of_table(table.detach(), *self._on(table.device), self._read)
@@ -271,7 +288,7 @@ class AtObserver(Observer):
         self._dtypes.add(table.dtype)
         numbers = self._chosen(table)
         if self._read.what == SLOPE:
-            numbers = numbers * self._seen[layer]
+            numbers = numbers * self._attended[layer]
         if self._keys is None:
             numbers = torch.nn.functional.pad(numbers, (0, self._length - numbers.shape[-1]))
         self._of_layers[layer] = numbers
@@ -333,23 +350,6 @@ class AtObserver(Observer):
 
     def dtype(self) -> torch.dtype | None:
         return max(self._dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
-
-
-def value_product_hooks(
-    layers: Layers, owner: str, use: Callable[[int, Pattern, Pattern, Values], None]
-) -> tuple[list[Hook], list[Hook]]:
-    """As ``product_hooks``, but ``use`` also gets the values, as ``WithValues`` describes them."""
-    values: dict[int, Tensor] = {}
-    model = layers.needed(owner)
-
-    def store(layer: int, of_layer: Tensor) -> None:
-        values[layer] = of_layer.detach()
-
-    def use_with_values(layer: int, pattern: Pattern, gradient: Pattern) -> None:
-        use(layer, pattern, gradient, transformed_values(model, layer, values.pop(layer)))
-
-    hooks, backward_hooks = product_hooks(layers, use_with_values)
-    return [*hooks, *layers.hooks_at(values_name, store)], backward_hooks
 
 
 def _refuse_edit(owner: str, pattern: Tensor, version: int) -> None:

@@ -142,6 +142,11 @@ def reads_of(metric: Metric, batch: PromptBatch) -> Reads:
     return reads
 
 
+def _reads_of_a_prompt(metric: Metric, batch: PromptBatch) -> Reads:
+    """What is read of one prompt, where the kind of each read tells enough."""
+    return reads_of(metric, batch.whole().prompt(0))
+
+
 def check_reads(layers: Layers, metric: Metric, batch: PromptBatch) -> None:
     """Raise an error, before the model runs, where it does not show what a metric reads."""
     if layers.model is not None:
@@ -162,12 +167,12 @@ def check_reads(layers: Layers, metric: Metric, batch: PromptBatch) -> None:
 
 def needs_gradient(metric: Metric, batch: PromptBatch) -> bool:
     """Whether a metric needs a backward pass."""
-    return SLOPE in needs_of(reads_of(metric, batch.whole().prompt(0)))
+    return SLOPE in needs_of(_reads_of_a_prompt(metric, batch))
 
 
 def why_hooks_are_whole(metric: Metric, batch: PromptBatch) -> str:
     """Why the hooks of a metric do not act in shared tokens; empty if it has none."""
-    reads = reads_of(metric, batch.whole().prompt(0)).values()
+    reads = _reads_of_a_prompt(metric, batch).values()
     has_hooks = any(isinstance(read, Hooks) for read in reads)
     return f"{metric.name} has hooks of its own, which see whole prompts" if has_hooks else ""
 
@@ -176,7 +181,7 @@ def why_whole(metric: Metric, batch: PromptBatch) -> str:
     """Why shared tokens cannot run once for what a metric reads; empty if they can."""
     if reason := why_hooks_are_whole(metric, batch):
         return reason
-    for read in reads_of(metric, batch.whole().prompt(0)).values():
+    for read in _reads_of_a_prompt(metric, batch).values():
         if isinstance(read, Sums) and VALUES in read.needs:
             return f"{metric.name} needs the values of all tokens of each prompt"
         if isinstance(read, Blocks) and (read.whole or not read.slope):
@@ -237,7 +242,7 @@ def _columns_begin_as(
 
 def by_rows(metric: Metric, batch: PromptBatch) -> bool:
     """Whether rows of A and dL/dA are enough for a metric, where no pattern is formed."""
-    reads = reads_of(metric, batch.whole().prompt(0)).values()
+    reads = _reads_of_a_prompt(metric, batch).values()
     return all(
         (isinstance(read, At) and bool(read.needs & {PATTERN, SLOPE}))
         or (isinstance(read, Sums) and VALUES not in read.needs)

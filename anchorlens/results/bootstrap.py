@@ -19,7 +19,7 @@ from ..errors import MetricError
 from ..system.hidden_warnings import hidden_warnings
 from .contributions import Contributions
 from .intervals import wider_by_draws
-from .kind import Kind
+from .kind import Drawn, Kind
 from .population import population_of
 from .record import Record
 
@@ -96,7 +96,7 @@ def with_intervals(
             bounds = torch.stack([of_set.intervals[name] for of_set in records_of_sets])
             intervals[name] = kind.of_sets(values, bounds)
             continue
-        intervals[name] = kind.bounds(value, resampled_values, population)
+        intervals[name] = kind.bounds(Drawn(value, resampled_values, population))
         if name in over_draws:
             without = [getattr(other, name) for other in without_draws]
             stacked = torch.stack(without) if without else resampled_values[:0]

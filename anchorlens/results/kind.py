@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -80,6 +80,14 @@ def values_of(of: str | Callable[[Contributions], Tensor], contributions: Contri
     return values if values.is_floating_point() else values.double()
 
 
+class Drawn(NamedTuple):
+    """What an interval is made of: a number, its resamples, and the population drawn from."""
+
+    value: Float[Tensor, "*axes"]
+    resampled: Float[Tensor, "resample *axes"]
+    population: Population
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """What a field is. Each class below has the number of one set, and its interval.
@@ -121,14 +129,9 @@ class Kind:
         """The number of one set."""
         raise NotImplementedError
 
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
+    def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
         """The 95 % interval for other prompts or sets."""
-        return intervals.percentiles(resampled, population)
+        return intervals.percentiles(drawn.resampled, drawn.population)
 
     def over_sets(self, values: np.ndarray) -> tuple[float, float]:
         """The 95 % interval for other sets of demonstrations, from the number of each set."""
@@ -156,18 +159,13 @@ class Mean(Kind):
         mean = mean_of(self.of, contributions)
         return mean if self.minus is None else mean - mean_of(self.minus, contributions)
 
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
+    def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
         if self.has_two_ends:
             ends = self.low, self.high, self.is_difference
-            return intervals.of_mean_between(value, resampled, population, *ends)
+            return intervals.of_mean_between(*drawn, *ends)
         if self.low == 0:
-            return intervals.of_mean_from_0(value, resampled, population)
-        return super().bounds(value, resampled, population)
+            return intervals.of_mean_from_0(*drawn)
+        return super().bounds(drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +173,8 @@ class Share(Mean):
     low: float = 0.0
     high: float = 1.0
 
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
-        return intervals.of_share(value, resampled, population)
+    def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
+        return intervals.of_share(*drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,13 +188,8 @@ class Difference(Mean):
             return mean - mean[..., self.minus, None]
         return super().of_set(contributions)
 
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
-        bounds = intervals.of_difference(value, resampled, population)
+    def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
+        bounds = intervals.of_difference(*drawn)
         if isinstance(self.minus, int):
             bounds[..., self.minus] = 0  # the difference of a number from itself
         return bounds
@@ -220,13 +208,8 @@ class Ratio(Kind):
             return self.of(contributions)
         return mean_of(self.of, contributions) / mean_of(self.over, contributions)
 
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
-        return intervals.of_ratio(value, resampled, population)
+    def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
+        return intervals.of_ratio(*drawn)
 
     def over_sets(self, values: np.ndarray) -> tuple[float, float]:
         return intervals.over_sets_of_ratios(values)
@@ -240,15 +223,10 @@ class Statistic(Kind):
     def of_set(self, contributions: Contributions) -> Tensor:
         return self.of(contributions)
 
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
+    def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
         if self.has_two_ends:
-            return intervals.of_mean_between(value, resampled, population, self.low, self.high)
-        return super().bounds(value, resampled, population)
+            return intervals.of_mean_between(*drawn, self.low, self.high)
+        return super().bounds(drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,14 +236,9 @@ class Auc(Statistic):
     of_classes: bool = False
     reference = 0.5
 
-    def bounds(
-        self,
-        value: Float[Tensor, "*axes"],
-        resampled: Float[Tensor, "resample *axes"],
-        population: Population,
-    ) -> Float[Tensor, "end *axes"]:
-        prompts = value.shape[-1] if self.of_classes else 2
-        return intervals.of_share(value, resampled, population, prompts)
+    def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
+        prompts = drawn.value.shape[-1] if self.of_classes else 2
+        return intervals.of_share(*drawn, prompts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import HookedModel, check_fits, device_of
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
-from ..passes.provide import Layers, Observation, check_columns, check_reads, needs_gradient
+from ..passes.observers import Layers
+from ..passes.provide import Observation, check_columns, check_reads, needs_gradient
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet

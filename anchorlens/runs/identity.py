@@ -125,7 +125,6 @@ class _Walk:
         self._seen: dict[int, int] = {}  # the number of each part, for parts that hold themselves
         self._alive: list[Any] = []  # so that no id is used again
         self._code, self._name = "", ""  # the function whose code is read, and what it names
-        self._reads_code = False
         self._wanted: dict[str, str] = {}  # attributes that code names, and the first function
         self._held: set[str] = set()  # the attributes of what is added
 
@@ -148,7 +147,7 @@ class _Walk:
     def add_attributes(self) -> None:
         """Look for the attributes that code names, in all that it may have got."""
         classes, done = [*believed.classes_given(), *self._classes], set[str]()
-        if self._reads_code and not believed.operators_are_as_installed():
+        if not believed.operators_are_as_installed():
             self._miss("an operator that was put on tensors")
         while names := self._wanted.keys() - done:
             for name in sorted(names):
@@ -232,7 +231,6 @@ class _Walk:
 
     def _add_code(self, code: CodeType, function: FunctionType) -> None:
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-        self._reads_code = True
         self._write("code", code.co_code.hex(), code.co_exceptiontable.hex(), repr(names))
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         self._write(repr(counts))

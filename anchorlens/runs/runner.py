@@ -26,7 +26,8 @@ from ..passes.forward import Pass, Watched, logits_at, unedited
 from ..passes.fused_attention import run_fused
 from ..passes.late_start import Start, started
 from ..passes.losses import Loss, label_cross_entropy
-from ..passes.provide import Layers, Observation
+from ..passes.observers import Layers
+from ..passes.provide import Observation
 from ..passes.shared_prefix import (
     HooksOfBatch,
     SharedPrefixes,

@@ -10,7 +10,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.metrics.label_heads import SCORES
-from anchorlens.passes.provide import Layers, Observation
+from anchorlens.passes.observers import Layers
+from anchorlens.passes.provide import Observation
 from anchorlens.prompts.segment_names import SEGMENTS
 from tests.support.measures import assert_same, does_not_run
 from tests.support.tiny_models import questions

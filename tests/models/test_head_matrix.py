@@ -34,7 +34,8 @@ from anchorlens.models.hooked import Hook, hooks_by_layer, pattern_name, values_
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.tiny_pass import LEAF
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.provide import Layers, check_reads
+from anchorlens.passes.observers import Layers
+from anchorlens.passes.provide import check_reads
 from anchorlens.passes.step_gradients import step_gradients
 from tests.models.test_matrix import KINDS, cases, hooked
 from tests.references.comparison import batch_of, tokenizer, weights_of

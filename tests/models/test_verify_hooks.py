@@ -12,7 +12,8 @@ import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
 from anchorlens.models.hooked import Operands, verified_operands
 from anchorlens.models.verify_hooks import verify_hooks
-from anchorlens.passes.provide import Layers, Observation
+from anchorlens.passes.observers import Layers
+from anchorlens.passes.provide import Observation
 from tests.references.architectures import native
 from tests.support.measures import hooks_on
 from tests.support.tiny_models import boot, questions, randomize, tiny_gpt2, tiny_llama

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 import anchorlens as al
 from anchorlens.errors import PromptError
-from anchorlens.passes.provide import Layers, check_reads
+from anchorlens.passes.observers import Layers
+from anchorlens.passes.provide import check_reads
 from anchorlens.runs.checks import possible
 from tests.support.tiny_models import questions
 

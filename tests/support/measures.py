@@ -12,7 +12,8 @@ from torch.overrides import _get_current_function_mode_stack
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.provide import Layers, Observation
+from anchorlens.passes.observers import Layers
+from anchorlens.passes.provide import Observation
 
 
 def hooks_on(model: Any) -> list[int]:
