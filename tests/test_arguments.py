@@ -331,6 +331,32 @@ def test_what_needs_no_change_is_the_same_object() -> None:
 
 
 @pytest.mark.parametrize(
+    ("hint", "right", "wrong"),
+    [
+        (Literal["left", "right"], "left", "above"),
+        (Sequence[int], [1, 2], ["1", "2"]),
+        (Mapping[str, int], {"a": 1}, {"a": "1"}),
+        (Sequence[int] | str, [1, 2], [1, "2"]),
+        (tuple[int, str], (1, "a"), ("a", 1)),
+    ],
+    ids=str,
+)
+def test_after_a_right_value_a_wrong_one_of_the_same_type_is_refused(
+    hint: Any, right: Any, wrong: Any
+) -> None:
+    def returned(value: Any) -> Any:
+        return value
+
+    returned.__annotations__["value"] = hint
+    function = checked(returned)
+    assert function(right) == function(value=right) == right
+    with pytest.raises(ArgumentError, match="value of"):
+        function(wrong)
+    with pytest.raises(ArgumentError, match="value of"):
+        function(value=wrong)
+
+
+@pytest.mark.parametrize(
     "wrong",
     [None, 3, 2.5, "text", b"bytes", [], {}, [None], NOTHING, int, len],
     ids=lambda wrong: type(wrong).__name__,

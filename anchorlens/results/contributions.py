@@ -106,7 +106,7 @@ class Contributions(Mapping[str, Tensor]):
                 self._made[key] = self._checked(function)
             else:
                 whole, chosen = self._of
-                self._made[key] = whole.of_each(function)[chosen]
+                self._made[key] = _rows(whole.of_each(function), chosen)
         return self._made[key]
 
     @checked
@@ -157,7 +157,7 @@ class Contributions(Mapping[str, Tensor]):
             whole, before = self._of
             return whole._chosen(before[chosen])
         of_chosen = _OfPrompts(self._tensors, chosen)
-        others = self._like(of_chosen, self.sets[chosen], self.demonstrations[chosen])
+        others = self._like(of_chosen, _rows(self.sets, chosen), _rows(self.demonstrations, chosen))
         others._of = self, chosen
         return others
 
@@ -174,10 +174,16 @@ class Contributions(Mapping[str, Tensor]):
 
 
 def _of_sets(contributions: Contributions) -> list[Contributions]:
-    numbers = contributions.sets.unique().tolist()
+    numbers, sizes = contributions.sets.unique(return_counts=True)
     if len(numbers) == 1:
         return [contributions]
-    return [contributions._chosen(contributions.sets == number) for number in numbers]
+    by_set = contributions.sets.argsort(stable=True).split(sizes.tolist())
+    return [contributions._chosen(prompts) for prompts in by_set]
+
+
+def _rows(values: Tensor, chosen: Int[Tensor, " _"]) -> Tensor:
+    """``values[chosen]``, in half the time."""
+    return values.index_select(0, chosen.to(values.device))
 
 
 class _OfPrompts(Mapping[str, Tensor]):
@@ -189,7 +195,7 @@ class _OfPrompts(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._found:
-            self._found[name] = self._all[name][self._chosen]
+            self._found[name] = _rows(self._all[name], self._chosen)
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -45,24 +45,32 @@ def checked(function: Checked) -> Checked:
         return function
     signature = inspect.signature(function)
     name = function.__qualname__.removesuffix(".__init__")
+    fitting: set[Any] = set()  # types of arguments that fit, where types decide; for speed
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        types = *map(type, args), *((key, type(value)) for key, value in kwargs.items())
+        if types in fitting:
+            return function(*args, **kwargs)
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
             return function(*args, **kwargs)  # Python says which argument is missing or unknown
         _refuse_no_folder(name, bound.arguments.get("folder"))
+        types_decide = "folder" not in bound.arguments
         for argument, hint in _hints_of(function).items():
             if argument in bound.arguments:
                 value = bound.arguments[argument]
                 try:
-                    bound.arguments[argument] = as_hint(value, hint)
+                    bound.arguments[argument] = fit = as_hint(value, hint)
+                    types_decide &= fit is value and _type_decides(hint)
                 except _Unfit as unfit:
                     got = f"{_SHORT.repr(value)} ({_a(type(value).__name__)})"
                     raise ArgumentError(
                         f"{argument} of {name} must be {in_words(hint)}; got {got}{unfit}"
                     ) from None
+        if types_decide:
+            fitting.add(types)
         return function(*bound.args, **bound.kwargs)
 
     return call  # type: ignore[return-value]
@@ -90,6 +98,17 @@ def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     names = {parameter.name for parameter in parameters if parameter.kind not in several}
     hints = get_type_hints(function)
     return {name: hint for name, hint in hints.items() if name in names - {"self", "cls"}}
+
+
+@cache
+def _type_decides(hint: Any) -> bool:
+    """Whether all values of a type fit an annotation as they are, if one of them does."""
+    if get_origin(hint) in (Union, UnionType):
+        return all(map(_type_decides, get_args(hint)))
+    if get_origin(hint) is Callable or isinstance(hint, TypeVar) or hint in _PLAIN:
+        return True
+    is_class = isinstance(hint, type) and get_origin(hint) is None
+    return is_array(hint) or (is_class and not _is_protocol(hint) and not hasattr(hint, "from_row"))
 
 
 def as_hint(value: Any, hint: Any) -> Any:
