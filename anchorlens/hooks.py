@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .errors import HookError, PromptError
 from .models.batch_hooks import DetachedHeads, EdgeHook, TargetHook
+from .models.facts import require_prepared
 from .models.head_outputs import require_separate_heads, separate_heads
 from .models.hooked import (
     Hook,
@@ -26,7 +27,6 @@ from .models.hooked import (
     layer_numbers,
     pattern_name,
     refuse_folded_value_biases,
-    require_prepared,
     scores_name,
     z_name,
 )

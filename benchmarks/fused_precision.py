@@ -18,7 +18,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.trials import how_to_run
+from anchorlens.runs import way
 from tests.references.architectures import ROWS
 from tests.references.comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
 from tests.support.tiny_models import randomize
@@ -26,7 +26,7 @@ from tests.support.tiny_models import randomize
 
 def flows(model: Any, is_fused: bool) -> Tensor:
     """[layer, flow]"""
-    how_to_run.LARGE = 0 if is_fused else 2**31
+    way.LARGE = 0 if is_fused else 2**31
     batches = al.build_prompts(tokenizer(), TASK, DEMONSTRATIONS, QUERIES)
     options: dict[str, Any] = {"resamples": 0, "progress": False, "share_prefix": False}
     record = al.run(model, batches, [al.SaliencyFlows()], **options)["saliency_flows"]

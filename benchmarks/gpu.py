@@ -42,11 +42,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import anchorlens as al
-from anchorlens.trials import how_to_run
+from anchorlens.runs import way as decision
 from benchmarks import published_way
 from benchmarks.saliency_cost import byte_level_tokenizer
 
-LARGE = how_to_run.LARGE
+LARGE = decision.LARGE
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 CLASSES = 6
 FEW = 4  # prompts that are run one at a time
@@ -307,7 +307,7 @@ def numbers(
     weights: Any, device: str, dtype: torch.dtype, fused: bool = False, tf32: bool = False
 ) -> Numbers:
     """Flows and AUCROC of 24 prompts, with a copy of the weights on a device and in a type."""
-    how_to_run.LARGE = 0 if fused else 2**62
+    decision.LARGE = 0 if fused else 2**62
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
         tokenizer = byte_level_tokenizer()
@@ -315,7 +315,7 @@ def numbers(
         batches = trec(model.tokenizer, 24, 8)
         results: Any = al.run(model, batches, [al.SaliencyFlows(), al.AttentionAUCROC()], **QUIET)
     finally:
-        how_to_run.LARGE = LARGE
+        decision.LARGE = LARGE
         torch.set_float32_matmul_precision("highest")
     record = results["saliency_flows"]
     attention = record.info.get("attention", "").partition(":")[0] or "whole patterns"

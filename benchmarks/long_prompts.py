@@ -35,7 +35,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
-from anchorlens.trials import how_to_run
+from anchorlens.runs import way
 from benchmarks.saliency_cost import byte_level_tokenizer, seconds
 
 VARIANTS = ("transformers", "whole", "checkpointed", "floor", "fused-checkpointed", "fused")
@@ -111,7 +111,7 @@ def measure(variant: str, length: int, device: str, dtype: torch.dtype) -> None:
     else:
         model = al.load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
     if not variant.startswith("fused"):
-        how_to_run.LARGE = sys.maxsize
+        way.LARGE = sys.maxsize
 
     def flows(batch: al.PromptBatch) -> torch.Tensor:
         if alone is not None:

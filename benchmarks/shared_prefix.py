@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 import anchorlens as al
-from anchorlens.trials import how_to_run
+from anchorlens.runs import way
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -58,7 +58,7 @@ def main() -> None:
         }
         for name, work in variants.items():
             shared_time, shared = timed(partial(work, batches))
-            with patch.object(how_to_run, "shared_lengths", lambda *of: {}):
+            with patch.object(way, "shared_lengths", lambda *of: {}):
                 whole_time, whole = timed(partial(work, batches))
             off = max(largest_difference(shared[key], whole[key]) for key in whole)
             status = next(iter(shared.values())).info["shared_prefix"]

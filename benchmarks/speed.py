@@ -23,9 +23,9 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
 from anchorlens.models.read_weights import read_weights
-from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
+from anchorlens.passes.shared_prefix import no_hooks
 from anchorlens.prompts.batch import after_shared
-from anchorlens.trials.how_to_run import HowToRun, how_to_run
+from anchorlens.runs.way import Way, way_of
 from benchmarks import published_way
 from benchmarks.saliency_cost import byte_level_tokenizer, plain_transformers
 
@@ -95,9 +95,7 @@ def isolation(weights: Any, model: Any, batches: Batches, turns: int) -> None:
                 for change in hooks:
                     model.run_with_hooks(prompt.tokens, fwd_hooks=change)[:, -1].clone()
 
-    shared = how_to_run(
-        SharedPrefixes(model), batches, [no_hooks]
-    )  # its trial does not belong to the floor
+    shared = way_of(model, batches, [no_hooks])
 
     def floor() -> None:
         for _ in range(1 + len(cuts)):
@@ -149,12 +147,12 @@ def cuts_of(model: Any, sites: Mapping[str, al.Site]) -> dict[str, Any]:
     return {f"{name}/{draw}": (numbers[name], draw) for name in sites for draw in (None, DRAW)}
 
 
-def queries_after_demonstrations(weights: Any, how: HowToRun, batches: Batches) -> None:
+def queries_after_demonstrations(weights: Any, way: Way, batches: Batches) -> None:
     """The demonstrations once, then the queries in batches after their keys and values."""
     keys: dict[int, Any] = {}
     with torch.no_grad():
         for batch in batches:
-            ready, _ = after_shared(batch, how.lengths)
+            ready, _ = after_shared(batch, way.lengths)
             name, start = int(batch.demonstrations_id[0]), ready.first_query
             if name not in keys:
                 keys[name] = DynamicCache()
@@ -205,11 +203,11 @@ def flows(weights: Any, model: Any, batches: Batches, turns: int) -> None:
 def whole_run(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     """al.run with AUCROC and accuracy, as a user calls it, compared with plain passes."""
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.Accuracy()]
-    how = how_to_run(SharedPrefixes(model), batches, [no_hooks])
+    way = way_of(model, batches, [no_hooks])
     variants = {
         "al.run, 200 bootstrap resamples": lambda: al.run(model, batches, metrics, **QUIET),
         "al.run, no intervals": lambda: al.run(model, batches, metrics, resamples=0, **QUIET),
-        "floor: plain passes": lambda: queries_after_demonstrations(weights, how, batches),
+        "floor: plain passes": lambda: queries_after_demonstrations(weights, way, batches),
     }
     seconds = in_turns(turns, variants)
     title = f"al.run, AUCROC and accuracy, {prompts(batches)}"

@@ -25,7 +25,6 @@ FOLDERS = [
     "models",
     "hooks",
     "passes",
-    "trials",
     "runs",
     "contexts",
     "experiments",

@@ -21,6 +21,12 @@ from ..models.kinds import original_of
 from ..models.load import load_model
 from ..models.native_attention import is_native
 from ..models.quiet_libraries import quiet_libraries
+from ..passes.shortcuts import (
+    why_no_fused_prefix,
+    why_not_fused,
+    why_not_shared,
+    why_not_shared_with_gradient,
+)
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import load_examples, sample_demonstrations, sample_queries
@@ -38,6 +44,12 @@ PROMPTS = 3
 METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances(directions=1))
 ANALYSES = (*(metric.name for metric in METRICS), "isolation", "compression")
 NO = "no: "
+SHORTCUTS = {
+    "shared_tokens_run_once": why_not_shared,
+    "with_a_gradient": why_not_shared_with_gradient,
+    "fused_attention": why_not_fused,
+    "fused_attention_of_shared_tokens": why_no_fused_prefix,
+}
 
 
 @fails_together()
@@ -51,7 +63,7 @@ def check(options: Check) -> None:
     loaded = load_model(model, device=options.device, dtype=dtype)
     output.note("trying the analyses on three prompts")
     with hidden_warnings():  # three prompts are too few for numbers that are read
-        facts, findings = facts_of(loaded), tried(loaded)
+        facts, findings = known(loaded), tried(loaded)
     reasons = [_reason(findings[name]) for name in ANALYSES]
     findings["seconds"] = round(time.perf_counter() - started, 1)
     everything = facts | findings
@@ -65,7 +77,7 @@ def check(options: Check) -> None:
     output.last_line(f"Next: anchorlens run --model {shlex.quote(model)} --task sentiment")
 
 
-def facts_of(model: Any) -> dict[str, Any]:
+def known(model: Any) -> dict[str, Any]:
     """What is known of a loaded model without a prompt."""
     parameters = list(model.parameters())
     wrapped = sum(is_native(block.attn) for block in model.blocks)
@@ -84,6 +96,7 @@ def facts_of(model: Any) -> dict[str, Any]:
         if wrapped
         else "of TransformerLens",
         "attention_sinks": has_sinks(model),
+        **{name: _yes_or(why_not(model)) for name, why_not in SHORTCUTS.items()},
     }
 
 
@@ -137,6 +150,10 @@ def _isolation(model: Any, batches: Sequence[PromptBatch]) -> str:
 def _compression(model: Any, batches: Sequence[PromptBatch]) -> str:
     context = compress(model, batches[0])
     return f"yes, {len(context.prefix)} of the cached tokens are enough to answer"
+
+
+def _yes_or(reason: str) -> str:
+    return f"{NO}{reason}" if reason else "yes"
 
 
 def _reason(status: str) -> str:

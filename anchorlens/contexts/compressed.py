@@ -26,6 +26,7 @@ from ..models.load import ensure_prepared
 from ..models.media_tokens import refuse_media_tokens
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
 from ..models.rotary import refuse_another_rotation
+from ..passes.comparison import TOLERANCE, difference_of, reason_of, tolerance
 from ..passes.forward import run_pass, run_prefix
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts import edges
@@ -34,7 +35,6 @@ from ..prompts.edge_set import Edges, EdgeSet
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import called, checked
 from ..system.texts import described, name_of
-from ..trials.comparison import TOLERANCE, difference_of, reason_of, tolerance
 from .placement import Placement, as_in_prompt, rebased
 from .protocol import QueryPass, bos_of, model_identity, queries_after
 from .selection import Selection, anchors_and_format

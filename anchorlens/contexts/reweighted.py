@@ -26,15 +26,18 @@ from ..models.hooked import (
 )
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
+from ..models.model_state import has_user_hooks
+from ..models.rotary import rotate_alike
+from ..passes.forward import run_prefix
 from ..passes.loss_checks import check_loss, refuse_several_targets
 from ..passes.losses import Loss
-from ..prompts.batch import PromptBatch, check_batch
+from ..passes.shortcuts import why_not_shared
+from ..prompts.batch import PromptBatch, check_batch, longest_prompt
 from ..results import figures
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes
 from ..system.torch_state import gradient_mode
-from ..trials.may_share import all_but_target
 from .compressed import CompressedContext, compress
 from .protocol import Context, QueryPass
 from .selection import everything
@@ -180,7 +183,7 @@ def train_reweighting(
         shape = (model.cfg.n_layers, model.cfg.n_heads, len(classes))
         with gradient_mode(True):
             parameter = _parameter(model, shape, start)
-            ready = {id(batch): all_but_target(model, batch) for batch in run.batches}
+            ready = {id(batch): _all_but_target(model, batch) for batch in run.batches}
             trainable = _TrainedBeta(parameter, ready)
             plain = [QueryPass(after, prefix) for after, prefix in ready.values()]
             vanilla = start_loss = _mean_loss(model, loss, plain)
@@ -327,3 +330,17 @@ def reweight_demonstrations(
     check_batch(demonstrations)
     reweight_anchors(model, demonstrations, beta)  # an error before the model runs
     return ReweightedContext(compress(model, demonstrations, everything), beta)
+
+
+def _all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch, KeyValues | None]:
+    """A batch after everything before its targets, and that prefix, for any number of passes.
+
+    The unchanged batch and None if logits after the prefix could be other ones.
+    """
+    left = batch.padded_left()
+    ready = left.after(int(left.target_positions.min()))
+    before = left.before(ready.first_query)
+    alike = rotate_alike(model, longest_prompt(before), longest_prompt(left))
+    if has_user_hooks(model) or why_not_shared(model) or not alike:
+        return batch, None
+    return ready, run_prefix(model, before)

@@ -11,13 +11,13 @@ from ..errors import ModelError, PromptError
 from ..models.hooked import Hook, HookedModel, device_of
 from ..models.kv_cache import KeyValues
 from ..models.optimizers import Adafactor
+from ..passes.comparison import difference_of, tolerance
 from ..passes.forward import mean_loss_with_gradient, run_pass
 from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch
 from ..system.arguments import check_from_1, checked
 from ..system.processes import gather_from_processes
 from ..system.torch_state import gradient_mode
-from ..trials.comparison import difference_of, tolerance
 from .compressed import ROUNDINGS
 from .embedded import embeddings_of, prefix_of_tokens, replaced_embeddings, start_tokens
 from .prefix import PrefixContext, random_tokens

@@ -325,12 +325,11 @@ def edge_sweep(
         # Each function once: what shared tokens give with it is stored under its identity.
         changes = [(each.cut, [partial(each.random_cut, draw) for draw in seeds]) for each in cuts]
         plan = study.plan(metrics, interventions=[changes[0][0]], loss=None)
-        pairs = zip(cuts, changes, strict=True)
-        first_changes = {each.first_layer: cut for each, (cut, _) in pairs}
-        reasons = plan.why_not_late(study.batches, first_changes)
+        first_layers = {each.first_layer for each in cuts}
+        reasons = plan.why_not_late(first_layers)
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            with stored_starts(model, first_changes.keys() - reasons.keys()) as starts:
+            with stored_starts(model, first_layers - reasons.keys()) as starts:
                 contributions, clean_logits = plan.contributions_and_logits(batch)
             clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
             for number, (each, (cut, controls)) in enumerate(zip(cuts, changes, strict=True)):

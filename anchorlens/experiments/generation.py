@@ -15,8 +15,8 @@ from ..errors import ModelError, PromptError
 from ..metrics.step_flows import StepFlowsRecord, check_options, step_flows
 from ..metrics.weights import Weight, refuse_values, saliency
 from ..models.added_hooks import added_hooks
+from ..models.facts import facts_of
 from ..models.hooked import HookedModel, check_fits, device_of, devices_of_layers
-from ..models.kv_cache import without_cache
 from ..models.load import ensure_prepared
 from ..models.media_tokens import refuse_media_tokens
 from ..models.model_state import frozen_in_eval_mode
@@ -169,7 +169,7 @@ def written_tokens(
         "do_sample": False,
         "verbose": False,
         "stop_at_eos": end is not None,
-        "use_past_kv_cache": model not in without_cache,
+        "use_past_kv_cache": not facts_of(model).why_no_cache,
     }
     with (
         frozen_in_eval_mode(model),

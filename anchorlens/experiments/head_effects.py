@@ -230,11 +230,10 @@ def head_effects(
         def change(layer: int, head: int, batch: PromptBatch) -> Sequence[Hook]:
             return replace_heads(model, batch, outputs, [(layer, head)])
 
-        # By layer; each function once, because trials and shared tokens are known by it.
+        # By layer; each function once, because shared tokens are stored under its identity.
         changes = [[partial(change, layer, head) for head in heads] for layer in layers]
-        first = {layer: of_layer[0] for layer, of_layer in enumerate(changes)}
-        plan = study.plan(interventions=[first[0]], loss=None)
-        reasons = plan.why_not_late(study.batches, first)
+        plan = study.plan(interventions=[changes[0][0]], loss=None)
+        reasons = plan.why_not_late(layers)
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             answers = batch.on_cpu.label_token_ids[batch.on_cpu.gold].tolist()
@@ -242,7 +241,7 @@ def head_effects(
             def log_odds(change: HooksOfBatch, start: Start | None) -> Float[Tensor, " batch"]:
                 return log_odds_of(plan.logits(batch, change, start), answers).cpu()
 
-            with stored_starts(model, first.keys() - reasons.keys()) as starts:
+            with stored_starts(model, set(layers) - reasons.keys()) as starts:
                 clean = log_odds(no_hooks, None)
             by_head = [
                 torch.stack([log_odds(change, starts.get(layer)) for change in of_layer], dim=1)

@@ -26,7 +26,6 @@ from ..passes.forward import losses_of, run_pass
 from ..passes.late_start import started, stored_starts
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
-from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
@@ -100,8 +99,8 @@ def integrated_flows(
     So the norm divides by what it divides by in the clean run, and its output grows from 0 to what
     it is. This is the usual way to attribute through a norm; the choice is ours.
 
-    Each layer needs m passes forward and backward and one forward, from this layer on where a trial
-    finds the same logits.
+    Each layer needs m passes forward and backward and one forward, from this layer on where
+    that gives the same logits in a tiny pass.
 
     Range:
         Any number, in the unit of F.
@@ -172,7 +171,7 @@ def integrated_flows(
             check_gradient_of_loss(output, study.batches, model)
         plan = study.plan(share_prefix=False)
         layers = range(model.cfg.n_layers)
-        reasons = plan.why_not_late(study.batches, {layer: _halved(layer) for layer in layers})
+        reasons = plan.why_not_late(layers)
 
         # An inference_mode of the caller would make tensors that autograd rejects.
         @each_call_inside(gradient_mode, True)
@@ -285,8 +284,3 @@ def probability_of_prediction(clean: Float[Tensor, "batch vocab"], batch: Prompt
 
     predicted = log_probs(clean, batch).argmax(-1, keepdim=True)
     return lambda logits, batch: log_probs(logits, batch).gather(1, predicted)[:, 0].exp()
-
-
-def _halved(layer: int) -> HooksOfBatch:
-    """A change of one layer, for the trial."""
-    return lambda batch: [(pattern_name(layer), lambda pattern, hook: pattern / 2)]

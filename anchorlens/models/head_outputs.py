@@ -1,4 +1,4 @@
-"""What single heads give out, before and after W_O, and trials that a model has it at hook points.
+"""What single heads give out, before and after W_O, and in which layers hook points have it.
 
 Before the output projection a head gives out z. What it writes for each key, before its attention
 weighs it, is its values times W_O.
@@ -7,21 +7,16 @@ weighs it, is its values times W_O.
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError, ModelError
+from .facts import fact
 from .hooked import Hook, HookedModel, hooks_by_layer, pattern_name, values_name, z_name
 from .kinds import cached_heads
 from .tiny_pass import LEAF, logits_of, relative_difference, small_loss, tiny_tokens, trial_of
-
-# What the trials below found of each model: the layers that mix heads, and those with another
-# output, with the reason. Weak references, so that models are freed.
-_mixing: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
-_other_outputs: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
 
 def of_one_width(of_layers: Iterable[Tensor]) -> list[Tensor]:
@@ -47,9 +42,7 @@ def detached(z: Tensor, n_heads: int, heads: Sequence[int]) -> Tensor:
 
 def require_separate_heads(model: HookedModel, layers: list[int]) -> None:
     """Raise an error unless the gradient of each head goes through its own part of z alone."""
-    if model not in _mixing:
-        _mixing[model] = _layers_that_mix(model)
-    if wrong := sorted(_mixing[model].intersection(layers)):
+    if wrong := sorted(layers_that_mix(model).intersection(layers)):
         raise ModelError(
             f"the outputs of single heads are not known in layers {wrong} of "
             f"{model.cfg.model_name}: {z_name(wrong[0])} does not exist, or does not hold the "
@@ -59,7 +52,8 @@ def require_separate_heads(model: HookedModel, layers: list[int]) -> None:
         )
 
 
-def _layers_that_mix(model: HookedModel) -> frozenset[int]:
+@fact
+def layers_that_mix(model: HookedModel) -> frozenset[int]:
     """Layers where the pattern of head 0 has a gradient although its z is detached."""
     patterns: dict[int, Tensor] = {}
 
@@ -108,9 +102,7 @@ def require_transformed_values(model: HookedModel) -> None:
             "the values of heads need the model, whose output projections no cache holds; give it: "
             "al.caches.from_caches(..., model=model)"
         )
-    if model not in _other_outputs:
-        _other_outputs[model] = _layers_with_other_outputs(model)
-    if wrong := _other_outputs[model]:
+    if wrong := layers_with_other_outputs(model):
         layer, reason = next(iter(wrong.items()))
         raise ModelError(
             f"what each head writes for each key is not known in layers {sorted(wrong)} of "
@@ -120,7 +112,8 @@ def require_transformed_values(model: HookedModel) -> None:
         )
 
 
-def _layers_with_other_outputs(model: Any) -> dict[int, str]:
+@fact
+def layers_with_other_outputs(model: Any) -> dict[int, str]:
     """The layers whose attention gives out something else, each with the reason."""
     patterns: dict[int, Tensor] = {}
     values: dict[int, Tensor] = {}

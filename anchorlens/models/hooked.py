@@ -1,10 +1,8 @@
 """The hooked model as this package uses it: hook points, layers, checks of models and hooks."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from operator import index
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -53,20 +51,6 @@ class LearnedBeta(Protocol):
     """A beta that checks which prompts it was trained for; ``train_reweighting`` returns one."""
 
     def of_prompts(self, batch: PromptBatch) -> Float[Tensor, "layer head anchor"]: ...
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The hook points of the queries and keys that a layer's attention multiplies."""
-
-    query: str
-    key: str  # with one head for all query heads that share it
-    heads_first: bool  # (batch, head, position, d_head), else (batch, position, head, d_head)
-
-
-# Models whose hooks prepare_model verified, with each layer's operands, or None if no hook point
-# holds them. Weak references, so that the models can be freed.
-verified_operands: WeakKeyDictionary[Any, tuple[Operands | None, ...]] = WeakKeyDictionary()
 
 
 def device_of(model: Any) -> torch.device:
@@ -194,15 +178,6 @@ def check_fits(model: HookedModel, *batches: PromptBatch) -> None:
         raise PromptError(
             f"token {largest} is outside the model's vocabulary of {vocabulary}; the prompts were "
             "built with the tokenizer of another model"
-        )
-
-
-def require_prepared(model: HookedModel) -> None:
-    """Raise an error for a model whose attention hooks were not verified."""
-    if model not in verified_operands:
-        raise ModelError(
-            "the attention hooks of this model have not been verified; call "
-            "al.prepare_model(model) once (al.load_model does it)"
         )
 
 

@@ -7,30 +7,24 @@ last layers of Gemma 4 E2B and E4B read the entries of earlier layers.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError
+from .facts import known_facts
 from .hooked import HookedModel, HookFunction, device_of, devices_of_layers
 from .kinds import inputs_with_cache, pairs_in
 from .rotary import refuse_another_rotation, rotates_by_length
-
-# Models in which prepare_model found that a step after a cache fails, and why.
-without_cache: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-
-# The number of the entry that each layer reads, in models in which prepare_model found that layers
-# share entries; in others each layer reads its own.
-shared_entries: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
 
 Entries = tuple[Float[Tensor, "batch _ position _"], ...]  # of keys or values
 
 
 def entries_of(model: HookedModel) -> Sequence[int]:
     """The number of the cache entry that each layer reads."""
-    return shared_entries.get(model, range(model.cfg.n_layers))
+    facts = known_facts(model)  # its own of each layer, until they are found
+    return facts.entries if facts is not None and facts.entries else range(model.cfg.n_layers)
 
 
 def layers_of_entries(model: HookedModel) -> list[int]:
@@ -144,8 +138,8 @@ def inputs_after(
     In ``copies`` are then the keys and values of each entry, one copy for each prompt, so that each
     collects its own gradient. A ModelError if the model does not continue from a cache.
     """
-    if model in without_cache:
-        raise ModelError(without_cache[model])
+    if (facts := known_facts(model)) is not None and facts.why_no_cache:
+        raise ModelError(facts.why_no_cache)
     if prefix is None:
         return inputs_with_cache(model, mask, (), mask[:, :0], 0)
     before, start = prefix.attention_mask, prefix.next_position[:, None]

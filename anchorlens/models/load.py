@@ -12,18 +12,16 @@ from ..errors import ModelError
 from ..system.arguments import checked
 from ..system.put_back import each_call_inside, put_back
 from ..system.torch_state import gradient_mode, own_random_state
+from .facts import Facts, Operands, are_as_found, keep_facts, known_facts, state_of
 from .foreign_errors import in_a_line, is_own_mistake
 from .hooked import (
     HookedModel,
-    Operands,
     device_of,
     pattern_name,
     scores_name,
-    verified_operands,
     why_not_hooked,
 )
 from .kinds import is_bridge, modules_of, original_of
-from .kv_cache import shared_entries, without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
     implementations_of,
@@ -54,8 +52,6 @@ else:
 
 Model = TypeVar("Model", bound=HookedModel)
 
-# What prepare_model finds out about a model.
-_FOUND: tuple[Any, ...] = (verified_operands, without_cache, shared_entries)
 _ENCODER_DECODER = (
     "{} is {}; these analyses are for left-to-right language models, whose label "
     "words are in the same prompt as the query"
@@ -193,23 +189,25 @@ def prepare_model(model: Model) -> Model:
         raise ModelError(reason)
     _refuse_inference_tensors(model.cfg.model_name, model)
     is_prepared = False
-    found = [(table, table[model]) for table in _FOUND if model in table]
+    found = known_facts(model)
 
     def undo() -> None:
         if is_prepared:
             return
-        if not found:
+        if found is None:
             restore_model(model)
         # Else it was prepared before, and to prepare it again changes no module.
-        for table, value in found:
-            table[model] = value
+        keep_facts(model, found)
 
     with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
         try:
             with put_back(undo):
-                verified_operands[model] = _wrap_and_verify(model)
-                verify_cached_step(model)
+                operands = _wrap_and_verify(model)
+                keep_facts(model, None)  # the tiny passes of the cache know none
+                reason, entries = verify_cached_step(model)
+                facts = Facts(operands, reason, entries, state=state_of(model))
+                keep_facts(model, facts)
                 is_prepared = True
         except ModelError as error:
             restore_model(model)
@@ -239,8 +237,7 @@ def restore_model(model: Model) -> Model:
     """
     if reason := why_not_hooked(model):
         raise ModelError(reason)
-    for table in _FOUND:
-        table.pop(model, None)
+    keep_facts(model, None)
     unwrap_model(model)
     return model
 
@@ -288,8 +285,8 @@ def _refuse_other_sources(source: Any) -> None:
 
 
 def ensure_prepared(model: HookedModel) -> None:
-    """Prepare a model at its first use; later calls cost nothing."""
-    if model not in verified_operands:
+    """Prepare a model at its first use, and again if it is no longer what it was then."""
+    if not are_as_found(model):
         prepare_model(model)
 
 

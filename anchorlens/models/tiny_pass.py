@@ -8,12 +8,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import AnchorlensError, ModelError
-from ..system.put_back import safe_context
+from ..system.put_back import put_back, safe_context
 from ..system.torch_state import gradient_mode
 from .added_hooks import ModuleHook, added_hooks
 from .foreign_errors import in_a_line, is_own_mistake, origin_of
 from .hooked import Hook, HookedModel, device_of, vocabulary_of
-from .kinds import inputs_without_cache
+from .kinds import config_of, inputs_without_cache, modules_of
 from .model_state import frozen_in_eval_mode, without_user_hooks
 
 _OF_MODEL = (
@@ -24,6 +24,10 @@ _OF_ADAPTER = (
     "TransformerLens raises this: its adapter does not fit this model; try another version of "
     "transformer-lens or transformers"
 )
+# Attributes of configurations and modules that are a number of tokens beyond which something
+# changes: what a token sees, or the temperature of its attention.
+_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size", "floor_scale")
+_SHRUNK = 3
 # Makes the input of block 0 a leaf: a frozen model has no other for the backward pass.
 LEAF: Hook = ("blocks.0.hook_resid_pre", lambda resid, hook: resid.detach().requires_grad_())
 
@@ -54,6 +58,30 @@ def trial_of(
         gradient_mode(gradients),
         added_hooks(model, hooks, of_modules=of_modules),
     ):
+        yield
+
+
+@safe_context
+def shrunk_windows(model: Any) -> Iterator[None]:
+    """Inside, sliding windows and chunks have three tokens, so that tiny passes go beyond them."""
+    config, modules = config_of(model), modules_of(model)
+    of_text = None if config is None else config.get_text_config()
+    configs = [config, of_text, *(vars(module).get("config") for module in modules)]
+    owners = {id(each): vars(each) for each in (*modules, *configs) if hasattr(each, "__dict__")}
+    found = [
+        (owner, name, owner[name])
+        for owner in owners.values()
+        for name in _WINDOWS
+        if type(owner.get(name)) in (int, float) and owner[name] > _SHRUNK
+    ]
+
+    def restore() -> None:
+        for owner, name, value in found:
+            owner[name] = value
+
+    with put_back(restore):
+        for owner, name, _ in found:
+            owner[name] = _SHRUNK
         yield
 
 

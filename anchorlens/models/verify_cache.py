@@ -17,20 +17,13 @@ from .kv_cache import (
     inputs_after,
     keys_and_values,
     prefix_of,
-    shared_entries,
-    without_cache,
 )
 from .native_attention import rename_cache
 from .tiny_pass import relative_difference, rounding_of, tiny_tokens, trial_of
 
 
-def verify_cached_step(model: Any) -> None:
-    """Make the cache act where only its name differs; remember why where it does not act.
-
-    Also remembered is which entry each layer reads, where layers share entries.
-    """
-    without_cache.pop(model, None)
-    shared_entries.pop(model, None)
+def verify_cached_step(model: Any) -> tuple[str, tuple[int, ...]]:
+    """Make the cache act where only its name differs; see ``cached_step`` for what is returned."""
     reason, entries = cached_step(model)
     if reason and name_of_cache(model) == "cache":
         found = [(block.attn, vars(block.attn).get("forward")) for block in model.blocks]
@@ -46,10 +39,7 @@ def verify_cached_step(model: Any) -> None:
             for attention, _ in found:
                 rename_cache(attention)
             reason, entries = cached_step(model)
-    if reason:
-        without_cache[model] = reason
-    elif len(set(entries)) < len(entries):
-        shared_entries[model] = entries
+    return reason, entries
 
 
 def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:

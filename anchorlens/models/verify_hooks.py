@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from .facts import Operands
 from .foreign_errors import is_own_mistake, reason_of_failure
-from .hooked import Hook, HookedModel, Operands, device_of, pattern_name, scores_name, vocabulary_of
+from .hooked import Hook, HookedModel, device_of, pattern_name, scores_name, vocabulary_of
 from .kinds import QUERY_AND_KEY
 from .tiny_pass import LEAF, logits_of, n_tokens_of, small_loss, tiny_tokens, trial_of
 

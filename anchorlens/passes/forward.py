@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import HookError, MetricError, NotFiniteError, PromptError
 from ..models.added_hooks import added_hooks
+from ..models.facts import require_prepared
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -24,7 +25,6 @@ from ..models.hooked import (
     has_sinks,
     names_of_layers,
     refuse_folded_value_biases,
-    require_prepared,
     scores_name,
 )
 from ..models.kinds import inputs_without_cache

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..models.batch_hooks import DetachedHeads, EdgeHook
+from ..models.facts import facts_of
 from ..models.hooked import (
     Hook,
     HookedModel,
     HookFunction,
     names_of_layers,
     scores_name,
-    verified_operands,
     z_name,
 )
 from ..models.replaced_attention import (
@@ -129,7 +129,7 @@ def _layer(
     observers: Sequence[Hook],
 ) -> _Layer:
     acting = [act for point, act in hooks if point in (scores_name(number), z_name(number))]
-    operands = verified_operands[model][number]
+    operands = facts_of(model).operands[number]
 
     def observe(act: HookFunction, point: Any, heads: Tensor) -> None:
         assert operands is not None

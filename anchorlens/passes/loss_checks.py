@@ -7,8 +7,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import MetricError, ModelError
+from ..models.facts import facts_of
 from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabulary_of
-from ..models.kv_cache import without_cache
 from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch, longest_prompt
 from ..system.arguments import called
@@ -102,9 +102,9 @@ def continuations_of(
     loss: WordCrossEntropy, batch: PromptBatch, model: HookedModel
 ) -> Int[Tensor, "class token"]:
     """The tokens of each text, or an error if the model cannot run them after the prompts."""
-    if model in without_cache:
+    if reason := facts_of(model).why_no_cache:
         raise ModelError(
-            f"{without_cache[model]}: no words can run after the prompts; use a loss of the "
+            f"{reason}: no words can run after the prompts; use a loss of the "
             "prompts alone, such as al.losses.label_cross_entropy"
         )
     texts, count = loss.continuations(batch), vocabulary_of(model)

@@ -17,15 +17,13 @@ from ..errors import MetricError
 from ..metrics.edge_sums import EdgeSums, row_pieces
 from ..metrics.reads import KEYS, PATTERN, QUERIES, SLOPE, VALUES, At, Block, Blocks, Hooks, Sums
 from ..metrics.weights import Pattern, Values
+from ..models.facts import Operands, facts_of
 from ..models.head_outputs import of_one_width, transformed_values
 from ..models.hooked import (
     Hook,
     HookedModel,
-    Operands,
     pattern_name,
-    require_prepared,
     values_name,
-    verified_operands,
 )
 from ..prompts.batch import PromptBatch
 from ..system.arguments import called
@@ -62,8 +60,7 @@ class Layers:
     def operands(self, owner: str) -> list[Operands]:
         """The hook points of the queries and keys that each layer multiplies."""
         model = self.needed(owner)
-        require_prepared(model)
-        of_layers = verified_operands[model]
+        of_layers = facts_of(model).operands
         missing = [layer for layer, operands in enumerate(of_layers) if operands is None]
         if missing:
             raise MetricError(

@@ -200,6 +200,15 @@ def check_columns(metrics: Sequence[Metric], batches: Sequence[PromptBatch]) -> 
                         read.columns(batch, metric.name)
 
 
+def may_differ_at_the_start(metric: Metric, batch: PromptBatch) -> bool:
+    """Whether what a metric reads in shared tokens could differ between prompts of a set."""
+    reads = _reads_of_a_prompt(metric, batch).values()
+    return any(
+        isinstance(read, At) or (isinstance(read, Sums) and SLOPE not in read.needs)
+        for read in reads
+    )
+
+
 def begins_as(metric: Metric, batch: PromptBatch, first: PromptBatch) -> bool:
     """Whether a metric reads before ``batch.first_query`` what it reads there of another prompt.
 

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from ..errors import NotFiniteError
 from ..models.added_hooks import added_hooks
+from ..models.facts import require_prepared
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -26,7 +27,6 @@ from ..models.hooked import (
     hooks_by_layer,
     pattern_name,
     refuse_folded_value_biases,
-    require_prepared,
     values_name,
     z_name,
 )

@@ -21,12 +21,12 @@ from ..errors import AnchorlensError
 from ..metrics.edge_sums import row_pieces
 from ..metrics.predictions import predicted_class
 from ..metrics.saliency import observe_products, one_batch
+from ..models.facts import require_prepared
 from ..models.hooked import (
     HookedModel,
     check_fits,
     device_of,
     refuse_folded_value_biases,
-    require_prepared,
 )
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
@@ -36,10 +36,9 @@ from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.segment_names import LABEL, QUERY, SEGMENTS, TARGET
 from ..prompts.token_texts import token_texts
 from ..results.depth import shallow_and_deep
+from ..runs.way import patterns_are_large, why_patterns
 from ..system.arguments import checked
 from ..system.devices import in_float64
-from ..trials.how_to_run import patterns_are_large
-from ..trials.may_fuse import why_not_fused
 from .flow_columns import flow_columns
 from .flow_page import FlowPage, packed
 
@@ -357,7 +356,7 @@ def _run(
     gradient_checkpointing: bool,
 ) -> Float[Tensor, "batch vocab"]:
     """The logits; ``select`` gets rows of A and dL/dA of each layer."""
-    if not patterns_are_large(model, [prompt]) or why_not_fused(model, [prompt], [], loss):
+    if not patterns_are_large(model, [prompt]) or why_patterns(model, [prompt], [], loss):
 
         def select_all(layer: int, pattern: Tensor, gradient: Tensor) -> None:
             for rows, a, slope in row_pieces(pattern, gradient):

@@ -671,7 +671,9 @@ def _bands_of_random_models(
         )
         band = go.Scatter(_outline(low.tolist(), high.tolist()), mode="lines", fill="toself")
         band.update(line={"color": color, "width": 1, "dash": "dot"}, hoverinfo="skip")
-        hatch = {"shape": HATCHES[row % len(HATCHES)], "fgcolor": color, "size": 6, "solidity": 0.2}
+        hatch = {"shape": HATCHES[row % len(HATCHES)], "size": 6, "solidity": 0.2}
+        # Without a bgcolor the complete plotly.js fills the band, so that lines in it are hidden.
+        hatch |= {"fgcolor": color, "bgcolor": "rgba(0, 0, 0, 0)"}
         band.update(fillpattern=hatch, fillcolor=color, legendgroup=f"random {row}")
         bands.append(band.update(name=legend))
     return bands

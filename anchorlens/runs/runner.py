@@ -7,7 +7,7 @@
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from textwrap import shorten
 from threading import Event
@@ -22,6 +22,7 @@ from ..metrics.metric import Metric
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
+from ..models.model_state import has_user_hooks
 from ..passes.forward import Pass, Watched, logits_at, unedited
 from ..passes.fused_attention import run_fused
 from ..passes.late_start import Start, started
@@ -35,6 +36,7 @@ from ..passes.shared_prefix import (
     run_shared,
     shared_tokens,
 )
+from ..passes.shortcuts import any_loss, why_not_late
 from ..printable import printable
 from ..prompts.batch import PromptBatch, after_shared
 from ..prompts.verbalizer import label_scores
@@ -42,9 +44,7 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..results.results import Results
 from ..system.processes import gather_from_processes
-from ..trials.comparison import any_loss
-from ..trials.how_to_run import HowToRun
-from ..trials.may_start_late import why_not_late
+from .way import HOOKS_OF_USER, Way
 
 
 class Runner:
@@ -57,13 +57,12 @@ class Runner:
     def __init__(
         self,
         model: HookedModel,
-        how: HowToRun,
-        prefixes: SharedPrefixes,
+        way: Way,
         metrics: Sequence[Metric] = (),
         hooks: HooksOfBatch | None = None,
         loss: Loss | None = None,
     ) -> None:
-        self.model, self.how, self.prefixes = model, how, prefixes
+        self.model, self.way, self.prefixes = model, way, SharedPrefixes(model)
         self.metrics, self.hooks = metrics, hooks
         # Every batch is a PromptBatch here, so that arguments need no comparison.
         self.loss = inspect.unwrap(loss) if loss is label_cross_entropy else loss
@@ -85,7 +84,7 @@ class Runner:
     @property
     def status(self) -> str:
         """Whether the tokens that prompts share are run once, and otherwise the reason."""
-        return self.how.shared_prefix
+        return self.way.shared_prefix
 
     @property
     def needed(self) -> list[str]:
@@ -99,18 +98,18 @@ class Runner:
 
         Whole prompts are run where hooks cannot act in the shared tokens once for all prompts.
         """
-        after, _ = after_shared(batch, self.how.lengths)
+        after, _ = after_shared(batch, self.way.lengths)
         acting = hooks(after)
         if not after.is_whole:
             if all(isinstance(act, BatchHook) for _, act in acting):
-                leading, prefix = self.prefixes.of(after, hooks, acting, self.how.is_fused)
+                leading, prefix = self.prefixes.of(after, hooks, acting, self.way.is_fused)
                 if act_alike(acting, leading):
                     with started(self.model, start):
                         return _run(self.model, after, hooks=acting, prefix=prefix)
             # From the first layer, because ``start`` is the output for the tokens after the prefix.
             batch, start = after.whole(), None
             acting = hooks(batch)
-        run = partial(run_fused, _run) if self.how.is_fused else _run
+        run = partial(run_fused, _run) if self.way.is_fused else _run
         with started(self.model, start):
             return run(self.model, batch, hooks=acting)
 
@@ -119,7 +118,7 @@ class Runner:
     ) -> list[Float[Tensor, "_ vocab"]]:
         """The logits at some positions of each prompt, which runs as a whole."""
         acting = hooks(batch)
-        if not self.how.is_fused:
+        if not self.way.is_fused:
             return logits_at(self.model, batch, positions, acting)
 
         def run(model: HookedModel, batch: PromptBatch, hooks: Any, observers: Any) -> Any:
@@ -127,11 +126,12 @@ class Runner:
 
         return run_fused(run, self.model, batch, hooks=acting)
 
-    def why_not_late(
-        self, batches: Sequence[PromptBatch], changes: Mapping[int, HooksOfBatch]
-    ) -> dict[int, str]:
-        """By first layer, why a change that acts from there on cannot start there."""
-        return why_not_late(self.model, batches, changes, self.logits, self.how.is_fused)
+    def why_not_late(self, layers: Iterable[int]) -> dict[int, str]:
+        """Why passes cannot begin in some of these layers, by layer."""
+        reason = "a long prefix runs from the first layer on" if self.way.is_fused else ""
+        reason = reason or (HOOKS_OF_USER if has_user_hooks(self.model) else "")
+        reasons = {layer: reason or why_not_late(self.model, layer) for layer in set(layers) - {0}}
+        return {layer: why for layer, why in reasons.items() if why}
 
     def contributions(self, batch: PromptBatch) -> dict[str, Tensor]:
         """What each prompt of a batch contributes to every metric."""
@@ -143,8 +143,8 @@ class Runner:
         """What a batch contributes, and the logits of the pass that the metrics observed."""
         hooks = no_hooks if self.hooks is None else self.hooks
         clean = None if self.hooks is None else self.logits(batch)
-        by_rows = [metric for metric in self.metrics if metric.name in self.how.by_rows]
-        others = [metric for metric in self.metrics if metric.name not in self.how.by_rows]
+        by_rows = [metric for metric in self.metrics if metric.name in self.way.by_rows]
+        others = [metric for metric in self.metrics if metric.name not in self.way.by_rows]
         passes: list[tuple[Sequence[Observation], Tensor, KeyValues | None]] = []
         passes += [self._observe_rows(batch, hooks, by_rows)] if by_rows else []
         passes += [self._observe(batch, hooks, others)] if others or not by_rows else []
@@ -178,7 +178,7 @@ class Runner:
         self, whole: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
     ) -> tuple[Sequence[Observation], Tensor, KeyValues | None]:
         """What metrics observe by hooks, the logits, and keys and values of shared tokens."""
-        batch, set_id = after_shared(whole, self.how.lengths)
+        batch, set_id = after_shared(whole, self.way.lengths)
         acting = () if hooks is no_hooks else hooks(batch)
         before: Sequence[Observation | None] = [None] * len(metrics)
         prefix = None
@@ -189,8 +189,8 @@ class Runner:
             for metric, shared in zip(metrics, before, strict=True)
         ]
         observers, backward_hooks = _read_only(observations, self._trusted)
-        differentiates = any(metric.name in self.how.of_gradient for metric in metrics)
-        is_fused = self.how.is_fused and prefix is None
+        differentiates = any(metric.name in self.way.of_gradient for metric in metrics)
+        is_fused = self.way.is_fused and prefix is None
         run = partial(run_fused, _run) if is_fused else _run
         logits = run(
             self.model,
@@ -200,7 +200,7 @@ class Runner:
             backward_hooks=backward_hooks,
             loss=self.loss if differentiates else None,
             prefix=prefix,
-            gradient_checkpointing=self.how.is_checkpointed and differentiates,
+            gradient_checkpointing=self.way.is_checkpointed and differentiates,
         )
         if prefix is not None:
             self._trusted_in_prefix.set()
@@ -217,7 +217,7 @@ class Runner:
                 with unedited(f"metric {each.metric.name!r}", "A or dL/dA", pattern, gradient):
                     each.use_rows(layer, rows, keys, pattern, gradient)
 
-        differentiates = any(metric.name in self.how.of_gradient for metric in metrics)
+        differentiates = any(metric.name in self.way.of_gradient for metric in metrics)
         logits = run_fused(
             _run,
             self.model,
@@ -225,7 +225,7 @@ class Runner:
             use=use,
             hooks=hooks(batch),
             loss=self.loss if differentiates else any_loss,  # rows are formed on the way back
-            gradient_checkpointing=self.how.is_checkpointed,
+            gradient_checkpointing=self.way.is_checkpointed,
         )
         return observed, logits, None
 
@@ -248,12 +248,12 @@ class Runner:
                 self.model,
                 shared_tokens(batch),
                 in_leading_tokens(acting, batch.first_query),
-                is_fused=self.how.is_fused,
+                is_fused=self.way.is_fused,
                 observers=observers,
                 backward_hooks=backward_hooks,
             )
         else:  # the prefix of other passes is the same
-            prefix = self.prefixes.of(batch, hooks, acting, self.how.is_fused)[1]
+            prefix = self.prefixes.of(batch, hooks, acting, self.way.is_fused)[1]
         self._in_set = set_id, observations, prefix
         return observations, prefix
 

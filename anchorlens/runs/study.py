@@ -28,7 +28,7 @@ from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.provide import needs_gradient
-from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes, no_hooks
+from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..printable import printable
 from ..prompts.batch import PromptBatch, all_padded_right, check_prompts
 from ..prompts.segment_names import SEGMENTS
@@ -51,7 +51,6 @@ from ..system.processes import (
     require_whole_model,
 )
 from ..system.put_back import safe_context
-from ..trials.how_to_run import how_to_run, patterns_are_large
 from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
 from .identity import (
     Fingerprint,
@@ -64,6 +63,7 @@ from .identity import (
 )
 from .runner import Runner, checking, results_of
 from .store import CHANGED, Store, same_contributions
+from .way import patterns_are_large, way_of
 
 R = TypeVar("R", bound=Record)
 
@@ -187,17 +187,17 @@ class Study:
     ) -> Runner:
         """A runner, which runs batches after the tokens that prompts share, or as whole prompts.
 
-        Wrong arguments are an error here, before the model runs. Passes after the shared tokens are
-        then tried on two prompts.
+        Wrong arguments are an error here, before the model runs. What the model allows was found
+        in tiny passes, or is found now (``info["shared_prefix"]`` has the reason if it is not).
 
         Args:
             metrics: What observes the passes.
             hooks: Function of the batch to hooks that change the run that metrics observe.
-            interventions: Functions of the batch to hooks that ``plan.logits`` will get; they are
-                tried too. ``plan.logits`` also accepts others.
+            interventions: Functions of the batch to hooks that ``plan.logits`` will get, which may
+                need whole prompts. ``plan.logits`` also accepts others.
             loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient.
             gradient_checkpointing: See ``run``.
-            share_prefix: False runs whole prompts without a trial.
+            share_prefix: False runs whole prompts.
 
         Returns:
             The runner. ``logits(batch, hooks)`` are those at the targets, ``contributions(batch)``
@@ -223,11 +223,10 @@ class Study:
         of_gradient = loss if differentiates else None
         described = Pass(self.model, self.batches[0], loss=of_gradient)
         replace(described, gradient_checkpointing=gradient_checkpointing).check()
-        self._store  # noqa: B018 - the folder of another run is an error before the trial
+        self._store  # noqa: B018 - the folder of another run is an error before all else
         changes = [*interventions, no_hooks if hooks is None else hooks]
-        prefixes = SharedPrefixes(self.model)
-        how = how_to_run(
-            prefixes,
+        way = way_of(
+            self.model,
             self.batches,
             changes,
             metrics,
@@ -235,7 +234,7 @@ class Study:
             gradient_checkpointing=gradient_checkpointing,
             share_prefix=share_prefix,
         )
-        plan = Runner(self.model, how, prefixes, metrics, hooks, loss)
+        plan = Runner(self.model, way, metrics, hooks, loss)
         self._plans.append((plan, [metrics, hooks, interventions, loss]))
         return plan
 
@@ -347,7 +346,7 @@ class Study:
         Raises:
             RunError: A metric has no result; all others are in its ``results``.
         """
-        attention = plan.how.attention
+        attention = plan.way.attention
         info = {"shared_prefix": plan.status} | ({"attention": attention} if attention else {})
         record = partial(self.record, info=info)
         known = Results({} if known is None else known)

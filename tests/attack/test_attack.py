@@ -18,9 +18,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.models import rotary
 from anchorlens.prompts.label_positions import WrittenPrompt
-from anchorlens.runs import identity, study
+from anchorlens.runs import identity, study, way
 from anchorlens.runs.identity import Identity
-from anchorlens.trials import may_share
 from tests.attack.attack_configurations import random_configurations
 from tests.attack.attack_damages import (
     damaged_context,
@@ -88,7 +87,7 @@ def test_a_section_finds_no_fault(section: Section, count: int) -> None:
     ("section", "count", "owners", "name", "instead"),
     [
         (stale_results, 20, [identity, study], "identity_of", lambda *_: Identity("same", ())),
-        (odd_lengths, 50, [rotary, may_share], "rotate_alike", lambda *_: True),
+        (odd_lengths, 50, [rotary, way], "rotate_alike", lambda *_: True),
         (odd_edges, 6, [Tensor], "nanmean", Tensor.mean),
         (odd_turns, 60, [al.ChatTask], "written_word", lambda *given: given[-1]),
         (fuzzed_prompts, 20, [WrittenPrompt], "words", lambda *given: ends_early(*given)),

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.contexts import reweighted
+from anchorlens.contexts.reweighted import _all_but_target
 from anchorlens.errors import HookError, MetricError
 from anchorlens.passes.forward import run_pass
-from anchorlens.trials import may_share
-from anchorlens.trials.may_share import all_but_target
 from tests.support.measures import difference
 from tests.support.tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 from tests.support.trained_contexts import train_reweighting
@@ -29,11 +29,7 @@ def adam(lr: float) -> Any:
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function; after its call prompts run as a whole, without a cache."""
-
-    def fail(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("no cache")
-
-    return lambda: monkeypatch.setattr(may_share, "run_prefix", fail)
+    return lambda: monkeypatch.setattr(reweighted, "why_not_shared", lambda model: "no cache")
 
 
 def loss_of(model: Any, batch: al.PromptBatch, beta: Tensor) -> float:
@@ -67,7 +63,7 @@ def test_the_gradient_equals_finite_differences(cached: bool) -> None:
     (batch,) = questions(model, 3, padding_side="left")
     generator = torch.Generator().manual_seed(0)
     beta = torch.randn(3, 2, 6, generator=generator, dtype=torch.double).requires_grad_()
-    ready, prefix = all_but_target(model, batch) if cached else (batch, None)
+    ready, prefix = _all_but_target(model, batch) if cached else (batch, None)
     assert (ready.tokens.shape[1] - ready.first_query == 1) == cached
     run_pass(
         model,

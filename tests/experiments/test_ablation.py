@@ -21,7 +21,7 @@ from anchorlens.experiments.ablation import (
 )
 from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import logits_at
-from anchorlens.trials import how_to_run
+from anchorlens.runs import way
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2
 
@@ -46,7 +46,7 @@ def outcomes(
         ablation.check(study)
         plan = ablation.plan(study)
         if whole:
-            plan.how = replace(plan.how, lengths={})
+            plan.way = replace(plan.way, lengths={})
         answers = [Answers.of(ablation, plan, batch) for batch in study.batches]
         draw = partial(al.subsets.random, count)
         number = len(ablation.segments.names_of(study.batches[0]))
@@ -251,9 +251,9 @@ def test_long_prompts_run_with_a_fused_attention(
     for batches, answer in cases:
         _, _, whole = outcomes(gpt2, batches, answer=answer, remove=remove)
         with monkeypatch.context() as patch:
-            patch.setattr(how_to_run, "LARGE", 0)
+            patch.setattr(way, "LARGE", 0)
             answers, _, fused = outcomes(gpt2, batches, answer=answer, remove=remove)
-        assert answers[0].plan.how.is_fused
+        assert answers[0].plan.way.is_fused
         for ours, theirs in zip(fused, whole, strict=True):
             torch.testing.assert_close(ours.log_odds, theirs.log_odds, rtol=0, atol=1e-4)
 

@@ -15,7 +15,7 @@ from anchorlens.errors import AnchorlensError, MetricError, RunError, StoreError
 from anchorlens.experiments import edge_sweep
 from anchorlens.experiments.edge_sweep import SweepResults
 from anchorlens.prompts import edges
-from anchorlens.trials import how_to_run
+from anchorlens.runs import way
 from tests.support.measures import assert_same, does_not_run, logits_of
 from tests.support.tiny_models import LONG_LABELS, questions
 
@@ -145,7 +145,7 @@ def test_shared_tokens_give_the_records_of_whole_prompts(
     batches = questions(model, 6, batch_size=3, padding_side="left")
     sites = {"all": al.Site(range(3)), "last": al.Site(-1)}
     shared = al.edge_sweep(model, batches, cut, sites, draws=2, **QUIET)
-    monkeypatch.setattr(how_to_run, "shared_lengths", lambda *of: {})
+    monkeypatch.setattr(way, "shared_lengths", lambda *of: {})
     whole = al.edge_sweep(model, batches, cut, sites, draws=2, **QUIET)
     for name, record in whole.items():
         assert "run once" in shared[name].info["shared_prefix"]

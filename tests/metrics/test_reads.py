@@ -12,8 +12,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.metrics.edge_sums import EdgeSets, Segments
+from anchorlens.runs import way as decision
 from anchorlens.system import row_pieces
-from anchorlens.trials import how_to_run as decision
 from tests.references import plain
 from tests.support.measures import contributed, difference
 from tests.support.tiny_models import questions
@@ -272,7 +272,7 @@ def test_reads_are_those_of_whole_prompts(
         def check(status: str, attention: str, **options: Any) -> None:
             with al.Study(model, batches, {}, progress=False, resamples=0) as study:
                 plan = study.plan(metrics, **options)
-                assert status in plan.status and plan.how.attention.startswith(attention)
+                assert status in plan.status and plan.way.attention.startswith(attention)
                 for batch, hand in zip(batches, by_hand, strict=True):
                     ours = plan.contributions(batch)
                     for name, (_, expected) in cases.items():

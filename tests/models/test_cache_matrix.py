@@ -11,12 +11,12 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.contexts.compressed import contexts
 from anchorlens.errors import ModelError
-from anchorlens.models.kv_cache import entries_of, layers_of_entries, shared_entries
+from anchorlens.models.kv_cache import entries_of, layers_of_entries
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
+from anchorlens.passes.shared_prefix import no_hooks
+from anchorlens.runs import way
 from anchorlens.runs.checks import possible
 from anchorlens.runs.runner import Runner
-from anchorlens.trials import how_to_run
 from tests.models.test_matrix import LINE, cases, hooked
 from tests.references import plain
 from tests.references.comparison import DIRECTIONS, batch_of, cut_layers, weights_of
@@ -61,9 +61,8 @@ def test_a_cache_gives_the_results_of_whole_prompts(
 ) -> None:
     model, batch = hooked(name, torch.float32, kind), batch_of("left")
     if name in NO_CACHE and kind == "bridge":
-        shares = SharedPrefixes(model)
-        plan = how_to_run.how_to_run(shares, [batch.padded_right()], [no_hooks])
-        assert "no run from a key-value cache" in plan.shared_prefix
+        decided = way.way_of(model, [batch.padded_right()], [no_hooks])
+        assert "no run from a key-value cache" in decided.shared_prefix
         with pytest.raises(ModelError, match=r"from a key-value cache.*takes no key-value cache"):
             al.compress(model, batch)
         return
@@ -84,11 +83,11 @@ def test_layers_read_the_entries_that_the_configuration_says() -> None:
 def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = list(results_of(model, batch))
     with monkeypatch.context() as patch:
-        patch.setattr(how_to_run, "shared_lengths", lambda *of: {})
-        patch.setattr(Runner, "why_not_late", lambda runner, batches, of: dict.fromkeys(of, "off"))
+        patch.setattr(way, "shared_lengths", lambda *of: {})
+        patch.setattr(Runner, "why_not_late", lambda runner, of: dict.fromkeys(of, "off"))
         whole = list(results_of(model, batch))
     skipped = shared[-1].info["skipped_layers"]
-    if model in shared_entries:
+    if len(set(entries_of(model))) < model.cfg.n_layers:
         assert skipped == "no start at layer 4, after which keys of layer 2 are read"
     else:
         assert skipped == model.cfg.n_layers - 1

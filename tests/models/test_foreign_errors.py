@@ -10,9 +10,9 @@ import transformers
 
 import anchorlens as al
 from anchorlens.errors import ModelError
+from anchorlens.models.facts import facts_of
 from anchorlens.models.foreign_errors import is_own_mistake
-from anchorlens.models.kv_cache import without_cache
-from anchorlens.trials.comparison import reason_of
+from anchorlens.passes.comparison import reason_of
 from tests.support.tiny_models import questions, tiny_gpt2
 
 KINDS = (AttributeError, IndexError, KeyError, ValueError, TypeError, AssertionError, RuntimeError)
@@ -60,7 +60,7 @@ def test_whatever_a_forward_raises_in_a_trial_is_a_reason(
 
     monkeypatch.setattr(type(weights), "forward", without)
     model = al.load_model(weights, tokenizer=byte_level)
-    assert "no such part" in without_cache[model]
+    assert "no such part" in facts_of(model).why_no_cache
     record = al.run(model, questions(model, 4), [al.Accuracy()], resamples=0, progress=False)
     assert "no such part" in record["accuracy"].info["shared_prefix"]
 
@@ -68,14 +68,14 @@ def test_whatever_a_forward_raises_in_a_trial_is_a_reason(
 @pytest.mark.with_shapes
 def test_an_own_mistake_is_not_hidden(byte_level: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own, foreign = (
-        raised(KeyError("gone"), module) for module in ("anchorlens.trials.x", "somebody.model")
+        raised(KeyError("gone"), module) for module in ("anchorlens.passes.x", "somebody.model")
     )
     assert is_own_mistake(own) and not is_own_mistake(foreign)
     assert reason_of(foreign) == "KeyError: 'gone'"
-    with pytest.raises(AssertionError, match="a trial failed by a mistake of anchorlens"):
+    with pytest.raises(AssertionError, match="a quicker way failed by a mistake of anchorlens"):
         reason_of(own)
     # Operations of torch fail on tensors of an architecture, also in hooks of this package.
-    assert not is_own_mistake(raised(RuntimeError("shapes"), "anchorlens.trials.x"))
+    assert not is_own_mistake(raised(RuntimeError("shapes"), "anchorlens.passes.x"))
     wrong = raising(IndexError("gone"), "anchorlens.models.x")
     monkeypatch.setattr("anchorlens.models.tiny_pass.inputs_without_cache", wrong)
     with pytest.raises(IndexError, match="gone"):

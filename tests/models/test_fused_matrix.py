@@ -19,7 +19,7 @@ from anchorlens.models.replaced_attention import _Interface, attention_by
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention, outside_attention
 from anchorlens.passes.observers import Layers, product_hooks
-from anchorlens.trials.may_fuse import _compare_prefix
+from anchorlens.passes.shortcuts import why_no_fused_prefix
 from tests.models.test_matrix import cases, hooked
 from tests.references.architectures import ALL
 from tests.references.comparison import CUT_HEADS, batch_of, precise
@@ -83,7 +83,7 @@ def test_a_fused_attention_has_the_numbers_of_whole_patterns(name: str, kind: st
             with pytest.raises(ModelError, match=r"its attention|its scores"):
                 fused(model, batch, [])
             return
-        reason = _compare_prefix(model, batch.prompt(0))
+        reason = why_no_fused_prefix(model)
         assert ("other keys and values" in reason) if name in LATENT else not reason
         for hooks in ([], cut):
             expected_logits, expected = whole(model, batch, hooks)

@@ -24,6 +24,7 @@ from anchorlens.experiments.mean_states import mean_states
 from anchorlens.experiments.task_vectors import residual_name, write_states
 from anchorlens.models import head_outputs
 from anchorlens.models.added_hooks import added_hooks
+from anchorlens.models.facts import fact
 from anchorlens.models.head_outputs import (
     require_separate_heads,
     require_transformed_values,
@@ -95,21 +96,21 @@ def test_the_sum_over_keys_and_heads_is_the_output_of_the_attention(name: str, k
 
 
 @pytest.mark.parametrize(
-    ("trial", "requires"),
+    ("name", "requires"),
     [
-        ("_layers_with_other_outputs", require_transformed_values),
-        ("_layers_that_mix", lambda model: require_separate_heads(model, [0])),
+        ("layers_with_other_outputs", require_transformed_values),
+        ("layers_that_mix", lambda model: require_separate_heads(model, [0])),
     ],
     ids=["values", "outputs"],
 )
-def test_a_trial_leaves_no_trace_and_runs_once(
-    trial: str, requires: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_fact_is_found_once_without_a_trace(
+    name: str, requires: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = al.load_model(deepcopy(weights_of("Llama", torch.float32)), tokenizer=tokenizer())
     calls: list[int] = []
     model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
-    counted = Mock(wraps=getattr(head_outputs, trial))
-    monkeypatch.setattr(head_outputs, trial, counted)
+    counted = Mock(wraps=getattr(head_outputs, name).__wrapped__)
+    monkeypatch.setattr(head_outputs, name, fact(counted))
     before, state = hooks_on(model), torch.get_rng_state()
     with torch.inference_mode():
         requires(model)

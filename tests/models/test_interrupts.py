@@ -10,7 +10,7 @@ import torch
 from torch.autograd import grad_mode
 from torch.overrides import TorchFunctionMode
 
-from anchorlens.models import added_hooks, model_state
+from anchorlens.models import added_hooks, model_state, tiny_pass
 from anchorlens.models.replaced_attention import attention_by
 from anchorlens.system import put_back, torch_state
 from anchorlens.system.torch_state import own_random_state, torch_modes
@@ -18,7 +18,7 @@ from tests.models.test_model_state import functions_of
 from tests.support.interrupting import at_every_moment
 from tests.support.unchanged import everything_of, global_state
 
-MODULES = [contextlib, added_hooks, model_state, put_back, torch_state]
+MODULES = [contextlib, added_hooks, model_state, put_back, tiny_pass, torch_state]
 HOOKS = [("blocks.0.hook_resid_post", lambda resid, hook: None)]
 
 
@@ -65,6 +65,7 @@ class Small(torch.nn.Module):
         super().__init__()
         self.layer, self.dropout = torch.nn.Linear(2, 2), torch.nn.Dropout()
         self.layer.bias.requires_grad_(False)
+        self.sliding_window = 8
         self.layer.register_forward_hook(lambda module, inputs, output: None)
 
 
@@ -77,10 +78,12 @@ def test_interrupts_at_every_moment_leave_a_module_as_it_was(interrupts: int) ->
         with (
             model_state.frozen_in_eval_mode(module),
             model_state.without_user_hooks(module),
+            tiny_pass.shrunk_windows(module),
             own_random_state(),
             torch.no_grad(),
         ):
             assert not module.training and functions_of(module) != hooks
+            assert module.sliding_window == 3
             torch.rand(1)
 
     state = torch.get_rng_state()
@@ -89,7 +92,7 @@ def test_interrupts_at_every_moment_leave_a_module_as_it_was(interrupts: int) ->
         requires = [parameter.requires_grad for parameter in module.parameters()]
         assert requires == [True, False], moments
         assert all(each.training for each in module.modules()), moments
-        assert functions_of(module) == hooks, moments
+        assert functions_of(module) == hooks and module.sliding_window == 8, moments
         assert torch.is_grad_enabled(), moments
         assert torch.equal(torch.get_rng_state(), state), moments
         assert not model_state._lock_of(module)._is_owned(), moments

@@ -18,7 +18,7 @@ from transformers import (
 import anchorlens as al
 from anchorlens.errors import ModelError, PromptError
 from anchorlens.models import load
-from anchorlens.models.hooked import require_prepared
+from anchorlens.models.facts import require_prepared
 from anchorlens.passes.forward import run_pass
 from tests.support.tiny_models import boot, questions, randomize, tiny_gemma3, tiny_gpt2
 

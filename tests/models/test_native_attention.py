@@ -10,7 +10,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.models.hooked import pattern_name, scores_name, verified_operands
+from anchorlens.models.facts import known_facts
+from anchorlens.models.hooked import pattern_name, scores_name
 from tests.references.architectures import BY_NAME, NATIVE, native
 from tests.support.measures import difference, hooks_on, logits_of
 from tests.support.tiny_models import boot, questions
@@ -188,7 +189,7 @@ def test_copies_have_their_own_hooks(name: str, byte_level: Any) -> None:
     expected = logits_of(model, batch, [scaled_pattern(1)])
     clean = logits_of(model, batch, [])
     twin = copy.deepcopy(model)
-    assert twin not in verified_operands
+    assert known_facts(twin) is None
     calls: list[int] = []
     with model.hooks(fwd_hooks=[(pattern_name(1), lambda pattern, hook: calls.append(1))]):
         assert torch.equal(logits_of(twin, batch, [scaled_pattern(1)]), expected)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.contexts.reweighted import _all_but_target
 from anchorlens.errors import PromptError
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.rotary import rotate_alike
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.losses import WordCrossEntropy
-from anchorlens.trials import how_to_run
-from anchorlens.trials.may_share import all_but_target
+from anchorlens.runs import way
 from tests.support.measures import difference
 from tests.support.peft_oracle import peft_logits
 from tests.support.rotary_models import alone, longrope, rotating
@@ -58,11 +58,11 @@ def length_of_demonstrations(batch: al.PromptBatch) -> int:
 
 
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
-@pytest.mark.parametrize("large", [how_to_run.LARGE, 0], ids=["whole", "fused"])
+@pytest.mark.parametrize("large", [way.LARGE, 0], ids=["whole", "fused"])
 def test_runs_with_several_sets_have_the_logits_of_whole_prompts(
     name: str, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(how_to_run, "LARGE", large)
+    monkeypatch.setattr(way, "LARGE", large)
     model, plain = rotating(*MAKE[name])
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, shots=2, seed=3)  # all above the switch
@@ -148,7 +148,7 @@ def test_everything_before_the_target_is_cached_on_one_side_alone(name: str) -> 
     for length in (SWITCH, SWITCH + 1):
         batch = batches[length]
         with frozen_in_eval_mode(model):
-            ready, prefix = all_but_target(model, batch)
+            ready, prefix = _all_but_target(model, batch)
             logits = run_pass(model, ready, prefix=prefix)
         assert (prefix is None) == (name in CHANGING and length == SWITCH + 1)
         assert difference(logits, alone(plain, batch)) < 1e-5

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from anchorlens.models.hooked import verified_operands
+from anchorlens.models.facts import keep_facts
 from tests.support.unchanged import ModelState
 
 pytestmark = pytest.mark.with_shapes
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.with_shapes
         (lambda model: next(model.parameters()).data[0].add_(1), "has other values"),
         (lambda model: next(model.parameters()).requires_grad_(False), "requires_grad"),
         (torch.nn.Module.train, "training was False, is True"),
-        (verified_operands.pop, "verified operands"),
+        (lambda model: keep_facts(model, None), "facts"),
     ],
 )
 def test_a_change_of_a_model_is_named(gpt2: Any, change: Callable[[Any], Any], name: str) -> None:

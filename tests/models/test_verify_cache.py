@@ -8,8 +8,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
+from anchorlens.models.facts import facts_of
 from anchorlens.models.kinds import name_of_cache
-from anchorlens.models.kv_cache import without_cache
 from anchorlens.models.native_attention import _run_renamed
 from anchorlens.models.verify_cache import cached_step
 from tests.support.measures import hooks_on
@@ -39,7 +39,7 @@ def test_a_model_whose_cache_stays_empty_runs_whole_or_is_refused(
     leave_empty(gpt2, monkeypatch)
     al.prepare_model(gpt2)
     reason = "takes no key-value cache, or stores only a part of it"
-    assert reason in without_cache[gpt2]
+    assert reason in facts_of(gpt2).why_no_cache
     batches = questions(gpt2, 4)
     with pytest.raises(ModelError, match=f"does not run from a key-value cache.*{reason}"):
         al.compress(gpt2, batches[0])
@@ -51,7 +51,7 @@ def test_a_model_whose_cache_stays_empty_runs_whole_or_is_refused(
     assert likeliest[-5:-1].tolist() == trace.batch.tokens[0, -4:].tolist()
     monkeypatch.undo()
     al.prepare_model(gpt2)
-    assert gpt2 not in without_cache
+    assert not facts_of(gpt2).why_no_cache
     assert len(al.compress(gpt2, batches[0]).prefix) > 0
 
 
@@ -94,7 +94,7 @@ def test_the_name_of_the_cache_is_that_of_the_wrapped_model(llama: Any, byte_lev
     output = weights(tokens, use_cache=True)
     if hasattr(llama, "original_model"):
         assert name_of_cache(llama) in output  # under the same name as the argument
-    assert llama not in without_cache and not cached_step(llama)[0]
+    assert not facts_of(llama).why_no_cache and not cached_step(llama)[0]
 
 
 @pytest.mark.changes_model
@@ -117,7 +117,7 @@ def test_a_renamed_cache_is_undone(llama: Any, monkeypatch: pytest.MonkeyPatch) 
     al.restore_model(llama)
     leave_empty(llama, monkeypatch)  # then the other name makes no difference
     al.prepare_model(llama)
-    assert "takes no key-value cache" in without_cache[llama]
+    assert "takes no key-value cache" in facts_of(llama).why_no_cache
     assert not any(forward.func is _run_renamed for forward in forwards() if forward)
     al.restore_model(llama)
     assert forwards() == [None] * len(llama.blocks)

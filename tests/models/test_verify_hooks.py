@@ -10,7 +10,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
-from anchorlens.models.hooked import Operands, verified_operands
+from anchorlens.models.facts import Operands, facts_of, known_facts
 from anchorlens.models.verify_hooks import verify_hooks
 from anchorlens.passes.observers import Layers
 from anchorlens.passes.provide import Observation
@@ -68,7 +68,7 @@ def check_refused(model: Any, message: str) -> None:
         replaced = ["forward" in vars(module) for module in model.modules()]
         with pytest.raises(ModelError, match=message):
             al.prepare_model(model)
-    assert model not in verified_operands
+    assert known_facts(model) is None
     assert hooks_on(model) == hooked_before
     assert ["forward" in vars(module) for module in model.modules()] == replaced
     assert all(
@@ -143,12 +143,12 @@ def test_a_score_hook_that_comes_too_late_is_refused(byte_level: Any, monkeypatc
 def test_verification_finds_the_queries_and_keys_that_attention_multiplies(
     gemma3: Any, gpt2: Any
 ) -> None:
-    assert verified_operands[gemma3][1] == Operands(
+    assert facts_of(gemma3).operands[1] == Operands(
         "blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_rot_k", heads_first=False
     )
     faults, operands = verify_hooks(gpt2)
     assert not faults
-    assert operands == verified_operands[gpt2]
+    assert operands == facts_of(gpt2).operands
     assert operands[0] == Operands("blocks.0.attn.hook_q", "blocks.0.attn.hook_k", False)
 
 
@@ -158,11 +158,11 @@ def test_distances_need_queries_and_keys_at_hook_points(gemma3: Any, monkeypatch
     """Attention does not multiply queries and keys as they are before the norm and the rotation."""
     monkeypatch.setattr("anchorlens.models.verify_hooks.QUERY_AND_KEY", (("hook_q", "hook_k"),))
     al.prepare_model(gemma3)
-    assert verified_operands[gemma3] == (None, None, None)
+    assert facts_of(gemma3).operands == (None, None, None)
     batch = questions(gemma3, 2)[0]
     with pytest.raises(MetricError, match=r"layers \[0, 1, 2\] of .* at no hook point"):
         Observation(Layers.of(gemma3), al.AnchorDistances(), batch)
     monkeypatch.setattr(
         "anchorlens.models.verify_hooks.QUERY_AND_KEY", (("hook_q_normed", "hook_k_normed"),)
     )
-    assert al.prepare_model(gemma3) and verified_operands[gemma3] == (None, None, None)
+    assert al.prepare_model(gemma3) and facts_of(gemma3).operands == (None, None, None)

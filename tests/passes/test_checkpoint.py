@@ -13,8 +13,8 @@ from anchorlens.errors import AnchorlensError, HookError, MetricError
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import Watched, run_pass
+from anchorlens.runs import way
 from anchorlens.system import row_pieces
-from anchorlens.trials import how_to_run
 from tests.passes.test_forward import failing, unchanged
 from tests.references.comparison import batch_of as architecture_batch
 from tests.references.comparison import tokenizer as architecture_tokenizer
@@ -55,7 +55,7 @@ def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, floa
 @pytest.fixture(autouse=True)
 def whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share no prefix without checkpoints, so that both runs do the same computation."""
-    monkeypatch.setattr(how_to_run, "shared_lengths", lambda *of: {})
+    monkeypatch.setattr(way, "shared_lengths", lambda *of: {})
 
 
 def always(hook: Hook) -> Callable[[al.PromptBatch], list[Hook]]:

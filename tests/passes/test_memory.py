@@ -170,26 +170,6 @@ def test_other_errors_are_not_tried_again(gpt2: Any) -> None:
 
 def limit_passes(patch: pytest.MonkeyPatch, run_pass: Any) -> None:
     patch.setattr("anchorlens.runs.runner._run", run_pass)
-    patch.setattr("anchorlens.trials.may_share.run_pass", run_pass)
-
-
-def test_shared_demonstrations_are_tried_with_as_many_prompts_as_fit(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A trial that runs out of memory does not show whether a cache changes results."""
-    batches = questions(gpt2, count=8, batch_size=4)
-    expected = al.isolation_loyalty(gpt2, batches, [0], draws=1, progress=False)
-    assert "run once for all" in expected.info["shared_prefix"]
-    for sizes in ((1, 9), (9, 1)):
-        seen: list[int] = []
-        with monkeypatch.context() as patched:
-            limit_passes(patched, limited(*sizes, seen))
-            with pytest.warns(UserWarning, match="do not fit into memory"):
-                record = al.isolation_loyalty(gpt2, batches, [0], draws=1, progress=False)
-        assert record.info == expected.info
-        assert max(seen) <= max(sizes)
-        assert close(record.random_kl, expected.random_kl) and close(record.kl, expected.kl)
-        assert torch.equal(record.label_kept, expected.label_kept)
 
 
 def test_a_part_of_a_batch_shares_no_longer_prefix_than_its_set_does(

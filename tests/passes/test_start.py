@@ -8,10 +8,11 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import HookError
+from anchorlens.passes import shortcuts
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.late_start import Start, started, stored_starts
-from anchorlens.runs import runner
 from anchorlens.runs.runner import Runner
+from tests.support.found_anew import found_anew
 from tests.support.measures import assert_same, difference
 from tests.support.tiny_models import questions
 
@@ -109,6 +110,7 @@ def test_a_sweep_gives_the_records_of_each_site_alone(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = questions(model, 9, batch_size=4, padding_side="left")
+    al.isolation_sweep(model, batches, SITES, draws=1, **QUIET)  # facts are found
     with Calls(model) as shared:
         records = al.isolation_sweep(model, batches, SITES, draws=2, **QUIET)
     skipped = [record.info["skipped_layers"] for record in records.values()]
@@ -152,11 +154,13 @@ def test_a_start_that_changes_logits_or_fails_is_not_used(
     def fails(model: Any, start: Start | None) -> Any:
         return started(model, start and Start(start.layer, start.output[..., :5]))
 
-    monkeypatch.setattr(runner, "started", fails)
-    record = al.isolation_sweep(gpt2, batches, {"last": al.Site(-1)}, draws=1, **QUIET)["last"]
+    monkeypatch.setattr(shortcuts, "started", fails)
+    with found_anew(gpt2):
+        record = al.isolation_sweep(gpt2, batches, {"last": al.Site(-1)}, draws=1, **QUIET)["last"]
     assert record.info["skipped_layers"].startswith("no start at layer 2 (")
-    monkeypatch.setattr(runner, "started", changed)
-    records = al.isolation_sweep(gpt2, batches, SITES, draws=1, **QUIET)
+    monkeypatch.setattr(shortcuts, "started", changed)
+    with found_anew(gpt2):
+        records = al.isolation_sweep(gpt2, batches, SITES, draws=1, **QUIET)
     assert "a start at layer 2 changes logits by" in records["last"].info["skipped_layers"]
     for name, record in records.items():
         assert_same(record, expected[name])

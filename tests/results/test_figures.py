@@ -174,6 +174,8 @@ def test_models_of_random_weights_are_a_hatched_band_for_each_series() -> None:
     assert [band.name for band in bands] == ["random weights, a", "random weights, &lt;b&gt;"]
     assert [band.line.color for band in bands] == [line.line.color for line in lines]
     assert [band.fillpattern.fgcolor for band in bands] == [line.line.color for line in lines]
+    # Otherwise the complete plotly.js fills the band, and the reduced one of reports does not.
+    assert {band.fillpattern.bgcolor for band in bands} == {"rgba(0, 0, 0, 0)"}
     assert bands[0].fillpattern.shape != bands[1].fillpattern.shape
     assert same(bands[1].y[:-1], [9.0, 9.0, 27.0, 18.0])
     short = lines_by_layer(

@@ -17,16 +17,16 @@ from anchorlens.errors import HookError, ModelError
 from anchorlens.models import replaced_attention
 from anchorlens.models.kinds import modules_of
 from anchorlens.models.model_state import frozen_in_eval_mode
-from anchorlens.passes import row_attention
+from anchorlens.passes import comparison, row_attention
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention
 from anchorlens.passes.recompute import Checkpoints
-from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
+from anchorlens.passes.shared_prefix import no_hooks
+from anchorlens.passes.shortcuts import bytes_stored
+from anchorlens.runs import way as decision
+from anchorlens.runs.way import way_of
 from anchorlens.system import row_pieces
-from anchorlens.trials import comparison
-from anchorlens.trials import how_to_run as decision
-from anchorlens.trials.comparison import beginnings
-from anchorlens.trials.how_to_run import bytes_stored, how_to_run
+from tests.support.found_anew import found_anew
 from tests.support.live import Live
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
@@ -268,11 +268,12 @@ def test_what_is_fused_depends_on_the_kind_of_model(
 
 
 @pytest.mark.usefixtures("small")
-def test_other_numbers_are_found_by_the_trial(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_numbers_are_found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a soft cap is not handed to the fused attention."""
 
     def attention() -> str:
-        results = al.run(gpt2, questions(gpt2, 3), [al.SaliencyFlows()], **QUIET)
+        with found_anew(gpt2):
+            results = al.run(gpt2, questions(gpt2, 3), [al.SaliencyFlows()], **QUIET)
         return str(results["saliency_flows"].info["attention"])
 
     products = row_attention._with_shared_heads
@@ -426,20 +427,10 @@ def test_a_metric_that_reads_logits_alone_runs_with_a_fused_attention(gpt2: Any)
     batches = questions(gpt2, 3)
     with al.Study(gpt2, batches, {"experiment": "plain"}, **QUIET) as study:
         plan = study.plan([Plain()])
-        assert plan.how.is_fused
+        assert plan.way.is_fused
         rows = [plan.contributions(batch)["plain/largest"] for batch in study.batches]
     logits = al.target_logits(gpt2, batches, progress=False)
     assert torch.cat(rows).allclose(logits.amax(1), rtol=0, atol=1e-4)
-
-
-def test_all_processes_form_patterns_if_one_does(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decision, "LARGE", 0)
-    elsewhere = lambda name, answer: [answer, "hooks may act on them"]  # noqa: E731
-    monkeypatch.setattr(comparison, "gather_from_processes", elsewhere)
-    info = al.run(gpt2, questions(gpt2, 3), [al.SaliencyFlows()], **QUIET)["saliency_flows"].info
-    assert info["attention"] == "whole patterns, because hooks may act on them"
 
 
 def test_two_models_are_fused_at_the_same_time(gpt2: Any, llama: Any) -> None:
@@ -475,7 +466,7 @@ def test_stored_bytes_are_those_alive_before_the_backward_pass(
     with frozen_in_eval_mode(model), fused_attention(model), alive:
         run_pass(model, batch, loss=loss)
     before = hooks_on(model)
-    estimate = bytes_stored(model, batch)
+    estimate = bytes_stored(model, length)
     assert hooks_on(model) == before
     # Some tensors are alive and not stored: inputs of the model, the last output of a block.
     assert 0.9 * at_loss[0] < estimate < at_loss[0]
@@ -509,17 +500,13 @@ def test_blocks_are_checkpointed_if_little_is_free(
     assert ours.info["attention"].startswith("fused: ")
 
 
-def test_at_most_seven_tenths_of_the_free_memory_may_be_stored(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_most_seven_tenths_of_the_free_memory_may_be_stored(gpt2: Any) -> None:
     prompts = questions(gpt2, 3)
-    counts = prompts[0].attention_mask.sum(1)
-    needed = bytes_stored(gpt2, prompts[0].prompt(int(counts.argmax())))
-    assert bytes_stored(gpt2, prompts[0].prompt(int(counts.argmin()))) < 0.99 * needed
+    longest, shortest = (int(of(prompts[0].attention_mask.sum(1))) for of in (torch.max, torch.min))
+    needed = bytes_stored(gpt2, longest)
+    assert bytes_stored(gpt2, shortest) < 0.99 * needed
     for share, is_too_much in ((0.69, False), (0.71, True)):
-        free = int(needed / share)
-        monkeypatch.setattr(decision, "free_for_layers", lambda devices, free=free: free)
-        assert bool(decision.why_checkpointed(gpt2, prompts)) == is_too_much, share
+        assert bool(decision.why_checkpointed(gpt2, prompts, int(needed / share))) == is_too_much
 
 
 @pytest.mark.usefixtures("little")
@@ -533,21 +520,11 @@ def test_all_processes_checkpoint_if_one_must(gpt2: Any, monkeypatch: pytest.Mon
     prompts = questions(gpt2, 3)
     monkeypatch.setattr(decision, "free_for_layers", lambda devices: 10**12)
     options: Any = {"metrics": [al.SaliencyFlows()], "loss": al.losses.label_cross_entropy}
-    assert not how_to_run(SharedPrefixes(gpt2), prompts, [no_hooks], **options).is_checkpointed
-
-    def elsewhere(trial: str, reason: str) -> list[str]:
-        return [reason, "little is free" if trial == "memory that is free" else ""]
-
-    monkeypatch.setattr(comparison, "gather_from_processes", elsewhere)
-    how = how_to_run(SharedPrefixes(gpt2), prompts, [no_hooks], **options)
-    assert how.is_checkpointed and how.attention.endswith("because little is free")
-
-
-def test_the_first_tokens_of_a_prompt_are_a_text(gpt2: Any) -> None:
-    batch = questions(gpt2, 3)[0]
-    text = beginnings(batch.prompt(0), 7)
-    assert text.tokens.tolist() == batch.prompt(0).tokens[:, :7].tolist()
-    assert text.attention_mask.all() and text.target_positions.tolist() == [6]
+    assert not way_of(gpt2, prompts, [no_hooks], **options).is_checkpointed
+    elsewhere = lambda name, free: [free, 0]  # noqa: E731
+    monkeypatch.setattr(decision, "gather_from_processes", elsewhere)
+    way = way_of(gpt2, prompts, [no_hooks], **options)
+    assert way.is_checkpointed and way.attention.endswith("and 0.0 MiB are free")
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import HookError
+from anchorlens.runs import way
 from anchorlens.system import row_pieces
-from anchorlens.trials import how_to_run
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
@@ -105,7 +105,7 @@ def test_cuts_and_detached_heads_need_no_pattern(
 ) -> None:
     batches = questions(exact, 5, batch_size=3)
     expected = flows_and_others(exact, batches, CUTS[name], share_prefix=False)
-    monkeypatch.setattr(how_to_run, "LARGE", 0)
+    monkeypatch.setattr(way, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
     for record_name, record in flows_and_others(exact, batches, CUTS[name]).items():
         assert record.info["attention"].startswith("fused: ")
@@ -121,7 +121,7 @@ def test_they_also_do_in_other_architectures(
     batches, change = questions(model, 4, padding_side="left"), CUTS["detached and cut"]
     expected = flows_and_others(model, batches, change, share_prefix=False)
     shared = flows_and_others(model, batches, change)
-    monkeypatch.setattr(how_to_run, "LARGE", 0)
+    monkeypatch.setattr(way, "LARGE", 0)
     fused = flows_and_others(model, batches, change)
     assert fused["accuracy"].info["attention"].startswith("fused: ")
     for name, record in expected.items():  # their softmax is in float32
@@ -132,7 +132,7 @@ def test_they_also_do_in_other_architectures(
 def test_hooks_that_scale_say_why_patterns_stay_whole(
     exact: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(how_to_run, "LARGE", 0)
+    monkeypatch.setattr(way, "LARGE", 0)
     for name in OTHERS:
         record = flows_and_others(exact, questions(exact, 3), OTHERS[name])["accuracy"]
         assert record.info["attention"].startswith("whole patterns, because hooks act at blocks.0")

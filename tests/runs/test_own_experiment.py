@@ -17,7 +17,7 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.passes.provide import why_whole
 from anchorlens.passes.shared_prefix import run_shared, shared_tokens
 from anchorlens.prompts.batch import after_shared
-from anchorlens.trials.may_share import shared_lengths
+from anchorlens.runs.way import shared_lengths
 from tests.support.measures import difference, hooks_on
 from tests.support.tiny_models import questions
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, RunError
-from anchorlens.trials import how_to_run
+from anchorlens.runs import way
 from tests.support.device_calls import EveryRead
 from tests.support.measures import assert_same
 from tests.support.tiny_models import questions, tiny_gpt2
@@ -108,7 +108,7 @@ def test_the_records_of_a_metric_are_those_of_whole_prompts(
     off = "off: numbers reads blocks of the pattern of each prompt"
     assert ours.info["shared_prefix"] == off or shares
     assert ("run once for all" in ours.info["shared_prefix"]) == shares
-    monkeypatch.setattr(how_to_run, "LARGE", 0)
+    monkeypatch.setattr(way, "LARGE", 0)
     long = al.run(exact, batches, metrics, **QUIET)["numbers"]
     whole = "whole patterns, because numbers needs them"
     assert long.info["attention"].startswith(FUSED if is_fused else whole)
@@ -128,7 +128,7 @@ def test_a_metric_may_read_in_every_way_at_once(
     info = ours["saliency_flows"].info["shared_prefix"]
     hooks = "off: every_read has hooks of its own, which see whole prompts"
     assert info == hooks if has_hooks else "run once for all" in info
-    monkeypatch.setattr(how_to_run, "LARGE", 0)
+    monkeypatch.setattr(way, "LARGE", 0)
     long = al.run(exact, batches, metrics, **QUIET)
     # States come from hooks, and rows of A without them; one metric gets either.
     because = "whole patterns, because every_read needs them"

@@ -7,8 +7,7 @@ import pytest
 from tqdm import tqdm
 
 import anchorlens as al
-from anchorlens.runs import study
-from anchorlens.trials import how_to_run
+from anchorlens.runs import study, way
 from tests.support.stored_runs import Killed, Logits
 from tests.support.tiny_models import questions
 
@@ -51,7 +50,7 @@ def test_the_bar_counts_prompts(gpt2: Any, capsys: Any) -> None:
 def test_long_prompts_run_and_count_one_at_a_time(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(how_to_run, "LARGE", 0)
+    monkeypatch.setattr(way, "LARGE", 0)
     bar = bar_of(gpt2, al.SaliencyFlows())
     assert (bar.done, bar.total) == ([1, 2, 3, 4, 5], 5)
 

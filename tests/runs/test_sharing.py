@@ -11,15 +11,16 @@ import anchorlens as al
 from anchorlens.contexts import compressed
 from anchorlens.errors import PromptError, RunError
 from anchorlens.models import kv_cache
-from anchorlens.models.hooked import pattern_name, verified_operands
-from anchorlens.passes import shared_prefix
+from anchorlens.models.facts import known_facts
+from anchorlens.models.hooked import pattern_name
+from anchorlens.passes import shared_prefix, shortcuts
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
 from anchorlens.prompts.batch import after_shared
+from anchorlens.runs import way as decision
 from anchorlens.runs.runner import Runner
-from anchorlens.trials import how_to_run as decision
-from anchorlens.trials.how_to_run import how_to_run
-from anchorlens.trials.may_share import shared_lengths
+from anchorlens.runs.way import shared_lengths, way_of
+from tests.support.found_anew import found_anew
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.tiny_models import questions
 
@@ -91,9 +92,8 @@ def test_saliency_equals_that_of_whole_prompts(model: Any, changed: bool, whole:
     assert hooks_on(model) == before
 
 
-def test_shared_tokens_run_once_if_no_metric_observes_them(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_tokens_run_once(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    al.run(gpt2, questions(gpt2, 9, batch_size=4), METRICS, **QUIET)  # facts are found
     calls = []
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -101,11 +101,11 @@ def test_shared_tokens_run_once_if_no_metric_observes_them(
         return run_prefix(*args, **options)
 
     monkeypatch.setattr(shared_prefix, "run_prefix", counted)
-    metrics: list[tuple[al.Metric, int]] = [(al.AttentionAUCROC(), 1), (al.AnchorDistances(3), 2)]
-    for metric, expected in metrics:
+    metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(3)]
+    for metric in metrics:
         calls.clear()
         al.run(gpt2, questions(gpt2, 9, batch_size=4), [metric], **QUIET)
-        assert len(calls) == expected
+        assert len(calls) == 1
 
 
 def test_shared_tokens_end_before_the_logits_that_a_loss_reads(gpt2: Any) -> None:
@@ -141,18 +141,18 @@ def test_different_gradients_turn_sharing_off(gpt2: Any, monkeypatch: pytest.Mon
             leaf.grad *= 1.01
         return original(graph, leaves)
 
-    monkeypatch.setattr(kv_cache.Graph, "at_points", wrong)
-    record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-    assert record.info["shared_prefix"].startswith("off: saliencies differ by")
-    assert_same(record, expected)
-
     def fails(graph: Any, leaves: Any) -> None:
         raise RuntimeError("no batching rule")
 
-    monkeypatch.setattr(kv_cache.Graph, "at_points", fails)
-    record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-    assert record.info["shared_prefix"] == "off: no shared gradients (no batching rule)"
-    assert_same(record, expected)
+    for instead, reason in (
+        (wrong, "off: saliencies differ by"),
+        (fails, "off: no shared gradients (no batching rule)"),
+    ):
+        monkeypatch.setattr(kv_cache.Graph, "at_points", instead)
+        with found_anew(gpt2):
+            record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
+        assert record.info["shared_prefix"].startswith(reason)
+        assert_same(record, expected)
 
 
 @pytest.mark.every_kind
@@ -160,8 +160,8 @@ def test_isolation_inside_the_prefix_changes_the_logits(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     change = isolated(gpt2)
     prefixes = SharedPrefixes(gpt2)
-    ours = Runner(gpt2, how_to_run(prefixes, batches, [change]), prefixes)
-    ready, _ = after_shared(batches[0], ours.how.lengths)
+    ours = Runner(gpt2, way_of(gpt2, batches, [change]))
+    ready, _ = after_shared(batches[0], ours.way.lengths)
     assert ready.first_query > int(ready.label_positions.max())
     # The hooks act only in the demonstrations: after their cache there is no edge left to cut.
     _, prefix = prefixes.of(ready, change, change(ready))
@@ -196,10 +196,9 @@ def test_reweighting_after_a_cached_prefix_equals_whole_prompts(gpt2: Any) -> No
     batches = questions(gpt2, 6)
     beta = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
     change = lambda batch: al.reweight_anchors(gpt2, batch, beta)  # noqa: E731
-    prefixes = SharedPrefixes(gpt2)
-    how = how_to_run(prefixes, batches, [change])
-    assert "run once" in how.shared_prefix
-    logits = Runner(gpt2, how, prefixes).logits(batches[0], change)
+    way = way_of(gpt2, batches, [change])
+    assert "run once" in way.shared_prefix
+    logits = Runner(gpt2, way).logits(batches[0], change)
     hooks = al.reweight_anchors(gpt2, batches[0], beta)
     assert difference(logits, run_pass(gpt2, batches[0], hooks=hooks)) < 1e-5
 
@@ -310,18 +309,27 @@ def test_different_logits_turn_sharing_off(gpt2: Any, monkeypatch: pytest.Monkey
         prefix = right(*args, **options)
         return replace(prefix, values=tuple(value * 1.001 for value in prefix.values))
 
-    monkeypatch.setattr(shared_prefix, "run_prefix", wrong)
-    results = al.run(gpt2, batches, METRICS, **QUIET)
-    assert "logits differ by" in results["accuracy"].info["shared_prefix"]
-    for name, record in results.items():
-        assert_same(record, expected[name])
-
     def fails(*args: Any, **options: Any) -> Any:
         raise RuntimeError("this cache does not fit")
 
-    monkeypatch.setattr(shared_prefix, "run_prefix", fails)
-    info = al.run(gpt2, batches, [al.Accuracy()], **QUIET)["accuracy"].info
-    assert "this cache does not fit" in info["shared_prefix"]
+    for instead, reason in ((wrong, "logits differ by"), (fails, "this cache does not fit")):
+        monkeypatch.setattr(shared_prefix, "run_prefix", instead)
+        with found_anew(gpt2):
+            results = al.run(gpt2, batches, METRICS, **QUIET)
+        assert reason in results["accuracy"].info["shared_prefix"]
+        for name, record in results.items():
+            assert_same(record, expected[name])
+
+
+def test_what_is_known_is_not_tried_again(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = questions(gpt2, 6)
+    with found_anew(gpt2):
+        first = al.run(gpt2, batches, METRICS, **QUIET)
+        monkeypatch.setattr(shortcuts, "tiny_prompts", None)  # an error where one is tried
+        again = al.run(gpt2, batches, METRICS, **QUIET)
+    for name, record in again.items():
+        assert record.info["shared_prefix"] == first[name].info["shared_prefix"]
+        assert_same(record, first[name])
 
 
 @pytest.mark.parametrize(("second", "hidden", "shared"), [(1, [], [4]), (0, [], []), (1, [2], [])])
@@ -338,7 +346,7 @@ def test_prompts_with_other_label_positions_or_a_gap_in_the_mask_share_nothing(
         label_token_ids=[1, 2],
         attention_mask=mask,
     )
-    lengths = how_to_run(SharedPrefixes(gpt2), [batch], [no_hooks]).lengths
+    lengths = way_of(gpt2, [batch], [no_hooks]).lengths
     assert lengths == dict(zip(batch.demonstrations_id.tolist(), shared))  # noqa: B905
 
 
@@ -411,7 +419,7 @@ def test_sharing_leaves_no_trace(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     tokens = [batch.tokens.clone() for batch in batches]
     al.run(gpt2, batches, METRICS, hooks=isolated(gpt2), **QUIET)
-    assert hooks_on(gpt2) == before and gpt2 in verified_operands
+    assert hooks_on(gpt2) == before and known_facts(gpt2) is not None
     assert all(torch.equal(a, b.tokens) for a, b in zip(tokens, batches, strict=True))
     prompt = batches[0].prompt(0).before(12)
 
@@ -441,11 +449,12 @@ def test_an_unexpected_error_is_logged(
 ) -> None:
     """A mistake of the package is an error of the tests, although the run only gets slower."""
     batches = questions(gpt2, 4)
-    monkeypatch.setattr(shared_prefix, "run_prefix", int)  # takes no such arguments
-    with pytest.raises(AssertionError, match="by a mistake of"):  # see RaisedLog in conftest.py
-        al.run(gpt2, batches, [al.Accuracy()], **QUIET)
-    monkeypatch.setattr(logging.getLogger("anchorlens"), "handlers", [])
-    info = al.run(gpt2, batches, [al.Accuracy()], **QUIET)["accuracy"].info
+    with monkeypatch.context() as patch, found_anew(gpt2):
+        patch.setattr(shared_prefix, "run_prefix", int)  # takes no such arguments
+        with pytest.raises(AssertionError, match="by a mistake of"):  # see RaisedLog in conftest.py
+            al.run(gpt2, batches, [al.Accuracy()], **QUIET)
+        patch.setattr(logging.getLogger("anchorlens"), "handlers", [])
+        info = al.run(gpt2, batches, [al.Accuracy()], **QUIET)["accuracy"].info
     assert "no run from a key-value cache (TypeError: " in info["shared_prefix"]
     (record,) = caplog.records
     assert record.levelname == "DEBUG" and "TypeError" in caplog.text
@@ -461,11 +470,11 @@ def test_out_of_memory_in_a_trial_is_raised(gpt2: Any, monkeypatch: pytest.Monke
         al.compress(gpt2, batch)
 
 
-@pytest.mark.parametrize(("fitting", "computed"), [(0, 18), (2, 13), (5, 5)])
+@pytest.mark.parametrize(("fitting", "computed"), [(0, 13), (2, 11), (5, 5)])
 def test_prefixes_that_do_not_fit_into_free_memory_are_computed_again(
     fitting: int, computed: int, gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clean, and two sites with a control each, are 5 prefixes, which are asked for 18 times."""
+    """Two sites with a control each are asked for in each of three batches, the clean run once."""
     batches = questions(gpt2, 6, batch_size=2)
     sites = {"first": al.Site(0), "last": al.Site(2)}
     options: dict[str, Any] = {"draws": 1, **QUIET}

@@ -20,13 +20,13 @@ from torch.distributed.tensor import distribute_tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, PromptError, RunError
+from anchorlens.runs import way
 from anchorlens.system.processes import (
     failed_elsewhere,
     fails_together,
     is_single_process,
     require_whole_model,
 )
-from anchorlens.trials import may_share
 from tests.support.stored_runs import Logits
 from tests.support.tiny_models import questions
 
@@ -192,10 +192,11 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
     failing, stored = Failing(process=last), Failing(process=0)
     batched = questions(model, count=7, batch_size=1)
     ids = batches[0].label_token_ids
-    with patch.object(may_share, "TOLERANCE", -1.0 if process == last else may_share.TOLERANCE):
-        disagreeing = al.isolation_loyalty(model, batches, [0], draws=1, **QUIET)
+    free = 1 if process == last else 10**12
+    with patch.object(way, "LARGE", 0), patch.object(way, "free_for_layers", lambda of: free):
+        flows = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     errors = {
-        "disagreeing": disagreeing.info["shared_prefix"],
+        "little memory": flows.info["attention"],
         "other prompts": raised_by(lambda: hooks_and_loyalty(model, batches[process:])),
         "other settings": raised_by(changing),
         "other calls": raised_by(

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.trials import how_to_run
+from anchorlens.runs import way as decision
 from tests.support import tiny_models
 
 STORED = Path(__file__).with_suffix(".safetensors")
@@ -105,7 +105,7 @@ def numbers_of(calls: Sequence[str]) -> Numbers:
         model, sets, way, call = name.split(".")
         function = (WHOLE if way == "whole" else CALLS)[call]
         with (
-            patch.object(how_to_run, "LARGE", 0) if way == "long" else nullcontext(),
+            patch.object(decision, "LARGE", 0) if way == "long" else nullcontext(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from transformers import AttentionInterface, PreTrainedModel
 
-from anchorlens.models.hooked import verified_operands
+from anchorlens.models.facts import known_facts
 from anchorlens.models.kinds import config_of, modules_of
 
 HOOKS = (
@@ -36,7 +36,7 @@ class ModelState:
 
     modules: dict[str, dict[str, Any]]
     tensors: dict[str, tuple[Tensor, Tensor, bool]]  # the tensor, its values, requires_grad
-    operands: Any  # the verified tensors of queries and keys
+    facts: Any  # what prepare_model found
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "ModelState":
@@ -47,14 +47,14 @@ class ModelState:
                 name: (tensor, tensor.detach().clone(), tensor.requires_grad)
                 for name, tensor in named_tensors(modules).items()
             },
-            operands=verified_operands.get(model),
+            facts=known_facts(model),
         )
 
     def changes(self, model: torch.nn.Module) -> list[str]:
         """One line for each difference from this state."""
         differences = []
-        if self.operands != verified_operands.get(model):
-            differences.append("the verified operands of its attention")
+        if self.facts is not known_facts(model):
+            differences.append("the facts that are known of it")
         modules = dict(model.named_modules())
         states = {name: module_state(module) for name, module in modules.items()}
         for name in states.keys() | self.modules.keys():

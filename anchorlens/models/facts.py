@@ -1,0 +1,96 @@
+"""What is known of a model, found once: no run tries it again.
+
+1. ``prepare_model`` finds in tiny passes what every run needs, and keeps it here (``Facts``).
+2. All else is a function of the model alone, marked with ``fact``: its tiny passes run when it is
+   asked for the first time.
+3. A model that was moved to another type or got other modules is prepared again, and all facts are
+   found again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from ..errors import ModelError
+from .kinds import modules_of
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The hook points of the queries and keys that a layer's attention multiplies."""
+
+    query: str
+    key: str  # with one head for all query heads that share it
+    heads_first: bool  # (batch, head, position, d_head), else (batch, position, head, d_head)
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What ``prepare_model`` found."""
+
+    operands: tuple[Operands | None, ...]  # of each layer; None if no hook point holds them
+    why_no_cache: str = ""  # why the model does not continue from a key-value cache; "" if it does
+    entries: tuple[int, ...] = ()  # the number of the cache entry that each layer reads
+    found: dict[Any, Any] = field(default_factory=dict)  # by the functions marked with ``fact``
+    state: tuple[Any, ...] = ()  # of the model when they were found
+
+
+# Weak references, so that the models can be freed.
+_known: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
+
+
+def facts_of(model: Any) -> Facts:
+    """The facts of a model; an error if its attention hooks were not verified."""
+    if model not in _known:
+        raise ModelError(
+            "the attention hooks of this model have not been verified; call "
+            "al.prepare_model(model) once (al.load_model does it)"
+        )
+    return _known[model]
+
+
+def require_prepared(model: Any) -> None:
+    """Raise an error for a model whose attention hooks were not verified."""
+    facts_of(model)
+
+
+def known_facts(model: Any) -> Facts | None:
+    """The facts of a model; None if it was not prepared."""
+    return _known.get(model)
+
+
+def keep_facts(model: Any, facts: Facts | None) -> None:
+    """Keep these facts of a model; with None, forget it."""
+    if facts is None:
+        _known.pop(model, None)
+    else:
+        _known[model] = facts
+
+
+def are_as_found(model: Any) -> bool:
+    """Whether the model was prepared, and is what it was then."""
+    return model in _known and _known[model].state == state_of(model)
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    """On what facts depend, and what may change: the type, the device and the modules."""
+    parameter = next(iter(model.parameters()))
+    return parameter.dtype, parameter.device.type, len(modules_of(model))
+
+
+def fact(find: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """A function of a prepared model, which runs once for each model."""
+
+    @wraps(find)
+    def found(model: Any) -> _T:
+        known = facts_of(model).found
+        if found not in known:
+            known[found] = find(model)
+        result: _T = known[found]
+        return result
+
+    return found

@@ -1,0 +1,293 @@
+"""Which shortcuts have the numbers of whole prompts: facts of a model, each found once.
+
+1. Two prompts of twelve tokens run whole, and again with the shortcut: after ten shared tokens,
+   with a fused attention, after shared tokens that ran with one, or from a later layer on.
+2. Sliding windows and chunks have three tokens meanwhile, so that these prompts go beyond them.
+3. A shortcut is taken if logits, and A * dL/dA of each edge, differ by rounding alone.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..hooks import Site, hooks_on_edges
+from ..metrics.edge_sums import row_pieces
+from ..models.batch_hooks import in_leading_tokens
+from ..models.facts import Operands, fact, facts_of
+from ..models.hooked import Hook, HookedModel, device_of, dtype_of, vocabulary_of
+from ..models.kv_cache import KeyValues, entries_of, layers_of_entries
+from ..models.model_state import frozen_in_eval_mode, without_user_hooks
+from ..models.tiny_pass import shrunk_windows
+from ..prompts import edges
+from ..prompts.batch import PromptBatch
+from .comparison import (
+    SALIENCY_TOLERANCE,
+    TOLERANCE,
+    difference_of,
+    reason_of,
+    tolerance,
+    why_not_equal,
+)
+from .forward import run_pass, run_prefix
+from .fused_attention import fused_attention
+from .late_start import started, stored_starts
+from .observers import Layers, product_hooks
+from .shared_prefix import run_shared, shared_tokens
+
+_TOKENS, _QUERIES = 12, 2  # of a prompt, and how many of them come after shared ones
+# Whole patterns are rounded to bfloat16 or float16, and rows of a pattern in float32 are not. Which
+# of the two is nearer to a model in float32 depends on the model (docs/benchmarks.md).
+_ROUNDINGS = 16
+_SHORT = 64  # tokens of a pass whose stored bytes are counted; twice as many run too
+
+
+def any_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
+    """Cross entropy of the first token of the vocabulary, where any loss serves."""
+    return logits.logsumexp(-1) - logits[:, 0]
+
+
+@fact
+def why_not_shared(model: HookedModel) -> str:
+    """Why shared tokens cannot run once; empty if prompts after them have the same logits."""
+    if dtype_of(model).itemsize < 4:
+        return "in low precision numbers after cached tokens are rounded otherwise"
+    return _reason(model, "no run from a key-value cache", _compare_shared)
+
+
+@fact
+def why_not_shared_with_gradient(model: HookedModel) -> str:
+    """The same for gradients through the shared tokens, for all prompts of a batch at once."""
+    return _reason(model, "no shared gradients", _compare_shared_products)
+
+
+@fact
+def why_not_fused(model: HookedModel) -> str:
+    """Why whole prompts cannot run with a fused attention; empty if they can."""
+    return _reason(model, "", _compare_fused)
+
+
+@fact
+def why_no_fused_prefix(model: HookedModel) -> str:
+    """Why shared tokens cannot run with a fused attention; empty if they can."""
+    return _reason(model, "", _compare_fused_prefix)
+
+
+def why_not_late(model: HookedModel, layer: int) -> str:
+    """Why a pass cannot begin in a layer, whose input an earlier pass stored; empty if it can."""
+    known = _late_starts(model)
+    if layer not in known:
+        compare = partial(_compare_late, layer=layer)
+        known[layer] = _reason(model, f"no start at layer {layer}", compare) if layer else ""
+    return known[layer]
+
+
+@fact
+def _late_starts(model: HookedModel) -> dict[int, str]:
+    """By layer, filled as layers are asked for: all of them would take as many passes."""
+    entries, computed = entries_of(model), layers_of_entries(model)
+    read = [computed[entry] for entry in entries]  # the layer whose keys each layer reads
+    return {
+        layer: f"no start at layer {layer}, after which keys of layer {min(read[layer:])} are read"
+        for layer in range(len(read))
+        if min(read[layer:]) < layer
+    }
+
+
+@fact
+def _bytes_of_short_passes(model: HookedModel) -> tuple[int, int, int]:
+    """The tokens of a short pass, and the bytes that it and one of twice its length store."""
+    count = min(_SHORT, model.cfg.n_ctx // 2)
+    with frozen_in_eval_mode(model), without_user_hooks(model):
+        short, twice = (_bytes_of_pass(model, _prompts(model, [n])) for n in (count, 2 * count))
+    return count, short, twice
+
+
+def bytes_stored(model: HookedModel, length: int) -> int:
+    """The bytes that a pass over a prompt stores for its gradient, with a fused attention.
+
+    They grow with the tokens, so that two short passes tell those of a long prompt. What does not
+    grow, such as weights in another type, is in both.
+    """
+    count, short, twice = _bytes_of_short_passes(model)
+    return short + (twice - short) * (length - count) // count
+
+
+def _bytes_of_pass(model: HookedModel, batch: PromptBatch) -> int:
+    """The bytes of all tensors that autograd stores in a pass, without parameters."""
+    sizes: dict[int, int] = {}
+
+    def store(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # without a circle of an output and its node in the graph
+
+    with fused_attention(model), saved_tensors_hooks(store, lambda tensor: tensor):
+        run_pass(model, batch, loss=any_loss)
+    parameters = list(model.parameters())  # type: ignore[attr-defined]
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    return sum(size for address, size in sizes.items() if address not in weights)
+
+
+def _reason(model: HookedModel, what: str, compare: Callable[..., str]) -> str:
+    """Why a shortcut cannot be taken; an error of an architecture is a reason."""
+    with frozen_in_eval_mode(model), without_user_hooks(model), shrunk_windows(model):
+        try:
+            return compare(model, tiny_prompts(model))
+        except Exception as error:
+            reason = reason_of(error)
+            return f"{what} ({reason})" if what else reason
+
+
+def tiny_prompts(model: HookedModel) -> PromptBatch:
+    """Two prompts that share all but their last tokens, of which one has padding."""
+    length = min(_TOKENS, model.cfg.n_ctx)
+    return _prompts(model, [length, length - 1])
+
+
+def _prompts(model: HookedModel, lengths: Sequence[int]) -> PromptBatch:
+    longest, shared = max(lengths), max(lengths) - _QUERIES
+    numbers = torch.arange(longest, device="cpu").repeat(len(lengths), 1)
+    numbers[1:, shared:] += 1
+    mask = torch.arange(longest, device="cpu") < torch.tensor(lengths, device="cpu")[:, None]
+    tokens = numbers * 7 % min(vocabulary_of(model), 97)
+    batch = PromptBatch.from_segments(tokens, mask.long() - 1, ["text"], attention_mask=mask)
+    return batch.to(device_of(model))
+
+
+def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
+    """Hooks that cut every third token off from all earlier ones, in head 0 of every layer."""
+    third = batch.positions % 3 == 2
+    readers = third & batch.attention_mask
+    cut = edges.between(readers, batch.attention_mask)
+    return hooks_on_edges(model, batch, cut, Site(heads=0))
+
+
+def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
+    after = batch.after(batch.tokens.shape[1] - _QUERIES)
+    expected = run_pass(model, batch)
+    logits = run_pass(model, after, prefix=run_shared(model, shared_tokens(after), ()))
+    return why_not_equal("logits", TOLERANCE, (logits, expected, expected))
+
+
+def _compare_shared_products(model: HookedModel, batch: PromptBatch) -> str:
+    after = batch.after(batch.tokens.shape[1] - _QUERIES)
+    whole, upper, lower = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+
+    def stored_in(products: dict[int, Tensor]) -> dict[str, Any]:
+        def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
+            products[layer] = pattern * gradient
+
+        hooks, backward_hooks = product_hooks(Layers.of(model), store, free_later=True)
+        return {"observers": hooks, "backward_hooks": backward_hooks}
+
+    expected = run_pass(model, batch, loss=any_loss, **stored_in(whole))
+    prefix = run_shared(model, shared_tokens(after), (), **stored_in(upper))
+    logits = run_pass(model, after, loss=any_loss, prefix=prefix, **stored_in(lower))
+    if reason := why_not_equal("logits", TOLERANCE, (logits, expected, expected)):
+        return reason
+    pairs = []
+    for layer, saliency in whole.items():
+        above, below = saliency.tensor_split([after.first_query], dim=2)
+        pairs.append((upper[layer], above[..., : after.first_query], saliency))
+        pairs.append((lower[layer], below, saliency))
+    return why_not_equal("saliencies", SALIENCY_TOLERANCE, *pairs)
+
+
+def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
+    hooks = _some_cuts(model, batch)
+    whole, ours = dict[int, Tensor](), dict[int, Tensor]()
+
+    def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
+        pieces = [a * slope for _, a, slope in row_pieces(pattern, gradient)]
+        whole[layer] = torch.cat(pieces, dim=2)
+
+    def store_rows(layer: int, rows: slice, keys: slice, pattern: Tensor, slope: Tensor) -> None:
+        ours.setdefault(layer, torch.zeros_like(whole[layer]))
+        ours[layer][:, :, rows, keys] = pattern * slope
+
+    observers, backward_hooks = product_hooks(Layers.of(model), store)
+    expected = run_pass(
+        model,
+        batch,
+        hooks=hooks,
+        observers=observers,
+        backward_hooks=backward_hooks,
+        loss=any_loss,
+    )
+    with fused_attention(model, store_rows, hooks):
+        logits = run_pass(model, batch, loss=any_loss)
+    limit = tolerance(model, _ROUNDINGS)
+    pair = logits, expected, expected
+    if reason := why_not_equal("logits of a fused attention", limit, pair, whole="patterns"):
+        return reason
+    if dtype_of(model).itemsize < 4:  # the products of single edges are mostly rounding there
+        return ""
+    inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
+    pairs = [
+        (ours[layer] * inside, of_layer * inside, of_layer * inside)
+        for layer, of_layer in whole.items()
+    ]
+    what = "saliencies of a fused attention"
+    return why_not_equal(what, SALIENCY_TOLERANCE, *pairs, whole="patterns")
+
+
+def _compare_fused_prefix(model: HookedModel, batch: PromptBatch) -> str:
+    prompt = batch.prompt(0)
+    after = prompt.after(prompt.tokens.shape[1] // 2)
+    shared = shared_tokens(after)
+    whole, fused = dict[int, Tensor](), dict[int, Tensor]()
+    leading = in_leading_tokens(_some_cuts(model, after), after.first_query)
+    stored = run_shared(model, shared, leading, is_fused=True, observers=_key_hooks(model, fused))
+    # The heads may be copied for each query head in one of the two.
+    widths, of_whole = (
+        [tensor.shape[-1] for tensor in (*each.keys, *each.values)]
+        for each in (stored, run_prefix(model, shared))
+    )
+    if widths != of_whole:
+        return "a fused attention stores other keys and values, as it does in latent attention"
+    hooks, limit = _some_cuts(model, prompt), tolerance(model, _ROUNDINGS)
+    expected = run_pass(model, prompt, hooks=hooks, observers=_key_hooks(model, whole))
+    logits = run_pass(model, after, hooks=_some_cuts(model, after), prefix=stored)
+    pair = logits, expected, expected
+    if reason := why_not_equal("logits after a fused prefix", limit, pair, whole="patterns"):
+        return reason
+    pairs = []
+    for layer, keys in fused.items():
+        both = keys, whole[layer][:, : after.first_query]
+        heads = max(each.shape[2] for each in both)
+        ours, theirs = (each.repeat_interleave(heads // each.shape[2], dim=2) for each in both)
+        pairs.append((ours, theirs, theirs))
+    return why_not_equal("keys of a fused attention", limit, *pairs, whole="patterns")
+
+
+def _key_hooks(model: HookedModel, keys: dict[int, Tensor]) -> list[Hook]:
+    """Hooks that store the keys of each layer, [batch, position, head, d_head]."""
+
+    def hook_of(layer: int, operands: Operands) -> Hook:
+        def store(key: Tensor, hook: Any) -> None:
+            keys[layer] = key.transpose(1, 2) if operands.heads_first else key
+
+        return operands.key, store
+
+    by_layer = enumerate(facts_of(model).operands)
+    return [hook_of(layer, operands) for layer, operands in by_layer if operands is not None]
+
+
+def _compare_late(model: HookedModel, batch: PromptBatch, layer: int) -> str:
+    ways: list[tuple[PromptBatch, KeyValues | None]] = [(batch, None)]
+    if not why_not_shared(model):
+        after = batch.after(batch.tokens.shape[1] - _QUERIES)
+        ways.append((after, run_shared(model, shared_tokens(after), ())))
+    for prompts, prefix in ways:
+        with stored_starts(model, [layer]) as starts:
+            expected = run_pass(model, prompts, prefix=prefix)
+        with started(model, starts[layer]):
+            logits = run_pass(model, prompts, prefix=prefix)
+        difference = difference_of(logits, expected)
+        if not difference <= TOLERANCE:
+            return f"a start at layer {layer} changes logits by {difference:.1e}"
+    return ""

@@ -1,0 +1,373 @@
+"""How the batches of a study run: decided once, before the first batch, and without a pass.
+
+1. Where the patterns of a prompt would be too large, the attention is fused, if the model allows
+   it. A prompt that would not fit into memory even so runs with checkpoints.
+2. Otherwise the tokens that prompts share run once, if model, prompts, hooks and reads allow it.
+3. Otherwise whole prompts run.
+
+What the model allows are facts (``passes/shortcuts.py``). All else follows from what is given, so
+that several processes decide alike.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..metrics.metric import Metric
+from ..metrics.reads import OwnPasses
+from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
+from ..models.facts import facts_of
+from ..models.hooked import Hook, HookedModel, device_of, devices_of_layers, dtype_of
+from ..models.model_state import has_user_hooks
+from ..models.rotary import rotate_alike, rotates_by_length
+from ..passes.fused_attention import acts_when_fused, outside_attention
+from ..passes.loss_checks import targets_of
+from ..passes.losses import Loss, WordCrossEntropy
+from ..passes.observers import Layers
+from ..passes.provide import (
+    Observation,
+    begins_as,
+    by_rows,
+    may_differ_at_the_start,
+    needs_gradient,
+    why_hooks_are_whole,
+    why_whole,
+)
+from ..passes.shared_prefix import HooksOfBatch, no_hooks
+from ..passes.shortcuts import (
+    bytes_stored,
+    why_no_fused_prefix,
+    why_not_fused,
+    why_not_shared,
+    why_not_shared_with_gradient,
+)
+from ..prompts.batch import PromptBatch, after_shared, all_on_cpu, longest_prompt, only_sets
+from ..system.free_memory import free_for_layers
+from ..system.processes import gather_from_processes
+from ..system.texts import bytes_in_words
+
+LARGE = 2**31  # bytes of the patterns of one prompt in all layers
+# The share of the free memory that may be stored for the gradient. The rest is for gradients, for
+# the tensors of one block, and for other programs.
+_SHARE = 0.7
+HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts and all layers"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the batches of a study run, and the reasons."""
+
+    shared_prefix: str  # whether the tokens that prompts share run once, and otherwise the reason
+    lengths: Mapping[int, int]  # of the tokens that run once, by set of demonstrations
+    attention: str = ""  # of long prompts: whether it is fused, or why not
+    is_fused: bool = False  # no pattern is formed, but of the tokens after shared ones
+    is_checkpointed: bool = False  # blocks store only their input for the gradient
+    by_rows: frozenset[str] = frozenset()  # metrics that get rows of A where no pattern is formed
+    of_gradient: frozenset[str] = frozenset()  # metrics that need a backward pass
+
+
+def way_of(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    metrics: Sequence[Metric] = (),
+    loss: Loss | None = None,
+    *,
+    gradient_checkpointing: bool = False,
+    share_prefix: bool = True,
+) -> Way:
+    """How batches run; the same in all processes.
+
+    Metrics observe the run with the last of ``changes``, the interventions of the run.
+    """
+    attention = ""
+    gradient = frozenset(each.name for each in metrics if needs_gradient(each, batches[0]))
+    if patterns_are_large(model, batches):
+        # The least of all processes, so that all of them run in the same way.
+        free_here = free_for_layers(devices_of_layers(model))
+        free = min(gather_from_processes("memory that is free", free_here))
+        reason = why_patterns(model, batches, changes, loss)
+        if not reason:
+            lengths = shared_lengths(batches, None, least=1)
+            reasons = _why_no_fused_prefix(model, batches, changes, lengths, metrics)
+            lengths = {} if (why := _first(reasons)) else lengths
+            rows, reason = _read_by_rows(model, batches, metrics, lengths)
+            reason += f" (no fused prefix: {why})" if reason and why else ""
+        if not reason:
+            way = Way("", lengths, by_rows=rows, of_gradient=gradient)
+            return _fused(model, batches, metrics, way, why, free, gradient_checkpointing)
+        attention = f"whole patterns, because {reason}"
+    whole = Way("", {}, attention, of_gradient=gradient)
+    if gradient_checkpointing:
+        checkpointed = replace(whole, shared_prefix="off: blocks are checkpointed")
+        return replace(checkpointed, is_checkpointed=True)
+    if not share_prefix:
+        return replace(whole, shared_prefix="off: share_prefix=False")
+    lengths = shared_lengths(batches, loss)
+    differentiates = loss is not None and bool(gradient)
+    reasons = _why_not_shared(model, batches, lengths, changes, metrics, differentiates)
+    if reason := _first(reasons):
+        return replace(whole, shared_prefix=f"off: {reason}")
+    shared = f"{_tokens_of(lengths)} of each prompt, run once for all"
+    return replace(whole, shared_prefix=shared, lengths=lengths)
+
+
+def _first(reasons: Iterable[str]) -> str:
+    """The first reason; the next are not looked for, as facts take tiny passes the first time."""
+    return next(filter(None, reasons), "")
+
+
+def bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int:
+    """Bytes of the patterns of the longest prompt in all layers."""
+    of_a_layer = model.cfg.n_heads * longest_prompt(*batches) ** 2 * dtype_of(model).itemsize
+    return int(model.cfg.n_layers * of_a_layer)
+
+
+def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bool:
+    """Whether the patterns of the longest prompt are too large for memory."""
+    return bytes_of_patterns(model, batches) > LARGE
+
+
+def _fused(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    metrics: Sequence[Metric],
+    way: Way,
+    why_whole: str,
+    free: int,
+    is_checkpointed: bool,
+) -> Way:
+    size = bytes_in_words(bytes_of_patterns(model, batches))
+    attention = f"fused: the patterns of a prompt would take {size}"
+    rows = [metric.name in way.by_rows for metric in metrics]
+    if why_whole:
+        shared_prefix = f"off: {why_whole}"
+    elif rows and all(rows):
+        shared_prefix = "off: attention is fused"
+    else:
+        whole = ", but whole prompts for rows of the attention" if any(rows) else ""
+        shared_prefix = f"{_tokens_of(way.lengths)} of each prompt, run once for all{whole}"
+    why = ""
+    if any(rows) and not is_checkpointed:
+        why = why_checkpointed(model, batches, free)
+        attention += f"; blocks are checkpointed, because {why}" if why else ""
+    made = replace(way, shared_prefix=shared_prefix, attention=attention, is_fused=True)
+    return replace(made, is_checkpointed=is_checkpointed or bool(why))
+
+
+def _tokens_of(lengths: Mapping[int, int]) -> str:
+    """How many tokens the prompts of the sets share, in words."""
+    counts = sorted(set(lengths.values()))
+    range_of_counts = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{range_of_counts} tokens"
+
+
+def why_checkpointed(model: HookedModel, batches: Sequence[PromptBatch], free: int) -> str:
+    """Why blocks must be checkpointed in a pass with a fused attention and a gradient."""
+    needed = bytes_stored(model, longest_prompt(*batches))
+    if needed <= _SHARE * free:
+        return ""
+    return f"a prompt would store {bytes_in_words(needed)} and {bytes_in_words(free)} are free"
+
+
+def why_patterns(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    loss: Loss | None,
+) -> str:
+    """Why whole prompts need patterns, and cannot run with a fused attention; empty if they can."""
+    if has_user_hooks(model):
+        return "hooks may act on them"
+    if isinstance(loss, WordCrossEntropy):
+        return "the words of the loss continue the prompts"
+    shortest = min(batches, key=lambda batch: batch.tokens.shape[1]).to(device_of(model))
+    acting = [hook for change in changes for hook in change(shortest)]
+    able = [outside_attention(model, [hook]) or acts_when_fused(model, hook) for hook in acting]
+    if points := [point for (point, _), can in zip(acting, able, strict=True) if not can]:
+        named = points[0] if isinstance(points[0], str) else "the points that a function selects"
+        return f"hooks act at {named}"
+    return why_not_fused(model)
+
+
+def _why_no_fused_prefix(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    lengths: Mapping[int, int],
+    metrics: Sequence[Metric],
+) -> Iterator[str]:
+    """Why shared tokens cannot run with a fused attention, once for all queries of a set.
+
+    A query forms patterns in its own rows alone then, and metrics without a gradient observe these.
+    """
+    for metric in metrics:
+        yield why_hooks_are_whole(metric, batches[0])
+    if any(after_shared(batch, lengths)[0].is_whole for batch in batches):
+        yield "a batch has prompts of several sets, or a target is in the demonstrations"
+    yield _why_rotated_differently(model, batches, lengths)
+    for change in changes:
+        yield _why_not_in_prefix(batches, lengths, change)
+    yield why_no_fused_prefix(model)
+
+
+def _read_by_rows(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    metrics: Sequence[Metric],
+    lengths: Mapping[int, int],
+) -> tuple[frozenset[str], str]:
+    """The metrics that get rows of the attention, as no pattern is formed; or one that cannot."""
+    shortest = min(batches, key=lambda batch: batch.tokens.shape[1])
+    prompt = shortest.to(device_of(model)).prompt(0)
+    after, _ = after_shared(prompt, lengths)
+    rows = set[str]()
+    for metric in metrics:
+        if _reads_after(model, metric, after):
+            continue
+        if not by_rows(metric, prompt):
+            return frozenset(), f"{metric.name} needs them"
+        rows.add(metric.name)
+    return frozenset(rows), ""
+
+
+def _reads_after(model: HookedModel, metric: Metric, batch: PromptBatch) -> bool:
+    """Whether a metric reads nothing of patterns before the tokens that form them."""
+    observed = [Observation(Layers.of(model), metric, batch)]
+    if not batch.is_whole:
+        observed = [Observation.of_shared(Layers.of(model), metric, batch)]
+    elif any(isinstance(read, OwnPasses) for read in observed[0].reads.values()):
+        return False
+    if needs_gradient(metric, batch) or any(each.backward_hooks for each in observed):
+        return False
+    read = {point for each in facts_of(model).operands if each for point in (each.query, each.key)}
+    hooks = [hook for each in observed for hook in each.hooks]
+    return all(outside_attention(model, [hook]) or hook[0] in read for hook in hooks)
+
+
+def _why_not_shared(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    lengths: Mapping[int, int],
+    changes: Sequence[HooksOfBatch],
+    metrics: Sequence[Metric],
+    differentiates: bool,
+) -> Iterator[str]:
+    """Why shared tokens cannot run once for all prompts of a set."""
+    for metric in metrics:
+        yield why_whole(metric, batches[0])
+    if has_user_hooks(model):
+        yield HOOKS_OF_USER
+    if not lengths:
+        yield "no two prompts share their demonstrations, or a target is in them"
+    yield _why_rotated_differently(model, batches, lengths)
+    for change in changes:
+        yield _why_not_in_prefix(batches, lengths, change)
+    yield _why_not_alike(batches, lengths, metrics)
+    yield why_not_shared(model)
+    if differentiates:
+        yield why_not_shared_with_gradient(model)
+
+
+def _why_not_alike(
+    batches: Sequence[PromptBatch], lengths: Mapping[int, int], metrics: Sequence[Metric]
+) -> str:
+    """Why what a metric reads in shared tokens is not one for all prompts; empty if it is."""
+    compared = [each for each in metrics if may_differ_at_the_start(each, batches[0])]
+    if not compared:
+        return ""
+    first: dict[int | None, PromptBatch] = {}
+    # A set with a length is alone in its batches.
+    sharing = [batch for batch in batches if int(batch.demonstrations_id[0]) in lengths]
+    for set_id, batch in zip(only_sets(sharing), sharing, strict=True):
+        after, _ = after_shared(batch, lengths)
+        one = first.setdefault(set_id, after)
+        for metric in compared:
+            if not begins_as(metric, after, one):
+                return f"{metric.name} differs between prompts that share their demonstrations"
+    return ""
+
+
+def _why_rotated_differently(
+    model: HookedModel, batches: Sequence[PromptBatch], lengths: Mapping[int, int]
+) -> str:
+    """Why some prompts cannot continue from the tokens that they share; empty if all can."""
+    if not rotates_by_length(model):
+        return ""
+    for set_id, longest in zip(only_sets(batches), map(longest_prompt, batches), strict=True):
+        shared = longest if set_id is None else lengths.get(set_id, longest)
+        if not rotate_alike(model, shared, longest):
+            return (
+                f"prompts share {shared} tokens, which the model rotates differently in a prompt "
+                f"of {longest} tokens (longrope)"
+            )
+    return ""
+
+
+def _why_not_in_prefix(
+    batches: Sequence[PromptBatch], lengths: Mapping[int, int], change: HooksOfBatch
+) -> str:
+    """Why hooks cannot act in shared tokens once for all prompts; empty if they can."""
+    if change is no_hooks:
+        return ""
+    in_prefix: dict[int | None, Sequence[Hook]] = {}
+    for batch in batches:
+        (after, set_id), hooks = after_shared(batch, lengths), change(batch)
+        if not all(isinstance(act, BatchHook) for _, act in hooks):
+            return "hooks of your own act on positions of whole prompts"
+        if after.is_whole:
+            continue
+        if set_id not in in_prefix:
+            in_prefix[set_id] = in_leading_tokens(hooks, after.first_query)
+        if not act_alike(hooks, in_prefix[set_id]):
+            return "hooks differ between prompts that share their demonstrations"
+    return ""
+
+
+def shared_lengths(
+    batches: Sequence[PromptBatch], loss: Loss | None, least: int = 2
+) -> dict[int, int]:
+    """The number of leading tokens that all prompts of a set share, at most up to a target.
+
+    Targets are also the positions whose logits the loss gets. Left out are sets of fewer prompts
+    than ``least``, and those that also occur in a batch of several sets: where memory runs out, a
+    part of that batch could have this set alone, and share fewer tokens.
+    """
+    of_sets: dict[int, list[PromptBatch]] = {}
+    mixed: set[int] = set()
+    numbers = all_on_cpu(batches)
+    for set_id, batch in zip(only_sets(numbers), numbers, strict=True):
+        if set_id is None:
+            mixed.update(batch.demonstrations_id.tolist())
+        else:
+            of_sets.setdefault(set_id, []).append(batch)
+    lengths = {
+        set_id: _shared_length(of_sets[set_id], loss)
+        for set_id in of_sets.keys() - mixed
+        if sum(len(batch.tokens) for batch in of_sets[set_id]) >= least
+    }
+    return {set_id: length for set_id, length in lengths.items() if length > 0}
+
+
+def _shared_length(batches: Sequence[PromptBatch], loss: Loss | None) -> int:
+    first = batches[0]
+    # With padding inside a prompt its positions cannot be counted.
+    if any((batch.attention_mask.long().diff(dim=1) > 0).any() for batch in batches):
+        return 0
+    if any(batch.verbalizer is None for batch in batches):
+        return 0
+    targets = [batch.target_positions for batch in batches]
+    if hasattr(loss, "positions"):
+        targets += [targets_of(loss, batch).flatten() for batch in batches]
+    shared = int(torch.cat(targets).min())
+    for batch in batches:
+        for name in ("label_positions", "label_ends", "label_classes"):
+            values, reference = getattr(batch, name), getattr(first, name)[0]
+            if values.shape[1] != len(reference) or (values != reference).any():
+                return 0
+        for name in ("tokens", "segments"):
+            values = getattr(batch, name)[:, :shared]
+            same = (values == getattr(first, name)[0, :shared]).all(0)
+            shared = int(same.long().cumprod(0).sum())
+    return shared if shared > int(first.label_ends.max()) else 0
