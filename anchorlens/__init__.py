@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from .experiments.integrated_flows import integrated_flows as integrated_flows
     from .experiments.isolation import isolation_loyalty as isolation_loyalty
     from .experiments.isolation import isolation_sweep as isolation_sweep
+    from .experiments.prefix_effect import PrefixEffect as PrefixEffect
+    from .experiments.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
+    from .experiments.saliency import saliency as saliency
     from .experiments.segment_attribution import (
         SegmentAttributionRecord as SegmentAttributionRecord,
     )
@@ -69,6 +72,8 @@ if TYPE_CHECKING:
         SegmentSuppressionRecord as SegmentSuppressionRecord,
     )
     from .experiments.segment_suppression import segment_suppression as segment_suppression
+    from .experiments.step_flows import StepFlowsRecord as StepFlowsRecord
+    from .experiments.step_flows import step_flows as step_flows
     from .experiments.task_vectors import TaskVectorsRecord as TaskVectorsRecord
     from .experiments.task_vectors import task_vectors as task_vectors
     from .hooks import Site as Site
@@ -89,17 +94,14 @@ if TYPE_CHECKING:
     from .metrics.aucroc import AttentionAUCROCRecord as AttentionAUCROCRecord
     from .metrics.distances import AnchorDistances as AnchorDistances
     from .metrics.distances import AnchorDistancesRecord as AnchorDistancesRecord
+    from .metrics.flows import flows as flows
     from .metrics.label_heads import LabelHeads as LabelHeads
     from .metrics.label_heads import LabelHeadsRecord as LabelHeadsRecord
     from .metrics.loyalty import Loyalty as Loyalty
     from .metrics.loyalty import LoyaltyRecord as LoyaltyRecord
     from .metrics.loyalty import loyalty as loyalty
     from .metrics.metric import Metric as Metric
-    from .metrics.prefix_effect import PrefixEffect as PrefixEffect
-    from .metrics.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
     from .metrics.rollout import rollout as rollout
-    from .metrics.saliency import flows as flows
-    from .metrics.saliency import saliency as saliency
     from .metrics.saliency_flows import SaliencyFlows as SaliencyFlows
     from .metrics.saliency_flows import SaliencyFlowsRecord as SaliencyFlowsRecord
     from .metrics.segment_attention import SegmentAttention as SegmentAttention
@@ -108,8 +110,6 @@ if TYPE_CHECKING:
     from .metrics.segment_flows import SegmentFlowsRecord as SegmentFlowsRecord
     from .metrics.segment_rollout import SegmentRollout as SegmentRollout
     from .metrics.segment_rollout import SegmentRolloutRecord as SegmentRolloutRecord
-    from .metrics.step_flows import StepFlowsRecord as StepFlowsRecord
-    from .metrics.step_flows import step_flows as step_flows
     from .models.kv_cache import KeyValues as KeyValues
     from .models.load import load_model as load_model
     from .models.load import prepare_model as prepare_model

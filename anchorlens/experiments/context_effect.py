@@ -14,14 +14,6 @@ from ..contexts.prefix import PrefixContext
 from ..contexts.protocol import Context, QueryPass, is_context
 from ..errors import MetricError
 from ..hooks import Site
-from ..metrics.prefix_effect import (
-    PrefixEffect,
-    PrefixEffectRecord,
-    effect_contributions,
-    effect_record,
-)
-from ..metrics.prefix_terms import LayerTerms, prefix_runs
-from ..metrics.saliency import one_batch
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
@@ -32,6 +24,14 @@ from ..results import figures
 from ..results.figure_parts import visible
 from ..runs.study import Study
 from ..system.arguments import checked
+from .prefix_effect import (
+    PrefixEffect,
+    PrefixEffectRecord,
+    effect_contributions,
+    effect_record,
+)
+from .prefix_terms import LayerTerms, prefix_runs
+from .saliency import one_batch
 
 _ALL_KEYS: Mapping[str, edges.PositionsOfBatch] = {"context": edges.demonstrations}
 

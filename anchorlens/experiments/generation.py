@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import ModelError, PromptError
-from ..metrics.step_flows import StepFlowsRecord, check_options, step_flows
 from ..metrics.weights import Weight, refuse_values, saliency
 from ..models.added_hooks import added_hooks
 from ..models.facts import facts_of
@@ -27,6 +26,7 @@ from ..prompts.build import TextPiece, build_segments
 from ..system.arguments import check_from_1, checked
 from ..system.hidden_warnings import hidden_warnings
 from ..system.torch_state import gradient_mode, own_random_state
+from .step_flows import StepFlowsRecord, check_options, step_flows
 
 ANSWER = "answer"
 """The segment of the tokens that the model writes."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ..errors import MetricError
-from ..metrics.step_flows import StepFlowsRecord
+from ..experiments.step_flows import StepFlowsRecord
 from ..prompts.prompt_html import NO_SEGMENT, prompt_legend
 from ..prompts.segment_names import PADDING, SEGMENTS
 from ..system.arguments import checked

@@ -18,9 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import AnchorlensError
+from ..experiments.saliency import observe_products, one_batch
 from ..metrics.edge_sums import row_pieces
 from ..metrics.predictions import predicted_class
-from ..metrics.saliency import observe_products, one_batch
 from ..models.facts import require_prepared
 from ..models.hooked import (
     HookedModel,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
-from anchorlens.metrics.prefix_effect import effect_contributions, effect_record
+from anchorlens.experiments.prefix_effect import effect_contributions, effect_record
 from tests.support.measures import assert_same
 from tests.support.tiny_models import questions
 

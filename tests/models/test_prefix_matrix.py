@@ -8,7 +8,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.metrics.prefix_terms import LayerTerms, prefix_runs
+from anchorlens.experiments.prefix_terms import LayerTerms, prefix_runs
 from anchorlens.models.hooked import hooks_by_layer, scores_name
 from anchorlens.passes.forward import run_pass
 from tests.models.test_cache_matrix import NO_CACHE

@@ -10,6 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import MetricError, PromptError
+from ..metrics.edge_sums import edge_weights, not_finite, row_pieces, try_weight
+from ..metrics.segment_flows import SegmentFlows
+from ..metrics.weights import Weight, refuse_values, saliency
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
 from ..models.load import ensure_prepared
 from ..passes.losses import before_segment
@@ -24,9 +27,6 @@ from ..results.record import Record
 from ..system.arguments import check_from_1, checked
 from ..system.devices import beside, in_float64, on_one_device
 from ..system.texts import name_of
-from .edge_sums import edge_weights, not_finite, row_pieces, try_weight
-from .segment_flows import SegmentFlows
-from .weights import Weight, refuse_values, saliency
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

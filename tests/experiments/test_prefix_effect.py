@@ -11,13 +11,13 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError
-from anchorlens.metrics.prefix_effect import (
+from anchorlens.experiments.prefix_effect import (
     POSITIONS,
     _sampled,
     effect_contributions,
     effect_record,
 )
-from anchorlens.metrics.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
+from anchorlens.experiments.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
 from anchorlens.passes.forward import run_prefix
 from tests.support.measures import assert_same, contributed, patterns_of
 from tests.support.tiny_models import questions, tiny_gpt2

@@ -10,6 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import MetricError
+from ..metrics.metric import Metric
+from ..metrics.positions import checked_positions
+from ..metrics.reads import OwnPasses, Reads, Seen
 from ..models.head_outputs import of_one_width
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
@@ -22,10 +25,7 @@ from ..results.kind import mean_over_sets
 from ..results.kinds import mean, table
 from ..results.record import Record
 from ..system.arguments import checked
-from .metric import Metric
-from .positions import checked_positions
 from .prefix_terms import LayerTerms, prefix_runs
-from .reads import OwnPasses, Reads, Seen
 
 # The most positions of a prefix whose weights are stored, to bound the size of a contribution.
 POSITIONS = 256
