@@ -377,7 +377,8 @@ def isolate_random(
         ModelError: As for ``block_edges``.
 
     Examples:
-        >>> hooks = [al.isolate_random(model, batch, range(3), seed=seed) for seed in range(10)]
+        >>> draws = range(10)
+        >>> hooks = [al.hooks.isolate_random(model, batch, range(3), seed=draw) for draw in draws]
     """
     words = edge_sets.random_positions(batch.on_cpu, seed, whole_words=whole_words)
     return _isolate(model, batch, words, site)

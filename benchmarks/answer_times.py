@@ -12,7 +12,7 @@ import torch
 import anchorlens as al
 
 CONTEXTS: dict[str, Any] = {
-    "cached": partial(al.compress, select=al.selection.everything),
+    "cached": partial(al.compress, select=al.contexts.selection.everything),
     "compressed": al.compress,
 }
 

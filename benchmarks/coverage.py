@@ -304,11 +304,15 @@ QUANTITIES: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions]
     "share": (share, al.SaliencyFlows().result, "share"),
     "AUCROC 0.76": (auc_of(1.0), al.AttentionAUCROC().result, "aucroc"),
     "AUCROC 0.92": (auc_of(2.0), al.AttentionAUCROC().result, "aucroc"),
-    "accuracy 0.5": (accuracy_of(0.5), al.AccuracyComparisonRecord.of, "accuracy"),
-    "accuracy 0.8": (accuracy_of(0.8), al.AccuracyComparisonRecord.of, "accuracy"),
-    "accuracy 0.95": (accuracy_of(0.95), al.AccuracyComparisonRecord.of, "accuracy"),
-    "gain 0.2": (gain_of((0.6, *[0.8] * 10), 0.5), al.AccuracyComparisonRecord.of, "gain"),
-    "gain 0.05": (gain_of((0.9, *[0.95] * 10), 0.8), al.AccuracyComparisonRecord.of, "gain"),
+    "accuracy 0.5": (accuracy_of(0.5), al.records.AccuracyComparisonRecord.of, "accuracy"),
+    "accuracy 0.8": (accuracy_of(0.8), al.records.AccuracyComparisonRecord.of, "accuracy"),
+    "accuracy 0.95": (accuracy_of(0.95), al.records.AccuracyComparisonRecord.of, "accuracy"),
+    "gain 0.2": (gain_of((0.6, *[0.8] * 10), 0.5), al.records.AccuracyComparisonRecord.of, "gain"),
+    "gain 0.05": (
+        gain_of((0.9, *[0.95] * 10), 0.8),
+        al.records.AccuracyComparisonRecord.of,
+        "gain",
+    ),
 }
 SLOW: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions], Any], str]] = {
     "anchor distance": (distance_trial, al.AnchorDistances().result, "anchor_distance"),
@@ -366,7 +370,12 @@ OF_UNEQUAL: dict[str, tuple[float, Callable[[Prompts], Trial], Callable[..., Any
     "accuracy 0.5": (1.0, one_accuracy(0.5), al.Accuracy().result, "accuracy"),
     "accuracy 0.8": (1.0, one_accuracy(0.8), al.Accuracy().result, "accuracy"),
     "accuracy 0.5, alike": (0.0, one_accuracy(0.5), al.Accuracy().result, "accuracy"),
-    "gain 0.2": (1.0, gain_of((0.6, *[0.8] * 10), 0.5), al.AccuracyComparisonRecord.of, "gain"),
+    "gain 0.2": (
+        1.0,
+        gain_of((0.6, *[0.8] * 10), 0.5),
+        al.records.AccuracyComparisonRecord.of,
+        "gain",
+    ),
     **{
         name.replace("_", " "): (1.0, one_loyalty(name), al.Loyalty().result, name)
         for name in ("label_loyalty", "word_loyalty", "kl")

@@ -40,7 +40,7 @@ def main() -> None:
     queries = [example for example in examples if example not in demos][:16]
     task = al.TASKS["sst2"]
     (batch,) = al.build_prompts(model.tokenizer, task, demos, queries, batch_size=16)
-    bos, words = bos_of(batch), al.hard_prompts.class_words([batch])
+    bos, words = bos_of(batch), al.contexts.hard_prompts.class_words([batch])
     ids = torch.tensor([words[position % len(words)] for position in range(10)])
     plain = plain_tokens(model.tokenizer, len(model.W_E))
     with frozen_in_eval_mode(model):
@@ -51,12 +51,12 @@ def main() -> None:
             embeddings.requires_grad_(),
             1.0,  # the unit of noise, of which PEZ has none
             NearestTokens.of(model, plain),
-            al.hard_prompts.PEZ,
+            al.contexts.hard_prompts.PEZ,
             steps=1,
             seed=0,
             example=batch.prompt(0),
         )
-        optimizer = al.hard_prompts.PEZ.optimizer([embeddings])
+        optimizer = al.contexts.hard_prompts.PEZ.optimizer([embeddings])
 
         def step() -> None:
             trainable.backward(model, batch, al.losses.label_cross_entropy)

@@ -30,7 +30,7 @@ def prompts_of(
     batches = []
     for number, seed in enumerate(SEEDS):
         demonstrations = al.sample_demonstrations(pool, seed=seed)
-        relabelled = al.relabel(demonstrations, task, change)
+        relabelled = al.relabeling.relabel(demonstrations, task, change)
         part = queries[number :: len(SEEDS)]
         batches += al.build_prompts(model.tokenizer, *relabelled, part, batch_size=10)
     return batches

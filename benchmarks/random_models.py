@@ -47,7 +47,7 @@ def model_of(number: int) -> Any:
     return al.load_model(randomize(weights, seed=number, scale=scale), tokenizer=tokenizer)
 
 
-def claims_of(model: Any, task: str, template: str, seed: int) -> list[al.Claim]:
+def claims_of(model: Any, task: str, template: str, seed: int) -> list[al.records.Claim]:
     """The claims of one set of demonstrations and 24 queries."""
     examples = al.load_examples(task)
     demos = al.sample_demonstrations(examples, seed=seed)

@@ -88,7 +88,7 @@ def isolation(weights: Any, model: Any, batches: Batches, turns: int) -> None:
             hooks += [
                 al.isolate_labels(model, prompt, layers)
                 if draw is None
-                else al.isolate_random(model, prompt, layers, seed=draw)
+                else al.hooks.isolate_random(model, prompt, layers, seed=draw)
                 for layers, draw in cuts.values()
             ]
             with torch.no_grad():
@@ -125,7 +125,7 @@ def indices_of(passes: Sequence[Any], ids: Tensor) -> tuple[Tensor, dict[str, Te
     joined = {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
     of_all = {name: torch.cat([part[name] for part in cut]) for name in cut[0]}
     words = {
-        name: al.loyalty(torch.cat(clean), logits, ids).word_loyalty
+        name: al.metrics.loyalty(torch.cat(clean), logits, ids).word_loyalty
         for name, logits in of_all.items()
     }
     contributions = al.Contributions(joined, joined["demonstrations_id"])

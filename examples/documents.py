@@ -94,7 +94,7 @@ def print_row(name: str, right: torch.Tensor, wrong: torch.Tensor) -> None:
     )
 
 
-def answered(flows: Sequence[al.StepFlowsRecord]) -> int:
+def answered(flows: Sequence[al.records.StepFlowsRecord]) -> int:
     """How many answers have a mean probability of their tokens above a half."""
     return sum(float((-record.loss).exp().mean()) > 0.5 for record in flows)
 

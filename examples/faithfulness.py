@@ -54,13 +54,17 @@ def prompts(
     # Many heads attend to the first token, which is then in no segment that is removed.
     told = replace(al.TASKS[task], instructions="Some examples:\n")
     count = queries // len(seeds)
-    kinds = {"demonstrations": al.sample_prompts(model, told, examples, queries=count, seeds=seeds)}
+    kinds = {
+        "demonstrations": al.prompts.sample_prompts(
+            model, told, examples, queries=count, seeds=seeds
+        )
+    }
     asked = islice(questions(documents), 5 * queries)
     answered = list(islice((each for each in asked if is_given(model, each)), queries))
     return kinds | ({"documents": al.build_segments(model.tokenizer, answered)} if answered else {})
 
 
-def plot(records: dict[tuple[str, str], al.FaithfulnessRecord]) -> go.Figure:
+def plot(records: dict[tuple[str, str], al.records.FaithfulnessRecord]) -> go.Figure:
     """The LDS of each score: a panel for each kind of parts, a colour for each model."""
     names = list(dict.fromkeys(name for _, name in records))
     kinds = [
@@ -87,7 +91,7 @@ def main() -> None:
     options = vars(parser.parse_args())
     models, out = options.pop("model"), options.pop("out")
 
-    records: dict[tuple[str, str], al.FaithfulnessRecord] = {}
+    records: dict[tuple[str, str], al.records.FaithfulnessRecord] = {}
     for source in models:
         name, model = Path(source).stem, al.load_model(source)
         for kind, batches in prompts(model, **options).items():

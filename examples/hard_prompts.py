@@ -20,14 +20,14 @@ import anchorlens as al
 from anchorlens.replication.published import TASK_NAMES, published
 
 METHODS = {
-    "PEZ": al.hard_prompts.PEZ,
-    "AutoPrompt": al.hard_prompts.AUTOPROMPT,
-    "PEZ as published": al.hard_prompts.PEZ_AS_PUBLISHED,
+    "PEZ": al.contexts.hard_prompts.PEZ,
+    "AutoPrompt": al.contexts.hard_prompts.AUTOPROMPT,
+    "PEZ as published": al.contexts.hard_prompts.PEZ_AS_PUBLISHED,
 }
 
 
 def right_answers(
-    model: Any, batches: list[al.PromptBatch], contexts: Sequence[al.Context]
+    model: Any, batches: list[al.PromptBatch], contexts: Sequence[al.contexts.Context]
 ) -> torch.Tensor:
     """1 for each right answer of each context, else 0: [query, context]."""
     scores = [
@@ -50,11 +50,13 @@ def with_interval(numbers: torch.Tensor, lowest: float) -> str:
 
 
 def accuracy_as_text(
-    model: Any, batches: list[al.PromptBatch], prompt: al.HardPrompt
+    model: Any, batches: list[al.PromptBatch], prompt: al.contexts.HardPrompt
 ) -> torch.Tensor:
     """Accuracy of a user who copies the text of a prompt, which encodes to other tokens."""
     tokens = prompt.encoded[len(prompt.info["bos"]) :].tolist()
-    return al.hard_prompts.of_tokens(model, tokens, held_out=batches).training.best_accuracy
+    return al.contexts.hard_prompts.of_tokens(
+        model, tokens, held_out=batches
+    ).training.best_accuracy
 
 
 def print_table(
@@ -69,7 +71,7 @@ def print_table(
         cells = [f"{name:18}", with_interval(right.mean(1), 0.0)]
         cells.append(with_interval(gain.mean(1), -1.0))
         cells.append(f"{float(accuracies.min()):6.2f} to {float(accuracies.max()):.2f}    ")
-        prompts = [context for context in contexts if isinstance(context, al.HardPrompt)]
+        prompts = [context for context in contexts if isinstance(context, al.contexts.HardPrompt)]
         if prompts:
             back = [prompt.encodes_back for prompt in prompts]
             texts = [
@@ -94,14 +96,18 @@ def loss_curves(groups: Mapping[str, Sequence[Any]]) -> go.Figure:
 
 def print_transfer(
     models: Mapping[str, Any],
-    prompts: Mapping[str, Sequence[al.HardPrompt]],
+    prompts: Mapping[str, Sequence[al.contexts.HardPrompt]],
     make_prompts: Callable[[Any], Sequence[al.PromptBatch]],
     draws: int,
 ) -> None:
     """What the text of each prompt does in each model."""
     print("\nThe texts in each model; numbers in brackets are 95 % intervals over queries")
     transfer = partial(
-        al.transfer_hard_prompt, models=models, task=make_prompts, draws=draws, progress=False
+        al.contexts.transfer_hard_prompt,
+        models=models,
+        task=make_prompts,
+        draws=draws,
+        progress=False,
     )
     tables = {
         (method, number): transfer(prompt).table()
@@ -173,16 +179,16 @@ def main() -> None:
         stored = options.folder / name
         seeds = range(1, options.searches + 1)
         groups: dict[str, Sequence[Any]] = {
-            "empty": [al.NoContext()],
-            "random tokens": al.hard_prompts.random(
+            "empty": [al.contexts.NoContext()],
+            "random tokens": al.contexts.hard_prompts.random(
                 model, held_out=held_out[:1], length=options.length, draws=options.draws
             ),
-            "start": [search(training=al.Training(steps=0))],
+            "start": [search(training=al.contexts.Training(steps=0))],
             **{
                 title: [
                     search(
                         method=method,
-                        training=al.Training(
+                        training=al.contexts.Training(
                             steps=options.steps, seed=seed, folder=stored / f"{title} {seed}"
                         ),
                     )
@@ -190,7 +196,9 @@ def main() -> None:
                 ]
                 for title, method in METHODS.items()
             },
-            "demonstrations": [al.compress(model, batches[0], select=al.selection.everything)],
+            "demonstrations": [
+                al.compress(model, batches[0], select=al.contexts.selection.everything)
+            ],
         }
         print(f"\n{name}: {len(queries)} queries; numbers in brackets are 95 % intervals")
         print_table(model, batches, groups)

@@ -84,8 +84,10 @@ def correct_answers(
     batches = al.build_prompts(model.tokenizer, task, demos, queries)
     more = al.build_prompts(model.tokenizer, task, [*demos, *training], queries)
     steps = al.build_prompts(model.tokenizer, task, demos, training, batch_size=1)
-    how = al.Training(steps=rounds * len(steps), optimizer=partial(torch.optim.Adam, lr=lr))
-    beta = al.train_reweighting(model, steps, how)
+    how = al.contexts.Training(
+        steps=rounds * len(steps), optimizer=partial(torch.optim.Adam, lr=lr)
+    )
+    beta = al.contexts.train_reweighting(model, steps, how)
     print(f"seed {seed}: training loss {beta.vanilla_loss:.2f}, re-weighted {beta.losses[-1]:.2f}")
 
     def probabilities(batches: Sequence[al.PromptBatch]) -> Float[Tensor, "prompt class"]:
@@ -150,7 +152,7 @@ def main() -> None:
         method: torch.cat([answers[method] for answers in correct_by_seed])
         for method in correct_by_seed[0]
     }
-    record = al.compare_accuracies(correct)
+    record = al.metrics.compare_accuracies(correct)
 
     print(f"{'':24}{'accuracy [95 %]':20}  gain, paired [95 %]")
     for number, method in enumerate(correct):

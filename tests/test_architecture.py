@@ -31,6 +31,7 @@ FOLDERS = [
     "report",
     "replication",
     "cli",
+    "records",
     "__init__",
     "__main__",
 ]
@@ -57,7 +58,8 @@ def imports_of(name: str) -> set[str]:
         target = ".".join(part for part in parts if part)
         for alias in node.names:
             submodule = f"{target}.{alias.name}".strip(".")
-            imports.add(submodule if submodule in TREES else target)
+            found = [name for name in (submodule, f"{submodule}.__init__") if name in TREES]
+            imports.add(found[0] if found else target)
     return imports
 
 
@@ -282,7 +284,7 @@ WITHOUT_TEXTS = {
     *("contexts.reweighted.ReweightedContext", "prompts.verbalizer.Verbalizer"),
     *("replication.paper_parts.PaperSetting", "report.claims.Claims", "models.kv_cache.KeyValues"),
     "metrics.reads.Hooks",
-    "replication.across_models.AcrossModelsRecord",  # a section, whose text is printable
+    "replication.models_compared.AcrossModelsRecord",  # a section, whose text is printable
 }
 
 

@@ -24,6 +24,7 @@ import anchorlens as al
 from anchorlens.errors import ArgumentError
 from anchorlens.system.arguments import as_hint, checked
 from tests.attack.attack_scene import Scene, scene
+from tests.support.public import public
 
 NOTHING = object()
 LISTS = (Sequence, Collection, Iterable, list, tuple)
@@ -33,9 +34,20 @@ NOT_CALLED_BY_USERS = {
     "segment_scores",
 }
 MADE_BY_THE_PACKAGE = (
-    *(al.Record, al.PromptFlows, al.AnswerFlows, al.Claim, al.GenerationTrace),
-    *(al.CompressedContext, al.PrefixContext, al.ReweightedContext, al.QueryPass),
-    *(al.PromptBatch, al.EdgeSet, al.Results, al.reads.Block, al.reads.Seen),
+    *(
+        al.Record,
+        al.records.PromptFlows,
+        al.records.AnswerFlows,
+        al.records.Claim,
+        al.records.GenerationTrace,
+    ),
+    *(
+        al.contexts.CompressedContext,
+        al.contexts.PrefixContext,
+        al.contexts.ReweightedContext,
+        al.contexts.QueryPass,
+    ),
+    *(al.PromptBatch, al.prompts.EdgeSet, al.Results, al.reads.Block, al.reads.Seen),
 )
 INTERNAL = {
     "losses.NextTokenCrossEntropy",
@@ -58,8 +70,7 @@ INTERNAL = {
 def public_functions() -> dict[str, Callable[..., Any]]:
     """Every function, method and class that users call, by name."""
     found: dict[str, Callable[..., Any]] = {}
-    for name in al.__all__:
-        value = getattr(al, name)
+    for name, value in public().items():
         if isinstance(value, ModuleType):
             members = vars(value).items()
             own = {key: each for key, each in members if _is_from(each, value.__name__)}
@@ -90,7 +101,7 @@ def _of(name: str, value: Any) -> dict[str, Callable[..., Any]]:
     }
     if not issubclass(value, MADE_BY_THE_PACKAGE):
         methods |= {name: value.__init__}
-    if issubclass(value, al.EdgeSet | al.KeyValues):
+    if issubclass(value, al.prompts.EdgeSet | al.contexts.KeyValues):
         return {}
     return {key: each for key, each in methods.items() if _parameters(each)}
 
@@ -207,22 +218,31 @@ def scene_without_warnings() -> Scene:
 def examples_of_types() -> dict[Any, Any]:
     setup = scene_without_warnings()
     values: list[Any] = [1, 1.0, True, "text", Path("file"), setup.batch, setup.task, setup.beta]
-    values += [setup.context, setup.prefix, pd.DataFrame(), torch.device("cpu"), al.NoContext()]
+    values += [
+        setup.context,
+        setup.prefix,
+        pd.DataFrame(),
+        torch.device("cpu"),
+        al.contexts.NoContext(),
+    ]
     values += [torch.float32, al.Site(0), al.Example("text"), setup.results, go.Figure()]
-    values += [al.Verbalizer([[1], [2]]), al.hard_prompts.Descent(torch.optim.SGD)]
+    values += [al.prompts.Verbalizer([[1], [2]]), al.contexts.hard_prompts.Descent(torch.optim.SGD)]
     values += [al.reads.EdgeSets([al.edges.ww(setup.batch)])]
-    values += [al.PrefixEffect(), al.Training(), *setup.results.values()]
+    values += [al.PrefixEffect(), al.contexts.Training(), *setup.results.values()]
     values += [torch.Generator(), al.subsets.one_by_one, al.Contributions({"right": torch.ones(1)})]
     values += [al.step_flows(setup.model, setup.batch.prompt(0), "query")]
-    values += [al.hard_prompts.of_tokens(setup.model, [300], held_out=[setup.batch])]
+    values += [al.contexts.hard_prompts.of_tokens(setup.model, [300], held_out=[setup.batch])]
     by_type: dict[Any, Any] = {type(value): value for value in values}
     hooked = {hint: setup.model for hint in _protocols() if "hook" in hint.__name__.lower()}
-    contexts: dict[Any, Any] = {al.Context: setup.context, al.Trainable: Trained()}
+    contexts: dict[Any, Any] = {
+        al.contexts.Context: setup.context,
+        al.contexts.Trainable: Trained(),
+    }
     base = {al.Record: setup.results["saliency_flows"]}
     return by_type | hooked | contexts | base | {Path: Path("file")}
 
 
-class Trained(al.Trainable):
+class Trained(al.contexts.Trainable):
     """Nothing runs, so nothing is trained."""
 
     @property
@@ -372,16 +392,18 @@ def test_models_and_tokenizers_of_another_type_are_refused(
         lambda: al.prepare_model(wrong),
         lambda: al.restore_model(wrong),
         lambda: al.build_prompts(wrong, setup.task, setup.demos, ["x"]),
-        lambda: al.text_anchor_prompts(wrong, setup.task, setup.demos, setup.queries),
+        lambda: al.prompts.text_anchor_prompts(wrong, setup.task, setup.demos, setup.queries),
         lambda: al.build_segments(wrong, [[("a", "x")]]),
     ]
     if wrong is not None:  # the model's own
         calls += [
             lambda: al.load_model(wrong),
-            lambda: al.hard_prompts.of_tokens(
+            lambda: al.contexts.hard_prompts.of_tokens(
                 setup.model, [300], held_out=held_out, tokenizer=wrong
             ),
-            lambda: al.hard_prompts.random(setup.model, held_out=held_out, tokenizer=wrong),
+            lambda: al.contexts.hard_prompts.random(
+                setup.model, held_out=held_out, tokenizer=wrong
+            ),
             lambda: setup.batch.show(wrong),
         ]
     for call in calls:

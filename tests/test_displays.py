@@ -20,6 +20,7 @@ from anchorlens.results.estimate import Estimate
 from anchorlens.results.in_short import interval_in_short, values_in_short
 from anchorlens.results.text_tables import Section
 from tests.support.html_checks import Parsed
+from tests.support.public import public
 from tests.support.tiny_models import questions
 from tests.support.trained_contexts import trained
 
@@ -31,7 +32,7 @@ SIZES = {"layer": 48, "head": 25, "prompt": 200, "draw": 10, "class": 6}
 
 def public_classes() -> set[type]:
     """Classes of which people have instances; protocols and errors are not."""
-    kinds = {value for name in dir(al) if isinstance(value := getattr(al, name), type)}
+    kinds = {value for value in public().values() if isinstance(value, type)}
     protocols = {kind for kind in kinds if Protocol in kind.__bases__}
     made = {kind for kind in kinds - protocols if not issubclass(kind, Exception)}
     return made - {al.Record, al.Metric}
@@ -81,13 +82,13 @@ def instances(model: Any) -> Iterator[Any]:
     yield al.trace_generation(model, "Who?", max_new_tokens=20, stop_at_eos=False)
     yield from (al.Accuracy(), *al.TASKS.values(), al.Example("What is it?", 1))
     yield al.ChatTask("{text}{label}", ["no", "yes"], score=torch.amax)
-    yield al.Verbalizer([[1, 2], [5]])
+    yield al.prompts.Verbalizer([[1, 2], [5]])
     yield from (al.Site(range(5)), al.Site(-1, heads=[0, 1], keep_bos=True))
     yield from (batch, batch.before(9), al.compress(model, batch), al.edges.ww(batch))
     beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 6)
-    yield al.reweight_demonstrations(model, batch, beta)
-    yield from (trained(model, steps=0), al.NoContext())
-    yield al.NoContext().query_pass(model, batch)
+    yield al.contexts.reweight_demonstrations(model, batch, beta)
+    yield from (trained(model, steps=0), al.contexts.NoContext())
+    yield al.contexts.NoContext().query_pass(model, batch)
     yield trained(model, steps=0).prefix
     yield from reads_of(batch)
     yield al.reads.Seen({}, {"states": torch.ones(99)}, {}, torch.ones(99, 99), None, n_heads=1)
@@ -95,18 +96,18 @@ def instances(model: Any) -> Iterator[Any]:
         yield from (study, study.plan(), study.plan([al.Accuracy()], share_prefix=False))
     yield al.Study(model, [batch], {}, folder="rows")
     training, held_out = questions(model, 2, batch_size=1)
-    how = al.Training(steps=0, progress=False)
+    how = al.contexts.Training(steps=0, progress=False)
     prompt = al.train_soft_prompt(model, [training], how, held_out=[held_out])
     yield from (how, prompt, prompt.prefix)
-    yield al.hard_prompts.of_tokens(model, [300] * 99, held_out=[held_out])
+    yield al.contexts.hard_prompts.of_tokens(model, [300] * 99, held_out=[held_out])
     flows = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
     yield from (*al.claims(flows), Verdict.AGREES)
     yield al.plot_prompt(model, batch)
     yield al.plot_answer(al.step_flows(model, batch.prompt(0), "text"))
-    yield al.PaperNumber("Entropy", "next token", "nats", 2.5)
+    yield al.replication.PaperNumber("Entropy", "next token", "nats", 2.5)
     examples = [al.Example("What is it? " * 9, 1)] * 200
     demos = al.sample_demonstrations(al.load_examples("questions"))
-    of_paper = al.PaperSetting(
+    of_paper = al.replication.PaperSetting(
         model, al.TASKS["trec"], demos, examples, examples, examples, depth=1, draws=1, seed=0
     )
     yield of_paper
@@ -176,7 +177,7 @@ def hostile_things(model: Any) -> Iterator[Any]:
     yield replace(trained(model, steps=0), info={"model": COMMANDS, "dtype": COMMANDS})
     yield al.reads.At(f"{{}}{COMMANDS}", al.edges.target)
     yield al.reads.Seen({}, {COMMANDS: 1}, {}, torch.ones(2, 3), None, n_heads=1)
-    yield al.Results({COMMANDS: record_of(al.Beta, info=info)})
+    yield al.Results({COMMANDS: record_of(al.contexts.Beta, info=info)})
     yield replace(al.plot_prompt(model, batch), heading=COMMANDS)
     flows = al.step_flows(model, batch.prompt(0), "text")
     yield replace(al.plot_answer(flows), heading=COMMANDS)
@@ -187,7 +188,7 @@ def hostile_things(model: Any) -> Iterator[Any]:
     yield al.Contributions({COMMANDS: torch.ones(3)})
     yield al.SegmentFlows({COMMANDS: al.edges.anchors})
     yield al.SegmentFlows(name=COMMANDS)
-    yield al.PaperNumber(COMMANDS, COMMANDS, COMMANDS, 1.0)
+    yield al.replication.PaperNumber(COMMANDS, COMMANDS, COMMANDS, 1.0)
     yield al.Example(COMMANDS, 1)
     yield al.ChatTask("{text}{label}" + COMMANDS, ["no", "yes"])
     claim = Claim(
@@ -230,7 +231,9 @@ def test_models_of_any_name_and_error_are_compared_without_commands(
     options: dict[str, Any] = {"queries": 12, "depth": 1, "draws": 1, "resamples": 0}
     try:
         with pytest.warns(UserWarning) as warned:
-            record = al.across_models({COMMANDS: load, "ok": gpt2}, "questions", **options)
+            record = al.replication.across_models(
+                {COMMANDS: load, "ok": gpt2}, "questions", **options
+            )
     finally:
         log.handlers = handlers
     logged = stream.getvalue()
@@ -269,7 +272,7 @@ def test_html_inherits_the_colours_of_the_page(gpt2: Any) -> None:
 
 
 def test_a_record_shows_its_numbers_with_their_intervals() -> None:
-    accuracy = al.AccuracyRecord(
+    accuracy = al.records.AccuracyRecord(
         accuracy=torch.tensor(0.75),
         correct=torch.tensor([1.0, 0.0, 1.0, 1.0]),
         intervals={"accuracy": torch.tensor([0.5, 0.9])},
@@ -304,7 +307,10 @@ def test_values_are_shown_in_short() -> None:
 
 
 def test_results_are_a_dict_that_prints_a_line_for_each_record() -> None:
-    records: dict[str, Any] = {"b": record_of(al.Beta), "a": record_of(al.LoyaltyRecord)}
+    records: dict[str, Any] = {
+        "b": record_of(al.contexts.Beta),
+        "a": record_of(al.records.LoyaltyRecord),
+    }
     results = al.Results(records)
     assert results == records and {**results} == records and list(results) == ["b", "a"]
     assert isinstance(results, dict) and results | {"c": 1} == records | {"c": 1}
@@ -325,7 +331,7 @@ def test_a_run_returns_results_and_a_sweep_can_be_drawn(gpt2: Any) -> None:
 
 def test_a_context_shows_the_segments_of_its_tokens(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
-    context = al.compress(gpt2, batch, select=al.selection.label_words)
+    context = al.compress(gpt2, batch, select=al.contexts.selection.label_words)
     assert context.info["selected"] == {"label": len(batch.label_positions[0])}
     assert f"positions 6 of {len(context.selected)}; segments label 6; cached these" in repr(
         context

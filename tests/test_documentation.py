@@ -1,6 +1,5 @@
 """The code of the README and of the documentation runs as printed, on a tiny model."""
 
-import ast
 import doctest
 import importlib
 import inspect
@@ -22,6 +21,7 @@ import anchorlens as al
 from anchorlens.cli import commands
 from anchorlens.report.claims import Verdict
 from tests.support.printed_code import FENCE, MODULES, ROOT, blocks_of, run_page
+from tests.support.public import public
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -70,7 +70,7 @@ def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path)
         lambda name, **options: load_plain(str(model_folder), **options),
     )
     monkeypatch.setattr(al, "load_model", load_tiny)
-    sample, sample_prompts = al.sample_queries, al.sample_prompts
+    sample, sample_prompts = al.sample_queries, al.prompts.sample_prompts
     monkeypatch.setattr(
         al,
         "sample_queries",
@@ -159,7 +159,7 @@ def test_the_definitions_name_what_has_a_number() -> None:
 @pytest.mark.parametrize("metric", metrics_of(DEFINITIONS))
 def test_the_definition_of_a_metric_is_complete(metric: str) -> None:
     """A metric is described once, in its docstring."""
-    text = inspect.getdoc(getattr(al, metric)) or ""
+    text = inspect.getdoc(public()[metric]) or ""
     words = re.findall(r"^(Range|How to read|Pitfalls|Source):\n    ", text, re.MULTILINE)
     assert words == ["Range", "How to read", "Pitfalls", "Source"]
     assert re.search(r"^\$\$$", text, re.MULTILINE), "no formula"
@@ -223,14 +223,12 @@ def test_a_tutorial_begins_with_the_picture_of_its_result() -> None:
 
 def public_names() -> dict[str, str]:
     """Each public name, and the folder of the package that defines it."""
-    tree = ast.parse((ROOT / "anchorlens" / "__init__.py").read_text())
-    return {
-        alias.asname: node.module.split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-        if alias.asname in al.__all__
-    }
+    folders = {"TASKS": "prompts", "PAPER_PARTS": "replication", "PAPER_APPENDIX": "replication"}
+    for name, value in public().items():
+        module = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "")
+        if module.count(".") > 1 or module == "anchorlens.hooks" or name == "AnchorlensError":
+            folders.setdefault(name, module.split(".")[1])
+    return folders
 
 
 def test_each_public_name_is_on_the_reference_page_of_its_folder() -> None:
@@ -238,7 +236,7 @@ def test_each_public_name_is_on_the_reference_page_of_its_folder() -> None:
     on_pages = [
         (name, page.stem)
         for page in pages
-        for name in re.findall(r"^::: anchorlens\.(\w+)$", page.read_text(), re.MULTILINE)
+        for name in re.findall(r"^::: anchorlens\.(?:\w+\.)?(\w+)$", page.read_text(), re.MULTILINE)
     ]
     # All errors are on one page, most of them as members of their module.
     on_pages.remove(("errors", "errors"))

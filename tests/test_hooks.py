@@ -168,7 +168,7 @@ INVALID_CALLS: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
     (lambda m, b: al.isolate_labels(m, b, 99), r"layers .* from 0 to 2, or -3 to -1 .*got \[99\]"),
     (lambda m, b: al.isolate_labels(m, b, [0, -4]), r"got \[-4\]"),
     (lambda m, b: al.isolate_labels(m, b, []), "got none"),
-    (lambda m, b: al.isolate_random(m, b, 99, seed=0), r"got \[99\]"),
+    (lambda m, b: al.hooks.isolate_random(m, b, 99, seed=0), r"got \[99\]"),
     (
         lambda m, b: al.block_edges(m, b, edges.wp, al.Site(0, heads=99)),
         r"heads must be numbers from 0 to 1.*got \[99\]",
@@ -263,7 +263,7 @@ def test_a_hook_on_edges_acts_on_the_last_rows_where_earlier_ones_are_cached(
     cached = replace(batch, first_query=start)
     builders: list[Callable[[al.PromptBatch], list[Hook]]] = [
         lambda prompts: al.isolate_labels(gpt2, prompts, 0),
-        lambda prompts: al.isolate_random(gpt2, prompts, 0, seed=1),
+        lambda prompts: al.hooks.isolate_random(gpt2, prompts, 0, seed=1),
         lambda prompts: al.reweight_anchors(gpt2, prompts, beta),
         lambda prompts: al.block_edges(gpt2, prompts, edges.ww, 0),
         lambda prompts: al.scale_edges(gpt2, prompts, edges.ww, 0.3, 0),
@@ -361,7 +361,7 @@ def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
         *al.scale_edges(gpt2, batch, cut, factor),
         *al.scale_edges(gpt2, batch, cut, factor, after),
         *al.isolate_labels(gpt2, batch, whole_words=True),
-        *al.isolate_random(gpt2, batch, seed=0),
+        *al.hooks.isolate_random(gpt2, batch, seed=0),
         *al.reweight_anchors(gpt2, batch, beta),
     ]
     for _, act in hooks:

@@ -2,9 +2,11 @@
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -45,7 +47,7 @@ def test_importing_the_package_imports_no_heavy_package() -> None:
 
 
 def test_peft_is_imported_only_when_an_adapter_is_written() -> None:
-    code = "import sys, anchorlens as al; al.context_to_peft; print('peft' in sys.modules)"
+    code = "import sys, anchorlens as al; al.contexts.context_to_peft; print('peft' in sys.modules)"
     assert python(code) == "False"
 
 
@@ -59,13 +61,42 @@ def test_the_first_lasso_leaves_the_random_states_as_they_are() -> None:
     assert python(code) == "True"
 
 
-def test_every_public_name_is_listed_and_can_be_imported() -> None:
-    tree = ast.parse(Path(al.__file__).read_text("utf-8"))
+MODULES = ("records", "contexts", "replication", "metrics", "prompts")  # that list their names
+
+
+@pytest.mark.parametrize("module", [al, *(getattr(al, name) for name in MODULES)])
+def test_every_public_name_is_listed_and_can_be_imported(module: Any) -> None:
+    tree = ast.parse(Path(module.__file__).read_text("utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     imported = [alias.name for node in block.body for alias in getattr(node, "names", ())]
-    assert len(imported) > 60 and imported == al.__all__
-    assert set(imported) <= set(dir(al))
-    assert all(hasattr(al, name) for name in imported)
+    assert imported == module.__all__
+    assert set(imported) <= set(dir(module))
+    assert all(hasattr(module, name) for name in imported)
+    # Otherwise the file would stand in the place of what it defines as soon as it is imported.
+    files = {path.stem for path in Path(module.__file__).parent.glob("*.py")}
+    objects = {name for name in imported if not isinstance(getattr(module, name), ModuleType)}
+    assert module in (al, al.records) or not files & objects
+
+
+def test_few_names_stand_at_the_top_and_none_in_two_places() -> None:
+    assert len(al.__all__) <= 85
+    names = [name for module in (al, *(getattr(al, n) for n in MODULES)) for name in module.__all__]
+    assert len(names) == len(set(names)) > 140
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        *(("AccuracyRecord", "records"), ("KeyValues", "contexts"), ("PAPER_PARTS", "replication")),
+        *(("rollout", "metrics"), ("EdgeSet", "prompts"), ("isolate_random", "hooks")),
+        *(("relabel", "relabeling"), ("pq", "edges"), ("sweep", "")),
+    ],
+)
+def test_the_error_for_a_name_says_where_it_is(name: str, home: str) -> None:
+    where = f"; it is anchorlens.{home}.{name}" if home else ""
+    text = f"module 'anchorlens' has no attribute '{name}'{where}"
+    with pytest.raises(AttributeError, match=f"^{re.escape(text)}$"):
+        getattr(al, name)
 
 
 def test_the_package_has_its_version() -> None:

@@ -58,9 +58,9 @@ SITES = [al.Site(), al.Site(1, heads=0), al.Site(1, renormalize=False)]
 def test_isolate_random_blocks_the_edges_of_one_draw(gpt2: Any, site: al.Site) -> None:
     batch = questions(gpt2, 4, batch_size=4, padding_side="left")[0]
     cut = edges.between(edges.random_positions(batch, 3), batch.attention_mask)
-    patterns = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, site, seed=3))
+    patterns = patterns_of(gpt2, batch, al.hooks.isolate_random(gpt2, batch, site, seed=3))
     assert torch.equal(patterns, patterns_of(gpt2, batch, al.block_edges(gpt2, batch, cut, site)))
-    by_default = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, 1, seed=3))
+    by_default = patterns_of(gpt2, batch, al.hooks.isolate_random(gpt2, batch, 1, seed=3))
     assert not torch.equal(patterns, by_default)
 
 
@@ -76,7 +76,7 @@ def test_the_random_control_has_as_many_tokens_as_are_isolated(
     drawn = edges.random_positions(batch, 3, whole_words=whole_words)
     assert int(drawn.sum()) == (int(labels.sum()) if whole_words else len(demos))
     assert not (drawn & labels).any()
-    hooks = al.isolate_random(gpt2, batch, 0, seed=3, whole_words=whole_words)
+    hooks = al.hooks.isolate_random(gpt2, batch, 0, seed=3, whole_words=whole_words)
     alone = patterns_of(gpt2, batch, hooks)[0, 0, 0].diagonal()[1:] == 1
     assert torch.equal(alone, drawn[0, 1:])
 
@@ -103,4 +103,4 @@ def test_too_few_other_words_are_an_error(gpt2: Any) -> None:
     with pytest.raises(
         HookError, match=r"have 0 tokens other than the 2 of .*longer demonstrations"
     ):
-        al.isolate_random(gpt2, tight, 0, seed=0)
+        al.hooks.isolate_random(gpt2, tight, 0, seed=0)

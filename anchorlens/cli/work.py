@@ -29,13 +29,13 @@ from ..prompts.demonstration_sets import Draw, draws_of
 from ..prompts.documents import ANSWER, QUESTION, Pieces
 from ..prompts.examples import Example
 from ..prompts.own_data import in_toml
-from ..prompts.sample_prompts import prompts_of_draws
-from ..replication.across_models import across_models
+from ..prompts.sampled import prompts_of_draws
+from ..replication.figures import paper_figures
+from ..replication.models_compared import across_models
 from ..replication.paper import TRAINING, check_examples, setting_of
 from ..replication.paper import paper as paper_numbers
-from ..replication.paper_figures import paper_figures
 from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
-from ..replication.paper_tables import paper_sections, paper_tables, task_name
+from ..replication.tables import paper_sections, paper_tables, task_name
 from ..report.page import write_report
 from ..results.text_tables import Section
 from ..runs.identity import versions

@@ -62,7 +62,7 @@ class CompressedContext(StoredContext):
         >>> context = al.compress(model, batch)
         >>> context.logits(model, batch).shape[0] == len(batch)
         True
-        >>> same = al.CompressedContext.load(context.save(folder / "context.safetensors"))
+        >>> same = al.contexts.CompressedContext.load(context.save(folder / "context.safetensors"))
         >>> bool((same.selected == context.selected).all())
         True
     """
@@ -120,7 +120,7 @@ class CompressedContext(StoredContext):
             raise PromptError(
                 f"a query has {longest} tokens, but {left} of the model's context of "
                 f"{model.cfg.n_ctx} are left after this compressed context; use shorter queries "
-                "or fewer demonstrations, or positions=al.placement.rebased"
+                "or fewer demonstrations, or positions=al.contexts.placement.rebased"
             )
         refuse_another_rotation(model, self.prefix.text_length, self.query_position + longest)
         prefix, device = self.prefix.beside(model), whole.tokens.device
@@ -153,7 +153,8 @@ class CompressedContext(StoredContext):
             if (queries & (indices[:, None] - indices >= window) & ~beyond).any():
                 raise ModelError(
                     f"layers with a window of {window} tokens cannot see all keys that these "
-                    "positions put into the window; use positions=al.placement.as_in_prompt"
+                    "positions put into the window; use "
+                    "positions=al.contexts.placement.as_in_prompt"
                 )
             if beyond.any():
                 layers = [layer for layer, size in enumerate(windows) if size == window]
@@ -208,9 +209,9 @@ def compress(
     attention, a ``HookedTransformer``), the whole cache is stored and those edges are blocked. The
     answers are the same, but no memory is saved; ``is_cut`` says which it is.
 
-    Moved keys (``al.placement.rebased``) are rotated by the model's own rotation. This is tried
-    where the answer is known: the later half of the keys, moved in one piece with the query, must
-    give the same answer. Else it is refused. Learned positions cannot be moved.
+    Moved keys (``al.contexts.placement.rebased``) are rotated by the model's own rotation. This is
+    tried where the answer is known: the later half of the keys, moved in one piece with the query,
+    must give the same answer. Else it is refused. Learned positions cannot be moved.
 
     With ``separately`` each demonstration is inferred alone, and their keys and values are joined:
     a demonstration sees BOS, the instructions and itself, but no other demonstration. It keeps its
@@ -219,21 +220,21 @@ def compress(
     and goes with every ``select`` and ``positions``. With one demonstration nothing changes.
 
     Pitfalls:
-        Format tokens collect information too, so compare with ``al.selection.random_and_format``,
-        which stores the same format.
+        Format tokens collect information too, so compare with
+        ``al.contexts.selection.random_and_format``, which stores the same format.
 
     Source:
         Section 3.2, Tables 2 and 3. Text_anchor is no context but a prompt with empty texts
-        (``al.text_anchor_prompts``).
+        (``al.prompts.text_anchor_prompts``).
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.
         demonstrations: Any batch of ``build_prompts`` with these demonstrations, which end before
             the first token of the query.
         select: Function that selects positions, from the demonstrations as a batch of one prompt to
-            Bool["position"]: a function of ``al.selection``, or your own.
+            Bool["position"]: a function of ``al.contexts.selection``, or your own.
         positions: Function from the selected positions to the positions of keys and query as the
-            model takes them: a function of ``al.placement``, or your own.
+            model takes them: a function of ``al.contexts.placement``, or your own.
         separately: Run each demonstration without the others before it.
 
     Returns:
@@ -247,7 +248,7 @@ def compress(
             not be exact.
 
     Examples:
-        >>> context = al.compress(model, batch, select=al.selection.anchors_and_format)
+        >>> context = al.compress(model, batch, select=al.contexts.selection.anchors_and_format)
         >>> logits = context.logits(model, batch)
         >>> stored, whole = int(context.selected.sum()), len(context.selected)
         >>> al.compress(model, batch, separately=True).info["separately"]
@@ -383,7 +384,7 @@ def _placed(positions: Placement, selected: Bool[Tensor, " position"]) -> _Place
     if not is_pair:
         raise PromptError(
             "positions must give the positions of the keys, a tensor, and that of the query, a "
-            f"whole number, as al.placement.rebased does; got {described(given)}"
+            f"whole number, as al.contexts.placement.rebased does; got {described(given)}"
         )
     return _Placed(selected, *given)
 
@@ -511,7 +512,7 @@ def _may_cut(
         f"off by {difference:.1e} of the largest. They cannot be chosen in models whose positions "
         "are in the residual stream (learned ones), follow the index in the cache (ALiBi, a "
         "HookedTransformer) or enter the keys where there is no hook point; use "
-        "positions=al.placement.as_in_prompt"
+        "positions=al.contexts.placement.as_in_prompt"
     )
 
 
@@ -598,6 +599,6 @@ def refuse_gaps(context: StoredContext, what: str) -> None:
         raise PromptError(
             f"{what} must have its keys at the positions 0, 1, ... and the query after them, but "
             f"this context has them {context.info.get('positions')}; compress the demonstrations "
-            "with positions=al.placement.rebased, or select everything "
-            "(select=al.selection.everything)"
+            "with positions=al.contexts.placement.rebased, or select everything "
+            "(select=al.contexts.selection.everything)"
         )

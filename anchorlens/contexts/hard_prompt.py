@@ -67,7 +67,7 @@ class HardPrompt(PrefixContext):
             PromptError: The prompts begin with another BOS, or their tensors do not agree.
 
         Examples:
-            >>> prompt = al.hard_prompts.of_tokens(model, [300, 301], held_out=batches)
+            >>> prompt = al.contexts.hard_prompts.of_tokens(model, [300, 301], held_out=batches)
             >>> flows = al.run(model, [prompt.insert(batch)], [al.Accuracy()], progress=False)
         """
         self.check_bos(batch)

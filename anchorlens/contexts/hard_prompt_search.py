@@ -61,7 +61,7 @@ def train_hard_prompt(
         training: How to train, with the optimizer of the method. The paper takes 5000 steps, with
             16 prompts in a batch.
         length: Number of tokens.
-        method: How P moves: one of ``al.hard_prompts``, or your own ``Descent``.
+        method: How P moves: one of ``al.contexts.hard_prompts``, or your own ``Descent``.
         start: Token ids at the start, repeated or cut to ``length``; those of the label words by
             default.
         allowed: True for each token that may be found. Special, unused and byte tokens, and those
@@ -78,7 +78,7 @@ def train_hard_prompt(
         ModelError: The model's embeddings are no multiple of ``W_E``.
 
     Examples:
-        >>> training = al.Training(steps=2, progress=False)
+        >>> training = al.contexts.Training(steps=2, progress=False)
         >>> prompt = al.train_hard_prompt(model, batches[:1], training, held_out=batches[1:],
         ...     length=2, start=[300])
         >>> len(prompt.ids), prompt.text == model.tokenizer.decode(prompt.ids)
@@ -88,7 +88,7 @@ def train_hard_prompt(
     if training.optimizer is not None:
         raise MetricError(
             "the optimizer of a search is that of its method; pass "
-            "method=replace(al.hard_prompts.PEZ, optimizer=...), and training without one"
+            "method=replace(al.contexts.hard_prompts.PEZ, optimizer=...), and training without one"
         )
     tokenizer = tokenizer_of(model, tokenizer)
     chosen = "all plain tokens" if allowed is None else "given tokens"

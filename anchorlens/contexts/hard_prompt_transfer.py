@@ -144,8 +144,8 @@ def transfer_hard_prompt(
 
     The text is encoded by the tokenizer of each model, and stands after the BOS, before the query.
     Beside it: nothing before the query, and random plain tokens of that model, as many as the text
-    has there (those of ``al.hard_prompts.random``). With c_i = 1 where the answer of query i is
-    right, else 0:
+    has there (those of ``al.contexts.hard_prompts.random``). With c_i = 1 where the answer of
+    query i is right, else 0:
 
     $$
     \mathrm{gain} = \frac{1}{n} \sum\limits_{i=1}^{n} \left( c_i(\mathrm{text}) -
@@ -172,7 +172,7 @@ def transfer_hard_prompt(
         Wen et al. (NeurIPS 2023), the table of transfer between language models.
 
     Args:
-        prompt: From ``train_hard_prompt`` or ``al.hard_prompts``. Only its text is used.
+        prompt: From ``train_hard_prompt`` or ``al.contexts.hard_prompts``. Only its text is used.
         models: As in ``across_models``: names, folders or ``.gguf`` files, or a mapping by names of
             your own, whose values may also be hooked models, and functions that load one.
         task: As in ``across_models``; a name, a task, or a function of the tokenizer that makes the
@@ -198,8 +198,8 @@ def transfer_hard_prompt(
         AnchorlensError: Before any weights are loaded: another argument is wrong.
 
     Examples:
-        >>> prompt = al.hard_prompts.of_tokens(model, [300, 301], held_out=batches)
-        >>> record = al.transfer_hard_prompt(
+        >>> prompt = al.contexts.hard_prompts.of_tokens(model, [300, 301], held_out=batches)
+        >>> record = al.contexts.transfer_hard_prompt(
         ...     prompt, {"same": model}, lambda tokenizer: batches, draws=2, progress=False)
         >>> bool(record.accuracy[0].float() == prompt.encoded_accuracy)
         True

@@ -46,7 +46,7 @@ class Langevin:
         last: ``beta`` after the last step.
 
     Examples:
-        >>> round(al.hard_prompts.Langevin(rate=0.5)(0, 100), 4)
+        >>> round(al.contexts.hard_prompts.Langevin(rate=0.5)(0, 100), 4)
         1.0
     """
 
@@ -80,13 +80,13 @@ class Descent:
     presets are therefore in units of s, the root mean square of the embeddings at the start. The
     noise of FluentPrompt is s sqrt(2 * 10 beta_i): sqrt(s) times the published one with the rate 10
     s, because ours has the unit of the steps. With plain gradients
-    (``replace(al.hard_prompts.AUTOPROMPT, optimizer=partial(torch.optim.SGD, lr=100.0))``) the rate
-    must be found for each model and loss.
+    (``replace(al.contexts.hard_prompts.AUTOPROMPT, optimizer=partial(torch.optim.SGD, lr=100.0))``)
+    the rate must be found for each model and loss.
 
     Pitfalls:
         The best candidate is chosen on the held-out queries, so its accuracy there is too high:
-        measure it on other queries. Compare with random tokens (``al.hard_prompts.random``, all of
-        them), with no tokens (``NoContext``) and with the start.
+        measure it on other queries. Compare with random tokens (all of
+        ``al.contexts.hard_prompts.random``), with no tokens (``NoContext``) and with the start.
 
     Source:
         PEZ: Wen et al. (NeurIPS 2023), algorithm 1. Its script for language models projects twice
@@ -107,7 +107,7 @@ class Descent:
         PEZ that prefers likely text:
 
         >>> from dataclasses import replace
-        >>> replace(al.hard_prompts.PEZ, fluency=0.003).keep_continuous
+        >>> replace(al.contexts.hard_prompts.PEZ, fluency=0.003).keep_continuous
         True
     """
 
@@ -152,7 +152,7 @@ def class_words(batches: Sequence[PromptBatch]) -> list[int]:
         PromptError: A label word has several tokens.
 
     Examples:
-        >>> len(al.hard_prompts.class_words(batches)) == len(task.labels)
+        >>> len(al.contexts.hard_prompts.class_words(batches)) == len(task.labels)
         True
     """
     if any((batch.label_ends != batch.label_positions).any() for batch in batches):
@@ -187,7 +187,7 @@ def of_tokens(
         ModelError: The model's hooks do not act, or it takes no key-value cache.
 
     Examples:
-        >>> prompt = al.hard_prompts.of_tokens(model, [300, 301], held_out=batches)
+        >>> prompt = al.contexts.hard_prompts.of_tokens(model, [300, 301], held_out=batches)
         >>> prompt.text == model.tokenizer.decode([300, 301])
         True
     """
@@ -223,7 +223,7 @@ def random(
         PromptError: As ``of_tokens``, or ``length`` or ``draws`` is below 1.
 
     Examples:
-        >>> prompts = al.hard_prompts.random(model, held_out=batches, length=2, draws=3)
+        >>> prompts = al.contexts.hard_prompts.random(model, held_out=batches, length=2, draws=3)
         >>> accuracies = [float(prompt.training.best_accuracy) for prompt in prompts]
     """
     check_from_1(PromptError, length=length)

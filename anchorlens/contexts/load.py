@@ -31,7 +31,7 @@ def load_context(path: str | Path) -> CompressedContext | PrefixContext:
 
     Examples:
         >>> path = al.compress(model, batch).save(folder / "context.safetensors")
-        >>> type(al.load_context(path)).__name__
+        >>> type(al.contexts.load_context(path)).__name__
         'CompressedContext'
     """
     header, _ = read_with_digest(path)
@@ -39,7 +39,7 @@ def load_context(path: str | Path) -> CompressedContext | PrefixContext:
     if "context" not in header:
         raise StoreError(
             f"{path} holds a {name}, not a context; expected a file that save of a context wrote "
-            "(use al.load_record for a record, al.context_from_peft for a peft adapter)"
+            "(use al.load_record for a record, al.contexts.context_from_peft for a peft adapter)"
         )
     # A notebook cell that runs again defines its class again: the last definition counts.
     kinds = {kind.__name__: kind for ours in _OURS for kind in classes_of(ours)}

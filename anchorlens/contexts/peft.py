@@ -68,8 +68,8 @@ def context_to_peft(
         StoreError: peft is not installed, or the files cannot be written.
 
     Examples:
-        >>> context = al.compress(model, batch, select=al.selection.everything)
-        >>> adapter = al.context_to_peft(context, model, folder / "adapter")
+        >>> context = al.compress(model, batch, select=al.contexts.selection.everything)
+        >>> adapter = al.contexts.context_to_peft(context, model, folder / "adapter")
         >>> sorted(path.name for path in adapter.iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
@@ -151,9 +151,9 @@ def context_from_peft(
             value biases are folded.
 
     Examples:
-        >>> context = al.compress(model, batch, select=al.selection.everything)
-        >>> adapter = al.context_to_peft(context, model, folder / "adapter")
-        >>> same = al.context_from_peft(adapter, model)
+        >>> context = al.compress(model, batch, select=al.contexts.selection.everything)
+        >>> adapter = al.contexts.context_to_peft(context, model, folder / "adapter")
+        >>> same = al.contexts.context_from_peft(adapter, model)
         >>> bool((same.tokens == context.tokens).all()), same.size == context.size
         (True, True)
     """

@@ -113,7 +113,7 @@ def train_prefix(
         ModelError: ``start`` was made with another model.
 
     Examples:
-        >>> training = al.Training(steps=2, progress=False)
+        >>> training = al.contexts.Training(steps=2, progress=False)
         >>> context = al.train_prefix(model, batches[:1], training, held_out=batches[1:], length=2)
         >>> context.logits(model, batches[1]).shape[0] == len(batches[1])
         True
@@ -211,7 +211,7 @@ def _check_start(model: HookedModel, start: StoredContext, bos: Tensor) -> None:
     if not torch.equal(tokens[: len(bos)].cpu(), bos.cpu()):
         raise PromptError(
             "the prompts begin with a BOS, which a start must hold too, before all else; "
-            "select it, as the functions of al.selection do"
+            "select it, as the functions of al.contexts.selection do"
         )
     if len(tokens) == len(bos):
         raise PromptError(

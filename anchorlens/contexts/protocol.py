@@ -58,7 +58,7 @@ class Context(Protocol):
     model is refused, and with ``queries_in_training`` queries that a training used.
 
     Examples:
-        >>> isinstance(al.compress(model, batch), al.Context)
+        >>> isinstance(al.compress(model, batch), al.contexts.Context)
         True
     """
 
@@ -113,7 +113,7 @@ class NoContext(Context):
     The baseline of every context.
 
     Examples:
-        >>> al.NoContext().logits(model, batch).shape[0] == len(batch)
+        >>> al.contexts.NoContext().logits(model, batch).shape[0] == len(batch)
         True
     """
 

@@ -158,9 +158,9 @@ def train_reweighting(
         HookError: ``start`` does not fit the model and the prompts.
 
     Examples:
-        >>> training = al.Training(steps=4, progress=False)
-        >>> beta = al.train_reweighting(model, batches, training)
-        >>> loaded = al.Beta.load(beta.save(folder / "beta.safetensors"))
+        >>> training = al.contexts.Training(steps=4, progress=False)
+        >>> beta = al.contexts.train_reweighting(model, batches, training)
+        >>> loaded = al.contexts.Beta.load(beta.save(folder / "beta.safetensors"))
         >>> results = al.run(model, batches, [al.Accuracy()], progress=False,
         ...     hooks=lambda batch: al.reweight_anchors(model, batch, loaded))
     """
@@ -322,7 +322,7 @@ def reweight_demonstrations(
 
     Examples:
         >>> beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(demos))
-        >>> context = al.reweight_demonstrations(model, batch, beta)
+        >>> context = al.contexts.reweight_demonstrations(model, batch, beta)
         >>> context.logits(model, batch).shape[0] == len(batch)
         True
     """

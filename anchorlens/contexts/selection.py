@@ -30,7 +30,7 @@ def anchors_and_format(demonstrations: PromptBatch) -> Bool[Tensor, " position"]
     """BOS, instructions, and every template, separator and label token (Hidden_anchor).
 
     Examples:
-        >>> context = al.compress(model, batch, select=al.selection.anchors_and_format)
+        >>> context = al.compress(model, batch, select=al.contexts.selection.anchors_and_format)
     """
     return _in_segments(demonstrations, OTHER, LABEL, FORMAT)
 
@@ -40,7 +40,8 @@ def label_words(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
     """BOS, instructions and the label words.
 
     Examples:
-        >>> al.compress(model, batch, select=al.selection.label_words).selected.sum() >= len(demos)
+        >>> context = al.compress(model, batch, select=al.contexts.selection.label_words)
+        >>> context.selected.sum() >= len(demos)
         tensor(True)
     """
     return _in_segments(demonstrations, OTHER, LABEL)
@@ -61,7 +62,7 @@ def random_and_format(seed: int) -> Selection:
         demonstration has fewer text tokens than its label word has tokens.
 
     Examples:
-        >>> selections = [al.selection.random_and_format(seed) for seed in range(3)]
+        >>> selections = [al.contexts.selection.random_and_format(seed) for seed in range(3)]
         >>> contexts = [al.compress(model, batch, select=select) for select in selections]
     """
 

@@ -58,8 +58,8 @@ def train_soft_prompt(
             section 2 of the paper.
         length: Number of embeddings.
         start: Token ids whose embeddings are the start, repeated or cut to ``length``; random
-            tokens by default. ``al.hard_prompts.class_words(batches)`` gives those of the label
-            words.
+            tokens by default. ``al.contexts.hard_prompts.class_words(batches)`` gives those of the
+            label words.
 
     Returns:
         The soft prompt with its training record.
@@ -69,7 +69,7 @@ def train_soft_prompt(
         ModelError: The model reads tokens elsewhere than at ``hook_embed``.
 
     Examples:
-        >>> training = al.Training(steps=2, progress=False)
+        >>> training = al.contexts.Training(steps=2, progress=False)
         >>> prompt = al.train_soft_prompt(model, batches[:1], training, held_out=batches[1:],
         ...     length=2)
         >>> prompt.embeddings.shape == (2, model.cfg.d_model)

@@ -133,7 +133,7 @@ class Training:
         progress: Show a progress bar.
 
     Examples:
-        >>> training = al.Training(steps=2, check_every=1, progress=False)
+        >>> training = al.contexts.Training(steps=2, check_every=1, progress=False)
         >>> prompt = al.train_soft_prompt(model, batches[:1], training, held_out=batches[1:])
         >>> prompt.training.checked_steps
         tensor([0, 1, 2])
@@ -159,7 +159,7 @@ class Training:
 
 @runtime_checkable
 class Trainable(Protocol):
-    """What ``al.train_context`` trains: parameters, and how queries are run with them.
+    """What ``al.contexts.train_context`` trains: parameters, and how queries are run with them.
 
     A context of your own is trained if it is of this class too, and has ``parameters``.
     """

@@ -29,7 +29,7 @@ from ..contexts.protocol import (
 from ..contexts.selection import Selection, random_and_format
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
-from ..metrics.loyalty import loyalty_contributions, next_tokens
+from ..metrics.loyalties import loyalty_contributions, next_tokens
 from ..metrics.predictions import predicted_class, require_gold
 from ..models.hooked import HookedModel, device_of, hooks_by_layer, pattern_name
 from ..passes.forward import run_pass
@@ -241,8 +241,8 @@ def compare_contexts(
     to the whole prompts. The times are those of the pass over the queries of one batch, of middle
     length: the contexts and the whole prompts take turns, and each time is the median over
     ``repeats``. The fair baseline of a time is a cached prefix, ``al.compress`` with
-    ``al.selection.everything``. Stolen attention is the part of the target's row that goes to the
-    keys P of the context, without BOS:
+    ``al.contexts.selection.everything``. Stolen attention is the part of the target's row that goes
+    to the keys P of the context, without BOS:
 
     $$
     \frac{1}{L H} \sum\limits_{\ell, h} \, \sum\limits_{j \in P} A_{h\ell}(q, j)
@@ -299,7 +299,7 @@ def compare_contexts(
         StoreError: The folder is of another run.
 
     Examples:
-        >>> contexts = {"none": al.NoContext(), "anchors only": al.compress}
+        >>> contexts = {"none": al.contexts.NoContext(), "anchors only": al.compress}
         >>> record = al.compare_contexts(model, batches, contexts, progress=False)
         >>> record.table().index.to_list()
         ['none', 'anchors only']
@@ -374,8 +374,8 @@ class _Stored:
 def _check_contexts(contexts: Mapping[str, Context | MakeContext]) -> None:
     if not contexts:
         raise PromptError(
-            "contexts are given by name, {'none': al.NoContext(), 'anchors only': al.compress}; "
-            "got none"
+            "contexts are given by name, {'none': al.contexts.NoContext(), 'anchors only': "
+            "al.compress}; got none"
         )
     for name, context in contexts.items():
         if not name.strip():

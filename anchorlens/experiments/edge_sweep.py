@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import HookError, MetricError
 from ..hooks import Site, hooks_on_edges
-from ..metrics.loyalty import NextTokens, loyalty_contributions, next_tokens
+from ..metrics.loyalties import NextTokens, loyalty_contributions, next_tokens
 from ..metrics.metric import Metric
 from ..models.batch_hooks import EdgeHook
 from ..models.hooked import Hook, HookedModel

@@ -109,7 +109,7 @@ class HeadEffectsRecord(Record):
             MetricError: ``count`` is below 1.
 
         Examples:
-            >>> mixed = al.relabel(demos, task, al.relabeling.random(seed=0))
+            >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
             >>> queries = al.load_examples("questions")[:3]
             >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
             >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
@@ -182,7 +182,8 @@ def head_effects(
         model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts of the task over which outputs are averaged, with other queries.
         shuffled: Prompts from ``build_prompts`` whose demonstrations have labels in a random order:
-            ``al.relabel(demos, task, al.relabeling.random(seed))``, and queries with true labels.
+            ``al.relabeling.relabel(demos, task, al.relabeling.random(seed))``, and queries with
+            true labels.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Stores what each batch contributed, in ``outputs`` and ``effects``; the same call
             after an interruption continues from there.
@@ -203,7 +204,7 @@ def head_effects(
         >>> task, examples = al.TASKS["questions"], al.load_examples("questions")
         >>> queries = al.sample_queries(examples, 8, seed=0, exclude=demos)
         >>> batches = al.build_prompts(model.tokenizer, task, demos, queries[:4])
-        >>> mixed = al.relabel(demos, task, al.relabeling.random(seed=0))
+        >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
         >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries[4:])
         >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
         >>> record.effect.shape == (model.cfg.n_layers, model.cfg.n_heads)

@@ -116,7 +116,7 @@ class TaskVectorsRecord(Record):
             >>> queries = al.load_examples("questions")[:3]
             >>> tested = al.build_prompts(model.tokenizer, task, demos, queries)
             >>> vectors = al.task_vectors(model, batches, tested, resamples=0, progress=False)
-            >>> alone = al.NoContext().query_pass(model, batch).batch  # without demonstrations
+            >>> alone = al.contexts.NoContext().query_pass(model, batch).batch  # the query alone
             >>> hooks = vectors.hooks(model, alone, layer=1)
             >>> logits = model.run_with_hooks(alone.tokens, fwd_hooks=hooks)
         """
@@ -220,7 +220,7 @@ def task_vectors(
 
         Label words after shuffled labels are replaced by those after true labels.
 
-        >>> mixed = al.relabel(demos, task, al.relabeling.random(seed=0))
+        >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
         >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries[4:])
         >>> at_labels = al.task_vectors(model, batches, tested, into=shuffled,
         ...     positions=al.edges.anchors, resamples=0, progress=False)
@@ -312,5 +312,6 @@ def _require_same_queries(*lists: Sequence[PromptBatch]) -> None:
     if keys[0] != keys[-1]:
         raise PromptError(
             "into must have the queries, classes and label words of tested, in the same order; "
-            "build both with the same queries: build_prompts(tokenizer, *al.relabel(...), queries)"
+            "build both with the same queries: build_prompts(tokenizer, "
+            "*al.relabeling.relabel(...), queries)"
         )

@@ -148,7 +148,7 @@ def compare_accuracies(
 
     Examples:
         >>> right = {"guess": torch.tensor([1., 0.]), "oracle": torch.tensor([1., 1.])}
-        >>> al.compare_accuracies(right, resamples=0).gain.tolist()
+        >>> al.metrics.compare_accuracies(right, resamples=0).gain.tolist()
         [0.0, 0.5]
     """
     check_resamples(resamples)

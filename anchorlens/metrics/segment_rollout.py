@@ -1,7 +1,7 @@
 """Attention rollout from the target to named segments, computed while the layers run.
 
-``al.rollout`` multiplies the patterns of all layers; here each layer multiplies what the layers
-before it gave to the segments, so that no pattern is stored.
+``al.metrics.rollout`` multiplies the patterns of all layers; here each layer multiplies what the
+layers before it gave to the segments, so that no pattern is stored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ class SegmentRolloutRecord(Record):
 class SegmentRollout(Metric):
     r"""Attention rollout from the target to segments (Abnar and Zuidema, 2020).
 
-    With R the product of all layers in `al.rollout`, and q the target,
+    With R the product of all layers in `al.metrics.rollout`, and q the target,
 
     $$
     \text{reach}(b) = \sum\limits_{j \in b} R(q, j)

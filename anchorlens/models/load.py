@@ -266,7 +266,8 @@ def _refuse_other_sources(source: Any) -> None:
         return
     if hasattr(source, "peft_config"):
         cure = (
-            "pass model.merge_and_unload(), or save a prefix and read it with al.context_from_peft"
+            "pass model.merge_and_unload(), or save a prefix and read it with "
+            "al.contexts.context_from_peft"
         )
     elif hasattr(source, "_orig_mod"):
         cure = "pass model._orig_mod, the model before torch.compile"

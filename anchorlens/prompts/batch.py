@@ -370,7 +370,7 @@ class PromptBatch:
             label_positions: Position of each label word, in order of appearance.
             label_classes: Class of each label word.
             label_token_ids: First token of each class's label word, all different; an
-                ``al.Verbalizer`` where classes have several words.
+                ``al.prompts.Verbalizer`` where classes have several words.
             gold: True class of each prompt.
             attention_mask: 1 or True for a token, 0 or False for padding; all 1 by default.
             target_positions: Where the label is predicted; the last token of each row by default.
@@ -745,7 +745,7 @@ def _check_positions(batch: PromptBatch) -> None:
     """Check that positions are inside their prompt and before the target, and classes in range."""
     if not isinstance(batch.verbalizer, Verbalizer):
         raise PromptError(
-            f"the verbalizer of a batch is an al.Verbalizer; got {batch.verbalizer!r}"
+            f"the verbalizer of a batch is an al.prompts.Verbalizer; got {batch.verbalizer!r}"
         )
     classes = len(batch.verbalizer.token_ids)
     check_inside(batch, "label_positions")

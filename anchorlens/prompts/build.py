@@ -208,7 +208,8 @@ def text_anchor_prompts(
         batch_size: Prompts in a batch, at most.
 
     Examples:
-        >>> bare = al.text_anchor_prompts(model.tokenizer, task, demos, [al.Example("Who?", 3)])
+        >>> asked = [al.Example("Who?", 3)]
+        >>> bare = al.prompts.text_anchor_prompts(model.tokenizer, task, demos, asked)
         >>> len(bare[0].label_positions[0]) == len(demos)
         True
     """

@@ -38,7 +38,7 @@ class EdgeSet(Tensor):
 
     Examples:
         >>> chosen = al.edges.wp(batch) & ~al.edges.from_first(batch)
-        >>> isinstance(chosen, al.EdgeSet) and isinstance(chosen, torch.Tensor)
+        >>> isinstance(chosen, al.prompts.EdgeSet) and isinstance(chosen, torch.Tensor)
         True
         >>> torch.equal(chosen.rows(slice(3, 9)), chosen.table()[:, 3:9])
         True

@@ -1,8 +1,8 @@
 """Sets of edges: tensors of True and False over (query, key), made from positions.
 
 Edge (i, j) is True if query position i attends to key position j and j < i. No edge set holds the
-diagonal or padding. Combine sets as tensors: ``|``, ``&``, ``& ~``. Each is an ``al.EdgeSet``,
-whose rows are computed when they are read.
+diagonal or padding. Combine sets as tensors: ``|``, ``&``, ``& ~``. Each is an
+``al.prompts.EdgeSet``, whose rows are computed when they are read.
 
 Examples:
     >>> to_labels = edges.between(edges.segment(batch, "query"), edges.anchors(batch))

@@ -59,11 +59,11 @@ def relabel(
     Examples:
         >>> task, demos = al.TASKS["trec"], al.sample_demonstrations(al.load_examples("questions"))
         >>> how = al.relabeling.flipped(share=1.0, seed=0)
-        >>> prompts = al.build_prompts(model.tokenizer, *al.relabel(demos, task, how), ["Who?"])
-        >>> flipped = al.relabel(demos, task, how)[1]
+        >>> task, flipped = al.relabeling.relabel(demos, task, how)
+        >>> prompts = al.build_prompts(model.tokenizer, task, flipped, ["Who?"])
         >>> any(before.label == after.label for before, after in zip(demos, flipped))
         False
-        >>> al.relabel(flipped, task, how)[1] == demos
+        >>> al.relabeling.relabel(flipped, task, how)[1] == demos
         True
     """
     if not demonstrations:
@@ -100,7 +100,7 @@ def random(seed: int = 0) -> Relabeling:
 
     Examples:
         >>> demos = [al.Example(text, k % 2) for k, text in enumerate("abcdef")]
-        >>> _, mixed = al.relabel(demos, al.TASKS["sst2"], al.relabeling.random(seed=1))
+        >>> _, mixed = al.relabeling.relabel(demos, al.TASKS["sst2"], al.relabeling.random(seed=1))
         >>> sorted(demo.label for demo in mixed)
         [0, 0, 0, 1, 1, 1]
     """
@@ -131,7 +131,7 @@ def flipped(share: float = 1.0, seed: int = 0) -> Relabeling:
 
     Examples:
         >>> demos = [al.Example("dull", 0), al.Example("fun", 1)]
-        >>> _, wrong = al.relabel(demos, al.TASKS["sst2"], al.relabeling.flipped())
+        >>> _, wrong = al.relabeling.relabel(demos, al.TASKS["sst2"], al.relabeling.flipped())
         >>> [demo.label for demo in wrong]
         [1, 0]
     """
@@ -167,7 +167,8 @@ def symbols(words: Sequence[str]) -> Relabeling:
 
     Examples:
         >>> demos = [al.Example("dull", 0), al.Example("fun", 1)]
-        >>> task, _ = al.relabel(demos, al.TASKS["sst2"], al.relabeling.symbols([" A", " B"]))
+        >>> letters = al.relabeling.symbols([" A", " B"])
+        >>> task, _ = al.relabeling.relabel(demos, al.TASKS["sst2"], letters)
         >>> task.demonstration("fun", 1)
         'Review: fun\\nSentiment: B'
     """

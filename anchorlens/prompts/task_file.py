@@ -71,7 +71,7 @@ def read_task(path: str | Path) -> tuple[Task, Examples]:
         >>> task, examples = al.read_task(path)
         >>> task.demonstration("fun", 1)
         'Review: fun\nSentiment: B'
-        >>> batches = al.sample_prompts(model, task, examples, queries=12)
+        >>> batches = al.prompts.sample_prompts(model, task, examples, queries=12)
     """
     entries = read_entries(Path(path))
     task = task_of(entries, str(path))

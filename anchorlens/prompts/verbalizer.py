@@ -32,7 +32,7 @@ class Verbalizer:
             ``score`` does not give one number a prompt.
 
     Examples:
-        >>> words = al.Verbalizer([[1, 2], [5]], torch.logsumexp)  # the sum of the probabilities
+        >>> words = al.prompts.Verbalizer([[1, 2], [5]], torch.logsumexp)  # probabilities, added
         >>> uniform = torch.zeros(1, 10)
         >>> words.scores(uniform).exp()
         tensor([[0.2000, 0.1000]])

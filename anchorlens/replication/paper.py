@@ -35,7 +35,7 @@ from ..system.processes import fails_together, gather_from_processes, is_main, m
 from ..system.put_back import each_call_inside, safe_context
 from ..system.warn import warn_user
 from .paper_parts import PAPER_PARTS, SPEED_UP, PaperNumber, PaperSetting, Part
-from .paper_tables import AVERAGE, with_averages
+from .tables import AVERAGE, with_averages
 
 COLUMNS = ["task", "seed", "part", "row", "column", "layer", "value"]
 TRAINING = 4  # examples of each class for re-weighting
@@ -94,8 +94,8 @@ def paper(
     Examples:
         >>> examples = al.load_examples("questions", "train"), al.load_examples("questions", "test")
         >>> numbers = al.paper(model, {"questions": examples}, queries=12, seeds=[1], depth=1,
-        ...     draws=1, parts=[al.PAPER_PARTS[1]], progress=False)
-        >>> "label words, first layer" in al.paper_tables(numbers)
+        ...     draws=1, parts=[al.replication.PAPER_PARTS[1]], progress=False)
+        >>> "label words, first layer" in al.replication.paper_tables(numbers)
         True
     """
     ensure_prepared(model)

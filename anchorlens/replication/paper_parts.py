@@ -23,7 +23,7 @@ from ..experiments.sites import first_and_last
 from ..hooks import Site, isolate_labels, isolate_random, reweight_anchors
 from ..metrics.accuracy import Accuracy
 from ..metrics.distances import AnchorDistances
-from ..metrics.loyalty import loyalty
+from ..metrics.loyalties import loyalty
 from ..metrics.metric import Metric
 from ..metrics.predictions import predicted_class
 from ..models.hooked import HookedModel
@@ -51,7 +51,7 @@ class PaperNumber(NamedTuple):
     """One number of a figure or table: what a part yields, and a row of what ``paper`` returns.
 
     Examples:
-        >>> al.PaperNumber("Entropy", "next token", "nats", 2.5).layer
+        >>> al.replication.PaperNumber("Entropy", "next token", "nats", 2.5).layer
         -1
 
     Attributes:

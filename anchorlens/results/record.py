@@ -1,6 +1,5 @@
 """The base record of every result: numbers with named axes, their intervals, saving, loading."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -21,6 +20,7 @@ from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
+from ..system.package import homes_of
 from ..system.texts import KeepsRepr
 from .contributions import Contributions
 from .estimate import Estimate
@@ -107,7 +107,7 @@ class Record(KeepsRepr):
         """The axis words of each tensor field, in order.
 
         Examples:
-            >>> al.SaliencyFlowsRecord.axes()["flows"]
+            >>> al.records.SaliencyFlowsRecord.axes()["flows"]
             ('layer', 'flow')
         """
         hints = get_type_hints(cls)
@@ -139,7 +139,7 @@ class Record(KeepsRepr):
 
         Examples:
             >>> right = al.Contributions({"correct": torch.tensor([1., 0., 1., 1.])})
-            >>> al.AccuracyRecord.of(right).accuracy
+            >>> al.records.AccuracyRecord.of(right).accuracy
             tensor(0.7500)
         """
         unknown = given.keys() - {each.name for each in fields(cls)}
@@ -285,7 +285,7 @@ class Record(KeepsRepr):
 
         Examples:
             >>> result = al.isolation_loyalty(model, batches, 0, draws=1, progress=False)
-            >>> same = al.CutEdgesRecord.load(result.save(folder / "result.safetensors"))
+            >>> same = al.records.CutEdgesRecord.load(result.save(folder / "result.safetensors"))
             >>> bool(same.word_loyalty == result.word_loyalty)
             True
         """
@@ -312,7 +312,7 @@ class Record(KeepsRepr):
         if header.get("record") != cls.__name__:
             raise StoreError(
                 f"{path} holds a {kind_of_file(header)}, not a {cls.__name__}; use al.load_record, "
-                "or al.load_context for a context"
+                "or al.contexts.load_context for a context"
             )
         return cls._restored(path, header.get("info"), stored)
 
@@ -384,11 +384,10 @@ def load_record(path: str | Path) -> Record:
     if name is None:
         raise StoreError(
             f"{path} holds no record; expected a file that save of a record wrote (use "
-            "al.load_context for a context)"
+            "al.contexts.load_context for a context)"
         )
-    package = sys.modules[__name__.partition(".")[0]]
-    if name in package.__all__:
-        getattr(package, name)  # imports the module that defines it
+    if home := homes_of(__name__.partition(".")[0]).get(name):
+        getattr(home, name)  # imports the module that defines it
     # A notebook cell that runs again defines its class again: the last definition counts.
     kinds = {
         (kind.__module__, kind.__qualname__): kind

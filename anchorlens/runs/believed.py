@@ -33,6 +33,7 @@ from ..metrics.reads import At, Block, Blocks, Hooks, Seen, Sums
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.record import Record
+from ..system.package import homes_of
 
 # What these give depends on what they get, and on nothing else.
 _OF_PYTHON: list[Any] = [
@@ -189,7 +190,7 @@ def classes_given() -> list[type]:
 
 @functools.lru_cache(1)
 def _classes_given(_: int) -> list[type]:
-    public = sys.modules[PACKAGE].__all__
+    public = homes_of(PACKAGE)
     loaded = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.")]
     found = [vars(module).get(name) for module in loaded for name in public]
     return [*_GIVEN, *dict.fromkeys(each for each in found if isinstance(each, type))]

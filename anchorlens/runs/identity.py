@@ -20,7 +20,6 @@ import hashlib
 import inspect
 import pathlib
 import platform
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -53,7 +52,7 @@ from ..models.model_state import user_hooks
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..system.checksum import digest_of
-from ..system.package import installed_version
+from ..system.package import homes_of, installed_version
 from ..system.processes import is_main
 from ..system.texts import name_of
 from ..system.warn import warn_user
@@ -404,7 +403,7 @@ def _of_module(module: ModuleType, name: str) -> Any:
     """What a module has under a name, unless it may compute it at each use."""
     if type(module) is not ModuleType:
         return _MISSING
-    if module is sys.modules[believed.PACKAGE]:
+    if module in homes_of(believed.PACKAGE).values():
         return getattr(module, name, _MISSING)  # imported at first use
     return vars(module).get(name, _MISSING)
 

@@ -136,7 +136,7 @@ def target_logits(
 
     Examples:
         >>> logits = al.target_logits(model, batches, progress=False)
-        >>> float(al.loyalty(logits, logits, batches[0].label_token_ids).label_loyalty)
+        >>> float(al.metrics.loyalty(logits, logits, batches[0].label_token_ids).label_loyalty)
         1.0
     """
     settings = {"hooks": hooks}

@@ -14,7 +14,7 @@ from ..models.load import load_model
 from ..models.read_weights import refuse_revision
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
-from ..prompts.sample_prompts import prompts_of_draws, sample_draws
+from ..prompts.sampled import prompts_of_draws, sample_draws
 from ..prompts.tasks import Task
 from ..system.arguments import check_from_1
 from ..system.hidden_warnings import recorded_warnings

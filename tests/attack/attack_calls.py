@@ -49,7 +49,7 @@ def calls() -> list[Call]:
     wrong_labels = [odd for odd in bad if odd.label_positions is not batch.label_positions]
     bad_lists: list[Any] = [[odd] for odd in bad] + [[], batch, [None], [batch, bad[0]]]
     edges = al.edges.wp(batch)
-    record_class = al.SaliencyFlowsRecord
+    record_class = al.records.SaliencyFlowsRecord
     examples: list[Any] = [[], [al.Example("x")], [al.Example("x", -1)], [al.Example("x", 7)]]
     sizes: list[Any] = [0, *COUNTS]
     sites = [*LAYERS, *(al.Site(0, heads=heads) for heads in HEADS), al.Site(0, keep_bos=True)]
@@ -149,7 +149,7 @@ def calls() -> list[Call]:
         ),
         Call(al.isolate_labels, {**both, "site": 0}, {**at, "batch": wrong_labels}),
         Call(
-            al.isolate_random,
+            al.hooks.isolate_random,
             {**both, "site": 0, "seed": 0},
             {**at, "seed": ["x", 1.5, NAN], "batch": wrong_labels},
         ),
@@ -163,21 +163,24 @@ def calls() -> list[Call]:
             },
         ),
         Call(
-            al.train_reweighting,
-            {**all_of, "training": al.Training(steps=1, **QUIET), "start": None},
+            al.contexts.train_reweighting,
+            {**all_of, "training": al.contexts.Training(steps=1, **QUIET), "start": None},
             {
                 "batches": bad_lists,
                 "training": [
-                    al.Training(optimizer=torch.optim.LBFGS),
-                    al.Training(optimizer=lambda parameters: None),  # type: ignore[arg-type, return-value]
-                    al.Training(folder="a\0b"),
-                    *(al.Training(steps=1, loss=loss, **QUIET) for loss in of_two_arguments),
+                    al.contexts.Training(optimizer=torch.optim.LBFGS),
+                    al.contexts.Training(optimizer=lambda parameters: None),  # type: ignore[arg-type, return-value]
+                    al.contexts.Training(folder="a\0b"),
+                    *(
+                        al.contexts.Training(steps=1, loss=loss, **QUIET)
+                        for loss in of_two_arguments
+                    ),
                 ],
                 "start": [vector, torch.zeros(3, 2, 99)],
             },
         ),
         Call(
-            al.Training,
+            al.contexts.Training,
             {"steps": 1, "check_every": 1, "clip": 1.0, "seed": 0},
             {
                 **{"steps": COUNTS, "check_every": sizes, "clip": [NAN, 0.0, "x"]},
@@ -226,7 +229,7 @@ def calls() -> list[Call]:
         Call(al.sites.single_heads, {"model": model, "layers": [0]}, {"layers": LAYERS}),
         Call(
             al.compress,
-            {"model": model, "demonstrations": batch, "select": al.selection.label_words},
+            {"model": model, "demonstrations": batch, "select": al.contexts.selection.label_words},
             {
                 "demonstrations": bad,
                 "select": [
@@ -251,23 +254,29 @@ def calls() -> list[Call]:
             {"model": models, "batch": bad},
         ),
         Call(
-            al.reweight_demonstrations,
+            al.contexts.reweight_demonstrations,
             {"model": model, "demonstrations": batch, "beta": torch.zeros(3, 2, 6)},
             {"demonstrations": bad, "beta": [vector, torch.full((3, 2, 6), NAN)]},
         ),
         Call(
             al.compare_contexts,
-            {**all_of, "contexts": {"none": al.NoContext()}, "draws": 1, "repeats": 1, **QUICK},
+            {
+                **all_of,
+                "contexts": {"none": al.contexts.NoContext()},
+                "draws": 1,
+                "repeats": 1,
+                **QUICK,
+            },
             {
                 "batches": bad_lists,
-                "contexts": [{}, [], None, {1: al.NoContext()}, {"none": 3}],
+                "contexts": [{}, [], None, {1: al.contexts.NoContext()}, {"none": 3}],
                 "draws": COUNTS,
                 "repeats": COUNTS,
                 "resamples": COUNTS,
             },
         ),
         Call(
-            al.text_anchor_prompts,
+            al.prompts.text_anchor_prompts,
             {
                 **{"tokenizer": setup.tokenizer, "task": setup.task, "demonstrations": setup.demos},
                 "queries": setup.queries,
@@ -279,7 +288,7 @@ def calls() -> list[Call]:
             },
         ),
         Call(
-            al.compare_accuracies,
+            al.metrics.compare_accuracies,
             {"correct": setup.correct, "resamples": 2},
             {"correct": [{}, {"a": torch.ones(0)}]},
         ),
@@ -294,7 +303,7 @@ def calls() -> list[Call]:
             {"path": [setup.data, setup.folder, setup.folder / "none", "\0"]},
         ),
         Call(
-            al.CompressedContext.load,
+            al.contexts.CompressedContext.load,
             {"path": setup.context.save(setup.folder / "context.safetensors")},
             {"path": [setup.data, setup.folder, setup.folder / "none", "\0"]},
         ),

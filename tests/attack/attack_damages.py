@@ -155,7 +155,7 @@ def damaged_context(rng: random.Random) -> None:
     path = setup.context.save(folder() / "context.safetensors")
     case = damaged(path, rng)
     with refused_or(case, AnchorlensError):
-        logits = al.CompressedContext.load(path).logits(setup.model, setup.batch)
+        logits = al.contexts.CompressedContext.load(path).logits(setup.model, setup.batch)
         expected = setup.context.logits(setup.model, setup.batch)
         assert torch.equal(logits, expected), f"{case}: loads, with other numbers"
 
@@ -195,7 +195,10 @@ def forged_files(rng: random.Random) -> None:
         "adapter": setup.prefix,
     }[kind]
     if kind == "adapter":
-        path = al.context_to_peft(saved, setup.model, path.parent) / "adapter_model.safetensors"
+        path = (
+            al.contexts.context_to_peft(saved, setup.model, path.parent)
+            / "adapter_model.safetensors"
+        )
     else:
         saved.save(path)
     header, tensors = read_with_digest(path)
@@ -210,9 +213,9 @@ def forged_files(rng: random.Random) -> None:
         if kind == "record":
             repr(al.load_record(path).to_frame())
         elif kind == "adapter":
-            al.context_from_peft(path.parent, setup.model).logits(setup.model, setup.batch)
+            al.contexts.context_from_peft(path.parent, setup.model).logits(setup.model, setup.batch)
         else:
-            loaded = al.load_context(path)
+            loaded = al.contexts.load_context(path)
             repr(loaded)
             loaded.logits(setup.model, setup.batch)
 
@@ -227,10 +230,10 @@ def odd_settings(rng: random.Random) -> None:
         case = damaged(path, rng, *TOML)
         read: Callable[[], Any] = partial(read_entries, path)
     else:
-        al.context_to_peft(setup.prefix, setup.model, folder_of_adapter := folder())
+        al.contexts.context_to_peft(setup.prefix, setup.model, folder_of_adapter := folder())
         path = folder_of_adapter / "adapter_config.json"
         case = damaged(path, rng, "pipe")
-        read = partial(al.context_from_peft, path.parent, setup.model)
+        read = partial(al.contexts.context_from_peft, path.parent, setup.model)
     with refused_or(case):
         try:
             read()

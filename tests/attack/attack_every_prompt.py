@@ -62,7 +62,7 @@ def odd_lengths(rng: random.Random) -> None:
         raise AssertionError(f"{case}: other logits than alone")
     for batch in batches:
         try:
-            context = al.compress(model, batch, al.selection.everything)
+            context = al.compress(model, batch, al.contexts.selection.everything)
             answers = context.logits(model, batch)
         except AnchorlensError:
             continue
@@ -78,7 +78,7 @@ def odd_edges(rng: random.Random) -> None:
     chosen = torch.tensor([rng.random() < 0.6 for _ in range(count)])
     kind = rng.choice([al.edges.wp, al.edges.pq, al.edges.tq, al.edges.ww])
 
-    def of_some(batch: al.PromptBatch) -> al.EdgeSet:
+    def of_some(batch: al.PromptBatch) -> al.prompts.EdgeSet:
         edges = kind(batch)
         return edges & chosen[batch.index][:, None, None].expand(edges.shape)
 

@@ -32,14 +32,18 @@ class Scene:
         self.folder = Path(tempfile.mkdtemp())
         metrics: list[al.Metric] = [al.SaliencyFlows(), al.AnchorDistances(directions=2)]
         self.results = al.run(self.model, self.batches, metrics, **QUICK)
-        self.beta = al.train_reweighting(self.model, self.batches, al.Training(steps=2, **QUIET))
+        self.beta = al.contexts.train_reweighting(
+            self.model, self.batches, al.contexts.Training(steps=2, **QUIET)
+        )
         self.isolation = al.isolation_loyalty(self.model, self.batches, 0, draws=1, **QUICK)
         self.context = al.compress(self.model, self.batch)
-        self.hard_prompt = al.hard_prompts.of_tokens(self.model, [300, 301], held_out=self.batches)
+        self.hard_prompt = al.contexts.hard_prompts.of_tokens(
+            self.model, [300, 301], held_out=self.batches
+        )
         self.prefix = al.train_prefix(
             self.model,
             self.batches[:1],
-            al.Training(steps=0, **QUIET),
+            al.contexts.Training(steps=0, **QUIET),
             length=2,
             held_out=self.batches[1:],
         )
@@ -72,7 +76,7 @@ def odd_batches(batch: al.PromptBatch) -> list[al.PromptBatch]:
     """Invalid batches: of another vocabulary, shape or type, or out of range."""
 
     tokens, positions, targets = batch.tokens, batch.label_positions, batch.target_positions
-    unknown = al.Verbalizer((batch.label_token_ids[:, None] + 100_000).tolist())
+    unknown = al.prompts.Verbalizer((batch.label_token_ids[:, None] + 100_000).tolist())
     wrong: dict[str, list[Any]] = {
         "tokens": [tokens + 100_000, tokens - 1000, tokens[:, :-1], tokens.float(), tokens[:0]],
         "attention_mask": [torch.zeros_like(batch.attention_mask), batch.attention_mask[:1]],

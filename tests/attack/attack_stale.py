@@ -178,7 +178,7 @@ def training(call: Call) -> dict[str, Tensor]:
     context = al.train_prefix(
         setup.model,
         batches[:2],
-        al.Training(
+        al.contexts.Training(
             steps=4,
             check_every=2,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=scale(0.1)),

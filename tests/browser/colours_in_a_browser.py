@@ -73,7 +73,7 @@ def alike(marks: Iterable[dict[str, Any]]) -> list[Any]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arcs = Strongest([0, 1, 2], [1, 3, 3], [1.0, 0.3, 0.1], 1.0)
-    prompt = al.PromptFlows(
+    prompt = al.records.PromptFlows(
         tokens=["What", " Yes", " is", ":"],
         segments=[1, 2, 1, 5],
         parts=[(0, 0, "text", "What"), (1, 1, "label", "Yes"), (2, 2, "text", "is"),

@@ -293,7 +293,7 @@ def test_a_flow_has_the_same_color_in_all_figures(report: Path, browser: Any, sc
 
 def test_texts_of_users_stay_texts(report: Path, browser: Any, tmp_path: Path) -> None:
     evil = "</script><script>throw new Error('run')</script><b>x</b>"
-    flows = al.PromptFlows(
+    flows = al.records.PromptFlows(
         tokens=[evil, " Yes", ":"],
         segments=[1, 2, 5],
         parts=[(0, 0, "text", evil), (1, 1, "label", "Yes"), (2, 2, "target", ":")],

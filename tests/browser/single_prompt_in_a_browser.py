@@ -93,7 +93,7 @@ def test_a_chosen_token_of_an_answer_shows_what_it_reads(
         assert_shown(2, 3)
 
 
-def sums_of_parts(flows: al.PromptFlows, saliency: torch.Tensor) -> list[float]:
+def sums_of_parts(flows: al.records.PromptFlows, saliency: torch.Tensor) -> list[float]:
     """The saliency of all pairs of tokens of two parts, parts by parts, largest first."""
     spans = [slice(first, last + 1) for first, last, *_ in flows.parts]
     pairs = [(key, query) for query in range(len(spans)) for key in range(query)]
@@ -191,7 +191,7 @@ def test_rows_are_read_in_their_own_direction(gpt2: Any, browser: Any, tmp_path:
 
 def test_an_arc_of_a_very_long_text_has_its_own_ends(browser: Any, tmp_path: Path) -> None:
     count = 12_001
-    flows = al.PromptFlows(
+    flows = al.records.PromptFlows(
         tokens=["x"] * count,
         segments=[1] * count,
         parts=[(k, k, "text", f"t{k}") for k in range(count)],

@@ -60,10 +60,12 @@ def test_demo_writes_report_results_and_settings(
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["model"] == str(model_folder)
     assert settings["versions"]["anchorlens"]
-    flows = al.SaliencyFlowsRecord.load(tmp_path / "questions" / "saliency_flows.safetensors")
+    flows = al.records.SaliencyFlowsRecord.load(
+        tmp_path / "questions" / "saliency_flows.safetensors"
+    )
     assert flows.share.shape == (6, 3)
     path = tmp_path / "sentiment" / "isolation_first_2_layers.safetensors"
-    assert len(al.CutEdgesRecord.load(path).random_word_loyalty) == 2
+    assert len(al.records.CutEdgesRecord.load(path).random_word_loyalty) == 2
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
@@ -81,7 +83,9 @@ def test_run_takes_a_file_and_several_seeds(
     arguments += ["--dtype", "float32", "--device", "cpu", "--out", str(tmp_path / "out"), *QUICK]
     arguments += ["--gradient-checkpointing"]
     assert call(monkeypatch, "run", "--model", str(shallow_folder), *arguments) == 0
-    flows = al.SaliencyFlowsRecord.load(tmp_path / "out/sentiment/saliency_flows.safetensors")
+    flows = al.records.SaliencyFlowsRecord.load(
+        tmp_path / "out/sentiment/saliency_flows.safetensors"
+    )
     assert flows.info["demonstration_sets"] == 2
     assert flows.info["shared_prefix"] == "off: blocks are checkpointed"
     assert len(flows.per_prompt) == 24

@@ -28,7 +28,7 @@ def test_contexts_are_trained_compared_and_reported(
     arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path), "--json"]
     assert call(monkeypatch, *arguments) == 0
     printed = capsys.readouterr()
-    record = al.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
+    record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
     names = ["none", "demonstrations", "anchors only", "random words, draw 0", "re-weighted"]
     assert list(record.info["contexts"]) == [*names, "soft prompt", "hard prompt", "prefix"]
     assert "no prefix from anchors: positions cannot be rebased" in printed.err
@@ -41,10 +41,10 @@ def test_contexts_are_trained_compared_and_reported(
     assert values["kl"]["anchors only"]["value"] == float(record.kl[2])
     low, high = record.intervals["accuracy"][:, 2].tolist()
     assert values["accuracy"]["anchors only"]["interval"] == [low, high]
-    prefix = al.PrefixContext.load(tmp_path / "sentiment" / "prefix.safetensors")
+    prefix = al.contexts.PrefixContext.load(tmp_path / "sentiment" / "prefix.safetensors")
     assert prefix.training is not None
     assert len(prefix.tokens) == 2 and len(prefix.training.losses) == 1
-    hard_prompt = al.HardPrompt.load(tmp_path / "sentiment" / "hard_prompt.safetensors")
+    hard_prompt = al.contexts.HardPrompt.load(tmp_path / "sentiment" / "hard_prompt.safetensors")
     assert printed_values["texts"] == {"hard prompt": hard_prompt.text}
     assert f"hard prompt: {hard_prompt.text!r}" in printed.err
     page = (tmp_path / "report.html").read_text()
@@ -74,7 +74,7 @@ def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
     assert call(monkeypatch, *arguments) == 0
     note = "the search starts from the first token of each label word"
     assert note in capsys.readouterr().err
-    record = al.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
+    record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
     assert "hard prompt" in record.info["contexts"]
 
 
@@ -91,11 +91,11 @@ class Counted:
         return self.function(*arguments, **options)
 
 
-def results_in(folder: Path) -> tuple[al.ContextsRecord, list[Any]]:
+def results_in(folder: Path) -> tuple[al.records.ContextsRecord, list[Any]]:
     """The comparison without its times, and the trained contexts."""
-    record = al.ContextsRecord.load(folder / "contexts.safetensors")
+    record = al.records.ContextsRecord.load(folder / "contexts.safetensors")
     names = ("soft_prompt", "prefix")
-    contexts = [al.load_context(folder / f"{name}.safetensors") for name in names]
+    contexts = [al.contexts.load_context(folder / f"{name}.safetensors") for name in names]
     no_times: dict[str, Any] = {
         "seconds": record.seconds * 0,
         "whole_seconds": record.whole_seconds * 0,

@@ -37,11 +37,11 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     (values,) = document["tasks"]
     assert {claim["verdict"] for claim in values["claims"]} <= {*Verdict}
     assert len(values["claims"]) == 6
-    flows = al.SaliencyFlowsRecord.load(tmp_path / "questions/saliency_flows.safetensors")
+    flows = al.records.SaliencyFlowsRecord.load(tmp_path / "questions/saliency_flows.safetensors")
     deep = {name: value["value"] for name, value in values["saliency_flows"]["deep_share"].items()}
     assert [*deep] == ["wp", "pq", "ww"] and [*deep.values()] == flows.deep_share.tolist()
     path = tmp_path / "questions/isolation_first_2_layers.safetensors"
-    isolation = al.CutEdgesRecord.load(path)
+    isolation = al.records.CutEdgesRecord.load(path)
     found = values["isolation"]["first 2 layers"]
     assert found["word_loyalty"] == {
         "value": float(isolation.word_loyalty),

@@ -402,5 +402,5 @@ def test_contexts_takes_a_file(monkeypatch: Any, shallow_folder: Path, tmp_path:
     arguments = ["own.csv", "--model", str(shallow_folder), "--out", "out", "--quiet"]
     arguments += ["--training", "4", "--held-out", "2", "--draws", "1"]
     assert call(monkeypatch, "contexts", *arguments) == 0
-    record = al.ContextsRecord.load("out/own/contexts.safetensors")
+    record = al.records.ContextsRecord.load("out/own/contexts.safetensors")
     assert record.info["prompts"] == 16 - 2 - 4 - 2 and Path("out/own.toml").exists()

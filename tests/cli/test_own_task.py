@@ -59,7 +59,7 @@ def test_one_command_analyses_a_csv_file_and_stores_its_task(
 ) -> None:
     arguments = ["--task-file", "film.toml", "--out", "out", *QUICK, "--seed", "1,2", "--seed", "3"]
     assert call(monkeypatch, "run", "--model", str(shallow_folder), *arguments) == 0
-    flows = al.SaliencyFlowsRecord.load(folder / "out/film/saliency_flows.safetensors")
+    flows = al.records.SaliencyFlowsRecord.load(folder / "out/film/saliency_flows.safetensors")
     assert flows.info["labels"] == ["no", "yes"] and flows.info["demonstration_sets"] == 3
     settings = json.loads((folder / "out/settings.json").read_text())
     expected: dict[str, Any] = {

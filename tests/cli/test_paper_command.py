@@ -45,7 +45,7 @@ def test_paper_writes_numbers_tables_and_report(
         assert title.startswith(start)
     numbers = pd.read_csv(tmp_path / "numbers.csv")
     assert set(numbers.task) == {"sentiment", "emotions", "Average"}
-    assert f"{al.paper_tables(numbers)}\n" == tables
+    assert f"{al.replication.paper_tables(numbers)}\n" == tables
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["tasks"] == ["sentiment", "emotions"] and settings["appendix"] is True
     page = (tmp_path / "report.html").read_text()
@@ -165,7 +165,7 @@ def test_emocontext_runs_only_if_it_is_named(
 
     def numbers(model: Any, examples: dict[str, Any], **options: Any) -> pd.DataFrame:
         tasks.append(list(examples))
-        assert options["parts"] == al.PAPER_PARTS
+        assert options["parts"] == al.replication.PAPER_PARTS
         return pd.DataFrame([PaperNumber("Mine", "a", "b", 0.5, -1, "sst2", 1)])
 
     monkeypatch.setattr(

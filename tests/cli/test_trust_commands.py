@@ -30,13 +30,13 @@ def test_across_prints_and_reports_each_model_and_resumes(
     arguments += ["--out", str(tmp_path)]
     assert call(monkeypatch, *arguments) == 0
     printed = capsys.readouterr()
-    record = al.AcrossModelsRecord.load(tmp_path / "claims.safetensors")
+    record = al.records.AcrossModelsRecord.load(tmp_path / "claims.safetensors")
     assert printed.out.startswith(f"{record}\n\nreport: {tmp_path}/report.html")
     assert max(map(len, str(record).splitlines())) <= 80
     assert record.info["models"] == [shallow_folder.name, "no/such model"]
     assert "failed: there is no folder 'no/such model'" in " ".join(printed.out.split())
     model = al.load_model(shallow_folder)
-    batches = al.sample_prompts(model, "sentiment", queries=12)
+    batches = al.prompts.sample_prompts(model, "sentiment", queries=12)
     claims = al.claims(al.analyse(model, batches, depth=1, draws=2, progress=False))
     numbers = [claim.estimate.value for claim in claims]
     assert numbers == pytest.approx(record.number[0].tolist(), nan_ok=True)
@@ -127,7 +127,7 @@ def test_faithfulness_explains_what_the_model_writes(
     arguments += ["--out", str(out)]
     assert call(monkeypatch, *arguments) == 0
     printed = capsys.readouterr()
-    record = al.FaithfulnessRecord.load(out / "documents" / "faithfulness.safetensors")
+    record = al.records.FaithfulnessRecord.load(out / "documents" / "faithfulness.safetensors")
     lines = printed.out.splitlines()
     assert lines[0] == "documents, what scores are worth [95 % intervals]"
     assert max(map(len, lines[: lines.index("")])) <= 80
@@ -159,7 +159,7 @@ def test_faithfulness_of_a_task_is_that_of_the_function(
     assert call(monkeypatch, "faithfulness", *arguments) == 0
     values = json.loads(capsys.readouterr().out)["faithfulness"]
     model = al.load_model(shallow_folder)
-    batches = al.sample_prompts(model, "questions", queries=3)
+    batches = al.prompts.sample_prompts(model, "questions", queries=3)
     expected = al.faithfulness(
         model, batches, subsets=5, top=2, remove=getattr(al.removal, removal), progress=False
     )

@@ -41,9 +41,9 @@ def test_selections_have_the_segments_that_they_name(llama: Any) -> None:
     demos = shared(llama)
     assert demos.segments[0].unique().tolist() == [OTHER, TEXT, LABEL, FORMAT]
     for select, segments in (
-        (al.selection.everything, [OTHER, TEXT, LABEL, FORMAT]),
-        (al.selection.anchors_and_format, [OTHER, LABEL, FORMAT]),
-        (al.selection.label_words, [OTHER, LABEL]),
+        (al.contexts.selection.everything, [OTHER, TEXT, LABEL, FORMAT]),
+        (al.contexts.selection.anchors_and_format, [OTHER, LABEL, FORMAT]),
+        (al.contexts.selection.label_words, [OTHER, LABEL]),
     ):
         selected = select(demos)
         assert demos.segments[0][selected].unique().tolist() == segments
@@ -51,7 +51,7 @@ def test_selections_have_the_segments_that_they_name(llama: Any) -> None:
     # The demonstrations end with the newline before the query.
     assert (
         llama.tokenizer.decode(demos.tokens[0, -1:]) == "\n"
-        and al.selection.anchors_and_format(demos)[-1]
+        and al.contexts.selection.anchors_and_format(demos)[-1]
     )
 
 
@@ -59,9 +59,9 @@ def test_random_selections_have_as_many_tokens_as_label_words(gpt2: Any) -> None
     """Each demonstration has as many selected text tokens as its label word has tokens."""
     demos = shared(gpt2)
     ends = [-1, *demos.label_ends[0].tolist()]
-    draws = [al.selection.random_and_format(seed)(demos) for seed in range(8)]
+    draws = [al.contexts.selection.random_and_format(seed)(demos) for seed in range(8)]
     for selected in draws:
-        assert selected.sum() == al.selection.anchors_and_format(demos).sum()
+        assert selected.sum() == al.contexts.selection.anchors_and_format(demos).sum()
         assert not selected[demos.segments[0] == LABEL].any()
         assert selected[demos.segments[0] == FORMAT].all()
         texts = (selected & (demos.segments[0] == TEXT)).nonzero().flatten()
@@ -70,15 +70,15 @@ def test_random_selections_have_as_many_tokens_as_label_words(gpt2: Any) -> None
         ):
             assert ((texts > before) & (texts < first)).sum() == last - first + 1
     assert len({tuple(selected.tolist()) for selected in draws}) > 4
-    assert torch.equal(draws[3], al.selection.random_and_format(3)(demos))
+    assert torch.equal(draws[3], al.contexts.selection.random_and_format(3)(demos))
 
 
 def test_placements_give_the_positions_of_keys_and_query() -> None:
     selected = torch.tensor([True, False, True, True, False])
     for placement, keys, query in (
-        (al.placement.as_in_prompt, [0, 2, 3], 5),
-        (al.placement.restarted, [0, 2, 3], 0),
-        (al.placement.rebased, [0, 1, 2], 3),
+        (al.contexts.placement.as_in_prompt, [0, 2, 3], 5),
+        (al.contexts.placement.restarted, [0, 2, 3], 0),
+        (al.contexts.placement.rebased, [0, 1, 2], 3),
     ):
         positions = placement(selected)
         assert (positions[0].tolist(), positions[1]) == (keys, query)
@@ -87,7 +87,11 @@ def test_placements_give_the_positions_of_keys_and_query() -> None:
 @pytest.mark.every_kind
 @pytest.mark.parametrize(
     "select",
-    [al.selection.anchors_and_format, al.selection.label_words, al.selection.random_and_format(1)],
+    [
+        al.contexts.selection.anchors_and_format,
+        al.contexts.selection.label_words,
+        al.contexts.selection.random_and_format(1),
+    ],
 )
 def test_a_compressed_context_equals_masking(model: Any, select: Any) -> None:
     batches = questions(model, 7, batch_size=3, padding_side="left")
@@ -107,7 +111,7 @@ def test_a_compressed_context_equals_masking(model: Any, select: Any) -> None:
     is_bridge = hasattr(model, "original_model")
     assert context.is_cut == is_bridge
     share = int(context.selected.sum()) / len(context.selected)
-    whole = al.compress(model, batches[0], select=al.selection.everything)
+    whole = al.compress(model, batches[0], select=al.contexts.selection.everything)
     assert context.size == pytest.approx(whole.size * (share if is_bridge else 1))
 
 
@@ -195,7 +199,7 @@ def test_one_demonstration_alone_is_what_it_was(llama: Any) -> None:
         label_token_ids=[int(tokens[0, 20]), 5],
         begins_with_bos=True,
     )
-    everything = al.selection.everything
+    everything = al.contexts.selection.everything
     contexts = [al.compress(llama, batch, everything, separately=a) for a in (False, True)]
     assert same(*contexts)
     assert torch.equal(*(context.logits(llama, batch) for context in contexts))
@@ -210,7 +214,7 @@ def test_separate_demonstrations_can_be_moved(llama: Any) -> None:
         return demonstrations.positions >= first
 
     moved, joint = (
-        al.compress(llama, batch, later, positions=al.placement.rebased, separately=alone)
+        al.compress(llama, batch, later, positions=al.contexts.placement.rebased, separately=alone)
         for alone in (True, False)
     )
     still = al.compress(llama, batch, later, separately=True)
@@ -242,13 +246,13 @@ def test_what_is_stored_tells_separate_demonstrations_apart(gpt2: Any, tmp_path:
     separate = partial(al.compress, separately=True)
     for make, text in ((al.compress, ""), (separate, ", each demonstration alone")):
         context = make(gpt2, batches[0])
-        loaded = al.load_context(context.save(tmp_path / "context.safetensors"))
+        loaded = al.contexts.load_context(context.save(tmp_path / "context.safetensors"))
         assert loaded.info["separately"] is (make is separate)
         for each in (context, loaded):
             assert f"placement as_in_prompt{text}; " in repr(each)
     damaged = replace(context, info={**context.info, "separately": 1})
     with pytest.raises(StoreError, match="does not say whether demonstrations were run separately"):
-        al.load_context(damaged.save(tmp_path / "context.safetensors"))
+        al.contexts.load_context(damaged.save(tmp_path / "context.safetensors"))
     options: dict[str, Any] = {"folder": tmp_path / "rows", "repeats": 0, **QUIET}
     al.compare_contexts(gpt2, batches, {"anchors": al.compress}, **options)
     with pytest.raises(StoreError, match="context anchors: stored"):
@@ -263,10 +267,10 @@ def test_restarted_positions_equal_a_computation_by_hand(gpt2: Any) -> None:
     """The query has the position embeddings of the first tokens; keys do not change."""
     if not hasattr(gpt2, "original_model"):
         with pytest.raises(ModelError, match="positions cannot be restarted"):
-            al.compress(gpt2, questions(gpt2, 2)[0], positions=al.placement.restarted)
+            al.compress(gpt2, questions(gpt2, 2)[0], positions=al.contexts.placement.restarted)
         return
     batch = questions(gpt2, 4)[0].padded_right()
-    context = al.compress(gpt2, batch, positions=al.placement.restarted)
+    context = al.compress(gpt2, batch, positions=al.contexts.placement.restarted)
     start, length = len(context.selected), batch.tokens.shape[1]
 
     def move(embeddings: Tensor, hook: Any) -> Tensor:
@@ -296,8 +300,8 @@ def test_a_whole_context_is_refused_if_positions_are_ignored(gpt2: Any) -> None:
         al.compress(
             gpt2,
             questions(gpt2, 2)[0],
-            select=al.selection.everything,
-            positions=al.placement.restarted,
+            select=al.contexts.selection.everything,
+            positions=al.contexts.placement.restarted,
         )
 
 
@@ -305,9 +309,9 @@ def test_a_whole_context_is_refused_if_positions_are_ignored(gpt2: Any) -> None:
 def test_contexts_of_one_run_are_those_of_each_selection_alone(llama: Any) -> None:
     """All demonstrations stand at 0, 1, ... already; what is selected of them must be moved."""
     batch = questions(llama, 3)[0]
-    selections = [al.selection.everything, al.selection.label_words]
-    for positions in (al.placement.as_in_prompt, al.placement.rebased):
-        if positions is al.placement.rebased and not hasattr(llama, "original_model"):
+    selections = [al.contexts.selection.everything, al.contexts.selection.label_words]
+    for positions in (al.contexts.placement.as_in_prompt, al.contexts.placement.rebased):
+        if positions is al.contexts.placement.rebased and not hasattr(llama, "original_model"):
             continue  # its keys cannot be moved
         for order in (selections, selections[::-1]):
             made = compressed.contexts(llama, batch, order, positions=positions)
@@ -320,14 +324,16 @@ def test_contexts_of_one_run_are_those_of_each_selection_alone(llama: Any) -> No
 @pytest.mark.parametrize("order", [1, -1])
 def test_one_selection_that_cannot_be_moved_is_refused_beside_others(gpt2: Any, order: int) -> None:
     """All demonstrations stand at 0, 1, ... also where positions cannot be chosen."""
-    selections = [al.selection.everything, al.selection.label_words][::order]
+    selections = [al.contexts.selection.everything, al.contexts.selection.label_words][::order]
     with pytest.raises(ModelError, match="positions cannot be rebased"):
-        compressed.contexts(gpt2, questions(gpt2, 3)[0], selections, positions=al.placement.rebased)
+        compressed.contexts(
+            gpt2, questions(gpt2, 3)[0], selections, positions=al.contexts.placement.rebased
+        )
 
 
 def test_moved_keys_leave_no_gap(llama: Any) -> None:
     batch = questions(llama, 3)[0]
-    moved = al.compress(llama, batch, positions=al.placement.rebased)
+    moved = al.compress(llama, batch, positions=al.contexts.placement.rebased)
     still = al.compress(llama, batch)
     assert moved.key_positions.tolist() == list(range(int(moved.selected.sum())))
     assert difference(moved.logits(llama, batch), still.logits(llama, batch)) > 1e-3
@@ -366,13 +372,13 @@ def test_a_query_that_is_too_long_is_refused(hooked: Any, byte_level: Any) -> No
     with pytest.raises(PromptError, match=r"has \d+ tokens, but \d+ of the .* use shorter queries"):
         context.logits(model, long)
     if hasattr(model, "original_model"):  # from position 0 the query fits
-        again = al.compress(model, short, positions=al.placement.restarted)
+        again = al.compress(model, short, positions=al.contexts.placement.restarted)
         assert again.logits(model, long).isfinite().all()
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"select": lambda demos: torch.ones(3, dtype=torch.bool)}, r"got the shape \(3,\)"),
-    ({"select": lambda demos: al.selection.everything(demos) & False}, "and 0 selected"),
+    ({"select": lambda demos: al.contexts.selection.everything(demos) & False}, "and 0 selected"),
     (
         {"positions": lambda selected: (selected.nonzero().flatten() + 1, 9)},
         "a placement must leave the keys at their positions",
@@ -402,11 +408,13 @@ def test_texts_shorter_than_label_words_are_refused(gpt2: Any) -> None:
     demos = [al.Example("", 0), *(al.Example("What is it?", k) for k in range(1, 6))]
     (batch,) = al.build_prompts(gpt2.tokenizer, task, demos, ["Who?"])
     with pytest.raises(PromptError, match="has 0 text tokens, but its label word has"):
-        al.compress(gpt2, batch, select=al.selection.random_and_format(0))
+        al.compress(gpt2, batch, select=al.contexts.selection.random_and_format(0))
 
 
 def test_a_context_of_all_tokens_is_fully_loyal(gpt2: Any) -> None:
-    contexts: dict[str, Any] = {"all": partial(al.compress, select=al.selection.everything)}
+    contexts: dict[str, Any] = {
+        "all": partial(al.compress, select=al.contexts.selection.everything)
+    }
     options: dict[str, Any] = {"draws": 1, "repeats": 0, "progress": False}
     record = al.compare_contexts(gpt2, questions(gpt2, 6, batch_size=3), contexts, **options)
     assert record.label_loyalty == record.word_loyalty == 1 and record.kl < 1e-9
@@ -419,7 +427,7 @@ def test_text_anchor_prompts_have_label_words_and_format_only(byte_level: Any) -
     demos = al.sample_demonstrations(al.load_examples("questions"), seed=1)
     queries = al.load_examples("questions")[:3]
     words = [al.TASKS["trec"].labels[int(demo.label or 0)] for demo in demos]
-    bare = al.text_anchor_prompts(tokenizer, al.TASKS["trec"], demos, queries)
+    bare = al.prompts.text_anchor_prompts(tokenizer, al.TASKS["trec"], demos, queries)
     ordinary = al.build_prompts(tokenizer, al.TASKS["trec"], demos, queries)
     for ours, theirs in zip(bare, ordinary, strict=True):
         for row in range(len(ours)):

@@ -28,7 +28,7 @@ def test_learned_positions_are_detected_in_logits_of_a_large_mean(
         weights.transformer.ln_f.bias += 100
     model = hooked(weights, byte_level)
     with pytest.raises(ModelError, match="positions cannot be rebased"):
-        al.compress(model, questions(model, 3)[0], positions=al.placement.rebased)
+        al.compress(model, questions(model, 3)[0], positions=al.contexts.placement.rebased)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -37,11 +37,13 @@ def test_rotary_positions_can_be_rebased_in_low_precision(
 ) -> None:
     rotary: Any = tiny_llama(len(sentencepiece_like))
     model = hooked(rotary.to(dtype), sentencepiece_like)
-    assert al.compress(model, questions(model, 3)[0], positions=al.placement.rebased).is_cut
+    assert al.compress(
+        model, questions(model, 3)[0], positions=al.contexts.placement.rebased
+    ).is_cut
     absolute: Any = tiny_gpt2(len(byte_level))
     learned = hooked(absolute.to(dtype), byte_level)
     with pytest.raises(ModelError, match="positions cannot be rebased"):
-        al.compress(learned, questions(learned, 3)[0], positions=al.placement.rebased)
+        al.compress(learned, questions(learned, 3)[0], positions=al.contexts.placement.rebased)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -59,7 +61,7 @@ def test_distances_of_alibi_are_seen_in_low_precision(
 
 def test_a_placement_without_a_name_is_stored_as_its_type(llama: Any) -> None:
     batch = questions(llama, 3)[0]
-    context = al.compress(llama, batch, positions=partial(al.placement.rebased))
+    context = al.compress(llama, batch, positions=partial(al.contexts.placement.rebased))
     assert context.info["positions"] == "partial"
 
 
@@ -104,7 +106,7 @@ def test_a_later_set_is_refused_before_any_pass(gpt2: Any) -> None:
     batches = questions(gpt2, 3)
     batches += al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], bare, [query])
     with pytest.raises(PromptError, match="has 0 text tokens"), does_not_run(gpt2):
-        al.compare_contexts(gpt2, batches, {"none": al.NoContext()}, draws=1, **QUIET)
+        al.compare_contexts(gpt2, batches, {"none": al.contexts.NoContext()}, draws=1, **QUIET)
 
 
 def test_a_comparison_leaves_no_trace(hooked: Any, byte_level: Any) -> None:
@@ -130,6 +132,6 @@ def test_a_context_of_one_token_equals_masking(llama: Any) -> None:
             return selected
 
         context = al.compress(llama, batch, select)
-        whole = al.compress(llama, batch, al.selection.everything)
+        whole = al.compress(llama, batch, al.contexts.selection.everything)
         masked = replace(context, prefix=whole.prefix)
         assert difference(context.logits(llama, batch), masked.logits(llama, batch)) < 1e-5

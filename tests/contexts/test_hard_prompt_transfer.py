@@ -45,17 +45,19 @@ def test_a_text_answers_in_each_model_as_in_plain_passes(
     gpt2: Any, gemma3: Any, tmp_path: Path
 ) -> None:
     own = prompts(gpt2.tokenizer)
-    prompt = al.hard_prompts.of_tokens(gpt2, [300, 411, 352, 17], held_out=own)
+    prompt = al.contexts.hard_prompts.of_tokens(gpt2, [300, 411, 352, 17], held_out=own)
     models = {"own": gpt2, "none": tmp_path / "none", "other": gemma3}
     call: dict[str, Any] = {"draws": 3, "seed": 5, "folder": tmp_path / "runs", **QUIET}
-    record = al.transfer_hard_prompt(prompt, models, prompts, **call)
+    record = al.contexts.transfer_hard_prompt(prompt, models, prompts, **call)
     assert record.info["models"] == [*models] and record.info["text"] == prompt.text
     assert record.accuracy[0].float() == prompt.encoded_accuracy
     seen = set()
     for k, model in ((0, gpt2), (2, gemma3)):
         batches = prompts(model.tokenizer)
         ids = model.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-        drawn = al.hard_prompts.random(model, held_out=batches, length=len(ids), draws=3, seed=5)
+        drawn = al.contexts.hard_prompts.random(
+            model, held_out=batches, length=len(ids), draws=3, seed=5
+        )
         random = torch.stack([right(model, batches, each.ids.tolist()) for each in drawn])
         text, empty = (right(model, batches, before) for before in (ids, list[int]()))
         expected = {
@@ -77,7 +79,7 @@ def test_a_text_answers_in_each_model_as_in_plain_passes(
     assert "there is no folder" in record.info["missing"]["none"]
     assert record.gain_over_random[1].isnan() and record.intervals["accuracy"][:, 1].isnan().all()
     path = record.save(tmp_path / "record.safetensors")
-    loaded = al.HardPromptTransferRecord.load(path)
+    loaded = al.contexts.HardPromptTransferRecord.load(path)
     table = loaded.table()
     assert table.index.tolist() == [*models] and table.loc["none", "accuracy"] == ""
     assert table.loc["own", "accuracy"] == format(record.estimate("accuracy", 0), ".2f")
@@ -96,18 +98,20 @@ def test_what_a_model_cannot_read_is_a_row_with_its_reason(gpt2: Any, byte_level
     lower.backend_tokenizer.normalizer = Lowercase()
     held_out = questions(gpt2, 4)
     ids = byte_level("Say What", add_special_tokens=False)["input_ids"]
-    prompt = al.hard_prompts.of_tokens(gpt2, ids, held_out=held_out)
+    prompt = al.contexts.hard_prompts.of_tokens(gpt2, ids, held_out=held_out)
     loading = Loading(lower)
     call: dict[str, Any] = {"draws": 1, "resamples": 0, **QUIET}
-    record = al.transfer_hard_prompt(prompt, dict.fromkeys("abc", loading), prompts, **call)
+    record = al.contexts.transfer_hard_prompt(
+        prompt, dict.fromkeys("abc", loading), prompts, **call
+    )
     assert record.accuracy.isnan().all() and loading.alive == [0, 0, 0]
     assert (
         "cannot encode the text 'Say What': its tokens give 'say what'"
         in (record.info["missing"]["c"])
     )
 
-    def reason(prompt: al.HardPrompt, batches: Any) -> str:
-        record = al.transfer_hard_prompt(prompt, {"x": gpt2}, lambda _: batches, **call)
+    def reason(prompt: al.contexts.HardPrompt, batches: Any) -> str:
+        record = al.contexts.transfer_hard_prompt(prompt, {"x": gpt2}, lambda _: batches, **call)
         return str(record.info["missing"]["x"])
 
     used = replace(prompt, info={**prompt.info, "queries_in_training": query_digests(held_out)})
@@ -115,14 +119,16 @@ def test_what_a_model_cannot_read_is_a_row_with_its_reason(gpt2: Any, byte_level
     demos = [al.Example("a", 0), al.Example("b", 1)]
     long = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, [al.Example("c", 0)])
     assert "these queries have ['Table', 'Window']" in reason(prompt, long)
-    of_long = al.hard_prompts.of_tokens(gpt2, ids, held_out=long)
+    of_long = al.contexts.hard_prompts.of_tokens(gpt2, ids, held_out=long)
     assert "a label word has several tokens" in reason(of_long, long)
     fits = gpt2.cfg.n_ctx - 60
-    many = al.hard_prompts.of_tokens(gpt2, ids[:1] * fits, held_out=held_out)
+    many = al.contexts.hard_prompts.of_tokens(gpt2, ids[:1] * fits, held_out=held_out)
     short = al.load_model(tiny_gpt2(len(byte_level), n_positions=fits), tokenizer=byte_level)
     passes: list[int] = []
     with after_each_pass(lambda: passes.append(1)):
-        record = al.transfer_hard_prompt(many, {"short": short}, lambda _: held_out, **call)
+        record = al.contexts.transfer_hard_prompt(
+            many, {"short": short}, lambda _: held_out, **call
+        )
     assert not passes
     assert "use shorter queries, or a context with fewer" in record.info["missing"]["short"]
 
@@ -146,8 +152,8 @@ def nothing() -> Any:
 def test_mistakes_are_found_before_a_model_is_loaded(
     gpt2: Any, changes: dict[str, Any], message: str
 ) -> None:
-    prompt = al.hard_prompts.of_tokens(gpt2, [300], held_out=questions(gpt2, 2))
+    prompt = al.contexts.hard_prompts.of_tokens(gpt2, [300], held_out=questions(gpt2, 2))
     prompt = replace(prompt, text=changes.pop("prompt", prompt.text))
     call = {"models": {"a": nothing}, "task": "questions", **QUIET, **changes}
     with pytest.raises(AnchorlensError, match=message):
-        al.transfer_hard_prompt(prompt, **call)
+        al.contexts.transfer_hard_prompt(prompt, **call)

@@ -31,7 +31,7 @@ from tests.support.trained_contexts import halves, train_hard_prompt
 SGD = partial(torch.optim.SGD, lr=30.0)
 
 
-def searched(model: Any, **options: Any) -> al.HardPrompt:
+def searched(model: Any, **options: Any) -> al.contexts.HardPrompt:
     training, held_out = halves(model)
     call = {"held_out": held_out, "length": 3, "steps": 6, "check_every": 2} | options
     return train_hard_prompt(model, training, **call)
@@ -110,7 +110,7 @@ def test_only_plain_tokens_among_those_of_the_user_are_found(gpt2: Any) -> None:
     allowed[[0, 300, 301, 17]] = True
     plain = plain_tokens(gpt2.tokenizer, len(gpt2.W_E))
     assert not plain[0] and plain[[17, 300, 301]].all()
-    method = al.hard_prompts.Descent(partial(torch.optim.SGD, lr=1e6))
+    method = al.contexts.hard_prompts.Descent(partial(torch.optim.SGD, lr=1e6))
     prompt = searched(gpt2, start=[300], method=method, allowed=allowed, check_every=1, steps=2)
     assert {*prompt.ids.tolist()} <= {17, 300, 301}
 
@@ -181,9 +181,9 @@ def trainable_of(model: Any, batch: al.PromptBatch, method: Any, **changes: Any)
 def test_the_gradient_is_that_at_the_projected_point(gpt2: Any) -> None:
     """Anywhere near the embeddings of two tokens, P gets the gradient at them."""
     batch = questions(gpt2, 3)[0]
-    at_tokens = trainable_of(gpt2, batch, al.hard_prompts.PEZ)
+    at_tokens = trainable_of(gpt2, batch, al.contexts.hard_prompts.PEZ)
     moved = (gpt2.W_E[[300, 17]] * 3 + 0.01).detach().requires_grad_()
-    nearby = trainable_of(gpt2, batch, al.hard_prompts.PEZ, embeddings=moved)
+    nearby = trainable_of(gpt2, batch, al.contexts.hard_prompts.PEZ, embeddings=moved)
     assert torch.equal(nearby.tokens, torch.tensor([300, 17]))
     losses = [
         part.backward(gpt2, batch, al.losses.label_cross_entropy) for part in (at_tokens, nearby)
@@ -199,7 +199,7 @@ def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like
     weights: Any = tiny_gpt2(len(sentencepiece_like))
     model = hooked(weights.double(), sentencepiece_like)
     batch = questions(model, 3)[0]
-    trainable = trainable_of(model, batch, replace(al.hard_prompts.PEZ, fluency=0.25))
+    trainable = trainable_of(model, batch, replace(al.contexts.hard_prompts.PEZ, fluency=0.25))
     tokens, n_bos = trainable.tokens, len(trainable.bos)
     assert n_bos == 1
 
@@ -225,7 +225,7 @@ def test_the_tokens_nearest_to_p_are_run_and_give_the_logits_of_plain_tokens(mod
     tokens, n_bos = torch.cat([bos, torch.tensor([300, 17, 301])]), len(bos)
     point = embeddings_of(model, batch, tokens)[n_bos:]
     nearby = (3 * point + 0.01).requires_grad_()
-    method = replace(al.hard_prompts.AUTOPROMPT, optimizer=SGD)
+    method = replace(al.contexts.hard_prompts.AUTOPROMPT, optimizer=SGD)
     trainable = trainable_of(model, batch, method, embeddings=nearby)
     assert torch.equal(trainable.tokens, tokens)
     queries = queries_after(batch, tokens)
@@ -250,7 +250,9 @@ def test_a_search_is_the_algorithm_by_hand_on_plain_transformers(llama: Any, kee
     """Steps of SGD on P with the clipped gradient at P', and a projection after each if asked."""
     ((batch,), _), start = halves(llama), [300, 301, 302]
     lr, clip, fluency = 8.0, 0.5, 0.2
-    method = al.hard_prompts.Descent(partial(torch.optim.SGD, lr=lr), keep, fluency=fluency)
+    method = al.contexts.hard_prompts.Descent(
+        partial(torch.optim.SGD, lr=lr), keep, fluency=fluency
+    )
     losses = searched(llama, method=method, start=start, clip=clip, steps=7).training.losses
     assert batch.gold is not None
     gold = batch.gold
@@ -303,13 +305,15 @@ def test_noise_follows_each_step_of_the_optimizer(gpt2: Any) -> None:
         events.append((step, steps))
         return 0.0
 
-    searched(gpt2, method=al.hard_prompts.Descent(optimizer, noise=noise), start=[300], steps=3)
+    searched(
+        gpt2, method=al.contexts.hard_prompts.Descent(optimizer, noise=noise), start=[300], steps=3
+    )
     tried, *rest = events  # the optimizer is tried on a number first
     assert tried == "step" and rest == ["step", (0, 3), "step", (1, 3), "step", (2, 3)]
 
 
 def test_the_seed_decides_the_noise_of_a_search(gpt2: Any) -> None:
-    noisy = al.hard_prompts.Descent(SGD, noise=lambda step, steps: 5.0)
+    noisy = al.contexts.hard_prompts.Descent(SGD, noise=lambda step, steps: 5.0)
     losses = [
         searched(gpt2, method=noisy, start=[300], steps=3, seed=seed).training.losses
         for seed in (1, 1, 2)
@@ -321,13 +325,13 @@ def test_the_seed_decides_the_noise_of_a_search(gpt2: Any) -> None:
 
 def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
-    noise = al.hard_prompts.Langevin(rate=0.5)
+    noise = al.contexts.hard_prompts.Langevin(rate=0.5)
     assert [noise(step, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.1, 0.01])
-    fluent: Any = al.hard_prompts.FLUENT_PROMPT
+    fluent: Any = al.contexts.hard_prompts.FLUENT_PROMPT
     assert fluent.noise.rate == fluent.optimizer.rate and not fluent.keep_continuous
-    other = al.hard_prompts.Langevin(rate=8.0, first=0.25, last=0.01)
+    other = al.contexts.hard_prompts.Langevin(rate=8.0, first=0.25, last=0.01)
     assert [other(step, 2) for step in (0, 1, 2)] == pytest.approx([2.0, 0.8**0.5, 0.4])
-    method = al.hard_prompts.Descent(SGD, noise=noise)
+    method = al.contexts.hard_prompts.Descent(SGD, noise=noise)
 
     def moved(step: int, seed: int) -> Tensor:
         trainable = trainable_of(gpt2, batch, method, seed=seed)
@@ -361,9 +365,9 @@ def test_a_relative_rate_makes_the_same_steps_at_any_size_of_embeddings() -> Non
             points.append(values.detach() / scale)
         return torch.stack(points)
 
-    relative = al.hard_prompts.RelativeAdafactor(0.3)
+    relative = al.contexts.hard_prompts.RelativeAdafactor(0.3)
     torch.testing.assert_close(path(100.0, relative), path(1.0, relative))
-    absolute = al.hard_prompts.Adafactor(lr=0.3 * 12.5**0.5)
+    absolute = al.contexts.hard_prompts.Adafactor(lr=0.3 * 12.5**0.5)
     torch.testing.assert_close(path(1.0, relative), path(1.0, absolute))
 
 
@@ -371,7 +375,7 @@ def test_a_search_finds_the_one_token_on_which_the_loss_depends(gpt2: Any) -> No
     """The loss is the distance of the first embedding to that of one token."""
     batch, *held_out = questions(gpt2, 4, batch_size=2)
     wanted = gpt2.W_E[411].detach()
-    trainable = trainable_of(gpt2, batch, al.hard_prompts.PEZ)
+    trainable = trainable_of(gpt2, batch, al.contexts.hard_prompts.PEZ)
 
     class Quadratic(SearchedTokens):
         def backward(self, model: Any, batch: al.PromptBatch, loss: Any) -> float:
@@ -379,13 +383,13 @@ def test_a_search_finds_the_one_token_on_which_the_loss_depends(gpt2: Any) -> No
             self.embeddings.grad = projected - wanted
             return float((projected - wanted).square().sum())
 
-    method = al.hard_prompts.Descent(partial(torch.optim.SGD, lr=0.2))
+    method = al.contexts.hard_prompts.Descent(partial(torch.optim.SGD, lr=0.2))
     fields = vars(trainable) | {"method": method}
-    steps = al.Training(
+    steps = al.contexts.Training(
         steps=20, optimizer=method.optimizer, clip=1e9, check_every=1, progress=False
     )
     quadratic = Quadratic(**fields)
-    al.train_context(gpt2, quadratic, [batch], steps, held_out=held_out)
+    al.contexts.train_context(gpt2, quadratic, [batch], steps, held_out=held_out)
     assert quadratic.tokens.tolist() == [411, 411]
 
 
@@ -399,13 +403,13 @@ def test_a_search_lowers_the_loss_and_depends_on_the_seed_alone(llama: Any) -> N
     plain = plain_tokens(llama.tokenizer, len(llama.W_E))
     assert plain[prompt.ids].all() and prompt.ids.tolist() != [300, 301, 302]
     _, held_out = halves(llama)
-    given = al.hard_prompts.of_tokens(llama, prompt.ids.tolist(), held_out=held_out)
+    given = al.contexts.hard_prompts.of_tokens(llama, prompt.ids.tolist(), held_out=held_out)
     assert float(given.training.best_accuracy) == float(prompt.training.best_accuracy)
     assert torch.equal(given.logits(llama, held_out[0]), prompt.logits(llama, held_out[0]))
 
 
 def test_without_a_step_the_start_is_returned(gpt2: Any) -> None:
-    words = al.hard_prompts.class_words(halves(gpt2)[0])
+    words = al.contexts.hard_prompts.class_words(halves(gpt2)[0])
     labels = [word.replace(" ", "Ġ") for word in al.TASKS["trec"].first_words]
     assert gpt2.tokenizer.convert_ids_to_tokens(words) == labels
     prompt = searched(gpt2, steps=0, length=8)
@@ -417,12 +421,12 @@ def test_without_a_step_the_start_is_returned(gpt2: Any) -> None:
 def test_the_text_is_that_of_the_tokens_after_the_bos_and_is_encoded_again(model: Any) -> None:
     (_, held_out), tokenizer = halves(model), model.tokenizer
     joined = tokenizer(" the", add_special_tokens=False)["input_ids"]
-    whole = al.hard_prompts.of_tokens(model, joined, held_out=held_out)
+    whole = al.contexts.hard_prompts.of_tokens(model, joined, held_out=held_out)
     assert whole.text == " the" and whole.encodes_back and len(joined) == 1
     assert whole.encoded.tolist() == whole.tokens.tolist() == [*whole.info["bos"], *joined]
     marker = "Ġ" if not whole.info["bos"] else "▁"
     pieces = tokenizer.convert_tokens_to_ids([marker, "t", "h", "e"])
-    prompt = al.hard_prompts.of_tokens(model, pieces, held_out=held_out)
+    prompt = al.contexts.hard_prompts.of_tokens(model, pieces, held_out=held_out)
     assert prompt.text == " the" and torch.equal(prompt.encoded, whole.tokens)
     assert not prompt.encodes_back and "to other tokens" in prompt._repr_html_()
     assert float(prompt.encoded_accuracy) == float(whole.training.best_accuracy)
@@ -433,7 +437,7 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
     pieces = tokenizer.convert_tokens_to_ids(["Ġ", "t", "h", "e"])
     joined = tokenizer(" the", add_special_tokens=False)["input_ids"]
     (training,), (held_out,) = halves(gpt2)
-    context = al.hard_prompts.of_tokens(gpt2, joined, held_out=[held_out])
+    context = al.contexts.hard_prompts.of_tokens(gpt2, joined, held_out=[held_out])
     answers = [
         batch.label_scores(context.logits(gpt2, batch)).argmax(1) for batch in (training, held_out)
     ]
@@ -447,11 +451,15 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
 def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
     _, held_out = halves(gpt2)
     call: dict[str, Any] = {"held_out": held_out, "length": 4, "draws": 3}
-    prompts = al.hard_prompts.random(gpt2, seed=1, **call)
+    prompts = al.contexts.hard_prompts.random(gpt2, seed=1, **call)
     ids = [prompt.ids.tolist() for prompt in prompts]
     assert len(ids) == 3 and ids[0] != ids[1]
-    assert ids == [prompt.ids.tolist() for prompt in al.hard_prompts.random(gpt2, seed=1, **call)]
-    assert ids != [prompt.ids.tolist() for prompt in al.hard_prompts.random(gpt2, seed=2, **call)]
+    assert ids == [
+        prompt.ids.tolist() for prompt in al.contexts.hard_prompts.random(gpt2, seed=1, **call)
+    ]
+    assert ids != [
+        prompt.ids.tolist() for prompt in al.contexts.hard_prompts.random(gpt2, seed=2, **call)
+    ]
     assert plain_tokens(gpt2.tokenizer, len(gpt2.tokenizer))[torch.tensor(ids)].all()
 
 
@@ -464,7 +472,7 @@ def test_inserted_tokens_give_the_prompts_that_a_text_before_them_gives(
     batch = questions(model, 3, padding_side=side)[0]
     words = "What is it?\n"
     ids = model.tokenizer(words, add_special_tokens=False)["input_ids"]
-    prompt = al.hard_prompts.of_tokens(model, ids, held_out=[batch])
+    prompt = al.contexts.hard_prompts.of_tokens(model, ids, held_out=[batch])
     longer = prompt.insert(batch)
     check_batch(longer)
     task = al.TASKS["trec"]
@@ -488,7 +496,7 @@ def questions_of(model: Any, task: al.Task, side: Any) -> al.PromptBatch:
 @pytest.mark.filterwarnings("ignore:some pairs of classes:UserWarning")
 def test_every_metric_runs_on_prompts_with_inserted_tokens(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
-    prompt = al.hard_prompts.of_tokens(gpt2, [300, 17], held_out=batches)
+    prompt = al.contexts.hard_prompts.of_tokens(gpt2, [300, 17], held_out=batches)
     metrics: list[Any] = [
         al.SaliencyFlows(),
         al.AttentionAUCROC(),
@@ -505,7 +513,7 @@ def test_every_metric_runs_on_prompts_with_inserted_tokens(gpt2: Any) -> None:
 
 
 def test_prompts_with_another_bos_are_refused(gpt2: Any, llama: Any) -> None:
-    prompt = al.hard_prompts.of_tokens(gpt2, [300], held_out=questions(gpt2, 2))
+    prompt = al.contexts.hard_prompts.of_tokens(gpt2, [300], held_out=questions(gpt2, 2))
     with pytest.raises(PromptError, match="begin with no BOS"):
         prompt.insert(questions(llama, 2)[0])
 
@@ -526,11 +534,11 @@ def test_embeddings_that_are_no_multiple_of_the_table_are_refused(gpt2: Any) -> 
 
 def test_a_fluency_outside_0_to_1_is_an_error() -> None:
     with pytest.raises(MetricError, match="fluency must be a weight from 0 to 1; got 2"):
-        replace(al.hard_prompts.PEZ, fluency=2)
+        replace(al.contexts.hard_prompts.PEZ, fluency=2)
 
 
 def test_label_words_of_several_tokens_are_no_start(gpt2: Any) -> None:
     demos = [al.Example("a", 0), al.Example("b", 1)]
     batches = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, [al.Example("c", 0)])
     with pytest.raises(PromptError, match="a label word has several tokens"):
-        al.hard_prompts.class_words(batches)
+        al.contexts.hard_prompts.class_words(batches)

@@ -80,7 +80,9 @@ def prompts(model: Any) -> tuple[list[al.PromptBatch], list[al.PromptBatch]]:
 
 
 def accuracy_after(model: Any, held_out: list[al.PromptBatch], tokens: list[int]) -> float:
-    return float(al.hard_prompts.of_tokens(model, tokens, held_out=held_out).training.best_accuracy)
+    return float(
+        al.contexts.hard_prompts.of_tokens(model, tokens, held_out=held_out).training.best_accuracy
+    )
 
 
 def test_the_model_is_right_exactly_when_the_token_is_there(model: Any, prompts: Any) -> None:
@@ -89,7 +91,7 @@ def test_the_model_is_right_exactly_when_the_token_is_there(model: Any, prompts:
         tokens = [*START]
         tokens[position] = WANTED
         assert accuracy_after(model, held_out, tokens) == 1
-    random = al.hard_prompts.random(model, held_out=held_out, length=3, draws=10)
+    random = al.contexts.hard_prompts.random(model, held_out=held_out, length=3, draws=10)
     assert not any(WANTED in prompt.ids.tolist() for prompt in random)
     assert {float(prompt.training.best_accuracy) for prompt in random} == {0.0}
 
@@ -113,7 +115,9 @@ def test_projected_steps_are_too_short_to_find_it(model: Any, prompts: Any) -> N
     """The published script loses what its steps add up to; longer steps find the token."""
     training, held_out = prompts
     search = partial(train_hard_prompt, model, training, held_out=held_out, start=START)
-    published = search(method=al.hard_prompts.PEZ_AS_PUBLISHED, **SHORT)
+    published = search(method=al.contexts.hard_prompts.PEZ_AS_PUBLISHED, **SHORT)
     assert published.ids.tolist() == START
-    long = replace(al.hard_prompts.AUTOPROMPT, optimizer=partial(torch.optim.SGD, lr=100.0))
+    long = replace(
+        al.contexts.hard_prompts.AUTOPROMPT, optimizer=partial(torch.optim.SGD, lr=100.0)
+    )
     assert WANTED in search(method=long, **SHORT).ids.tolist()

@@ -49,8 +49,8 @@ def plain(name: str, model: Any) -> Any:
     return PLAIN[name](len(model.tokenizer))
 
 
-def of_everything(model: Any, batch: al.PromptBatch) -> al.CompressedContext:
-    return al.compress(model, batch, select=al.selection.everything)
+def of_everything(model: Any, batch: al.PromptBatch) -> al.contexts.CompressedContext:
+    return al.compress(model, batch, select=al.contexts.selection.everything)
 
 
 def changed(path: Path, **changes: Any) -> None:
@@ -67,10 +67,10 @@ def test_peft_gives_the_logits_of_a_context(pair: tuple[Any, Any], tmp_path: Pat
     for context in (trained(model), whole):
         if not hasattr(model, "original_model"):
             with pytest.raises(ModelError, match="is a HookedTransformer: it caches keys before"):
-                al.context_to_peft(context, model, tmp_path / "none")
+                al.contexts.context_to_peft(context, model, tmp_path / "none")
             continue
         expected = context.logits(model, batch)
-        folder = al.context_to_peft(context, model, tmp_path / type(context).__name__)
+        folder = al.contexts.context_to_peft(context, model, tmp_path / type(context).__name__)
         logits = peft_logits(weights, folder, batch)
         assert difference(centred(logits), centred(expected)) < LIMIT
         with_bos = peft_logits(weights, folder, batch, bos_of(batch).tolist())
@@ -85,13 +85,13 @@ def test_every_kind_of_context_becomes_an_adapter(llama: Any, tmp_path: Path) ->
     contexts: list[Any] = [
         train_soft_prompt(llama, training, **call),
         train_hard_prompt(llama, training, **call),
-        al.compress(llama, training[0], positions=al.placement.rebased),
+        al.compress(llama, training[0], positions=al.contexts.placement.rebased),
     ]
     for number, context in enumerate(contexts):
-        folder = al.context_to_peft(context, llama, tmp_path / str(number))
+        folder = al.contexts.context_to_peft(context, llama, tmp_path / str(number))
         logits = peft_logits(weights, folder, batch)
         assert difference(logits, context.logits(llama, batch)) < LIMIT
-        back = al.context_from_peft(folder, llama)
+        back = al.contexts.context_from_peft(folder, llama)
         assert difference(back.logits(llama, batch), logits) < LIMIT
     compressed = contexts[-1]
     assert torch.equal(back.tokens, compressed.tokens[compressed.selected])
@@ -104,15 +104,15 @@ def test_float64_differs_only_by_what_peft_holds_in_float32(
     model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
     (batch,) = questions(model, 3)
     context = of_everything(model, batch)
-    folder = al.context_to_peft(context, model, tmp_path / "adapter")
+    folder = al.contexts.context_to_peft(context, model, tmp_path / "adapter")
     assert difference(peft_logits(weights, folder, batch), context.logits(model, batch)) < 1e-7
-    assert al.context_from_peft(folder, model).prefix.keys[0].dtype == torch.float64
+    assert al.contexts.context_from_peft(folder, model).prefix.keys[0].dtype == torch.float64
 
 
 def test_the_base_model_is_named_for_peft(model_folder: Path, tmp_path: Path) -> None:
     model = al.load_model(str(model_folder))
     context = of_everything(model, questions(model, 2)[0])
-    folder = al.context_to_peft(context, model, tmp_path / "new" / "adapter")
+    folder = al.contexts.context_to_peft(context, model, tmp_path / "new" / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(model_folder)
     assert config["num_virtual_tokens"] == len(context.tokens)
@@ -128,14 +128,14 @@ def test_a_prefix_of_peft_answers_as_in_peft(pair: tuple[Any, Any], tmp_path: Pa
     folder = saved_by_peft(weights, tmp_path / "adapter", 30)
     if not hasattr(model, "original_model"):
         with pytest.raises(ModelError, match="is a HookedTransformer"):
-            al.context_from_peft(folder, model, batch)
+            al.contexts.context_from_peft(folder, model, batch)
         return
-    context = al.context_from_peft(folder, model, batch)
+    context = al.contexts.context_from_peft(folder, model, batch)
     expected = peft_logits(weights, folder, right, bos)
     assert difference(centred(context.logits(model, batch)), centred(expected)) < LIMIT
     assert context.tokens.tolist() == [0] * 30 + bos and context.info["bos"] == bos
     for after in ([], [17, 300]):
-        other = al.context_from_peft(folder, model, batch, tokens_after=after)
+        other = al.contexts.context_from_peft(folder, model, batch, tokens_after=after)
         expected = peft_logits(weights, folder, right, after)
         assert difference(centred(other.logits(model, batch)), centred(expected)) < LIMIT
         assert len(other.tokens) == 30 + len(after)
@@ -146,7 +146,7 @@ def test_the_file_of_a_projected_prefix_holds_keys_and_values(llama: Any, tmp_pa
     options = {"prefix_projection": True, "encoder_hidden_size": 12}
     folder = saved_by_peft(weights, tmp_path / "adapter", 4, **options)
     expected = peft_logits(weights, folder, batch, bos_of(batch).tolist())
-    context = al.context_from_peft(folder, llama, batch)
+    context = al.contexts.context_from_peft(folder, llama, batch)
     assert difference(context.logits(llama, batch), expected) < LIMIT
 
 
@@ -157,12 +157,14 @@ def test_a_prefix_has_the_type_of_the_model(
     model = hooked(tiny_llama(len(sentencepiece_like)).to(torch.bfloat16), sentencepiece_like)
     (batch,) = questions(model, 2)
     folder = saved_by_peft(tiny_llama(len(sentencepiece_like)), tmp_path / "adapter", 3)
-    context = al.context_from_peft(folder, model, batch)
+    context = al.contexts.context_from_peft(folder, model, batch)
     assert {tensor.dtype for tensor in context.prefix.keys} == {torch.bfloat16}
     expected = peft_logits(weights, folder, batch, bos_of(batch).tolist()).float()
     assert difference(context.logits(model, batch), expected) < 0.03
     assert (
-        al.context_from_peft(al.context_to_peft(context, model, tmp_path / "again"), model)
+        al.contexts.context_from_peft(
+            al.contexts.context_to_peft(context, model, tmp_path / "again"), model
+        )
         .logits(model, batch)
         .equal(context.logits(model, batch))
     )
@@ -172,31 +174,31 @@ def test_a_context_comes_back_bit_for_bit(pair: tuple[Any, Any], tmp_path: Path)
     model, weights = pair
     (batch,) = questions(model, 3)
     foreign = saved_by_peft(weights, tmp_path / "peft", 3)
-    for context in (trained(model), al.context_from_peft(foreign, model, batch)):
-        folder = al.context_to_peft(context, model, tmp_path / "ours")
-        back = al.context_from_peft(folder, model)
-        assert type(back) is al.PrefixContext and back.training is None
+    for context in (trained(model), al.contexts.context_from_peft(foreign, model, batch)):
+        folder = al.contexts.context_to_peft(context, model, tmp_path / "ours")
+        back = al.contexts.context_from_peft(folder, model)
+        assert type(back) is al.contexts.PrefixContext and back.training is None
         assert same(back, replace(context, training=None)) and back.info == context.info
         assert torch.equal(back.logits(model, batch), context.logits(model, batch))
-        assert same(al.context_from_peft(folder, model, batch), back)
-        assert same(al.PrefixContext.load(back.save(tmp_path / "context")), back)
+        assert same(al.contexts.context_from_peft(folder, model, batch), back)
+        assert same(al.contexts.PrefixContext.load(back.save(tmp_path / "context")), back)
 
 
 def test_a_folder_that_peft_saved_again_holds_the_bos(llama: Any, tmp_path: Path) -> None:
     context, (batch,) = trained(llama), questions(llama, 2)
-    folder = al.context_to_peft(context, llama, tmp_path / "adapter")
+    folder = al.contexts.context_to_peft(context, llama, tmp_path / "adapter")
     weights = folder / "adapter_model.safetensors"
     save_file(load_file(weights), weights, metadata={"format": "pt"})
-    again = al.context_from_peft(folder, llama, batch, tokens_after=[])
+    again = al.contexts.context_from_peft(folder, llama, batch, tokens_after=[])
     assert torch.equal(again.logits(llama, batch), context.logits(llama, batch))
 
 
 def test_a_prefix_of_peft_is_the_start_of_a_training(gpt2: Any, llama: Any, tmp_path: Path) -> None:
     folder = saved_by_peft(plain("gpt2", gpt2), tmp_path / "gpt2", 3)
-    start = al.context_from_peft(folder, gpt2, questions(gpt2, 2)[0])
+    start = al.contexts.context_from_peft(folder, gpt2, questions(gpt2, 2)[0])
     assert same(replace(trained(gpt2, start=start, steps=0), training=None), start)
     folder = saved_by_peft(plain("llama", llama), tmp_path / "llama", 3)
-    start = al.context_from_peft(folder, llama, questions(llama, 2)[0])
+    start = al.contexts.context_from_peft(folder, llama, questions(llama, 2)[0])
     with pytest.raises(PromptError, match="a start must hold too, before all else"):
         trained(llama, start=start)
 
@@ -206,7 +208,7 @@ def test_no_virtual_token_is_taken_for_a_bos(llama: Any, tmp_path: Path) -> None
     (batch,) = questions(llama, 2)
     first = replace(batch, tokens=batch.tokens.masked_fill(batch.tokens == 1, 0))
     folder = saved_by_peft(plain("llama", llama), tmp_path / "adapter", 2)
-    context = al.context_from_peft(folder, llama, first)
+    context = al.contexts.context_from_peft(folder, llama, first)
     assert context.tokens.tolist() == [1, 1, 0] and context.info["bos"] == [0]
 
 
@@ -218,22 +220,22 @@ def test_contexts_that_peft_cannot_hold_are_refused(gpt2: Any, llama: Any, tmp_p
     wider = replace(context.prefix, keys=(*keys[:-1], torch.cat([keys[-1]] * 2, dim=3)))
     fewer = replace(context.prefix, keys=keys[:-1], values=context.prefix.values[:-1])
     bad: list[tuple[type[Exception], str, Any]] = [
-        (PromptError, r"positions=al\.placement\.rebased, or select everything", gap),
+        (PromptError, r"positions=al\.contexts\.placement\.rebased, or select everything", gap),
         (ModelError, "this context was made with", trained(gpt2, steps=0)),
         (ModelError, r"with \(heads, d_head\) \(2, 8\), \(2, 16\)", replace(context, prefix=wider)),
         (ModelError, "3 layers caches them in 2", replace(context, prefix=fewer)),
     ]
     for kind, message, refused in bad:
         with pytest.raises(kind, match=message):
-            al.context_to_peft(refused, llama, folder)
+            al.contexts.context_to_peft(refused, llama, folder)
     assert not folder.exists()
     path = tmp_path / "file"
     path.write_text("")
     with pytest.raises(StoreError, match="cannot be made"):
-        al.context_to_peft(context, llama, path)
-    restarted = al.compress(llama, batch, positions=al.placement.restarted)
+        al.contexts.context_to_peft(context, llama, path)
+    restarted = al.compress(llama, batch, positions=al.contexts.placement.restarted)
     with pytest.raises(PromptError, match="an adapter of peft must have its keys at the positions"):
-        al.context_to_peft(restarted, llama, folder)
+        al.contexts.context_to_peft(restarted, llama, folder)
 
 
 @pytest.mark.every_kind
@@ -246,21 +248,21 @@ def test_folded_value_biases_are_refused(raw: Any, byte_level: Any, tmp_path: Pa
     folder = saved_by_peft(weights, tmp_path / "peft", 2)
     message = "value biases of this model are folded|is a HookedTransformer"
     with pytest.raises(ModelError, match=message):
-        al.context_to_peft(context, model, tmp_path / "ours")
+        al.contexts.context_to_peft(context, model, tmp_path / "ours")
     with pytest.raises(ModelError, match=message):
-        al.context_from_peft(folder, model, batch)
+        al.contexts.context_from_peft(folder, model, batch)
 
 
 def test_without_peft_an_error_says_how_to_install_it(
     gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = trained(gpt2, steps=0)
-    folder = al.context_to_peft(context, gpt2, tmp_path / "adapter")
+    folder = al.contexts.context_to_peft(context, gpt2, tmp_path / "adapter")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(StoreError, match=r'pip install "anchorlens\[peft\]"'):
-        al.context_to_peft(context, gpt2, tmp_path / "other")
+        al.contexts.context_to_peft(context, gpt2, tmp_path / "other")
     assert not (tmp_path / "other").exists()
-    assert same(al.context_from_peft(folder, gpt2), replace(context, training=None))
+    assert same(al.contexts.context_from_peft(folder, gpt2), replace(context, training=None))
 
 
 def test_the_wrong_arguments_are_refused_when_reading(
@@ -269,8 +271,8 @@ def test_the_wrong_arguments_are_refused_when_reading(
     (batch,) = questions(llama, 2)
     theirs = saved_by_peft(plain("llama", llama), tmp_path / "peft", 3)
     long = saved_by_peft(plain("llama", llama), tmp_path / "long", 510)
-    ours = al.context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
-    other = al.context_to_peft(trained(gpt2, steps=0), gpt2, tmp_path / "gpt2")
+    ours = al.contexts.context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
+    other = al.contexts.context_to_peft(trained(gpt2, steps=0), gpt2, tmp_path / "gpt2")
     no_bos = replace(batch, begins_with_bos=False)
     bad: list[tuple[type[Exception], str, Path, dict[str, Any]]] = [
         (PromptError, "pass a batch of the prompts", theirs, {}),
@@ -282,19 +284,19 @@ def test_the_wrong_arguments_are_refused_when_reading(
     ]
     for kind, message, folder, options in bad:
         with pytest.raises(kind, match=message), does_not_run(llama):
-            al.context_from_peft(folder, llama, **options)
+            al.contexts.context_from_peft(folder, llama, **options)
 
 
 def test_a_prefix_of_another_shape_is_refused(llama: Any, byte_level: Any, tmp_path: Path) -> None:
     (batch,) = questions(llama, 2)
     folder = saved_by_peft(tiny_gpt2(700), tmp_path / "gpt2", 3)
     with pytest.raises(ModelError, match=r"\(3, 2, 12\), but .* has \(3, 2, 8\)"):
-        al.context_from_peft(folder, llama, batch)
+        al.contexts.context_from_peft(folder, llama, batch)
     # The same number of entries, in more heads.
     folder = saved_by_peft(plain("llama", llama), tmp_path / "llama", 3)
     changed(folder / "adapter_config.json", num_attention_heads=4)
     with pytest.raises(ModelError, match=r"\(3, 4, 4\), but .* has \(3, 2, 8\)"):
-        al.context_from_peft(folder, llama, batch)
+        al.contexts.context_from_peft(folder, llama, batch)
 
 
 @pytest.mark.parametrize(
@@ -305,24 +307,24 @@ def test_adapters_of_another_kind_are_refused(llama: Any, tmp_path: Path, config
     with torch.random.fork_rng(devices=[]):
         get_peft_model(plain("llama", llama), config).save_pretrained(str(tmp_path))
     with pytest.raises(StoreError, match=f"of the kind {config.peft_type.value} for CAUSAL_LM"):
-        al.context_from_peft(tmp_path, llama, questions(llama, 2)[0])
+        al.contexts.context_from_peft(tmp_path, llama, questions(llama, 2)[0])
 
 
 def test_other_tasks_are_refused(llama: Any, tmp_path: Path) -> None:
     folder = saved_by_peft(plain("llama", llama), tmp_path / "adapter", 3)
     changed(folder / "adapter_config.json", task_type="SEQ_CLS")
     with pytest.raises(StoreError, match="PREFIX_TUNING for SEQ_CLS"):
-        al.context_from_peft(folder, llama, questions(llama, 2)[0])
+        al.contexts.context_from_peft(folder, llama, questions(llama, 2)[0])
 
 
 def test_damaged_files_are_refused(llama: Any, tmp_path: Path) -> None:
     (batch,) = questions(llama, 2)
     theirs = saved_by_peft(plain("llama", llama), tmp_path / "peft", 3)
-    ours = al.context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
+    ours = al.contexts.context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
     with pytest.raises(StoreError, match=r"has no adapter_config\.json; give the local folder"):
-        al.context_from_peft(tmp_path / "no folder", llama, batch)
+        al.contexts.context_from_peft(tmp_path / "no folder", llama, batch)
     with pytest.raises(StoreError, match="holds a peft adapter, not a context"):
-        al.load_context(ours / "adapter_model.safetensors")
+        al.contexts.load_context(ours / "adapter_model.safetensors")
     for folder in (theirs, ours):
         config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
         good, data = config.read_text(), weights.read_bytes()
@@ -333,35 +335,35 @@ def test_damaged_files_are_refused(llama: Any, tmp_path: Path) -> None:
         ]:
             config.write_text(text)
             with pytest.raises(StoreError, match=message):
-                al.context_from_peft(folder, llama, batch)
+                al.contexts.context_from_peft(folder, llama, batch)
         settings = json.loads(good)
         for change in [{"num_layers": None}, {"num_virtual_tokens": 9}, {"token_dim": 8}]:
             config.write_text(json.dumps(settings | change))
             with pytest.raises(StoreError, match="should hold one tensor"):
-                al.context_from_peft(folder, llama, batch)
+                al.contexts.context_from_peft(folder, llama, batch)
         config.write_text(good)
         weights.write_bytes(data[:100])
         with pytest.raises(StoreError, match="is no safetensors file, or is damaged"):
-            al.context_from_peft(folder, llama, batch)
+            al.contexts.context_from_peft(folder, llama, batch)
         weights.unlink()
         with pytest.raises(StoreError, match=r"adapter_model\.bin, load the adapter in peft"):
-            al.context_from_peft(folder, llama, batch)
+            al.contexts.context_from_peft(folder, llama, batch)
         weights.write_bytes(data)
 
 
 def test_changes_of_our_files_are_found(llama: Any, tmp_path: Path) -> None:
-    folder = al.context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
+    folder = al.contexts.context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     good, data = config.read_text(), bytearray(weights.read_bytes())
     changed(config, num_attention_heads=4)
     with pytest.raises(StoreError, match="use the two files that one call"):
-        al.context_from_peft(folder, llama)
+        al.contexts.context_from_peft(folder, llama)
     config.write_text(good)
     data[-3] ^= 1
     weights.write_bytes(data)
     with pytest.raises(StoreError, match="is damaged: its bytes are not those"):
-        al.context_from_peft(folder, llama)
+        al.contexts.context_from_peft(folder, llama)
     extra = {"prompt_embeddings": torch.zeros(4, 96), "score.weight": torch.zeros(2, 2)}
     save_file(extra, weights)
     with pytest.raises(StoreError, match=r"score\.weight"):
-        al.context_from_peft(folder, llama)
+        al.contexts.context_from_peft(folder, llama)

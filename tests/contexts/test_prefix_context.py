@@ -25,7 +25,7 @@ from tests.support.trained_contexts import same, split, train_prefix, train_soft
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Named(al.PrefixContext):
+class Named(al.contexts.PrefixContext):
     """A context with fields of its own."""
 
     text: str
@@ -36,14 +36,14 @@ class Renamed(Named):
     """A class two levels below ours."""
 
 
-def of_tokens(model: Any, batch: al.PromptBatch, tokens: Tensor) -> al.PrefixContext:
+def of_tokens(model: Any, batch: al.PromptBatch, tokens: Tensor) -> al.contexts.PrefixContext:
     """The context of tokens after the BOS, whose keys and values the model computes."""
     bos = bos_of(batch)
     ids = torch.cat([bos, tokens])
     queries = queries_after(batch, ids)
     with frozen_in_eval_mode(model):
         prefix = run_prefix(model, queries.prompt(0).before(len(ids)))
-    return al.PrefixContext(
+    return al.contexts.PrefixContext(
         prefix=key_values_at_start(list(prefix.keys), list(prefix.values)),
         tokens=ids,
         info={"bos": bos.tolist()},
@@ -107,15 +107,18 @@ def test_logits_depend_on_neither_padding_nor_the_other_prompts(llama: Any) -> N
         assert difference(alone, expected[row : row + 1]) < 1e-5
 
 
-def hard_prompt(model: Any, batches: Any, held_out: Any, **options: Any) -> al.HardPrompt:
-    return al.hard_prompts.of_tokens(model, [300, 17], held_out=held_out)
+def hard_prompt(model: Any, batches: Any, held_out: Any, **options: Any) -> al.contexts.HardPrompt:
+    return al.contexts.hard_prompts.of_tokens(model, [300, 17], held_out=held_out)
 
 
 MADE: list[tuple[type[Any], Any]] = [
-    (al.PrefixContext, train_prefix),
-    (al.SoftPrompt, train_soft_prompt),
-    (al.HardPrompt, hard_prompt),
-    (al.CompressedContext, lambda model, batches, **options: al.compress(model, batches[0])),
+    (al.contexts.PrefixContext, train_prefix),
+    (al.contexts.SoftPrompt, train_soft_prompt),
+    (al.contexts.HardPrompt, hard_prompt),
+    (
+        al.contexts.CompressedContext,
+        lambda model, batches, **options: al.compress(model, batches[0]),
+    ),
 ]
 
 
@@ -127,7 +130,7 @@ def test_a_loaded_context_is_the_saved_one(
     for model in (gpt2, llama, gemma3):
         batches, held_out = split(model)
         context = make(model, batches, held_out=held_out, length=2, steps=2)
-        for read in (kind.load, al.load_context):
+        for read in (kind.load, al.contexts.load_context):
             loaded = read(context.save(path))
             assert type(loaded) is kind and same(loaded, context)
             shown = [(each.info, each.size, repr(each)) for each in (loaded, context)]
@@ -144,14 +147,14 @@ def test_a_class_of_ones_own_is_saved_with_its_fields(gpt2: Any, tmp_path: Path)
     base = trained(gpt2, steps=0)
     own = Named(**vars(base) | {"training": None}, text="a b", embeddings=torch.eye(2))
     path = own.save(tmp_path / "own.safetensors")
-    loaded = al.load_context(path)
+    loaded = al.contexts.load_context(path)
     assert isinstance(loaded, Named) and loaded.text == "a b" and loaded.training is None
     assert torch.equal(loaded.embeddings, torch.eye(2))
     assert "accuracy on held-out queries not known" in repr(loaded)
     renamed = Renamed(**vars(own)).save(tmp_path / "renamed.safetensors")
-    assert type(al.load_context(renamed)) is Renamed
+    assert type(al.contexts.load_context(renamed)) is Renamed
     with pytest.raises(StoreError, match=r"holds a Named, not a PrefixContext; use al\.load_con"):
-        al.PrefixContext.load(path)
+        al.contexts.PrefixContext.load(path)
     texts: Any = ["a", "b"]
     wrong = replace(own, text=texts)
     with pytest.raises(StoreError, match="is not written: text must be a tensor, a record"):
@@ -176,7 +179,7 @@ def test_wrong_contents_are_refused(gpt2: Any, tmp_path: Path, change: Callable[
     change(header, tensors)
     path.write_bytes(to_bytes_with_digest({"context": header}, tensors))
     with pytest.raises(StoreError, match="not hold what a PrefixContext of this version holds"):
-        al.load_context(path)
+        al.contexts.load_context(path)
 
 
 def test_other_models_and_prompts_are_refused(gpt2: Any, llama: Any) -> None:

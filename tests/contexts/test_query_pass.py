@@ -34,14 +34,14 @@ def test_queries_stand_after_the_tokens(llama: Any, side: str) -> None:
 def test_no_context_gives_the_logits_of_a_query_alone(model: Any) -> None:
     batches = questions(model, 5, batch_size=3, padding_side="left")
     for batch in batches:
-        logits = centred(al.NoContext().logits(model, batch))
+        logits = centred(al.contexts.NoContext().logits(model, batch))
         for row in range(len(batch)):
             query = batch.tokens[row, int(batch.query_start[row]) :]
             tokens = torch.cat([bos_of(batch), query])[None]
             with torch.no_grad():
                 alone = model(tokens, attention_mask=torch.ones_like(tokens))[:, -1]
             assert difference(logits[row : row + 1], centred(alone)) < 1e-5
-    assert al.NoContext().size == 0
+    assert al.contexts.NoContext().size == 0
     assert len(bos_of(batches[0])) == int(batches[0].begins_with_bos)
 
 
@@ -56,7 +56,8 @@ def test_the_demonstrations_do_not_matter_to_queries_after_another_context(llama
     (single,) = al.build_prompts(llama.tokenizer, task, sets[0], queries)
     assert len(mixed.demonstrations_id.unique()) == 2
     logits = [
-        al.NoContext().logits(llama, batch)[batch.index.argsort()] for batch in (mixed, single)
+        al.contexts.NoContext().logits(llama, batch)[batch.index.argsort()]
+        for batch in (mixed, single)
     ]
     assert difference(*logits) < 1e-5
 
@@ -73,12 +74,14 @@ def test_a_query_without_room_after_a_context_is_refused(gpt2: Any) -> None:
         check_queries(gpt2, batches, 9999)
     strange = replace(batches[0], tokens=batches[0].tokens + 9999)
     with pytest.raises(PromptError, match="outside the model's vocabulary"):
-        al.NoContext().logits(gpt2, strange)
+        al.contexts.NoContext().logits(gpt2, strange)
 
 
 def test_contexts_are_recognised_and_shown(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     context = al.compress(gpt2, batch)
-    assert isinstance(context, al.Context) and isinstance(al.NoContext(), al.Context)
+    assert isinstance(context, al.contexts.Context) and isinstance(
+        al.contexts.NoContext(), al.contexts.Context
+    )
     shown = repr(context.query_pass(gpt2, batch))
     assert f"{int(context.selected.sum())} cached positions, 0 hooks)" in shown

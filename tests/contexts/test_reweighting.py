@@ -174,7 +174,7 @@ def test_training_works_with_several_shots_and_other_queries(llama: Any) -> None
         ),
     }
     correct = {name: results["accuracy"].correct for name, results in runs.items()}
-    record = al.compare_accuracies(correct)
+    record = al.metrics.compare_accuracies(correct)
     assert record.correct.shape == (6, 3) and record.intervals["gain"].shape == (2, 3)
     hooks = al.reweight_anchors(llama, test[0], beta)
     logits = run_pass(llama, test[0], hooks=hooks)[:, test[0].label_token_ids]
@@ -188,7 +188,7 @@ def test_training_works_with_several_shots_and_other_queries(llama: Any) -> None
 def test_a_loaded_beta_equals_the_saved_one(gpt2: Any, tmp_path: Any) -> None:
     batches = questions(gpt2, 2)
     beta = train_reweighting(gpt2, batches, steps=1, **QUIET)
-    loaded = al.Beta.load(beta.save(tmp_path / "beta.safetensors"))
+    loaded = al.contexts.Beta.load(beta.save(tmp_path / "beta.safetensors"))
     assert torch.equal(loaded.beta, beta.beta) and loaded.info == beta.info
     for value in (beta, loaded, beta.beta):
         logits = run_pass(gpt2, batches[0], hooks=al.reweight_anchors(gpt2, batches[0], value))
@@ -249,9 +249,9 @@ def test_a_beta_of_other_label_words_raises_an_error(gpt2: Any) -> None:
 
 def test_compared_accuracies_equal_values_by_hand() -> None:
     correct = {"a": torch.tensor([1.0, 0, 0, 1]), "b": torch.tensor([1.0, 1, 0, 1])}
-    record = al.compare_accuracies(correct)
+    record = al.metrics.compare_accuracies(correct)
     assert record.accuracy.tolist() == [0.5, 0.75] and record.gain.tolist() == [0, 0.25]
     low, high = record.intervals["gain"]
     assert low[0] == high[0] == 0 and -0.4 < low[1] < 0.25 < high[1]
     with pytest.raises(MetricError, match=r"got prompts: \{'a': 4, 'b': 1\}"):
-        al.compare_accuracies(correct | {"b": torch.ones(1)})
+        al.metrics.compare_accuracies(correct | {"b": torch.ones(1)})

@@ -55,7 +55,7 @@ def test_gradients_are_those_of_central_differences(hooked: Any, byte_level: Any
 @pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
 def test_a_prefix_of_demonstrations_answers_as_they_do(model: Any) -> None:
     training, held_out = split(model)
-    whole = al.compress(model, training[0], select=al.selection.everything)
+    whole = al.compress(model, training[0], select=al.contexts.selection.everything)
     context = trained(model, start=whole, steps=0)
     for batch in held_out:
         expected = al.target_logits(model, [batch], progress=False)
@@ -101,13 +101,17 @@ def test_a_bad_start_is_refused_before_any_pass(gpt2: Any, llama: Any) -> None:
     long = replace(short, prefix=wide, tokens=short.tokens.repeat(46))
     no_bos = al.compress(llama, first, lambda d: torch.arange(d.tokens.shape[1]) > 0)
     bos_alone = al.compress(llama, first, lambda d: torch.arange(d.tokens.shape[1]) < 1)
-    other = al.compress(gpt2, questions(gpt2, 2)[0], select=al.selection.everything)
+    other = al.compress(gpt2, questions(gpt2, 2)[0], select=al.contexts.selection.everything)
     gap = al.compress(llama, first)
     bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (PromptError, "start has its own number of positions; got length=3", {"length": 3}),
         (PromptError, "left after 506 positions", {"start": long}),
         (ModelError, "this context was made with", {"start": other}),
-        (PromptError, r"positions=al\.placement\.rebased, or select everything", {"start": gap}),
+        (
+            PromptError,
+            r"positions=al\.contexts\.placement\.rebased, or select everything",
+            {"start": gap},
+        ),
         (PromptError, "which a start must hold too", {"start": no_bos}),
         (PromptError, "more than the BOS", {"start": bos_alone}),
     ]

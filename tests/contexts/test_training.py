@@ -39,7 +39,7 @@ from tests.support.trained_contexts import (
 )
 from tests.support.unchanged import ModelState
 
-NOISY = replace(al.hard_prompts.PEZ, noise=al.hard_prompts.Langevin(0.01))
+NOISY = replace(al.contexts.hard_prompts.PEZ, noise=al.contexts.hard_prompts.Langevin(0.01))
 TRAINERS: dict[str, Any] = {
     "prefix": partial(train_prefix, length=2),
     "soft prompt": partial(train_soft_prompt, length=2),
@@ -141,7 +141,7 @@ def test_low_precision_is_trained_in_float32(
 
     how: dict[str, Any] = {"optimizer": optimizer}
     if kind == "hard prompt":
-        how = {"method": al.hard_prompts.Descent(optimizer)}
+        how = {"method": al.contexts.hard_prompts.Descent(optimizer)}
     batches, held_out = split(model)
     context = TRAINERS[kind](model, batches, held_out=held_out, steps=2, **how)
     assert set(types) == {torch.float32} and context.prefix.keys[0].dtype == dtype
@@ -158,7 +158,7 @@ def two_numbers(logits: Tensor, batch: al.PromptBatch) -> Tensor:
 
 
 NONE = torch.zeros(3000, dtype=torch.bool)
-FLUENT = {"length": 1, "method": al.hard_prompts.FLUENT_PROMPT}
+FLUENT = {"length": 1, "method": al.contexts.hard_prompts.FLUENT_PROMPT}
 OPTIMIZER = {"optimizer": torch.optim.SGD}
 NO_LABEL = of_prompts(lambda batch: replace(batch, gold=None))
 OTHER_BOS = of_prompts(lambda batch: replace(batch, begins_with_bos=True))
@@ -300,7 +300,7 @@ def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) ->
     """Also if both starts have the same size and the same record."""
     batches, held_out = split(gpt2)
     first, other = (trained(gpt2, steps=0, seed=seed) for seed in (0, 1))
-    start = al.compress(gpt2, batches[0], select=al.selection.everything)
+    start = al.compress(gpt2, batches[0], select=al.contexts.selection.everything)
     fewer = {"batches": batches[:1], "held_out": [batches[1], *held_out]}
     changes: list[tuple[str, str, dict[str, Any]]] = [
         ("context", "prefix", {"length": 4}),
@@ -361,14 +361,14 @@ def test_prompts_are_those_of_the_best_check_after_divergence(gpt2: Any, check_e
         replace(soft, training=None), replace(start, training=None)
     )
     for keep in (True, False):
-        method = al.hard_prompts.Descent(huge, keep_continuous=keep)
+        method = al.contexts.hard_prompts.Descent(huge, keep_continuous=keep)
         with pytest.warns(UserWarning, match="training diverged"):
             hard = train_hard_prompt(gpt2, batches, steps=3, start=[300], method=method, **call)
         assert hard.ids.tolist() == [300, 300]
 
 
 def test_the_start_is_not_changed_by_its_training(gpt2: Any) -> None:
-    start = al.compress(gpt2, split(gpt2)[0][0], select=al.selection.everything)
+    start = al.compress(gpt2, split(gpt2)[0][0], select=al.contexts.selection.everything)
     before = [tensor.clone() for tensor in (*start.prefix.keys, *start.prefix.values)]
     context = trained(gpt2, start=start)
     after = (*start.prefix.keys, *start.prefix.values)
@@ -450,11 +450,11 @@ def test_held_out_numbers_are_means_over_queries_of_unequal_batches(gpt2: Any) -
 
 
 def hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
-    return al.hard_prompts.of_tokens(model, [300], **options)
+    return al.contexts.hard_prompts.of_tokens(model, [300], **options)
 
 
 def random_hard_prompts(model: Any, batches: Any, **options: Any) -> Any:
-    return al.hard_prompts.random(model, length=1, draws=1, **options)
+    return al.contexts.hard_prompts.random(model, length=1, draws=1, **options)
 
 
 def compressed_context(model: Any, batches: Any, **options: Any) -> Any:
@@ -511,7 +511,7 @@ def test_each_round_has_every_batch_once() -> None:
 
 
 def test_the_best_check_has_the_highest_accuracy_then_the_lowest_loss() -> None:
-    record = al.TrainingRecord(
+    record = al.contexts.TrainingRecord(
         losses=torch.zeros(0),
         checked_steps=torch.arange(5),
         held_out_accuracy=torch.tensor([0.2, 0.5, 0.5, 0.5, 0.5]),

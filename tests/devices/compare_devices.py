@@ -128,7 +128,7 @@ def readme() -> dict[str, Any]:
         tokenizer = byte_level_tokenizer()
         weights = tiny_gpt2(len(tokenizer), n_layer=6, n_embd=16)
         model = al.load_model(weights, tokenizer=tokenizer, device=device)
-        sample = al.sample_prompts
+        sample = al.prompts.sample_prompts
         with (
             mock.patch.object(al, "load_model", lambda name: model),
             mock.patch.object(
@@ -213,7 +213,7 @@ def waits() -> dict[str, list[int]]:
             "a step of training": lambda n: al.train_prefix(
                 model,
                 batches,
-                al.Training(steps=n, check_every=9, progress=False),
+                al.contexts.Training(steps=n, check_every=9, progress=False),
                 held_out=held_out,
                 length=2,
             ),

@@ -312,7 +312,9 @@ def test_a_token_as_likely_as_the_likeliest_is_given() -> None:
 
 def test_the_likeliest_word_of_the_predicted_class_is_the_answer(gpt2: Any) -> None:
     [batch] = questions(gpt2, 3)
-    words = al.Verbalizer([[k, k + 50] for k in batch.label_token_ids.tolist()], torch.logsumexp)
+    words = al.prompts.Verbalizer(
+        [[k, k + 50] for k in batch.label_token_ids.tolist()], torch.logsumexp
+    )
     [answers], _, _ = outcomes(gpt2, [replace(batch, verbalizer=words)])
     log_probs = al.target_logits(gpt2, [batch], progress=False).log_softmax(-1)
     for row, of_prompt in enumerate(log_probs):

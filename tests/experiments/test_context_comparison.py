@@ -20,8 +20,8 @@ from tests.support.measures import assert_same, difference, does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0, "repeats": 1}
-DEMONSTRATIONS = partial(al.compress, select=al.selection.everything)
-TWO: dict[str, Any] = {"none": al.NoContext(), "anchors only": al.compress}
+DEMONSTRATIONS = partial(al.compress, select=al.contexts.selection.everything)
+TWO: dict[str, Any] = {"none": al.contexts.NoContext(), "anchors only": al.compress}
 THREE = TWO | {"demonstrations": DEMONSTRATIONS}
 
 
@@ -71,13 +71,13 @@ def test_all_numbers_equal_those_of_plain_transformers(
     contexts = THREE | {"all but the first token": partial(al.compress, select=all_but_first)}
     record = al.compare_contexts(model, batches, contexts, draws=3, seed=5, **QUIET)
     bos = batches[0].begins_with_bos
-    controls = [al.selection.random_and_format(seed) for seed in (5, 6, 7)]
+    controls = [al.contexts.selection.random_and_format(seed) for seed in (5, 6, 7)]
     expected: dict[str, list[Any]] = defaultdict(list)
     for batch in (batch.padded_right() for batch in batches):
         assert batch.gold is not None
         start, labels = int(batch.query_start[0]), batch.label_token_ids
         demos, nothing = batch.prompt(0).before(start), torch.zeros(start, dtype=torch.bool)
-        kept = [al.selection.anchors_and_format(demos), ~nothing, all_but_first(demos)]
+        kept = [al.contexts.selection.anchors_and_format(demos), ~nothing, all_but_first(demos)]
         drawn = [select(demos) for select in controls]
         for row in range(len(batch)):
             tokens = batch.tokens[row][batch.attention_mask[row]]
@@ -153,11 +153,11 @@ def test_each_set_of_demonstrations_has_a_context_of_its_own(gpt2: Any) -> None:
     sets = [questions(gpt2, 5, seed=seed, batch_size=2) for seed in (1, 2)]
     calls: list[int] = []
 
-    def anchors(model: Any, batch: al.PromptBatch) -> al.CompressedContext:
+    def anchors(model: Any, batch: al.PromptBatch) -> al.contexts.CompressedContext:
         calls.append(int(batch.demonstrations_id[0]))
         return al.compress(model, batch)
 
-    contexts: dict[str, Any] = {"none": al.NoContext(), "anchors only": anchors}
+    contexts: dict[str, Any] = {"none": al.contexts.NoContext(), "anchors only": anchors}
     joined = al.compare_contexts(gpt2, sets[0] + sets[1], contexts, **QUIET)
     assert len(calls) <= 3 and len(set(calls)) == 2  # one set again for the times
     alone = [al.compare_contexts(gpt2, batches, contexts, **QUIET) for batches in sets]
@@ -173,8 +173,8 @@ def test_gains_have_the_intervals_of_compared_accuracies(gpt2: Any) -> None:
     record = al.compare_contexts(gpt2, batches, THREE, progress=False, repeats=1)
     whole = al.run(gpt2, batches, [al.Accuracy()], progress=False)["accuracy"]
     columns = dict(zip(THREE, record.correct.T, strict=True))
-    over_first = al.compare_accuracies(columns)
-    over_whole = al.compare_accuracies({"whole": whole.correct, **columns})
+    over_first = al.metrics.compare_accuracies(columns)
+    over_whole = al.metrics.compare_accuracies({"whole": whole.correct, **columns})
     assert torch.equal(record.gain_over_first, over_first.gain)
     assert torch.equal(record.gain_over_demonstrations, over_whole.gain[1:])
     assert torch.equal(record.intervals["gain_over_first"], over_first.intervals["gain"])
@@ -220,14 +220,14 @@ def test_a_call_after_an_interruption_goes_on(
         {"contexts": TWO | {"anchors only": DEMONSTRATIONS}},
         {"draws": 1},
         {"seed": 1},
-        {"positions": al.placement.restarted},
+        {"positions": al.contexts.placement.restarted},
     ]
     for other in others:
         with pytest.raises(al.errors.StoreError, match="another run"):
             al.compare_contexts(gpt2, batches, folder=tmp_path, **options | other)
 
 
-def with_interval(record: al.ContextsRecord, name: str, form: str) -> str:
+def with_interval(record: al.records.ContextsRecord, name: str, form: str) -> str:
     """The number of the second context, as the table writes it."""
     numbers = (getattr(record, name)[1], *record.intervals[name][:, 1])
     value, low, high = (format(float(number), form) for number in numbers)
@@ -303,29 +303,29 @@ def test_reweighted_demonstrations_answer_as_whole_prompts_with_hooks(llama: Any
     batches = questions(llama, 7, batch_size=4)
     generator = torch.Generator().manual_seed(0)
     beta = torch.randn(llama.cfg.n_layers, llama.cfg.n_heads, 6, generator=generator)
-    context = al.reweight_demonstrations(llama, batches[0], beta)
-    assert isinstance(context, al.Context)
+    context = al.contexts.reweight_demonstrations(llama, batches[0], beta)
+    assert isinstance(context, al.contexts.Context)
     for batch in batches:
         right = batch.padded_right()
         expected = run_pass(llama, right, hooks=al.reweight_anchors(llama, right, beta))
         assert difference(context.logits(llama, batch), expected) < 1e-5
         assert difference(run_pass(llama, right), expected) > 1e-3
-    plain = al.compress(llama, batches[0], al.selection.everything)
+    plain = al.compress(llama, batches[0], al.contexts.selection.everything)
     assert context.size == plain.size
-    neutral = al.reweight_demonstrations(llama, batches[0], torch.zeros_like(beta))
+    neutral = al.contexts.reweight_demonstrations(llama, batches[0], torch.zeros_like(beta))
     assert torch.equal(neutral.logits(llama, batches[0]), plain.logits(llama, batches[0]))
     # They are compared as they answer.
-    contexts = {"re-weighted": partial(al.reweight_demonstrations, beta=beta)}
+    contexts = {"re-weighted": partial(al.contexts.reweight_demonstrations, beta=beta)}
     record = al.compare_contexts(llama, batches[:1], contexts, **QUIET)
     batch = batches[0].padded_right()
     hooks = al.reweight_anchors(llama, batch, beta)
     runs = (run_pass(llama, batch), run_pass(llama, batch, hooks=hooks))
-    expected_loyalty = al.loyalty(*runs, batch.label_token_ids)
+    expected_loyalty = al.metrics.loyalty(*runs, batch.label_token_ids)
     assert difference(record.kl, expected_loyalty.kl[None]) < 1e-4
     assert record.label_loyalty[0] == expected_loyalty.label_loyalty
     message = re.escape(f"(layer, head, anchor) = {tuple(beta.shape)}")
     with pytest.raises(HookError, match=message):
-        al.reweight_demonstrations(llama, batch, beta[..., :5])
+        al.contexts.reweight_demonstrations(llama, batch, beta[..., :5])
 
 
 def test_a_time_is_the_median_of_a_query_after_a_pass_that_is_not_timed(
@@ -385,8 +385,14 @@ def prompts_of(model: Any, seeds: Sequence[int], queries: Sequence[Any]) -> list
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"contexts": {}}, "contexts are given by name, .*; got none"),
-    ({"contexts": {" ": al.NoContext()}}, "the name of a context must not be blank; got ' '"),
-    ({"contexts": {"none": al.NoContext}}, "'none' must be a context, .*; got the class NoContext"),
+    (
+        {"contexts": {" ": al.contexts.NoContext()}},
+        "the name of a context must not be blank; got ' '",
+    ),
+    (
+        {"contexts": {"none": al.contexts.NoContext}},
+        "'none' must be a context, .*; got the class NoContext",
+    ),
     ({"draws": -1}, "draws must be a whole number from 0; got -1"),
     ({"repeats": -1}, "repeats must be a whole number from 0; got -1"),
 ]
@@ -402,7 +408,7 @@ def test_wrong_arguments_are_an_error_before_any_pass(
 
 def test_prompts_that_cannot_be_compared_are_an_error_before_any_pass(gpt2: Any) -> None:
     examples = al.load_examples("questions")
-    none, anchors = {"none": al.NoContext()}, {"anchors": al.compress}
+    none, anchors = {"none": al.contexts.NoContext()}, {"anchors": al.compress}
     unlabelled = prompts_of(gpt2, [42], ["Who wrote it?"])
     with pytest.raises(MetricError, match="accuracy needs the true label"), does_not_run(gpt2):
         al.compare_contexts(gpt2, unlabelled, none, **QUIET)
@@ -417,7 +423,10 @@ def test_prompts_that_cannot_be_compared_are_an_error_before_any_pass(gpt2: Any)
 
 def test_queries_of_the_training_are_refused(gpt2: Any, tmp_path: Any) -> None:
     batches = questions(gpt2, 12, batch_size=4)
-    options: dict[str, Any] = {"length": 2, "training": al.Training(steps=0, progress=False)}
+    options: dict[str, Any] = {
+        "length": 2,
+        "training": al.contexts.Training(steps=0, progress=False),
+    }
     prefix = al.train_prefix(gpt2, batches[:1], held_out=batches[1:2], **options)
     used = "the context 'mine': 4 of these queries were used"
     with pytest.raises(PromptError, match=used), does_not_run(gpt2):
@@ -425,11 +434,13 @@ def test_queries_of_the_training_are_refused(gpt2: Any, tmp_path: Any) -> None:
     with pytest.raises(PromptError, match=used):
         al.compare_contexts(gpt2, batches[:1], {"mine": lambda model, batch: prefix}, **QUIET)
     assert al.compare_contexts(gpt2, batches[2:], {"mine": prefix}, **QUIET).stolen[0] > 0
-    beta = al.train_reweighting(gpt2, batches[:1], al.Training(steps=1, progress=False))
-    loaded = al.Beta.load(beta.save(tmp_path / "beta.safetensors"))
+    beta = al.contexts.train_reweighting(
+        gpt2, batches[:1], al.contexts.Training(steps=1, progress=False)
+    )
+    loaded = al.contexts.Beta.load(beta.save(tmp_path / "beta.safetensors"))
     contexts: list[Any] = [
-        al.reweight_demonstrations(gpt2, batches[1], loaded),
-        partial(al.reweight_demonstrations, beta=beta),
+        al.contexts.reweight_demonstrations(gpt2, batches[1], loaded),
+        partial(al.contexts.reweight_demonstrations, beta=beta),
     ]
     for context in contexts:
         with pytest.raises(PromptError, match=used):

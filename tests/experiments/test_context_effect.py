@@ -26,7 +26,7 @@ def test_a_context_of_all_tokens_acts_as_the_demonstrations(model: Any) -> None:
     batches = questions(model, 5, batch_size=3)
     metric = al.PrefixEffect(keys={"context": every_demonstration})
     expected = al.run(model, batches, [metric], **QUIET)["prefix_effect"]
-    context = al.compress(model, batches[0], select=al.selection.everything)
+    context = al.compress(model, batches[0], select=al.contexts.selection.everything)
     effect = al.prefix_effect(model, batches, context, **QUIET)
     rounding: dict[str, Any] = {"invariance": torch.zeros(3).double()}
     assert_same(replace(effect, **rounding), replace(expected, **rounding), 1e-4)
@@ -36,7 +36,7 @@ def test_a_context_of_all_tokens_acts_as_the_demonstrations(model: Any) -> None:
 def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any, tmp_path: Any) -> None:
     """It acts as the whole prompt without the edges from the query to the other tokens."""
     batches = questions(gpt2, 4)
-    context = al.compress(gpt2, batches[0], select=al.selection.anchors_and_format)
+    context = al.compress(gpt2, batches[0], select=al.contexts.selection.anchors_and_format)
     effect = al.prefix_effect(gpt2, batches, context, rows=al.edges.target, **QUIET)
     again: dict[str, Any] = {"rows": al.edges.target, "folder": tmp_path, **QUIET}
     for _ in range(2):  # computed, then stored
@@ -62,7 +62,7 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any, tmp_path: Any) -
 def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
     keys = dict(al.PrefixEffect().keys)
-    context = al.compress(gpt2, batches[0], select=al.selection.everything)
+    context = al.compress(gpt2, batches[0], select=al.contexts.selection.everything)
     effect = al.prefix_effect(gpt2, batches, context, keys=keys, **QUIET)
     expected = al.run(gpt2, batches, [al.PrefixEffect()], **QUIET)["prefix_effect"]
     assert effect.axis_names("segment") == expected.axis_names("segment")
@@ -92,14 +92,14 @@ def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
     assert of_anchors.stolen.equal(of_labels)
 
 
-def selected(batch: al.PromptBatch, context: al.CompressedContext) -> Tensor:
+def selected(batch: al.PromptBatch, context: al.contexts.CompressedContext) -> Tensor:
     mask = torch.zeros_like(batch.attention_mask)
     mask[:, : len(context.selected)] = context.selected
     return mask
 
 
 def test_nothing_before_the_query_does_nothing(llama: Any) -> None:
-    effect = al.prefix_effect(llama, questions(llama, 3), al.NoContext(), **QUIET)
+    effect = al.prefix_effect(llama, questions(llama, 3), al.contexts.NoContext(), **QUIET)
     for name in ("stolen", "direct", "indirect"):
         assert not getattr(effect, name).any(), name
     assert (effect.bos > 0).all()
@@ -111,7 +111,7 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any, llama: Any) -> None:
     context = al.compress(gpt2, batches[0])
     with pytest.raises(MetricError, match="positions of every query"):
         al.prefix_effect(gpt2, batches, context, rows=al.edges.demonstrations, **QUIET)
-    no_text = al.compress(gpt2, batches[0], select=al.selection.label_words)
+    no_text = al.compress(gpt2, batches[0], select=al.contexts.selection.label_words)
     with pytest.raises(MetricError, match="hold no token of some prompt"):
         keys = {"text": al.PrefixEffect().keys["text"]}
         al.prefix_effect(gpt2, batches, no_text, keys=keys, **QUIET)
@@ -121,13 +121,13 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any, llama: Any) -> None:
         with pytest.raises(ModelError, match="made with"):
             draw(llama, questions(llama, 3)[0], 0, 0, context=context)
         with pytest.raises(MetricError, match="there is no prefix"):
-            draw(gpt2, batches[0], 0, 0, context=al.NoContext())
+            draw(gpt2, batches[0], 0, 0, context=al.contexts.NoContext())
 
 
 @pytest.mark.every_kind
 def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(model: Any) -> None:
     batch = questions(model, 4)[0]
-    context = al.compress(model, batch, select=al.selection.everything)
+    context = al.compress(model, batch, select=al.contexts.selection.everything)
     expected = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2)
     figure = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2, context=context)
     for panel, panel_expected in zip(figure.data, expected.data, strict=True):
@@ -147,9 +147,9 @@ def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
     """Learned keys belong to no token; those of a hard prompt do, and BOS is not learned."""
     batches = questions(llama, 2, batch_size=1)
     learned = al.train_prefix(
-        llama, batches[:1], training=al.Training(steps=0), held_out=batches[1:], length=2
+        llama, batches[:1], training=al.contexts.Training(steps=0), held_out=batches[1:], length=2
     )
-    tokens = al.hard_prompts.of_tokens(llama, [300, 301], held_out=batches)
+    tokens = al.contexts.hard_prompts.of_tokens(llama, [300, 301], held_out=batches)
     names = []
     for context in (learned, tokens):
         figure = al.plot_prefix_pattern(llama, batches[0], 1, 1, context=context)
@@ -160,7 +160,7 @@ def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
     assert names[0][1] == "learned_1"
     assert names[1] == (names[0][0], llama.tokenizer.decode(301))
     one = al.train_prefix(
-        llama, batches[:1], training=al.Training(steps=0), held_out=batches[1:], length=1
+        llama, batches[:1], training=al.contexts.Training(steps=0), held_out=batches[1:], length=1
     )
     (dots,) = al.plot_prefix_directions(llama, batches[0], -1, 0, context=one).data
     assert max(map(abs, dots.y)) < 1e-6 * max(map(abs, dots.x))

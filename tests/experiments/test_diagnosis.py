@@ -27,10 +27,12 @@ def matrix_of(n_classes: int, seed: int, n_layers: int = 1) -> Tensor:
     return values + values.mT
 
 
-def record_of(distance: Tensor, confusion: Tensor, **options: Any) -> al.AnchorDistancesRecord:
+def record_of(
+    distance: Tensor, confusion: Tensor, **options: Any
+) -> al.records.AnchorDistancesRecord:
     """A record of these matrices, without the correlations that the diagnosis computes."""
     n_layers = len(distance)
-    return al.AnchorDistancesRecord(
+    return al.records.AnchorDistancesRecord(
         anchor_distance=distance,
         pair_auc=confusion.clone().fill_diagonal_(torch.nan),
         correlation=torch.full((n_layers,), torch.nan, dtype=torch.double),
@@ -244,7 +246,7 @@ def test_pairs_without_prompts_come_last_and_have_no_rank() -> None:
     assert sorted(frame["predicted_rank"]) == [1, 2, 3, 4, 5, 6]
 
 
-def record_with_intervals(n_layers: int) -> al.AnchorDistancesRecord:
+def record_with_intervals(n_layers: int) -> al.records.AnchorDistancesRecord:
     distance, confusion = matrix_of(4, seed=0, n_layers=n_layers), matrix_of(4, seed=1)[0]
     plain = record_of(distance, confusion)
     bounds = {

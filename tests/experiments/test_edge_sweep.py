@@ -54,7 +54,8 @@ def compare(
 
     clean = logits(lambda batch: [])
     of_cut, *of_draws = (
-        al.loyalty(clean, logits(hooks), batches[0].label_token_ids) for hooks in (cut, *draws)
+        al.metrics.loyalty(clean, logits(hooks), batches[0].label_token_ids)
+        for hooks in (cut, *draws)
     )
     assert float(of_cut.kl) > 1e-6
     for field in ("label_loyalty", "word_loyalty", "kl", "label_kept", "word_overlap"):
@@ -105,7 +106,8 @@ def test_isolation_equals_separate_runs(model: Any, site: al.Site, words: dict[s
     record = al.isolation_loyalty(model, batches, site, draws=3, seed=11, **QUIET, **words)
     isolated = partial(al.isolate_labels, model, site=site, **words)
     draws = [
-        partial(al.isolate_random, model, site=site, seed=seed, **words) for seed in range(11, 14)
+        partial(al.hooks.isolate_random, model, site=site, seed=seed, **words)
+        for seed in range(11, 14)
     ]
     compare(record, model, batches, isolated, draws, rtol=1e-4, atol=1e-5)
 
@@ -117,7 +119,7 @@ def test_keep_bos_changes_the_isolation(llama: Any) -> None:
     assert float(with_bos.kl) != float(without_bos.kl)
     assert (with_bos.random_kl != without_bos.random_kl).all()
     isolated = partial(al.isolate_labels, llama, site=site)
-    draws = [partial(al.isolate_random, llama, site=site, seed=seed) for seed in (0, 1)]
+    draws = [partial(al.hooks.isolate_random, llama, site=site, seed=seed) for seed in (0, 1)]
     compare(with_bos, llama, batches, isolated, draws, rtol=1e-4, atol=1e-5)
 
 

@@ -265,7 +265,7 @@ def by_hand(model: Any, prompt: al.PromptBatch, subsets: Tensor) -> dict[str, An
     loss: Any = lambda logits, batch: -logits.log_softmax(-1)[:, word]  # noqa: E731
     signed = al.saliency(model, prompt, loss=loss, weight=al.weights.signed)[0].numpy()
     patterns = patterns_of(model, prompt, [])
-    rollout = al.rollout(patterns)[0, target].numpy()
+    rollout = al.metrics.rollout(patterns)[0, target].numpy()
 
     def read(edges: Any) -> list[float]:
         weights = np.where(earlier, edges.sum(0), 0)
@@ -376,7 +376,7 @@ def test_a_written_answer_is_what_metrics_and_removals_explain(
         prompt = batch.prompt(row)
         signed = al.saliency(gpt2, prompt, weight=al.weights.signed, loss=loss)[0].sum(0)
         patterns = patterns_of(gpt2, prompt, [])
-        rollout = al.rollout(patterns)[0, 19:21].mean(0)
+        rollout = al.metrics.rollout(patterns)[0, 19:21].mean(0)
         attention = patterns[0].mean(1).sum(0)
         for k in range(4):
             part = prompt.segments[0] == k
@@ -449,7 +449,7 @@ def test_an_interrupted_run_goes_on(
     stored.unlink()
     assert_same(al.faithfulness(gpt2, batches, scores, **options), whole, 0)
     assert len(removals) == count + 3 * of_one
-    assert al.FaithfulnessRecord.load(whole.save(tmp_path / "record")).info["top"] == 1
+    assert al.records.FaithfulnessRecord.load(whole.save(tmp_path / "record")).info["top"] == 1
     for changes in ({"given": weights_of(4, 6, seed=1)}, {"one by one": al.subsets.lasso(8)}):
         with pytest.raises(StoreError, match="another run"):
             al.faithfulness(gpt2, batches, scores | changes, **options)
@@ -533,7 +533,7 @@ def test_wrong_scores_and_numbers_are_an_error_before_any_pass(
 
 @pytest.mark.with_shapes
 def test_a_score_without_a_number_has_a_reason_and_no_empty_panel() -> None:
-    record: Any = made_up_record(al.FaithfulnessRecord)
+    record: Any = made_up_record(al.records.FaithfulnessRecord)
     reason = "a rank correlation needs 3 segments; got 2"
     nan, names = torch.full_like(record.lds, torch.nan), ["a", "random", "best possible"]
     info = {"scores": names, "reasons": {"LDS": reason, "drop of best possible": "too many"}}

@@ -33,7 +33,7 @@ def prompts(
         batch
         for seed in seeds
         for batch in al.build_prompts(
-            model.tokenizer, *al.relabel(sets[seed], TASK, how), rest, **options
+            model.tokenizer, *al.relabeling.relabel(sets[seed], TASK, how), rest, **options
         )
     ]
 
@@ -83,7 +83,7 @@ def test_own_outputs_have_no_effect(model: Any) -> None:
 def test_batches_padding_and_shared_tokens_change_nothing(gpt2: Any) -> None:
     """Means are over the prompts of a set, then over sets; shuffled labels differ by set."""
 
-    def computed(**options: Any) -> al.HeadEffectsRecord:
+    def computed(**options: Any) -> al.records.HeadEffectsRecord:
         of_mean = prompts(gpt2, slice(6), **options)
         shuffled = prompts(gpt2, slice(6, 18), MIXED, (0, 1), **options)
         return al.head_effects(gpt2, of_mean, shuffled, **QUIET)
@@ -131,7 +131,7 @@ def test_the_largest_heads_of_each_sign_and_what_replaces_them(gpt2: Any) -> Non
         assert (row["effect"], row["low"], row["high"]) == tuple(vars(estimate).values())[:3]
         assert row["probability_effect"] == float(record.probability_effect[index])
     tensors: Any = record.tensors()
-    bare = al.HeadEffectsRecord(**tensors)
+    bare = al.records.HeadEffectsRecord(**tensors)
     assert "low" not in bare.largest() and len(bare.largest(99)) == record.effect.numel()
     figure = record.plot()
     assert figure.data[0].z[1][2] == float(record.effect[2, 1])

@@ -187,7 +187,9 @@ def test_means_are_over_prompts_and_then_over_sets() -> None:
     scores = torch.tensor([1.0, 3.0, torch.nan, 8.0]).double()
     numbers = torch.stack([scores, torch.zeros(4)], dim=1)[..., None]
     given = {"numbers": numbers, "log_odds": torch.zeros(4).double()}
-    record = al.SegmentAttributionRecord.of(al.Contributions(given, torch.tensor([4, 4, 4, 2])))
+    record = al.records.SegmentAttributionRecord.of(
+        al.Contributions(given, torch.tensor([4, 4, 4, 2]))
+    )
     assert record.scores.tolist() == [5.0]
 
 

@@ -139,7 +139,7 @@ def test_segments_are_names_or_functions(gpt2: Any) -> None:
 def test_means_are_over_prompts_and_then_over_sets() -> None:
     kl = torch.tensor([[[1.0]], [[3.0]], [[torch.nan]], [[8.0]], [[torch.nan]]])
     rows = al.Contributions({"kl": kl.double()}, torch.tensor([4, 4, 4, 2, 7]))
-    assert al.SegmentSuppressionRecord.of(rows).kl.tolist() == [[5.0]]
+    assert al.records.SegmentSuppressionRecord.of(rows).kl.tolist() == [[5.0]]
 
 
 def test_an_interrupted_run_goes_on(raw: Any, byte_level: Any, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_figure_has_a_row_and_a_column_for_each_segment(gpt2: Any, batch: al.P
     assert figure.data[0].texttemplate == "%{z:.2f}"
     # A figure of many segments stays readable.
     names = [f"step {number}" for number in range(90)]
-    record = al.SegmentSuppressionRecord(
+    record = al.records.SegmentSuppressionRecord(
         kl=torch.ones(90, 90), kl_of_prompts=torch.ones(1, 90, 90), info={"segment_names": names}
     )
     figure = record.plot()

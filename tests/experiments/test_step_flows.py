@@ -148,7 +148,7 @@ def test_a_record_names_its_steps(gpt2: Any, prompt: al.PromptBatch, tmp_path: A
     assert "".join(texts) in gpt2.tokenizer.decode(TOKENS[0])
     frame = record.to_frame()
     assert set(frame[frame["quantity"] == "loss"]["step"]) <= set(texts)
-    same = al.StepFlowsRecord.load(record.save(tmp_path / "steps.safetensors"))
+    same = al.records.StepFlowsRecord.load(record.save(tmp_path / "steps.safetensors"))
     assert_same(same, record, 0)
     figure = record.plot()
     z: Tensor = torch.tensor(figure.data[0].z, dtype=torch.float64)

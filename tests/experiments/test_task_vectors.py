@@ -159,7 +159,7 @@ def test_vectors_of_other_models_and_positions_are_refused(gpt2: Any, llama: Any
 
 
 def test_batches_and_padding_change_nothing(gpt2: Any) -> None:
-    def computed(seeds: Any = (0,), **options: Any) -> al.TaskVectorsRecord:
+    def computed(seeds: Any = (0,), **options: Any) -> al.records.TaskVectorsRecord:
         tested = prompts(gpt2, ASKED, seeds=seeds, **options)
         return al.task_vectors(gpt2, prompts(gpt2, slice(3), **options), tested, **QUIET)
 
@@ -192,7 +192,7 @@ def test_the_figure_and_the_intervals(gpt2: Any) -> None:
         ends = record.intervals[name].reshape(2, -1).expand(2, 3)
         assert list(band.y)[:3] == ends[0].tolist() and list(band.y)[5:2:-1] == ends[1].tolist()
     tensors: Any = record.tensors()
-    assert len(al.TaskVectorsRecord(**tensors).plot().data) == 3
+    assert len(al.records.TaskVectorsRecord(**tensors).plot().data) == 3
 
 
 def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:

@@ -63,8 +63,8 @@ def test_one_word_in_a_list_gives_the_same_numbers_bit_for_bit(gpt2: Any) -> Non
         contexts: dict[str, Any] = {"anchors": al.compress}
         options: dict[str, Any] = {"draws": 2, "repeats": 0, **QUIET}
         results["compression"] = al.compare_contexts(gpt2, batches, contexts, **options)
-        results["beta"] = al.train_reweighting(
-            gpt2, batches, al.Training(steps=2 * len(batches), progress=False)
+        results["beta"] = al.contexts.train_reweighting(
+            gpt2, batches, al.contexts.Training(steps=2 * len(batches), progress=False)
         )
         records.append(results)
     for name, record in records[0].items():
@@ -96,7 +96,7 @@ def test_results_of_several_words_equal_those_by_hand(gpt2: Any) -> None:
     logits_of_hooks = al.target_logits(gpt2, batches, hooks=hooks, progress=False)
     words = batches[0].verbalizer
     assert words is not None
-    of_logits = al.loyalty(logits, logits_of_hooks, words).label_loyalty
+    of_logits = al.metrics.loyalty(logits, logits_of_hooks, words).label_loyalty
     assert float(of_logits) == (predicted == changed).mean()
     isolated: Any = al.isolation_loyalty(gpt2, batches, range(2), draws=1, **QUIET)
     assert np.array_equal(isolated.label_kept, predicted == changed)
@@ -143,7 +143,9 @@ def test_the_loss_is_that_of_the_scores(gpt2: Any) -> None:
 def test_re_weighting_and_compression_use_the_scores(gpt2: Any) -> None:
     batches = prompts(gpt2, SEVERAL, score=torch.amax)
     scores = scores_by_hand(gpt2, batches)
-    beta = al.train_reweighting(gpt2, batches, al.Training(steps=1, progress=False))
+    beta = al.contexts.train_reweighting(
+        gpt2, batches, al.contexts.Training(steps=1, progress=False)
+    )
     losses = -log_softmax(scores, axis=1)[np.arange(len(GOLD)), GOLD]
     expected = np.mean([losses[batch.index].mean() for batch in batches])
     assert float(beta.vanilla_loss) == pytest.approx(expected, abs=1e-5)
@@ -170,11 +172,11 @@ def test_words_beyond_the_vocabulary_raise_an_error(gpt2: Any) -> None:
         torch.tensor([[5, 1, 6, 2, 7, 8]]),
         label_positions=[[1, 3]],
         label_classes=[[0, 1]],
-        label_token_ids=al.Verbalizer([[1, 10**6], [2]]),
+        label_token_ids=al.prompts.Verbalizer([[1, 10**6], [2]]),
         gold=[0],
     )
     with pytest.raises(PromptError, match="token 1000000 is outside the model's vocabulary"):
         al.run(gpt2, [batch], [al.Accuracy()], **QUIET)
     logits = torch.zeros(2, 9)
     with pytest.raises(MetricError, match=r"from 0 to 8, .*; got \[1, 1000000, 2\]"):
-        al.loyalty(logits, logits, al.Verbalizer([[1, 10**6], [2]]))
+        al.metrics.loyalty(logits, logits, al.prompts.Verbalizer([[1, 10**6], [2]]))

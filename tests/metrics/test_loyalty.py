@@ -24,7 +24,7 @@ def pair(seed: int = 0, size: int = 40, vocab: int = 30) -> tuple[Tensor, Tensor
 def test_loyalty_equals_slow_python_sets(top: int) -> None:
     clean, changed = pair()
     ids = [7, 3, 11]
-    record = al.loyalty(clean, changed, torch.tensor(ids), top=top)
+    record = al.metrics.loyalty(clean, changed, torch.tensor(ids), top=top)
     equal, overlap = [], []
     for a, b in zip(clean.tolist(), changed.tolist(), strict=True):
         equal.append(max(ids, key=a.__getitem__) == max(ids, key=b.__getitem__))
@@ -41,7 +41,7 @@ def test_loyalty_equals_slow_python_sets(top: int) -> None:
 @pytest.mark.with_shapes
 def test_kl_equals_pytorch() -> None:
     clean, changed = pair()
-    record = al.loyalty(clean, changed, torch.tensor([0, 1]))
+    record = al.metrics.loyalty(clean, changed, torch.tensor([0, 1]))
     clean, changed = clean.double(), changed.double()
     expected = torch.nn.functional.kl_div(
         changed.log_softmax(-1), clean.log_softmax(-1), reduction="none", log_target=True
@@ -55,29 +55,29 @@ def test_kl_equals_pytorch() -> None:
 def test_ties_go_to_the_lowest_class() -> None:
     clean = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 0.0]])
     changed = torch.tensor([[0.0, 2.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0]])
-    label_kept = al.loyalty(clean, changed, torch.tensor([1, 2]), top=2).label_kept
+    label_kept = al.metrics.loyalty(clean, changed, torch.tensor([1, 2]), top=2).label_kept
     assert label_kept.tolist() == [1.0, 1.0, 0.0]
-    label_kept = al.loyalty(clean, changed, torch.tensor([2, 1]), top=2).label_kept
+    label_kept = al.metrics.loyalty(clean, changed, torch.tensor([2, 1]), top=2).label_kept
     assert label_kept.tolist() == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.with_shapes
 def test_loyalty_is_full_for_equal_logits_and_zero_for_opposite_ones() -> None:
     clean, _ = pair()
-    same = al.loyalty(clean, clean, torch.tensor([0, 1]))
+    same = al.metrics.loyalty(clean, clean, torch.tensor([0, 1]))
     assert (float(same.label_loyalty), float(same.word_loyalty), float(same.kl)) == (1, 1, 0)
     # A constant added to all logits changes no probability.
-    moved = al.loyalty(clean, clean + 3, torch.tensor([0, 1]))
+    moved = al.metrics.loyalty(clean, clean + 3, torch.tensor([0, 1]))
     assert float(moved.kl) == pytest.approx(0, abs=1e-6)
-    opposite = al.loyalty(clean, -clean, torch.tensor([0, 1]))
+    opposite = al.metrics.loyalty(clean, -clean, torch.tensor([0, 1]))
     assert (float(opposite.label_loyalty), float(opposite.word_loyalty)) == (0, 0)
 
 
 @pytest.mark.with_shapes
 def test_low_precision_logits_give_the_same_as_float32() -> None:
     clean, changed = (logits.bfloat16() for logits in pair())
-    record = al.loyalty(clean, changed, torch.tensor([0, 1]))
-    wide = al.loyalty(clean.float(), changed.float(), torch.tensor([0, 1]))
+    record = al.metrics.loyalty(clean, changed, torch.tensor([0, 1]))
+    wide = al.metrics.loyalty(clean.float(), changed.float(), torch.tensor([0, 1]))
     for name, values in record.tensors().items():
         torch.testing.assert_close(values, getattr(wide, name))
 
@@ -96,7 +96,7 @@ def test_logits_and_tops_without_a_loyalty_raise_an_error(
 ) -> None:
     with pytest.raises(MetricError, match=message):
         clean, changed = map(torch.rand, shapes)
-        al.loyalty(clean, changed, torch.tensor([0, 1]), top=top)
+        al.metrics.loyalty(clean, changed, torch.tensor([0, 1]), top=top)
 
 
 @pytest.mark.with_shapes
@@ -119,7 +119,7 @@ def test_loyalty_of_a_run_equals_loyalty_of_its_logits(gpt2: Any) -> None:
     for batch in batches:
         clean[batch.index] = run_pass(gpt2, batch)
         changed[batch.index] = run_pass(gpt2, batch, hooks=hooks(batch))
-    expected = al.loyalty(clean, changed, batches[0].label_token_ids, top=3)
+    expected = al.metrics.loyalty(clean, changed, batches[0].label_token_ids, top=3)
     for name, values in results["loyalty"].tensors().items():
         torch.testing.assert_close(values, getattr(expected, name))
     assert set(results["loyalty"].intervals) == {"label_loyalty", "word_loyalty", "kl"}

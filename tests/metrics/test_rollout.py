@@ -27,15 +27,15 @@ def test_a_rollout_is_the_sum_over_all_paths() -> None:
         for layer, (query, key) in enumerate([(first, start), (second, first), (end, second)]):
             path *= float(mean[layer, query, key] + (query == key)) / 2
         expected[end, start] += path
-    torch.testing.assert_close(al.rollout(patterns), expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(al.metrics.rollout(patterns), expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.with_shapes
 def test_rows_sum_to_one_and_one_layer_is_half_of_its_attention() -> None:
     patterns = random_patterns(2, 5, 3, 6, 6)
-    sums = al.rollout(patterns).sum(-1)
+    sums = al.metrics.rollout(patterns).sum(-1)
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-12, atol=0)
-    alone = al.rollout(patterns[:, :1])
+    alone = al.metrics.rollout(patterns[:, :1])
     torch.testing.assert_close(alone, patterns[:, 0].mean(1) / 2 + torch.eye(6) / 2)
 
 
@@ -45,7 +45,7 @@ def test_a_model_gives_the_rollout_of_its_cache(gpt2: Any) -> None:
     _, cache = gpt2.run_with_cache(tokens)
     layers = range(gpt2.cfg.n_layers)
     patterns = torch.stack([cache[f"blocks.{k}.attn.hook_pattern"] for k in layers], dim=1)
-    result = al.rollout(patterns.detach())
+    result = al.metrics.rollout(patterns.detach())
     assert result.shape == (1, 7, 7)
     torch.testing.assert_close(result.sum(-1), torch.ones(1, 7))
 
@@ -53,4 +53,4 @@ def test_a_model_gives_the_rollout_of_its_cache(gpt2: Any) -> None:
 @pytest.mark.parametrize("shape", [(2, 3, 3), (1, 2, 3, 4)])
 def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(MetricError, match=r"those of whole prompts; got \("):
-        al.rollout(torch.zeros(shape))
+        al.metrics.rollout(torch.zeros(shape))

@@ -381,12 +381,12 @@ def test_a_weight_that_is_not_finite_raises_an_error_that_names_it(
         al.step_flows(gpt2, batch.prompt(0), "answer", weight=weight)
     pattern, edges = torch.full((1, 2, 4, 4), 0.25), torch.ones(1, 4, 4, dtype=torch.bool)
     with pytest.raises(MetricError, match="the weight broken gives NaN or infinite"):
-        al.flows(pattern, pattern, edges, weight=weight)
-    assert al.flows(pattern, pattern, edges.tril(-2), weight=weight).isfinite().all()
+        al.metrics.flows(pattern, pattern, edges, weight=weight)
+    assert al.metrics.flows(pattern, pattern, edges.tril(-2), weight=weight).isfinite().all()
     with pytest.raises(
         MetricError, match=r"of True and False .*; got .* torch.float32 of the shape \(1, 4, 4\)"
     ):
-        al.flows(pattern, pattern, edges.float())
+        al.metrics.flows(pattern, pattern, edges.float())
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -455,9 +455,9 @@ def test_a_prompt_without_the_segment_of_a_loss_is_named(gpt2: Any) -> None:
 
 def test_training_refuses_a_loss_of_several_tokens(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
-    training = al.Training(loss=al.losses.span_cross_entropy("target"), progress=False)
+    training = al.contexts.Training(loss=al.losses.span_cross_entropy("target"), progress=False)
     with pytest.raises(MetricError, match="needs the logits at several positions"):
-        al.train_reweighting(gpt2, batches, training)
+        al.contexts.train_reweighting(gpt2, batches, training)
     with pytest.raises(MetricError, match="needs the logits at several positions"):
         al.train_prefix(gpt2, batches[:1], training, held_out=batches[1:])
 

@@ -87,7 +87,7 @@ def test_a_rollout_to_segments_is_the_sum_of_that_of_cached_patterns(model: Any)
         batches = questions(model, 4, batch_size=size, padding_side=side)
         metric, expected = al.SegmentRollout(PARTS, of), []
         for prompt, pattern in patterns:
-            means = al.rollout(pattern)[0, of(prompt)[0]].double().mean(0)
+            means = al.metrics.rollout(pattern)[0, of(prompt)[0]].double().mean(0)
             expected.append([float(means[part(prompt)[0]].sum()) for part in PARTS.values()])
         [record] = al.run(model, batches, [metric], **QUIET).values()
         ours = record.reach_of_prompts

@@ -110,7 +110,7 @@ def test_where_there_are_no_values_an_error_names_the_cure(
     norm: Any = al.weights.value_norm
     pattern = torch.ones(1, 1, 2, 2)
     calls: dict[str, Callable[[], Any]] = {
-        "flows": lambda: al.flows(pattern, pattern, pattern[0].bool(), weight=norm),
+        "flows": lambda: al.metrics.flows(pattern, pattern, pattern[0].bool(), weight=norm),
         "step_flows": lambda: al.step_flows(gpt2, batch.prompt(0), "answer", weight=norm),
         "trace_generation": lambda: al.trace_generation(gpt2, "Who?", weight=norm),
         "integrated_flows": lambda: al.integrated_flows(gpt2, [batch], weight=norm),

@@ -30,16 +30,16 @@ CASES = [case for case in cases("bridge") if case.values[0] not in NO_CACHE]
 def test_peft_and_a_context_give_the_same_logits(name: str, kind: str, tmp_path: Path) -> None:
     model, batch = hooked(name, torch.float32, kind), batch_of("right")
     weights, ours = weights_of(name, torch.float32), tmp_path / "ours"
-    context = al.compress(model, batch, select=al.selection.everything)
+    context = al.compress(model, batch, select=al.contexts.selection.everything)
     if name in UNLIKE:
         with pytest.raises(ModelError, match=UNLIKE[name]):
-            al.context_to_peft(context, model, ours)
+            al.contexts.context_to_peft(context, model, ours)
         return
-    al.context_to_peft(context, model, ours)
+    al.contexts.context_to_peft(context, model, ours)
     assert difference(peft_logits(weights, ours, batch), context.logits(model, batch)) < 1e-5
     # peft does not find the sizes of MPT and XGLM by itself, and takes wrong ones of Falcon.
     _, heads, _, d_head = context.prefix.keys[0].shape
     sizes = {"num_layers": model.cfg.n_layers, "num_attention_heads": heads}
     theirs = saved_by_peft(weights, tmp_path / "theirs", 3, **sizes, token_dim=heads * d_head)
-    prefix = al.context_from_peft(theirs, model, batch)
+    prefix = al.contexts.context_from_peft(theirs, model, batch)
     assert difference(prefix.logits(model, batch), peft_logits(weights, theirs, batch)) < 1e-5

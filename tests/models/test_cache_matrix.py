@@ -127,7 +127,7 @@ def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
 
 def some_positions(demonstrations: al.PromptBatch) -> Tensor:
     """Select no texts, and leave a gap that is shorter than a sliding window."""
-    selected = al.selection.anchors_and_format(demonstrations)
+    selected = al.contexts.selection.anchors_and_format(demonstrations)
     selected[-8:-5] = False
     return selected
 
@@ -140,13 +140,13 @@ def tail(demonstrations: al.PromptBatch) -> Tensor:
 def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
     """A context of everything equals the whole prompt; others equal a prompt with masked edges."""
     whole = run_pass(model, batch)
-    everything = al.compress(model, batch, select=al.selection.everything)
+    everything = al.compress(model, batch, select=al.contexts.selection.everything)
     assert difference(everything.logits(model, batch), whole) < 1e-5
     context = al.compress(model, batch, select=some_positions)
     assert context.is_cut == (name not in NEVER_CUT and kind == "bridge")
     logits = context.logits(model, batch)
     # A first context without a gap does not show at which positions keys stand.
-    for first in (al.selection.everything, tail):
+    for first in (al.contexts.selection.everything, tail):
         _, second = contexts(model, batch, [first, some_positions])
         assert torch.equal(second.logits(model, batch), logits)
     masked = cut_in_transformers(name, model, context)
@@ -159,7 +159,7 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
     assert model.cfg.n_layers == 1 or difference(centred(masked), centred(masked_apart)) > 1e-3
 
 
-def cut_in_transformers(name: str, model: Any, context: al.CompressedContext) -> Tensor:
+def cut_in_transformers(name: str, model: Any, context: al.contexts.CompressedContext) -> Tensor:
     """Logits of whole prompts with masks, for a context; each demonstration is a line."""
     weights, count, right = (
         weights_of(name, torch.float32),
@@ -182,16 +182,16 @@ def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None
     """A context without a gap gives the same logits when it moves as far as the query does."""
     if name in NEVER_CUT or kind != "bridge":
         with pytest.raises(ModelError, match="positions cannot be restarted"):
-            al.compress(model, batch, tail, positions=al.placement.restarted)
+            al.compress(model, batch, tail, positions=al.contexts.placement.restarted)
     if name in NEVER_MOVED:
         with pytest.raises(ModelError, match="positions cannot be rebased"):
-            al.compress(model, batch, positions=al.placement.rebased)
+            al.compress(model, batch, positions=al.contexts.placement.rebased)
         return
-    context = al.compress(model, batch, positions=al.placement.rebased)
+    context = al.compress(model, batch, positions=al.contexts.placement.rebased)
     assert context.is_cut and context.query_position == int(context.selected.sum())
     moved, still = (
         al.compress(model, batch, tail, positions=positions)
-        for positions in (al.placement.rebased, al.placement.as_in_prompt)
+        for positions in (al.contexts.placement.rebased, al.contexts.placement.as_in_prompt)
     )
     assert (moved.query_position, still.query_position) == (
         len(moved.selected) - 11,

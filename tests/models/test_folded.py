@@ -18,6 +18,7 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from tests.references.architectures import BY_NAME
 from tests.support.device_calls import QUIET, calls, tensors_of
+from tests.support.public import public
 from tests.support.tiny_models import questions, raw_model
 
 # Few prompts: these warnings are tested elsewhere.
@@ -94,12 +95,12 @@ def calls_here(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     options |= {"LabelHeads": {"draws": 1}, "SegmentAttention": {"apart": 1}}
     for name in sorted(metrics()):
         cut = partial(al.isolate_labels, model, site=0) if name == "Loyalty" else None
-        metric = getattr(al, name)(**options.get(name, {}))
+        metric = public()[name](**options.get(name, {}))
         yield name, partial(run, metric, hooks=cut)
     of_module = vars(al.weights)
     for name in ("SegmentFlows", "SaliencyFlows"):
         for weight in sorted(weights()):
-            metric = getattr(al, name)(weight=of_module[weight])
+            metric = public()[name](weight=of_module[weight])
             yield f"{name} of {weight}", partial(run, metric)
 
     def numbers(figure: Any) -> list[Tensor]:
@@ -132,7 +133,7 @@ def calls_here(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def metrics() -> set[str]:
     """The public classes of metrics."""
-    classes = {name: getattr(al, name) for name in al.__all__ if name[0].isupper()}
+    classes = {name: value for name, value in public().items() if name[0].isupper()}
     return {
         name
         for name, value in classes.items()
@@ -154,8 +155,7 @@ def weights() -> set[str]:
 def given_a_model() -> set[str]:
     """The public functions that take a model, with the module in which they are public."""
     found = set()
-    for name in al.__all__:
-        value = getattr(al, name)
+    for name, value in public().items():
         functions = {name: value}
         if inspect.ismodule(value):
             own = {key: each for key, each in vars(value).items() if key[0] != "_"}

@@ -58,7 +58,11 @@ def test_every_experiment_runs_without_dropout(byte_level: Any, raw: Any) -> Non
     calls = [
         lambda: al.run(model, batches, [al.Accuracy()], **QUIET)["accuracy"].correct,
         lambda: al.isolation_loyalty(model, batches, 0, draws=1, **QUIET).kl,
-        lambda: al.train_reweighting(model, batches, al.Training(steps=1, progress=False)).beta,
+        lambda: (
+            al.contexts.train_reweighting(
+                model, batches, al.contexts.Training(steps=1, progress=False)
+            ).beta
+        ),
         lambda: al.compress(model, batches[0]).logits(model, batches[0]),
     ]
     for call in calls:
@@ -126,10 +130,12 @@ def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
         model, batches, al.sites.first_and_last(model, [1]), draws=1, **QUIET
     )
     assert "hooks on the model" in sweep["last layer"].info["skipped_layers"]
-    context = al.compress(model, batches[0], select=al.selection.everything)
+    context = al.compress(model, batches[0], select=al.contexts.selection.everything)
     answers = context.logits(model, batches[0])[batches[0].index.argsort()]
     assert difference(answers, expected) < 1e-5
-    trained = al.train_reweighting(model, batches, al.Training(steps=1, progress=False))
+    trained = al.contexts.train_reweighting(
+        model, batches, al.contexts.Training(steps=1, progress=False)
+    )
     assert trained.info["shared_prefix"].startswith("off")
 
 

@@ -97,12 +97,14 @@ def test_contexts_answer_as_the_whole_prompt_or_refuse(name: str, tmp_path: Path
     model, plain = rotating(*MAKE[name])
     short, long = (on_side(prompts(model), is_long)[0] for is_long in (False, True))
     beta = torch.zeros(2, 4, short.label_positions.shape[1])
-    made = al.compress(model, short, al.selection.everything)
+    made = al.compress(model, short, al.contexts.selection.everything)
     contexts: list[Any] = [
         made,
-        al.CompressedContext.load(made.save(tmp_path / "context.safetensors")),
-        al.reweight_demonstrations(model, short, beta),
-        al.compress(model, short, al.selection.everything, positions=al.placement.rebased),
+        al.contexts.CompressedContext.load(made.save(tmp_path / "context.safetensors")),
+        al.contexts.reweight_demonstrations(model, short, beta),
+        al.compress(
+            model, short, al.contexts.selection.everything, positions=al.contexts.placement.rebased
+        ),
     ]
     for context in contexts:
         assert difference(context.logits(model, short), alone(plain, short)) < 1e-5
@@ -112,11 +114,11 @@ def test_contexts_answer_as_the_whole_prompt_or_refuse(name: str, tmp_path: Path
         else:
             assert difference(context.logits(model, long), alone(plain, long)) < 1e-5
     if name in CHANGING:
-        for keep in (al.selection.everything, al.selection.anchors_and_format):
+        for keep in (al.contexts.selection.everything, al.contexts.selection.anchors_and_format):
             with pytest.raises(PromptError, match=CACHED):
                 al.compress(model, long, keep)
     # A selection of few tokens has few columns, but stands at the positions of the prompt.
-    few = al.compress(model, short, al.selection.label_words)
+    few = al.compress(model, short, al.contexts.selection.label_words)
     if name in CHANGING:
         with pytest.raises(PromptError, match=CACHED):
             few.logits(model, long)
@@ -127,18 +129,22 @@ def test_contexts_answer_as_the_whole_prompt_or_refuse(name: str, tmp_path: Path
 def test_demonstrations_above_the_switch_are_cached() -> None:
     model, plain = rotating("longrope", AFTER_SWITCH)
     batches = prompts(model, 4)
-    context = al.compress(model, batches[0], al.selection.everything)
+    context = al.compress(model, batches[0], al.contexts.selection.everything)
     for batch in batches:
         assert difference(context.logits(model, batch), alone(plain, batch)) < 1e-5
     record = al.run(model, batches, [al.Accuracy()], **QUIET)["accuracy"]
     assert "run once" in record.info["shared_prefix"]
 
 
-@pytest.mark.parametrize("positions", [al.placement.restarted, al.placement.rebased])
+@pytest.mark.parametrize(
+    "positions", [al.contexts.placement.restarted, al.contexts.placement.rebased]
+)
 def test_keys_above_the_switch_do_not_move_below_it(positions: Any) -> None:
     model, _ = rotating("longrope", AFTER_SWITCH)
     with pytest.raises(PromptError, match=CACHED):
-        al.compress(model, prompts(model, 1)[0], al.selection.label_words, positions=positions)
+        al.compress(
+            model, prompts(model, 1)[0], al.contexts.selection.label_words, positions=positions
+        )
 
 
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
@@ -222,7 +228,7 @@ TRAIN: dict[str, Callable[..., Any]] = {
     "hard prompt": lambda model, *of, **options: al.train_hard_prompt(
         model, *of, start=[300], **options
     ),
-    "given tokens": lambda model, _, held_out, length, training: al.hard_prompts.of_tokens(
+    "given tokens": lambda model, _, held_out, length, training: al.contexts.hard_prompts.of_tokens(
         model, [300] * length, held_out=held_out
     ),
 }
@@ -235,12 +241,12 @@ def test_trained_contexts_refuse_queries_beyond_the_switch(kind: str, tmp_path: 
     lengths = [int(b.target_positions[0] - b.query_start[0]) + 1 for b in batches]
     shortest, longest = min(lengths), max(lengths)
     assert shortest + 2 <= 34 < longest
-    options: dict[str, Any] = {"training": al.Training(steps=1, progress=False)}
+    options: dict[str, Any] = {"training": al.contexts.Training(steps=1, progress=False)}
     with pytest.raises(PromptError, match=CACHED):
         TRAIN[kind](model, batches[:3], held_out=batches[3:], length=2, **options)
     near = [batch for batch, length in zip(batches, lengths, strict=True) if length + 2 <= 34]
     context = TRAIN[kind](model, near[:1], held_out=near[1:2], length=2, **options)
-    loaded = al.load_context(context.save(tmp_path / "context.safetensors"))
+    loaded = al.contexts.load_context(context.save(tmp_path / "context.safetensors"))
     assert torch.equal(context.logits(model, near[0]), loaded.logits(model, near[0]))
 
 
@@ -249,7 +255,7 @@ def test_dynamic_rotations_do_not_depend_on_earlier_passes() -> None:
     model, plain = rotating("dynamic", SWITCH)
     batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
     inside = batches[SWITCH - 1]
-    context = al.compress(model, inside, al.selection.everything)
+    context = al.compress(model, inside, al.contexts.selection.everything)
     with torch.no_grad():
         model.original_model(torch.arange(400)[None] % 600)  # a user's own long text
     for logits in (
@@ -310,9 +316,9 @@ def test_settings_of_one_layer_type_and_of_older_code_are_read(
 def test_peft_has_the_logits_of_a_context_on_its_side(tmp_path: Path) -> None:
     model, plain = rotating(*MAKE["Phi-3 longrope"])
     short, long = (on_side(prompts(model), is_long)[0] for is_long in (False, True))
-    context = al.compress(model, short, al.selection.everything)
-    al.context_to_peft(context, model, tmp_path)
-    back = al.context_from_peft(tmp_path, model)
+    context = al.compress(model, short, al.contexts.selection.everything)
+    al.contexts.context_to_peft(context, model, tmp_path)
+    back = al.contexts.context_from_peft(tmp_path, model)
     logits = back.logits(model, short)
     assert difference(logits, alone(plain, short)) < 1e-5
     assert difference(peft_logits(copy.deepcopy(plain), tmp_path, short), logits) < 1e-5
@@ -324,7 +330,7 @@ def test_peft_has_the_logits_of_a_context_on_its_side(tmp_path: Path) -> None:
 def test_reweighting_is_trained_on_whole_prompts_at_the_switch(name: str) -> None:
     model, _ = rotating(*MAKE[name])
     batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
-    trained = al.train_reweighting(
-        model, [batches[SWITCH], batches[SWITCH + 1]], al.Training(steps=2, progress=False)
+    trained = al.contexts.train_reweighting(
+        model, [batches[SWITCH], batches[SWITCH + 1]], al.contexts.Training(steps=2, progress=False)
     )
     assert trained.info["shared_prefix"].startswith("off for 1 of 2 batches")

@@ -106,7 +106,9 @@ def test_every_experiment_runs(toy: Any) -> None:
     sites = {"first": al.Site(0), "last": al.Site(-1)}
     sweep = al.isolation_sweep(toy, batches, sites, draws=1, **QUIET)
     assert list(sweep.values())[-1].info["skipped_layers"] == 2
-    beta = al.train_reweighting(toy, batches, al.Training(steps=2, progress=False))
+    beta = al.contexts.train_reweighting(
+        toy, batches, al.contexts.Training(steps=2, progress=False)
+    )
     assert beta.of_prompts(batches[0]).any()
     al.isolation_loyalty(toy, batches, 0, draws=1, **QUIET)
 

@@ -184,11 +184,13 @@ def test_wrong_words_raise_an_error(gpt2: Any) -> None:
     classes = torch.zeros_like(batch.label_classes)  # two words for class 0, none for class 1
     with pytest.raises(MetricError, match="must write the label word of class 0 in one way"):
         loss.continuations(replace(batch, label_classes=classes))
-    several = al.Verbalizer([[token, 10 + k] for k, token in enumerate(batch.label_token_ids)])
+    several = al.prompts.Verbalizer(
+        [[token, 10 + k] for k, token in enumerate(batch.label_token_ids)]
+    )
     with pytest.raises(MetricError, match="one for each class; give their tokens"):
         loss.continuations(replace(batch, verbalizer=several))
     with pytest.raises(MetricError, match="needs the logits at several"):
-        al.train_reweighting(gpt2, [batch], al.Training(loss=loss))
+        al.contexts.train_reweighting(gpt2, [batch], al.contexts.Training(loss=loss))
 
 
 def test_models_without_a_cache_are_refused() -> None:

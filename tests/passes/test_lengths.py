@@ -21,7 +21,7 @@ REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "possible": lambda model, batch: possible(model, [batch], [FLOWS]),
     "check_reads": lambda model, batch: check_reads(Layers.of(model), FLOWS, batch),
     "isolate_labels": lambda model, batch: al.isolate_labels(model, batch, 0),
-    "isolate_random": lambda model, batch: al.isolate_random(model, batch, 0, seed=1),
+    "isolate_random": lambda model, batch: al.hooks.isolate_random(model, batch, 0, seed=1),
     "reweight_anchors": lambda model, batch: al.reweight_anchors(
         model, batch, torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 2)
     ),
@@ -37,7 +37,7 @@ REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "edge_sweep": lambda model, batch: al.edge_sweep(
         model, [batch], al.edges.pq, {"a": al.Site(0)}
     ),
-    "train_reweighting": lambda model, batch: al.train_reweighting(model, [batch]),
+    "train_reweighting": lambda model, batch: al.contexts.train_reweighting(model, [batch]),
     "compress": al.compress,
     "compare_contexts": lambda model, batch: al.compare_contexts(
         model, [batch], {"anchors": al.compress}

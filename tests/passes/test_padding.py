@@ -56,9 +56,11 @@ def test_padding_does_not_change_a_model_that_counts_columns(byte_level: Any, si
         byte_level, TASK, DEMONSTRATIONS, QUERIES, padding_side=side, batch_size=2
     )
     check_each_alone(model, batch)
-    trained = al.train_reweighting(model, [batch], al.Training(steps=2, progress=False))
-    other = al.train_reweighting(
-        model, [batch.padded_right()], al.Training(steps=2, progress=False)
+    trained = al.contexts.train_reweighting(
+        model, [batch], al.contexts.Training(steps=2, progress=False)
+    )
+    other = al.contexts.train_reweighting(
+        model, [batch.padded_right()], al.contexts.Training(steps=2, progress=False)
     )
     assert difference(trained.beta, other.beta) < 1e-5
 

@@ -59,7 +59,9 @@ def test_low_precision_is_as_accurate_as_in_transformers(
 
     for renormalize in (True, False):
         cut = al.isolate_labels(low, batch, al.Site(range(2), renormalize=renormalize))
-        cut += al.isolate_random(low, batch, al.Site(range(2), renormalize=renormalize), seed=0)
+        cut += al.hooks.isolate_random(
+            low, batch, al.Site(range(2), renormalize=renormalize), seed=0
+        )
         assert run_pass(low, batch, hooks=cut, loss=al.losses.label_cross_entropy).isfinite().all()
     beta = torch.full((3, low.cfg.n_heads, 6), 0.5)
     assert run_pass(low, batch, hooks=al.reweight_anchors(low, batch, beta)).isfinite().all()

@@ -134,10 +134,14 @@ def test_a_sweep_of_single_heads_equals_hooks_by_hand(llama: Any) -> None:
         assert record.info["heads"] == [head]
         assert record.info["skipped_layers"] == 1 and float(record.kl) > 1e-8
         cut = al.isolate_labels(model, batch, al.Site(1, heads=head))
-        of_head = al.loyalty(clean, run_pass(model, batch, hooks=cut), batch.label_token_ids)
+        of_head = al.metrics.loyalty(
+            clean, run_pass(model, batch, hooks=cut), batch.label_token_ids
+        )
         torch.testing.assert_close(record.kl, of_head.kl, rtol=1e-4, atol=1e-8)
-        control = al.isolate_random(model, batch, al.Site(1, heads=head), seed=0)
-        drawn = al.loyalty(clean, run_pass(model, batch, hooks=control), batch.label_token_ids)
+        control = al.hooks.isolate_random(model, batch, al.Site(1, heads=head), seed=0)
+        drawn = al.metrics.loyalty(
+            clean, run_pass(model, batch, hooks=control), batch.label_token_ids
+        )
         torch.testing.assert_close(record.random_kl[0], drawn.kl, rtol=1e-4, atol=1e-8)
 
 

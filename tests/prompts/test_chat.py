@@ -285,7 +285,7 @@ def test_another_template_may_be_given() -> None:
 @pytest.mark.with_shapes
 def test_chat_tasks_are_tasks() -> None:
     how = al.relabeling.symbols(["A", "B"])
-    task, demos = al.relabel(DEMOS, TASK, how)
+    task, demos = al.relabeling.relabel(DEMOS, TASK, how)
     assert task == al.ChatTask(TEMPLATE, ["A", "B"])
     assert isinstance(task, al.ChatTask)
     assert demos == DEMOS
@@ -295,7 +295,7 @@ def test_chat_tasks_are_tasks() -> None:
     )
     assert hash(TASK) == hash(replace(TASK))
     tokenizer = with_template(chat_tokenizer("byte-level"), "Llama 3")
-    (bare,) = al.text_anchor_prompts(tokenizer, TASK, DEMOS, [QUERIES[0]])
+    (bare,) = al.prompts.text_anchor_prompts(tokenizer, TASK, DEMOS, [QUERIES[0]])
     (row,) = rows([bare])
     assert "text" not in row.segments
     assert "Review:\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)

@@ -52,17 +52,17 @@ def second_word(tokenizer: Any, task: al.Task, name: str) -> Any:
 
 
 def symbol(tokenizer: Any, task: al.Task, name: str) -> Any:
-    changed, demos = al.relabel(DEMOS, task, al.relabeling.symbols([name, " b"]))
+    changed, demos = al.relabeling.relabel(DEMOS, task, al.relabeling.symbols([name, " b"]))
     return al.build_prompts(tokenizer, changed, demos, ["x"])
 
 
 def anchors(tokenizer: Any, task: al.Task, name: str) -> Any:
-    return al.text_anchor_prompts(tokenizer, task, DEMOS, [al.Example(name, 0)])
+    return al.prompts.text_anchor_prompts(tokenizer, task, DEMOS, [al.Example(name, 0)])
 
 
 def drawn(tokenizer: Any, task: al.Task, name: str) -> Any:
     examples = [al.Example(f"{name} {k}", k % 2) for k in range(6)]
-    return al.sample_prompts(tokenizer, task, examples, queries=2)
+    return al.prompts.sample_prompts(tokenizer, task, examples, queries=2)
 
 
 WRITERS = [query, first_text, label_word, second_word, symbol, anchors, drawn]

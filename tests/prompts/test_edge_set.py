@@ -53,7 +53,7 @@ PAIRS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda b: own_table(b) | al.edges.pq(b).table(),
     ),
     "one prompt": (
-        lambda b: al.EdgeSet.of(own_table(b)[None]) & al.edges.ww(b),
+        lambda b: al.prompts.EdgeSet.of(own_table(b)[None]) & al.edges.ww(b),
         lambda b: own_table(b) & al.edges.ww(b).table(),
     ),
     "random keys": (
@@ -72,7 +72,7 @@ def batch(request: pytest.FixtureRequest, gpt2: Any) -> al.PromptBatch:
 def test_sets_are_lazy_and_equal_tables(name: str, batch: al.PromptBatch) -> None:
     function, table = PAIRS[name]
     edges, expected = function(batch), table(batch)
-    assert isinstance(edges, al.EdgeSet) and type(expected) is Tensor and expected.any()
+    assert isinstance(edges, al.prompts.EdgeSet) and type(expected) is Tensor and expected.any()
     assert (edges.shape, edges.dtype, edges.device) == (expected.shape, torch.bool, expected.device)
     for start, stop in ((0, 1), (4, 5), (5, 9), (0, expected.shape[1])):
         assert torch.equal(edges.rows(slice(start, stop)), expected[:, start:stop])
@@ -156,7 +156,7 @@ def test_edits_of_what_a_set_was_made_of_do_not_change_it(batch: al.PromptBatch)
     for each in (queries, keys, own, edges.table(), edges.rows(slice(0, 9))):
         each.zero_()
     assert torch.equal(edges, expected) and expected.any()
-    table = al.EdgeSet.of(expected)
+    table = al.prompts.EdgeSet.of(expected)
     table.rows(slice(0, 90)).zero_()
     assert torch.equal(table, expected)
     named = [of(batch) for of in NAMED]

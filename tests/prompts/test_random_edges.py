@@ -70,7 +70,7 @@ def test_other_demonstrations_have_other_draws(gpt2: Any) -> None:
         "random_positions": edges.random_positions,
         "random_keys": lambda each, seed: edges.random_keys(each, edges.pq, seed),
         "random_edges": lambda each, seed: edges.random_edges(each, edges.pq, seed),
-        "random_and_format": lambda each, seed: al.selection.random_and_format(seed)(each),
+        "random_and_format": lambda each, seed: al.contexts.selection.random_and_format(seed)(each),
     }
     for name, draw in draws.items():
         drawn, again, of_other = (

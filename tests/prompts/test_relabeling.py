@@ -50,12 +50,12 @@ def test_seeds_give_different_derangements() -> None:
 def test_flipping_twice_gives_the_true_labels(share: float, seed: int) -> None:
     how = al.relabeling.flipped(share, seed)
     for task, demos in ((SST2, REVIEWS), (TREC, QUESTIONS)):
-        same_task, once = al.relabel(demos, task, how)
+        same_task, once = al.relabeling.relabel(demos, task, how)
         assert same_task is task
         changed = sum(a != b for a, b in zip(labels(demos), labels(once), strict=True))
         assert changed == round(share * len(demos))
         assert [demo.text for demo in once] == [demo.text for demo in demos]
-        assert al.relabel(once, task, how) == (task, demos)
+        assert al.relabeling.relabel(once, task, how) == (task, demos)
 
 
 @pytest.mark.with_shapes
@@ -65,14 +65,14 @@ def test_flipping_an_odd_number_of_classes_six_times_gives_the_true_labels() -> 
     how = al.relabeling.flipped(1.0, seed=3)
     history = [demos]
     for _ in range(6):
-        history.append(al.relabel(history[-1], task, how)[1])
+        history.append(al.relabeling.relabel(history[-1], task, how)[1])
     assert history[6] == demos
     assert history[2] != demos
     for before, after in pairwise(history):
         assert all(a != b for a, b in zip(labels(before), labels(after), strict=True))
 
     # One class is flipped to one other class.
-    _, once = al.relabel(QUESTIONS, TREC, al.relabeling.flipped(1.0, seed=2))
+    _, once = al.relabeling.relabel(QUESTIONS, TREC, al.relabeling.flipped(1.0, seed=2))
     assert len({*zip(labels(QUESTIONS), labels(once), strict=True)}) == 6
 
 
@@ -80,15 +80,16 @@ def test_flipping_an_odd_number_of_classes_six_times_gives_the_true_labels() -> 
 def test_nothing_flipped_gives_the_same_tokens(byte_level: Any) -> None:
     plain = tokens(byte_level, SST2, REVIEWS)
     for how in (al.relabeling.gold, al.relabeling.flipped(0.0, seed=5)):
-        assert torch.equal(tokens(byte_level, *al.relabel(REVIEWS, SST2, how)), plain)
-    flipped = tokens(byte_level, *al.relabel(REVIEWS, SST2, al.relabeling.flipped(0.1)))
+        assert torch.equal(tokens(byte_level, *al.relabeling.relabel(REVIEWS, SST2, how)), plain)
+    flipped = tokens(byte_level, *al.relabeling.relabel(REVIEWS, SST2, al.relabeling.flipped(0.1)))
     assert not torch.equal(flipped, plain)
 
 
 @pytest.mark.with_shapes
 def test_random_labels_are_those_of_the_demonstrations_in_another_order() -> None:
     drawn = [
-        labels(al.relabel(QUESTIONS, TREC, al.relabeling.random(seed))[1]) for seed in range(300)
+        labels(al.relabeling.relabel(QUESTIONS, TREC, al.relabeling.random(seed))[1])
+        for seed in range(300)
     ]
     assert all(Counter(row) == Counter(labels(QUESTIONS)) for row in drawn)
     assert len({tuple(row) for row in drawn}) == 300
@@ -100,7 +101,7 @@ def test_random_labels_are_those_of_the_demonstrations_in_another_order() -> Non
 @pytest.mark.with_shapes
 def test_symbols_change_the_words_and_not_the_classes(byte_level: Any) -> None:
     how = al.relabeling.symbols([" A", " B"])
-    task, demos = al.relabel(REVIEWS, SST2, how)
+    task, demos = al.relabeling.relabel(REVIEWS, SST2, how)
     assert (task.labels, demos) == ((" A", " B"), REVIEWS)
     assert task.template == SST2.template
     by_hand = al.Task(SST2.template, [" A", " B"])
@@ -111,10 +112,10 @@ def test_symbols_change_the_words_and_not_the_classes(byte_level: Any) -> None:
 def test_equal_sets_get_equal_labels_and_other_sets_others() -> None:
     other = al.sample_demonstrations(al.load_examples("questions"), shots=3, seed=5)
     for how in (al.relabeling.random(1), al.relabeling.flipped(0.5, seed=1)):
-        _, sets = al.relabel([QUESTIONS, other, QUESTIONS], TREC, how)
+        _, sets = al.relabeling.relabel([QUESTIONS, other, QUESTIONS], TREC, how)
         assert sets[0] == sets[2]
         assert [sets[0], sets[1]] == [
-            al.relabel(demos, TREC, how)[1] for demos in (QUESTIONS, other)
+            al.relabeling.relabel(demos, TREC, how)[1] for demos in (QUESTIONS, other)
         ]
     changed = [
         [a != b.label for a, b in zip(labels(demos), new, strict=True)]
@@ -128,14 +129,14 @@ def test_an_own_function_relabels() -> None:
     def first_class_twice(task: Any, demos: Any) -> Any:
         return task, [*demos[:-1], al.Example("more", 0)]
 
-    _, demos = al.relabel(REVIEWS, SST2, first_class_twice)
+    _, demos = al.relabeling.relabel(REVIEWS, SST2, first_class_twice)
     assert demos[-1] == al.Example("more", 0)
 
 
 def test_draws_leave_their_inputs_and_the_random_state() -> None:
     before = [*REVIEWS], random.getstate(), torch.get_rng_state()
     for how in (al.relabeling.random(3), al.relabeling.flipped(0.5)):
-        al.relabel(REVIEWS, SST2, how)
+        al.relabeling.relabel(REVIEWS, SST2, how)
     al.sample_demonstrations(REVIEWS, shots=3, seed=1)
     al.sample_queries(REVIEWS, 5, seed=1)
     assert before[0] == REVIEWS
@@ -162,7 +163,7 @@ BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 )
 def test_wrong_relabelings_raise_an_error(demos: Any, how: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):
-        al.relabel(demos, SST2, how)
+        al.relabeling.relabel(demos, SST2, how)
 
 
 @pytest.mark.with_shapes
@@ -176,4 +177,4 @@ def test_wrong_shares_and_sets_with_different_tasks_raise_an_error() -> None:
         return al.relabeling.symbols(next(words))(task, demos)
 
     with pytest.raises(PromptError, match="the same task for every set"):
-        al.relabel([[BAD, GOOD], [GOOD, BAD]], SST2, other_words)
+        al.relabeling.relabel([[BAD, GOOD], [GOOD, BAD]], SST2, other_words)

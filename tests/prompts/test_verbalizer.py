@@ -38,7 +38,7 @@ def test_the_first_word_stands_in_the_demonstrations(tokenizer: Any) -> None:
         ]
         before = len(tokenizer("Sentiment:", add_special_tokens=False)["input_ids"])
         expected = tuple(tuple(ids[before] for ids in row) for row in by_word)
-        assert batch.verbalizer == al.Verbalizer(expected)
+        assert batch.verbalizer == al.prompts.Verbalizer(expected)
         assert batch.label_token_ids.tolist() == [row[0] for row in expected]
         assert torch.equal(one.tokens, batch.tokens) == (words is WORDS)
 
@@ -63,7 +63,7 @@ def test_scores_equal_those_by_hand(score: Any, dtype: torch.dtype) -> None:
     logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(1)).mul(4).to(dtype)
     log_probs = log_softmax(logits.double().numpy(), axis=-1)
     expected = [[BY_HAND[score](row[ids]) for ids in IDS] for row in log_probs]
-    scores = al.Verbalizer(IDS, score).scores(logits)
+    scores = al.prompts.Verbalizer(IDS, score).scores(logits)
     assert scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     np.testing.assert_allclose(scores.double(), expected, atol=tolerance)
@@ -73,13 +73,15 @@ def test_scores_equal_those_by_hand(score: Any, dtype: torch.dtype) -> None:
 def test_scores_have_a_gradient() -> None:
     logits = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
     for score in BY_HAND:
-        assert torch.autograd.gradcheck(al.Verbalizer(IDS, score).scores, logits)
+        assert torch.autograd.gradcheck(al.prompts.Verbalizer(IDS, score).scores, logits)
 
 
 @pytest.mark.with_shapes
 def test_a_batch_without_several_words_scores_by_its_logits(byte_level: Any) -> None:
     (batch,) = al.build_prompts(byte_level, al.TASKS["sst2"], DEMOS, ["x"])
-    assert batch.verbalizer == al.Verbalizer([[token] for token in batch.label_token_ids.tolist()])
+    assert batch.verbalizer == al.prompts.Verbalizer(
+        [[token] for token in batch.label_token_ids.tolist()]
+    )
     logits = torch.randn(1, len(byte_level))
     assert torch.equal(batch.label_scores(logits), logits[:, batch.label_token_ids])
 
@@ -100,7 +102,7 @@ def test_your_own_score_counts_for_single_words_too(byte_level: Any) -> None:
 
 @pytest.mark.with_shapes
 def test_batches_from_positions_take_several_words() -> None:
-    words = al.Verbalizer([[1, 3], [2]])
+    words = al.prompts.Verbalizer([[1, 3], [2]])
     arguments: dict[str, Any] = {
         "label_positions": [[1, 3]],
         "label_classes": [[0, 1]],
@@ -116,7 +118,7 @@ def test_batches_from_positions_take_several_words() -> None:
         rtol=1e-6,
     )
     assert batch.label_token_ids.tolist() == [1, 2]
-    with pytest.raises(PromptError, match=r"is an al\.Verbalizer; got None"):
+    with pytest.raises(PromptError, match=r"is an al\.prompts\.Verbalizer; got None"):
         check_batch(replace(batch, verbalizer=None))
 
 
@@ -131,7 +133,10 @@ def test_batches_from_positions_take_several_words() -> None:
     ],
 )
 def test_wrong_scores_raise_an_error(score: Any, message: str) -> None:
-    for make in (lambda: al.Task(TEMPLATE, WORDS, score=score), lambda: al.Verbalizer(IDS, score)):
+    for make in (
+        lambda: al.Task(TEMPLATE, WORDS, score=score),
+        lambda: al.prompts.Verbalizer(IDS, score),
+    ):
         with pytest.raises(PromptError, match=message):
             make()
 
@@ -147,7 +152,7 @@ def test_wrong_scores_raise_an_error(score: Any, message: str) -> None:
 )
 def test_wrong_tokens_raise_an_error(ids: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):
-        al.Verbalizer(ids)
+        al.prompts.Verbalizer(ids)
 
 
 @pytest.mark.with_shapes
@@ -156,4 +161,4 @@ def test_a_score_that_is_no_number_raises_an_error() -> None:
         return (log_probs + 2).log().sum(axis)
 
     with pytest.raises(PromptError, match=r"score logarithm gives NaN for the words .*\(4, 1, 7\)"):
-        al.Verbalizer(IDS, logarithm).scores(torch.zeros(1, 900))
+        al.prompts.Verbalizer(IDS, logarithm).scores(torch.zeros(1, 900))

@@ -82,7 +82,7 @@ def isolation(sizes: Sequence[int], generator: torch.Generator, spread: float = 
     rows = dict.fromkeys(names, kept[:, 0]) | {f"random_{name}": kept[:, 1:] for name in names}
     info = {"layers": [0], "n_layers": LAYERS, "heads": None, "keep_bos": False}
     info |= {"isolation": True}
-    return judged(al.CutEdgesRecord.of, rows, ids, info)
+    return judged(al.records.CutEdgesRecord.of, rows, ids, info)
 
 
 def attention(sizes: Sequence[int], generator: torch.Generator) -> al.Record:
@@ -167,7 +167,9 @@ def able(prompts: int) -> al.Record:
     return with_intervals(al.Accuracy().result, rows, resamples=1, info={})
 
 
-def verdicts(name: str, sizes: Sequence[int], repeats: int, seed: int = 0) -> list[al.Claim]:
+def verdicts(
+    name: str, sizes: Sequence[int], repeats: int, seed: int = 0
+) -> list[al.records.Claim]:
     """The claim of each of many results under its null."""
     null, place = {**NULLS, **UNLIKE_SETS}[name]
     generator = torch.Generator().manual_seed(seed)

@@ -13,7 +13,7 @@ import torch
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, ModelError
 from anchorlens.passes.forward import after_each_pass
-from anchorlens.replication import across_models as module
+from anchorlens.replication import models_compared as module
 from anchorlens.report.claims import LIMITS, Verdict
 from anchorlens.runs import several_models
 from tests.report.test_claims import attention, distances, flows, isolation
@@ -27,7 +27,7 @@ WARNED = pytest.mark.filterwarnings(
 )
 
 
-def rows(record: al.AcrossModelsRecord) -> dict[str, tuple[str, str]]:
+def rows(record: al.records.AcrossModelsRecord) -> dict[str, tuple[str, str]]:
     """Everything that a record says of each model."""
     frame = record.to_frame().drop(columns="quantity")
     missing = record.info["missing"]
@@ -37,7 +37,7 @@ def rows(record: al.AcrossModelsRecord) -> dict[str, tuple[str, str]]:
     }
 
 
-def compared(model: Any, record: al.AcrossModelsRecord, name: str, results: Any) -> None:
+def compared(model: Any, record: al.records.AcrossModelsRecord, name: str, results: Any) -> None:
     """A row says what ``claims`` says of this model alone."""
     claims, k = al.claims(results), record.info["models"].index(name)
     assert [claim.statement for claim in claims] == record.info["claims"] == [*LIMITS]
@@ -71,15 +71,19 @@ def test_a_row_is_what_the_claims_of_the_model_alone_say(
     shared: dict[str, Any] = {"queries": 12, "seeds": [3], "batch_size": 5, **QUICK, **QUIET}
     stored = shared | {"folder": tmp_path / "rows"}
     given = {"first": gpt2, "none": tmp_path / "none", "second": folder}
-    record = al.across_models(given, task, examples, **stored)
+    record = al.replication.across_models(given, task, examples, **stored)
     assert f"failed: there is no folder '{tmp_path}/none'" in record.info["missing"]["none"]
     for name, model in {"first": gpt2, "second": llama}.items():
-        batches = al.sample_prompts(model, task, examples, queries=12, seeds=[3], batch_size=5)
+        batches = al.prompts.sample_prompts(
+            model, task, examples, queries=12, seeds=[3], batch_size=5
+        )
         compared(model, record, name, al.analyse(model, batches, **QUICK, **QUIET))
 
     passes: list[int] = []
     with after_each_pass(lambda: passes.append(1)):
-        turned = al.across_models({"second": folder, "first": gpt2}, task, examples, **stored)
+        turned = al.replication.across_models(
+            {"second": folder, "first": gpt2}, task, examples, **stored
+        )
         resumed = len(passes)
         al.analyse(llama, batches, **QUICK, **QUIET)
     assert 2 * resumed < len(passes) - resumed
@@ -109,9 +113,9 @@ def test_a_model_is_freed_before_the_next_is_loaded(byte_level: Any) -> None:
     def prompts(tokenizer: Any) -> list[al.PromptBatch]:
         if len(loading.loaded) == 2:
             raise torch.OutOfMemoryError("tried to allocate")
-        return al.sample_prompts(tokenizer, "sentiment", queries=3)
+        return al.prompts.sample_prompts(tokenizer, "sentiment", queries=3)
 
-    record = al.across_models(
+    record = al.replication.across_models(
         given, prompts, **QUIET, **QUICK, keep=lambda record: kept.append(record.info["models"])
     )
     gc.collect()
@@ -144,7 +148,7 @@ class Analysed:
 
 
 @pytest.fixture
-def found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> al.AcrossModelsRecord:
+def found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> al.records.AcrossModelsRecord:
     """Models of which one agrees, one does not, one cannot, one has no memory in the middle."""
     agrees = of_model()
     differs = of_model(flows=flows(0.0, 1.0), attention=attention(0.3, 0.2, 0.4))
@@ -153,12 +157,12 @@ def found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> al.AcrossModelsRecord:
     monkeypatch.setattr(module, "analyse", Analysed(agrees, differs, unable, late))
     names = ["agrees", "differs", "<b>unable</b>", "late"]
     with pytest.warns(UserWarning, match="late: failed: MemoryError: no room"):
-        return al.across_models(dict.fromkeys(names, gpt2), lambda _: [], **QUIET)
+        return al.replication.across_models(dict.fromkeys(names, gpt2), lambda _: [], **QUIET)
 
 
 @pytest.mark.with_shapes
 def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
-    found: al.AcrossModelsRecord,
+    found: al.records.AcrossModelsRecord,
 ) -> None:
     agrees, differs, unknown = 0, 1, 2
     assert found.verdict.tolist() == [
@@ -180,7 +184,9 @@ def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
 
 
 @pytest.mark.with_shapes
-def test_one_table_as_text_frame_and_html(found: al.AcrossModelsRecord, tmp_path: Path) -> None:
+def test_one_table_as_text_frame_and_html(
+    found: al.records.AcrossModelsRecord, tmp_path: Path
+) -> None:
     text = str(found)
     assert max(map(len, text.splitlines())) <= 80
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -205,7 +211,7 @@ def test_one_table_as_text_frame_and_html(found: al.AcrossModelsRecord, tmp_path
 
 @pytest.mark.with_shapes
 def test_the_figure_has_a_panel_for_each_claim_and_a_row_for_each_model(
-    found: al.AcrossModelsRecord, tmp_path: Path
+    found: al.records.AcrossModelsRecord, tmp_path: Path
 ) -> None:
     figure = found.plot()
     marks = [trace for trace in figure.data if trace.legendgroup == "1" and trace.x != (None,)]
@@ -261,7 +267,7 @@ def test_mistakes_are_found_before_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr(several_models, "load_model", nothing)
     with pytest.raises(AnchorlensError, match=message):
-        al.across_models(models, **({"task": "questions"} | changes), **QUIET)
+        al.replication.across_models(models, **({"task": "questions"} | changes), **QUIET)
 
 
 @WARNED
@@ -274,7 +280,7 @@ def test_each_model_is_loaded_at_each_revision(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(several_models, "load_model", load)
     options: dict[str, Any] = {"device": None, "device_map": "auto", "dtype": torch.float64}
-    record = al.across_models(
+    record = al.replication.across_models(
         ["x/a", "b"], "sentiment", queries=2, revisions=["s1", "main"], **options, **QUIET
     )
     names = [(model, revision) for model in ("x/a", "b") for revision in ("s1", "main")]
@@ -288,10 +294,10 @@ def test_names_are_short_and_what_is_no_model_is_a_row(gpt2: Any, tmp_path: Path
     folder = tmp_path / "x" / "model"
     folder.mkdir(parents=True)
     given: list[str | Path] = [str(folder), tmp_path / "other.gguf"]
-    record = al.across_models(given, "sentiment", queries=2, **QUIET)
+    record = al.replication.across_models(given, "sentiment", queries=2, **QUIET)
     assert record.info["models"] == ["model", f"{tmp_path}/other.gguf"]
     others = {"a": gpt2.original_model, "b": lambda: 3, "c": lambda: nothing_there()}
-    record = al.across_models(others, "sentiment", queries=2, **QUIET)
+    record = al.replication.across_models(others, "sentiment", queries=2, **QUIET)
     assert "comes without a tokenizer" in record.info["missing"]["a"]
     assert "expected a TransformerBridge" in record.info["missing"]["b"]
     assert record.info["missing"]["c"] == "failed: OSError: no such file"
@@ -307,4 +313,4 @@ def test_a_mistake_of_the_package_is_logged_with_its_traceback(
 ) -> None:
     monkeypatch.setattr(module, "analyse", Analysed({"error": KeyError("x")}))
     with pytest.raises(AssertionError, match="failed with an unexpected error"):
-        al.across_models({"a": gpt2}, lambda _: [], **QUIET)
+        al.replication.across_models({"a": gpt2}, lambda _: [], **QUIET)

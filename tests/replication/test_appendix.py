@@ -123,7 +123,7 @@ def test_top_words_equal_those_of_single_prompts(model: Any, setting: PaperSetti
         for name, hooks in (
             ("clean", []),
             ("label words isolated", al.isolate_labels(model, batch, [0, 1])),
-            ("random words isolated", al.isolate_random(model, batch, [0, 1], seed=3)),
+            ("random words isolated", al.hooks.isolate_random(model, batch, [0, 1], seed=3)),
         ):
             with torch.no_grad():
                 logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)[0, -1].double()
@@ -172,5 +172,5 @@ def test_demonstrations_that_do_not_fit_are_a_warning(
     with pytest.warns(UserWarning, match="sentiment, seed 3, letters: a prompt has .* is 256"):
         numbers = al.paper(small, examples, parts=parts, progress=False, **options)
     assert set(numbers.part) == {"Appendix, top words"}
-    names = [part.__name__ for part in al.PAPER_APPENDIX]
+    names = [part.__name__ for part in al.replication.PAPER_APPENDIX]
     assert names == ["depths", "two_shots", "letters", "top_words", "directions"]

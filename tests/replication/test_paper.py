@@ -38,13 +38,15 @@ def model(byte_level: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(model: Any) -> tuple[pd.DataFrame, list[al.Beta]]:
+def found(model: Any) -> tuple[pd.DataFrame, list[al.contexts.Beta]]:
     """All numbers, and the betas that were learned in two rounds of ten."""
-    betas: list[al.Beta] = []
+    betas: list[al.contexts.Beta] = []
 
-    def train(model: Any, batches: list[al.PromptBatch], training: al.Training) -> al.Beta:
-        assert training == al.Training(seed=training.seed, progress=False)
-        betas.append(al.train_reweighting(model, batches, replace(training, steps=32)))
+    def train(
+        model: Any, batches: list[al.PromptBatch], training: al.contexts.Training
+    ) -> al.contexts.Beta:
+        assert training == al.contexts.Training(seed=training.seed, progress=False)
+        betas.append(al.contexts.train_reweighting(model, batches, replace(training, steps=32)))
         return betas[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +56,7 @@ def found(model: Any) -> tuple[pd.DataFrame, list[al.Beta]]:
 
 
 @pytest.fixture(scope="module")
-def numbers(found: tuple[pd.DataFrame, list[al.Beta]]) -> pd.DataFrame:
+def numbers(found: tuple[pd.DataFrame, list[al.contexts.Beta]]) -> pd.DataFrame:
     return found[0]
 
 
@@ -165,15 +167,15 @@ def test_table_1_equals_plain_transformers(
 
 
 def test_beta_is_learned_from_the_training_examples(
-    found: tuple[pd.DataFrame, list[al.Beta]], model: Any
+    found: tuple[pd.DataFrame, list[al.contexts.Beta]], model: Any
 ) -> None:
     numbers, betas = found
     assert len(betas) == len(SEEDS)
     seed, beta = SEEDS[1], betas[1]
     demos, training, queries = draw_examples(seed)
     training_batches = al.build_prompts(model.tokenizer, TASK, demos, training, batch_size=1)
-    training_of_seed = al.Training(steps=32, seed=seed, progress=False)
-    expected = al.train_reweighting(model, training_batches, training_of_seed)
+    training_of_seed = al.contexts.Training(steps=32, seed=seed, progress=False)
+    expected = al.contexts.train_reweighting(model, training_batches, training_of_seed)
     assert torch.equal(beta.beta, expected.beta) and expected.beta.abs().max() > 0.1
     logits = al.target_logits(
         model,
@@ -194,7 +196,7 @@ def test_table_2_equals_compression_and_plain_transformers(
     batches = prompts(model, seed)
     whole_cache, alone = (
         partial(al.compress, select=select)
-        for select in (al.selection.everything, al.selection.label_words)
+        for select in (al.contexts.selection.everything, al.contexts.selection.label_words)
     )
     apart = partial(al.compress, separately=True)
     contexts: dict[str, Any] = {"anchors": al.compress, "alone": alone, "all": whole_cache}
@@ -235,7 +237,7 @@ def test_table_2_equals_compression_and_plain_transformers(
             assert value is None or ours == pytest.approx([float(value)]), (name, column)
     demonstrations = batches[0].prompt(0).before(int(batches[0].prompt(0).query_start[0]))
     count = len(demonstrations.tokens[0])
-    selected = int(al.selection.anchors_and_format(demonstrations).sum())
+    selected = int(al.contexts.selection.anchors_and_format(demonstrations).sum())
     assert values(numbers, seed, "Table 2", "Hidden_anchor", "cache kept") == [selected / count]
 
 

@@ -93,7 +93,9 @@ def test_a_run_without_numbers_gives_an_empty_table(model: Any) -> None:
     with pytest.warns(UserWarning, match="out of memory"):
         numbers = al.paper(model, EMOTIONS, seeds=[1], parts=[out_of_memory], **QUICK)
     assert list(numbers) and not len(numbers)
-    assert al.paper_tables(numbers) == "" and al.paper_figures(numbers) == {}
+    assert (
+        al.replication.paper_tables(numbers) == "" and al.replication.paper_figures(numbers) == {}
+    )
 
 
 def test_prompts_that_are_too_long_do_not_stop_the_other_tasks(byte_level: Any) -> None:

@@ -29,7 +29,7 @@ def prompt() -> al.PromptBatch:
 
 
 @pytest.fixture
-def flows(gpt2: Any) -> al.StepFlowsRecord:
+def flows(gpt2: Any) -> al.records.StepFlowsRecord:
     return al.step_flows(gpt2, prompt(), "answer")
 
 
@@ -103,7 +103,7 @@ def test_weights_below_0_count_by_their_size(gpt2: Any) -> None:
 
 
 def test_a_long_text_has_the_strongest_tokens_and_says_their_share(
-    flows: al.StepFlowsRecord, monkeypatch: pytest.MonkeyPatch
+    flows: al.records.StepFlowsRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer_flows, "STORED", 2 * 4 * 4)  # two for each step and layer
     short = data_of(al.plot_answer(flows).page())
@@ -130,7 +130,9 @@ def test_the_second_token_of_a_text_reads_nothing(gpt2: Any) -> None:
     assert read == empty | {"runs": [0] * 3}
 
 
-def test_tokens_without_any_weight_are_not_among_the_strongest(flows: al.StepFlowsRecord) -> None:
+def test_tokens_without_any_weight_are_not_among_the_strongest(
+    flows: al.records.StepFlowsRecord,
+) -> None:
     only_one = torch.zeros_like(flows.read_of_tokens)
     only_one[:, 1, 2] = 0.5
     page = al.plot_answer(replace(flows, read_of_tokens=only_one))
@@ -143,7 +145,9 @@ def test_segments_and_tokens_are_those_of_the_record(gpt2: Any, tmp_path: Path) 
     whole = al.step_flows(gpt2, batch, "query")
     assert al.plot_answer(whole).names == segment_names.SEGMENTS
     some = al.step_flows(gpt2, batch, "query", segments={"labels": al.edges.anchors})
-    page = al.plot_answer(al.StepFlowsRecord.load(some.save(tmp_path / "flows.safetensors")))
+    page = al.plot_answer(
+        al.records.StepFlowsRecord.load(some.save(tmp_path / "flows.safetensors"))
+    )
     assert page.names == ("labels", "no segment")
     marked = [position for position, segment in enumerate(page.segments) if segment == 0]
     assert marked == batch.label_positions[0].tolist()
@@ -151,7 +155,7 @@ def test_segments_and_tokens_are_those_of_the_record(gpt2: Any, tmp_path: Path) 
 
 
 def test_texts_are_escaped_and_the_report_has_the_page(
-    flows: al.StepFlowsRecord, tmp_path: Path
+    flows: al.records.StepFlowsRecord, tmp_path: Path
 ) -> None:
     info = {**flows.info, "tokens": [EVIL] * 10, "segment_names": [EVIL, "b", "c"], "weight": EVIL}
     page = al.plot_answer(replace(flows, info=info))
@@ -166,7 +170,7 @@ def test_texts_are_escaped_and_the_report_has_the_page(
     assert "<td>read_of_tokens</td>" not in report and "<td>output_saliency</td>" in report
 
 
-def test_what_cannot_be_shown_is_an_error(flows: al.StepFlowsRecord) -> None:
+def test_what_cannot_be_shown_is_an_error(flows: al.records.StepFlowsRecord) -> None:
     broken = flows.read_of_tokens.clone()
     broken[0, 0, 0] = torch.nan
     for given, message in (

@@ -36,14 +36,14 @@ UNRELATED = LINE[[2, 4, 1, 0, 3]][:, [2, 4, 1, 0, 3]]
 
 def distances(
     accuracy_low: float = 0.6, correlation: float = 0.5, position: float = 0.1
-) -> al.AnchorDistancesRecord:
+) -> al.records.AnchorDistancesRecord:
     """A model with accuracy 0.7 on 20 prompts, of which half are of one class.
 
     Near keys are confused (p = 2 / 120, because the line can be turned round), or the contrary, or
     neither, as the sign of the correlation says.
     """
     confusion = LINE if correlation > 0.3 else 1 - LINE if correlation < -0.3 else UNRELATED
-    return al.AnchorDistancesRecord(
+    return al.records.AnchorDistancesRecord(
         anchor_distance=LINE.expand(3, 5, 5),
         pair_auc=confusion,
         correlation=torch.tensor([0.9, 0.9, correlation]),
@@ -75,7 +75,7 @@ def flows(
     of_random = {"of_random_models": {"over_ww": [[*random, 1.0]]}} if random else {}
     change = torch.tensor([-fall, fall, 0.0])
     share = torch.tensor([[0.5, 0.3, 0.2], [0.3, 0.5, 0.2], [0.5 - fall, 0.3 + fall, 0.2]])
-    return al.SaliencyFlowsRecord(
+    return al.records.SaliencyFlowsRecord(
         flows=share,
         share=share,
         tq=torch.ones(3),
@@ -98,7 +98,7 @@ def flows(
 
 
 def attention(value: float = 0.8, low: float = 0.7, high: float = 0.9) -> Any:
-    return al.AttentionAUCROCRecord(
+    return al.records.AttentionAUCROCRecord(
         aucroc=torch.full((3,), value),
         r=torch.ones(3),
         deep_aucroc=torch.tensor(value),
@@ -112,7 +112,7 @@ def attention(value: float = 0.8, low: float = 0.7, high: float = 0.9) -> Any:
 
 def isolation(gap: float = 0.5, low: float = 0.2, high: float = 0.7, **info: Any) -> Any:
     one = torch.tensor(1.0)
-    return al.CutEdgesRecord(
+    return al.records.CutEdgesRecord(
         label_loyalty=one - gap,
         word_loyalty=one,
         kl=one,
@@ -494,7 +494,7 @@ def test_a_model_of_random_weights_never_agrees(kind: str) -> None:
     """20 models; benchmarks/random_models.py has larger ones."""
     for seed in range(5):
         model = random_model(kind, seed)
-        batches = al.sample_prompts(model, "sentiment", queries=16, seeds=[seed])
+        batches = al.prompts.sample_prompts(model, "sentiment", queries=16, seeds=[seed])
         options: dict[str, Any] = {"depth": 1, "draws": 2, "resamples": 40, "progress": False}
         judged = al.claims(al.analyse(model, batches, random_weights=False, **options))
         assert len(judged) == 6

@@ -235,13 +235,13 @@ def test_every_record_has_a_plot_with_and_without_intervals(results: dict[str, A
 
 
 @pytest.fixture(scope="module")
-def prompt(byte_level: Any, hooked: Any) -> al.PromptFlows:
+def prompt(byte_level: Any, hooked: Any) -> al.records.PromptFlows:
     model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     return al.plot_prompt(model, questions(model, count=3)[0], prompt=1)
 
 
 def test_several_tasks_are_chapters_with_one_section_for_all_isolations(
-    results: dict[str, Any], prompt: al.PromptFlows, tmp_path: Path
+    results: dict[str, Any], prompt: al.records.PromptFlows, tmp_path: Path
 ) -> None:
     sweep = {"first": results["isolation"], "last": results["isolation"]}
     flows = results["saliency_flows"]
@@ -261,7 +261,7 @@ def test_several_tasks_are_chapters_with_one_section_for_all_isolations(
 
 
 def test_a_page_has_its_title_in_the_window_of_the_browser(
-    prompt: al.PromptFlows, tmp_path: Path
+    prompt: al.records.PromptFlows, tmp_path: Path
 ) -> None:
     report = written(tmp_path, {}, figures={"one": go.Figure()}, title=EVIL)
     alone = replace(prompt, heading=EVIL, start=2).page()
@@ -283,7 +283,7 @@ def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_prompts_stand_beside_the_claims_those_with_right_answers_first(
-    results: dict[str, Any], prompt: al.PromptFlows, tmp_path: Path
+    results: dict[str, Any], prompt: al.records.PromptFlows, tmp_path: Path
 ) -> None:
     assert '<ul class="choices"' not in written(tmp_path, results | {"one": prompt})
     several = {

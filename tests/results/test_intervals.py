@@ -115,7 +115,7 @@ def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
     ones, words = torch.ones(20).double(), torch.rand(20).double()
     rows = {"label_kept": ones, "word_overlap": ones, "kl": words}
     rows |= {f"random_{name}": values[:, None].expand(-1, 2) for name, values in rows.items()}
-    isolated = with_intervals(al.CutEdgesRecord.of, rows, resamples=50, info={})
+    isolated = with_intervals(al.records.CutEdgesRecord.of, rows, resamples=50, info={})
     attention = torch.stack([torch.ones(20), torch.arange(20.0)], dim=-1)[:, None, None]
     certain = torch.eye(2).repeat_interleave(10, 0)
     attention_rows = {"attention": attention, "probabilities": certain}
@@ -141,7 +141,7 @@ def test_intervals_of_paired_differences_equal_values_by_hand() -> None:
     """Bonett and Price (2012): 4 of 20 are better and 1 is worse, so the gain is (5 - 2) / 22."""
     first = torch.tensor([0.0] * 4 + [1.0] + [1.0] * 15)
     second = torch.tensor([1.0] * 4 + [0.0] + [1.0] * 15)
-    record = al.compare_accuracies({"a": first, "b": second}, resamples=1000)
+    record = al.metrics.compare_accuracies({"a": first, "b": second}, resamples=1000)
     better, worse = 5 / 22, 2 / 22
     half = 1.959964 * sqrt((better + worse - (better - worse) ** 2) / 22)
     expected = [better - worse - half, better - worse + half]
@@ -186,7 +186,7 @@ def test_few_units_give_a_warning() -> None:
     with pytest.warns(UserWarning, match=ROUGH.format("10 sets with .*")):
         warn_if_few_units(sets_of_sizes(*[5] * 10))
     with pytest.warns(UserWarning, match=ROUGH.format("2 prompts")):
-        al.compare_accuracies({"a": torch.ones(2)})
+        al.metrics.compare_accuracies({"a": torch.ones(2)})
     warn_if_few_units(sets_of_sizes(20))
 
 
@@ -296,7 +296,7 @@ def test_intervals_of_means_over_draws_equal_values_by_hand() -> None:
     names = ("label_kept", "word_overlap", "kl")
     rows = {name: overlaps[:, 0] for name in names}
     rows |= {f"random_{name}": overlaps[:, 1:] for name in names}
-    result = al.CutEdgesRecord.of
+    result = al.records.CutEdgesRecord.of
     record = with_intervals(result, rows, resamples=2000, info={})
     x = (rows["random_word_overlap"] - rows["word_overlap"][:, None]).numpy()
     of_prompts, of_draws = x.mean(1), x.mean(0)

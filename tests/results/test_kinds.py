@@ -18,6 +18,7 @@ from anchorlens.results.bootstrap import with_intervals
 from anchorlens.results.intervals import of_ratio, over_sets_of_ratios
 from anchorlens.results.population import population_of
 from anchorlens.results.record import classes_of
+from tests.support.public import public
 
 SETS = torch.tensor([0] * 10 + [1] * 30)
 FIRST = (SETS == 0).double()
@@ -159,14 +160,15 @@ def test_what_is_missing_is_named(call: Any, message: str) -> None:
 
 
 def test_answers_may_be_true_and_false() -> None:
-    record = al.AccuracyRecord.of(al.Contributions({"correct": torch.tensor([True, False])}))
+    record = al.records.AccuracyRecord.of(
+        al.Contributions({"correct": torch.tensor([True, False])})
+    )
     assert float(record.accuracy) == 0.5
 
 
 def test_every_record_whose_numbers_follow_from_prompts_declares_what_they_are() -> None:
     """Numbers that others give, or that are of no prompts, have no kind."""
-    for name in al.__all__:  # imports the modules that define records
-        getattr(al, name)
+    everything = public()  # imports the modules that define records
     undeclared = {
         f"{kind.__name__}.{name}"
         for kind in classes_of(al.Record)
@@ -177,8 +179,8 @@ def test_every_record_whose_numbers_follow_from_prompts_declares_what_they_are()
     assert undeclared == known
     declared = {kind.__name__ for kind in classes_of(al.Record) if kind.kinds()}
     without = {"AcrossModelsRecord", "DiagnosisRecord", "StepFlowsRecord", "TrainingRecord"}
-    public = {name for name in al.__all__ if name.endswith("Record") and name != "Record"}
-    assert public - declared == without
+    records = {name for name in everything if name.endswith("Record") and name != "Record"}
+    assert records - declared == without
 
 
 def test_the_interval_of_a_mean_with_an_upper_end_alone_are_percentiles() -> None:

@@ -20,6 +20,7 @@ import anchorlens as al
 from anchorlens.errors import MetricError, StoreError
 from anchorlens.results.bootstrap import with_intervals
 from anchorlens.results.record import RANDOM_MODELS
+from tests.support.public import public
 
 pytestmark = pytest.mark.with_shapes
 
@@ -62,7 +63,7 @@ def test_axes_have_the_names_in_the_annotations() -> None:
     axes |= {"each": ("prompt",)}
     assert Means.axes() == make_record().axes() == axes
     assert Other.axes() == {"mean": ()}
-    assert al.SaliencyFlowsRecord.axes()["per_head"] == ("layer", "head", "flow")
+    assert al.records.SaliencyFlowsRecord.axes()["per_head"] == ("layer", "head", "flow")
     assert make_record().tensors().keys() == axes.keys()
 
 
@@ -112,7 +113,7 @@ VALUES = torch.tensor([1.0, 2.0])
 
 
 def test_a_record_is_read_where_its_class_was_not_used_yet(tmp_path: Path) -> None:
-    record = al.AccuracyRecord(accuracy=torch.tensor(0.5), correct=torch.tensor([0.0, 1.0]))
+    record = al.records.AccuracyRecord(accuracy=torch.tensor(0.5), correct=torch.tensor([0.0, 1.0]))
     path = str(record.save(tmp_path / "record.safetensors"))
     code = f"import anchorlens as al; print(type(al.load_record({path!r})).__name__)"
     command = [sys.executable, "-c", code]
@@ -126,7 +127,7 @@ def test_a_record_is_read_where_its_class_was_not_used_yet(tmp_path: Path) -> No
         make_record(),
         make_record(flows=torch.arange(6.0).reshape(2, 3).T),  # not contiguous
         make_record(each=VALUES, mean=VALUES[0], flows=VALUES.expand(3, 2)),  # shared memory
-        al.AccuracyRecord(accuracy=torch.tensor(0.5), correct=torch.tensor([0.0, 1.0])),
+        al.records.AccuracyRecord(accuracy=torch.tensor(0.5), correct=torch.tensor([0.0, 1.0])),
     ],
 )
 def test_a_loaded_record_equals_the_saved_one(record: al.Record, tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def test_a_class_that_is_defined_again_replaces_the_first(tmp_path: Path) -> Non
 
 
 def test_single_numbers_are_drawn_as_bars() -> None:
-    accuracy = al.AccuracyRecord(
+    accuracy = al.records.AccuracyRecord(
         accuracy=torch.tensor(0.75),
         correct=torch.tensor([1.0, 1.0, 1.0, 0.0]),
         intervals={"accuracy": torch.tensor([0.5, 1.0])},
@@ -320,7 +321,7 @@ def test_means_are_over_the_prompts_of_each_set_and_then_over_sets() -> None:
 
 RECORDS = [
     kind
-    for kind in (getattr(al, name) for name in al.__all__)
+    for kind in public().values()
     if isinstance(kind, type) and issubclass(kind, al.Record) and kind is not al.Record
 ]
 

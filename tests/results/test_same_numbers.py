@@ -18,6 +18,7 @@ from anchorlens.results.bootstrap import with_intervals
 from anchorlens.results.kind import Derived, Mean, OverDraws
 from anchorlens.runs import caches, study
 from tests.support import same_numbers
+from tests.support.public import public
 from tests.support.same_numbers import Numbers, differences, is_verdict, numbers_of, of_calls
 
 CALLS = same_numbers.matching(same_numbers.IN_SUITE)
@@ -106,7 +107,7 @@ def test_every_call_is_stored(stored: Numbers) -> None:
     assert not [name for name in stored.texts if name.endswith(".error")]
     # And so is every record whose fields say what they are.
     known = {each for name, each in stored.texts.items() if name.endswith(".class")}
-    classes = [getattr(al, name) for name in al.__all__]
+    classes = list(public().values())
     declared = [each for each in classes if isinstance(each, type) and issubclass(each, al.Record)]
     assert {each.__name__ for each in declared if each.kinds()} <= known
 

@@ -42,7 +42,7 @@ def contents(record: Small) -> str:
     return repr((record.tensors(), dict(record.intervals), info))
 
 
-LOADERS = (Small.load, al.CompressedContext.load, al.load_record, al.load_context)
+LOADERS = (Small.load, al.contexts.CompressedContext.load, al.load_record, al.contexts.load_context)
 
 
 @pytest.mark.parametrize("load_file", LOADERS)
@@ -62,18 +62,30 @@ def test_what_nobody_saved_raises_an_error(load_file: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("header", "load_file", "message"),
     [
-        ({"record": "Small"}, al.CompressedContext.load, "a Small, not a CompressedContext; use"),
-        ({"record": "Small"}, al.AccuracyRecord.load, "a Small, not a AccuracyRecord; use"),
+        (
+            {"record": "Small"},
+            al.contexts.CompressedContext.load,
+            "a Small, not a CompressedContext; use",
+        ),
+        ({"record": "Small"}, al.records.AccuracyRecord.load, "a Small, not a AccuracyRecord; use"),
         ({"context": {}}, Small.load, "a CompressedContext, not a Small; use"),
-        ({"context": {}}, al.load_record, r"no record.*al\.load_context"),
-        ({"record": "Small"}, al.load_context, "a Small, not a context; expected"),
-        ({"context": {}}, al.PrefixContext.load, "a CompressedContext, not a PrefixContext; use"),
+        ({"context": {}}, al.load_record, r"no record.*al\.contexts\.load_context"),
+        ({"record": "Small"}, al.contexts.load_context, "a Small, not a context; expected"),
+        (
+            {"context": {}},
+            al.contexts.PrefixContext.load,
+            "a CompressedContext, not a PrefixContext; use",
+        ),
         (
             {"context": {"class": "SoftPrompt"}},
-            al.PrefixContext.load,
-            r"a SoftPrompt, not a PrefixContext; use al\.load_context",
+            al.contexts.PrefixContext.load,
+            r"a SoftPrompt, not a PrefixContext; use al\.contexts\.load_context",
         ),
-        ({"context": {"class": "Mine"}}, al.load_context, "a Mine, a class that is not known here"),
+        (
+            {"context": {"class": "Mine"}},
+            al.contexts.load_context,
+            "a Mine, a class that is not known here",
+        ),
         ({"record": "Unheard", "info": {}}, al.load_record, "a Unheard.*import the module"),
     ],
 )
@@ -125,7 +137,7 @@ def test_every_damage_of_a_context_raises_an_error(gpt2: Any, tmp_path: Path) ->
     positions = [*generator.sample(range(header), 150), *generator.sample(range(len(data)), 50)]
     flips = [data[:n] + bytes([data[n] ^ 1 << n % 8]) + data[n + 1 :] for n in positions]
     for damaged in [*flips, data[:-1], data[: len(data) // 2], data + b"\0", b""]:
-        assert is_store_error(path, damaged, al.CompressedContext.load)
+        assert is_store_error(path, damaged, al.contexts.CompressedContext.load)
 
 
 def metadata_of(data: bytes) -> dict[str, Any]:
@@ -164,7 +176,7 @@ def test_a_header_without_an_entry_of_anchorlens_raises_an_error(
     entry: str, tmp_path: Path
 ) -> None:
     path, tensors = tmp_path / "small.safetensors", make_small().tensors()
-    for load_file in (Small.load, al.CompressedContext.load):
+    for load_file in (Small.load, al.contexts.CompressedContext.load):
         for metadata in ({"anchorlens": entry}, {"x": "y"}):
             assert is_store_error(path, save(tensors, metadata=metadata), load_file)
 
@@ -246,7 +258,7 @@ def test_wrong_contents_of_a_context_raise_an_error(
     change(header["context"], tensors)
     path.write_bytes(to_bytes_with_digest({"context": header["context"]}, tensors))
     with pytest.raises(StoreError, match="not hold what a CompressedContext of this version"):
-        al.CompressedContext.load(path)
+        al.contexts.CompressedContext.load(path)
 
 
 @pytest.mark.parametrize(

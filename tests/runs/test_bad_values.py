@@ -52,7 +52,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[Any], Any], list[Any]]] = [
     (
         MetricError,
         "logits must be finite numbers, but some are NaN or inf",
-        lambda logits: al.loyalty(logits[0], logits[1], PAIR),
+        lambda logits: al.metrics.loyalty(logits[0], logits[1], PAIR),
         [
             (changed(LOGITS, (1, 2), value), LOGITS)[::order]
             for value in (NAN, INF, -INF)
@@ -62,25 +62,27 @@ WRONG: list[tuple[type[Exception], str, Callable[[Any], Any], list[Any]]] = [
     (
         MetricError,
         r"must be a row of different whole numbers from 0 to 7, .*; got",
-        lambda ids: al.loyalty(LOGITS, LOGITS, torch.tensor(ids)),
+        lambda ids: al.metrics.loyalty(LOGITS, LOGITS, torch.tensor(ids)),
         [[0, 8], [-1, 1], [], [0.0, 1.0], [[0, 1]], [True, False], [1, 1]],
     ),
     (
         MetricError,
         r"resamples must be 0 .* or more; got",
-        lambda count: al.compare_accuracies(ONE, resamples=count),
+        lambda count: al.metrics.compare_accuracies(ONE, resamples=count),
         [-1],
     ),
     (
         MetricError,
         "the answers of 'odd' must be a tensor of 0 and 1, one",
-        lambda odd: al.compare_accuracies({"first": torch.ones(2), "odd": odd}, resamples=0),
+        lambda odd: al.metrics.compare_accuracies(
+            {"first": torch.ones(2), "odd": odd}, resamples=0
+        ),
         [torch.tensor([0.5, 1]), torch.tensor([2, 1]), torch.tensor([NAN, 1]), torch.ones(2, 1)],
     ),
     (
         MetricError,
         r"the set of each of the 2 prompts; got the shape \(3,\)",
-        lambda sets: al.compare_accuracies(ONE, sets=sets, resamples=0),
+        lambda sets: al.metrics.compare_accuracies(ONE, sets=sets, resamples=0),
         [torch.arange(3)],
     ),
     (
@@ -133,7 +135,7 @@ def test_wrong_values_are_named(error: Any, message: str, call: Any, value: Any)
 
 def test_impossible_paths_are_refused(gpt2: Any) -> None:
     refused = partial(pytest.raises, StoreError)
-    record = al.compare_accuracies({"one": torch.ones(2)}, resamples=0)
+    record = al.metrics.compare_accuracies({"one": torch.ones(2)}, resamples=0)
     with refused(match="cannot be a folder of contributions: .*embedded null"):
         al.run(gpt2, questions(gpt2, 2), [al.Accuracy()], folder="\0", progress=False, resamples=0)
     for write in (partial(al.write_report, {"one": record}), record.save):
@@ -161,7 +163,9 @@ def test_a_beta_is_below_infinity_and_may_be_minus_infinity(gpt2: Any) -> None:
         with pytest.raises(HookError, match="beta must be numbers below infinity"):
             al.reweight_anchors(gpt2, batch, beta)
         with pytest.raises(HookError, match="beta must be numbers below infinity"):
-            al.train_reweighting(gpt2, [batch], al.Training(steps=1, progress=False), start=beta)
+            al.contexts.train_reweighting(
+                gpt2, [batch], al.contexts.Training(steps=1, progress=False), start=beta
+            )
     hooks = al.reweight_anchors(gpt2, batch, torch.full(shape, -INF))
     hooks_by_hand = al.reweight_anchors(gpt2, batch, torch.full(shape, -80.0))  # as good as 0
     logits = run_pass(gpt2, batch, hooks=hooks)
@@ -203,7 +207,7 @@ def test_label_positions_outside_the_prompt_are_refused(gpt2: Any, shift: int) -
     beta = torch.zeros(gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
     calls: list[Callable[[], Any]] = [
         lambda: al.isolate_labels(gpt2, wrong, 0),
-        lambda: al.isolate_random(gpt2, wrong, 0, seed=1),
+        lambda: al.hooks.isolate_random(gpt2, wrong, 0, seed=1),
         lambda: al.reweight_anchors(gpt2, wrong, beta),
         lambda: al.edges.pq(wrong),
     ]
@@ -237,11 +241,11 @@ A_CLASS: Any = int
 BETWEEN: Any = al.edges.between
 # What takes a function of the user, and a call that gives a class in its place.
 FUNCTIONS: dict[str, Callable[[Any, list[al.PromptBatch]], Any]] = {
-    "how": lambda m, b: al.relabel(
+    "how": lambda m, b: al.relabeling.relabel(
         [al.Example("a", 0), al.Example("b", 1)], al.TASKS["sst2"], A_CLASS
     ),
     "weight": lambda m, b: al.run(m, b, [al.SegmentFlows(weight=A_CLASS)], **QUIET),
-    "weight of flows": lambda m, b: al.flows(
+    "weight of flows": lambda m, b: al.metrics.flows(
         torch.ones(1, 2, 3, 3), torch.ones(1, 2, 3, 3), torch.ones(1, 3, 3).bool(), weight=A_CLASS
     ),
     "remove": lambda m, b: al.segment_attribution(
@@ -290,12 +294,16 @@ ENDLESS: dict[str, Callable[[Any, list[al.PromptBatch]], Any]] = {
     "draws": lambda m, b: al.isolation_sweep(m, b, {"first": al.Site(0)}, draws=HUGE),
     "draws of heads": lambda m, b: al.LabelHeads(draws=HUGE),
     "draws of contexts": lambda m, b: al.compare_contexts(
-        m, b, {"none": al.NoContext()}, draws=HUGE
+        m, b, {"none": al.contexts.NoContext()}, draws=HUGE
     ),
-    "repeats": lambda m, b: al.compare_contexts(m, b, {"none": al.NoContext()}, repeats=HUGE),
-    "draws of words": lambda m, b: al.hard_prompts.random(m, held_out=b, length=2, draws=HUGE),
+    "repeats": lambda m, b: al.compare_contexts(
+        m, b, {"none": al.contexts.NoContext()}, repeats=HUGE
+    ),
+    "draws of words": lambda m, b: al.contexts.hard_prompts.random(
+        m, held_out=b, length=2, draws=HUGE
+    ),
     "steps": lambda m, b: al.integrated_flows(m, b, steps=HUGE),
-    "steps of a training": lambda m, b: al.Training(steps=HUGE),
+    "steps of a training": lambda m, b: al.contexts.Training(steps=HUGE),
 }
 
 
@@ -312,4 +320,4 @@ def test_loyalty_of_tensors_without_numbers_is_refused() -> None:
     logits, ids = torch.eye(3, 8), torch.tensor([0, 1])
     for given in ((logits, logits, ids.to("meta")), (logits, logits.to("meta"), ids)):
         with pytest.raises(MetricError, match="on the device 'meta', whose tensors have no"):
-            al.loyalty(*given)
+            al.metrics.loyalty(*given)

@@ -129,13 +129,13 @@ def test_flows_of_one_layer_equal_a_mean_over_edges(dtype: torch.dtype) -> None:
     edges = torch.rand(2, 5, 5) > 0.5
     edges[1] = False
     expected = (pattern.double() * gradient.double()).sum(1).abs()[0][edges[0]].mean()
-    first, second = al.flows(pattern, gradient, edges)
+    first, second = al.metrics.flows(pattern, gradient, edges)
     assert float(first) == pytest.approx(float(expected), rel=1e-6)
     assert second.isnan()
-    signed = al.flows(pattern, gradient, edges, weight=al.weights.signed)[0]
+    signed = al.metrics.flows(pattern, gradient, edges, weight=al.weights.signed)[0]
     assert float(signed) != pytest.approx(float(first))
     with pytest.raises(MetricError, match=r"\(batch, query, key\); got .*\(2, 4, 5\)"):
-        al.flows(pattern, gradient, edges[:, :4])
+        al.metrics.flows(pattern, gradient, edges[:, :4])
 
 
 def test_nothing_that_was_given_is_changed(gpt2: Any) -> None:
@@ -233,7 +233,7 @@ def test_the_numbers_of_passes_and_metrics_must_fit(gpt2: Any) -> None:
         (al.AnchorDistances(directions=3), r"al\.caches\.from_caches\(\.\.\., model=model\)"),
         (al.PrefixEffect(), r"al\.caches\.from_caches\(\.\.\., model=model\)"),
         (al.SegmentFlows(weight=al.weights.value_norm), r"from_caches\(\.\.\., model=model\)"),
-        (al.Loyalty(), r"two passes of your own their logits to al\.loyalty\("),
+        (al.Loyalty(), r"two passes of your own their logits to al\.metrics\.loyalty\("),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

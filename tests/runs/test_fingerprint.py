@@ -281,7 +281,7 @@ def test_another_tokenizer_or_a_hook_on_the_model_is_another_run_of_the_paper(
     hooked: Any, byte_level: Any, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"queries": 11, "seeds": [1], "depth": 1, "draws": 1}
-    options |= {"parts": [al.PAPER_PARTS[1]], "progress": False}
+    options |= {"parts": [al.replication.PAPER_PARTS[1]], "progress": False}
     model, other = (
         hooked(tiny_gpt2(len(byte_level), n_positions=512), tokenizer)
         for tokenizer in (byte_level, without_a_merge(byte_level))

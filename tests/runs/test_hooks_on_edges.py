@@ -163,7 +163,7 @@ def one_prompt(model: Any, batch: al.PromptBatch) -> Any:
     "change",
     [
         one_prompt,
-        lambda m, b: al.isolate_random(m, b, range(3), seed=int(b.index[0])),
+        lambda m, b: al.hooks.isolate_random(m, b, range(3), seed=int(b.index[0])),
         lambda m, b: al.isolate_labels(m, b, [0] if 0 in b.index else [0, 1]),
         lambda m, b: al.isolate_labels(m, b, al.Site(range(2), heads=int(1 in b.index))),
         lambda m, b: al.block_edges(m, b, by_length(b), 0),

@@ -173,7 +173,7 @@ def test_every_process_gives_the_same_identity(capsys: Any) -> None:
         "import anchorlens as al, torch\n"
         "from anchorlens.runs.identity import identity_of\n"
         "f = lambda b: (al.edges.pq(b), {'x', 'y', 'z'}, frozenset('abc'))\n"
-        "print(identity_of([f, al.SaliencyFlows(), al.hard_prompts.PEZ, al.TASKS]).digest)"
+        "print(identity_of([f, al.SaliencyFlows(), al.contexts.hard_prompts.PEZ, al.TASKS]).digest)"
     )
     exec(source, {})
     other = subprocess.run(
@@ -333,9 +333,9 @@ def test_a_search_with_another_noise_or_tokenizer_is_refused(gpt2: Any, tmp_path
     methods = []  # kept, so that the equal function of a second call lies at another address
 
     def search(noise: float, tokenizer: Any = None) -> Any:
-        method = replace(al.hard_prompts.PEZ, noise=lambda step, steps: noise)
+        method = replace(al.contexts.hard_prompts.PEZ, noise=lambda step, steps: noise)
         methods.append(method)
-        training = al.Training(steps=1, folder=tmp_path, progress=False)
+        training = al.contexts.Training(steps=1, folder=tmp_path, progress=False)
         options: dict[str, Any] = {"start": [300], "length": 2, "tokenizer": tokenizer}
         return al.train_hard_prompt(
             gpt2, batches, training, held_out=held_out, method=method, **options
@@ -370,7 +370,7 @@ def test_a_file_that_is_no_training_is_refused(gpt2: Any, tmp_path: Path, conten
 def test_parts_of_the_paper_whose_code_changed_are_refused(gpt2: Any, tmp_path: Path) -> None:
     def part(value: float) -> Any:
         def my_part(setting: Any) -> Any:
-            yield next(iter(al.PAPER_PARTS[1](setting)))._replace(value=value)
+            yield next(iter(al.replication.PAPER_PARTS[1](setting)))._replace(value=value)
 
         return my_part
 

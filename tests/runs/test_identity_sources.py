@@ -21,6 +21,7 @@ import torch
 import anchorlens as al
 from anchorlens.errors import ArgumentError
 from anchorlens.runs.identity import identity_of
+from tests.support.public import public
 
 CALL = " def __call__(self, x): return x * self.k\n"
 WRAP = (
@@ -423,10 +424,10 @@ OBJECTS = {
     "an attribute put on a metric": (
         "import anchorlens as al\nvalue = al.SaliencyFlows()\nobject.__setattr__(value, 'k', N)"
     ),
-    "a setting": "import anchorlens as al\nvalue = al.Training(clip=N)",
+    "a setting": "import anchorlens as al\nvalue = al.contexts.Training(clip=N)",
     "a task": "import anchorlens as al\nvalue = al.Example('N', 1)",
     "an edge set": (
-        "import anchorlens as al, torch\nvalue = al.EdgeSet.of(torch.ones(1, 2, 2, dtype=torch.bool) if N > 1"
+        "import anchorlens as al, torch\nvalue = al.prompts.EdgeSet.of(torch.ones(1, 2, 2, dtype=torch.bool) if N > 1"
         " else torch.zeros(1, 2, 2, dtype=torch.bool))"
     ),
     "a name": "import anchorlens as al\nvalue = al.named('my score, N', lambda x: x)",
@@ -494,18 +495,18 @@ BELIEVED = {
         " def f(self): return 1\nvalue = C()"
     ),
     "a trainable": (
-        "import anchorlens as al, torch\nclass A(al.Trainable):\n"
+        "import anchorlens as al, torch\nclass A(al.contexts.Trainable):\n"
         " def __init__(self): self.w = torch.zeros(2)\n @property\n"
         " def parameters(self): return [self.w]\n"
-        " def query_pass(self, model, batch): return al.QueryPass(batch)\nvalue = A()"
+        " def query_pass(self, model, batch): return al.contexts.QueryPass(batch)\nvalue = A()"
     ),
     "a class in a function": (
         "def value(x):\n class A:\n  k = 3\n  def f(self): return self.k * x\n return A().f()"
     ),
     "settings": (
         "import anchorlens as al\nimport numpy as np\nfrom pathlib import Path\n"
-        "value = [al.SaliencyFlows(), al.hard_prompts.PEZ, al.TASKS, al.PAPER_PARTS, {'a': {1, 2}},\n"
-        " al.Training(steps=3), al.weights.attention, Path('x'), np.arange(3.), {'a': 1}.get]"
+        "value = [al.SaliencyFlows(), al.contexts.hard_prompts.PEZ, al.TASKS, al.replication.PAPER_PARTS, {'a': {1, 2}},\n"
+        " al.contexts.Training(steps=3), al.weights.attention, Path('x'), np.arange(3.), {'a': 1}.get]"
     ),
     "a name": "import numpy as np, anchorlens as al\nvalue = al.named('a, 1', lambda x: np.exp(x))",
 }  # fmt: skip
@@ -614,10 +615,9 @@ def test_a_name_is_believed_and_another_is_another() -> None:
 @pytest.mark.parametrize("folder", ["", " ", Path()], ids=repr)
 def test_a_folder_without_a_name_is_an_error(folder: Any) -> None:
     """Wherever a folder is given."""
-    public = {name: getattr(al, name) for name in al.__all__}
     taking = {
         name: function
-        for name, function in public.items()
+        for name, function in public().items()
         if callable(function)
         and not (isinstance(function, type) and issubclass(function, (Exception, dict)))
         and "folder" in signature(function).parameters

@@ -111,7 +111,7 @@ def test_user_hooks_in_a_plan_run_whole_prompts(gpt2: Any) -> None:
 
     def differing(batch: al.PromptBatch) -> list[Any]:
         """Cuts other edges of the demonstrations in every prompt of a batch."""
-        return al.isolate_random(gpt2, batch, range(2), seed=int(batch.index[0]))
+        return al.hooks.isolate_random(gpt2, batch, range(2), seed=int(batch.index[0]))
 
     with al.Study(gpt2, batches, {}, **QUIET) as study:
         plan = study.plan()
@@ -192,8 +192,8 @@ class GradientSum(al.Metric):
     def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, torch.Tensor]:
         return {"sum": seen["sums"][0]}
 
-    def result(self, rows: Any) -> al.AccuracyRecord:
-        return al.AccuracyRecord(accuracy=rows["sum"].mean(), correct=rows["sum"])
+    def result(self, rows: Any) -> al.records.AccuracyRecord:
+        return al.records.AccuracyRecord(accuracy=rows["sum"].mean(), correct=rows["sum"])
 
 
 @pytest.mark.with_shapes

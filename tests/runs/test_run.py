@@ -81,7 +81,7 @@ REFUSED: list[tuple[Callable[[Any, list[al.PromptBatch]], Any], type[AnchorlensE
     (
         lambda m, b: run(
             m,
-            [*b, replace(b[0], verbalizer=al.Verbalizer([[token] for token in range(6)]))],
+            [*b, replace(b[0], verbalizer=al.prompts.Verbalizer([[token] for token in range(6)]))],
             METRICS,
         ),
         PromptError,

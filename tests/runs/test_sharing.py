@@ -378,7 +378,7 @@ def test_prompts_must_begin_where_the_prefix_ends(gpt2: Any) -> None:
         with pytest.raises(PromptError, match="a batch of whole prompts has first_query=0"):
             run_pass(gpt2, wrong, prefix=other_prefix)
     with pytest.raises(PromptError, match="run from position 12, but keys of 0 tokens"):
-        al.train_reweighting(gpt2, [ready], al.Training(steps=1, progress=False))
+        al.contexts.train_reweighting(gpt2, [ready], al.contexts.Training(steps=1, progress=False))
 
 
 def test_a_prefix_of_inference_mode_can_be_differentiated_after_it(gpt2: Any) -> None:

@@ -484,7 +484,7 @@ def test_an_interrupted_isolation_resumes(
         batch_size=2,
     )
 
-    def isolation(folder: Path | None, layers: Any = (0,)) -> al.CutEdgesRecord:
+    def isolation(folder: Path | None, layers: Any = (0,)) -> al.records.CutEdgesRecord:
         return al.isolation_loyalty(
             gpt2, batches, layers, draws=2, resamples=5, folder=folder, progress=False
         )

@@ -45,7 +45,7 @@ RETURNED = {
 
 
 @dataclass(frozen=True)
-class Added(al.Context, al.Trainable):
+class Added(al.contexts.Context, al.contexts.Trainable):
     """A context of a user's own: a vector that is added to the embeddings at the targets."""
 
     vector: Tensor
@@ -58,8 +58,8 @@ class Added(al.Context, al.Trainable):
     def parameters(self) -> list[Tensor]:
         return [self.vector]
 
-    def query_pass(self, model: Any, batch: al.PromptBatch) -> al.QueryPass:
-        alone = al.NoContext().query_pass(model, batch)
+    def query_pass(self, model: Any, batch: al.PromptBatch) -> al.contexts.QueryPass:
+        alone = al.contexts.NoContext().query_pass(model, batch)
         prompts = torch.arange(len(batch), device="cpu")
 
         def add(embedded: Tensor, hook: Any) -> Tensor:
@@ -130,7 +130,7 @@ class EveryRead(al.Metric):
 def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], Any]]:
     """Functions by name; ``folder`` is empty, and for this device alone."""
     examples = al.load_examples("questions")
-    sampled = partial(al.sample_prompts, model, "questions", queries=6)
+    sampled = partial(al.prompts.sample_prompts, model, "questions", queries=6)
     demos = al.sample_demonstrations(examples, seed=1)
     queries = [example for example in examples if example not in demos]
     task = al.TASKS["trec"]
@@ -144,7 +144,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
     pieces = [("question", "Who wrote it?"), ("answer", " Nobody knows, but many ask.")]
     written = al.build_segments(tokenizer, [pieces, [("question", "Why?"), ("answer", " So.")]])
     answer = al.losses.span_cross_entropy("answer")
-    two_steps = al.Training(steps=2, check_every=1, progress=False)
+    two_steps = al.contexts.Training(steps=2, check_every=1, progress=False)
     searched: dict[str, Any] = {"held_out": held_out, "length": 2}
 
     def run(*metrics: Any, **options: Any) -> Any:
@@ -161,7 +161,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
 
     def saved(context: Any, name: str) -> list[Any]:
         path = context.save(folder / f"{name}.safetensors")
-        return [each.logits(model, batch) for each in (context, al.load_context(path))]
+        return [each.logits(model, batch) for each in (context, al.contexts.load_context(path))]
 
     def stored_rows() -> list[Any]:
         metrics = [al.SaliencyFlows(), al.AttentionAUCROC()]
@@ -197,8 +197,8 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
 
     def peft() -> Tensor:
         prefix = train_prefix(training=two_steps)
-        path = al.context_to_peft(prefix, model, folder / "peft")
-        return al.context_from_peft(path, model, batch).logits(model, batch)
+        path = al.contexts.context_to_peft(prefix, model, folder / "peft")
+        return al.contexts.context_from_peft(path, model, batch).logits(model, batch)
 
     def sweeps() -> Any:
         sites = al.sites.first_and_last(model, [1])
@@ -211,22 +211,22 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
     train_hard = partial(al.train_hard_prompt, model, batches, tokenizer=tokenizer, **searched)
 
     def reweighted() -> list[Any]:
-        beta = al.train_reweighting(model, single, two_steps)
-        loaded = al.Beta.load(beta.save(folder / "beta.safetensors"))
-        context = al.reweight_demonstrations(model, batch, loaded)
+        beta = al.contexts.train_reweighting(model, single, two_steps)
+        loaded = al.contexts.Beta.load(beta.save(folder / "beta.safetensors"))
+        context = al.contexts.reweight_demonstrations(model, batch, loaded)
         return [beta.beta, context.logits(model, batch)]
 
     def of_ones_own() -> list[Tensor]:
         start = Added(torch.zeros(model.cfg.d_model, device=device, requires_grad=True))
         two = replace(two_steps, folder=folder / "own")
-        (vector,), _ = al.train_context(model, start, batches, two, held_out=held_out)
+        (vector,), _ = al.contexts.train_context(model, start, batches, two, held_out=held_out)
         return [vector, Added(vector).logits(model, batch)]
 
     def records() -> Any:
         record = run(al.Accuracy())["accuracy"]
         correct = record.correct
         loaded = al.load_record(record.save(folder / "accuracy"))
-        return [loaded, al.compare_accuracies({"a": correct, "b": correct}, resamples=0)]
+        return [loaded, al.metrics.compare_accuracies({"a": correct, "b": correct}, resamples=0)]
 
     def own_loop() -> Tensor:
         with al.Study(model, batches, {}, **QUIET).entered() as study:
@@ -235,12 +235,12 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
 
     def of_logits() -> Any:
         logits = al.target_logits(model, batches, progress=False).to(device)
-        return al.loyalty(logits, logits.flip(0), batch.label_token_ids.to(device))
+        return al.metrics.loyalty(logits, logits.flip(0), batch.label_token_ids.to(device))
 
     numbers = torch.arange(972.0).view(2, 3, 2, 9, 9).to(device)
     held: dict[str, Any] = {"held_out": held_out, "tokenizer": tokenizer}
     factors = torch.full((model.cfg.n_layers, model.cfg.n_heads, 6), 0.3)
-    contexts: dict[str, Any] = {"demonstrations": al.compress, "none": al.NoContext()}
+    contexts: dict[str, Any] = {"demonstrations": al.compress, "none": al.contexts.NoContext()}
     return {
         "flows": lambda: run(al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy()),
         "checkpoints": lambda: run(al.SaliencyFlows(), gradient_checkpointing=True),
@@ -267,15 +267,15 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             al.saliency(model, batch, weight=al.weights.signed, per_head=True),
         ],
         "rollout": lambda: [
-            al.rollout(al.saliency(model, batch, per_head=True).to(device)),
+            al.metrics.rollout(al.saliency(model, batch, per_head=True).to(device)),
             run(al.SegmentRollout()),
         ],
-        "of tensors": lambda: al.flows(
+        "of tensors": lambda: al.metrics.flows(
             numbers[0], numbers[1], torch.ones(3, 9, 9).tril(-1).bool().to(device)
         ),
         "of logits": of_logits,
         "isolate_labels": lambda: hooked(partial(al.isolate_labels, model, site=[0, 1])),
-        "isolate_random": lambda: hooked(partial(al.isolate_random, model, site=0, seed=1)),
+        "isolate_random": lambda: hooked(partial(al.hooks.isolate_random, model, site=0, seed=1)),
         "isolate": lambda: hooked(
             lambda each: al.block_edges(
                 model,
@@ -300,7 +300,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             model, batches, [al.SaliencyFlows()], hooks=lambda _: al.detach_heads(model, 0), **QUIET
         ),
         "analyse": lambda: al.analyse(model, sampled(), depth=1, draws=1, **QUIET),
-        "across": lambda: al.across_models(
+        "across": lambda: al.replication.across_models(
             {"one": model},
             lambda tokenizer: sampled(),
             depth=1,
@@ -346,14 +346,19 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "attentions": of_attentions,
         "compressed": lambda: saved(al.compress(model, batch), "compressed"),
         "placed": lambda: al.compress(
-            model, batch, al.selection.label_words, positions=al.placement.as_in_prompt
+            model,
+            batch,
+            al.contexts.selection.label_words,
+            positions=al.contexts.placement.as_in_prompt,
         ).logits(model, batch),
         "prepared again": lambda: al.target_logits(
             al.prepare_model(al.restore_model(model)), batches[:1], progress=False
         ),
         "effect": lambda: al.prefix_effect(model, batches, al.compress(model, batch), **QUIET),
         "anchors of texts": lambda: al.target_logits(
-            model, al.text_anchor_prompts(tokenizer, task, demos, queries[:2]), progress=False
+            model,
+            al.prompts.text_anchor_prompts(tokenizer, task, demos, queries[:2]),
+            progress=False,
         ),
         "contexts": lambda: al.compare_contexts(
             model, batches, contexts, draws=1, repeats=1, **QUIET
@@ -363,10 +368,10 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "prefix": lambda: saved(twice(train_prefix, "prefix")[1], "prefix"),
         "soft prompt": lambda: saved(twice(train_soft, "soft")[1], "soft"),
         "hard prompt": lambda: twice(train_hard, "hard"),
-        "given words": lambda: al.hard_prompts.of_tokens(model, [5, 6], **held),
-        "random words": lambda: al.hard_prompts.random(model, length=2, draws=2, **held),
-        "transfer": lambda: al.transfer_hard_prompt(
-            al.hard_prompts.of_tokens(model, [5, 6], **held),
+        "given words": lambda: al.contexts.hard_prompts.of_tokens(model, [5, 6], **held),
+        "random words": lambda: al.contexts.hard_prompts.random(model, length=2, draws=2, **held),
+        "transfer": lambda: al.contexts.transfer_hard_prompt(
+            al.contexts.hard_prompts.of_tokens(model, [5, 6], **held),
             {"one": model},
             lambda tokenizer: held_out,
             draws=1,

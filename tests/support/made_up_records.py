@@ -7,10 +7,11 @@ import torch
 
 import anchorlens as al
 from anchorlens.results.record import RANDOM_MODELS, has_plot
+from tests.support.public import public
 
 SIZES = {"layer": 6, "head": 4, "prompt": 12, "class": 4, "end": 2}  # others are 3
 DRAWS = 3
-WITH_RANDOM_MODELS = (al.SaliencyFlowsRecord, al.AttentionAUCROCRecord)
+WITH_RANDOM_MODELS = (al.records.SaliencyFlowsRecord, al.records.AttentionAUCROCRecord)
 
 
 def made_up_record(kind: type[al.Record]) -> al.Record:
@@ -28,7 +29,7 @@ def made_up_record(kind: type[al.Record]) -> al.Record:
     info: dict[str, Any] = {"model": "a model", "labels": [*"abcd"], "segments": [*"xyz"]}
     info |= {key: [f"{axis} {k}" for k in range(3)] for axis, key in kind.names_in_info.items()}
     info |= {"flows": ["wp", "pq", "ww"]}
-    if kind is al.AcrossModelsRecord:
+    if kind is al.records.AcrossModelsRecord:
         info["reasons"] = [[""] * 3] * 3
     if kind in WITH_RANDOM_MODELS:
         info[RANDOM_MODELS] = {
@@ -41,8 +42,7 @@ def made_up_record(kind: type[al.Record]) -> al.Record:
 
 def made_up_records() -> Iterator[tuple[str, al.Record]]:
     """A record by the name of its class, for each public class with a plot."""
-    for name in sorted(al.__all__):
-        kind = getattr(al, name)
+    for name, kind in sorted(public().items()):
         if isinstance(kind, type) and issubclass(kind, al.Record) and kind is not al.Record:
             record = made_up_record(kind)
             if has_plot(record):

@@ -112,7 +112,11 @@ def compression(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
 
 
 def trained(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
-    return {"": al.train_reweighting(model, batches[:4], al.Training(steps=4, progress=False))}
+    return {
+        "": al.contexts.train_reweighting(
+            model, batches[:4], al.contexts.Training(steps=4, progress=False)
+        )
+    }
 
 
 def what_scores_are_worth(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
@@ -235,7 +239,7 @@ def paper_numbers(model: Any, batches: list[al.PromptBatch]) -> tuple[list[Any],
             seeds=[1],
             depth=1,
             draws=1,
-            parts=[failing, al.PAPER_PARTS[1]],
+            parts=[failing, al.replication.PAPER_PARTS[1]],
             keep=tables.append,
             progress=False,
         )

@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 
-import anchorlens as al
 from anchorlens.experiments import random_weights
+from tests.support.public import public
 
 RESAMPLES = 20  # instead of 200
 
@@ -13,8 +13,8 @@ RESAMPLES = 20  # instead of 200
 def quick_analyses(patch: pytest.MonkeyPatch) -> None:
     """Draw one random model instead of three, and few resamples if a call does not say how many."""
     patch.setattr(random_weights, "SEEDS", random_weights.SEEDS[:1])
-    for name in al.__all__:
-        function = inspect.unwrap(getattr(al, name))
+    for value in public().values():
+        function = inspect.unwrap(value)
         defaults = getattr(function, "__kwdefaults__", None) or {}
         if "resamples" in defaults:
             patch.setitem(defaults, "resamples", RESAMPLES)

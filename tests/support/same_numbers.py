@@ -246,7 +246,7 @@ def accuracies(scene: Scene) -> Any:
         for name, hooks in changes.items()
     }
     sets = torch.cat([batch.demonstrations_id for batch in scene.batches])
-    return al.compare_accuracies(correct, sets=sets, resamples=RESAMPLES)
+    return al.metrics.compare_accuracies(correct, sets=sets, resamples=RESAMPLES)
 
 
 def caches(scene: Scene) -> Any:
@@ -265,15 +265,15 @@ def caches(scene: Scene) -> Any:
 
 def transfer(scene: Scene) -> Any:
     searched: dict[str, Any] = {"held_out": scene.others, "tokenizer": scene.model.tokenizer}
-    prompt = al.hard_prompts.of_tokens(scene.model, [5, 6], **searched)
-    return al.transfer_hard_prompt(
+    prompt = al.contexts.hard_prompts.of_tokens(scene.model, [5, 6], **searched)
+    return al.contexts.transfer_hard_prompt(
         prompt, {"one": scene.model}, lambda tokenizer: scene.batches, draws=2, **QUIET
     )
 
 
 def across_models(scene: Scene) -> Any:
     options: dict[str, Any] = {"depth": 1, "draws": 1, "random_weights": False}
-    return al.across_models(
+    return al.replication.across_models(
         {"one": scene.model}, lambda tokenizer: scene.batches, **options, **QUIET
     )
 
@@ -281,8 +281,8 @@ def across_models(scene: Scene) -> Any:
 def contexts(scene: Scene) -> Any:
     compared: dict[str, Any] = {
         "demonstrations": al.compress,
-        "words": partial(al.compress, select=al.selection.label_words),
-        "none": al.NoContext(),
+        "words": partial(al.compress, select=al.contexts.selection.label_words),
+        "none": al.contexts.NoContext(),
     }
     return al.compare_contexts(scene.model, scene.batches, compared, draws=2, repeats=1, **QUIET)
 

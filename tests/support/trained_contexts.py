@@ -21,7 +21,7 @@ def halves(model: Any, **options: Any) -> tuple[list[al.PromptBatch], list[al.Pr
     return batches[:1], batches[1:]
 
 
-def trained(model: Any, **options: Any) -> al.PrefixContext:
+def trained(model: Any, **options: Any) -> al.contexts.PrefixContext:
     """A prefix after four steps, of three positions or from a start; checks after two and four."""
     training, held_out = split(model)
     others = {} if "start" in options else {"length": 3}
@@ -29,7 +29,7 @@ def trained(model: Any, **options: Any) -> al.PrefixContext:
     return al.train_prefix(model, given.pop("batches", training), **with_training(given))
 
 
-def train_prefix(model: Any, batches: Any, **options: Any) -> al.PrefixContext:
+def train_prefix(model: Any, batches: Any, **options: Any) -> al.contexts.PrefixContext:
     return al.train_prefix(model, batches, **with_training(options))
 
 
@@ -41,14 +41,14 @@ def train_hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
     return al.train_hard_prompt(model, batches, **with_training(options))
 
 
-def train_reweighting(model: Any, batches: Any, **options: Any) -> al.Beta:
-    return al.train_reweighting(model, batches, **with_training(options))
+def train_reweighting(model: Any, batches: Any, **options: Any) -> al.contexts.Beta:
+    return al.contexts.train_reweighting(model, batches, **with_training(options))
 
 
 def with_training(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a trainer, of which those of ``al.Training`` are put into one."""
-    names = {each.name for each in fields(al.Training)} & options.keys()
-    training = al.Training(**{"progress": False} | {name: options[name] for name in names})
+    """The options of a trainer, of which those of ``al.contexts.Training`` are put into one."""
+    names = {each.name for each in fields(al.contexts.Training)} & options.keys()
+    training = al.contexts.Training(**{"progress": False} | {name: options[name] for name in names})
     others = {name: value for name, value in options.items() if name not in names}
     return {"training": training, **others}
 

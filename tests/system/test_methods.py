@@ -33,7 +33,7 @@ class Expensive:
 
 
 def test_attributes_from_getattr_count() -> None:
-    assert is_context(Wrapper(al.NoContext()))
+    assert is_context(Wrapper(al.contexts.NoContext()))
 
 
 def test_only_the_methods_are_read() -> None:
@@ -42,7 +42,7 @@ def test_only_the_methods_are_read() -> None:
     assert not has_methods(Wrapper({"observe": 1}), "observe")
 
 
-@pytest.mark.parametrize("value", [None, "text", 3, al.NoContext, Expensive()])
+@pytest.mark.parametrize("value", [None, "text", 3, al.contexts.NoContext, Expensive()])
 def test_other_objects_and_classes_are_no_contexts(value: Any) -> None:
     assert not is_context(value)
 

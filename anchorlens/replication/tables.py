@@ -45,7 +45,8 @@ def paper_tables(numbers: pd.DataFrame) -> str:
         >>> row = {"task": "trec", "seed": 42, "part": "Table 1", "row": "vanilla"}
         >>> from pandas import DataFrame
         >>> numbers = DataFrame([{**row, "column": "accuracy", "layer": -1, "value": 0.61}])
-        >>> [line.split() for line in al.paper_tables(numbers).splitlines() if "vanilla  " in line]
+        >>> lines = al.replication.paper_tables(numbers).splitlines()
+        >>> [line.split() for line in lines if "vanilla  " in line]
         [['vanilla', '61.0'], ['vanilla', '57.56']]
     """
     check_numbers(numbers)

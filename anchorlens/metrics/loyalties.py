@@ -116,7 +116,7 @@ class Loyalty(Metric):
             raise MetricError(
                 "loyalty compares a changed run with the clean one, but nothing changes this run; "
                 "give al.run(..., hooks=lambda batch: ...), or for two passes of your own their "
-                "logits to al.loyalty(reference_logits, logits, label_token_ids)"
+                "logits to al.metrics.loyalty(reference_logits, logits, label_token_ids)"
             )
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:

@@ -237,8 +237,8 @@ def across_models(
         AnchorlensError: Before any weights are loaded: another argument is wrong.
 
     Examples:
-        >>> record = al.across_models({"tiny": model}, "questions", queries=12, depth=1, draws=2,
-        ...     progress=False)
+        >>> few = {"queries": 12, "depth": 1, "draws": 2, "progress": False}
+        >>> record = al.replication.across_models({"tiny": model}, "questions", **few)
         >>> record.number.shape  # one model, six claims
         torch.Size([1, 6])
     """

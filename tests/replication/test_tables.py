@@ -15,7 +15,7 @@ import pytest
 import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.replication.paper_parts import PaperNumber
-from anchorlens.replication.paper_tables import with_averages
+from anchorlens.replication.tables import with_averages
 
 pytestmark = pytest.mark.with_shapes
 
@@ -47,14 +47,18 @@ def by_seed(
 
 def test_tables_show_mean_and_standard_deviation_over_seeds() -> None:
     accuracies = {1: 0.25, 2: 0.5, 3: 0.625}
-    text = al.paper_tables(table(by_seed("Table 1", "vanilla", "accuracy", accuracies, "trec")))
+    text = al.replication.paper_tables(
+        table(by_seed("Table 1", "vanilla", "accuracy", accuracies, "trec"))
+    )
     assert text.startswith("Mean ± standard deviation over 3 seeds (1, 2, 3), each")
     percents = [25, 50, 62.5]
     (row,) = [row for row in section(text, "Table 1. Accuracy, %") if "±" in row[-1]]
     assert row == ["vanilla", f"{fmean(percents):.1f} ± {stdev(percents):.1f}"]
     assert row == ["vanilla", "45.8 ± 19.1"]
     # One seed has no standard deviation.
-    text = al.paper_tables(table(by_seed("Table 1", "vanilla", "accuracy", {7: 0.25}, "trec")))
+    text = al.replication.paper_tables(
+        table(by_seed("Table 1", "vanilla", "accuracy", {7: 0.25}, "trec"))
+    )
     assert text.startswith("Of one seed, 7,") and "±" not in text
     assert ["vanilla", "25.0"] in section(text, "Table 1")
 
@@ -68,13 +72,15 @@ def test_undefined_values_are_dashes_and_defined_ones_are_counted() -> None:
         ]
 
     rows = [*rho("sst2", nan, nan, nan), *rho("trec", 0.5, nan, 0.25), *rho("agnews", 0.5)]
-    text = al.paper_tables(table(rows))
+    text = al.replication.paper_tables(table(rows))
     assert "(1/3) where only 1 of them" in text
     printed = section(text, "Figure 6. Do the label words' keys tell")
     spread = f"{fmean([0.5, 0.25]):.2f} ± {stdev([0.5, 0.25]):.2f} (2/3)"
     assert printed[1:4] == [["SST-2", "-"], ["TREC", spread], ["AGNews", "0.50 (1/3)"]]
     assert "nan" not in text
-    text = al.paper_tables(table(lines("Equation 6", "KL", "nats", {1: [inf], 2: [1.0]})))
+    text = al.replication.paper_tables(
+        table(lines("Equation 6", "KL", "nats", {1: [inf], 2: [1.0]}))
+    )
     assert ["KL", "inf", "inf"] in section(text, "Equation 6")
 
 
@@ -86,7 +92,7 @@ def test_published_rows_of_the_same_tasks_follow_those_of_the_run() -> None:
         *by_seed("Table 3", "against the whole prompt", "speed-up", {1: 1.25}, "emo"),
         *by_seed("Table 3, length", "tokens of a query", "tokens", {1: 20}, "emo"),
     ]
-    text = al.paper_tables(table(rows))
+    text = al.replication.paper_tables(table(rows))
     assert "Bundled examples, not the paper's data: sentiment (as SST-2)." in " ".join(text.split())
     assert section(text, "Table 1")[:9] == [
         ["EmoC", "sentiment (as SST-2)", "Average"],
@@ -128,7 +134,7 @@ def test_averages_are_over_tasks_and_their_spread_over_seeds_that_have_all_tasks
         *by_seed("Table 3", "against the whole prompt", "speed-up", {1: 1.5}, "mine"),
         *by_seed("Table 3", "against the whole prompt", "speed-up", {1: 1.25}, "emo"),
     ]
-    text = al.paper_tables(table(rows))
+    text = al.replication.paper_tables(table(rows))
     both = [50.0, 37.5]
     average = f"{fmean(both):.1f} ± {stdev(both):.1f} (2/3)"
     assert averages(text) == [average, "51.90", "46.87", "68.64", "16.74"]
@@ -138,9 +144,9 @@ def test_averages_are_over_tasks_and_their_spread_over_seeds_that_have_all_tasks
     assert printed[2] == ["against the whole prompt", "1.50 (1/3)", "1.25 (1/3)", "1.38 (1/3)"]
     assert printed[4] == ["against the whole prompt", "1.4"]
     # Of some rows, the averages are those of these rows.
-    few = al.paper_tables(with_averages(table(rows)).query("task != 'agnews'"))
+    few = al.replication.paper_tables(with_averages(table(rows)).query("task != 'agnews'"))
     assert averages(few)[0] == "33.3 ± 11.8 (2/3)"
-    assert "Average" not in al.paper_tables(with_averages(table(rows[:3])))
+    assert "Average" not in al.replication.paper_tables(with_averages(table(rows[:3])))
 
 
 def test_table_2_is_a_mean_over_tasks_and_then_over_seeds() -> None:
@@ -152,7 +158,7 @@ def test_table_2_is_a_mean_over_tasks_and_then_over_seeds() -> None:
         for seed, more in of_seeds.items()
         for column, base in columns.items()
     ]
-    printed = section(al.paper_tables(table(rows)), "Table 2.")
+    printed = section(al.replication.paper_tables(table(rows)), "Table 2.")
     assert printed[0] == list(columns)
     assert printed[1] == ["this model, mean of 2 tasks"]
     means = [[50 + 100 * more for more in pair] for pair in ((0, 0.1), (0.1, 0.04))]
@@ -169,7 +175,7 @@ def test_table_2_is_a_mean_over_tasks_and_then_over_seeds() -> None:
     assert printed[starts.index("TREC") + 1][1] == "57.0 ± 4.2 (2/3)"
     # A single task is shown once.
     row = by_seed("Table 2", "ICL", "accuracy", {1: 0.5}, "trec")
-    printed = section(al.paper_tables(table(row)), "Table 2.")
+    printed = section(al.replication.paper_tables(table(row)), "Table 2.")
     assert printed[1:3] == [["this model, TREC"], ["ICL", "50.0"]]
     assert ["TREC"] not in printed
 
@@ -199,7 +205,7 @@ LAYERED = [
 
 
 def test_tables_show_the_first_and_the_last_third_of_the_layers() -> None:
-    text = al.paper_tables(table(LAYERED))
+    text = al.replication.paper_tables(table(LAYERED))
     assert section(text, "Figure 3")[:4] == [
         ["S_pq", "S_pq / S_tq"],
         ["TREC"],
@@ -228,7 +234,7 @@ def test_ratios_are_medians_and_shares_are_means() -> None:
         *lines("Figure 3", "S_pq", "share", {1: line}),
         *lines("Figure 3", "S_pq / S_tq", "ratio", {1: line}),
     ]
-    printed = section(al.paper_tables(table(rows)), "Figure 3")
+    printed = section(al.replication.paper_tables(table(rows)), "Figure 3")
     assert [row[1:] for row in printed[2:4]] == [["4.00", "2.00"], ["16.00", "5.00"]]
 
 
@@ -236,8 +242,12 @@ def test_layers_are_in_order_also_if_the_rows_are_not() -> None:
     rows = table(lines("Figure 5", "R_l", "share", {1: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0]}))
     shuffled = rows.sample(frac=1, random_state=0)
     assert not shuffled.equals(rows)
-    assert al.paper_tables(shuffled) == al.paper_tables(rows)
-    (line,) = [trace for trace in al.paper_figures(shuffled)["TREC: Figure 5"].data if trace.name]
+    assert al.replication.paper_tables(shuffled) == al.replication.paper_tables(rows)
+    (line,) = [
+        trace
+        for trace in al.replication.paper_figures(shuffled)["TREC: Figure 5"].data
+        if trace.name
+    ]
     assert list(line.y) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0])
 
 
@@ -252,7 +262,7 @@ def isolation(part: str) -> list[PaperNumber]:
 
 def test_loyalty_under_isolation_is_in_per_cent() -> None:
     """That of the appendix is in the stored text below."""
-    text = al.paper_tables(table(isolation("Figure 4")))
+    text = al.replication.paper_tables(table(isolation("Figure 4")))
     assert section(text, "Figure 4. Loyalty")[:4] == [
         ["label loyalty", "word loyalty"],
         ["TREC"],
@@ -261,7 +271,9 @@ def test_loyalty_under_isolation_is_in_per_cent() -> None:
     ]
     assert "BOS" not in text  # it is explained only where there is one
     name = "label words, first 2 layers, BOS edge kept"
-    text = al.paper_tables(table(by_seed("Figure 4", name, "word loyalty", {1: 1}, "sst2")))
+    text = al.replication.paper_tables(
+        table(by_seed("Figure 4", name, "word loyalty", {1: 1}, "sst2"))
+    )
     assert "which the paper's prompts do not have" in text.replace("\n", " ")
 
 
@@ -274,7 +286,7 @@ def test_tables_show_top_words_and_directions() -> None:
         *by_seed(part, f"label words isolated: {query}", "1. ' Entity'", {5: 0.25}, "trec"),
         *by_seed("Appendix, directions", "M = 5", "rank correlation", {5: 0.5, 6: -0.5}, "trec"),
     ]
-    text = al.paper_tables(table(rows))
+    text = al.replication.paper_tables(table(rows))
     printed = section(text, "Appendix. The likeliest next words")
     assert printed[0] == ["1", "2"] and len(printed) == 4
     assert (
@@ -288,7 +300,7 @@ def test_tables_show_top_words_and_directions() -> None:
 
 def test_a_part_of_the_user_is_shown_as_it_is() -> None:
     rows = [PaperNumber("Mine", "entropy", "nats", 2.5, layer, "trec", 1) for layer in (0, 1)]
-    assert section(al.paper_tables(table(rows)), "Mine") == [
+    assert section(al.replication.paper_tables(table(rows)), "Mine") == [
         ["nats"],
         ["TREC"],
         ["entropy, layer 0", "2.500"],
@@ -331,13 +343,13 @@ def every_section() -> pd.DataFrame:
 def test_the_text_of_every_section_is_the_stored_one() -> None:
     """It goes into files that others read; it holds all that the paper published, too."""
     numbers = every_section()
-    text = al.paper_tables(numbers)
+    text = al.replication.paper_tables(numbers)
     assert f"{text}\n".encode() == (Path(__file__).parent / "every_section.txt").read_bytes()
     # Numbers that were read from a table with commas give the same.
     words = by_seed("Appendix, top words", 'clean: a, "b"', "1. '\\n'", {1: 0.5, 2: nan}, "trec")
     numbers = pd.concat([numbers, table(words)])
     restored = pd.read_csv(StringIO(numbers.to_csv(index=False)))
-    assert al.paper_tables(restored) == al.paper_tables(numbers)
+    assert al.replication.paper_tables(restored) == al.replication.paper_tables(numbers)
 
 
 CONFUSIONS = [
@@ -355,7 +367,7 @@ CONFUSIONS = [
 
 
 def test_figures_show_means_and_ranges() -> None:
-    figures = al.paper_figures(table([*LAYERED, *isolation("Figure 4"), *CONFUSIONS]))
+    figures = al.replication.paper_figures(table([*LAYERED, *isolation("Figure 4"), *CONFUSIONS]))
     names = [*(f"TREC: Figure {k}" for k in (3, 4, 5)), "TREC: Equation 6", "SST-2: Figure 6"]
     assert list(figures) == names
     figure = figures["TREC: Figure 3"]
@@ -380,7 +392,7 @@ def test_figures_show_means_and_ranges() -> None:
     assert actual[0][1] == 0.5 and actual[1][0] == 0.625
     # A seed without values changes no mean and no range.
     rows = [*LAYERED, *lines("Figure 5", "AUCROC_l", "area", {3: [nan] * 7})]
-    traces = al.paper_figures(table(rows))["TREC: Figure 5"].data
+    traces = al.replication.paper_figures(table(rows))["TREC: Figure 5"].data
     (line,) = [trace for trace in traces if trace.name == "AUCROC_l"]
     assert line.y[0] == pytest.approx(0.2) and list(line.customdata[0]) == pytest.approx([0.1, 0.3])
 
@@ -409,7 +421,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-@pytest.mark.parametrize("shown", [al.paper_tables, al.paper_figures])
+@pytest.mark.parametrize("shown", [al.replication.paper_tables, al.replication.paper_figures])
 def test_a_table_of_something_else_is_an_error(shown: Any, message: str) -> None:
     numbers = table(by_seed("Table 1", "vanilla", "accuracy", {1: 0.25}, "trec"))
     shown(numbers.assign(note="another column"))
@@ -431,13 +443,13 @@ def test_tables_are_narrow() -> None:
         for task in TASKS
         for row in (*LAYERED, *isolation("Figure 4"), *depths, *accuracies)
     ]
-    text = al.paper_tables(table(rows))
+    text = al.replication.paper_tables(table(rows))
     assert max(map(len, text.splitlines())) <= 110
     assert not any(line.endswith(" ") for line in text.splitlines())
 
 
 def test_report_takes_tables_without_figures(tmp_path: Any) -> None:
     numbers = table(by_seed("Table 1", "vanilla", "accuracy", {1: 0.25}, "trec"))
-    assert al.paper_figures(numbers) == {}
-    path = al.write_report({}, tmp_path / "a.html", summary=al.paper_tables(numbers))
+    assert al.replication.paper_figures(numbers) == {}
+    path = al.write_report({}, tmp_path / "a.html", summary=al.replication.paper_tables(numbers))
     assert "Table 1. Accuracy, %" in path.read_text()

@@ -33,7 +33,7 @@ def rollout(
 
     Examples:
         >>> pattern = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-        >>> al.rollout(pattern[None, None])  # one layer with one head
+        >>> al.metrics.rollout(pattern[None, None])  # one layer with one head
         tensor([[1.0000, 0.0000],
                 [0.2500, 0.7500]])
     """

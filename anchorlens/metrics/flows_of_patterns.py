@@ -41,10 +41,10 @@ def flows(
 
     Examples:
         >>> pattern, gradient = torch.full((1, 2, 3, 3), 0.5), torch.ones(1, 2, 3, 3)
-        >>> al.flows(pattern, gradient, torch.ones(1, 3, 3).tril(-1).bool()).tolist()
+        >>> al.metrics.flows(pattern, gradient, torch.ones(1, 3, 3).tril(-1).bool()).tolist()
         [1.0]
     """
-    refuse_values(weight, "al.flows")
+    refuse_values(weight, "al.metrics.flows")
     expected = (len(pattern), *pattern.shape[2:])
     fits = pattern.shape == gradient.shape and tuple(edges.shape) == expected
     if not fits or edges.dtype != torch.bool:

@@ -13,7 +13,7 @@ from ..metrics.distances import AnchorDistancesRecord, confusions
 from ..metrics.saliency_flows import FLOWS, RATIO
 from ..results import figures
 from ..system.arguments import checked
-from .paper_tables import Parts, by_part, check_numbers, task_name
+from .tables import Parts, by_part, check_numbers, task_name
 
 
 @checked

@@ -1,0 +1,39 @@
+"""The classes of results: what functions return and `al.load_record` reads."""
+
+from typing import TYPE_CHECKING
+
+from .system.package import imported_at_first_use
+
+if TYPE_CHECKING:
+    from .experiments.context_comparison import ContextsRecord as ContextsRecord
+    from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
+    from .experiments.edge_sweep import CutEdgesRecord as CutEdgesRecord
+    from .experiments.faithfulness import FaithfulnessRecord as FaithfulnessRecord
+    from .experiments.generation import GenerationTrace as GenerationTrace
+    from .experiments.head_effects import HeadEffectsRecord as HeadEffectsRecord
+    from .experiments.integrated_flows import IntegratedFlowsRecord as IntegratedFlowsRecord
+    from .experiments.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
+    from .experiments.segment_attribution import (
+        SegmentAttributionRecord as SegmentAttributionRecord,
+    )
+    from .experiments.segment_suppression import (
+        SegmentSuppressionRecord as SegmentSuppressionRecord,
+    )
+    from .experiments.step_flows import StepFlowsRecord as StepFlowsRecord
+    from .experiments.task_vectors import TaskVectorsRecord as TaskVectorsRecord
+    from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord
+    from .metrics.accuracy import AccuracyRecord as AccuracyRecord
+    from .metrics.aucroc import AttentionAUCROCRecord as AttentionAUCROCRecord
+    from .metrics.distances import AnchorDistancesRecord as AnchorDistancesRecord
+    from .metrics.label_heads import LabelHeadsRecord as LabelHeadsRecord
+    from .metrics.loyalties import LoyaltyRecord as LoyaltyRecord
+    from .metrics.saliency_flows import SaliencyFlowsRecord as SaliencyFlowsRecord
+    from .metrics.segment_attention import SegmentAttentionRecord as SegmentAttentionRecord
+    from .metrics.segment_flows import SegmentFlowsRecord as SegmentFlowsRecord
+    from .metrics.segment_rollout import SegmentRolloutRecord as SegmentRolloutRecord
+    from .replication.models_compared import AcrossModelsRecord as AcrossModelsRecord
+    from .report.answer_flows import AnswerFlows as AnswerFlows
+    from .report.claims import Claim as Claim
+    from .report.prompt_flows import PromptFlows as PromptFlows
+
+__getattr__, __dir__, __all__ = imported_at_first_use(__name__, __file__)
