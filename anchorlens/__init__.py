@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task
     from .prompts.chat import ChatTask as ChatTask
-    from .prompts.task_file import read_task as read_task
     from .prompts.examples import Example as Example
     from .prompts.examples import load_examples as load_examples
     from .prompts.examples import sample_demonstrations as sample_demonstrations
     from .prompts.examples import sample_queries as sample_queries
+    from .prompts.sampled import sample_prompts as sample_prompts
     from .prompts.build import build_prompts as build_prompts
     from .prompts.build import build_segments as build_segments
     from .prompts.batch import PromptBatch as PromptBatch

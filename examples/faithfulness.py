@@ -54,11 +54,7 @@ def prompts(
     # Many heads attend to the first token, which is then in no segment that is removed.
     told = replace(al.TASKS[task], instructions="Some examples:\n")
     count = queries // len(seeds)
-    kinds = {
-        "demonstrations": al.prompts.sample_prompts(
-            model, told, examples, queries=count, seeds=seeds
-        )
-    }
+    kinds = {"demonstrations": al.sample_prompts(model, told, examples, queries=count, seeds=seeds)}
     asked = islice(questions(documents), 5 * queries)
     answered = list(islice((each for each in asked if is_given(model, each)), queries))
     return kinds | ({"documents": al.build_segments(model.tokenizer, answered)} if answered else {})

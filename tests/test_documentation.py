@@ -70,7 +70,7 @@ def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path)
         lambda name, **options: load_plain(str(model_folder), **options),
     )
     monkeypatch.setattr(al, "load_model", load_tiny)
-    sample, sample_prompts = al.sample_queries, al.prompts.sample_prompts
+    sample, sample_prompts = al.sample_queries, al.sample_prompts
     monkeypatch.setattr(
         al,
         "sample_queries",
@@ -131,7 +131,7 @@ def test_the_task_file_on_the_page_of_the_command_is_read(tmp_path: Path) -> Non
     [block] = blocks_of(ROOT / "docs" / "command.md", "toml")
     (tmp_path / "reviews.toml").write_text(block.code)
     (tmp_path / "reviews.csv").write_text("review,verdict\nA joy,pos\nDull,neg\n")
-    task, examples = al.read_task(tmp_path / "reviews.toml")
+    task, examples = al.prompts.read_task(tmp_path / "reviews.toml")
     assert task == al.Task("Review: {text}\nGood?{label}", [" no", " yes"])
     assert examples.pool == [al.Example("A joy", 1), al.Example("Dull", 0)]
 

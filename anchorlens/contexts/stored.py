@@ -116,7 +116,7 @@ class StoredContext(KeepsRepr, Context):
         """
         header, stored = read_with_digest(path)
         if (kind := kind_of_file(header)) != cls.__name__:
-            reader = "load_context" if "context" in header else "load_record"
+            reader = "contexts.load_context" if "context" in header else "load_record"
             raise StoreError(f"{path} holds a {kind}, not a {cls.__name__}; use al.{reader}")
         try:
             return cls._of_file(header["context"], stored)

@@ -16,7 +16,7 @@ from ..errors import MetricError, ModelError
 from .facts import fact
 from .hooked import Hook, HookedModel, hooks_by_layer, pattern_name, values_name, z_name
 from .kinds import cached_heads
-from .tiny_pass import LEAF, logits_of, relative_difference, small_loss, tiny_tokens, trial_of
+from .tiny_pass import LEAF, logits_of, relative_difference, small_loss, tiny_passes, tiny_tokens
 
 
 def of_one_width(of_layers: Iterable[Tensor]) -> list[Tensor]:
@@ -73,7 +73,7 @@ def layers_that_mix(model: HookedModel) -> frozenset[int]:
             if layer not in missing
         ),
     ]
-    with trial_of(model, hooks, gradients=True):
+    with tiny_passes(model, hooks, gradients=True):
         small_loss(logits_of(model, tiny_tokens(model))).backward()
     return frozenset(
         missing
@@ -135,7 +135,7 @@ def layers_with_other_outputs(model: Any) -> dict[int, str]:
         (block.attn, partial(_append, of_layer))
         for block, of_layer in zip(model.blocks, outputs, strict=True)
     ]
-    with trial_of(model, known, attentions):
+    with tiny_passes(model, known, attentions):
         logits_of(model, tiny_tokens(model))
     reasons = {
         layer: _reason(model, layer, patterns.get(layer), values.get(layer), of_layer)

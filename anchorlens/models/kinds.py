@@ -88,8 +88,8 @@ def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> di
     """Arguments of the model's forward other than the tokens, for whole prompts.
 
     Without a cache, which would copy all keys, and to which a block that runs twice would append
-    its keys twice. All trials use these arguments too: some models compute with other types where
-    there is a cache (OLMo 2 in bfloat16).
+    its keys twice. All tiny passes use these arguments too: some models compute with other types
+    where there is a cache (OLMo 2 in bfloat16).
     """
     takes_cache = is_bridge(model) or _has_argument(type(model), "use_cache")
     return {"attention_mask": mask.long()} | ({"use_cache": False} if takes_cache else {})

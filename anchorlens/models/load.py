@@ -41,7 +41,7 @@ from .read_weights import (
     refuse_revision,
     spread,
 )
-from .tiny_pass import logits_of, n_tokens_of, relative_difference, rounding_of, trial_of
+from .tiny_pass import logits_of, n_tokens_of, relative_difference, rounding_of, tiny_passes
 from .verify_cache import verify_cached_step
 from .verify_hooks import attends_to_later, verify_hooks
 
@@ -141,7 +141,7 @@ def load_model(
     # The expected logits are computed now, because the bridge takes the weights apart.
     longest = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or 8
     tokens = torch.arange(min(8, longest), device=device_of(weights))[None] % vocabulary
-    with trial_of(weights):
+    with tiny_passes(weights):
         expected = logits_of(weights, tokens) if weights.can_generate() else None
     with own_random_state([torch.get_default_device()]):  # new modules draw random weights first
         model = _boot(name, weights, tokenizer)
@@ -345,7 +345,7 @@ def _refuse_inference_tensors(name: str, model: Any) -> None:
 
 def _refuse_different_logits(name: str, expected: Tensor, model: Any, tokens: Tensor) -> None:
     """Raise an error if a bridge computes other logits than the model that it wraps, or none."""
-    with trial_of(model):
+    with tiny_passes(model):
         computed = logits_of(model, tokens)
     if not (expected.isfinite().all() and computed.isfinite().all()):
         return  # verify_hooks raises an error that names the layer

@@ -1,4 +1,4 @@
-"""Trials of a model on a few tokens: one pass, one comparison, one message if it cannot run."""
+"""Passes of a model over a few tokens: one pass, one comparison, one message if it cannot run."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,23 +28,24 @@ _OF_ADAPTER = (
 # changes: what a token sees, or the temperature of its attention.
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size", "floor_scale")
 _SHRUNK = 3
+TOKENS = 12  # of a tiny pass that goes beyond such a window
 # Makes the input of block 0 a leaf: a frozen model has no other for the backward pass.
 LEAF: Hook = ("blocks.0.hook_resid_pre", lambda resid, hook: resid.detach().requires_grad_())
 
 
 def n_tokens_of(model: HookedModel) -> int:
-    """Tokens of a trial: 3 to 5, unlike the number of heads, so that axes cannot be confused."""
+    """Tokens of a tiny pass: 3 to 5, unlike the numbers of heads, so that axes are not confused."""
     n_heads = (model.cfg.n_heads, model.cfg.n_key_value_heads)
     return next(count for count in (3, 4, 5) if count not in n_heads)
 
 
 def tiny_tokens(model: HookedModel) -> Int[Tensor, "1 position"]:
-    """The tokens 0, 1, ... of a trial."""
+    """The tokens 0, 1, ... of a tiny pass."""
     return torch.arange(n_tokens_of(model), device=device_of(model))[None] % vocabulary_of(model)
 
 
 @safe_context
-def trial_of(
+def tiny_passes(
     model: Any,
     hooks: Sequence[Hook] = (),
     of_modules: Sequence[ModuleHook] = (),

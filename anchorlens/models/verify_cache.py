@@ -10,7 +10,15 @@ from torch import Tensor
 from ..errors import ModelError
 from ..system.put_back import put_back
 from .foreign_errors import reason_of_failure
-from .hooked import Hook, HookedModel, dtype_of, hooks_by_layer, scores_name
+from .hooked import (
+    Hook,
+    HookedModel,
+    device_of,
+    dtype_of,
+    hooks_by_layer,
+    scores_name,
+    vocabulary_of,
+)
 from .kinds import name_of_cache
 from .kv_cache import (
     KeyValues,
@@ -19,7 +27,7 @@ from .kv_cache import (
     prefix_of,
 )
 from .native_attention import rename_cache
-from .tiny_pass import relative_difference, rounding_of, tiny_tokens, trial_of
+from .tiny_pass import TOKENS, relative_difference, rounding_of, shrunk_windows, tiny_passes
 
 
 def verify_cached_step(model: Any) -> tuple[str, tuple[int, ...]]:
@@ -47,10 +55,11 @@ def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:
 
     And the number of the cache entry that each layer reads, if it has the same logits.
     """
-    tokens = tiny_tokens(model)
+    tokens = torch.arange(min(TOKENS, model.cfg.n_ctx), device=device_of(model))[None]
+    tokens = tokens % vocabulary_of(model)
     length, mask = tokens.shape[1], torch.ones_like(tokens, dtype=torch.bool)
     try:
-        with trial_of(model):
+        with tiny_passes(model), shrunk_windows(model):
             inputs, cache = inputs_after(model, mask)
             expected = model(tokens, **inputs)[:, -1].float()
             before = prefix_of(cache, mask).before(length - 1)
@@ -90,7 +99,7 @@ def _entries_read(
     stopped: list[Hook] = [(f"blocks.{layer}.hook_resid_pre", stop) for layer in layers]
     observers = hooks_by_layer(model, scores_name, scores.__setitem__)
     copies: list[Tensor] = []
-    with trial_of(model, [*stopped, *observers], gradients=True):
+    with tiny_passes(model, [*stopped, *observers], gradients=True):
         inputs, _ = inputs_after(model, mask, before, copies)
         model(token, **inputs)
     keys = copies[: len(before.keys)]

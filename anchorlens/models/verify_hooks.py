@@ -11,7 +11,7 @@ from .facts import Operands
 from .foreign_errors import is_own_mistake, reason_of_failure
 from .hooked import Hook, HookedModel, device_of, pattern_name, scores_name, vocabulary_of
 from .kinds import QUERY_AND_KEY
-from .tiny_pass import LEAF, logits_of, n_tokens_of, small_loss, tiny_tokens, trial_of
+from .tiny_pass import LEAF, logits_of, n_tokens_of, small_loss, tiny_passes, tiny_tokens
 
 _CURE = (
     "load it with attn_implementation='eager', unquantised, or as a HookedTransformer "
@@ -40,7 +40,7 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
     hooks: list[Hook] = [LEAF]
     for number, layer in enumerate(layers):
         hooks += _hooks_of(model, number, layer)
-    with trial_of(model, hooks, gradients=True):
+    with tiny_passes(model, hooks, gradients=True):
         logits = logits_of(model, tiny_tokens(model))
         operands = tuple(_operands_of(layer, n_heads) for layer in layers)
         try:
@@ -59,7 +59,7 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
 def attends_to_later(model: HookedModel) -> bool:
     """Whether the last of three tokens changes the logits at the two tokens before it."""
     tokens = torch.tensor([[0, 1, 2], [0, 1, 1]], device=device_of(model))
-    with trial_of(model):
+    with tiny_passes(model):
         try:
             # Without a mask, which the bridge of GPT-1 takes for a causal one.
             logits = model(tokens % vocabulary_of(model))[:, :-1].float()

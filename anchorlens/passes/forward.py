@@ -28,7 +28,7 @@ from ..models.hooked import (
     scores_name,
 )
 from ..models.kinds import inputs_without_cache
-from ..models.kv_cache import KeyValues, check_rotation, inputs_after, prefix_of
+from ..models.kv_cache import Graph, KeyValues, check_rotation, inputs_after, prefix_of
 from ..models.media_tokens import refuse_media_tokens
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
@@ -64,6 +64,16 @@ class Pass:
     prefix: KeyValues | None = None  # of the tokens before ``batch.query_rows``, which do not run
     gradient_checkpointing: bool = False
     runs_backward: bool = True  # whether the loss is differentiated, if there is one
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether the model runs backward."""
+        return self.loss is not None and self.runs_backward
+
+    @property
+    def graph(self) -> Graph | None:
+        """The graph of the prefix, if the gradient continues through it."""
+        return self.prefix.graph if self.prefix is not None and self.differentiates else None
 
     def check(self) -> None:
         """Raise an error if the batch, the loss or the prefix do not fit the model."""
@@ -237,71 +247,139 @@ def run_prefix(
         return prefix_of(cache, mask, points, prefix)
 
 
+@dataclass(frozen=True, eq=False)
+class _Acting:
+    """What acts in a pass, and the rows of logits that it needs."""
+
+    changes: Sequence[tuple[Any, Any]]
+    observed: Sequence[tuple[Any, Any]]
+    of_gradients: Sequence[tuple[Any, Any]]
+    needed: Sequence[Hook]  # those of the package itself, which come first
+    last: Sequence[Hook]  # selects the rows inside the model, where every hook sees all positions
+    rows: Int[Tensor, "batch target"]  # those of the loss, then that of the target
+    leaves: list[Tensor]  # what the loss is differentiated by
+    checkpoints: Checkpoints | None
+
+    @classmethod
+    def of(cls, described: Pass) -> "_Acting":
+        model, batch, loss = described.model, described.batch, described.loss
+        # An inference_mode of the caller would make tensors that autograd rejects.
+        with torch.inference_mode(False):
+            rows = batch.target_positions[:, None] - batch.first_query
+            if hasattr(loss, "positions"):
+                rows = torch.cat([targets_of(loss, batch) - batch.first_query, rows], dim=1)
+        needed, leaves = _padding_hooks(model, batch), [*described.into]
+        if described.differentiates and not described.into:
+            needed.append(leaf_hook(leaves))
+        hooks = (*described.hooks, *described.observers, *described.backward_hooks)
+        all_in_blocks = all(_is_in_a_block(name) for name, _ in hooks)
+        return cls(
+            changes=_watched(described.hooks),
+            observed=_watched(described.observers),
+            of_gradients=_watched(described.backward_hooks),
+            needed=needed,
+            last=[rows_hook(model, rows)] if all_in_blocks else [],
+            rows=rows,
+            leaves=leaves,
+            checkpoints=Checkpoints() if described.gradient_checkpointing else None,
+        )
+
+    def added(self, model: HookedModel) -> Any:
+        """The context in which all of them act."""
+        saved = self.checkpoints
+        observers = self.observed if saved is None else saved.observers(self.observed)
+        forward = [*self.needed, *self.changes, *observers, *self.last]
+        return added_hooks(model, forward, self.of_gradients)
+
+    def check(self, model: HookedModel, has_loss: bool) -> None:
+        """Raise an error for what a pass with finite numbers did not call."""
+        _check_calls(OBSERVERS, self.observed)
+        if has_loss:
+            _check_calls(ON_GRADIENTS, self.of_gradients)
+            if self.checkpoints is not None:
+                self.checkpoints.require_all(model)
+
+
 def _run(
     described: Pass,
 ) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None, list[bool]]:
     """The logits at the targets, the losses if the pass has a loss, and whether each is finite."""
-    model, batch, loss = described.model, described.batch, described.loss
-    differentiates = loss is not None and described.runs_backward
-    continues = isinstance(loss, WordCrossEntropy)
-    prefix, leaves = described.prefix, [*described.into]
-    graph = prefix.graph if prefix is not None and differentiates else None
-    copies = list[Tensor]() if graph is not None else None
-    changes, observed = _watched(described.hooks), _watched(described.observers)
-    of_gradients = _watched(described.backward_hooks)
-    checkpoints = Checkpoints() if described.gradient_checkpointing else None
-    observers = observed if checkpoints is None else checkpoints.observers(observed)
-    # An inference_mode of the caller would make tensors that autograd rejects.
-    with torch.inference_mode(False):
-        # The rows of logits that are needed: those of the loss, then that of the target.
-        rows = batch.target_positions[:, None] - batch.first_query
-        if hasattr(loss, "positions"):
-            rows = torch.cat([targets_of(loss, batch) - batch.first_query, rows], dim=1)
-    needed = _padding_hooks(model, batch)
-    if differentiates and not described.into:
-        needed.append(leaf_hook(leaves))
-    # A hook inside the blocks sees all positions; a hook after the last block would see only these.
-    every_hook = (*described.hooks, *described.observers, *described.backward_hooks)
-    last = [rows_hook(model, rows)] if all(_is_in_a_block(name) for name, _ in every_hook) else []
-    losses: Tensor | None = None
-    acting = added_hooks(model, [*needed, *changes, *observers, *last], of_gradients)
+    model, acting = described.model, _Acting.of(described)
+    added, saved = acting.added(model), acting.checkpoints
     with (
         torch.inference_mode(False),
-        torch.set_grad_enabled(differentiates),
-        nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
-        acting,
+        torch.set_grad_enabled(described.differentiates),
+        nullcontext() if saved is None else checkpointed(model, saved),
+        added,
     ):
-        tokens, inputs, cache = _inputs(model, batch, prefix, continues, copies)
-        leaves += copies or ()
-        outputs = model(tokens, **inputs)
-        _check_calls(CHANGES, changes)
-        every = outputs if last else _at_rows(outputs, rows)
-        every = every.float() if every.dtype.itemsize < 4 else every
-        logits = every[:, -1]
-        if loss is not None:
-            of_loss = every[:, :-1] if rows.shape[1] > 1 else logits
-            if isinstance(loss, WordCrossEntropy):
-                acting.close()  # they are for the rows of the prompts
-                texts = loss.continuations(batch)
-                of_loss = log_probs_after(model, batch, texts, logits, cache, prefix)
-            losses = loss(of_loss, batch)
-            if not isinstance(losses, Tensor) or losses.shape != (len(rows),):
-                raise not_one_a_prompt(losses, len(rows))
+        rows, cache, copies = _forward(described, acting)
+        losses = None
+        if described.loss is not None:
+            if isinstance(described.loss, WordCrossEntropy):
+                added.close()  # they are for the rows of the prompts
+            losses = _losses(described, rows, cache)
+        logits = rows[:, -1]
         # Read at once, because Python waits for a GPU at each.
         numbers = [logits] if losses is None else [logits, losses.to(logits.device)]
         are_finite = torch.stack([_is_finite(each.detach()) for each in numbers]).tolist()
-        if losses is not None and differentiates and all(are_finite):
-            _backward(losses, leaves)
-            if graph is not None and copies is not None:
-                for receive, gradient in graph.at_points(copies):
-                    receive(gradient, hook=None)
+        if losses is not None and described.differentiates and all(are_finite):
+            _differentiate(described, losses, acting.leaves, copies)
     if all(are_finite):  # otherwise ``Pass.run`` says what is not
-        _check_calls(OBSERVERS, observed)
-    if losses is not None and all(are_finite):
-        _check_calls(ON_GRADIENTS, of_gradients)
-        if checkpoints is not None:
-            checkpoints.require_all(model)
+        acting.check(model, losses is not None)
     return logits.detach(), losses, are_finite
+
+
+def _forward(
+    described: Pass, acting: _Acting
+) -> tuple[Float[Tensor, "batch row vocab"], Any, list[Tensor]]:
+    """The needed rows of logits in float32 or wider, the cache, and the prompts' copies of it."""
+    copies = list[Tensor]()
+    continues = isinstance(described.loss, WordCrossEntropy)
+    given = copies if described.graph is not None else None
+    tokens, inputs, cache = _inputs(
+        described.model, described.batch, described.prefix, continues, given
+    )
+    acting.leaves.extend(copies)
+    outputs = described.model(tokens, **inputs)
+    _check_calls(CHANGES, acting.changes)
+    rows = outputs if acting.last else _at_rows(outputs, acting.rows)
+    return rows.float() if rows.dtype.itemsize < 4 else rows, cache, copies
+
+
+def _losses(
+    described: Pass, rows: Float[Tensor, "batch row vocab"], cache: Any
+) -> Float[Tensor, " batch"]:
+    """The loss of each prompt, from the rows of logits that it reads."""
+    batch, loss = described.batch, described.loss
+    assert loss is not None
+    logits = rows[:, -1]
+    read = rows[:, :-1] if rows.shape[1] > 1 else logits
+    if isinstance(loss, WordCrossEntropy):
+        texts = loss.continuations(batch)
+        read = log_probs_after(described.model, batch, texts, logits, cache, described.prefix)
+    losses = loss(read, batch)
+    if not isinstance(losses, Tensor) or losses.shape != (len(rows),):
+        raise not_one_a_prompt(losses, len(rows))
+    return losses
+
+
+def _differentiate(
+    described: Pass,
+    losses: Float[Tensor, " batch"],
+    leaves: Sequence[Tensor],
+    copies: Sequence[Tensor],
+) -> None:
+    """The gradient of the sum of the losses, which continues through a prefix that has a graph."""
+    if not losses.requires_grad:
+        raise MetricError(
+            "a loss must be computed from the logits by what torch differentiates; got one without "
+            "a graph (detached, of numpy, or the same whatever the logits are)"
+        )
+    # For the leaves alone: other tensors that require a gradient belong to the user's hooks.
+    losses.sum().backward(inputs=list(leaves))
+    if described.graph is not None:
+        for receive, gradient in described.graph.at_points(copies):
+            receive(gradient, hook=None)
 
 
 def _inputs(
@@ -317,16 +395,6 @@ def _inputs(
     if prefix is None and not continues:
         return tokens, inputs_without_cache(model, mask), None
     return tokens, *inputs_after(model, mask, prefix, copies)
-
-
-def _backward(losses: Float[Tensor, " batch"], leaves: Sequence[Tensor]) -> None:
-    if not losses.requires_grad:
-        raise MetricError(
-            "a loss must be computed from the logits by what torch differentiates; got one without "
-            "a graph (detached, of numpy, or the same whatever the logits are)"
-        )
-    # For the leaves alone: other tensors that require a gradient belong to the user's hooks.
-    losses.sum().backward(inputs=list(leaves))
 
 
 def _is_finite(values: Tensor) -> Bool[Tensor, ""]:

@@ -21,7 +21,7 @@ from ..models.facts import Operands, fact, facts_of
 from ..models.hooked import Hook, HookedModel, device_of, dtype_of, vocabulary_of
 from ..models.kv_cache import KeyValues, entries_of, layers_of_entries
 from ..models.model_state import frozen_in_eval_mode, without_user_hooks
-from ..models.tiny_pass import shrunk_windows
+from ..models.tiny_pass import TOKENS, shrunk_windows
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from .comparison import (
@@ -38,7 +38,7 @@ from .late_start import started, stored_starts
 from .observers import Layers, product_hooks
 from .shared_prefix import run_shared, shared_tokens
 
-_TOKENS, _QUERIES = 12, 2  # of a prompt, and how many of them come after shared ones
+_QUERIES = 2  # tokens of a prompt that come after shared ones
 # Whole patterns are rounded to bfloat16 or float16, and rows of a pattern in float32 are not. Which
 # of the two is nearer to a model in float32 depends on the model (docs/benchmarks.md).
 _ROUNDINGS = 16
@@ -144,7 +144,7 @@ def _reason(model: HookedModel, what: str, compare: Callable[..., str]) -> str:
 
 def tiny_prompts(model: HookedModel) -> PromptBatch:
     """Two prompts that share all but their last tokens, of which one has padding."""
-    length = min(_TOKENS, model.cfg.n_ctx)
+    length = min(TOKENS, model.cfg.n_ctx)
     return _prompts(model, [length, length - 1])
 
 

@@ -7,7 +7,7 @@ from ..system.package import imported_at_first_use
 if TYPE_CHECKING:
     from .build import text_anchor_prompts as text_anchor_prompts
     from .edge_set import EdgeSet as EdgeSet
-    from .sampled import sample_prompts as sample_prompts
+    from .task_file import read_task as read_task
     from .verbalizer import Verbalizer as Verbalizer
 
 __getattr__, __dir__, __all__ = imported_at_first_use(__name__, __file__)

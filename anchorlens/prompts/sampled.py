@@ -47,7 +47,7 @@ def sample_prompts(
         PromptError: As ``build_prompts``, or the model has no tokenizer.
 
     Examples:
-        >>> batches = al.prompts.sample_prompts(model, "questions", queries=12, seeds=[1, 2])
+        >>> batches = al.sample_prompts(model, "questions", queries=12, seeds=[1, 2])
         >>> sum(map(len, batches)), len(batches[0].demonstrations_id.unique())
         (24, 1)
     """
@@ -69,7 +69,7 @@ def sample_draws(
     if examples is None and not isinstance(task, str):
         raise DataError(
             "a task of your own needs examples to draw from: "
-            "al.prompts.sample_prompts(model, task, al.load_examples('my_file.csv')); got none"
+            "al.sample_prompts(model, task, al.load_examples('my_file.csv')); got none"
         )
     chosen = task_of_name(task) if isinstance(task, str) else task
     found: Any = examples_of_task(str(task)) if examples is None else examples

@@ -68,10 +68,10 @@ def read_task(path: str | Path) -> tuple[Task, Examples]:
     Examples:
         >>> path = folder / "letters.toml"
         >>> _ = path.write_text('task = "sentiment"\nlabels = [" A", " B"]')
-        >>> task, examples = al.read_task(path)
+        >>> task, examples = al.prompts.read_task(path)
         >>> task.demonstration("fun", 1)
         'Review: fun\nSentiment: B'
-        >>> batches = al.prompts.sample_prompts(model, task, examples, queries=12)
+        >>> batches = al.sample_prompts(model, task, examples, queries=12)
     """
     entries = read_entries(Path(path))
     task = task_of(entries, str(path))

@@ -120,7 +120,7 @@ def test_a_file_is_analysed_and_the_printed_command_does_the_same(
     # Rows that are stored are those of this run, or it would be an error.
     assert call(monkeypatch, *shlex.split(line)[1:]) == 0
     assert prompts[0] == prompts[1]
-    task, _ = al.read_task(f"out/{Path(name).stem}.toml")
+    task, _ = al.prompts.read_task(f"out/{Path(name).stem}.toml")
     assert task.template == settings["template"] and list(task.labels) == settings["labels"]
 
 

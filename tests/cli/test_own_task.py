@@ -50,7 +50,7 @@ def read(text: str) -> tuple[al.Task, Any]:
     """The task and the examples of a task file in the current folder."""
     path = Path("mine.toml")
     path.write_text(text)
-    return al.read_task(path)
+    return al.prompts.read_task(path)
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
@@ -75,7 +75,7 @@ def test_one_command_analyses_a_csv_file_and_stores_its_task(
 
 def test_a_task_file_gives_a_task_and_examples(folder: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir("/")  # the data are beside the file
-    task, examples = al.read_task(folder / "film.toml")
+    task, examples = al.prompts.read_task(folder / "film.toml")
     assert task == TASK and len(examples.pool) == 40
     assert examples.pool[1] == al.Example("film 1, a film", 1)
 
@@ -135,7 +135,7 @@ def test_the_tokens_of_a_chat_are_those_of_the_chat_template(
     settings = json.loads((folder / "out/settings.json").read_text())
     assert settings["chat"] is True and settings["labels"] == ["no", "yes"]
     assert "separator" not in settings
-    examples = al.read_task("film.toml")[1]
+    examples = al.prompts.read_task("film.toml")[1]
     demonstrations = al.sample_demonstrations(examples.pool, 1, 42)
     queries = al.sample_queries(examples.tests, 12, 42, exclude=demonstrations)
     turns = [{"role": "system", "content": "Judge films."}]
@@ -245,7 +245,7 @@ def test_mistakes_in_a_task_file_name_the_file_or_the_entry(
 
 def test_a_task_file_that_cannot_be_read_is_an_error(folder: Path) -> None:
     with pytest.raises(DataError, match=r"task file none\.toml cannot be read: No such file"):
-        al.read_task("none.toml")
+        al.prompts.read_task("none.toml")
 
 
 CSV = ["reviews.csv", "--task-file", "film.toml"]

@@ -36,7 +36,7 @@ def test_across_prints_and_reports_each_model_and_resumes(
     assert record.info["models"] == [shallow_folder.name, "no/such model"]
     assert "failed: there is no folder 'no/such model'" in " ".join(printed.out.split())
     model = al.load_model(shallow_folder)
-    batches = al.prompts.sample_prompts(model, "sentiment", queries=12)
+    batches = al.sample_prompts(model, "sentiment", queries=12)
     claims = al.claims(al.analyse(model, batches, depth=1, draws=2, progress=False))
     numbers = [claim.estimate.value for claim in claims]
     assert numbers == pytest.approx(record.number[0].tolist(), nan_ok=True)
@@ -159,7 +159,7 @@ def test_faithfulness_of_a_task_is_that_of_the_function(
     assert call(monkeypatch, "faithfulness", *arguments) == 0
     values = json.loads(capsys.readouterr().out)["faithfulness"]
     model = al.load_model(shallow_folder)
-    batches = al.prompts.sample_prompts(model, "questions", queries=3)
+    batches = al.sample_prompts(model, "questions", queries=3)
     expected = al.faithfulness(
         model, batches, subsets=5, top=2, remove=getattr(al.removal, removal), progress=False
     )

@@ -128,7 +128,7 @@ def readme() -> dict[str, Any]:
         tokenizer = byte_level_tokenizer()
         weights = tiny_gpt2(len(tokenizer), n_layer=6, n_embd=16)
         model = al.load_model(weights, tokenizer=tokenizer, device=device)
-        sample = al.prompts.sample_prompts
+        sample = al.sample_prompts
         with (
             mock.patch.object(al, "load_model", lambda name: model),
             mock.patch.object(

@@ -20,7 +20,7 @@ FEW: dict[str, Any] = {"resamples": 5, "progress": False}
 
 
 def prompts_of(model: Any, queries: int = 12) -> list[al.PromptBatch]:
-    return al.prompts.sample_prompts(model, "questions", queries=queries, seeds=[1])
+    return al.sample_prompts(model, "questions", queries=queries, seeds=[1])
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)

@@ -1,5 +1,6 @@
 """Weights of edges that need values: against norms by hand in plain transformers."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -110,12 +111,12 @@ def test_where_there_are_no_values_an_error_names_the_cure(
     norm: Any = al.weights.value_norm
     pattern = torch.ones(1, 1, 2, 2)
     calls: dict[str, Callable[[], Any]] = {
-        "flows": lambda: al.metrics.flows(pattern, pattern, pattern[0].bool(), weight=norm),
+        "metrics.flows": lambda: al.metrics.flows(pattern, pattern, pattern[0].bool(), weight=norm),
         "step_flows": lambda: al.step_flows(gpt2, batch.prompt(0), "answer", weight=norm),
         "trace_generation": lambda: al.trace_generation(gpt2, "Who?", weight=norm),
         "integrated_flows": lambda: al.integrated_flows(gpt2, [batch], weight=norm),
     }
     for name, call in calls.items():
-        message = rf"value_norm needs the values.* al\.{name} has not.*SegmentFlows\("
+        message = rf"value_norm needs the values.* al\.{re.escape(name)} has not.*SegmentFlows\("
         with pytest.raises(MetricError, match=message):
             call()

@@ -62,7 +62,7 @@ def anchors(tokenizer: Any, task: al.Task, name: str) -> Any:
 
 def drawn(tokenizer: Any, task: al.Task, name: str) -> Any:
     examples = [al.Example(f"{name} {k}", k % 2) for k in range(6)]
-    return al.prompts.sample_prompts(tokenizer, task, examples, queries=2)
+    return al.sample_prompts(tokenizer, task, examples, queries=2)
 
 
 WRITERS = [query, first_text, label_word, second_word, symbol, anchors, drawn]

@@ -30,7 +30,7 @@ def by_hand(
 
 def test_each_seed_draws_demonstrations_and_queries(byte_level: Any) -> None:
     examples = al.load_examples("questions")
-    batches = al.prompts.sample_prompts(
+    batches = al.sample_prompts(
         byte_level, "questions", queries=4, shots=2, seeds=[5, 6], batch_size=3
     )
     expected = [by_hand(byte_level, al.TASKS["trec"], examples, examples, seed) for seed in (5, 6)]
@@ -41,16 +41,16 @@ def test_each_seed_draws_demonstrations_and_queries(byte_level: Any) -> None:
 @pytest.mark.parametrize("given", [OWN, (OWN[:6], OWN[6:]), [OWN[:6], OWN[6:]]])
 def test_examples_of_ones_own(given: Any, byte_level: Any) -> None:
     pool, tests = given if given is not OWN else (OWN, OWN)
-    batches = al.prompts.sample_prompts(
+    batches = al.sample_prompts(
         byte_level, TASK, given, queries=4, shots=2, seeds=[1], batch_size=3
     )
     assert tokens_of(batches) == tokens_of(by_hand(byte_level, TASK, pool, tests, 1))
 
 
 def test_the_tokenizer_of_a_model_is_taken(gpt2: Any) -> None:
-    of_model = al.prompts.sample_prompts(gpt2, "sentiment", queries=3)
+    of_model = al.sample_prompts(gpt2, "sentiment", queries=3)
     assert tokens_of(of_model) == tokens_of(
-        al.prompts.sample_prompts(gpt2.tokenizer, "sentiment", queries=3)
+        al.sample_prompts(gpt2.tokenizer, "sentiment", queries=3)
     )
 
 
@@ -70,4 +70,4 @@ def test_wrong_values_are_errors(
     task: Any, options: dict[str, Any], error: type[Exception], message: str, byte_level: Any
 ) -> None:
     with pytest.raises(error, match=message):
-        al.prompts.sample_prompts(**{"model": byte_level, "task": task, **options})
+        al.sample_prompts(**{"model": byte_level, "task": task, **options})

@@ -74,9 +74,7 @@ def test_a_row_is_what_the_claims_of_the_model_alone_say(
     record = al.replication.across_models(given, task, examples, **stored)
     assert f"failed: there is no folder '{tmp_path}/none'" in record.info["missing"]["none"]
     for name, model in {"first": gpt2, "second": llama}.items():
-        batches = al.prompts.sample_prompts(
-            model, task, examples, queries=12, seeds=[3], batch_size=5
-        )
+        batches = al.sample_prompts(model, task, examples, queries=12, seeds=[3], batch_size=5)
         compared(model, record, name, al.analyse(model, batches, **QUICK, **QUIET))
 
     passes: list[int] = []
@@ -113,7 +111,7 @@ def test_a_model_is_freed_before_the_next_is_loaded(byte_level: Any) -> None:
     def prompts(tokenizer: Any) -> list[al.PromptBatch]:
         if len(loading.loaded) == 2:
             raise torch.OutOfMemoryError("tried to allocate")
-        return al.prompts.sample_prompts(tokenizer, "sentiment", queries=3)
+        return al.sample_prompts(tokenizer, "sentiment", queries=3)
 
     record = al.replication.across_models(
         given, prompts, **QUIET, **QUICK, keep=lambda record: kept.append(record.info["models"])

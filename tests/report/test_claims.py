@@ -494,7 +494,7 @@ def test_a_model_of_random_weights_never_agrees(kind: str) -> None:
     """20 models; benchmarks/random_models.py has larger ones."""
     for seed in range(5):
         model = random_model(kind, seed)
-        batches = al.prompts.sample_prompts(model, "sentiment", queries=16, seeds=[seed])
+        batches = al.sample_prompts(model, "sentiment", queries=16, seeds=[seed])
         options: dict[str, Any] = {"depth": 1, "draws": 2, "resamples": 40, "progress": False}
         judged = al.claims(al.analyse(model, batches, random_weights=False, **options))
         assert len(judged) == 6

@@ -130,7 +130,7 @@ class EveryRead(al.Metric):
 def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], Any]]:
     """Functions by name; ``folder`` is empty, and for this device alone."""
     examples = al.load_examples("questions")
-    sampled = partial(al.prompts.sample_prompts, model, "questions", queries=6)
+    sampled = partial(al.sample_prompts, model, "questions", queries=6)
     demos = al.sample_demonstrations(examples, seed=1)
     queries = [example for example in examples if example not in demos]
     task = al.TASKS["trec"]
