@@ -22,6 +22,9 @@ class SafeContext(IOBase, Generic[T]):
 
     The ``__exit__`` of ``IOBase`` calls ``close``, here that of a generator. All of this is written
     in C, so that the next moment at which an interrupt can come is inside the generator.
+
+    To put things back at the next call instead would be simpler, but until then hooks would act in
+    passes of the user's own, which would give other numbers without a word.
     """
 
     def __init__(self, steps: Iterator[T]) -> None:

@@ -153,7 +153,9 @@ def test_a_class_of_ones_own_is_saved_with_its_fields(gpt2: Any, tmp_path: Path)
     assert "accuracy on held-out queries not known" in repr(loaded)
     renamed = Renamed(**vars(own)).save(tmp_path / "renamed.safetensors")
     assert type(al.contexts.load_context(renamed)) is Renamed
-    with pytest.raises(StoreError, match=r"holds a Named, not a PrefixContext; use al\.load_con"):
+    with pytest.raises(
+        StoreError, match=r"holds a Named, not a PrefixContext; use al\.contexts\.load_con"
+    ):
         al.contexts.PrefixContext.load(path)
     texts: Any = ["a", "b"]
     wrong = replace(own, text=texts)
