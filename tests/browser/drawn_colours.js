@@ -9,7 +9,7 @@ async () => {
     const [red, green, blue, opacity] = pixel.getImageData(0, 0, 1, 1).data;
     return [red, green, blue, opacity / 255];
   };
-  // Of a pattern the ground, or the lines if there is none.
+  // Of a pattern the ground, or the lines if there is none, or one that nobody sees.
   const paintOf = (element, name) => {
     const style = getComputedStyle(element), paint = style[name];
     if (paint === "none" || (name === "stroke" && style.strokeWidth === "0px")) return null;
@@ -17,7 +17,8 @@ async () => {
     const id = paint.match(/^url\(["']?#([^"')]+)/)?.[1];
     if (id) {
       const parts = [...document.getElementById(id).children];
-      const first = parts.find(({ tagName }) => tagName === "rect") ?? parts[0];
+      const isGround = (part) => part.tagName === "rect" && getComputedStyle(part).fillOpacity !== "0";
+      const first = parts.find(isGround) ?? parts.find(({ tagName }) => tagName !== "rect");
       const own = getComputedStyle(first), part = own.stroke === "none" ? "fill" : "stroke";
       color = read(own[part]);
       color[3] *= own[`${part}Opacity`];
