@@ -39,9 +39,10 @@ def n_tokens_of(model: HookedModel) -> int:
     return next(count for count in (3, 4, 5) if count not in n_heads)
 
 
-def tiny_tokens(model: HookedModel) -> Int[Tensor, "1 position"]:
-    """The tokens 0, 1, ... of a tiny pass."""
-    return torch.arange(n_tokens_of(model), device=device_of(model))[None] % vocabulary_of(model)
+def tiny_tokens(model: HookedModel, count: int | None = None) -> Int[Tensor, "1 position"]:
+    """The tokens 0, 1, ... of a tiny pass; by default ``n_tokens_of`` the model."""
+    count = n_tokens_of(model) if count is None else count
+    return torch.arange(count, device=device_of(model))[None] % vocabulary_of(model)
 
 
 @safe_context

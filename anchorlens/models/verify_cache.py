@@ -10,15 +10,7 @@ from torch import Tensor
 from ..errors import ModelError
 from ..system.put_back import put_back
 from .foreign_errors import reason_of_failure
-from .hooked import (
-    Hook,
-    HookedModel,
-    device_of,
-    dtype_of,
-    hooks_by_layer,
-    scores_name,
-    vocabulary_of,
-)
+from .hooked import Hook, HookedModel, dtype_of, hooks_by_layer, scores_name
 from .kinds import name_of_cache
 from .kv_cache import (
     KeyValues,
@@ -27,7 +19,14 @@ from .kv_cache import (
     prefix_of,
 )
 from .native_attention import rename_cache
-from .tiny_pass import TOKENS, relative_difference, rounding_of, shrunk_windows, tiny_passes
+from .tiny_pass import (
+    TOKENS,
+    relative_difference,
+    rounding_of,
+    shrunk_windows,
+    tiny_passes,
+    tiny_tokens,
+)
 
 
 def verify_cached_step(model: Any) -> tuple[str, tuple[int, ...]]:
@@ -55,8 +54,7 @@ def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:
 
     And the number of the cache entry that each layer reads, if it has the same logits.
     """
-    tokens = torch.arange(min(TOKENS, model.cfg.n_ctx), device=device_of(model))[None]
-    tokens = tokens % vocabulary_of(model)
+    tokens = tiny_tokens(model, min(TOKENS, model.cfg.n_ctx))
     length, mask = tokens.shape[1], torch.ones_like(tokens, dtype=torch.bool)
     try:
         with tiny_passes(model), shrunk_windows(model):

@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
 
 import torch
 
@@ -11,7 +10,6 @@ from ..errors import MemoryLimitError
 from ..prompts.batch import PromptBatch
 from ..system.warn import warn_user
 
-T = TypeVar("T")
 # What accelerate does not know: CUDA's errors that come later, cuBLAS's, and those of a Mac.
 _NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Invalid buffer size")
 
@@ -65,18 +63,6 @@ def free_memory() -> None:
     from accelerate.utils.memory import clear_device_cache
 
     clear_device_cache(garbage_collection=True)
-
-
-def of_what_fits(batch: PromptBatch, compute: Callable[[PromptBatch], T]) -> T:
-    """What ``compute`` returns for as many of the first prompts as fit into memory."""
-    while True:
-        try:
-            return compute(batch)
-        except Exception as error:
-            check_out_of_memory(error, batch)
-        # After the except block, because until its end the error's frames hold their tensors.
-        free_memory()
-        batch = batch.prompts(0, half_of(batch))
 
 
 def half_of(batch: PromptBatch) -> int:

@@ -20,8 +20,7 @@ from ..models.batch_hooks import in_leading_tokens
 from ..models.facts import Operands, fact, facts_of
 from ..models.hooked import Hook, HookedModel, device_of, dtype_of, vocabulary_of
 from ..models.kv_cache import KeyValues, entries_of, layers_of_entries
-from ..models.model_state import frozen_in_eval_mode, without_user_hooks
-from ..models.tiny_pass import TOKENS, shrunk_windows
+from ..models.tiny_pass import TOKENS, shrunk_windows, tiny_passes
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from .comparison import (
@@ -61,7 +60,7 @@ def why_not_shared(model: HookedModel) -> str:
 @fact
 def why_not_shared_with_gradient(model: HookedModel) -> str:
     """The same for gradients through the shared tokens, for all prompts of a batch at once."""
-    return _reason(model, "no shared gradients", _compare_shared_products)
+    return why_not_shared(model) or _reason(model, "no shared gradients", _compare_shared_products)
 
 
 @fact
@@ -101,7 +100,7 @@ def _late_starts(model: HookedModel) -> dict[int, str]:
 def _bytes_of_short_passes(model: HookedModel) -> tuple[int, int, int]:
     """The tokens of a short pass, and the bytes that it and one of twice its length store."""
     count = min(_SHORT, model.cfg.n_ctx // 2)
-    with frozen_in_eval_mode(model), without_user_hooks(model):
+    with tiny_passes(model):
         short, twice = (_bytes_of_pass(model, _prompts(model, [n])) for n in (count, 2 * count))
     return count, short, twice
 
@@ -134,7 +133,7 @@ def _bytes_of_pass(model: HookedModel, batch: PromptBatch) -> int:
 
 def _reason(model: HookedModel, what: str, compare: Callable[..., str]) -> str:
     """Why a shortcut cannot be taken; an error of an architecture is a reason."""
-    with frozen_in_eval_mode(model), without_user_hooks(model), shrunk_windows(model):
+    with tiny_passes(model), shrunk_windows(model):
         try:
             return compare(model, tiny_prompts(model))
         except Exception as error:

@@ -187,8 +187,8 @@ class Study:
     ) -> Runner:
         """A runner, which runs batches after the tokens that prompts share, or as whole prompts.
 
-        Wrong arguments are an error here, before the model runs. What the model allows was found
-        in tiny passes, or is found now (``info["shared_prefix"]`` has the reason if it is not).
+        Wrong arguments are an error here, before the model runs. What the model allows is found in
+        tiny passes, the first time. Where shared tokens cannot run once, ``status`` has the reason.
 
         Args:
             metrics: What observes the passes.

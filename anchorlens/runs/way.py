@@ -265,9 +265,7 @@ def _why_not_shared(
     for change in changes:
         yield _why_not_in_prefix(batches, lengths, change)
     yield _why_not_alike(batches, lengths, metrics)
-    yield why_not_shared(model)
-    if differentiates:
-        yield why_not_shared_with_gradient(model)
+    yield why_not_shared_with_gradient(model) if differentiates else why_not_shared(model)
 
 
 def _why_not_alike(
