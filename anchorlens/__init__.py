@@ -49,9 +49,8 @@ if TYPE_CHECKING:
     from .runs import caches as caches
     from .runs.store import forget_run as forget_run
     from .runs.named import named as named
-    from .runs.study import Study as Study
 
-    # what a run computes
+    # what one pass answers
     from .metrics.accuracy import Accuracy as Accuracy
     from .metrics.loyalties import Loyalty as Loyalty
     from .metrics.saliency_flows import SaliencyFlows as SaliencyFlows
@@ -61,26 +60,31 @@ if TYPE_CHECKING:
     from .metrics.aucroc import AttentionAUCROC as AttentionAUCROC
     from .metrics.distances import AnchorDistances as AnchorDistances
     from .metrics.label_heads import LabelHeads as LabelHeads
-    from .experiments.prefix_effect import PrefixEffect as PrefixEffect
     from .metrics import weights as weights
+
+    # what further passes answer
+    from .experiments.edge_sweep import EdgeSweep as EdgeSweep
+    from .experiments.integrated_flows import IntegratedFlows as IntegratedFlows
+    from .experiments.segment_attribution import SegmentAttribution as SegmentAttribution
+    from .experiments.segment_suppression import SegmentSuppression as SegmentSuppression
+    from .experiments.faithfulness import Faithfulness as Faithfulness
+    from .experiments.prefix_effect import PrefixEffect as PrefixEffect
+    from .experiments.context_comparison import ContextComparison as ContextComparison
+    from .experiments import removal as removal
+    from .experiments import subsets as subsets
+
+    # metrics and questions of your own
     from .metrics.metric import Metric as Metric
+    from .metrics.question import Question as Question
+    from .metrics.question import Further as Further
     from .metrics import reads as reads
     from .results import kinds as kinds
     from .results.contributions import Contributions as Contributions
 
-    # several runs, for one question
+    # several runs, for one answer
     from .experiments.analysis import analyse as analyse
-    from .experiments.isolation import isolation_loyalty as isolation_loyalty
-    from .experiments.isolation import isolation_sweep as isolation_sweep
-    from .experiments.edge_sweep import edge_sweep as edge_sweep
     from .experiments.head_effects import head_effects as head_effects
     from .experiments.task_vectors import task_vectors as task_vectors
-    from .experiments.integrated_flows import integrated_flows as integrated_flows
-    from .experiments.segment_attribution import segment_attribution as segment_attribution
-    from .experiments.segment_suppression import segment_suppression as segment_suppression
-    from .experiments import removal as removal
-    from .experiments import subsets as subsets
-    from .experiments.faithfulness import faithfulness as faithfulness
     from .experiments.diagnosis import diagnose as diagnose
     from .replication.paper import paper as paper
 
@@ -89,8 +93,6 @@ if TYPE_CHECKING:
     from .contexts.prefix import train_prefix as train_prefix
     from .contexts.soft_prompt import train_soft_prompt as train_soft_prompt
     from .contexts.hard_prompt_search import train_hard_prompt as train_hard_prompt
-    from .experiments.context_comparison import compare_contexts as compare_contexts
-    from .experiments.context_effect import prefix_effect as prefix_effect
     from .experiments.context_effect import plot_prefix_directions as plot_prefix_directions
     from .experiments.context_effect import plot_prefix_pattern as plot_prefix_pattern
 

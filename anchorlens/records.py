@@ -7,7 +7,7 @@ from .system.package import imported_at_first_use
 if TYPE_CHECKING:
     from .experiments.context_comparison import ContextsRecord as ContextsRecord
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
-    from .experiments.edge_sweep import CutEdgesRecord as CutEdgesRecord
+    from .experiments.edge_sweep import EdgeSweepRecord as EdgeSweepRecord
     from .experiments.faithfulness import FaithfulnessRecord as FaithfulnessRecord
     from .experiments.generation import GenerationTrace as GenerationTrace
     from .experiments.head_effects import HeadEffectsRecord as HeadEffectsRecord

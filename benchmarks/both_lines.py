@@ -27,17 +27,19 @@ def indices_of(model: Any, train: Path, test: Path, queries: int) -> dict[str, l
     demos = al.sample_demonstrations(al.load_examples(train), shots=1, seed=42)
     chosen = al.load_examples(test)[:queries]
     batches = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, chosen, batch_size=8)
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
-    results: Any = al.run(model, batches, metrics, resamples=0)
-    first = al.isolation_loyalty(model, batches, range(5), draws=2, resamples=0)
-    last = al.isolation_loyalty(model, batches, range(-5, 0), draws=2, resamples=0)
+    isolation = al.EdgeSweep.isolation(al.sites.first_and_last(model, [5]), draws=2)
+    asked = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(), isolation]
+    results: Any = al.run(model, batches, asked, resamples=0)
+    of_sites = results["isolation"]
     named = {
-        "label loyalty, first 5 layers": first.label_loyalty,
-        "word loyalty, first 5 layers": first.word_loyalty,
-        "KL, first 5 layers": first.kl,
-        "label loyalty, last 5 layers": last.label_loyalty,
-        "word loyalty, last 5 layers": last.word_loyalty,
-        "KL, last 5 layers": last.kl,
+        f"{name}, {end} 5 layers": values[number]
+        for name, values in (
+            ("label loyalty", of_sites.label_loyalty),
+            ("word loyalty", of_sites.word_loyalty),
+            ("KL", of_sites.kl),
+        )
+        for number, end in enumerate(("first", "last"))
+    } | {
         "AUCROC by layer": results["attention_aucroc"].aucroc,
         "share of flows": results["saliency_flows"].share,
         "anchor distances": results["anchor_distances"].anchor_distance,

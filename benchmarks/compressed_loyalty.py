@@ -30,7 +30,8 @@ def main() -> None:
             model.tokenizer, al.TASKS[options.task], demos, queries, batch_size=16
         )
     contexts = {"anchors": al.compress}
-    record = al.compare_contexts(model, batches, contexts, draws=20, repeats=0)
+    asked = al.ContextComparison(contexts, draws=20, repeats=0)
+    record = al.run(model, batches, [asked])["contexts"]
     for name, axes in record.axes().items():
         value = getattr(record, name)
         if axes == ("draw",):

@@ -70,7 +70,7 @@ class MeanRecord(al.Record):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CutRecord(al.Record):
-    """What ``CutEdgesRecord`` has, for many sites at once."""
+    """What ``EdgeSweepRecord`` has, for many sites at once."""
 
     word_loyalty: Float[Tensor, " layer"] = al.kinds.mean("word_overlap", 0, 1)
     kl: Float[Tensor, " layer"] = al.kinds.mean("kl", 0)

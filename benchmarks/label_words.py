@@ -108,24 +108,28 @@ def main() -> None:
         if keep_bos and not all_batches[0].begins_with_bos:
             continue
         first, last = [], []
+        ends = (
+            {"first": al.Site(range(5), keep_bos=keep_bos)},
+            {"last": al.Site(range(-5, 0), keep_bos=keep_bos)},
+        )
         for seed, batches in seeds.items():
-            ends = [al.Site(layers, keep_bos=keep_bos) for layers in (range(5), range(-5, 0))]
-            first_5 = al.isolation_loyalty(model, batches, ends[0], draws=options.draws)
-            last_5 = al.isolation_loyalty(model, batches, ends[1], draws=1)
-            first_5.save(options.out / f"first5-{seed}-{keep_bos}.safetensors")
-            last_5.save(options.out / f"last5-{seed}-{keep_bos}.safetensors")
-            first.append(first_5)
-            last.append(last_5)
+            asked = [
+                al.EdgeSweep.isolation(ends[0], draws=options.draws, name="first"),
+                al.EdgeSweep.isolation(ends[1], draws=1, name="last"),
+            ]
+            for name, record in al.run(model, batches, asked).items():
+                record.save(options.out / f"{name}5-{seed}-{keep_bos}.safetensors")
+                (first if name == "first" else last).append(record)
         print(f"\nisolated, edge to BOS {'kept' if keep_bos else 'cut'}")
         for seeds_named, early_records, late_records in [
             *((f"seed {seed}", [a], [b]) for seed, a, b in zip(seeds, first, last, strict=True)),
             ("all seeds", first, last),
         ]:
             for kind, field in (("word", "word_overlap"), ("label", "label_kept")):
-                early = torch.cat([getattr(record, field) for record in early_records]).numpy()
-                late = torch.cat([getattr(record, field) for record in late_records]).numpy()
+                early = torch.cat([getattr(each, field)[..., 0] for each in early_records]).numpy()
+                late = torch.cat([getattr(each, field)[..., 0] for each in late_records]).numpy()
                 draws = torch.cat(
-                    [getattr(record, f"random_{field}") for record in early_records]
+                    [getattr(each, f"random_{field}")[..., 0] for each in early_records]
                 ).numpy()
                 means = draws.mean(0)
                 print(

@@ -53,11 +53,9 @@ def claims_of(model: Any, task: str, template: str, seed: int) -> list[al.record
     demos = al.sample_demonstrations(examples, seed=seed)
     queries = al.sample_queries(examples, 24, seed, exclude=demos)
     batches = al.build_prompts(model.tokenizer, al.TASKS[template], demos, queries)
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
-    options: dict[str, Any] = {"resamples": 100, "progress": False}
-    results = dict(al.run(model, batches, metrics, **options))
-    isolation = al.isolation_loyalty(model, batches, range(3), draws=3, **options)
-    return al.claims(results | {"isolation": isolation})
+    isolation = al.EdgeSweep.isolation({"first 3 layers": al.Site(range(3))}, draws=3)
+    asked = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(), isolation]
+    return al.claims(al.run(model, batches, asked, resamples=100, progress=False))
 
 
 def main() -> None:

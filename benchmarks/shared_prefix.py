@@ -50,7 +50,8 @@ def main() -> None:
             return al.run(model, prompts, metrics, **quiet)
 
         def isolation_of(prompts: list[al.PromptBatch]) -> dict[str, al.Record]:
-            return {"": al.isolation_loyalty(model, prompts, range(5), **quiet)}
+            sites = {"first 5 layers": al.Site(range(5))}
+            return al.run(model, prompts, [al.EdgeSweep.isolation(sites)], **quiet)
 
         variants = {
             "AUCROC, distances, accuracy": metrics_of,

@@ -107,8 +107,10 @@ def isolation(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     seconds = in_turns(turns, whole, parts, batches)
     seconds[naive_name] *= sum(map(len, batches)) / (NAIVE * len(batches))
     auc, words = indices_of(passes, batches[0].label_token_ids)
-    ours_by_name = {f"{name}/None": records[name].word_loyalty for name in sites}
-    ours_by_name |= {f"{name}/{DRAW}": records[name].random_word_loyalty[0] for name in sites}
+    isolated = records["isolation"]
+    ours_by_name = {f"{s}/None": isolated.word_loyalty[k] for k, s in enumerate(sites)}
+    random = isolated.random_word_loyalty[0]
+    ours_by_name |= {f"{s}/{DRAW}": random[k] for k, s in enumerate(sites)}
     off_auc = float((records["attention_aucroc"].aucroc - auc).abs().max())
     off_words = max(float((ours_by_name[name] - words[name]).abs()) for name in words)
     print_seconds(
@@ -136,9 +138,8 @@ def isolation_and_aucroc(
     model: Any, batches: Batches, sites: Mapping[str, al.Site]
 ) -> dict[str, Any]:
     """All numbers of the first table in one call."""
-    metrics = [al.AttentionAUCROC()]
-    options = {"draws": 1, "seed": DRAW, "resamples": 0} | QUIET
-    return al.isolation_sweep(model, batches, sites, metrics=metrics, **options)
+    asked = [al.AttentionAUCROC(), al.EdgeSweep.isolation(sites, draws=1, seed=DRAW)]
+    return al.run(model, batches, asked, resamples=0, **QUIET)
 
 
 def cuts_of(model: Any, sites: Mapping[str, al.Site]) -> dict[str, Any]:

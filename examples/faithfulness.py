@@ -92,7 +92,8 @@ def main() -> None:
         name, model = Path(source).stem, al.load_model(source)
         for kind, batches in prompts(model, **options).items():
             answer = "answer" if kind == "documents" else None
-            record = al.faithfulness(model, batches, answer=answer, folder=out / name / kind)
+            asked = [al.Faithfulness(answer=answer)]
+            record = al.run(model, batches, asked, folder=out / name / kind)["faithfulness"]
             record.save(out / f"{name} {kind}.safetensors")
             print(f"\n{name}, {kind}, {sum(map(len, batches))} prompts")
             print(record.table())

@@ -17,18 +17,18 @@ import plotly.graph_objects as go
 import torch
 
 import anchorlens as al
-from anchorlens.results.record import Record
 
-SHOWN = {
-    "accuracy": ("metrics", "accuracy", "accuracy"),
-    "S_pq / S_tq, deep layers": ("flows", "saliency_flows", "deep_pq_over_tq"),
-    "AUCROC, deep layers": ("metrics", "attention_aucroc", "deep_aucroc"),
-    "label loyalty, first layers": ("isolation", "first", "label_loyalty"),
-    "label loyalty, random words in first layers": ("isolation", "first", "control_label_loyalty"),
-    "word loyalty, first layers": ("isolation", "first", "word_loyalty"),
-    "word loyalty, random words in first layers": ("isolation", "first", "control_word_loyalty"),
-    "label loyalty, last layers": ("isolation", "last", "label_loyalty"),
-    "label loyalty, random words in last layers": ("isolation", "last", "control_label_loyalty"),
+# The record of each number, its name there, and of isolation the site.
+SHOWN: dict[str, tuple[Any, ...]] = {
+    "accuracy": ("accuracy", "accuracy"),
+    "S_pq / S_tq, deep layers": ("saliency_flows", "deep_pq_over_tq"),
+    "AUCROC, deep layers": ("attention_aucroc", "deep_aucroc"),
+    "label loyalty, first layers": ("isolation", "label_loyalty", 0),
+    "label loyalty, random words in first layers": ("isolation", "control_label_loyalty", 0),
+    "word loyalty, first layers": ("isolation", "word_loyalty", 0),
+    "word loyalty, random words in first layers": ("isolation", "control_word_loyalty", 0),
+    "label loyalty, last layers": ("isolation", "label_loyalty", 1),
+    "label loyalty, random words in last layers": ("isolation", "control_label_loyalty", 1),
 }
 
 DRAWN = [
@@ -45,7 +45,7 @@ def analysed(
     few: list[al.PromptBatch],
     options: argparse.Namespace,
     folder: Path,
-) -> dict[str, dict[str, Record]]:
+) -> al.Results:
     """The records of one number of shots. Flows need a gradient, and get fewer prompts."""
     depth = options.depth
     keep_bos = batches[0].begins_with_bos
@@ -53,35 +53,23 @@ def analysed(
         "first": al.Site(range(depth), keep_bos=keep_bos),
         "last": al.Site(range(-depth, 0), keep_bos=keep_bos),
     }
-    isolation = al.isolation_sweep(
-        model,
-        batches,
-        sites,
-        draws=options.draws,
-        metrics=[al.Accuracy(), al.AttentionAUCROC()],
-        folder=folder / "isolation",
-    )
-    flows = al.run(model, few, [al.SaliencyFlows()], folder=folder / "flows")
-    records: dict[str, dict[str, Record]] = {
-        "isolation": {name: isolation[name] for name in sites},
-        "metrics": {name: isolation[name] for name in ("accuracy", "attention_aucroc")},
-        "flows": {"saliency_flows": flows["saliency_flows"]},
-    }
-    for kind, of_kind in records.items():
-        for name, record in of_kind.items():
-            record.save(folder / f"{kind}_{name}.safetensors")
-    return records
+    sweep = al.EdgeSweep.isolation(sites, draws=options.draws)
+    asked = [al.Accuracy(), al.AttentionAUCROC(), sweep]
+    results = al.run(model, batches, asked, folder=folder / "forward")
+    results.update(al.run(model, few, [al.SaliencyFlows()], folder=folder / "flows"))
+    for name, record in results.items():
+        record.save(folder / f"{name}.safetensors")
+    return results
 
 
-def figure_of(records: dict[int, dict[str, dict[str, Record]]]) -> go.Figure:
+def figure_of(records: dict[int, al.Results]) -> go.Figure:
     """Accuracy, AUCROC and word loyalty by the number of shots, with their intervals."""
 
-    def bar(of_shots: dict[str, dict[str, Record]], name: str) -> list[float]:
-        kind, of_kind, quantity = SHOWN[name]
-        record = of_shots[kind][of_kind]
-        value = float(getattr(record, quantity))
-        low, high = record.intervals.get(quantity, (value, value))
-        return [float(low), value, float(high)]
+    def bar(of_shots: al.Results, name: str) -> list[float]:
+        record, *number = SHOWN[name]
+        estimate = of_shots[record].estimate(*number)
+        ends = (estimate.low, estimate.high) if estimate.has_interval else [estimate.value] * 2
+        return [ends[0], estimate.value, ends[1]]
 
     bars = [[bar(of_shots, name) for name in DRAWN] for of_shots in records.values()]
     low, values, high = torch.tensor(bars).unbind(-1)
@@ -120,7 +108,7 @@ def main() -> None:
         else al.load_examples(options.task, split)
         for split in ("train", "test")
     )
-    by_shots: dict[int, dict[str, dict[str, Record]]] = {}
+    by_shots: dict[int, al.Results] = {}
     for shots in options.shots:
         batches: list[al.PromptBatch] = []
         few: list[al.PromptBatch] = []
@@ -135,8 +123,8 @@ def main() -> None:
         by_shots[shots] = records
         tokens = max(batch.tokens.shape[1] for batch in batches)
         print(f"\n{shots} shots of each class, prompts of up to {tokens} tokens")
-        for name, (kind, record, quantity) in SHOWN.items():
-            print(f"  {name:44} {records[kind][record].estimate(quantity)}", flush=True)
+        for name, (record, *number) in SHOWN.items():
+            print(f"  {name:44} {records[record].estimate(*number)}", flush=True)
     figure_of(by_shots).write_html("many_shots.html")
 
 

@@ -8,7 +8,7 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from ..errors import AnchorlensError, StoreError
-from ..experiments.analysis import analyse, both_ends
+from ..experiments.analysis import analyse
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
 from ..report.prompt_flows import PromptFlows, plot_prompt
@@ -47,7 +47,7 @@ def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
 
 _RECORDS = re.compile(
     r"(saliency_flows|attention_aucroc|anchor_distances|accuracy"
-    r"|isolation_(first|last)_(\d+_layers|layer)(_BOS_edge_kept)?)\.safetensors"
+    r"|isolation)\.safetensors"
 )
 
 
@@ -83,13 +83,11 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
     The rows of each batch are stored too, so that the same call resumes an interrupted run.
     """
     folder, output = options.out / task, options.output
-    sites = both_ends(model, batches, options.depth)
     output.note(f"{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}")
 
     def save(name: str, record: Record) -> None:
         if is_main():
-            name = f"isolation, {name}" if name in sites else name
-            record.save(folder / f"{file_name(name)}.safetensors")
+            record.save(folder / f"{name}.safetensors")
 
     records = analyse(
         model,
@@ -102,11 +100,10 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
         folder=folder / "rows",
         progress=not options.quiet,
     )
-    isolations = {name: records.pop(name) for name in sites}
-    summary = summarised(task, records, isolations)
+    summary = summarised(task, records)
     output.tables(summary.tables)
     prompts = pictures(model, batches, PICTURES, options.gradient_checkpointing)
-    return Page({**prompts, **records, "isolation": isolations}, summary)
+    return Page({**prompts, **records}, summary)
 
 
 def pictures(

@@ -10,7 +10,7 @@ import torch
 
 from ..contexts.compressed import compress
 from ..errors import AnchorlensError, ModelError
-from ..experiments.isolation import isolation_sweep
+from ..experiments.edge_sweep import EdgeSweep
 from ..experiments.sites import first_and_last
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
@@ -141,8 +141,9 @@ def _prompts(model: Any) -> list[PromptBatch]:
 
 
 def _isolation(model: Any, batches: Sequence[PromptBatch]) -> str:
-    records = isolation_sweep(model, batches, first_and_last(model, [1]), draws=1, **QUIET)
-    skipped = list(records.values())[-1].info["skipped_layers"]
+    sweep = EdgeSweep.isolation(first_and_last(model, [1]), draws=1)
+    sites = run(model, batches, [sweep], **QUIET)[sweep.name].info["sites"]
+    skipped = [*sites.values()][-1]["skipped_layers"]
     how = f"runs of the last layer skip {skipped} layers" if isinstance(skipped, int) else skipped
     return f"yes, {how}"
 

@@ -30,10 +30,10 @@ class Summary:
     is_sure: bool
 
 
-def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str, Any]) -> Summary:
-    """The summary of the records of a task, and of its isolations by site."""
-    every = [*records.values(), *isolations.values()]
-    judged = claims({**records, **isolations})
+def summarised(task: str, records: Mapping[str, Record]) -> Summary:
+    """The summary of the records of a task."""
+    every, judged = [*records.values()], claims(records)
+    isolation = records["isolation"]
     verdicts: TextTable = {
         ("", claim.statement): {"this model": str(claim.estimate), "verdict": claim.verdict}
         for claim in judged
@@ -51,10 +51,10 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
     ]
     loyalties: TextTable = {
         ("", f"{words}, {site}"): {
-            f"{kind} loyalty": str(record.estimate(f"{of}{kind}_loyalty"))
+            f"{kind} loyalty": str(isolation.estimate(f"{of}{kind}_loyalty", number))
             for kind in ("label", "word")
         }
-        for site, record in isolations.items()
+        for number, site in enumerate(isolation.axis_names("site") or ())
         for words, of in (("label words", ""), ("random words", "control_"))
     }
     tables = (
@@ -68,7 +68,6 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
             for claim in judged
         ],
         **{name: with_ends(record) for name, record in records.items()},
-        "isolation": {site: with_ends(record) for site, record in isolations.items()},
     }
     is_sure = not unable and all(
         not claim.estimate.low <= claim.limit <= claim.estimate.high for claim in judged
@@ -89,7 +88,7 @@ def with_ends(record: Record) -> Values:
             numbers[name] = {
                 str(entry): values_of(record.estimate(name, k)) for k, entry in enumerate(entries)
             }
-        elif axes == ("draw",):
+        elif axes[0] == "draw":
             numbers[name] = getattr(record, name).tolist()
     return numbers
 

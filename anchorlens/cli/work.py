@@ -16,11 +16,10 @@ import torch
 from pandas import DataFrame
 
 from ..errors import ModelError, PromptError
+from ..experiments import faithfulness as scores
 from ..experiments import removal
 from ..experiments.analysis import DEPTH, depth_of
-from ..experiments.context_comparison import compare_contexts
-from ..experiments.faithfulness import Comparison
-from ..experiments.faithfulness import faithfulness as compare_scores
+from ..experiments.context_comparison import ContextComparison
 from ..models.load import load_model
 from ..models.quiet_libraries import quiet_libraries
 from ..prompts.batch import PromptBatch
@@ -39,6 +38,7 @@ from ..replication.tables import paper_sections, paper_tables, task_name
 from ..report.page import write_report
 from ..results.text_tables import Section
 from ..runs.identity import versions
+from ..runs.run import run as answer
 from ..runs.store import forget_run
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main
@@ -243,10 +243,11 @@ def contexts(options: Contexts) -> None:
     factors = reweighted(loaded, batches, parts, rows)
     compared = {**untrained_contexts(options.draws), "re-weighted": factors, **trained}
     parts.begin(COMPARED, f"{task}, {queries} queries, {len(compared)} contexts: ")
-    folder, progress = rows / "contexts", not options.quiet
-    record = compare_contexts(
-        loaded, batches["queries"], compared, folder=folder, progress=progress
+    asked, progress = ContextComparison(compared), not options.quiet
+    answers = answer(
+        loaded, batches["queries"], [asked], folder=rows / "contexts", progress=progress
     )
+    record = answers[asked.name]
     if is_main():
         record.save(out / task / "contexts.safetensors")
         for name, context in trained.items():
@@ -284,7 +285,7 @@ def faithfulness(options: Faithfulness) -> None:
         name, queries, draws = _drawn(chosen[0], options, 60)
         prompts = partial(_prompts, chosen, {name: draws}, options.batch_size)
     segments = options.shots * len(chosen[0].task.labels) if chosen else len(documents)
-    Comparison(segments, options.subsets, options.top, seed=0).check()
+    scores.Comparison(segments, options.subsets, options.top, seed=0).check()
     make_folders(out, [name])
     loaded, batches = _loaded(options, prompts)
     options, chosen = _settled("faithfulness", options, chosen, loaded, queries)
@@ -298,10 +299,9 @@ def faithfulness(options: Faithfulness) -> None:
     if options.fresh:
         forget_run(rows)
     remove = removal.text if options.remove_text else removal.edges
-    progress = not options.quiet
-    record = compare_scores(
-        loaded, batches[name], **compared, remove=remove, folder=rows, progress=progress
-    )
+    asked = scores.Faithfulness(**compared, remove=remove)
+    answers = answer(loaded, batches[name], [asked], folder=rows, progress=not options.quiet)
+    record = answers[asked.name]
     if is_main():
         record.save(out / name / "faithfulness.safetensors")
     output.tables([_section(f"{name}, what scores are worth", record)])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import ModelError, PromptError
 from ..hooks import Site, hooks_on_edges
+from ..metrics.question import HooksOfBatch, no_hooks
 from ..models.hooked import Hook, HookedModel, check_fits, device_of, hooks_by_layer, scores_name
 from ..models.kv_cache import KeyValues, layers_of_entries
 from ..models.load import ensure_prepared
@@ -28,7 +29,6 @@ from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_us
 from ..models.rotary import refuse_another_rotation
 from ..passes.comparison import TOLERANCE, difference_of, reason_of, tolerance
 from ..passes.forward import run_pass, run_prefix
-from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch, on_both, only_set
 from ..prompts.edge_set import Edges, EdgeSet

@@ -10,6 +10,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +19,16 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ..errors import MetricError
+from ..metrics.question import Further, HooksOfBatch
 from ..metrics.segment_flows import SegmentFlows
 from ..models.hooked import Hook, HookedModel, check_fits, device_of, dtype_of
 from ..passes.forward import unedited
 from ..passes.losses import before_segment
-from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.random_edges import draw_generator
-from ..runs.runner import Runner
-from ..runs.study import Study, require_batches
+from ..runs.passes import Passes
+from ..runs.study import require_batches
 from ..system.arguments import called
 from ..system.devices import in_float64
 from ..system.processes import is_main
@@ -56,9 +57,6 @@ class Ablation:
     segments: SegmentFlows  # which knows names and positions
     answer: str | None  # the segment of a written answer; None for the predicted label word
     remove: Removal
-    # The functions of hooks by the segments that they keep: what shared tokens give with hooks is
-    # stored under the identity of their function.
-    _hooks: dict[tuple[bool, ...], HooksOfBatch] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -82,16 +80,14 @@ class Ablation:
             segments = [name for name in batches[0].segment_names if name != answer]
         return cls(SegmentFlows(segments, name="segments"), answer, remove)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What distinguishes it from others, for a study."""
-        names = self.segments.segments_by_name()
-        return {"segments": names, "answer": self.answer, "remove": name_of(self.remove)}
+    def names_of(self, batches: Sequence[PromptBatch]) -> tuple[str, ...]:
+        """The names of the segments."""
+        return self.segments.names_of(batches[0])
 
-    def check(self, study: Study) -> None:
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch]) -> None:
         """Raise an error if answer, segments or removal do not fit the prompts; no model runs."""
-        for given in study.batches:
-            batch = given.to(device_of(study.model))
+        for given in batches:
+            batch = given.to(device_of(model))
             if self.answer is None and not batch.has_label_words:
                 raise MetricError(
                     "these prompts have no label words, so that the answer must be a segment; "
@@ -119,18 +115,17 @@ class Ablation:
                     "need tokens in each prompt, all before the answer (segments=)"
                 )
             for removed in (removable[:, 0], removable.any(1)):
-                changed, hooks = self.changed(study.model, batch, removed)
+                changed, hooks = self.changed(model, batch, removed)
                 if changed is batch and not hooks:
                     raise MetricError(
                         f"remove={name_of(self.remove)} removes nothing: it returned the given "
                         "batch and no hooks; return hooks, or a batch without these tokens"
                     )
 
-    def plan(self, study: Study) -> Runner:
-        """How the passes run, tried with the first segment removed; ``check`` comes before it."""
-        count = len(self.segments.names_of(study.batches[0]))
-        first_removed = self.stored_hooks(study.model, torch.arange(count, device="cpu") > 0)
-        return study.plan(interventions=[first_removed], loss=None)
+    def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
+        """Passes such as the one with the first segment removed; ``check`` comes before it."""
+        kept = torch.arange(len(self.names_of(batches)), device="cpu") > 0
+        return Further(hooks=[partial(self.hooks_of, model, kept)])
 
     def predicting(self, batch: PromptBatch) -> edges.Positions:
         """The positions at which the tokens of the answer are predicted."""
@@ -147,14 +142,12 @@ class Ablation:
         left_out = ~kept.to(batch.tokens.device)
         return (self.removable(batch) & left_out[..., None]).any(1)
 
-    def stored_hooks(self, model: HookedModel, kept: Bool[Tensor, " segment"]) -> HooksOfBatch:
-        """The hooks of a removal from every prompt, as one function each time."""
-
-        def hooks_of(batch: PromptBatch) -> Sequence[Hook]:
-            changed, hooks = self.changed(model, batch, self.removed(batch, kept[None]))
-            return hooks if changed is batch else ()
-
-        return self._hooks.setdefault(tuple(kept.tolist()), hooks_of)
+    def hooks_of(
+        self, model: HookedModel, kept: Bool[Tensor, " segment"], batch: PromptBatch
+    ) -> Sequence[Hook]:
+        """The hooks of a removal from every prompt."""
+        changed, hooks = self.changed(model, batch, self.removed(batch, kept[None]))
+        return hooks if changed is batch else ()
 
     def changed(
         self, model: HookedModel, batch: PromptBatch, removed: edges.Positions
@@ -197,7 +190,7 @@ class Answers:
     """The answer of each prompt of a batch, and how likely it is with some segments only."""
 
     ablation: Ablation
-    plan: Runner
+    passes: Passes
     batch: PromptBatch
     tokens: Sequence[Sequence[int]]  # of the answer, by prompt
     is_given: Bool[Tensor, " batch"]  # whether the model gives this answer
@@ -206,9 +199,12 @@ class Answers:
     _known: dict[bytes, Outcome] = field(default_factory=dict)  # by what is kept of each prompt
 
     @classmethod
-    def of(cls, ablation: Ablation, plan: Runner, batch: PromptBatch) -> "Answers":
+    def of(cls, ablation: Ablation, passes: Passes, batch: PromptBatch) -> "Answers":
         """The clean run of a batch."""
-        rows = _logits(ablation, plan, batch, no_hooks)
+        if ablation.answer is None:
+            rows = list(passes.clean(batch)[:, None])
+        else:
+            rows = passes.logits_at(batch, ablation.predicting(batch))
         if ablation.answer is None:
             tokens = predicted_words(batch, torch.cat(rows))
             is_given = torch.ones(len(batch), dtype=torch.bool, device="cpu")
@@ -220,19 +216,24 @@ class Answers:
         clean = _outcome(rows, tokens, is_given)
         # Each token's log-odds are off by as much as the logits are.
         sizes = [float(logits.abs().max()) * len(logits) for logits in rows]
-        rounding = rounding_of(dtype_of(plan.model)) * torch.tensor(sizes, device="cpu").double()
-        return cls(ablation, plan, batch, tokens, is_given, clean, rounding)
+        rounding = rounding_of(dtype_of(passes.model)) * torch.tensor(sizes, device="cpu").double()
+        return cls(ablation, passes, batch, tokens, is_given, clean, rounding)
 
     def of_kept(self, kept: Bool[Tensor, "batch segment"]) -> Outcome:
         """How likely the answers are with the kept segments only; all of them are the clean run."""
         if kept.all() or not self.is_given.any():
             return self.clean
-        ablation, batch, model = self.ablation, self.batch, self.plan.model
-        changed, hooks = ablation.changed(model, batch, ablation.removed(batch, kept))
-        hooks_of_batch: HooksOfBatch = lambda _: hooks  # noqa: E731
+        ablation, batch, passes = self.ablation, self.batch, self.passes
+        changed, hooks = ablation.changed(passes.model, batch, ablation.removed(batch, kept))
+        acting: HooksOfBatch = lambda _: hooks  # noqa: E731
+        key = None
         if changed is batch and (kept == kept[0]).all():
-            hooks_of_batch = ablation.stored_hooks(model, kept[0])
-        rows = _logits(ablation, self.plan, changed, hooks_of_batch, changed is batch)
+            acting = partial(ablation.hooks_of, passes.model, kept[0])
+            key = tuple(kept[0].tolist())
+        if ablation.answer is None and changed is batch:
+            rows = list(passes.logits(batch, acting, key)[:, None])
+        else:  # whole prompts, also where they are new ones
+            rows = passes.logits_at(changed, ablation.predicting(changed), acting)
         return _outcome(rows, self.tokens, self.is_given)
 
     def of_subsets(self, subsets: Bool[Tensor, "batch subset segment"]) -> Outcome:
@@ -247,7 +248,7 @@ class Answers:
         return Outcome(log_odds, log_prob)
 
     @property
-    def passes(self) -> int:
+    def count(self) -> int:
         """How many passes there were: the clean one, and one for each removal."""
         return 1 + sum(0 in kept for kept in self._known)
 
@@ -310,19 +311,6 @@ def _outcome(
         sums.append(torch.stack([odds.sum(), logsigmoid(odds).sum()]))
     values = torch.stack(sums).cpu().masked_fill(~is_given[:, None], torch.nan)
     return Outcome(*values.unbind(1))
-
-
-def _logits(
-    ablation: Ablation,
-    plan: Runner,
-    batch: PromptBatch,
-    hooks: HooksOfBatch,
-    is_of_plan: bool = True,
-) -> list[Float[Tensor, "token vocab"]]:
-    """The logits that predict the answer of each prompt; whole prompts run if they are new ones."""
-    if ablation.answer is None and is_of_plan:
-        return list(plan.logits(batch, hooks)[:, None])
-    return plan.logits_at(batch, ablation.predicting(batch), hooks)
 
 
 def predicted_words(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> list[list[int]]:

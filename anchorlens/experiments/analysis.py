@@ -26,7 +26,7 @@ from ..runs.study import checked_batches
 from ..system.arguments import checked
 from ..system.processes import fails_together, is_main
 from ..system.warn import warn_user
-from .isolation import isolation_sweep
+from .edge_sweep import EdgeSweep
 from .random_weights import with_random_models
 from .sites import first_and_last
 
@@ -71,9 +71,9 @@ def analyse(
 
     Returns:
         The records of ``SaliencyFlows``, ``AttentionAUCROC`` and ``AnchorDistances`` by their
-        names, of ``Accuracy`` where there are no distances, and of isolation by site: "first 5
-        layers", "last 5 layers", and where prompts begin with a BOS "first 5 layers, BOS edge
-        kept". ``claims`` and ``write_report`` take them.
+        names, of ``Accuracy`` where there are no distances, and under ``isolation`` that of the
+        sites "first 5 layers", "last 5 layers", and where prompts begin with a BOS "first 5 layers,
+        BOS edge kept". ``claims`` and ``write_report`` take them.
 
     Raises:
         HookError: The model has fewer layers than ``depth``.
@@ -82,8 +82,8 @@ def analyse(
 
     Examples:
         >>> results = al.analyse(model, batches, depth=2, draws=2, progress=False)
-        >>> len(results), "saliency_flows" in results, "first 2 layers" in results
-        (5, True, True)
+        >>> list(results)
+        ['saliency_flows', 'attention_aucroc', 'anchor_distances', 'isolation']
     """
     batches = checked_batches(model, batches)
     sites = both_ends(model, batches, depth)
@@ -100,10 +100,11 @@ def analyse(
     )
     for name, record in results.items():
         keep(name, record)
-    isolations = isolation_sweep(model, batches, sites, draws=draws, folder=folders[1], **options)
-    for name, record in isolations.items():
+    sweep = EdgeSweep.isolation(sites, draws=draws)
+    isolation = run(model, batches, [sweep], folder=folders[1], **options)
+    for name, record in isolation.items():
         keep(name, record)
-    return Results({**results, **isolations})
+    return Results({**results, **isolation})
 
 
 def depth_of(wanted: int | None, layers: int) -> int:

@@ -2,10 +2,9 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from math import nan
-from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
@@ -31,6 +30,7 @@ from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
 from ..metrics.loyalties import loyalty_contributions, next_tokens
 from ..metrics.predictions import predicted_class, require_gold
+from ..metrics.question import Question
 from ..models.hooked import HookedModel, device_of, hooks_by_layer, pattern_name
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, only_set
@@ -48,7 +48,7 @@ from ..results.kinds import (
 )
 from ..results.record import Record
 from ..results.text_frame import TextFrame
-from ..runs.study import Study
+from ..runs.passes import Passes
 from ..system.arguments import check_not_endless, checked
 from ..system.processes import gather_from_processes
 from ..system.texts import name_of
@@ -220,20 +220,8 @@ class ContextsRecord(Record):
 
 
 @checked
-def compare_contexts(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    contexts: Mapping[str, Context | MakeContext],
-    *,
-    draws: int = 0,
-    seed: int = 0,
-    control: Callable[[int], Selection] = random_and_format,
-    positions: Placement = as_in_prompt,
-    repeats: int = 5,
-    resamples: int = 200,
-    folder: str | Path | None = None,
-    progress: bool = True,
-) -> ContextsRecord:
+@dataclass(frozen=True)
+class ContextComparison(Question):
     r"""Answer the same queries after several contexts, and compare what these give and cost.
 
     Each context answers in place of the demonstrations of the prompts. Accuracy is compared with
@@ -269,8 +257,6 @@ def compare_contexts(
         The comparison is ours. Compressed contexts are section 3.2, re-weighted ones section 3.1.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        batches: Prompts from ``build_prompts`` with their true labels, not used in training.
         contexts: What stands before the queries, by name: a context, or a function of the model and
             a batch to one, such as ``al.compress``. A function is called once for each set of
             demonstrations. Accuracies are compared with that of the first.
@@ -281,14 +267,11 @@ def compare_contexts(
         positions: Positions of the tokens of a control; see ``compress``.
         repeats: Number of timed passes of each context, after one that is not timed; 0 for no
             times.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed; the same call after an interruption continues
-            from there. Times are measured again.
-        progress: Show a progress bar.
+        name: Key of the result.
 
-    Returns:
-        Accuracy, gains, loyalties, KL, bytes, times and stolen attention of each context; with
-        draws also the numbers of each control, the best control, and the gaps to their mean.
+    The record has accuracy, gains, loyalties, KL, bytes, times and stolen attention of each
+    context; with draws also the numbers of each control, the best control, and the gaps to their
+    mean. Times are measured again by each call.
 
     Raises:
         PromptError: There are no contexts, a name is no text, a value is neither a context nor a
@@ -300,75 +283,106 @@ def compare_contexts(
 
     Examples:
         >>> contexts = {"none": al.contexts.NoContext(), "anchors only": al.compress}
-        >>> record = al.compare_contexts(model, batches, contexts, progress=False)
-        >>> record.table().index.to_list()
+        >>> results = al.run(model, batches, [al.ContextComparison(contexts)], progress=False)
+        >>> results["contexts"].table().index.to_list()
         ['none', 'anchors only']
-        >>> bool(record.bytes_stored[1] > 0)
+        >>> bool(results["contexts"].bytes_stored[1] > 0)
         True
 
         How much of the demonstrations' answers stays, beside as many random words (Table 2).
 
-        >>> record = al.compare_contexts(
-        ...     model, batches, {"anchors only": al.compress}, draws=3, progress=False)
+        >>> asked = al.ContextComparison({"anchors only": al.compress}, draws=3)
+        >>> record = al.run(model, batches, [asked], progress=False)["contexts"]
         >>> record.random_label_loyalty.shape, record.label_gap.shape
         (torch.Size([3]), torch.Size([1]))
     """
-    _check_contexts(contexts)
-    for name, count in (("draws", draws), ("repeats", repeats)):
-        if count < 0:
-            raise MetricError(f"{name} must be a whole number from 0; got {count}")
-    check_not_endless(MetricError, draws=draws, repeats=repeats)
-    controls = [control(number) for number in range(seed, seed + draws)]
-    settings: dict[str, Any] = {"experiment": "contexts", "contexts": list(contexts)}
-    settings |= {f"context {name}": context for name, context in contexts.items()}
-    settings |= {"controls": controls, "positions": positions} if draws else {}
-    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
-    with study.entered():
-        digests = set(query_digests(study.batches))
-        _check_prompts(model, study.batches, contexts, digests)
-        for batch in study.batches if draws else ():
+
+    contexts: Mapping[str, Context | MakeContext]
+    _: KW_ONLY
+    draws: int = 0
+    seed: int = 0
+    control: Callable[[int], Selection] = random_and_format
+    positions: Placement = as_in_prompt
+    repeats: int = 5
+    name: str = "contexts"
+    record: ClassVar = ContextsRecord
+
+    def __post_init__(self) -> None:
+        _check_contexts(self.contexts)
+        counts = {"draws": self.draws, "repeats": self.repeats}
+        for name, count in counts.items():
+            if count < 0:
+                raise MetricError(f"{name} must be a whole number from 0; got {count}")
+        check_not_endless(MetricError, **counts)
+
+    def of_run(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Question:
+        """With the contexts of each set of demonstrations, made when they are needed."""
+        digests = set(query_digests(batches))
+        _check_prompts(model, batches, self.contexts, digests)
+        controls = [self.control(number) for number in range(self.seed, self.seed + self.draws)]
+        for batch in batches if controls else ():
             checked_selections(controls, batch)
-        plan = study.plan()
-        stored = _Stored()
+        return _Asked(self, controls, digests)
 
-        def contexts_for(batch: PromptBatch) -> tuple[list[Context], Sequence[Context]]:
-            """The contexts, and the random controls, of the demonstrations of a batch."""
-            name = only_set(batch)
-            if name not in stored.of_set:
-                stored.of_set.clear()  # memory holds the contexts of a single set
-                made = [_made(model, batch, *named, digests) for named in contexts.items()]
-                options: dict[str, Any] = {"positions": positions}
-                drawn = compressed_contexts(model, batch, controls, **options) if draws else []
-                stored.of_set[name] = made, drawn
-            return stored.of_set[name]
+    def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
+        """As it is asked of the model and the prompts of the run."""
+        return self.of_run(passes.model, passes.batches).of_batch(passes, batch)
 
-        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            return _contributions(model, batch, plan.logits(batch), *contexts_for(batch))
 
-        contributions = study.collect(contributions_of)
-        seconds = torch.full((1 + len(contexts),), torch.nan, dtype=torch.double, device="cpu")
-        info: dict[str, Any] = {"contexts": list(contexts)}
-        if repeats:
-            by_length = sorted(study.batches, key=lambda batch: batch.tokens.shape[1])
+@dataclass(frozen=True, eq=False)
+class _Asked(Question):
+    """The question as it is asked of a model and its prompts."""
+
+    given: ContextComparison
+    controls: Sequence[Selection]
+    digests: set[int]  # of the queries
+    # Contexts and random controls of a set of demonstrations; memory holds those of a single set.
+    stored: dict[int | None, tuple[list[Context], Sequence[Context]]] = field(default_factory=dict)
+    record: ClassVar = ContextsRecord
+
+    @property
+    def name(self) -> str:
+        return self.given.name
+
+    def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
+        contexts, drawn = self.contexts_for(passes.model, batch)
+        return _contributions(passes.model, batch, passes.clean(batch), contexts, drawn)
+
+    def contexts_for(
+        self, model: HookedModel, batch: PromptBatch
+    ) -> tuple[list[Context], Sequence[Context]]:
+        """The contexts, and the random controls, of the demonstrations of a batch."""
+        set_id, given = only_set(batch), self.given
+        if set_id not in self.stored:
+            self.stored.clear()
+            made = [_made(model, batch, *each, self.digests) for each in given.contexts.items()]
+            drawn: Sequence[Context] = []
+            if self.controls:
+                drawn = compressed_contexts(model, batch, self.controls, positions=given.positions)
+            self.stored[set_id] = made, drawn
+        return self.stored[set_id]
+
+    def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        given, model = self.given, passes.model
+        seconds = torch.full((1 + len(given.contexts),), nan, dtype=torch.double, device="cpu")
+        info: dict[str, Any] = {"contexts": list(given.contexts)}
+        if given.repeats:
+            by_length = sorted(passes.batches, key=lambda batch: batch.tokens.shape[1])
             timed = by_length[len(by_length) // 2].to(device_of(model))
-            passes = [context.query_pass(model, timed) for context in contexts_for(timed)[0]]
-            passes.insert(0, QueryPass(timed, None))  # the whole prompts
-            seconds = gather_from_processes("times", _seconds_a_query(model, passes, repeats))[0]
-            info |= {"timed_batch": len(timed), "repeats": repeats}
-        if draws:
-            info |= {"control": name_of(control), "positions": name_of(positions), "seed": seed}
-        info["shared_prefix"] = plan.status
-        result = partial(ContextsRecord.of, seconds=seconds[1:], whole_seconds=seconds[0])
-        return study.record(result, contributions, info)
+            contexts, _ = self.contexts_for(model, timed)
+            runs = [context.query_pass(model, timed) for context in contexts]
+            runs.insert(0, QueryPass(timed, None))  # the whole prompts
+            measured = _seconds_a_query(model, runs, given.repeats)
+            seconds = gather_from_processes("times", measured)[0]
+            info |= {"timed_batch": len(timed), "repeats": given.repeats}
+        if self.controls:
+            info |= {"control": name_of(given.control), "positions": name_of(given.positions)}
+            info |= {"seed": given.seed}
+        return {"info": info, "seconds": seconds[1:], "whole_seconds": seconds[0]}
 
-
-@dataclass
-class _Stored:
-    """Contexts and random controls by set of demonstrations, which decide no number."""
-
-    of_set: dict[int | None, tuple[list[Context], Sequence[Context]]] = field(
-        default_factory=dict, compare=False
-    )
+    def result(self, contributions: Contributions, **seconds: Tensor) -> ContextsRecord:
+        """The numbers of the contexts, beside their times."""
+        return ContextsRecord.of(contributions, **seconds)
 
 
 def _check_contexts(contexts: Mapping[str, Context | MakeContext]) -> None:

@@ -1,9 +1,16 @@
-"""Loyalty with edges cut, and with as many random edges cut, at many sites."""
+"""Loyalty with edges cut, and with as many random edges cut, at many sites.
+
+1. The clean run gives the likeliest tokens of each prompt.
+2. At each site one pass runs with the edges cut, and one for each draw of random edges. It begins
+   in the first layer of the site.
+3. Loyalty is how much of the likeliest tokens stays.
+
+To isolate label words is to cut the edges by which they collect (section 2.2 of the paper).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
@@ -11,26 +18,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import HookError, MetricError
+from ..errors import HookError
 from ..hooks import Site, hooks_on_edges
-from ..metrics.loyalties import NextTokens, loyalty_contributions, next_tokens
-from ..metrics.metric import Metric
+from ..metrics.loyalties import loyalty_contributions, next_tokens
+from ..metrics.question import Further, Question
 from ..models.batch_hooks import EdgeHook
 from ..models.hooked import Hook, HookedModel
-from ..models.load import ensure_prepared
-from ..passes.late_start import Start, stored_starts
-from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet, EdgesOfBatch, check_edges
 from ..results import figures
+from ..results.figure_parts import with_ends
 from ..results.kinds import difference, mean, of_prompts, over_draws, share
 from ..results.record import Record
-from ..results.results import Results
-from ..runs.runner import Runner
-from ..runs.study import Study
+from ..runs.passes import Passes
 from ..system.arguments import check_not_endless, checked
-from ..system.processes import fails_together
 from ..system.texts import name_of
 
 RandomEdges = Callable[[PromptBatch, edge_sets.Edges, int], edge_sets.Edges]
@@ -72,8 +74,11 @@ _KINDS = ("label", "word")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CutEdgesRecord(Record):
-    """Loyalty with edges cut, and with as many random edges cut.
+class EdgeSweepRecord(Record):
+    """Loyalty with edges cut at each site, and with as many random edges cut.
+
+    ``info["sites"]`` has of each site by name the layers, the heads (None: all), whether edges to
+    BOS stay, whether rows are renormalized, and how many layers its passes skipped or why none.
 
     Attributes:
         label_loyalty: Share of prompts whose predicted label is unchanged, from 0 to 1; high means
@@ -96,24 +101,24 @@ class CutEdgesRecord(Record):
         random_word_overlap: word_overlap under each random draw.
     """
 
-    label_loyalty: Float[Tensor, ""] = share("label_kept")
-    word_loyalty: Float[Tensor, ""] = mean("word_overlap", 0, 1)
-    kl: Float[Tensor, ""] = mean("kl", 0, unit="nats")
-    random_label_loyalty: Float[Tensor, " draw"] = share("random_label_kept")
-    random_word_loyalty: Float[Tensor, " draw"] = mean("random_word_overlap", 0, 1)
-    random_kl: Float[Tensor, " draw"] = mean("random_kl", 0, unit="nats")
-    control_label_loyalty: Float[Tensor, ""] = share(over_draws("random_label_kept"))
-    control_word_loyalty: Float[Tensor, ""] = mean(over_draws("random_word_overlap"), 0, 1)
-    label_gap: Float[Tensor, ""] = difference(
+    label_loyalty: Float[Tensor, " site"] = share("label_kept")
+    word_loyalty: Float[Tensor, " site"] = mean("word_overlap", 0, 1)
+    kl: Float[Tensor, " site"] = mean("kl", 0, unit="nats")
+    random_label_loyalty: Float[Tensor, "draw site"] = share("random_label_kept")
+    random_word_loyalty: Float[Tensor, "draw site"] = mean("random_word_overlap", 0, 1)
+    random_kl: Float[Tensor, "draw site"] = mean("random_kl", 0, unit="nats")
+    control_label_loyalty: Float[Tensor, " site"] = share(over_draws("random_label_kept"))
+    control_word_loyalty: Float[Tensor, " site"] = mean(over_draws("random_word_overlap"), 0, 1)
+    label_gap: Float[Tensor, " site"] = difference(
         over_draws("random_label_kept"), "label_kept", by_set=True
     )
-    word_gap: Float[Tensor, ""] = mean(
+    word_gap: Float[Tensor, " site"] = mean(
         over_draws("random_word_overlap"), -1, 1, minus="word_overlap"
     )
-    label_kept: Float[Tensor, " prompt"] = of_prompts("label_kept")
-    word_overlap: Float[Tensor, " prompt"] = of_prompts("word_overlap")
-    random_label_kept: Float[Tensor, "prompt draw"] = of_prompts("random_label_kept")
-    random_word_overlap: Float[Tensor, "prompt draw"] = of_prompts("random_word_overlap")
+    label_kept: Float[Tensor, "prompt site"] = of_prompts("label_kept")
+    word_overlap: Float[Tensor, "prompt site"] = of_prompts("word_overlap")
+    random_label_kept: Float[Tensor, "prompt draw site"] = of_prompts("random_label_kept")
+    random_word_overlap: Float[Tensor, "prompt draw site"] = of_prompts("random_word_overlap")
 
     caption: ClassVar[str] = (
         "Positions cannot read others along the edges that are cut, and isolated words cannot "
@@ -123,83 +128,48 @@ class CutEdgesRecord(Record):
         "draws. In the paper label words isolated in the first layers matter most. "
         f"{KEEP_BOS}"
     )
+    names_in_info: ClassVar[Mapping[str, str]] = {"site": "sites"}
 
     @property
     def is_isolation(self) -> bool:
         """Whether all edges by which label words collect were cut, or random words' as control."""
         return bool(self.info.get("isolation"))
 
-    def shared_heading(self) -> str:
-        """All isolations of a task are drawn in one figure, and so are all cuts of other edges."""
-        return "isolation" if self.is_isolation else "cut edges"
-
-    @classmethod
-    @checked
-    def plot_together(cls, records: Mapping[str, Record]) -> go.Figure:
-        """Several cuts side by side; see ``SweepResults.plot``."""
-        return SweepResults(records).plot()
-
-    def plot(self) -> go.Figure:
-        """Loyalty of the cut and of the random draws."""
-        return SweepResults({"cut": self}).plot()
-
-
-class SweepResults(Results):
-    """The records of ``isolation_sweep`` or ``edge_sweep`` by name, a dict."""
-
     def plot(self) -> go.Figure:
         """Loyalties at all sites side by side, each with its control (the paper's Figure 4).
 
-        Brackets are 95 % intervals and small dots single draws. Records of metrics, which a sweep
-        also returns, are left out.
-
-        Raises:
-            MetricError: There is no record of a cut.
+        Brackets are 95 % intervals and small dots single draws.
         """
-        cuts = {name: each for name, each in self.items() if isinstance(each, CutEdgesRecord)}
-        if not cuts:
-            raise MetricError(
-                "there is no CutEdgesRecord to plot, as isolation_sweep and edge_sweep give; got "
-                f"{sorted({type(record).__name__ for record in self.values()}) or 'none'}"
-            )
-        numbers = [[_points(record, kind) for record in cuts.values()] for kind in _KINDS]
-        low, values, high = torch.stack([torch.stack(of_kind) for of_kind in numbers]).unbind(-1)
-        draws = [
-            [getattr(each, f"random_{kind}_loyalty") for each in cuts.values()] for kind in _KINDS
+        of_kinds = [
+            with_ends(self, f"{kind}_loyalty", f"control_{kind}_loyalty", shaped=torch.t)
+            for kind in _KINDS
         ]
-        most = max(len(drawn) for of_kind in draws for drawn in of_kind)
-        isolated = all(record.is_isolation for record in cuts.values())
+        values = torch.stack([each["values"] for each in of_kinds])
+        none = torch.full_like(values, torch.nan)
+        low, high = (
+            none if of_kinds[0][end] is None else torch.stack([each[end] for each in of_kinds])
+            for end in ("low", "high")
+        )
+        draws = [getattr(self, f"random_{kind}_loyalty").T for kind in _KINDS]
+        isolated = self.is_isolation
         what, control = ("label words", "words") if isolated else ("edges", "edges")
         done = "isolated" if isolated else "cut"
         return figures.points(
             values,
             low,
             high,
-            torch.stack([torch.stack([_padded(each, most) for each in of]) for of in draws]),
+            torch.stack(draws),
             ["label loyalty", "word loyalty"],
-            list(cuts),
+            self.axis_names("site") or (),
             (f"{what} {done}", f"random {control} {done}, mean"),
             title=f"What stays as it was when {control} are {done}",
         )
 
 
-@fails_together()
 @checked
-def edge_sweep(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    edges: EdgesOfBatch,
-    sites: Mapping[str, Site],
-    *,
-    control: RandomEdges = edge_sets.random_keys,
-    metrics: Sequence[Metric] = (),
-    draws: int = 10,
-    seed: int = 0,
-    resamples: int = 200,
-    folder: str | Path | None = None,
-    progress: bool = True,
-) -> SweepResults:
-    r"""Cut edges at many sites, with random controls; all share the same clean run.
+@dataclass(frozen=True)
+class EdgeSweep(Question):
+    r"""Cut edges at many sites, with random controls: what stays of the clean run?
 
     With E the edges of a prompt, and E_1, E_2, ... as many random edges for each of D draws,
 
@@ -207,7 +177,7 @@ def edge_sweep(
     \text{gap} = \frac{1}{D} \sum\limits_{d=1}^{D} \text{loyalty}(E_d) - \text{loyalty}(E) ,
     $$
 
-    as a mean over prompts. ``isolation_sweep`` is this experiment for the edges by which label
+    as a mean over prompts. ``EdgeSweep.isolation`` is this experiment for the edges by which label
     words collect.
 
     Range:
@@ -228,14 +198,11 @@ def edge_sweep(
         does In-context Learning Happen in Large Language Models?* (NeurIPS 2024), here with a
         random control.
 
-    If a site does not include the first layers, its runs skip them and start from their output in
-    the clean run, where that gives the same logits. ``info["skipped_layers"]`` of each record is
-    the number of skipped layers, or the reason why none is. Memory holds the keys and values of the
-    demonstrations for every site and draw.
+    Passes of a site that does not include the first layers begin with the output of the layers
+    before it in the clean run, where that gives the same logits. Memory holds the keys and values
+    of the demonstrations for every site and draw.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        batches: Prompts from ``build_prompts``.
         edges: Function of a batch to the edges to cut, as those of ``al.edges``.
         sites: Where to cut, by name: from functions of ``al.sites``, or written by hand.
         control: Function (batch, edges, seed) to as many random edges, the same in all layers:
@@ -243,16 +210,9 @@ def edge_sweep(
             any other edges of the prompt, for sets that leave their queries too few other keys.
             Neither draws edges of the set or edges to the first token. A draw depends on the seed,
             the demonstrations and the edges alone.
-        metrics: Metrics as in ``run`` that observe the clean run; none may need a gradient.
         draws: Number of random controls. Use about 10: their loyalties vary widely.
         seed: Number of the first draw.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed, as in ``run``.
-        progress: Show a progress bar.
-
-    Returns:
-        A ``CutEdgesRecord`` for each site, and the record of each metric under its name, in a dict
-        whose ``plot()`` draws all sites.
+        name: Key of the result.
 
     Raises:
         HookError: A layer or head does not exist, there is no site, no prompt has an edge to cut,
@@ -262,19 +222,16 @@ def edge_sweep(
             tokens of the prompts.
         ModelError: The attention hooks do not act, or value biases are folded and a site
             acts after the softmax.
-        MetricError: A metric needs a gradient, or the prompts do not fit it.
-        RunError: A metric has no result for these contributions; its ``results`` has all other
-            records.
-        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
         The target reads the token before each label word in windows of two layers.
 
         >>> read = lambda batch: al.edges.between(
         ...     al.edges.target(batch), al.edges.forerunners(batch))
-        >>> windows = al.sites.windows(model, 2)
-        >>> records = al.edge_sweep(model, batches, read, windows, draws=2, progress=False)
-        >>> bool(0 <= records["layers 0 to 1"].word_loyalty <= 1)
+        >>> sweep = al.EdgeSweep(read, al.sites.windows(model, 2), draws=2)
+        >>> record = al.run(model, batches, [sweep], progress=False)["edge_sweep"]
+        >>> site = record.axis_names("site").index("layers 0 to 1")
+        >>> bool(0 <= record.word_loyalty[site] <= 1)
         True
 
         The query reads no demonstration from layer j on.
@@ -283,93 +240,187 @@ def edge_sweep(
         ...     al.edges.query(batch), al.edges.demonstrations(batch))
         >>> n = model.cfg.n_layers
         >>> sites = {f"from layer {j}": al.Site(range(j, n)) for j in range(n)}
-        >>> records = al.edge_sweep(model, batches, context, sites, draws=1, progress=False,
-        ...     control=al.edges.random_edges)
-        >>> figure = records.plot()
+        >>> sweep = al.EdgeSweep(context, sites, draws=1, control=al.edges.random_edges)
+        >>> figure = al.run(model, batches, [sweep], progress=False)["edge_sweep"].plot()
     """
-    for name, function in (("edges", edges), ("control", control)):
-        if not callable(function):
-            example = "al.edges.pq" if name == "edges" else "al.edges.random_keys"
-            raise HookError(
-                f"{name} is a function of the batch, such as {name}={example}; got a "
-                f"{type(function).__name__}"
-            )
 
-    if not sites:
-        raise HookError("there is no site to cut in; give {name: al.Site(layers)}")
-    if draws < 1:
-        raise HookError(f"the random control needs at least one draw; got {draws!r}")
-    check_not_endless(HookError, draws=draws)
-    names = [getattr(metric, "name", None) for metric in metrics]
-    if both := [name for name in sites if name in names]:
-        raise HookError(f"a site and a metric have one name: {', '.join(both)}; rename the site")
-    ensure_prepared(model)  # before its layers and heads are counted
-    seeds = range(seed, seed + draws)
-    cuts = [_Cut(model, site, edges, control) for site in sites.values()]
-    options = {"edges": name_of(edges), "control": name_of(control)}
-    acts_in = "; ".join(str(each.acts_in()) for each in cuts)
-    isolation = (edges, control) in ISOLATIONS
-    settings: dict[str, Any] = {"experiment": "isolation" if isolation else "cut edges"}
-    settings |= {"cut": f"{draws} draws from {seed}, {options}, in {acts_in}", "metrics": metrics}
-    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
-    with study.entered():
-        for each in cuts:  # raises errors before the model runs
-            acts = [act for batch in study.batches for _, act in each.cut(batch)[:1]]
+    edges: EdgesOfBatch
+    sites: Mapping[str, Site]
+    _: KW_ONLY
+    control: RandomEdges = edge_sets.random_keys
+    draws: int = 10
+    seed: int = 0
+    name: str = "edge_sweep"
+    record: ClassVar = EdgeSweepRecord
+
+    @classmethod
+    @checked
+    def isolation(
+        cls,
+        sites: Mapping[str, Site],
+        *,
+        whole_words: bool = False,
+        draws: int = 10,
+        seed: int = 0,
+        name: str = "isolation",
+    ) -> "EdgeSweep":
+        r"""Isolate label words at many sites, and as many random words (section 2.2, Figure 4).
+
+        To isolate a label word is to cut its edges (p, i), i < p, in the heads of some layers: then
+        it collects nothing there. With s the scores before the softmax,
+
+        $$
+        s_{h\ell}(p, i) \mapsto -\infty \quad \text{(before the softmax)}
+        \qquad \text{or} \qquad
+        A_{h\ell}(p, i) \mapsto 0 \quad \text{(after it)}, \qquad i < p .
+        $$
+
+        Before the softmax (``renormalize=True``, the default and what the published code does) the
+        rest of the row still sums to 1: an isolated token attends only to itself, and to an
+        attention sink if the model has one. After it (the paper's equation) the row sums to less
+        than 1.
+
+        The control isolates as many other positions of the demonstrations: no label words,
+        instructions, BOS or first token; with ``whole_words=True`` as many as the label words have
+        tokens. A draw depends only on the seed and the tokens of the demonstrations, so it is the
+        same in all layers, batches and processes.
+
+        Range:
+            Loyalties 0 to 1; ``label_gap`` and ``word_gap``, the mean loyalty of the control
+            minus that of the label words, -1 to 1.
+
+        How to read:
+            A low loyalty means that the model needs what was cut. A gap above 0 means that
+            it needs the label words in particular. The paper expects a low loyalty if the first
+            layers are cut, and one near 1 if the last are cut, because by then label words have
+            collected what they collect.
+
+        Pitfalls:
+            The paper's prompts have no BOS. If a prompt has one, attention often rests on it,
+            and cutting that single edge may do much of the damage: report ``keep_bos=True`` too. A
+            single draw is no control, because loyalties of draws vary widely.
+
+        Source:
+            Section 2.2, Figure 4.
+
+        Args:
+            sites: Where to isolate, by name: from functions of ``al.sites``, or written by hand as
+                ``{"first 5": al.Site(range(5)), "head 3.1": al.Site(3, heads=1)}``; join them with
+                ``|``. Report both values of ``keep_bos`` where prompts begin with BOS.
+            draws: Number of random controls. Use about 10: their loyalties vary widely.
+            seed: Number of the first draw.
+            whole_words: See ``isolate_labels``.
+            name: Key of the result.
+
+        Raises:
+            ModelError: The attention hooks do not act, or value biases are folded and the site acts
+                after the softmax.
+            HookError: A layer does not exist, the site has ``keep_bos`` for prompts without BOS, or
+                the demonstrations have too few other words for the control. It is raised before any
+                pass.
+
+        Examples:
+            >>> sites = al.sites.first_and_last(model, [1, 2]) | al.sites.single_heads(model, 0)
+            >>> asked = [al.Accuracy(), al.EdgeSweep.isolation(sites, draws=2)]
+            >>> record = al.run(model, batches, asked, progress=False)["isolation"]
+            >>> site = record.axis_names("site").index("head 0.1")
+            >>> bool(record.word_loyalty[site] >= 0)
+            True
+            >>> figure = record.plot()
+        """
+        edges, control = ISOLATIONS[whole_words]
+        return cls(edges, sites, control=control, draws=draws, seed=seed, name=name)
+
+    def __post_init__(self) -> None:
+        for name, function in (("edges", self.edges), ("control", self.control)):
+            if not callable(function):
+                example = "al.edges.pq" if name == "edges" else "al.edges.random_keys"
+                raise HookError(
+                    f"{name} is a function of the batch, such as {name}={example}; got a "
+                    f"{type(function).__name__}"
+                )
+        if not self.sites:
+            raise HookError("there is no site to cut in; give {name: al.Site(layers)}")
+        if self.draws < 1:
+            raise HookError(f"the random control needs at least one draw; got {self.draws!r}")
+        check_not_endless(HookError, draws=self.draws)
+
+    @property
+    def seeds(self) -> range:
+        """The numbers of the draws."""
+        return range(self.seed, self.seed + self.draws)
+
+    @property
+    def is_isolation(self) -> bool:
+        """Whether label words are isolated, with random words as control."""
+        return (self.edges, self.control) in ISOLATIONS
+
+    def cuts(self, model: HookedModel) -> dict[str, "Cut"]:
+        """What is cut at each site."""
+        return {name: Cut(model, site, self) for name, site in self.sites.items()}
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error for sites without edges, and prompts without enough random ones."""
+        for each in self.cuts(model).values():
+            acts = [act for batch in batches for _, act in each.hooks(None, batch)[:1]]
             if not any(isinstance(act, EdgeHook) and act.edges.has_edges() for act in acts):
                 raise HookError(
                     "there is nothing to cut: edges(batch) has no edge in any prompt"
                     + " but those to BOS" * each.site.keep_bos
                 )
-            for batch in study.batches:
-                each.random_cut(seed, batch)
-        # Each function once: what shared tokens give with it is stored under its identity.
-        changes = [(each.cut, [partial(each.random_cut, draw) for draw in seeds]) for each in cuts]
-        plan = study.plan(metrics, interventions=[changes[0][0]], loss=None)
-        first_layers = {each.first_layer for each in cuts}
-        reasons = plan.why_not_late(first_layers)
+            for batch in batches:
+                each.hooks(self.seed, batch)
 
-        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            with stored_starts(model, first_layers - reasons.keys()) as starts:
-                contributions, clean_logits = plan.contributions_and_logits(batch)
-            clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
-            for number, (each, (cut, controls)) in enumerate(zip(cuts, changes, strict=True)):
-                start = starts.get(each.first_layer)
-                of_cut = _loyalty_with(plan, batch, clean, cut, start)
-                drawn = [_loyalty_with(plan, batch, clean, of, start) for of in controls]
-                for name, values in of_cut.items():
-                    random = torch.stack([of_draw[name] for of_draw in drawn], dim=1)
-                    contributions |= {
-                        f"/{number}/{name}": values,
-                        f"/{number}/random_{name}": random,
-                    }
-            return contributions
+    def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
+        """A pass for each site and draw, which begins in the first layer of the site."""
+        cuts = list(self.cuts(model).values())
+        layers = sorted({each.first_layer for each in cuts})
+        return Further([partial(cuts[0].hooks, None)], layers)
 
-        contributions = study.collect(contributions_of, needed=plan.needed)
-        info = {"seed": seed, "shared_prefix": plan.status, **options, "isolation": isolation}
-        info |= {"n_layers": model.cfg.n_layers}
-        info |= {"begins_with_bos": any(batch.begins_with_bos for batch in study.batches)}
-        records: dict[str, Record] = {}
-        for number, (name, each) in enumerate(zip(sites, cuts, strict=True)):
-            start = f"/{number}/"  # contributions of a metric begin with its name
-            of_site = {
-                key.removeprefix(start): values
-                for key, values in contributions.items()
-                if key.startswith(start)
+    def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
+        """The loyalty of each prompt, with the edges cut and with each draw of random edges."""
+        logits = passes.clean(batch)
+        clean = next_tokens(logits, batch.label_scores(logits))
+
+        def loyalty(name: str, cut: "Cut", draw: int | None) -> dict[str, Tensor]:
+            changed = passes.logits(batch, partial(cut.hooks, draw), (name, draw))
+            return loyalty_contributions(clean, next_tokens(changed, batch.label_scores(changed)))
+
+        of_sites: dict[str, list[Tensor]] = {}
+        for name, cut in self.cuts(passes.model).items():
+            of_cut = loyalty(name, cut, None)
+            drawn = [loyalty(name, cut, draw) for draw in self.seeds]
+            for number, values in of_cut.items():
+                random = torch.stack([of_draw[number] for of_draw in drawn], dim=1)
+                of_sites.setdefault(number, []).append(values)
+                of_sites.setdefault(f"random_{number}", []).append(random)
+        return {number: torch.stack(values, dim=-1) for number, values in of_sites.items()}
+
+    def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """What was cut at each site."""
+        cuts = self.cuts(passes.model)
+        reasons = passes.why_not_late(each.first_layer for each in cuts.values())
+        info: dict[str, Any] = {"seed": self.seed, "isolation": self.is_isolation}
+        info |= {"edges": name_of(self.edges), "control": name_of(self.control)}
+        info |= {"n_layers": passes.model.cfg.n_layers}
+        info |= {"begins_with_bos": any(batch.begins_with_bos for batch in passes.batches)}
+        info["sites"] = {
+            name: {
+                **each.acts_in(),
+                "skipped_layers": reasons.get(each.first_layer, each.first_layer),
             }
-            skipped = reasons.get(each.first_layer, each.first_layer)
-            of_record = info | each.acts_in() | {"skipped_layers": skipped}
-            records[name] = study.record(CutEdgesRecord.of, of_site, of_record)
-        return SweepResults(study.results(plan, contributions, known=records))
+            for name, each in cuts.items()
+        }
+        return {"info": info}
 
 
 @dataclass(frozen=True, eq=False)
-class _Cut:
-    """Edges that are cut at a site, and how as many random edges are drawn."""
+class Cut:
+    """Edges that are cut at a site of a model, and how as many random edges are drawn."""
 
     model: HookedModel
     site: Site
-    edges: EdgesOfBatch
-    control: RandomEdges
+    sweep: EdgeSweep
 
     def acts_in(self) -> dict[str, Any]:
         """What the site is, in numbers of this model; heads are None for all of them."""
@@ -384,39 +435,15 @@ class _Cut:
     def first_layer(self) -> int:
         return self.site.layers_of(self.model)[0]
 
-    def chosen(self, batch: PromptBatch) -> EdgeSet:
-        given = self._checked(batch, self.edges(batch))
-        # No other edge is drawn for one that is not cut.
-        return given & ~edge_sets.from_first(batch) if self.site.keep_bos else given
-
-    def cut(self, batch: PromptBatch) -> Sequence[Hook]:
-        return hooks_on_edges(self.model, batch, self.chosen(batch), self.site)
-
-    def random_cut(self, seed: int, batch: PromptBatch) -> Sequence[Hook]:
-        drawn = self._checked(batch, self.control(batch, self.chosen(batch), seed))
-        return hooks_on_edges(self.model, batch, drawn, self.site)
+    def hooks(self, draw: int | None, batch: PromptBatch) -> Sequence[Hook]:
+        """Hooks that cut the edges, or as many random ones of a draw."""
+        edges = self._checked(batch, self.sweep.edges(batch))
+        if self.site.keep_bos:  # no other edge is drawn for one that is not cut
+            edges = edges & ~edge_sets.from_first(batch)
+        if draw is not None:
+            edges = self._checked(batch, self.sweep.control(batch, edges, draw))
+        return hooks_on_edges(self.model, batch, edges, self.site)
 
     def _checked(self, batch: PromptBatch, given: edge_sets.Edges) -> EdgeSet:
         # An isolation's edges are right as they are made; a check costs a GPU a wait in each pass.
-        isolates = (self.edges, self.control) in ISOLATIONS
-        return EdgeSet.of(given) if isolates else check_edges(batch, given)
-
-
-def _loyalty_with(
-    plan: Runner, batch: PromptBatch, clean: NextTokens, hooks: HooksOfBatch, start: Start | None
-) -> dict[str, Tensor]:
-    logits = plan.logits(batch, hooks, start)
-    return loyalty_contributions(clean, next_tokens(logits, batch.label_scores(logits)))
-
-
-def _points(record: CutEdgesRecord, kind: str) -> Float[Tensor, "series end"]:
-    """Low end, value and high end of a loyalty: of the cut, and of the mean of its controls."""
-    found = [record.estimate(f"{of}{kind}_loyalty") for of in ("", "control_")]
-    ends = [(each.low, each.value, each.high) for each in found]
-    return torch.tensor(ends, dtype=torch.double, device="cpu")
-
-
-def _padded(draws: Float[Tensor, " draw"], count: int) -> Float[Tensor, " most"]:
-    """The draws with NaN up to a common number."""
-    rest = torch.full((count - len(draws),), torch.nan, dtype=torch.double, device="cpu")
-    return torch.cat([draws.double(), rest])
+        return EdgeSet.of(given) if self.sweep.is_isolation else check_edges(batch, given)

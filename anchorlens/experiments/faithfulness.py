@@ -7,10 +7,9 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import combinations
 from math import comb
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -22,10 +21,10 @@ from torch.nn.functional import pad
 
 from ..errors import AnchorlensError, MetricError
 from ..metrics import weights
+from ..metrics.question import Further, Question
 from ..metrics.segment_flows import SegmentFlows
 from ..metrics.segment_rollout import SegmentRollout
 from ..models.hooked import HookedModel
-from ..models.load import ensure_prepared
 from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
@@ -34,9 +33,9 @@ from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..results.text_frame import TextFrame
 from ..runs.checks import possible
-from ..runs.study import Study, require_batches
+from ..runs.passes import Passes
 from ..system.arguments import checked
-from ..system.processes import fails_together, is_main
+from ..system.processes import is_main
 from ..system.rounding import all_equal, highest, ranks, rounding_of
 from ..system.warn import warn_user
 from . import subsets as draws
@@ -134,23 +133,9 @@ class FaithfulnessRecord(Record):
         return figure.update_traces(marker_color=colors).update_layout(showlegend=False)
 
 
-@fails_together()
 @checked
-def faithfulness(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    scores: Mapping[str, Score] | None = None,
-    *,
-    segments: SegmentsOfBatch | None = None,
-    answer: str | None = None,
-    remove: Removal = cut_edges,
-    subsets: int = 32,
-    top: int = 1,
-    seed: int = 0,
-    resamples: int = 200,
-    folder: str | Path | None = None,
-    progress: bool = True,
-) -> FaithfulnessRecord:
+@dataclass(frozen=True)
+class Faithfulness(Question):
     r"""Do scores of segments predict what the answer loses without some of them?
 
     Random subsets v of the segments are kept, each segment with probability 1/2. With
@@ -198,8 +183,6 @@ def faithfulness(
         *TRAK* (2023), for LDS. The two rows beside are ours.
 
     Args:
-        model: A hooked model.
-        batches: Prompts from ``build_prompts`` or ``build_segments``.
         scores: For each name one of these; high must mean that the segment helps the answer.
 
             - A tensor [prompt, segment], in the order of the queries, as records have it. NaN in a
@@ -214,19 +197,16 @@ def faithfulness(
 
             By default: attention, rollout, value norm, saliency, signed flows, and segments removed
             one by one.
-        segments: What is removed, as in ``segment_attribution``.
+        segments: What is removed, as in ``SegmentAttribution``.
         answer: What is explained, as there.
         remove: How segments are removed, as there.
         subsets: How many subsets run; at most 2 to the power of the number of segments.
         top: How many segments are removed for the drop.
         seed: Of subsets and random scores. They depend on it and on the demonstrations.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed, as in ``run``.
-        progress: Show a progress bar.
+        name: Key of the result.
 
-    Returns:
-        The record. ``info["passes"]`` is the number of passes of a prompt, and ``info["reasons"]``
-        says why numbers are NaN.
+    ``info["passes"]`` of the record is the number of passes of a prompt, and ``info["reasons"]``
+    says why numbers are NaN.
 
     Raises:
         MetricError: There are no scores; a score is none of these, of another shape, or not finite;
@@ -241,53 +221,89 @@ def faithfulness(
         >>> length = lambda batch: torch.stack(
         ...     [of(batch).sum(1) for of in al.edges.each_demonstration(batch).values()], dim=1)
         >>> scores = {"length": length, "one by one": al.subsets.one_by_one}
-        >>> record = al.faithfulness(model, batches[:1], scores, resamples=0, progress=False)
+        >>> asked = al.Faithfulness(scores)
+        >>> record = al.run(model, batches[:1], [asked], progress=False)["faithfulness"]
         >>> record.axis_names("score")
         ('length', 'one by one', 'random', 'best possible')
         >>> bool(record.lds[3] > record.lds[0])
         True
     """
-    ensure_prepared(model)
-    require_batches(batches)
-    given = default_scores() if scores is None else dict(scores)
-    if not given or not all(given) or not {RANDOM, BEST}.isdisjoint(given):
-        raise MetricError(
-            "scores are at least one, by name, such as {'attention': "
-            "al.SegmentFlows(weight=al.weights.attention)}, and no name is empty, "
-            f"{RANDOM!r} or {BEST!r} (these two are in each record); got {list(given)}"
-        )
-    ablation = Ablation.of(batches, segments, answer, remove)
-    settings = {"experiment": "faithfulness", "scores": given, **ablation.settings}
-    settings |= {"subsets": subsets, "top": top, "seed": seed}
-    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
-    with study.entered():
-        ablation.check(study)
-        of_segments = SegmentScores(given, ablation, study, seed)
-        of_segments.check()
-        names = of_segments.segments
-        comparison = Comparison(len(names), subsets, top, seed)
+
+    scores: Mapping[str, Score] | None = None
+    _: KW_ONLY
+    segments: SegmentsOfBatch | None = None
+    answer: str | None = None
+    remove: Removal = cut_edges
+    subsets: int = 32
+    top: int = 1
+    seed: int = 0
+    name: str = "faithfulness"
+    record: ClassVar = FaithfulnessRecord
+
+    def __post_init__(self) -> None:
+        given = default_scores() if self.scores is None else self.scores
+        if not given or not all(given) or not {RANDOM, BEST}.isdisjoint(given):
+            raise MetricError(
+                "scores are at least one, by name, such as {'attention': "
+                "al.SegmentFlows(weight=al.weights.attention)}, and no name is empty, "
+                f"{RANDOM!r} or {BEST!r} (these two are in each record); got {list(given)}"
+            )
+
+    def of_run(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Question:
+        """The scores that this model allows; an error for what does not fit."""
+        ablation = Ablation.of(batches, self.segments, self.answer, self.remove)
+        ablation.check(model, batches)
+        given = default_scores() if self.scores is None else self.scores
+        scores = SegmentScores(model, batches, given, ablation, self.seed)
+        scores.check()
+        comparison = Comparison(len(scores.segments), self.subsets, self.top, self.seed)
         comparison.check()
         left_out: dict[str, AnchorlensError] = {}
-        if scores is None:  # what this model does not allow
-            _, left_out = possible(model, study.batches, of_segments.metrics)
-            given = {name: score for name, score in given.items() if name not in left_out}
-            of_segments = replace(of_segments, scores=given)
-        observed, plan = of_segments.plan(), ablation.plan(study)
+        if self.scores is None:
+            _, left_out = possible(model, batches, scores.metrics)
+            possible_ones = {name: each for name, each in given.items() if name not in left_out}
+            scores = replace(scores, scores=possible_ones)
+        return _Asked(self, scores, comparison, {n: str(e) for n, e in left_out.items()})
 
-        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            answers = Answers.of(ablation, plan, batch)
-            of_batch = comparison.contributions(answers, of_segments.of(answers, observed))
-            passes = answers.passes + (observed is not None)
-            return of_batch | {"passes": torch.full_like(of_batch["log_prob"], passes)}
+    def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
+        """As it is asked of the model and the prompts of the run."""
+        return self.of_run(passes.model, passes.batches).of_batch(passes, batch)
 
-        contributions = study.collect(contributions_of)
-        info: dict[str, Any] = {"scores": (*given, RANDOM, BEST), "segment_names": names}
-        info |= {"subsets": subsets, "top": top, "seed": seed, "shared_prefix": plan.status}
-        info |= info_of_answers(ablation, contributions["is_given"])
+
+@dataclass(frozen=True, eq=False)
+class _Asked(Question):
+    """The question as it is asked of a model and its prompts."""
+
+    given: Faithfulness
+    scores: SegmentScores
+    comparison: "Comparison"
+    not_possible: Mapping[str, str]
+    record: ClassVar = FaithfulnessRecord
+
+    @property
+    def name(self) -> str:
+        return self.given.name
+
+    def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
+        return self.scores.further()
+
+    def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
+        observed = passes.further(self, batch) if self.scores.metrics else {}
+        answers = Answers.of(self.scores.ablation, passes, batch)
+        of_batch = self.comparison.contributions(answers, self.scores.of(answers, observed))
+        count = answers.count + bool(self.scores.metrics)
+        return of_batch | {"passes": torch.full_like(of_batch["log_prob"], count)}
+
+    def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        given, names = self.given, tuple(self.scores.scores)
+        info: dict[str, Any] = {"scores": (*names, RANDOM, BEST)}
+        info |= {"segment_names": self.scores.segments}
+        info |= {"subsets": given.subsets, "top": given.top, "seed": given.seed}
+        info |= info_of_answers(self.scores.ablation, contributions["is_given"])
         info["passes"] = float(contributions["passes"].mean())  # of a prompt
-        info["not_possible"] = {name: str(error) for name, error in left_out.items()}
-        info["reasons"] = comparison.reasons(tuple(given), contributions)
-        return study.record(FaithfulnessRecord.of, contributions, info)
+        info["not_possible"] = self.not_possible
+        info["reasons"] = self.comparison.reasons(names, contributions)
+        return {"info": info}
 
 
 def default_scores() -> dict[str, Score]:

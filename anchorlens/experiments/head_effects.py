@@ -5,7 +5,7 @@
    other is replaced by its mean, and the log-odds of the right answer are compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,18 +20,20 @@ from torch import Tensor
 from ..errors import MetricError
 from ..hooks import replace_heads
 from ..metrics.predictions import require_gold
+from ..metrics.question import Further, Question
 from ..models.head_outputs import require_separate_heads, separate_heads
 from ..models.hooked import Hook, HookedModel, refuse_folded_value_biases, z_name
 from ..models.load import ensure_prepared
-from ..passes.late_start import Start, stored_starts
-from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.kinds import mean, of_prompts, table
+from ..results.population import check_resamples
 from ..results.record import Record
-from ..runs.study import Study
+from ..runs.passes import Passes
+from ..runs.run import run
+from ..runs.study import checked_batches
 from ..system.arguments import check_from_1, checked
 from ..system.processes import fails_together
 from .ablation import log_odds_of
@@ -212,46 +214,66 @@ def head_effects(
     """
     ensure_prepared(model)
     refuse_folded_value_biases(model)
-    layers, heads = range(model.cfg.n_layers), range(model.cfg.n_heads)
-    require_separate_heads(model, [*layers])
+    require_separate_heads(model, [*range(model.cfg.n_layers)])
+    check_resamples(resamples)
+    read, written = checked_batches(model, batches), checked_batches(model, shuffled)
+    check_label_words(written)
+    for batch in written:
+        require_gold(batch.gold, "head_effects")
+    warn_of_same_queries(read, written)
     folders = [None if folder is None else Path(folder) / name for name in ("outputs", "effects")]
-    settings = {"experiment": "head effects"}
-    options: dict[str, Any] = {"progress": progress}
-    study = Study(model, shuffled, settings, folder=folders[1], resamples=resamples, **options)
-    settings = {"experiment": "mean outputs of heads"}
-    of_mean = Study(model, batches, settings, folder=folders[0], resamples=0, **options)
-    with study.entered(), of_mean.entered():
-        check_label_words(study.batches)
-        for batch in study.batches:
-            require_gold(batch.gold, "head_effects")
-        warn_of_same_queries(of_mean.batches, study.batches)
-        split = partial(separate_heads, n_heads=len(heads))
-        outputs = mean_states(of_mean, z_name, edges.target, split)[:, 0]
+    split = partial(separate_heads, n_heads=model.cfg.n_heads)
+    states = mean_states(
+        model, batches, z_name, edges.target, split, folder=folders[0], progress=progress
+    )
+    asked = HeadEffects(states[:, 0], sum(map(len, batches)))
+    results = run(
+        model, shuffled, [asked], folder=folders[1], resamples=resamples, progress=progress
+    )
+    record: Any = results[asked.name]
+    return record
 
-        def change(layer: int, head: int, batch: PromptBatch) -> Sequence[Hook]:
-            return replace_heads(model, batch, outputs, [(layer, head)])
 
-        # By layer; each function once, because shared tokens are stored under its identity.
-        changes = [[partial(change, layer, head) for head in heads] for layer in layers]
-        plan = study.plan(interventions=[changes[0][0]], loss=None)
-        reasons = plan.why_not_late(layers)
+@dataclass(frozen=True, eq=False)
+class HeadEffects(Question):
+    """What the mean output of one head after the other changes in prompts."""
 
-        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            answers = batch.on_cpu.label_token_ids[batch.on_cpu.gold].tolist()
+    outputs: Float[Tensor, "layer head d_head"]
+    prompts_of_mean: int
+    name: ClassVar = "head_effects"
+    record: ClassVar = HeadEffectsRecord
 
-            def log_odds(change: HooksOfBatch, start: Start | None) -> Float[Tensor, " batch"]:
-                return log_odds_of(plan.logits(batch, change, start), answers).cpu()
+    def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
+        """A pass for each head, which begins in its layer."""
+        return Further([partial(self._replaced, model, 0, 0)], range(model.cfg.n_layers))
 
-            with stored_starts(model, set(layers) - reasons.keys()) as starts:
-                clean = log_odds(no_hooks, None)
-            by_head = [
-                torch.stack([log_odds(change, starts.get(layer)) for change in of_layer], dim=1)
-                for layer, of_layer in enumerate(changes)
-            ]
-            return {"clean": clean, "replaced": torch.stack(by_head, dim=1)}
+    def _replaced(
+        self, model: HookedModel, layer: int, head: int, batch: PromptBatch
+    ) -> Sequence[Hook]:
+        return replace_heads(model, batch, self.outputs, [(layer, head)])
 
-        contributions = study.collect(contributions_of)
-        info = {"shared_prefix": plan.status, "prompts_of_mean": sum(map(len, batches))}
-        info |= {"not_started_late": {f"layer {layer}": why for layer, why in reasons.items()}}
-        result = partial(HeadEffectsRecord.of, outputs=outputs)
-        return study.record(result, contributions, info)
+    def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
+        """The log-odds of the right answer, clean and with each head replaced."""
+        answers = batch.on_cpu.label_token_ids[batch.on_cpu.gold].tolist()
+        layers, heads, _ = self.outputs.shape
+        clean = log_odds_of(passes.clean(batch), answers).cpu()
+
+        def log_odds(layer: int, head: int) -> Float[Tensor, " batch"]:
+            hooks = partial(self._replaced, passes.model, layer, head)
+            return log_odds_of(passes.logits(batch, hooks, (layer, head)), answers).cpu()
+
+        by_head = [
+            torch.stack([log_odds(layer, head) for head in range(heads)], dim=1)
+            for layer in range(layers)
+        ]
+        return {"clean": clean, "replaced": torch.stack(by_head, dim=1)}
+
+    def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """The mean outputs, and the layers in which passes do not begin."""
+        reasons = passes.why_not_late(range(len(self.outputs)))
+        not_late = {f"layer {layer}": why for layer, why in reasons.items()}
+        return {"info": {"prompts_of_mean": self.prompts_of_mean, "not_started_late": not_late}}
+
+    def result(self, contributions: Contributions) -> HeadEffectsRecord:
+        """The effects, beside the mean outputs."""
+        return HeadEffectsRecord.of(contributions, outputs=self.outputs)

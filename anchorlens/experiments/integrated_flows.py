@@ -1,9 +1,8 @@
 """Flows with the integrated gradient: attention attribution, one layer at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..metrics.edge_sums import EdgeSums, by_heads
+from ..metrics.question import Question
 from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Weight, refuse_values, signed
 from ..models.hooked import (
@@ -30,10 +30,10 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.kinds import mean
-from ..runs.study import Study
+from ..runs.passes import WHOLE, Passes
 from ..system.arguments import check_from_1, check_not_endless, checked
 from ..system.devices import on_one_device, widest
-from ..system.processes import fails_together, is_main
+from ..system.processes import is_main
 from ..system.put_back import each_call_inside
 from ..system.texts import name_of
 from ..system.torch_state import gradient_mode
@@ -66,20 +66,9 @@ class IntegratedFlowsRecord(SegmentFlowsRecord):
     )
 
 
-@fails_together()
 @checked
-def integrated_flows(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = None,
-    *,
-    output: Loss | None = None,
-    steps: int = 20,
-    weight: Weight = signed,
-    resamples: int = 200,
-    folder: str | Path | None = None,
-    progress: bool = True,
-) -> IntegratedFlowsRecord:
+@dataclass(frozen=True)
+class IntegratedFlows(Question):
     r"""Flows between segments with the integrated gradient instead of the gradient.
 
     In each layer alone the pattern A grows from 0 to what it is, in m steps, while the other layers
@@ -120,8 +109,6 @@ def integrated_flows(
         the mean over segments, are ours.
 
     Args:
-        model: A hooked model.
-        batches: Prompts from ``build_prompts`` or ``build_segments``.
         segments: See ``SegmentFlows``.
         output: F, a function of (logits, batch) to one number a prompt, as a loss is; also a
             ``LossAtPositions``. By default the probability of the label that the clean run predicts
@@ -130,15 +117,12 @@ def integrated_flows(
         weight: Function of the pattern and the mean gradient, as in ``SegmentFlows``. By default
             their product, summed over heads: above 0 where the attention raises F. Note that
             ``al.weights.positive`` is made for a loss, where low is good.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed, as in ``run``.
-        progress: Show a progress bar.
+        name: Key of the result.
 
-    Returns:
-        A record as that of ``SegmentFlows``, in the unit of F, with F(A) - F(0) of each layer.
-        ``info`` has the output, the number of steps, and the layers that could not be started
-        late, with the reason. A warning names layers whose attributions do not sum to F(A) - F(0).
-        More steps cure it where the path bends.
+    The record is as that of ``SegmentFlows``, in the unit of F, with F(A) - F(0) of each layer.
+    ``info`` has the output, the number of steps, and the layers that could not be started late,
+    with the reason. A warning names layers whose attributions do not sum to F(A) - F(0). More steps
+    cure it where the path bends.
 
     Raises:
         MetricError: ``steps`` is below 1, ``output`` does not give
@@ -148,71 +132,90 @@ def integrated_flows(
         StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
-        >>> record = al.integrated_flows(
-        ...     model, batches[:1], ["text", "label", "target"], steps=10, progress=False)
+        >>> asked = al.IntegratedFlows(["text", "label", "target"], steps=10)
+        >>> record = al.run(model, batches[:1], [asked], progress=False)["integrated_flows"]
         >>> record.total.shape == (model.cfg.n_layers, 3, 3)
         True
         >>> bool((record.attributed - record.change).abs().max() < 0.1)
         True
     """
-    check_from_1(MetricError, steps=steps)
-    check_not_endless(MetricError, steps=steps)
-    refuse_values(weight, "al.integrated_flows")
-    metric = SegmentFlows(segments, weight)
-    name = "probability of the prediction" if output is None else name_of(output)
-    settings = {"experiment": "integrated gradient", "metric": metric}
-    settings |= {"integrated gradient": f"{steps} steps of {name}"}
-    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
-    with study.entered():
+
+    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = None
+    _: KW_ONLY
+    output: Loss | None = None
+    steps: int = 20
+    weight: Weight = signed
+    name: str = "integrated_flows"
+    record: ClassVar = IntegratedFlowsRecord
+
+    def __post_init__(self) -> None:
+        check_from_1(MetricError, steps=self.steps)
+        check_not_endless(MetricError, steps=self.steps)
+        refuse_values(self.weight, "al.IntegratedFlows")
+
+    @property
+    def _flows(self) -> SegmentFlows:
+        """The metric whose sets of edges are summed."""
+        return SegmentFlows(self.segments, self.weight, name=self.name)
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error for folded biases, segments, a weight or an output that do not fit."""
         refuse_folded_value_biases(model)
-        metric.check(model, study.batches, changed=False)
-        if output is not None:
-            check_loss(output, study.batches, model)
-            check_gradient_of_loss(output, study.batches, model)
-        plan = study.plan(share_prefix=False)
-        layers = range(model.cfg.n_layers)
-        reasons = plan.why_not_late(layers)
+        self._flows.check(model, batches, changed=False)
+        if self.output is not None:
+            check_loss(self.output, batches, model)
+            check_gradient_of_loss(self.output, batches, model)
 
-        # An inference_mode of the caller would make tensors that autograd rejects.
-        @each_call_inside(gradient_mode, True)
-        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            sums = EdgeSums(metric.sets_of(batch), weight)
-            patterns: dict[int, Tensor] = {}
-            norms = FrozenNorms(model)
-            store = hooks_by_layer(model, pattern_name, patterns.__setitem__)
-            with stored_starts(model, layers - reasons.keys()) as starts:
-                clean = run_pass(model, batch, observers=[*store, *norms.observers()])
-            if output is None:
-                of_prompts = probability_of_prediction(clean, batch)
-                whole = of_prompts(clean, batch)
-            else:
-                of_prompts, whole = output, losses_of(model, batch, output)
-            changes, attributed = [], []
-            # The last layer first: the first has the largest graph, when few patterns are left.
-            for layer in reversed(layers):
-                others = norms.hooks_of(layer)
-                of_pattern = partial(output_with, model, batch, of_prompts, layer, others)
-                pattern = patterns.pop(layer)
-                with started(model, starts.get(layer)):
-                    gradient = mean_gradient(of_pattern, pattern, steps)
-                    changes.append(whole - of_pattern(pattern * 0.0))
-                pattern = pattern.to(gradient.dtype)
-                attributed.append((pattern * gradient).sum((1, 2, 3), dtype=widest(pattern.device)))
-                sums.add(layer, pattern, gradient)
-            by_layer = {"change": changes[::-1], "attributed": attributed[::-1]}
-            totals = {
-                name: torch.stack(on_one_device(values), 1).cpu().double()
-                for name, values in by_layer.items()
-            }
-            of_edges = {**by_heads(sums.total()), "counts": sums.sets.counts()}
-            return of_edges | totals | {"output": whole.cpu().double()}
+    # An inference_mode of the caller would make tensors that autograd rejects.
+    @each_call_inside(gradient_mode, True)
+    def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
+        """The sums of edges of each prompt, and F(A) - F(0)."""
+        model, layers = passes.model, range(passes.model.cfg.n_layers)
+        sums = EdgeSums(self._flows.sets_of(batch), self.weight)
+        patterns: dict[int, Tensor] = {}
+        norms = FrozenNorms(model)
+        store = hooks_by_layer(model, pattern_name, patterns.__setitem__)
+        with stored_starts(model, {*layers} - passes.why_not_late(layers).keys()) as starts:
+            clean = run_pass(model, batch, observers=[*store, *norms.observers()])
+        if self.output is None:
+            of_prompts = probability_of_prediction(clean, batch)
+            whole = of_prompts(clean, batch)
+        else:
+            of_prompts, whole = self.output, losses_of(model, batch, self.output)
+        changes, attributed = [], []
+        # The last layer first: the first has the largest graph, when few patterns are left.
+        for layer in reversed(layers):
+            others = norms.hooks_of(layer)
+            of_pattern = partial(output_with, model, batch, of_prompts, layer, others)
+            pattern = patterns.pop(layer)
+            with started(model, starts.get(layer)):
+                gradient = mean_gradient(of_pattern, pattern, self.steps)
+                changes.append(whole - of_pattern(pattern * 0.0))
+            pattern = pattern.to(gradient.dtype)
+            attributed.append((pattern * gradient).sum((1, 2, 3), dtype=widest(pattern.device)))
+            sums.add(layer, pattern, gradient)
+        by_layer = {"change": changes[::-1], "attributed": attributed[::-1]}
+        totals = {
+            name: torch.stack(on_one_device(values), 1).cpu().double()
+            for name, values in by_layer.items()
+        }
+        of_edges = {**by_heads(sums.total()), "counts": sums.sets.counts()}
+        return of_edges | totals | {"output": whole.cpu().double()}
 
-        contributions = study.collect(contributions_of)
-        info: dict[str, Any] = {"integrated gradient": name, "steps": steps}
-        if reasons:
+    def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """The output, and the layers that were not started late."""
+        output = self.output
+        name = "probability of the prediction" if output is None else name_of(output)
+        info: dict[str, Any] = {"integrated gradient": name, "steps": self.steps}
+        if reasons := passes.why_not_late(range(passes.model.cfg.n_layers)):
             info["whole passes"] = reasons
-        _warn_if_incomplete(contributions, steps)
-        return study.record(partial(_record, metric), contributions, info)
+        _warn_if_incomplete(contributions, self.steps)
+        return {"info": info | {"shared_prefix": WHOLE}}
+
+    def result(self, contributions: Contributions) -> IntegratedFlowsRecord:
+        """The flows, and the means of what their edges sum to and should sum to."""
+        flows = self._flows.result(contributions)
+        return IntegratedFlowsRecord.of(contributions, **flows.tensors(), info=flows.info)
 
 
 def output_with(
@@ -245,12 +248,6 @@ def mean_gradient(
         assert leaf.grad is not None
         total += leaf.grad
     return total / steps
-
-
-def _record(metric: SegmentFlows, contributions: Contributions) -> IntegratedFlowsRecord:
-    """The flows, and the means of what their edges sum to and should sum to."""
-    flows = metric.result(contributions)
-    return IntegratedFlowsRecord.of(contributions, **flows.tensors(), info=flows.info)
 
 
 def _warn_if_incomplete(contributions: Mapping[str, Tensor], steps: int) -> None:

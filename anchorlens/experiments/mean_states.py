@@ -1,6 +1,7 @@
 """The mean over prompts of what a hook point gives out in every layer, to write it into others."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,7 +11,7 @@ from ..contexts.training import query_digests
 from ..errors import MetricError
 from ..metrics.positions import checked_positions
 from ..models.head_outputs import of_one_width
-from ..models.hooked import hooks_by_layer
+from ..models.hooked import HookedModel, hooks_by_layer
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import PositionsOfBatch
@@ -47,12 +48,17 @@ def positions_in(
 
 
 def mean_states(
-    study: Study,
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
     name: Callable[[int], str],
     positions: PositionsOfBatch,
     split: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    **options: Any,
 ) -> Float[Tensor, "layer anchor *axes"]:
-    """The mean in float64 of what a hook point gives out at positions of whole prompts."""
+    """The mean in float64 of what a hook point gives out at positions of whole prompts.
+
+    ``options`` are the folder and the progress bar of ``run``.
+    """
 
     def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
         rows, columns = positions_in(batch, positions).nonzero(as_tuple=True)
@@ -63,9 +69,11 @@ def mean_states(
             read = wide(split(tensor.detach())[row, column])
             states[layer] = read.cpu().unflatten(0, (len(batch), -1))
 
-        run_pass(study.model, batch, observers=hooks_by_layer(study.model, name, store))
+        run_pass(model, batch, observers=hooks_by_layer(model, name, store))
         # Heads of Gemma 4 differ.
-        padded = of_one_width(states[layer] for layer in range(study.model.cfg.n_layers))
+        padded = of_one_width(states[layer] for layer in range(model.cfg.n_layers))
         return {"states": torch.stack(padded, dim=1)}
 
-    return study.collect(contributions_of)["states"].double().mean(0)
+    settings = {"experiment": "mean states", "point": name(0), "positions": positions}
+    with Study(model, batches, settings, resamples=0, **options).entered() as study:
+        return study.collect(contributions_of)["states"].double().mean(0)

@@ -1,29 +1,30 @@
 """What demonstrations, or another prefix, do to the attention of the query's rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ..contexts.protocol import Context, QueryPass, is_context
 from ..errors import MetricError
-from ..metrics.metric import Metric
 from ..metrics.positions import checked_positions
-from ..metrics.reads import OwnPasses, Reads, Seen
+from ..metrics.question import Question
 from ..models.head_outputs import of_one_width
-from ..models.hooked import Hook, HookedModel
+from ..models.hooked import HookedModel, refuse_folded_value_biases
 from ..models.kv_cache import KeyValues
 from ..prompts import edges
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, on_both
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.figure_parts import with_ends
 from ..results.kind import mean_over_sets
 from ..results.kinds import mean, table
 from ..results.record import Record
+from ..runs.passes import Passes
 from ..system.arguments import checked
 from .prefix_terms import LayerTerms, prefix_runs
 
@@ -53,6 +54,7 @@ DEMONSTRATIONS: Mapping[str, edges.PositionsOfBatch] = {
     "format": _format,
     "other": _other,
 }
+CONTEXT: Mapping[str, edges.PositionsOfBatch] = {"context": edges.demonstrations}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,7 +147,7 @@ class PrefixEffectRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class PrefixEffect(Metric):
+class PrefixEffect(Question):
     r"""What demonstrations do to the attention of the query, as a prefix before it.
 
     What stands before a query acts on a head only by the attention m that it takes and the mean b
@@ -214,24 +216,29 @@ class PrefixEffect(Metric):
         Not in the paper. Petrov, Torr and Bibi, *When Do Prompting and Prefix-Tuning Work?* (ICLR
         2024), section 4, which has (I1) and (I2) for one prefix token.
 
-    The metric makes three forward passes of its own over whole prompts: as they are; with the edges
-    from the query to the prefix cut in all layers; and with these cut in one layer at a time. All
-    tokens stay at their positions.
+    Three forward passes are made: over the prompts as they are; with the edges from the query to
+    the prefix cut in all layers; and with these cut in one layer at a time. All tokens stay at
+    their positions.
 
     Args:
         keys: The segments of the prefix: for each name a function of the batch to positions
             before the query. By default the texts, label words, format and other tokens
-            (instructions) of the demonstrations. Segments must not overlap.
+            (instructions) of the demonstrations, and of a ``context`` all keys but BOS as one
+            segment, ``context``. Segments must not overlap.
         rows: Function of the batch to the positions of the query that count:
             ``al.edges.query`` (the default) or ``al.edges.target``.
+        context: What stands before the queries in place of their demonstrations, such as
+            ``al.compress(...)`` or a trained prefix; None for the demonstrations. ``keys`` and
+            ``rows`` then get the queries after the context.
         name: Key of the result.
 
     Raises:
         MetricError: ``keys`` are no functions by name, or they give positions that are none, are in
             two segments, or are not before the query; ``rows`` gives positions outside the query;
-            or hooks change the run, which its own passes do not have.
-        ModelError: The model takes no key-value cache, from which values are read, or its value
-            biases are folded.
+            ``context`` is none; or hooks change the run, which its own passes do not have.
+        ModelError: The model takes no key-value cache, from which values are read, its value
+            biases are folded, or the context was made with another model.
+        PromptError: The prompts do not fit the context.
 
     Examples:
         >>> results = al.run(model, batches, [al.PrefixEffect()], progress=False)
@@ -239,15 +246,30 @@ class PrefixEffect(Metric):
         >>> effect.stolen.shape == (model.cfg.n_layers, model.cfg.n_heads)
         True
         >>> labels = al.PrefixEffect(keys={"labels": al.edges.anchors}, rows=al.edges.target)
+
+        What a context does in place of the demonstrations.
+
+        >>> compressed = al.PrefixEffect(context=al.compress(model, batch))
+        >>> results = al.run(model, batches, [compressed], progress=False)
+        >>> results["prefix_effect"].axis_names("segment")
+        ('context',)
     """
 
-    keys: Mapping[str, edges.PositionsOfBatch] = field(
-        default_factory=lambda: DEMONSTRATIONS, hash=False
-    )
+    keys: Mapping[str, edges.PositionsOfBatch] | None = field(default=None, hash=False)
     rows: edges.PositionsOfBatch = edges.query
+    context: Context | None = None
     name: str = "prefix_effect"
+    record: ClassVar = PrefixEffectRecord
 
     def __post_init__(self) -> None:
+        if self.context is not None and not is_context(self.context):
+            raise MetricError(
+                "a context has size, query_pass and logits, as that of al.compress; got a "
+                f"{type(self.context).__name__}"
+            )
+        if self.keys is None:
+            keys = DEMONSTRATIONS if self.context is None else CONTEXT
+            object.__setattr__(self, "keys", keys)
         if not self.keys:
             raise MetricError(
                 "keys are functions of the batch by name, {'labels': al.edges.anchors}; got "
@@ -255,40 +277,64 @@ class PrefixEffect(Metric):
             )
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error for positions that are no prefix or no query, and for a changed run."""
-        if changed:
-            raise MetricError(
-                f"{self.name} makes passes of its own, which do not have the hooks that change "
-                "this run; run it without hooks, or write these into the model (model.add_hook)"
-            )
+        """Raise an error for folded biases, another model, and what is no prefix or no query."""
+        refuse_folded_value_biases(model)
+        self.check_prompts(model, batches)
+
+    def check_prompts(self, model: HookedModel, batches: Sequence[PromptBatch]) -> None:
+        """Raise an error for a context of another model, and for positions that do not fit."""
+        if self.context is not None:  # this checks the model and its weights
+            self.context.logits(model, batches[0].prompt(0))
         for batch in batches:
-            if not self.segments_of(batch).any(2).any(1).all():
+            queries = self.query_pass(model, batch).batch
+            may_be_empty = self.context is not None and not edges.demonstrations(queries).any()
+            if not may_be_empty and not self.segments_of(queries).any(2).any(1).all():
                 raise MetricError(
                     f"the keys of {self.name} hold no token of some prompt, so that there is no "
                     "prefix; give demonstrations, or other keys"
                 )
-            self.rows_of(batch)
+            self.rows_of(queries)
 
-    def reads(self, batch: PromptBatch) -> Reads:
-        """Nothing of the run; the numbers come from passes of its own over the queries."""
-        return {"passes": OwnPasses()}
+    def query_pass(
+        self, model: HookedModel, batch: PromptBatch, shared: KeyValues | None = None
+    ) -> QueryPass:
+        """The pass over the queries after the prefix, of which ``shared`` may be known."""
+        if self.context is not None:
+            return _pass_after(self.context, model, batch)
+        if shared is None:
+            return QueryPass(batch, None)
+        prefix = shared.before(int(batch.query_start.min()))
+        return QueryPass(batch.after(len(prefix)), prefix)
 
-    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+    def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """What the prefix does in each prompt; passes begin after the tokens that ran once."""
-        model, shared = seen["passes"]
-        prefix = None if shared is None else shared.before(int(batch.query_start.min()))
-        queries = batch if prefix is None else batch.after(len(prefix))
-        segments, selected = self.segments_of(queries), self.rows_of(queries)
-        return effect_contributions(model, queries, segments, selected, prefix=prefix)
+        shared = None if self.context is not None else passes.prefix(batch)
+        query_pass = self.query_pass(passes.model, batch, shared)
+        segments, rows = self.segments_of(query_pass.batch), self.rows_of(query_pass.batch)
+        return effect_contributions(passes.model, query_pass, segments, rows)
+
+    def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """That a context has keys and values of its own."""
+        own = {} if self.context is None else {"shared_prefix": "off: a context has its own"}
+        return {"info": own}
 
     def result(self, contributions: Contributions) -> PrefixEffectRecord:
         """Means over prompts, then over sets of demonstrations."""
-        return effect_record(contributions, tuple(self.keys))
+        assert self.keys is not None
+        # Also where sets are pooled, a position is the same token only after the same prefix.
+        is_one = self.context is not None
+        prefixes = [contributions] if is_one else contributions.of_demonstrations()
+        return PrefixEffectRecord.of(
+            contributions,
+            spread=mean_over_sets(lambda each: _spread(each["within"]), prefixes),
+            info={"segment_names": tuple(self.keys)},
+        )
 
     @checked
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment key"]:
         """The positions of each segment, checked."""
         before = batch.attention_mask & (batch.positions < batch.query_start[:, None])
+        assert self.keys is not None
         given = self.keys.items()
         sets = [checked_positions(batch, f"{name!r} of {self.name}", of) for name, of in given]
         segments = torch.stack(sets, dim=1)
@@ -318,16 +364,26 @@ class PrefixEffect(Metric):
         return rows
 
 
+def _pass_after(context: Context, model: HookedModel, batch: PromptBatch) -> QueryPass:
+    """The pass over the queries, which knows whether the context begins with the BOS of prompts."""
+    query_pass = context.query_pass(model, batch)
+    queries = query_pass.batch
+    prompts = batch.on_cpu
+    first = prompts.tokens.gather(1, prompts.starts[:, None])[:, 0]
+    same = bool((queries.on_cpu.tokens[:, 0] == first).all())
+    begins = batch.begins_with_bos and same
+    known = on_both(queries, lambda each: replace(each, begins_with_bos=begins))
+    return replace(query_pass, batch=known)
+
+
 def effect_contributions(
     model: HookedModel,
-    batch: PromptBatch,
+    query_pass: QueryPass,
     segments: Bool[Tensor, "batch segment key"],
     rows: edges.Positions,
-    *,
-    prefix: KeyValues | None = None,
-    hooks: Sequence[Hook] = (),
 ) -> dict[str, Tensor]:
-    """What each prompt contributes, on the CPU; ``rows`` count, and ``hooks`` are the prefix's."""
+    """What each prompt contributes, on the CPU; ``rows`` count."""
+    batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
     query = edges.query(batch)
     runs = prefix_runs(model, batch, segments.any(1), query, prefix=prefix, hooks=hooks)
     selected = rows[:, runs.rows].cpu()
@@ -347,19 +403,6 @@ def effect_contributions(
     wide = torch.promote_types(runs.with_prefix.values[0].dtype, torch.float32)
     by_layer["taken"] = by_layer["taken"].to(wide)
     return by_layer
-
-
-def effect_record(
-    contributions: Contributions, segments: Sequence[str], *, same_prefix: bool = False
-) -> PrefixEffectRecord:
-    """The record of all prompts, which have one prefix or that of their demonstrations."""
-    # Also where sets are pooled, a position is the same token only after the same demonstrations.
-    prefixes = [contributions] if same_prefix else contributions.of_demonstrations()
-    return PrefixEffectRecord.of(
-        contributions,
-        spread=mean_over_sets(lambda each: _spread(each["within"]), prefixes),
-        info={"segment_names": tuple(segments)},
-    )
 
 
 def _rows_of_layer(

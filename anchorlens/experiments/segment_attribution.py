@@ -5,9 +5,8 @@
 3. The method makes a score for each segment from the subsets and y (``subsets.py``).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
@@ -16,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
+from ..metrics.question import Further, Question
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
@@ -23,9 +23,9 @@ from ..results import figures
 from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
-from ..runs.study import Study
+from ..runs.passes import Passes
 from ..system.arguments import called, checked
-from ..system.processes import fails_together, is_main
+from ..system.processes import is_main
 from ..system.texts import described, name_of
 from ..system.warn import warn_user
 from . import removal, subsets
@@ -73,21 +73,9 @@ class SegmentAttributionRecord(Record):
         )
 
 
-@fails_together()
 @checked
-def segment_attribution(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    method: subsets.Method = subsets.one_by_one,
-    *,
-    segments: SegmentsOfBatch | None = None,
-    answer: str | None = None,
-    remove: removal.Removal = removal.edges,
-    seed: int = 0,
-    resamples: int = 200,
-    folder: str | Path | None = None,
-    progress: bool = True,
-) -> SegmentAttributionRecord:
+@dataclass(frozen=True)
+class SegmentAttribution(Question):
     r"""How much each segment adds to the answer that the model gives, by removing segments.
 
     With p_t the probability of token t of the answer after the earlier ones, and v the segments
@@ -123,8 +111,6 @@ def segment_attribution(
         here and 3.19 there.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        batches: Prompts of ``build_prompts``, or of ``build_segments`` with an answer.
         method: Which subsets of segments run, and how scores follow: ``al.subsets.one_by_one``,
             ``al.subsets.lasso()``, ``al.subsets.shapley()`` or one of your own.
         segments: As in ``SegmentFlows``: names, or functions of the batch by name. By default every
@@ -135,9 +121,7 @@ def segment_attribution(
             word that the model predicts.
         remove: How segments are removed; a function of the module ``al.removal`` or of your own.
         seed: Decides which subsets a method draws.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed, as in ``run``.
-        progress: Show a progress bar.
+        name: Key of the result.
 
     Raises:
         MetricError: Segments overlap, or one is empty in a prompt or not before the answer; there
@@ -154,38 +138,56 @@ def segment_attribution(
             method of your own gives no finite scores in some.
 
     Examples:
-        >>> record = al.segment_attribution(model, batches, resamples=0, progress=False)
+        >>> results = al.run(model, batches, [al.SegmentAttribution()], progress=False)
+        >>> record = results["segment_attribution"]
         >>> record.scores_of_prompts.shape == (sum(map(len, batches)), len(demos))
         True
         >>> best = record.scores_of_prompts[0].argmax()  # on which the first answer rests most
     """
-    ablation = Ablation.of(batches, segments, answer, remove)
-    settings = {"experiment": "segment attribution", "method": method.name, "seed": seed}
-    settings |= ablation.settings
-    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
-    with study.entered():
-        ablation.check(study)
-        names = ablation.segments.names_of(study.batches[0])
-        check_method(method, len(names))
-        plan = ablation.plan(study)
 
-        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            answers = Answers.of(ablation, plan, batch)
-            numbers = numbers_of(method, answers, len(names), seed)
-            clean = {"log_odds": answers.clean.log_odds, "is_given": answers.is_given}
-            return {"numbers": numbers, **clean}
+    method: subsets.Method = subsets.one_by_one
+    _: KW_ONLY
+    segments: SegmentsOfBatch | None = None
+    answer: str | None = None
+    remove: removal.Removal = removal.edges
+    seed: int = 0
+    name: str = "segment_attribution"
+    record: ClassVar = SegmentAttributionRecord
 
-        contributions = study.collect(contributions_of)
+    def _ablation(self, batches: Sequence[PromptBatch]) -> Ablation:
+        return Ablation.of(batches, self.segments, self.answer, self.remove)
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error for segments, answers, removals or methods that do not fit."""
+        ablation = self._ablation(batches)
+        ablation.check(model, batches)
+        check_method(self.method, len(ablation.names_of(batches)))
+
+    def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
+        """Passes with some segments removed."""
+        return self._ablation(batches).further(model, batches)
+
+    def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
+        """The scores of the segments of each prompt."""
+        ablation = self._ablation(passes.batches)
+        answers = Answers.of(ablation, passes, batch)
+        count = len(ablation.names_of(passes.batches))
+        numbers = numbers_of(self.method, answers, count, self.seed)
+        clean = {"log_odds": answers.clean.log_odds, "is_given": answers.is_given}
+        return {"numbers": numbers, **clean}
+
+    def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """What was removed, and the prompts that have no scores."""
+        ablation = self._ablation(passes.batches)
         info = info_of_answers(ablation, contributions["is_given"])
-        info |= {"method": method.name, "seed": seed, "shared_prefix": plan.status}
+        info |= {"method": self.method.name, "seed": self.seed}
         has_none = ~contributions["numbers"][:, 0].isfinite().all(-1) & contributions["is_given"]
         if has_none.any():  # of a method of one's own
             count = f"{int(has_none.sum())} of {len(has_none)} prompts"
-            info["no_scores"] = f"the method {method.name!r} gives no finite scores in {count}"
+            info["no_scores"] = f"the method {self.method.name!r} gives no finite scores in {count}"
             if is_main():
                 warn_user(info["no_scores"])
-        info |= {"segment_names": names}
-        return study.record(SegmentAttributionRecord.of, contributions, info)
+        return {"info": info | {"segment_names": ablation.names_of(passes.batches)}}
 
 
 def check_method(method: subsets.Method, count: int) -> None:

@@ -4,7 +4,7 @@ A score is a tensor for all prompts, a metric, a method of ablation, or a functi
 metrics observe one pass, whose loss is the cross entropy of the answer that is explained.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -16,15 +16,15 @@ from torch.nn.functional import cross_entropy
 
 from ..errors import MetricError
 from ..metrics.metric import Metric
-from ..models.hooked import device_of, dtype_of
+from ..metrics.question import Further
+from ..models.hooked import HookedModel, device_of, dtype_of
 from ..passes.forward import unedited
 from ..passes.losses import span_cross_entropy
 from ..passes.provide import needs_gradient
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
-from ..runs.runner import Runner
-from ..runs.study import Study, order_of_queries
+from ..runs.study import order_of_queries
 from ..system.rounding import rounding_of
 from ..system.texts import described, name_of
 from .ablation import Ablation, Answers, predicted_words
@@ -43,21 +43,22 @@ class ScoresOfBatch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SegmentScores:
-    """Scores by name, of the segments that are removed from the prompts of a study."""
+    """Scores by name, of the segments that are removed from prompts."""
 
+    model: HookedModel
+    batches: Sequence[PromptBatch]
     scores: Mapping[str, Score]
     ablation: Ablation
-    study: Study
     seed: int
 
     @cached_property
     def segments(self) -> tuple[str, ...]:
         """The names of the segments."""
-        return self.ablation.segments.names_of(self.study.batches[0])
+        return self.ablation.names_of(self.batches)
 
     def check(self) -> None:
         """Raise an error for what is no score, or not one of these segments; no model runs."""
-        prompts = sum(map(len, self.study.batches))
+        prompts = sum(map(len, self.batches))
         for name, score in self.scores.items():
             if isinstance(score, Tensor):
                 self._checked(name, score, prompts)
@@ -79,7 +80,7 @@ class SegmentScores:
                     f"function of the batch; got {got}"
                 )
             else:
-                batch = self.study.batches[0].to(device_of(self.study.model))
+                batch = self.batches[0].to(device_of(self.model))
                 self._checked(name, _called(name, score, batch), len(batch))
 
     @cached_property
@@ -108,20 +109,19 @@ class SegmentScores:
             inside = self.ablation.predicting(batch).flip(1).cumsum(1).flip(1) > 0
         return inside & batch.attention_mask & ~self.ablation.removable(batch).any(1)
 
-    def plan(self) -> Runner | None:
-        """How the pass runs that metrics observe; None if no metric is a score."""
+    def further(self) -> Further:
+        """The pass that metrics observe, if any is a score, and the removals."""
+        removals = self.ablation.further(self.model, self.batches)
         if not self.metrics:
-            return None
+            return removals
         answer = self.ablation.answer
         loss = prediction_cross_entropy if answer is None else span_cross_entropy(answer)
-        first = self.study.batches[0]
-        needs_one = any(needs_gradient(metric, first) for metric in self.metrics)
-        return self.study.plan(self.metrics, loss=loss if needs_one else None)
+        needs_one = any(needs_gradient(metric, self.batches[0]) for metric in self.metrics)
+        return replace(removals, metrics=self.metrics, loss=loss if needs_one else None)
 
-    def of(self, answers: Answers, plan: Runner | None) -> "ScoresOfBatch":
-        """The scores of the prompts of a batch."""
+    def of(self, answers: Answers, observed: Mapping[str, Mapping[str, Tensor]]) -> "ScoresOfBatch":
+        """The scores of the prompts of a batch; ``observed`` has what metrics contribute."""
         batch, count = answers.batch, len(self.segments)
-        observed = {} if plan is None else plan.contributions(batch)
         metrics: dict[str, Any] = {metric.name: metric for metric in self.metrics}
         scores, margins = list[Tensor](), list[Tensor]()
         for name, score in self.scores.items():
@@ -129,18 +129,14 @@ class SegmentScores:
             if isinstance(score, Tensor):
                 values = score[[self._rows[key] for key in keys_of(batch)]]
             elif isinstance(score, Metric):
-                own = {key: of for key, of in observed.items() if key.startswith(f"{name}/")}
-                if plan is not None and not own:
-                    raise plan.failures[name]
-                own = {key.removeprefix(f"{name}/"): of for key, of in own.items()}
-                values = metrics[name].segment_scores(Contributions(own))[:, :count]
+                values = metrics[name].segment_scores(Contributions(observed[name]))[:, :count]
             elif isinstance(score, Method):
                 values = numbers_of(score, answers, count, self.seed)[:, 0]
             else:
                 values = _called(name, score, batch)
             scores.append(self._checked(name, values, len(batch)))
             is_metric = isinstance(score, Metric)
-            share = rounding_of(dtype_of(self.study.model) if is_metric else values.dtype)
+            share = rounding_of(dtype_of(self.model) if is_metric else values.dtype)
             margin = share * scores[-1].abs().amax(1)
             # Methods add up differences of log-odds.
             margins.append(2 * answers.rounding if isinstance(score, Method) else margin)
@@ -149,8 +145,8 @@ class SegmentScores:
     @cached_property
     def _rows(self) -> dict[tuple[int, int], int]:
         """The number of each prompt in the order of the queries, by demonstrations and query."""
-        keys = [key for batch in self.study.batches for key in keys_of(batch)]
-        order = order_of_queries(self.study.batches).tolist()
+        keys = [key for batch in self.batches for key in keys_of(batch)]
+        order = order_of_queries(self.batches).tolist()
         return {keys[k]: row for row, k in enumerate(order)}
 
     def _checked(self, name: str, values: Any, prompts: int) -> Float[Tensor, "_ segment"]:

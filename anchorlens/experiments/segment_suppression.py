@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
@@ -13,6 +12,7 @@ from torch.nn.functional import pad
 
 from ..errors import MetricError
 from ..hooks import Site, hooks_on_edges
+from ..metrics.question import Question
 from ..metrics.segment_flows import SegmentFlows
 from ..models.hooked import HookedModel
 from ..passes.forward import logits_at
@@ -22,7 +22,7 @@ from ..prompts.edge_set import EdgeSet
 from ..results import figures
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
-from ..runs.study import Study
+from ..runs.passes import WHOLE, Passes
 from ..system.arguments import checked
 from ..system.devices import in_float64
 
@@ -70,15 +70,8 @@ class SegmentSuppressionRecord(Record):
 
 
 @checked
-def segment_suppression(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = None,
-    *,
-    resamples: int = 200,
-    folder: str | Path | None = None,
-    progress: bool = True,
-) -> SegmentSuppressionRecord:
+@dataclass(frozen=True)
+class SegmentSuppression(Question):
     r"""What the predictions of each segment lose if no later token can read another segment.
 
     For each segment s, which ends at position e_s, there is one pass in which every edge from a
@@ -101,7 +94,7 @@ def segment_suppression(
 
     Pitfalls:
         A cut makes rows of attention that the model never saw in training, and this alone may
-        change predictions: compare with as many random edges (``edge_sweep`` with the edges of one
+        change predictions: compare with as many random edges (``EdgeSweep`` with the edges of one
         segment). Without BOS the first segment holds the first token, which many heads attend to,
         so a cut of it may destroy what has nothing to do with its words. BOS is in no segment of
         ``build_segments``, so it is not cut.
@@ -112,13 +105,9 @@ def segment_suppression(
         token. Here it counts in the segment of the token that it predicts.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        batches: Prompts, such as those of ``build_segments``.
         segments: As in ``SegmentFlows``: names, functions of the batch by name, or None for all
             segments of the prompts.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed, as in ``run``.
-        progress: Show a progress bar.
+        name: Key of the result.
 
     Raises:
         MetricError: ``segments`` are wrong, a token is in two of them, or no token of a segment is
@@ -130,27 +119,37 @@ def segment_suppression(
     Examples:
         >>> written = al.build_segments(model.tokenizer, [
         ...     [("museum", "It opens at ten."), ("question", " When?"), ("answer", " At ten.")]])
-        >>> record = al.segment_suppression(model, written, resamples=0, progress=False)
-        >>> record.kl.isnan().tolist()  # a segment is predicted after the end of earlier ones
+        >>> results = al.run(model, written, [al.SegmentSuppression()], progress=False)
+        >>> kl = results["segment_suppression"].kl  # predicted after the end of earlier segments
+        >>> kl.isnan().tolist()
         [[True, True, True], [False, True, True], [False, False, True]]
     """
-    chosen = SegmentFlows(segments, name="segment_suppression")
-    settings = {"experiment": "segment suppression", "segments": chosen.segments_by_name()}
-    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
-    with study.entered():
-        if not any(_predictors(batch, chosen.segments_of(batch)).any() for batch in study.batches):
+
+    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = None
+    name: str = "segment_suppression"
+    record: ClassVar = SegmentSuppressionRecord
+
+    @property
+    def _chosen(self) -> SegmentFlows:
+        """What knows names and positions."""
+        return SegmentFlows(self.segments, name=self.name)
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error unless a token of a segment is predicted after another segment."""
+        if not any(_predictors(each, self._chosen.segments_of(each)).any() for each in batches):
             raise MetricError(
                 "nothing depends on a suppressed segment: in no prompt a token of a segment is "
                 "predicted after the end of a segment; give segments of which one comes later"
             )
 
-        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            return {"kl": _kl_of_batch(model, batch, chosen.segments_of(batch))}
+    def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
+        """The divergences of each prompt, from whole prompts."""
+        return {"kl": _kl_of_batch(passes.model, batch, self._chosen.segments_of(batch))}
 
-        contributions = study.collect(contributions_of)
-        names = chosen.names_of(study.batches[0])
-        info = {"segment_names": names}
-        return study.record(SegmentSuppressionRecord.of, contributions, info)
+    def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """The names of the segments."""
+        names = self._chosen.names_of(passes.batches[0])
+        return {"info": {"segment_names": names, "shared_prefix": WHOLE}}
 
 
 def _kl_of_batch(

@@ -13,7 +13,8 @@ Examples:
     ...     return product / share - (y.mean() - product) / (1 - share)
     >>> twelve = lambda count, generator: al.subsets.random(12, count, generator)
     >>> method = al.subsets.Method("difference of means", twelve, difference_of_means)
-    >>> record = al.segment_attribution(model, batches, method, resamples=0, progress=False)
+    >>> asked = al.SegmentAttribution(method)
+    >>> record = al.run(model, batches, [asked], progress=False)[asked.name]
 """
 
 from collections.abc import Callable

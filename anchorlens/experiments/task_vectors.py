@@ -32,7 +32,8 @@ from ..results import figures
 from ..results.figure_parts import with_ends
 from ..results.kinds import difference, of_prompts, share, table
 from ..results.record import Record
-from ..runs.study import Study, order_of_queries
+from ..runs.run import run
+from ..runs.study import Study, checked_batches, order_of_queries
 from ..system.arguments import checked
 from ..system.devices import beside
 from ..system.processes import fails_together
@@ -230,26 +231,26 @@ def task_vectors(
     folders = [None if folder is None else Path(folder) / name for name in names]
     settings: dict[str, Any] = {"experiment": "task vectors", "positions": positions}
     settings["into"] = "queries alone" if into is None else "prompts"
-    options: dict[str, Any] = {"resamples": 0, "progress": progress}
-    source = Study(model, batches, settings | {"step": "read"}, folder=folders[0], **options)
-    answered = Study(model, tested, {"experiment": names[1]}, folder=folders[1], **options)
-    options["resamples"] = resamples
     receivers = tested if into is None else into
-    study = Study(model, receivers, settings, folder=folders[2], **options)
-    with study.entered(), source.entered(), answered.entered():
-        check_label_words([*answered.batches, *study.batches])
-        _require_same_queries(answered.batches, study.batches)
+    study = Study(
+        model, receivers, settings, folder=folders[2], resamples=resamples, progress=progress
+    )
+    read, answered = checked_batches(model, batches), checked_batches(model, tested)
+    with study.entered():
+        check_label_words([*answered, *study.batches])
+        _require_same_queries(answered, study.batches)
 
         def prompts_of(batch: PromptBatch) -> PromptBatch:
             return NoContext().query_pass(model, batch).batch if into is None else batch
 
-        count = int(positions_in(source.batches[0], positions)[0].sum())
-        for batch in (*source.batches, *map(prompts_of, study.batches)):
+        count = int(positions_in(read[0], positions)[0].sum())
+        for batch in (*read, *map(prompts_of, study.batches)):
             positions_in(batch, positions, count)
-        warn_of_same_queries(source.batches, answered.batches)
-        vectors = mean_states(source, residual_name, positions)
-        plan = answered.plan([Accuracy()], loss=None)
-        of_demonstrations = answered.collect(plan.contributions, needed=plan.needed)
+        warn_of_same_queries(read, answered)
+        options: dict[str, Any] = {"folder": folders[0], "progress": progress}
+        vectors = mean_states(model, batches, residual_name, positions, **options)
+        options |= {"folder": folders[1], "resamples": 0}
+        after_demonstrations: Any = run(model, tested, [Accuracy()], **options)["accuracy"]
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             prompts, gold = prompts_of(batch), require_gold(batch.gold, "task_vectors")
@@ -266,7 +267,7 @@ def task_vectors(
             return {"unchanged": correct(), "correct": torch.stack(by_layer, dim=1)}
 
         contributions = study.collect(contributions_of)
-        contributions["demonstrations"] = of_demonstrations["accuracy/correct"]
+        contributions["demonstrations"] = after_demonstrations.correct
         info = {
             "written_into": "zero-shot" if into is None else "without the vector",
             "positions": name_of(positions),

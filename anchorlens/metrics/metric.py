@@ -1,18 +1,16 @@
 """What a metric is: what it reads of a pass, what a prompt contributes, and the record of all."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from abc import abstractmethod
+from typing import Any
 
 from torch import Tensor
 
 from ..prompts.batch import PromptBatch
-from ..results.contributions import Contributions
-from ..results.record import Record
-from .reads import InOneLine, Reads, Seen
+from .question import Question
+from .reads import Seen
 
 
-class Metric(InOneLine, ABC):
+class Metric(Question):
     """What every metric inherits from; usually a frozen dataclass whose fields are its options.
 
     A metric needs a ``name``, ``contributions`` and a ``record``, and says in ``reads`` what of the
@@ -39,21 +37,6 @@ class Metric(InOneLine, ABC):
         True
     """
 
-    record: ClassVar[type[Record]]
-
-    if TYPE_CHECKING:  # may be an option, or the same for all instances
-
-        @property
-        def name(self) -> str: ...
-
-    def reads(self, batch: PromptBatch) -> Reads:
-        """What of the pass it reads, by names of its own; by default only logits.
-
-        Args:
-            batch: Whole prompts. Positions are its columns.
-        """
-        return {}
-
     @abstractmethod
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         """What each prompt contributes: tensors [prompt, ...] by name.
@@ -64,16 +47,6 @@ class Metric(InOneLine, ABC):
                 at the targets, and ``seen.clean`` where hooks change the run.
         """
 
-    def result(self, contributions: Contributions) -> Record:
-        """The record of what all prompts contribute: pure, so that resamples give intervals."""
-        return self.record.of(contributions)
-
-    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error, before any model runs, where these batches cannot give a result.
-
-        Args:
-            model: The model of the run.
-            batches: All batches of the run.
-            changed: Whether hooks change the run.
-        """
-        return  # by default there is always a result
+    def of_batch(self, passes: Any, batch: PromptBatch) -> dict[str, Tensor]:
+        """What each prompt contributes, from the pass of the run."""
+        return self.contributions(batch, passes.seen(self))

@@ -10,7 +10,7 @@ tokens ran once for all of them, or a long prompt's pattern was formed a few row
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -215,14 +215,7 @@ class Hooks:
         return frozenset({SLOPE} if self.backward_hooks else ())
 
 
-@dataclass(frozen=True, eq=False)
-class OwnPasses(InOneLine):
-    """For a metric that makes passes of its own: the model, and what shared tokens left."""
-
-    needs: frozenset[str] = field(default=frozenset({VALUES}), init=False)
-
-
-Read = At | Sums | Blocks | Hooks | OwnPasses
+Read = At | Sums | Blocks | Hooks
 Reads = Mapping[str, Read]
 
 

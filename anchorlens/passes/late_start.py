@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ..models.added_hooks import added_hooks
 from ..models.model_state import replaced_methods
 from ..system.put_back import safe_context
@@ -29,7 +31,7 @@ def stored_starts(model: Any, layers: Iterable[int]) -> Iterator[dict[int, Start
     starts: dict[int, Start] = {}
 
     def store(layer: int, block: Any, inputs: Any, output: Any) -> None:
-        starts[layer] = Start(layer, output)
+        starts[layer] = Start(layer, _detached(output))
 
     later = sorted(set(layers) - {0})
     blocks = [(model.blocks[layer - 1], partial(store, layer)) for layer in later]
@@ -48,3 +50,10 @@ def started(model: Any, start: Start | None) -> Iterator[None]:
 
     with replaced_methods(skipped, "forward", lambda layer, block: pass_on):
         yield
+
+
+def _detached(output: Any) -> Any:
+    """What a block gave out without the graph of its pass, which may have a gradient."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    return tuple(map(_detached, output)) if isinstance(output, tuple) else output

@@ -1,9 +1,9 @@
-"""How what metrics read is got from a pass: no other place knows the ways in which a batch runs.
+"""How what questions read is got from a pass: no other place knows the ways in which a batch runs.
 
-1. Each read of a metric gets an observer (``observers.py``).
+1. Each read of a question gets an observer (``observers.py``).
 2. A pass runs the columns of whole prompts from ``first_query`` on. Those before it ran once for a
    set of demonstrations, observed by observers of their own.
-3. Both parts together are what the metric sees (``Observation.seen``).
+3. Both parts together are what the question sees (``Observation.seen``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..metrics.edge_sums import try_weight
-from ..metrics.metric import Metric
+from ..metrics.question import Question
 from ..metrics.reads import (
     KEYS,
     PATTERN,
@@ -24,7 +24,6 @@ from ..metrics.reads import (
     At,
     Blocks,
     Hooks,
-    OwnPasses,
     Read,
     Reads,
     Seen,
@@ -34,7 +33,6 @@ from ..metrics.reads import (
 from ..metrics.weights import Pattern, WithValues
 from ..models.head_outputs import require_transformed_values
 from ..models.hooked import Hook, check_fits, refuse_folded_value_biases
-from ..models.kv_cache import KeyValues
 from ..prompts.batch import PromptBatch
 from ..system.texts import described
 from .observers import (
@@ -48,35 +46,42 @@ from .observers import (
 
 
 class Observation:
-    """What a metric observes in a pass over a batch, after what was observed in shared tokens."""
+    """What a question observes in a pass over a batch, after what was observed in shared tokens."""
 
     def __init__(
         self,
         layers: Layers,
-        metric: Metric,
-        batch: PromptBatch,
-        shared: "Observation | None" = None,
+        question: Question,
+        whole: PromptBatch,
+        columns: slice,
+        before: "Observation | None" = None,
+        is_shared: bool = False,
     ) -> None:
-        self.layers, self.metric, self.shared = layers, metric, shared
-        whole = batch.whole()
-        self.reads = reads_of(metric, whole)
-        columns = slice(batch.first_query, whole.tokens.shape[1])
-        self._observers = _observers(layers, self.reads, metric.name, whole, columns)
-        if shared is not None:
+        self.layers, self.question, self.before = layers, question, before
+        self.reads = reads_of(question, whole)
+        self._observers = _observers(layers, self.reads, question.name, whole, columns, is_shared)
+        if before is not None:
             for name, read in self.reads.items():
                 if SLOPE in read.needs:  # which comes again with each batch
-                    shared._observers[name].begin(read)
+                    before._observers[name].begin(read)
 
     @classmethod
-    def of_shared(cls, layers: Layers, metric: Metric, batch: PromptBatch) -> "Observation":
-        """What a metric observes in the tokens before a batch, once for all prompts of the set."""
-        made = cls.__new__(cls)
-        made.layers, made.metric, made.shared = layers, metric, None
+    def of(
+        cls,
+        layers: Layers,
+        question: Question,
+        batch: PromptBatch,
+        before: "Observation | None" = None,
+    ) -> "Observation":
+        """What a question observes in a batch, after what was observed in shared tokens."""
+        whole = batch.whole()
+        return cls(layers, question, whole, slice(batch.first_query, whole.tokens.shape[1]), before)
+
+    @classmethod
+    def of_shared(cls, layers: Layers, question: Question, batch: PromptBatch) -> "Observation":
+        """What a question observes in the tokens before a batch, once for all prompts of a set."""
         one = batch.whole().prompt(0)
-        made.reads = reads_of(metric, one)
-        columns = slice(0, batch.first_query)
-        made._observers = _observers(layers, made.reads, metric.name, one, columns, shared=True)
-        return made
+        return cls(layers, question, one, slice(0, batch.first_query), is_shared=True)
 
     @property
     def hooks(self) -> list[Hook]:
@@ -93,15 +98,13 @@ class Observation:
         for each in self._observers.values():
             each.use_rows(layer, rows, keys, a, slope)
 
-    def seen(self, logits: Tensor, clean: Tensor | None, prefix: KeyValues | None = None) -> Seen:
-        """What was read, of every prompt, with copies of the logits for this metric alone."""
+    def seen(self, logits: Tensor, clean: Tensor | None) -> Seen:
+        """What was read, of every prompt, with copies of the logits for this question alone."""
         found, dtypes = dict[str, Any](), dict[str, torch.dtype]()
-        for name, read in self.reads.items():
+        for name in self.reads:
             ours = self._observers[name]
-            theirs = None if self.shared is None else self.shared._observers[name]
+            theirs = None if self.before is None else self.before._observers[name]
             found[name] = ours.found() if theirs is None else ours.after(theirs, len(logits))
-            if isinstance(read, OwnPasses):
-                found[name] = self.layers.needed(self.metric.name), prefix
             both = [each.dtype() for each in (ours, theirs) if each is not None]
             known = [dtype for dtype in both if dtype is not None]
             if known:
@@ -116,7 +119,7 @@ def _observers(
     owner: str,
     batch: PromptBatch,
     columns: slice,
-    shared: bool = False,
+    shared: bool,
 ) -> dict[str, Observer]:
     made: dict[str, Observer] = {}
     for name, read in reads.items():
@@ -131,95 +134,95 @@ def _observers(
     return made
 
 
-def reads_of(metric: Metric, batch: PromptBatch) -> Reads:
-    """What a metric reads of whole prompts; an error if this is not what it may be."""
-    reads: Any = metric.reads(batch)
+def reads_of(question: Question, batch: PromptBatch) -> Reads:
+    """What a question reads of whole prompts; an error if this is not what it may be."""
+    reads: Any = question.reads(batch)
     if not isinstance(reads, Mapping) or not all(isinstance(each, Read) for each in reads.values()):
         raise MetricError(
-            f"reads of {metric.name} give what is read by name, such as {{'attention': "
+            f"reads of {question.name} give what is read by name, such as {{'attention': "
             f"al.reads.At('pattern', al.edges.target)}}; got {described(reads)}"
         )
     return reads
 
 
-def _reads_of_a_prompt(metric: Metric, batch: PromptBatch) -> Reads:
+def _reads_of_a_prompt(question: Question, batch: PromptBatch) -> Reads:
     """What is read of one prompt, where the kind of each read tells enough."""
-    return reads_of(metric, batch.whole().prompt(0))
+    return reads_of(question, batch.whole().prompt(0))
 
 
-def check_reads(layers: Layers, metric: Metric, batch: PromptBatch) -> None:
-    """Raise an error, before the model runs, where it does not show what a metric reads."""
+def check_reads(layers: Layers, question: Question, batch: PromptBatch) -> None:
+    """Raise an error, before the model runs, where it does not show what a question reads."""
     if layers.model is not None:
         check_fits(layers.model, batch)
-    reads = reads_of(metric, batch.whole())
+    reads = reads_of(question, batch.whole())
     if layers.model is not None and needs_of(reads) & {SLOPE, VALUES}:
         refuse_folded_value_biases(layers.model)
     for read in reads.values():
         if isinstance(read, At):
-            read.columns(batch, metric.name)
+            read.columns(batch, question.name)
             if read.needs & {QUERIES, KEYS}:
-                layers.operands(metric.name)
+                layers.operands(question.name)
         elif isinstance(read, Sums) and isinstance(read.weight, WithValues):
-            require_transformed_values(layers.needed(metric.name))
+            require_transformed_values(layers.needed(question.name))
         elif isinstance(read, Sums):
             try_weight(read.weight, layers.n_heads, batch)
 
 
-def needs_gradient(metric: Metric, batch: PromptBatch) -> bool:
-    """Whether a metric needs a backward pass."""
-    return SLOPE in needs_of(_reads_of_a_prompt(metric, batch))
+def needs_gradient(question: Question, batch: PromptBatch) -> bool:
+    """Whether a question needs a backward pass."""
+    return SLOPE in needs_of(_reads_of_a_prompt(question, batch))
 
 
-def why_hooks_are_whole(metric: Metric, batch: PromptBatch) -> str:
-    """Why the hooks of a metric do not act in shared tokens; empty if it has none."""
-    reads = _reads_of_a_prompt(metric, batch).values()
+def why_hooks_are_whole(question: Question, batch: PromptBatch) -> str:
+    """Why the hooks of a question do not act in shared tokens; empty if it has none."""
+    reads = _reads_of_a_prompt(question, batch).values()
     has_hooks = any(isinstance(read, Hooks) for read in reads)
-    return f"{metric.name} has hooks of its own, which see whole prompts" if has_hooks else ""
+    return f"{question.name} has hooks of its own, which see whole prompts" if has_hooks else ""
 
 
-def why_whole(metric: Metric, batch: PromptBatch) -> str:
-    """Why shared tokens cannot run once for what a metric reads; empty if they can."""
-    if reason := why_hooks_are_whole(metric, batch):
+def why_whole(question: Question, batch: PromptBatch) -> str:
+    """Why shared tokens cannot run once for what a question reads; empty if they can."""
+    if reason := why_hooks_are_whole(question, batch):
         return reason
-    for read in _reads_of_a_prompt(metric, batch).values():
+    for read in _reads_of_a_prompt(question, batch).values():
         if isinstance(read, Sums) and VALUES in read.needs:
-            return f"{metric.name} needs the values of all tokens of each prompt"
+            return f"{question.name} needs the values of all tokens of each prompt"
         if isinstance(read, Blocks) and (read.whole or not read.slope):
-            return f"{metric.name} reads blocks of the pattern of each prompt"
+            return f"{question.name} reads blocks of the pattern of each prompt"
     return ""
 
 
-def check_columns(metrics: Sequence[Metric], batches: Sequence[PromptBatch]) -> None:
+def check_columns(questions: Sequence[Question], batches: Sequence[PromptBatch]) -> None:
     """Raise an error, before the model runs, for wrong positions in any batch."""
-    for metric in metrics:
-        first = reads_of(metric, batches[0].whole())
+    for question in questions:
+        first = reads_of(question, batches[0].whole())
         if any(isinstance(read, At) for read in first.values()):
             for batch in batches[1:]:
-                for read in reads_of(metric, batch.whole()).values():
+                for read in reads_of(question, batch.whole()).values():
                     if isinstance(read, At):
-                        read.columns(batch, metric.name)
+                        read.columns(batch, question.name)
 
 
-def may_differ_at_the_start(metric: Metric, batch: PromptBatch) -> bool:
-    """Whether what a metric reads in shared tokens could differ between prompts of a set."""
-    reads = _reads_of_a_prompt(metric, batch).values()
+def may_differ_at_the_start(question: Question, batch: PromptBatch) -> bool:
+    """Whether what a question reads in shared tokens could differ between prompts of a set."""
+    reads = _reads_of_a_prompt(question, batch).values()
     return any(
         isinstance(read, At) or (isinstance(read, Sums) and SLOPE not in read.needs)
         for read in reads
     )
 
 
-def begins_as(metric: Metric, batch: PromptBatch, first: PromptBatch) -> bool:
-    """Whether a metric reads before ``batch.first_query`` what it reads there of another prompt.
+def begins_as(question: Question, batch: PromptBatch, first: PromptBatch) -> bool:
+    """Whether a question reads before ``batch.first_query`` what it reads there of another prompt.
 
     ``first`` is a prompt of the same set. What needs a gradient is taken from each batch anew.
     """
     whole, one, length = batch.whole(), first.whole().prompt(0), batch.first_query
-    others = reads_of(metric, one)
-    for name, read in reads_of(metric, whole).items():
+    others = reads_of(question, one)
+    for name, read in reads_of(question, whole).items():
         other = others.get(name)
         if isinstance(read, At) and isinstance(other, At):
-            columns = read.columns(whole, metric.name), other.columns(one, metric.name)
+            columns = read.columns(whole, question.name), other.columns(one, question.name)
             if not _columns_begin_as(*columns, length):
                 return False
         elif (
@@ -249,9 +252,9 @@ def _columns_begin_as(
     return True
 
 
-def by_rows(metric: Metric, batch: PromptBatch) -> bool:
-    """Whether rows of A and dL/dA are enough for a metric, where no pattern is formed."""
-    reads = _reads_of_a_prompt(metric, batch).values()
+def by_rows(question: Question, batch: PromptBatch) -> bool:
+    """Whether rows of A and dL/dA are enough for a question, where no pattern is formed."""
+    reads = _reads_of_a_prompt(question, batch).values()
     return all(
         (isinstance(read, At) and bool(read.needs & {PATTERN, SLOPE}))
         or (isinstance(read, Sums) and VALUES not in read.needs)

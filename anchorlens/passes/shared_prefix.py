@@ -1,10 +1,7 @@
 """The tokens that the prompts of a batch share: they run once, and prompts continue from them."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any
-from weakref import ref
 
 from ..models.batch_hooks import TargetHook, in_leading_tokens
 from ..models.hooked import Hook, HookedModel, devices_of_layers
@@ -14,12 +11,7 @@ from ..system.free_memory import free_for_layers
 from .forward import run_prefix
 from .fused_attention import run_fused
 
-HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
-
-
-def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
-    """The clean run."""
-    return ()
+CLEAN = "clean"  # the key of a pass without hooks
 
 
 def shared_tokens(batch: PromptBatch) -> PromptBatch:
@@ -49,36 +41,31 @@ class SharedPrefixes:
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
-        # By the identity of the function of hooks: it, what acted, and the keys and values.
-        self.stored: dict[int, tuple[Any, Sequence[Hook], KeyValues]] = {}
+        # By the key of what acts: what acted, and the keys and values.
+        self.stored: dict[Hashable, tuple[Sequence[Hook], KeyValues]] = {}
         self._set: int | None = None  # to which all of them belong
 
     def of(
-        self,
-        batch: PromptBatch,
-        hooks: HooksOfBatch,
-        acting: Sequence[Hook],
-        is_fused: bool = False,
+        self, batch: PromptBatch, key: Hashable, acting: Sequence[Hook], is_fused: bool = False
     ) -> tuple[Sequence[Hook], KeyValues]:
-        """The hooks that act in the tokens before a batch, and the keys and values there."""
+        """The hooks that act in the tokens before a batch, and the keys and values there.
+
+        They are stored under ``key``, if it is not None: one key gives the same hooks for each
+        batch of the set.
+        """
         set_id = only_set(batch)
-        if all(isinstance(act, TargetHook) for _, act in acting):
-            hooks = no_hooks  # in the shared tokens all such changes are the clean run
-        # An entry is deleted with its function; otherwise a new function for each batch would fill
-        # the memory.
-        for key, (function, *_) in list(self.stored.items()):
-            if set_id != self._set or function() is None:
-                del self.stored[key]
+        if set_id != self._set:
+            self.stored.clear()
         self._set = set_id
-        if id(hooks) in self.stored:  # by identity: a user's function need not have a hash
-            _, leading, prefix = self.stored[id(hooks)]
-            return leading, prefix
+        if all(isinstance(act, TargetHook) for _, act in acting):
+            key = CLEAN  # in the shared tokens all such changes are the clean run
+        if key in self.stored:
+            return self.stored[key]
         leading = in_leading_tokens(acting, batch.first_query)
         prefix = run_shared(self.model, shared_tokens(batch), leading, is_fused=is_fused)
         # A sweep has a prefix for each site and each random control. Those of long prompts can take
         # more memory than the passes.
-        size = prefix.size + sum(other.size for *_, other in self.stored.values())
-        if size <= free_for_layers(devices_of_layers(self.model)):
-            with suppress(TypeError):  # an object that takes no weak reference is not stored
-                self.stored[id(hooks)] = ref(hooks), leading, prefix
+        size = prefix.size + sum(other.size for _, other in self.stored.values())
+        if key is not None and size <= free_for_layers(devices_of_layers(self.model)):
+            self.stored[key] = leading, prefix
         return leading, prefix

@@ -115,12 +115,13 @@ def paper(
         expected = fingerprint(model, (), _description(todo))
         warn_of_unknown(folder, expected.unknown)
         opened = main_first(lambda: Store.open(folder, expected.facts))
-        store = replace(opened, is_believed=not expected.unknown)
+        believed = frozenset[str]() if expected.unknown else frozenset({""})
+        store = replace(opened, functions={"": ""}, believed=believed)
         _check_logits(store, len(todo), settings[0][1])
     stored = gather_from_processes(
-        "stored parts", [None if store is None else store.read(k) for k in range(len(todo))]
+        "stored parts", [{} if store is None else store.read(k) for k in range(len(todo))]
     )[0]
-    outcomes = [None if rows is None else _Outcome.of(rows) for rows in stored]
+    outcomes = [_Outcome.of(rows) if rows else None for rows in stored]
     _check_number(folder, todo, outcomes)
     names = [
         _name(part) for (_, _, part), known in zip(todo, outcomes, strict=True) if known is None
@@ -173,7 +174,7 @@ def _check_logits(store: Store, number: int, setting: PaperSetting) -> None:
     with fails_together():
         if is_main():
             stored = store.read(number)
-            if stored is None:
+            if not stored:
                 store.write(number, rows)
             elif not same_contributions(stored, rows):
                 raise StoreError(

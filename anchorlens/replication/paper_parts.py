@@ -16,9 +16,9 @@ from ..contexts.selection import everything, label_words
 from ..contexts.training import Training
 from ..errors import DataError, PromptError
 from ..experiments.analysis import both_ends, run_possible
-from ..experiments.context_comparison import compare_contexts
+from ..experiments.context_comparison import ContextComparison
 from ..experiments.diagnosis import diagnose
-from ..experiments.isolation import isolation_sweep
+from ..experiments.edge_sweep import EdgeSweep
 from ..experiments.sites import first_and_last
 from ..hooks import Site, isolate_labels, isolate_random, reweight_anchors
 from ..metrics.accuracy import Accuracy
@@ -26,8 +26,8 @@ from ..metrics.distances import AnchorDistances
 from ..metrics.loyalties import loyalty
 from ..metrics.metric import Metric
 from ..metrics.predictions import predicted_class
+from ..metrics.question import HooksOfBatch, no_hooks
 from ..models.hooked import HookedModel
-from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts, text_anchor_prompts
 from ..prompts.examples import Example, sample_demonstrations
@@ -202,7 +202,7 @@ def table_2(setting: PaperSetting) -> Iterator[PaperNumber]:
         "label words alone": partial(compress, select=label_words),
     }
     draws: dict[str, Any] = {"draws": RANDOM_CONTEXTS, "seed": setting.seed}
-    record = compare_contexts(setting.model, batches, contexts, repeats=0, **draws, **QUIET)
+    record = _compared(setting, batches, ContextComparison(contexts, repeats=0, **draws))
     yield from _row_2("ICL", 1.0, 1.0, record.whole_accuracy, cached=1.0)
     textless = text_anchor_prompts(
         setting.tokenizer, setting.task, setting.demonstrations, setting.queries
@@ -234,7 +234,7 @@ def table_3(setting: PaperSetting) -> Iterator[PaperNumber]:
         "cached": partial(compress, select=everything),
         "compressed": compress,
     }
-    record = compare_contexts(setting.model, few, contexts, repeats=TIMED_PASSES, **QUIET)
+    record = _compared(setting, few, ContextComparison(contexts, repeats=TIMED_PASSES))
     cached, compressed = record.seconds
     speed_ups = {
         "against the whole prompt": record.whole_seconds / compressed,
@@ -326,13 +326,20 @@ def _isolated(
     setting: PaperSetting, batches: Sequence[PromptBatch], part: str, sites: Mapping[str, Site]
 ) -> Iterator[PaperNumber]:
     """Loyalties with label words and with random words isolated at each site."""
-    records = isolation_sweep(setting.model, batches, sites, draws=setting.draws, **QUIET)
-    for (site, record), words in product(records.items(), ("label", "random")):
+    sweep = EdgeSweep.isolation(sites, draws=setting.draws)
+    record = run(setting.model, batches, [sweep], **QUIET)[sweep.name]
+    for (number, site), words in product(enumerate(sites), ("label", "random")):
         prefix = "random_" if words == "random" else ""
         for kind in ("label", "word"):
-            values = getattr(record, f"{prefix}{kind}_loyalty")  # one for each random draw
+            values = getattr(record, f"{prefix}{kind}_loyalty")[..., number]  # of each random draw
             name = f"{words} words, {site}"
             yield PaperNumber(part, name, f"{kind} loyalty", float(values.mean()))
+
+
+def _compared(
+    setting: PaperSetting, batches: Sequence[PromptBatch], asked: ContextComparison
+) -> Any:
+    return run(setting.model, batches, [asked], **QUIET)[asked.name]
 
 
 def _by_layer(part: str, row: str, column: str, values: Tensor) -> Iterator[PaperNumber]:

@@ -15,7 +15,6 @@ from .claims import (
     Claim,
     Verdict,
     accuracy_of,
-    first_layers,
     first_layers_isolations,
     judge_distances,
     reason_against_ability,
@@ -110,15 +109,15 @@ def _on_ability(records: Collection[Record]) -> Iterator[str]:
 
 
 def _on_isolation(records: Collection[Record]) -> Iterator[str]:
-    for record in first_layers_isolations(records)[:1]:
+    for isolation in first_layers_isolations(records)[:1]:
         label, random_label, word, random_word = (
-            record.estimate(f"{name}_loyalty").percent()
+            isolation.estimate(f"{name}_loyalty").percent()
             for name in ("label", "control_label", "word", "control_word")
         )
         words = f"by {word} and by {random_word}"
-        bos = " but BOS" * bool(record.info.get("keep_bos"))
+        bos = " but BOS" * isolation.keeps_bos
         yield (
-            f"If the label words read nothing before them{bos} in {first_layers(record)} "
+            f"If the label words read nothing before them{bos} in {isolation.first_layers()} "
             f"(isolation), {label} of the predicted labels stay; if as many random words read "
             f"nothing, {random_label}. The five likeliest next words overlap with those of the "
             f"clean run {words}."

@@ -12,7 +12,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from ..experiments.diagnosis import class_orders, permutation_test
-from ..experiments.edge_sweep import CutEdgesRecord
+from ..experiments.edge_sweep import EdgeSweepRecord
 from ..metrics.accuracy import AccuracyRecord
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
@@ -177,8 +177,7 @@ def claims(results: Mapping[str, Any]) -> Claims:
     from chance (docs/definitions.md, "Claims and verdicts").
 
     Args:
-        results: Records of one task by name, as ``al.run`` returns them; also mappings of records,
-            as ``al.isolation_sweep`` returns.
+        results: Records of one task by name, as ``al.run`` returns them; also mappings of records.
 
     Returns:
         A claim for each of these that is among the results: flows (three claims), isolation in the
@@ -201,6 +200,52 @@ def claims(results: Mapping[str, Any]) -> Claims:
         else claim
         for claim in _claims_without_ability(records)
     )
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """One site of a sweep in which label words are isolated."""
+
+    record: EdgeSweepRecord
+    site: int
+
+    @property
+    def acts_in(self) -> Mapping[str, Any]:
+        """The layers, the heads (None: all), and whether edges to BOS stay."""
+        known: list[Mapping[str, Any]] = [*self.record.info["sites"].values()]
+        return known[self.site]
+
+    @property
+    def layers(self) -> list[int]:
+        return list(self.acts_in["layers"])
+
+    @property
+    def keeps_bos(self) -> bool:
+        return bool(self.acts_in["keep_bos"])
+
+    @property
+    def is_of_first_layers(self) -> bool:
+        """Whether it isolates the first layers, in all heads."""
+        return self.layers == [*range(len(self.layers))] and self.acts_in["heads"] is None
+
+    @property
+    def is_shallow(self) -> bool:
+        """Whether it isolates at most half of the layers."""
+        return 2 * len(self.layers) <= self.record.info.get("n_layers", 0)
+
+    def first_layers(self) -> str:
+        """The first layers, in which it isolates, in words."""
+        count = len(self.layers)
+        return "the first layer" if count == 1 else f"the first {count} layers"
+
+    def estimate(self, name: str) -> Estimate:
+        """A number at this site."""
+        return self.record.estimate(name, self.site)
+
+    def draws(self, name: str) -> Tensor:
+        """A number of each random draw at this site."""
+        of_draws: Tensor = getattr(self.record, name)
+        return of_draws[:, self.site]
 
 
 def estimate_over_sets(record: Record, name: str, *index: int) -> Estimate:
@@ -242,32 +287,20 @@ def accuracy_of(records: Iterable[Record]) -> tuple[Estimate, float] | None:
     return None
 
 
-def first_layers_isolations(records: Iterable[Record]) -> list[CutEdgesRecord]:
+def first_layers_isolations(records: Iterable[Record]) -> list[Isolation]:
     """The isolations of the first layers in all heads, the one that counts first.
 
     One with the edges to BOS left comes before others, because cutting these alone may do much of
     the damage; a shallow one comes before all.
     """
-    found = [
-        record
+    sites = [
+        Isolation(record, site)
         for record in records
-        if isinstance(record, CutEdgesRecord)
-        and record.is_isolation
-        and record.info.get("layers") == list(range(len(record.info.get("layers", ()))))
-        and record.info.get("heads") is None
+        if isinstance(record, EdgeSweepRecord) and record.is_isolation
+        for site in range(len(record.label_loyalty))
     ]
-    return sorted(found, key=lambda each: (not is_shallow(each), not each.info.get("keep_bos")))
-
-
-def is_shallow(record: CutEdgesRecord) -> bool:
-    """Whether it isolates at most half of the layers."""
-    return 2 * len(record.info["layers"]) <= record.info.get("n_layers", 0)
-
-
-def first_layers(record: CutEdgesRecord) -> str:
-    """The first layers, in which a record isolates, in words."""
-    count = len(record.info["layers"])
-    return "the first layer" if count == 1 else f"the first {count} layers"
+    found = [each for each in sites if each.is_of_first_layers]
+    return sorted(found, key=lambda each: (not each.is_shallow, not each.keeps_bos))
 
 
 def reason_against_ability(records: Iterable[Record]) -> str:
@@ -397,30 +430,34 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
         )
 
 
-def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:
-    number, is_left = gap_of(record), bool(record.info.get("keep_bos"))
-    draws = record.control_label_loyalty - record.random_label_loyalty
-    layers = record.info["layers"]
-    cut = [each for each in others if each.info["layers"] == layers and is_left]
+def _of_isolation(isolation: Isolation, *others: Isolation) -> Claim:
+    number, is_left = gap_of(isolation), isolation.keeps_bos
+    label, control = (
+        isolation.estimate("label_loyalty"),
+        isolation.estimate("control_label_loyalty"),
+    )
+    draws = control.value - isolation.draws("random_label_loyalty").double()
+    cut = [each for each in others if each.layers == isolation.layers and is_left]
     cut_too = Control("BOS cut too", gap_of(cut[0])) if cut else None
+    layers = isolation.first_layers()
     claim = _claim(
         NEEDED,
-        f"share of predicted labels that stay with random words isolated in {first_layers(record)}"
+        f"share of predicted labels that stay with random words isolated in {layers}"
         ", minus the share that stays with the label words isolated; edges to BOS are "
         f"{'left' if is_left else 'cut too'}",
-        number if is_shallow(record) else NO_NUMBER,
+        number if isolation.is_shallow else NO_NUMBER,
         paper="far fewer labels stay than with random words (Figure 4)",
-        scope=scope_of(record),
-        no_number=f"{first_layers(record)} are more than half of the layers: isolate fewer",
+        scope=scope_of(isolation.record),
+        no_number=f"{layers} are more than half of the layers: isolate fewer",
         controls=(
             Control("random words", draws=draws.tolist()),
             *([cut_too] if cut_too else []),
         ),
-        clause=f"isolating the label words in {first_layers(record)} changes "
-        f"{_changed(record.label_loyalty)} of the predictions and isolating random words "
-        f"{_changed(record.control_label_loyalty)} (a difference of {number.percent()})",
+        clause=f"isolating the label words in {layers} changes {_changed(label)} of the "
+        f"predictions and isolating random words {_changed(control)} (a difference of "
+        f"{number.percent()})",
     )
-    if record.info.get("begins_with_bos") and not is_left:
+    if isolation.record.info.get("begins_with_bos") and not is_left:
         reason = (
             "the edges to BOS were cut too, which alone may change the answers: isolate with "
             "keep_bos=True as well"
@@ -434,18 +471,19 @@ def _of_isolation(record: CutEdgesRecord, *others: CutEdgesRecord) -> Claim:
     return claim
 
 
-def _changed(loyalty: Tensor) -> str:
+def _changed(loyalty: Estimate) -> str:
     """The share of predictions that do not stay."""
-    return f"{100 * (1 - float(loyalty)):z.0f} %"
+    return f"{100 * (1 - loyalty.value):z.0f} %"
 
 
-def gap_of(record: CutEdgesRecord) -> Estimate:
+def gap_of(isolation: Isolation) -> Estimate:
     """Label loyalty of random words minus that of the label words, with the interval that counts.
 
     Over sets of demonstrations, or over queries and draws.
     """
-    number = estimate_over_sets(record, "label_gap")
-    return number if "of_sets" in record.info else _as_one_more_draw(number, record)
+    record, site = isolation.record, isolation.site
+    number = estimate_over_sets(record, "label_gap", site)
+    return number if "of_sets" in record.info else _as_one_more_draw(number, isolation)
 
 
 def _of_random_models(record: Record, name: str, *index: int) -> list[float]:
@@ -454,13 +492,13 @@ def _of_random_models(record: Record, name: str, *index: int) -> list[float]:
     return [number for number in numbers if not isnan(number)]
 
 
-def _as_one_more_draw(number: Estimate, record: CutEdgesRecord) -> Estimate:
+def _as_one_more_draw(number: Estimate, isolation: Isolation) -> Estimate:
     """The gap with an interval that also holds if the label words are one more random draw.
 
     After one set of demonstrations the label words are one group of words, and a single draw of
     random words differs from the mean of the draws, too: by as much as the draws differ.
     """
-    draws = record.random_label_loyalty.double()
+    draws = isolation.draws("random_label_loyalty").double()
     if len(draws) < 2:
         return replace(number, low=nan, high=nan)
     half = float(stdtrit(len(draws) - 1, 0.975) * draws.std())

@@ -128,7 +128,7 @@ def write_report(
 
     Args:
         results: Records by heading, as ``al.run`` returns them; also what ``al.plot_prompt``,
-            ``al.plot_answer`` and ``al.isolation_sweep`` return. Several tasks are a mapping of
+            ``al.plot_answer`` return. Several tasks are a mapping of
             such results by task.
         path: The ``.html`` file to write.
         title: Heading of the page.
@@ -293,31 +293,21 @@ def _sections(
     figures: dict[str, Any],
     common: Mapping[str, Any],
 ) -> Iterator[_Section]:
-    """A section for each record; records that share a heading are drawn together."""
-    shared = {name: record.shared_heading() for name, record in records.items()}
+    """A section for each record."""
     for number, (name, record) in enumerate(records.items()):
-        alike = [each for each in records if shared[name] and shared[each] == shared[name]]
-        alike = [each for each in alike if each not in figures]
-        section_id = _id(chapter_id, number, name)
-        if len(alike) < 2 or name in figures:
-            figure = figures.pop(name) if name in figures else _plot_of(record)
-            yield _section(section_id, name, {"": record}, figure, common)
-        elif name == alike[0]:
-            several = {each: records[each] for each in alike}
-            figure = record.plot_together(several)
-            yield _section(section_id, record.shared_heading(), several, figure, common)
+        figure = figures.pop(name) if name in figures else _plot_of(record)
+        yield _section(_id(chapter_id, number, name), name, record, figure, common)
 
 
 def _section(
     section_id: str,
     heading: str,
-    records: Mapping[str, Record],
+    record: Record,
     figure: go.Figure | None,
     common: Mapping[str, Any],
 ) -> _Section:
-    """The section of a record, or of several records of one kind by name."""
-    record = next(iter(records.values()))
-    frame = pd.concat([_numbers(record, name) for name, record in records.items()])
+    """The section of a record."""
+    frame = _numbers(record)
     section = _figure_section(section_id, _heading(heading), figure)
     return replace(
         section,
@@ -328,18 +318,8 @@ def _section(
         fields=_fields(record),
         columns=list(frame.columns),
         rows=frame.map(_text).to_numpy().tolist(),
-        settings=_settings(records, common),
+        settings=_pairs({key: value for key, value in record.info.items() if key not in common}),
     )
-
-
-def _settings(records: Mapping[str, Record], common: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What records of a section say of themselves: what they share, then what differs by name."""
-    shared = _common_info(list(records.values()))
-    pairs = _pairs({key: value for key, value in shared.items() if key not in common})
-    for name, record in records.items():
-        differing = {key: value for key, value in record.info.items() if key not in shared}
-        pairs += [(f"{name}: {key}", value) for key, value in _pairs(differing)]
-    return pairs
 
 
 def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> _Section:
@@ -413,7 +393,19 @@ def _model(common: Mapping[str, Any]) -> list[str]:
 
 
 def _pairs(info: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(_words(key), _plain(value)) for key, value in info.items() if key not in _NOT_SHOWN]
+    """Names and values as text; of parts by name, such as sites, each value by itself."""
+    pairs: list[tuple[str, str]] = []
+    for key, value in info.items():
+        if key not in _NOT_SHOWN and isinstance(value, Mapping) and _are_all_mappings(value):
+            parts = ((part, _pairs(inside)) for part, inside in value.items())
+            pairs += [(f"{part}: {name}", text) for part, inside in parts for name, text in inside]
+        elif key not in _NOT_SHOWN:
+            pairs.append((_words(key), _plain(value)))
+    return pairs
+
+
+def _are_all_mappings(value: Mapping[str, Any]) -> bool:
+    return bool(value) and all(isinstance(each, Mapping) for each in value.values())
 
 
 def _plain(value: Any) -> str:
@@ -446,18 +438,15 @@ def _fields(record: Record) -> list[tuple[str, str]]:
     return [(name, " ".join(meaning.split())) for name, meaning in entries]
 
 
-def _numbers(record: Record, name: str) -> pd.DataFrame:
-    """The numbers of no single prompt and no single token; a name becomes the first column."""
+def _numbers(record: Record) -> pd.DataFrame:
+    """The numbers of no single prompt and no single token."""
     frame = record.to_frame()
     for axis in ("prompt", "position"):
         if axis in frame:
             frame = frame[frame[axis].isna()].drop(columns=axis)
     # Axes that no number has. The values stay, also where all are NaN.
     empty = [name for name in frame if name not in _NUMERIC and frame[name].isna().all()]
-    frame = frame.drop(columns=empty)
-    if name:
-        frame.insert(0, "site", name)
-    return frame
+    return frame.drop(columns=empty)
 
 
 def _text(value: Any) -> str:

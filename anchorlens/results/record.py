@@ -207,13 +207,6 @@ class Record(KeepsRepr):
         """A field of models of the same architecture with random weights, along a first axis."""
         return np.array(self.info.get(RANDOM_MODELS, {}).get(name, ()), dtype=float)
 
-    def shared_heading(self) -> str:
-        """The heading of a report's section in which records are drawn together; "" for alone.
-
-        A class that gives one has a ``plot_together``, which takes the records by name.
-        """
-        return ""
-
     @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """Names along an axis: those of classes, segments or others in ``info``, or ``names``."""
@@ -284,9 +277,9 @@ class Record(KeepsRepr):
                 field, or the file cannot be written.
 
         Examples:
-            >>> result = al.isolation_loyalty(model, batches, 0, draws=1, progress=False)
-            >>> same = al.records.CutEdgesRecord.load(result.save(folder / "result.safetensors"))
-            >>> bool(same.word_loyalty == result.word_loyalty)
+            >>> result = al.run(model, batches, [al.Accuracy()], progress=False)["accuracy"]
+            >>> same = al.records.AccuracyRecord.load(result.save(folder / "result.safetensors"))
+            >>> bool(same.accuracy == result.accuracy)
             True
         """
         path = Path(path)
@@ -375,9 +368,9 @@ def load_record(path: str | Path) -> Record:
             is not known.
 
     Examples:
-        >>> result = al.isolation_loyalty(model, batches, 0, draws=1, progress=False)
+        >>> result = al.run(model, batches, [al.Accuracy()], progress=False)["accuracy"]
         >>> type(al.load_record(result.save(folder / "result.safetensors"))).__name__
-        'CutEdgesRecord'
+        'AccuracyRecord'
     """
     header, stored = read_with_digest(path)
     name = header.get("record")

@@ -29,11 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from ..metrics.metric import Metric
+from ..metrics.question import Further, Question
 from ..metrics.reads import At, Block, Blocks, Hooks, Seen, Sums
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.package import homes_of
+from .passes import Passes
 
 # What these give depends on what they get, and on nothing else.
 _OF_PYTHON: list[Any] = [
@@ -106,7 +108,7 @@ _GIVEN: list[type] = [
 _GIVEN += [torch.finfo, torch.iinfo, np.ndarray, str, bytes, int, float, complex, list, tuple, dict]
 _GIVEN += [set, frozenset, range, slice, type, PromptBatch, Contributions, Metric]
 _GIVEN += [At, Block, Blocks, Hooks, Seen, Sums]
-_GIVEN += [Record]
+_GIVEN += [Record, Question, Further, Passes]
 # Attributes with underscores that tell nothing from outside.
 _SPECIAL = {"__init__", "__post_init__", "__call__", "__class__", "__name__", "__qualname__"}
 _SPECIAL |= {"__setattr__", "__delattr__", "__eq__", "__len__", "__getitem__"}

@@ -6,7 +6,6 @@ there is one code for both.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError, PromptError
 from ..metrics.metric import Metric
+from ..metrics.question import Question
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -29,13 +29,14 @@ from ..passes.provide import Observation, check_reads
 from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import with_intervals
 from ..results.population import check_resamples
+from ..results.record import Record
 from ..results.results import Results
 from ..system.arguments import checked
 from ..system.devices import wide
 from ..system.torch_state import gradient_mode
-from .checks import require_metrics
+from .checks import require_questions
 from .identity import versions
-from .runner import results_of
+from .passes import results_of
 from .study import describe_prompts, joined, order_of_queries, require_batches, sets_of
 
 _LAYER = re.compile(r"blocks\.(\d+)\.")
@@ -87,7 +88,7 @@ def from_caches(
         AttentionAUCROCRecord(aucroc ...; 14 prompts)
     """
     check_resamples(resamples)
-    require_metrics(metrics)
+    require_questions(metrics)
     if not metrics:
         raise MetricError("there is nothing to compute: give at least one metric")
     require_batches(batches)
@@ -114,9 +115,13 @@ def from_caches(
     of_model = {} if model is None else {"model": str(model.cfg.model_name)}
     source = {"source": "caches of passes that were given", "versions": versions()}
     info = of_model | describe_prompts(batches) | source
-    record = partial(with_intervals, sets=sets_of(batches), resamples=resamples, info=info)
+    options: dict[str, Any] = {"sets": sets_of(batches), "resamples": resamples, "info": info}
+
+    def answered(metric: Question, found: Mapping[str, Tensor]) -> Record:
+        return with_intervals(metric.result, found, **options)
+
     in_order = {name: values[order] for name, values in contributions.items()}
-    return results_of(metrics, in_order, record, Results(), {})
+    return results_of(metrics, in_order, answered, {})
 
 
 @checked
@@ -139,11 +144,11 @@ def names_filter(metrics: Sequence[Metric], model: HookedModel, batch: PromptBat
         >>> al.caches.names_filter([al.SaliencyFlows()], model, batch)[0]
         'blocks.0.attn.hook_pattern'
     """
-    require_metrics(metrics)
+    require_questions(metrics)
     check_fits(model, batch)
     names: dict[str, None] = {}
     for metric in metrics:
-        observed = Observation(Layers.of(model), metric, batch)
+        observed = Observation.of(Layers.of(model), metric, batch)
         hooks = [*observed.hooks, *observed.backward_hooks]
         for name, _ in hooks:
             points = [name] if isinstance(name, str) else filter(name, model.hook_dict)
@@ -229,7 +234,7 @@ def _contributions(
     contributions: dict[str, Tensor] = {}
     for metric in metrics:
         with gradient_mode(False):
-            observation = Observation(layers, metric, batch)
+            observation = Observation.of(layers, metric, batch)
             _show(metric.name, observation.hooks, cache, "", batch, number)
             _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
             of_metric = metric.contributions(batch, observation.seen(logits, None))

@@ -1,4 +1,4 @@
-"""Checks of metrics, hooks and losses before the model runs."""
+"""Checks of questions, hooks and losses before the model runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,31 +9,35 @@ from torch import Tensor
 
 from ..errors import AnchorlensError, HookError, MetricError, ModelError
 from ..metrics.metric import Metric
+from ..metrics.question import HooksOfBatch, Question
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import HookedModel, check_fits, device_of
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
 from ..passes.observers import Layers
 from ..passes.provide import Observation, check_columns, check_reads, needs_gradient
-from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..system.arguments import called
 
 
-def check_metrics(
+def check_questions(
     model: HookedModel,
     batches: Sequence[PromptBatch],
-    metrics: Sequence[Metric],
+    questions: Sequence[Question],
     hooks: HooksOfBatch | None,
     loss: Loss | None,
 ) -> None:
-    """Raise an error for wrong metrics, hooks or losses before the model runs."""
-    require_metrics(metrics)
-    for metric in metrics:
-        metric.check(model, batches, changed=hooks is not None)
-        check_reads(Layers.of(model), metric, batches[0])
-    gradient = [metric.name for metric in metrics if needs_gradient(metric, batches[0])]
+    """Raise an error for wrong questions, hooks or losses before the model runs."""
+    for question in questions:
+        if hooks is not None and not isinstance(question, Metric):
+            raise MetricError(
+                f"{question.name} makes passes of its own, which do not have the hooks that change "
+                "this run; run it without hooks, or write these into the model (model.add_hook)"
+            )
+        question.check(model, batches, changed=hooks is not None)
+        check_reads(Layers.of(model), question, batches[0])
+    gradient = [question.name for question in questions if needs_gradient(question, batches[0])]
     if gradient and loss is None:
         raise MetricError(
             f"{', '.join(gradient)} needs a gradient, and the passes here have none; give it to "
@@ -44,19 +48,19 @@ def check_metrics(
         check_gradient_of_loss(loss, batches, model)
     if hooks is not None:
         check_hooks(model, hooks, batches)
-    check_columns(metrics, batches)
+    check_columns(questions, batches)
     first = batches[0].to(device_of(model))
-    for metric in metrics:
-        _check_observation(model, Observation(Layers.of(model), metric, first))
+    for question in questions:
+        _check_observation(model, Observation.of(Layers.of(model), question, first))
 
 
-def require_metrics(metrics: Sequence[Metric]) -> None:
-    """Raise an error unless these are metrics with different names."""
-    names = [getattr(metric, "name", None) for metric in metrics]
+def require_questions(questions: Sequence[Question]) -> None:
+    """Raise an error unless these are questions with different names."""
+    names = [getattr(question, "name", None) for question in questions]
     if any(not isinstance(name, str) or not name or "/" in name for name in names):
-        raise MetricError(f'a metric needs a string for a name without "/"; got {names}')
+        raise MetricError(f'a question needs a string for a name without "/"; got {names}')
     if len(set(names)) < len(names):
-        raise MetricError(f"two metrics of one run need different names; got {names}")
+        raise MetricError(f"two questions of one run need different names; got {names}")
 
 
 def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[PromptBatch]) -> None:
@@ -105,37 +109,37 @@ def _are_hooks(hooks: Any) -> bool:
 
 
 def possible(
-    model: HookedModel, batches: Sequence[PromptBatch], metrics: Sequence[Metric]
-) -> tuple[list[Metric], dict[str, AnchorlensError]]:
-    """The metrics that have a result for this model and these prompts, and errors of the others.
+    model: HookedModel, batches: Sequence[PromptBatch], questions: Sequence[Question]
+) -> tuple[list[Question], dict[str, AnchorlensError]]:
+    """The questions that have a result for this model and these prompts, and errors of the others.
 
     Raises:
         PromptError: The prompts do not fit the model.
     """
     for batch in batches:
         check_fits(model, batch)
-    able: list[Metric] = []
+    able: list[Question] = []
     errors: dict[str, AnchorlensError] = {}
-    for metric in metrics:
+    for question in questions:
         try:
-            metric.check(model, batches, changed=False)
-            check_reads(Layers.of(model), metric, batches[0])
+            question.check(model, batches, changed=False)
+            check_reads(Layers.of(model), question, batches[0])
         except (MetricError, ModelError) as error:
-            errors[metric.name] = error
+            errors[question.name] = error
         else:
-            able.append(metric)
+            able.append(question)
     return able, errors
 
 
 def _check_observation(model: HookedModel, observation: Observation) -> None:
-    """Raise an error unless the model has the hook points of what a metric reads."""
+    """Raise an error unless the model has the hook points of what a question reads."""
     both = (observation.hooks, observation.backward_hooks)
     points = [name for hooks in both for name, _ in hooks if isinstance(name, str)]
-    _check_points(model, dict.fromkeys(points, observation.metric.name))
+    _check_points(model, dict.fromkeys(points, observation.question.name))
 
 
 def _check_points(model: HookedModel, users: Mapping[str, str]) -> None:
-    """Raise an error if a hook point does not exist; it names the metric, or ``hooks``."""
+    """Raise an error if a hook point does not exist; it names the question, or ``hooks``."""
     points = model.hook_dict if users else {}
     # One line of TransformerLens silently skips a name that does not exist.
     if unknown := [point for point in users if point not in points]:

@@ -1,16 +1,16 @@
-"""``run`` and ``target_logits``: metrics, or logits, of all batches of a run."""
+"""``run`` and ``target_logits``: answers to questions, or logits, of all batches of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..metrics.metric import Metric
+from ..metrics.question import HooksOfBatch, Question, no_hooks
 from ..models.hooked import HookedModel
 from ..passes.losses import Loss, label_cross_entropy
-from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts.batch import PromptBatch
 from ..results.results import Results
 from ..system.arguments import checked
@@ -21,7 +21,7 @@ from .study import Study
 def run(
     model: HookedModel,
     batches: Sequence[PromptBatch],
-    metrics: Sequence[Metric],
+    questions: Sequence[Question],
     *,
     hooks: HooksOfBatch | None = None,
     loss: Loss = label_cross_entropy,
@@ -31,14 +31,15 @@ def run(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> Results:
-    """Compute any number of metrics in one pass over all batches.
+    """Answer any number of questions: metrics of one pass over each batch, and experiments.
 
-    Each batch needs one forward pass, and one backward pass if a metric needs it. Demonstrations
-    that prompts share run forward once, and batches only have the queries, if that gives the same
-    logits and gradients; ``info["shared_prefix"]`` of each record tells whether, and otherwise the
-    reason. Parameters are frozen and dropout is off during the run; afterwards both are as before,
-    and no hook is left. With hooks on names after the last block, all positions go through the
-    unembedding, which takes longer.
+    Each batch needs one forward pass, one backward pass if a metric needs it, and the further
+    passes of experiments such as ``EdgeSweep``, which start from what the first pass has computed.
+    Demonstrations that prompts share run forward once, and batches only have the queries, if that
+    gives the same logits and gradients; ``info["shared_prefix"]`` of each record tells whether, and
+    otherwise the reason. Parameters are frozen and dropout is off during the run; afterwards both
+    are as before, and no hook is left. With hooks on names after the last block, all positions go
+    through the unembedding, which takes longer.
 
     If accelerate made several processes, the batches are divided among them, and all get all
     results.
@@ -48,10 +49,11 @@ def run(
         batches: Prompts from ``build_prompts``; batches of several calls may be joined.
             Contributions of a result are in the order of the queries; those of joined calls are
             sorted by set of demonstrations first.
-        metrics: Metrics of the package, or your own.
+        questions: Metrics and experiments of the package, or your own.
         hooks: Function of the batch to hooks that change the run (``al.isolate_labels``, ...).
             They act before the metrics observe, and a clean pass runs first. The function gets the
-            batch as it is run, with its padding on the right.
+            batch as it is run, with its padding on the right. Experiments change the run themselves
+            and refuse them.
         loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient;
             summed over prompts.
         gradient_checkpointing: For prompts too long for the memory: the pass with a gradient stores
@@ -64,17 +66,18 @@ def run(
         share_prefix: False runs whole prompts, also if the tokens that prompts share could be run
             once for all of them.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed; the same call after an interruption continues
-            from there, and after ``forget_run`` from the start.
+        folder: Stores what each batch contributed to each question; the same call after an
+            interruption continues from there, one with more questions computes these alone, and
+            after ``forget_run`` a call starts over.
         progress: Show a progress bar.
 
     Returns:
-        The record of each metric under its name, in a dict that a notebook shows as a table.
+        The record of each question under its name, in a dict that a notebook shows as a table.
 
     Raises:
-        AnchorlensError: The prompts do not fit the model or a metric, two metrics have one name,
+        AnchorlensError: The prompts do not fit the model or a question, two have one name,
             or the model's hooks do not act. It is raised before any pass over the prompts.
-        RunError: A metric has no result for these contributions; all others are in its ``results``.
+        RunError: A question has no result; all others are in its ``results``.
         StoreError: ``folder`` holds another run, or cannot be written into.
         MemoryLimitError: A prompt alone does not fit into memory; batches are made smaller first.
 
@@ -83,33 +86,20 @@ def run(
         >>> results = al.run(model, batches, metrics, progress=False)
         >>> frame = results["saliency_flows"].to_frame()
     """
-    settings = {
-        "metrics": metrics,
-        "loss": loss,
-        "hooks": hooks,
-        "gradient_checkpointing": gradient_checkpointing,
-    }
-    study = Study(
-        model,
-        batches,
-        settings,
-        folder=folder,
-        resamples=resamples,
-        progress=progress,
-        title="metrics",
-    )
+    settings = {"loss": loss, "hooks": hooks, "gradient_checkpointing": gradient_checkpointing}
+    options: dict[str, Any] = {"folder": folder, "resamples": resamples, "progress": progress}
+    study = Study(model, batches, settings, title="run", **options)
     with study.entered():
-        if not metrics:
-            raise MetricError("there are no metrics to compute")
-        plan = study.plan(
-            metrics,
+        if not questions:
+            raise MetricError("there is nothing to compute: give at least one metric")
+        passes = study.passes(
+            questions,
             hooks=hooks,
             loss=loss,
             gradient_checkpointing=gradient_checkpointing,
             share_prefix=share_prefix,
         )
-        contributions = study.collect(plan.contributions, needed=plan.needed)
-        return study.results(plan, contributions)
+        return study.answers(passes, questions)
 
 
 @checked
@@ -139,13 +129,12 @@ def target_logits(
         >>> float(al.metrics.loyalty(logits, logits, batches[0].label_token_ids).label_loyalty)
         1.0
     """
-    settings = {"hooks": hooks}
-    change = no_hooks if hooks is None else hooks
-    study = Study(model, batches, settings, resamples=0, progress=progress, title="logits")
+    study = Study(model, batches, {"hooks": hooks}, resamples=0, progress=progress, title="logits")
     with study.entered():
-        plan = study.plan(hooks=change)
+        passes = study.passes(hooks=hooks)
+        change = no_hooks if hooks is None else hooks
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            return {"logits": plan.logits(batch, change).cpu()}
+            return {"logits": passes.logits(batch, change, "hooks").cpu()}
 
         return study.collect(contributions_of)["logits"]

@@ -4,9 +4,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -46,8 +46,10 @@ class Store:
 
     folder: Path
     run: Mapping[str, str]  # the fingerprint of the run to which the contributions belong
-    function: str = ""  # the identity of the function that computes them, or CHANGED
-    is_believed: bool = True  # False if what is stored may be of another run: it is not read
+    functions: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what computes each name, or CHANGED
+    believed: frozenset[str] = frozenset()  # the names of which what is stored is read
 
     @classmethod
     def open(cls, folder: str | Path, expected: Mapping[str, str]) -> "Store":
@@ -72,49 +74,69 @@ class Store:
 
     def has(self, number: int) -> bool:
         """Whether there are contributions of a batch, whole or not, that may be used."""
-        return self.is_believed and self._path(number).exists()
+        return bool(self.believed) and self._path(number).exists()
 
-    def read(self, number: int) -> dict[str, Tensor] | None:
-        """The contributions of a batch; None if there are none, or the file is damaged (it warns).
+    def read(self, number: int) -> dict[str, Tensor]:
+        """What is stored of a batch, of all names that are believed; a damaged file warns.
 
-        An error if the file is whole, but belongs to another run.
+        An error if the file is whole, but belongs to another run, or to another function of a name.
         """
         path = self._path(number)
-        if not self.is_believed or not os.path.exists(path):
-            return None
+        if not self.believed or not os.path.exists(path):
+            return {}
         stored, reason = _read(path), "is damaged"
         if stored is not None:
-            run, function, of_batch, contributions = stored
+            run, functions, of_batch, contributions = stored
             self._require_same(run, path)
-            if function == CHANGED:
-                return None
-            if function != self.function:
-                raise StoreError(
-                    f"{path} was computed by another function than that of this call: its code, or "
-                    f"a value that it uses, is not the same; {_CURE}"
-                )
             if of_batch == number:
-                return contributions
+                known = {name: functions.get(name, CHANGED) for name in self.believed}
+                usable = {name for name, function in known.items() if function != CHANGED}
+                if other := [n for n in usable if known[n] != self.functions[n]]:
+                    raise StoreError(self._of_another(path, other[0], known[other[0]]))
+                return {
+                    name: values
+                    for name, values in contributions.items()
+                    if name_of_question(name) in usable or (usable and name.startswith("/"))
+                }
             reason = f"holds the contributions of batch {of_batch}"
         warn_user(f"{path} {reason}; batch {number} is computed again")
-        return None
+        return {}
 
-    def complete(self, number: int, needed: Sequence[str]) -> dict[str, Tensor] | None:
-        """The contributions of a batch if each of ``needed`` begins one of their names, or None."""
-        contributions = self.read(number)
-        is_complete = contributions is not None and all(
-            any(name.startswith(start) for name in contributions) for start in needed
-        )
-        return contributions if is_complete else None
+    def missing(self, contributions: Mapping[str, Tensor]) -> list[str]:
+        """The names of which these contributions have nothing."""
+        there = set(map(name_of_question, contributions))
+        return [name for name in self.functions if name not in there]
 
     def write(self, number: int, contributions: Mapping[str, Tensor]) -> None:
-        """Write the contributions of a batch; those of others stay if this raises an error."""
+        """Write contributions of a batch, beside those of other names that are stored.
+
+        Those of other batches stay if this raises an error.
+        """
         path = self._path(number)
         if path.is_dir():
             with suppress(OSError):  # if it is not empty, the error below names it
                 path.rmdir()
-        header = {"run": dict(self.run), "function": self.function, "batch": number}
+        new = set(map(name_of_question, contributions))
+        functions = {name: each for name, each in self.functions.items() if name in new}
+        stored = _read(path) if path.is_file() else None
+        if stored is not None and stored[0] == self.run and stored[2] == number:
+            _, others, _, of_others = stored
+            functions = {**others, **functions}
+            kept = {k: v for k, v in of_others.items() if name_of_question(k) not in new}
+            contributions = {**kept, **contributions}
+        header = {"run": dict(self.run), "functions": functions, "batch": number}
         write_atomically(path, to_bytes_with_digest(header, contributions))
+
+    def _of_another(self, path: Path, name: str, stored: str) -> str:
+        if not name:
+            return (
+                f"{path} was computed by another function than that of this call: its code, or "
+                f"a value that it uses, is not the same; {_CURE}"
+            )
+        return (
+            f"{path} holds {name!r} of another run; {_CURE}, or give it another name. {name}: "
+            f"stored {stored!r}, now {self.functions[name]!r}"
+        )
 
     def _path(self, number: int) -> Path:
         return self.folder / f"rows-{number:05d}.safetensors"
@@ -171,11 +193,16 @@ def same_contributions(stored: Mapping[str, Tensor], computed: Mapping[str, Tens
     return True
 
 
-def _read(path: Path) -> tuple[dict[str, str], str, int, dict[str, Tensor]] | None:
-    """The run, the function, the batch and the contributions of a file; None if it is damaged."""
+def name_of_question(name: str) -> str:
+    """To what a contribution belongs: a question, or "" for what belongs to none."""
+    return name.partition("/")[0] if "/" in name else ""
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, str], int, dict[str, Tensor]] | None:
+    """The run, the functions, the batch and the contributions of a file; None if damaged."""
     try:
         header, contributions = read_with_digest(path)
-        return dict(header["run"]), header["function"], int(header["batch"]), contributions
+        return dict(header["run"]), dict(header["functions"]), int(header["batch"]), contributions
     except (StoreError, KeyError, TypeError, ValueError):
         return None
 

@@ -1,6 +1,6 @@
-"""A study checks a model and its prompts, plans passes, collects contributions, and makes results.
+"""A study checks a model and its prompts, makes passes, collects contributions, and gives records.
 
-``run`` and the experiments of the package use it, and so can your own experiment.
+``run`` asks it questions; trainings collect contributions of their own.
 """
 
 import sys
@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..errors import MetricError, PromptError, StoreError
-from ..metrics.metric import Metric
+from ..metrics.question import HooksOfBatch, Question, no_hooks
 from ..models.hooked import HookedModel, check_fits, device_of
 from ..models.load import ensure_prepared
 from ..models.media_tokens import refuse_media_tokens
@@ -28,7 +28,6 @@ from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.provide import needs_gradient
-from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..printable import printable
 from ..prompts.batch import PromptBatch, all_padded_right, check_prompts
 from ..prompts.segment_names import SEGMENTS
@@ -51,7 +50,13 @@ from ..system.processes import (
     require_whole_model,
 )
 from ..system.put_back import safe_context
-from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
+from .checks import (
+    check_edges_of_hooks,
+    check_hooks,
+    check_questions,
+    refuse_moved_hooks,
+    require_questions,
+)
 from .identity import (
     Fingerprint,
     Identity,
@@ -61,7 +66,7 @@ from .identity import (
     versions,
     warn_of_unknown,
 )
-from .runner import Runner, checking, results_of
+from .passes import Passes, checking, results_of
 from .store import CHANGED, Store, same_contributions
 from .way import patterns_are_large, way_of
 
@@ -92,20 +97,14 @@ class Study:
         ProcessError: Another process got other arguments, or failed.
 
     Examples:
-        The divergence of the next token from the clean run, in nats, with label words isolated in
-        the first layer and in the first two layers.
-
-        >>> with al.Study(model, batches, {"experiment": "depths"}, progress=False) as study:
-        ...     plan = study.plan()
+        >>> from anchorlens.runs.study import Study
+        >>> with Study(model, batches, {"experiment": "entropy"}, progress=False) as study:
+        ...     passes = study.passes()
         ...     def contributions_of(batch):
-        ...         clean = plan.logits(batch).log_softmax(-1)
-        ...         def isolated(depth):
-        ...             hooks = lambda batch: al.isolate_labels(model, batch, range(depth))
-        ...             return plan.logits(batch, hooks).log_softmax(-1)
-        ...         kl = [(clean.exp() * (clean - isolated(depth))).sum(-1) for depth in (1, 2)]
-        ...         return {"kl": torch.stack(kl, dim=1).cpu()}
+        ...         logits = passes.clean(batch).double()
+        ...         return {"entropy": torch.special.entr(logits.softmax(-1)).sum(-1).cpu()}
         ...     contributions = study.collect(contributions_of)
-        >>> contributions["kl"].shape == (sum(map(len, batches)), 2)
+        >>> contributions["entropy"].shape == (sum(map(len, batches)),)
         True
     """
 
@@ -124,7 +123,6 @@ class Study:
         self.model, self._given = model, batches
         self._checked: list[PromptBatch] | None = None
         self._has_collected = False
-        self._plans: list[tuple[Runner, list[Any]]] = []  # each with what it was made of
         self.settings = {str(name): value for name, value in settings.items()}
         self.folder, self.resamples, self.progress = folder, resamples, progress
         self.title = title or str(self.settings.get("experiment", "batches"))
@@ -170,80 +168,97 @@ class Study:
         """The prompts as they are run, padded on the right."""
         if self._checked is None:
             raise PromptError(
-                "a study checks its prompts on entering; write: with al.Study(...) as study:"
+                "a study checks its prompts on entering; write: with Study(...) as study:"
             )
         return self._checked
 
     @checked
-    def plan(
+    def passes(
         self,
-        metrics: Sequence[Metric] = (),
+        questions: Sequence[Question] = (),
         *,
         hooks: HooksOfBatch | None = None,
-        interventions: Sequence[HooksOfBatch] = (),
         loss: Loss | None = label_cross_entropy,
         gradient_checkpointing: bool = False,
         share_prefix: bool = True,
-    ) -> Runner:
-        """A runner, which runs batches after the tokens that prompts share, or as whole prompts.
+    ) -> Passes:
+        """The passes over batches, after the tokens that prompts share, or over whole prompts.
 
         Wrong arguments are an error here, before the model runs. What the model allows is found in
         tiny passes, the first time. Where shared tokens cannot run once, ``status`` has the reason.
 
         Args:
-            metrics: What observes the passes.
+            questions: What is asked.
             hooks: Function of the batch to hooks that change the run that metrics observe.
-            interventions: Functions of the batch to hooks that ``plan.logits`` will get, which may
-                need whole prompts. ``plan.logits`` also accepts others.
             loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient.
             gradient_checkpointing: See ``run``.
             share_prefix: False runs whole prompts.
 
-        Returns:
-            The runner. ``logits(batch, hooks)`` are those at the targets, ``contributions(batch)``
-            what each prompt contributes to the metrics, and ``needed`` the beginnings of their
-            names; ``status`` says whether shared tokens are run once, and otherwise the reason.
-
         Raises:
             AnchorlensError: As ``run``.
         """
-        check_metrics(self.model, self.batches, metrics, hooks, loss)
-        for change in interventions:
+        require_questions(questions)
+        questions = [each.of_run(self.model, self.batches) for each in questions]
+        check_questions(self.model, self.batches, questions, hooks, loss)
+        needed = {each.name: each.further(self.model, self.batches) for each in questions}
+        further = [hooks_of for each in needed.values() for hooks_of in each.hooks]
+        for change in further:
             check_hooks(self.model, change, self.batches)
-        for change in (*interventions, *(() if hooks is None else (hooks,))):
+        for change in (*further, *(() if hooks is None else (hooks,))):
             refuse_moved_hooks(self._given, self.batches, change)
             check_edges_of_hooks(self.model, change, self.batches)
-        differentiates = any(needs_gradient(metric, self.batches[0]) for metric in metrics)
+        differentiates = any(needs_gradient(each, self.batches[0]) for each in questions)
         if gradient_checkpointing and not differentiates:
             raise MetricError(
                 "gradient_checkpointing=True saves memory of the gradient, but none of "
-                f"{[metric.name for metric in metrics]} needs one and the memory is the same "
+                f"{[each.name for each in questions]} needs one and the memory is the same "
                 "without; leave it out"
             )
         of_gradient = loss if differentiates else None
         described = Pass(self.model, self.batches[0], loss=of_gradient)
         replace(described, gradient_checkpointing=gradient_checkpointing).check()
         self._store  # noqa: B018 - the folder of another run is an error before all else
-        changes = [*interventions, no_hooks if hooks is None else hooks]
         way = way_of(
             self.model,
             self.batches,
-            changes,
-            metrics,
-            loss,
+            [*further, no_hooks if hooks is None else hooks],
+            questions,
+            loss if differentiates else None,
             gradient_checkpointing=gradient_checkpointing,
             share_prefix=share_prefix,
         )
-        plan = Runner(self.model, way, metrics, hooks, loss)
-        self._plans.append((plan, [metrics, hooks, interventions, loss]))
-        return plan
+        observed = {
+            name: self.passes(each.metrics, loss=each.loss)
+            for name, each in needed.items()
+            if each.metrics
+        }
+        layers = {layer for each in needed.values() for layer in each.layers}
+        return Passes(self.model, self.batches, way, questions, hooks, loss, layers, observed)
+
+    def answers(self, passes: Passes, asked: Sequence[Question]) -> Results:
+        """The record of every question.
+
+        Args:
+            passes: Those of this study.
+            asked: The questions as they were given, by which stored contributions are recognised.
+
+        Raises:
+            RunError: A question has no result; all others are in its ``results``.
+            StoreError: As ``collect``.
+        """
+        decides = {each.name: [each, passes.hooks, passes.loss] for each in asked}
+        contributions = self._collect(passes.contributions, decides)
+
+        def answered(question: Question, found: Mapping[str, Tensor]) -> Record:
+            once = dict(question.once(passes, found))
+            info = passes.way.info() | once.pop("info", {})
+            return self.record(partial(question.result, **once), found, info)
+
+        return results_of(passes.questions, contributions, answered, passes.reasons())
 
     @checked
     def collect(
-        self,
-        contributions_of: Callable[[PromptBatch], dict[str, Tensor]],
-        *,
-        needed: Sequence[str] = (),
+        self, contributions_of: Callable[[PromptBatch], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """The contributions of all prompts in the order of their queries, whatever that of batches.
 
@@ -255,8 +270,6 @@ class Study:
         Args:
             contributions_of: Function of a batch to what each of its prompts contributes: tensors
                 [prompt, ...] by name, on the CPU.
-            needed: Beginnings of names. Stored contributions are computed again if one of these has
-                no name.
 
         Raises:
             MetricError: The contributions of a batch do not have one entry for each of its prompts,
@@ -265,46 +278,55 @@ class Study:
                 contributions of this study already: one with a folder collects once.
             MemoryLimitError: A prompt alone does not fit into memory.
         """
-        store, device = self._store_of(contributions_of), device_of(self.model)
+        of_batch = checking(contributions_of)
+        return self._collect(lambda batch, names: of_batch(batch), {"": contributions_of})
+
+    def _collect(
+        self,
+        contributions_of: Callable[[PromptBatch, Sequence[str]], dict[str, Tensor]],
+        decides: Mapping[str, Any],
+    ) -> dict[str, Tensor]:
+        """The contributions to each of the names of ``decides``, which says what decides them."""
+        store, device = self._store_of(decides), device_of(self.model)
         if store is not None and self._has_collected:
             raise StoreError(
                 f"{store.folder} holds the contributions that this study has collected already; "
                 "collect all in one call, or open another study with another folder"
             )
         self._has_collected = True
-        fitting = PartsThatFit(checking(contributions_of))
+        fitting, names = PartsThatFit(contributions_of), list(decides)
         if store is not None:
             if is_main():
-                self._check_stored(
-                    store, needed, lambda batch: fitting.contributions(batch.to(device))
-                )
+                self._check_stored(store, fitting)
             gather_from_processes("what is stored", None)
         numbers, is_single = self._numbers(store), is_single_process()
         collected = dict[int, dict[str, Tensor]]()
+        missing = dict.fromkeys(numbers, names)
         if store is not None:
-            stored = {number: store.complete(number, needed) for number in numbers}
-            collected = {number: each for number, each in stored.items() if each is not None}
-        with self._bar(numbers, collected) as bar:
+            collected = {number: store.read(number) for number in numbers}
+            missing = {number: store.missing(of_batch) for number, of_batch in collected.items()}
+        done = [number for number in numbers if not missing[number]]
+        with self._bar(numbers, done) as bar:
             for number in numbers:
-                if number in collected:
+                if not missing[number]:
                     continue
                 if not is_single and failed_elsewhere():
                     break
                 part = self._parts[number]
                 part = part if part.tokens.device == device else part.to(device)
-                contributions = fitting.contributions(part, bar.update)
+                contributions = fitting.contributions(part, missing[number], bar.update)
                 if store is not None:
-                    store = self._unless_changed(store, contributions_of)
+                    store = self._unless_changed(store, decides)
                     store.write(number, contributions)
-                collected[number] = contributions
+                collected[number] = collected.get(number, {}) | contributions
         parts = [collected[number] for number in numbers if number in collected]
         if not is_single:  # copies, because a view would be sent with its whole storage
             copies = [{name: values.clone() for name, values in part.items()} for part in parts]
             parts = list(chain(*gather_from_processes("contributions", copies)))
         contributions = joined(parts)
-        # Those of a metric are missing where it failed, which its plan reports.
-        names = {name for part in parts for name in part if not name.startswith(tuple(needed))}
-        if unlike := names - contributions.keys():
+        # Those of a question are missing where it failed, which its passes report.
+        plain = {name for part in parts for name in part if "/" not in name}
+        if unlike := plain - contributions.keys():
             raise MetricError(
                 f"the contributions {', '.join(sorted(unlike))} must be in every batch, with "
                 "the same shape but for the prompts"
@@ -334,24 +356,6 @@ class Study:
             info=self.describe() | dict(info or {}),
         )
 
-    @checked
-    def results(
-        self,
-        plan: Runner,
-        contributions: Mapping[str, Tensor],
-        known: Mapping[str, Record] | None = None,
-    ) -> Results:
-        """The record of every metric of a plan, after the records that are known already.
-
-        Raises:
-            RunError: A metric has no result; all others are in its ``results``.
-        """
-        attention = plan.way.attention
-        info = {"shared_prefix": plan.status} | ({"attention": attention} if attention else {})
-        record = partial(self.record, info=info)
-        known = Results({} if known is None else known)
-        return results_of(plan.metrics, contributions, record, known, plan.reasons())
-
     def describe(self) -> dict[str, Any]:
         """The model, the prompts and the versions to which the numbers belong."""
         weights = next(iter(self.model.parameters()))  # type: ignore[attr-defined]
@@ -372,31 +376,45 @@ class Study:
             return self.batches
         return [batch.prompt(number) for batch in self.batches for number in range(len(batch))]
 
-    def _store_of(self, contributions_of: Callable[..., Any]) -> Store | None:
-        """The folder of the contributions that this function computes."""
+    def _store_of(self, decides: Mapping[str, Any]) -> Store | None:
+        """The folder of contributions, which knows what decides those of each name."""
         if self._store is None and is_single_process():
             return None
-        computed = self._identity_of(contributions_of)
-        require_equal_settings({"what the function of each batch does": computed.digest})
+        computed = self._identities_of(decides)
+        functions = {name: each.digest for name, each in computed.items()}
+        told = {
+            f"what {name or 'the function of each batch'} computes": functions[name]
+            for name in functions
+        }
+        require_equal_settings(told)
         if self._store is None:
             return None
-        unknown = tuple(dict.fromkeys((*self._fingerprint.unknown, *computed.unknown)))
-        warn_of_unknown(self._store.folder, unknown)
-        return replace(self._store, function=computed.digest, is_believed=not unknown)
+        of_run = self._fingerprint.unknown
+        unknown = [*of_run, *chain(*(each.unknown for each in computed.values()))]
+        warn_of_unknown(self._store.folder, tuple(dict.fromkeys(unknown)))
+        believed = {name for name, each in computed.items() if not each.unknown and not of_run}
+        return replace(self._store, functions=functions, believed=frozenset(believed))
 
-    def _identity_of(self, contributions_of: Callable[..., Any]) -> Identity:
-        known = {"the study": self, "the model": self.model}
-        known |= {f"plan {number}": plan for number, (plan, _) in enumerate(self._plans)}
-        return identity_of([contributions_of, *(made_of for _, made_of in self._plans)], known)
+    def _identities_of(self, decides: Mapping[str, Any]) -> dict[str, Identity]:
+        """The identity of what decides the contributions of each name; a question is also told."""
+        known, found = {"the study": self, "the model": self.model}, dict[str, Identity]()
+        for name, what in decides.items():
+            digest, unknown = identity_of(what, known)
+            told = f"{in_words(what[0])} ({digest[:16]})" if name else digest
+            found[name] = Identity(told, unknown)
+        return found
 
-    def _unless_changed(self, store: Store, contributions_of: Callable[..., Any]) -> Store:
-        """The store, which is not believed from the batch on in which a function changed itself."""
-        if not store.is_believed or self._identity_of(contributions_of).digest == store.function:
+    def _unless_changed(self, store: Store, decides: Mapping[str, Any]) -> Store:
+        """The store, which does not believe a function from where it has changed itself on."""
+        now = self._identities_of(decides)
+        changed = [n for n in store.believed if now[n].digest != store.functions[n]]
+        if not changed:
             return store
         warn_of_unknown(
             store.folder, ["a function of this run changes what it holds while it runs"]
         )
-        return replace(store, function=CHANGED, is_believed=False)
+        functions = {**store.functions, **dict.fromkeys(changed, CHANGED)}
+        return replace(store, functions=functions, believed=store.believed - {*changed})
 
     @cached_property
     def _fingerprint(self) -> Fingerprint:
@@ -435,19 +453,19 @@ class Study:
             total=total, initial=initial, disable=quiet, desc=printable(self.title), unit=" prompts"
         )
 
-    def _check_stored(
-        self,
-        store: Store,
-        needed: Sequence[str],
-        compute: Callable[[PromptBatch], dict[str, Tensor]],
-    ) -> None:
+    def _check_stored(self, store: Store, fitting: "PartsThatFit") -> None:
         """Compute the first stored batch again: a fingerprint does not tell what functions do."""
         for number, batch in enumerate(self._parts):
             with hidden_warnings():  # the loop warns of a damaged file
-                stored = store.complete(number, needed)
-            if stored is None:
+                stored = store.read(number)
+            if not stored:
                 continue
-            if not same_contributions(stored, compute(batch)):
+            names = [name for name in store.functions if name not in store.missing(stored)]
+            computed = fitting.contributions(batch.to(device_of(self.model)), names)
+            both = {
+                name: each for name, each in stored.items() if name in computed or name[0] != "/"
+            }
+            if not same_contributions(both, computed):
                 raise StoreError(
                     f"batch {number} gives other numbers than those stored in {store.folder}, so "
                     "hooks, loss or weights are not those of the stored run; use another folder, "
@@ -464,13 +482,16 @@ class PartsThatFit:
     contributions, up to the rounding that depends on the shape of a batch.
     """
 
-    contributions_of: Callable[[PromptBatch], Mapping[str, Tensor]]
+    contributions_of: Callable[[PromptBatch, Sequence[str]], Mapping[str, Tensor]]
     size: int | None = None  # prompts in a part; None for whole batches
 
     def contributions(
-        self, batch: PromptBatch, after_part: Callable[[int], object] = lambda count: None
+        self,
+        batch: PromptBatch,
+        names: Sequence[str] = (),
+        after_part: Callable[[int], object] = lambda count: None,
     ) -> dict[str, Tensor]:
-        """The contributions of all prompts of a batch, in their order."""
+        """The contributions of all prompts of a batch to these names, in their order."""
         parts: list[Mapping[str, Tensor]] = []
         done, count = 0, len(batch.tokens)
         while done < count:
@@ -478,7 +499,7 @@ class PartsThatFit:
             part = batch if size >= count else batch.prompts(done, done + size)
             contributions = None
             try:
-                contributions = self.contributions_of(part)
+                contributions = self.contributions_of(part, names)
             except Exception as error:
                 check_out_of_memory(error, part)
             if contributions is None:  # after the except block, whose error holds tensors

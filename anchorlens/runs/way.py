@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..metrics.metric import Metric
-from ..metrics.reads import OwnPasses
+from ..metrics.question import HooksOfBatch, Question, no_hooks
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.facts import facts_of
 from ..models.hooked import Hook, HookedModel, device_of, devices_of_layers, dtype_of
@@ -34,7 +33,6 @@ from ..passes.provide import (
     why_hooks_are_whole,
     why_whole,
 )
-from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..passes.shortcuts import (
     bytes_stored,
     why_no_fused_prefix,
@@ -63,15 +61,20 @@ class Way:
     attention: str = ""  # of long prompts: whether it is fused, or why not
     is_fused: bool = False  # no pattern is formed, but of the tokens after shared ones
     is_checkpointed: bool = False  # blocks store only their input for the gradient
-    by_rows: frozenset[str] = frozenset()  # metrics that get rows of A where no pattern is formed
-    of_gradient: frozenset[str] = frozenset()  # metrics that need a backward pass
+    by_rows: frozenset[str] = frozenset()  # questions that get rows of A where no pattern is formed
+    of_gradient: frozenset[str] = frozenset()  # questions that need a backward pass
+
+    def info(self) -> dict[str, str]:
+        """How batches ran, in the words that records have in their info."""
+        attention = {"attention": self.attention} if self.attention else {}
+        return {"shared_prefix": self.shared_prefix, **attention}
 
 
 def way_of(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
-    metrics: Sequence[Metric] = (),
+    questions: Sequence[Question] = (),
     loss: Loss | None = None,
     *,
     gradient_checkpointing: bool = False,
@@ -82,7 +85,7 @@ def way_of(
     Metrics observe the run with the last of ``changes``, the interventions of the run.
     """
     attention = ""
-    gradient = frozenset(each.name for each in metrics if needs_gradient(each, batches[0]))
+    gradient = frozenset(each.name for each in questions if needs_gradient(each, batches[0]))
     if patterns_are_large(model, batches):
         # The least of all processes, so that all of them run in the same way.
         free_here = free_for_layers(devices_of_layers(model))
@@ -90,13 +93,13 @@ def way_of(
         reason = why_patterns(model, batches, changes, loss)
         if not reason:
             lengths = shared_lengths(batches, None, least=1)
-            reasons = _why_no_fused_prefix(model, batches, changes, lengths, metrics)
+            reasons = _why_no_fused_prefix(model, batches, changes, lengths, questions)
             lengths = {} if (why := _first(reasons)) else lengths
-            rows, reason = _read_by_rows(model, batches, metrics, lengths)
+            rows, reason = _read_by_rows(model, batches, questions, lengths)
             reason += f" (no fused prefix: {why})" if reason and why else ""
         if not reason:
             way = Way("", lengths, by_rows=rows, of_gradient=gradient)
-            return _fused(model, batches, metrics, way, why, free, gradient_checkpointing)
+            return _fused(model, batches, questions, way, why, free, gradient_checkpointing)
         attention = f"whole patterns, because {reason}"
     whole = Way("", {}, attention, of_gradient=gradient)
     if gradient_checkpointing:
@@ -106,7 +109,7 @@ def way_of(
         return replace(whole, shared_prefix="off: share_prefix=False")
     lengths = shared_lengths(batches, loss)
     differentiates = loss is not None and bool(gradient)
-    reasons = _why_not_shared(model, batches, lengths, changes, metrics, differentiates)
+    reasons = _why_not_shared(model, batches, lengths, changes, questions, differentiates)
     if reason := _first(reasons):
         return replace(whole, shared_prefix=f"off: {reason}")
     shared = f"{_tokens_of(lengths)} of each prompt, run once for all"
@@ -132,7 +135,7 @@ def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bo
 def _fused(
     model: HookedModel,
     batches: Sequence[PromptBatch],
-    metrics: Sequence[Metric],
+    questions: Sequence[Question],
     way: Way,
     why_whole: str,
     free: int,
@@ -140,7 +143,7 @@ def _fused(
 ) -> Way:
     size = bytes_in_words(bytes_of_patterns(model, batches))
     attention = f"fused: the patterns of a prompt would take {size}"
-    rows = [metric.name in way.by_rows for metric in metrics]
+    rows = [question.name in way.by_rows for question in questions]
     if why_whole:
         shared_prefix = f"off: {why_whole}"
     elif rows and all(rows):
@@ -196,14 +199,14 @@ def _why_no_fused_prefix(
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
     lengths: Mapping[int, int],
-    metrics: Sequence[Metric],
+    questions: Sequence[Question],
 ) -> Iterator[str]:
     """Why shared tokens cannot run with a fused attention, once for all queries of a set.
 
-    A query forms patterns in its own rows alone then, and metrics without a gradient observe these.
+    A query forms patterns in its own rows alone then, and what needs no gradient observes these.
     """
-    for metric in metrics:
-        yield why_hooks_are_whole(metric, batches[0])
+    for question in questions:
+        yield why_hooks_are_whole(question, batches[0])
     if any(after_shared(batch, lengths)[0].is_whole for batch in batches):
         yield "a batch has prompts of several sets, or a target is in the demonstrations"
     yield _why_rotated_differently(model, batches, lengths)
@@ -215,31 +218,29 @@ def _why_no_fused_prefix(
 def _read_by_rows(
     model: HookedModel,
     batches: Sequence[PromptBatch],
-    metrics: Sequence[Metric],
+    questions: Sequence[Question],
     lengths: Mapping[int, int],
 ) -> tuple[frozenset[str], str]:
-    """The metrics that get rows of the attention, as no pattern is formed; or one that cannot."""
+    """The questions that get rows of the attention, as no pattern is formed; or one that cannot."""
     shortest = min(batches, key=lambda batch: batch.tokens.shape[1])
     prompt = shortest.to(device_of(model)).prompt(0)
     after, _ = after_shared(prompt, lengths)
     rows = set[str]()
-    for metric in metrics:
-        if _reads_after(model, metric, after):
+    for question in questions:
+        if _reads_after(model, question, after):
             continue
-        if not by_rows(metric, prompt):
-            return frozenset(), f"{metric.name} needs them"
-        rows.add(metric.name)
+        if not by_rows(question, prompt):
+            return frozenset(), f"{question.name} needs them"
+        rows.add(question.name)
     return frozenset(rows), ""
 
 
-def _reads_after(model: HookedModel, metric: Metric, batch: PromptBatch) -> bool:
-    """Whether a metric reads nothing of patterns before the tokens that form them."""
-    observed = [Observation(Layers.of(model), metric, batch)]
+def _reads_after(model: HookedModel, question: Question, batch: PromptBatch) -> bool:
+    """Whether a question reads nothing of patterns before the tokens that form them."""
+    observed = [Observation.of(Layers.of(model), question, batch)]
     if not batch.is_whole:
-        observed = [Observation.of_shared(Layers.of(model), metric, batch)]
-    elif any(isinstance(read, OwnPasses) for read in observed[0].reads.values()):
-        return False
-    if needs_gradient(metric, batch) or any(each.backward_hooks for each in observed):
+        observed = [Observation.of_shared(Layers.of(model), question, batch)]
+    if needs_gradient(question, batch) or any(each.backward_hooks for each in observed):
         return False
     read = {point for each in facts_of(model).operands if each for point in (each.query, each.key)}
     hooks = [hook for each in observed for hook in each.hooks]
@@ -251,12 +252,12 @@ def _why_not_shared(
     batches: Sequence[PromptBatch],
     lengths: Mapping[int, int],
     changes: Sequence[HooksOfBatch],
-    metrics: Sequence[Metric],
+    questions: Sequence[Question],
     differentiates: bool,
 ) -> Iterator[str]:
     """Why shared tokens cannot run once for all prompts of a set."""
-    for metric in metrics:
-        yield why_whole(metric, batches[0])
+    for question in questions:
+        yield why_whole(question, batches[0])
     if has_user_hooks(model):
         yield HOOKS_OF_USER
     if not lengths:
@@ -264,15 +265,15 @@ def _why_not_shared(
     yield _why_rotated_differently(model, batches, lengths)
     for change in changes:
         yield _why_not_in_prefix(batches, lengths, change)
-    yield _why_not_alike(batches, lengths, metrics)
+    yield _why_not_alike(batches, lengths, questions)
     yield why_not_shared_with_gradient(model) if differentiates else why_not_shared(model)
 
 
 def _why_not_alike(
-    batches: Sequence[PromptBatch], lengths: Mapping[int, int], metrics: Sequence[Metric]
+    batches: Sequence[PromptBatch], lengths: Mapping[int, int], questions: Sequence[Question]
 ) -> str:
-    """Why what a metric reads in shared tokens is not one for all prompts; empty if it is."""
-    compared = [each for each in metrics if may_differ_at_the_start(each, batches[0])]
+    """Why what a question reads in shared tokens is not one for all prompts; empty if it is."""
+    compared = [each for each in questions if may_differ_at_the_start(each, batches[0])]
     if not compared:
         return ""
     first: dict[int | None, PromptBatch] = {}
@@ -281,9 +282,9 @@ def _why_not_alike(
     for set_id, batch in zip(only_sets(sharing), sharing, strict=True):
         after, _ = after_shared(batch, lengths)
         one = first.setdefault(set_id, after)
-        for metric in compared:
-            if not begins_as(metric, after, one):
-                return f"{metric.name} differs between prompts that share their demonstrations"
+        for question in compared:
+            if not begins_as(question, after, one):
+                return f"{question.name} differs between prompts that share their demonstrations"
     return ""
 
 

@@ -1,0 +1,445 @@
+"""The passes over the batches of a run, in the way that was decided, and what questions get.
+
+1. A batch of prompts that share tokens runs after them: their keys and values are computed once for
+   each set of demonstrations, and what metrics read in them is observed once.
+2. One pass of the run has the observers of all metrics; each gets what it reads of whole prompts.
+3. Further passes with hooks begin in the first layer in which these act, with what the pass of the
+   run gave out before it.
+4. Each question says what each prompt contributes.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from textwrap import shorten
+from threading import Event
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..errors import AnchorlensError, MetricError, NotFiniteError, RunError
+from ..metrics.metric import Metric
+from ..metrics.question import HooksOfBatch, Question, no_hooks
+from ..metrics.reads import Seen
+from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
+from ..models.hooked import Hook, HookedModel
+from ..models.kv_cache import KeyValues
+from ..models.model_state import has_user_hooks
+from ..passes.forward import Pass, Watched, logits_at, unedited
+from ..passes.fused_attention import run_fused
+from ..passes.late_start import Start, started, stored_starts
+from ..passes.losses import Loss, label_cross_entropy
+from ..passes.observers import Layers
+from ..passes.provide import Observation
+from ..passes.shared_prefix import CLEAN, SharedPrefixes, run_shared, shared_tokens
+from ..passes.shortcuts import any_loss, why_not_late
+from ..printable import printable
+from ..prompts.batch import PromptBatch, after_shared
+from ..prompts.verbalizer import label_scores
+from ..results.record import Record
+from ..results.results import Results
+from ..system.processes import gather_from_processes
+from .way import HOOKS_OF_USER, Way
+
+WHOLE = "off: its passes run whole prompts"  # of questions that use no shared tokens
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
+
+
+@dataclass(frozen=True, eq=False)
+class _PassOfRun:
+    """What the pass of the run gave for a batch."""
+
+    batch: PromptBatch
+    logits: Float[Tensor, "batch vocab"]
+    clean: Float[Tensor, "batch vocab"] | None  # without the hooks of the run, if it has any
+    observed: Mapping[str, tuple[Observation, Tensor]]  # by question, with the logits of its pass
+    starts: Mapping[int, Start]  # what later passes can begin with
+
+
+class Passes:
+    """The passes of a study; ``study.passes`` makes it, and a question gets it with each batch.
+
+    If a question raises an AnchorlensError, the others go on without it, and ``failures`` has the
+    error. An error of another kind is a mistake in its code and is raised at once.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        batches: Sequence[PromptBatch],
+        way: Way,
+        questions: Sequence[Question] = (),
+        hooks: HooksOfBatch | None = None,
+        loss: Loss | None = None,
+        layers: Iterable[int] = (),
+        further: "Mapping[str, Passes] | None" = None,
+    ) -> None:
+        self.model, self.batches, self.way = model, batches, way
+        self.questions, self.hooks = questions, hooks
+        # Every batch is a PromptBatch here, so that arguments need no comparison.
+        self.loss = inspect.unwrap(loss) if loss is label_cross_entropy else loss
+        self.failures: dict[str, AnchorlensError] = {}
+        # Of the questions that have one more pass with metrics of their own.
+        self._further = {} if further is None else further
+        self._prefixes = SharedPrefixes(model)
+        self._hooked_layers = Layers.of(model)
+        # Where passes with hooks may begin, if the model allows it.
+        self._late = set[int]()
+        if hooks is None:
+            self._late = set(layers) - self.why_not_late(layers).keys()
+        self._run: _PassOfRun | None = None  # over the batch of now, once it was made
+        self._asked: Sequence[Question] = ()  # in this batch
+        self._asked_now = ""
+        # What was observed in the shared tokens of a set, and their keys and values.
+        self._in_set: tuple[Any, Sequence[Observation], KeyValues] | None = None
+        # Set when a batch has shown that no metric changes what others observe.
+        self._trusted, self._trusted_in_prefix = Event(), Event()
+
+    def __repr__(self) -> str:
+        """One line: what is asked, whether hooks change the run, and how it is run."""
+        names = ", ".join(question.name for question in self.questions) or "no questions"
+        change = "none" if self.hooks is None else "some"
+        status = shorten(self.status, 80)
+        text = f"Passes({shorten(names, 80)}; hooks: {change}; shared prefix: {status})"
+        return printable(text)
+
+    @property
+    def status(self) -> str:
+        """Whether the tokens that prompts share are run once, and otherwise the reason."""
+        return self.way.shared_prefix
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the questions."""
+        return [question.name for question in self.questions]
+
+    def clean(self, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
+        """Logits at the targets without hooks, of the pass of the run; a copy."""
+        return self._of_run(batch).logits.clone()
+
+    def logits(
+        self, batch: PromptBatch, hooks: HooksOfBatch = no_hooks, key: Hashable = None
+    ) -> Float[Tensor, "batch vocab"]:
+        """Logits at the targets of a batch, with the hooks of a function of the batch.
+
+        Whole prompts are run where hooks cannot act in the shared tokens once for all prompts.
+
+        Args:
+            batch: The prompts.
+            hooks: Function of the batch to hooks.
+            key: What gives the same hooks for each batch of a set of demonstrations: under it the
+                keys and values of shared tokens are stored for the next batch. None stores none.
+        """
+        after, _ = after_shared(batch, self.way.lengths)
+        acting = hooks(after)
+        if not after.is_whole:
+            if all(isinstance(act, BatchHook) for _, act in acting):
+                key = None if key is None else (self._asked_now, key)
+                key = CLEAN if hooks is no_hooks else key
+                leading, prefix = self._prefixes.of(after, key, acting, self.way.is_fused)
+                if act_alike(acting, leading):
+                    with started(self.model, self._start(batch, acting)):
+                        return _run(self.model, after, hooks=acting, prefix=prefix)
+            # From the first layer, because a start is the output for the tokens after the prefix.
+            whole = after.whole()
+            run = partial(run_fused, _run) if self.way.is_fused else _run
+            return run(self.model, whole, hooks=hooks(whole))
+        run = partial(run_fused, _run) if self.way.is_fused else _run
+        with started(self.model, self._start(batch, acting)):
+            return run(self.model, batch, hooks=acting)
+
+    def logits_at(
+        self,
+        batch: PromptBatch,
+        positions: Bool[Tensor, "batch position"],
+        hooks: HooksOfBatch = no_hooks,
+    ) -> list[Float[Tensor, "_ vocab"]]:
+        """The logits at some positions of each prompt, which runs as a whole."""
+        acting = hooks(batch)
+        if not self.way.is_fused:
+            return logits_at(self.model, batch, positions, acting)
+
+        def run(model: HookedModel, batch: PromptBatch, hooks: Any, observers: Any) -> Any:
+            return logits_at(model, batch, positions, hooks)
+
+        return run_fused(run, self.model, batch, hooks=acting)
+
+    def prefix(self, batch: PromptBatch) -> KeyValues | None:
+        """Keys and values of the tokens that run once for the prompts of a batch; None for none."""
+        after, _ = after_shared(batch, self.way.lengths)
+        return None if after.is_whole else self._prefixes.of(after, CLEAN, (), self.way.is_fused)[1]
+
+    def seen(self, metric: Metric) -> Seen:
+        """What a metric reads of the pass of the run."""
+        assert self._run is not None  # it was made before a metric is asked
+        observed, logits = self._run.observed[metric.name]
+        return observed.seen(logits, self._run.clean)
+
+    def further(self, question: Question, batch: PromptBatch) -> dict[str, dict[str, Tensor]]:
+        """What the metrics contribute that observe one more pass for a question, by their names."""
+        passes = self._further[question.name]
+        found = passes.contributions(batch)
+        for name in passes.names:
+            if name in passes.failures:
+                raise passes.failures[name]
+        return {name: of_question(name, found) for name in passes.names}
+
+    def why_not_late(self, layers: Iterable[int]) -> dict[int, str]:
+        """Why passes cannot begin in some of these layers, by layer."""
+        reason = "a long prefix runs from the first layer on" if self.way.is_fused else ""
+        later = set(layers) - {0}
+        if later and not reason:
+            reason = HOOKS_OF_USER if has_user_hooks(self.model) else ""
+        reasons = {layer: reason or why_not_late(self.model, layer) for layer in later}
+        return {layer: why for layer, why in reasons.items() if why}
+
+    def contributions(
+        self, batch: PromptBatch, names: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """What each prompt of a batch contributes to these questions, by default to all."""
+        asked = [each for each in self.questions if names is None or each.name in names]
+        self._run, self._asked = None, asked
+        contributions = dict[str, Tensor]()
+        if any(isinstance(each, Metric) for each in asked):
+            self._of_run(batch)  # an error in it is none of a question
+        for question in asked:
+            self._asked_now = question.name
+            try:
+                found = _checked(question.of_batch(self, batch), len(batch))
+            except NotFiniteError:  # of the passes
+                raise
+            except AnchorlensError as error:
+                self.failures.setdefault(question.name, error)
+            else:
+                contributions |= {f"{question.name}/{name}": found[name] for name in found}
+        if self._run is not None:
+            # By these a resumed run recognises other hooks, which the numbers may not show.
+            logits, labels = self._run.logits, batch.verbalizer
+            known = logits.logsumexp(-1) if labels is None else label_scores(logits, labels)
+            contributions["/label_logits"] = known.cpu()
+        self._run = None
+        self._trusted.set()
+        return contributions
+
+    def reasons(self) -> dict[str, str]:
+        """The first failure of each question: of the earliest batch, as processes are in order."""
+        failures = {name: str(error) for name, error in self.failures.items()}
+        of_processes = gather_from_processes("failures", failures)
+        return {name: each for of_one in reversed(of_processes) for name, each in of_one.items()}
+
+    def _start(self, batch: PromptBatch, acting: Sequence[Hook]) -> Start | None:
+        """Where a pass with these hooks begins: the latest known layer before they act."""
+        if self._run is None or self._run.batch is not batch:
+            return None
+        first = min((layer_of(point) for point, _ in acting), default=0)
+        return self._run.starts.get(max((k for k in self._run.starts if k <= first), default=0))
+
+    def _of_run(self, batch: PromptBatch) -> "_PassOfRun":
+        """The pass of the run over a batch, which is made once for all questions."""
+        if self._run is None or self._run.batch is not batch:
+            self._run = self._made(batch)
+        return self._run
+
+    def _made(self, batch: PromptBatch) -> "_PassOfRun":
+        hooks = no_hooks if self.hooks is None else self.hooks
+        clean = None if self.hooks is None else self.logits(batch)
+        by_rows = [each for each in self._asked if each.name in self.way.by_rows]
+        others = [each for each in self._asked if each.name not in self.way.by_rows]
+        observed = dict[str, tuple[Observation, Tensor]]()
+        with stored_starts(self.model, self._late) as starts:
+            if by_rows:
+                seen, logits = self._observe_rows(batch, hooks, by_rows)
+                observed |= {each.question.name: (each, logits) for each in seen}
+            if others or not by_rows:
+                seen, logits = self._observe(batch, hooks, others)
+                observed |= {each.question.name: (each, logits) for each in seen}
+        return _PassOfRun(batch, logits, clean, observed, starts)
+
+    def _observe(
+        self, whole: PromptBatch, hooks: HooksOfBatch, questions: Sequence[Question]
+    ) -> tuple[Sequence[Observation], Tensor]:
+        """What questions observe by hooks, and the logits."""
+        batch, set_id = after_shared(whole, self.way.lengths)
+        acting = () if hooks is no_hooks else hooks(batch)
+        before: Sequence[Observation | None] = [None] * len(questions)
+        prefix = None
+        if batch.first_query > 0:
+            before, prefix = self._observed_in_set(set_id, batch, hooks, acting, questions)
+        observations = [
+            Observation.of(self._hooked_layers, question, batch, shared)
+            for question, shared in zip(questions, before, strict=True)
+        ]
+        observers, backward_hooks = _read_only(observations, self._trusted)
+        differentiates = any(question.name in self.way.of_gradient for question in questions)
+        is_fused = self.way.is_fused and prefix is None
+        run = partial(run_fused, _run) if is_fused else _run
+        logits = run(
+            self.model,
+            batch,
+            hooks=acting,
+            observers=observers,
+            backward_hooks=backward_hooks,
+            loss=self.loss if differentiates else None,
+            prefix=prefix,
+            gradient_checkpointing=self.way.is_checkpointed and differentiates,
+        )
+        if prefix is not None:
+            self._trusted_in_prefix.set()
+        return observations, logits
+
+    def _observe_rows(
+        self, batch: PromptBatch, hooks: HooksOfBatch, questions: Sequence[Question]
+    ) -> tuple[Sequence[Observation], Tensor]:
+        """What questions observe of a fused attention, a few query rows at a time."""
+        observed = [Observation.of(self._hooked_layers, question, batch) for question in questions]
+
+        def use(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
+            for each in observed:
+                with unedited(f"metric {each.question.name!r}", "A or dL/dA", pattern, gradient):
+                    each.use_rows(layer, rows, keys, pattern, gradient)
+
+        differentiates = any(question.name in self.way.of_gradient for question in questions)
+        logits = run_fused(
+            _run,
+            self.model,
+            batch,
+            use=use,
+            hooks=hooks(batch),
+            loss=self.loss if differentiates else any_loss,  # rows are formed on the way back
+            gradient_checkpointing=self.way.is_checkpointed,
+        )
+        return observed, logits
+
+    def _observed_in_set(
+        self,
+        set_id: int | None,
+        batch: PromptBatch,
+        hooks: HooksOfBatch,
+        acting: Sequence[Hook],
+        questions: Sequence[Question],
+    ) -> tuple[Sequence[Observation], KeyValues]:
+        """What is observed in shared tokens, and the keys and values there, once for a set."""
+        of_now = set_id, [question.name for question in questions]
+        if self._in_set is not None and self._in_set[0] == of_now:
+            return self._in_set[1:]
+        self._in_set = None  # before the next one: their gradients take memory
+        layers = self._hooked_layers
+        observations = [Observation.of_shared(layers, question, batch) for question in questions]
+        observers, backward_hooks = _read_only(observations, self._trusted_in_prefix)
+        if observers or backward_hooks:
+            prefix = run_shared(
+                self.model,
+                shared_tokens(batch),
+                in_leading_tokens(acting, batch.first_query),
+                is_fused=self.way.is_fused,
+                observers=observers,
+                backward_hooks=backward_hooks,
+            )
+        else:  # the prefix of other passes is the same
+            key = CLEAN if hooks is no_hooks else "the hooks of the run"
+            prefix = self._prefixes.of(batch, key, acting, self.way.is_fused)[1]
+        self._in_set = of_now, observations, prefix
+        return observations, prefix
+
+
+def of_question(name: str, contributions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What prompts contribute to a question, by names of its own."""
+    start = f"{name}/"
+    return {
+        key.removeprefix(start): values
+        for key, values in contributions.items()
+        if key.startswith(start)
+    }
+
+
+def layer_of(point: Any) -> int:
+    """The layer of a hook point; 0 for points outside the blocks, and for those that are chosen."""
+    found = _BLOCK.match(point) if isinstance(point, str) else None
+    return int(found[1]) if found else 0
+
+
+def _run(model: HookedModel, batch: PromptBatch, **options: Any) -> Float[Tensor, "batch vocab"]:
+    """The logits of a pass that the study has checked, before the first one."""
+    return Pass(model, batch, **options).run()[0]
+
+
+def _read_only(
+    observations: Sequence[Observation], trusted: Event
+) -> tuple[list[Hook], list[Hook]]:
+    """Forward and backward hooks of all questions, which must not change what others observe."""
+    forward: list[Hook] = []
+    backward: list[Hook] = []
+    for observation in observations:
+        owner = f"metric {observation.question.name!r}"
+        watched = partial(Watched, owner=owner, trusted=trusted)
+        forward += [(name, watched(act)) for name, act in observation.hooks]
+        backward += [(name, watched(act)) for name, act in observation.backward_hooks]
+    return forward, backward
+
+
+def results_of(
+    questions: Sequence[Question],
+    contributions: Mapping[str, Tensor],
+    answered: Callable[[Question, Mapping[str, Tensor]], Record],
+    reasons: dict[str, str],
+) -> Results:
+    """The record of every question; an error where there are reasons why not."""
+    cause: Exception | None = None
+    results = Results()
+    for question in questions:
+        found = of_question(question.name, contributions)
+        if not found:
+            reasons.setdefault(
+                question.name,
+                "its contributions are missing in some batch, or not of one shape in all",
+            )
+            continue
+        try:
+            results[question.name] = answered(question, found)
+        except AnchorlensError as error:
+            reasons.setdefault(question.name, str(error))
+        except Exception as error:  # the passes are made: other results must not be lost
+            reasons.setdefault(question.name, f"{type(error).__name__}: {error}")
+            cause = error
+    if reasons:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise RunError(f"no result for {listed}", results) from cause
+    return results
+
+
+def checking(
+    contributions_of: Callable[[PromptBatch], dict[str, Tensor]],
+) -> Callable[[PromptBatch], dict[str, Tensor]]:
+    """The same function, which raises an error if its contributions do not fit the prompts."""
+    return lambda batch: _checked(contributions_of(batch), len(batch.tokens))
+
+
+def _checked(contributions: Any, count: int) -> dict[str, Tensor]:
+    """Contributions of ``count`` prompts."""
+    if not isinstance(contributions, Mapping):
+        raise MetricError(
+            f"contributions must be a dict of tensors; got a {type(contributions).__name__}"
+        )
+    for name, values in contributions.items():
+        if not isinstance(values, Tensor) or values.ndim == 0:
+            got = f"a {type(values).__name__}" + " of one number" * isinstance(values, Tensor)
+            raise MetricError(
+                f"contribution {name!r} must be a tensor with an entry a prompt; got {got}"
+            )
+        if values.layout != torch.strided or values.is_meta:
+            got = "on the device meta" if values.is_meta else f"of the layout {values.layout}"
+            raise MetricError(
+                f"contribution {name!r} must be a dense tensor of numbers; got one {got}; give "
+                "values.to_dense(), on a device that holds numbers"
+            )
+        if len(values) != count:
+            raise MetricError(
+                f"contribution {name!r} must have one entry a prompt, {count}; got the shape "
+                f"{tuple(values.shape)}"
+            )
+    # Detached, because a question that does not detach would store the graph of every batch.
+    return {name: values.detach().cpu() for name, values in contributions.items()}
