@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from math import nan
 from statistics import median
@@ -315,6 +315,10 @@ class ContextComparison(Question):
                 raise MetricError(f"{name} must be a whole number from 0; got {count}")
         check_not_endless(MetricError, **counts)
 
+    def stored_as(self) -> Any:
+        """Without the number of timed passes, as times are measured again by each call."""
+        return replace(self, repeats=0, seed=self.seed if self.draws else 0)
+
     def of_run(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Question:
         """With the contexts of each set of demonstrations, made when they are needed."""
         digests = set(query_digests(batches))
@@ -322,7 +326,7 @@ class ContextComparison(Question):
         controls = [self.control(number) for number in range(self.seed, self.seed + self.draws)]
         for batch in batches if controls else ():
             checked_selections(controls, batch)
-        return _Asked(self, controls, digests)
+        return _Asked(self.name, self, controls, digests)
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """As it is asked of the model and the prompts of the run."""
@@ -333,16 +337,13 @@ class ContextComparison(Question):
 class _Asked(Question):
     """The question as it is asked of a model and its prompts."""
 
+    name: str
     given: ContextComparison
     controls: Sequence[Selection]
     digests: set[int]  # of the queries
     # Contexts and random controls of a set of demonstrations; memory holds those of a single set.
     stored: dict[int | None, tuple[list[Context], Sequence[Context]]] = field(default_factory=dict)
     record: ClassVar = ContextsRecord
-
-    @property
-    def name(self) -> str:
-        return self.given.name
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         contexts, drawn = self.contexts_for(passes.model, batch)

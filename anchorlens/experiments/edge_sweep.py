@@ -332,13 +332,6 @@ class EdgeSweep(Question):
         return cls(edges, sites, control=control, draws=draws, seed=seed, name=name)
 
     def __post_init__(self) -> None:
-        for name, function in (("edges", self.edges), ("control", self.control)):
-            if not callable(function):
-                example = "al.edges.pq" if name == "edges" else "al.edges.random_keys"
-                raise HookError(
-                    f"{name} is a function of the batch, such as {name}={example}; got a "
-                    f"{type(function).__name__}"
-                )
         if not self.sites:
             raise HookError("there is no site to cut in; give {name: al.Site(layers)}")
         if self.draws < 1:

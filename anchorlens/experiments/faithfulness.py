@@ -263,7 +263,8 @@ class Faithfulness(Question):
             _, left_out = possible(model, batches, scores.metrics)
             possible_ones = {name: each for name, each in given.items() if name not in left_out}
             scores = replace(scores, scores=possible_ones)
-        return _Asked(self, scores, comparison, {n: str(e) for n, e in left_out.items()})
+        reasons = {name: str(error) for name, error in left_out.items()}
+        return _Asked(self.name, self, scores, comparison, reasons)
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """As it is asked of the model and the prompts of the run."""
@@ -274,15 +275,12 @@ class Faithfulness(Question):
 class _Asked(Question):
     """The question as it is asked of a model and its prompts."""
 
+    name: str
     given: Faithfulness
     scores: SegmentScores
     comparison: "Comparison"
     not_possible: Mapping[str, str]
     record: ClassVar = FaithfulnessRecord
-
-    @property
-    def name(self) -> str:
-        return self.given.name
 
     def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
         return self.scores.further()

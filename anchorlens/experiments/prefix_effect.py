@@ -279,16 +279,21 @@ class PrefixEffect(Question):
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for folded biases, another model, and what is no prefix or no query."""
         refuse_folded_value_biases(model)
-        self.check_prompts(model, batches)
+        self.check_prompts(model, batches, may_be_empty=self.context is not None)
 
-    def check_prompts(self, model: HookedModel, batches: Sequence[PromptBatch]) -> None:
-        """Raise an error for a context of another model, and for positions that do not fit."""
+    def check_prompts(
+        self, model: HookedModel, batches: Sequence[PromptBatch], *, may_be_empty: bool = False
+    ) -> None:
+        """Raise an error for a context of another model, and for positions that do not fit.
+
+        After an empty context there may be no prefix.
+        """
         if self.context is not None:  # this checks the model and its weights
             self.context.logits(model, batches[0].prompt(0))
         for batch in batches:
             queries = self.query_pass(model, batch).batch
-            may_be_empty = self.context is not None and not edges.demonstrations(queries).any()
-            if not may_be_empty and not self.segments_of(queries).any(2).any(1).all():
+            is_empty = may_be_empty and not edges.demonstrations(queries).any()
+            if not is_empty and not self.segments_of(queries).any(2).any(1).all():
                 raise MetricError(
                     f"the keys of {self.name} hold no token of some prompt, so that there is no "
                     "prefix; give demonstrations, or other keys"

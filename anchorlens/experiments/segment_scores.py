@@ -183,7 +183,7 @@ def _check_metric(name: str, metric: Metric) -> None:
     if getattr(metric, "segments", None) is not None:
         raise MetricError(
             f"score {name!r}: the metric has segments of its own, but scores are of the segments "
-            "that are removed; leave them out there, and give them to al.faithfulness(segments=)"
+            "that are removed; leave them out there, and give them to al.Faithfulness(segments=...)"
         )
 
 

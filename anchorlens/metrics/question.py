@@ -121,6 +121,10 @@ class Question(InOneLine, ABC):
             batch: Whole prompts, on the device of the model.
         """
 
+    def stored_as(self) -> Any:
+        """What stored contributions are recognised by: the question, without what decides none."""
+        return self
+
     def once(self, passes: Any, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """What is known after the last batch and is no contribution of a prompt.
 

@@ -157,7 +157,7 @@ class SegmentAttention(Metric):
         return {"attention": attention, "kurtosis": kurtosis}
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
-        """What tokens of other segments attend to each segment: its score in ``al.faithfulness``.
+        """What tokens of other segments attend to each segment: its score in ``al.Faithfulness``.
 
         The attention along these edges, mean over heads, summed over edges and layers.
         """

@@ -97,7 +97,7 @@ class SegmentFlows(EdgeFlows):
         A total grows with the length of the segments, a flow does not. A few edges, such as those
         to BOS, can be most of either. The segment of the target reads itself: leave that cell out.
         A flow says what the loss depends on, not that the model needs it: cut the edges
-        (``edge_sweep``).
+        (``EdgeSweep``).
 
     Source:
         The saliency and its mean over edges are section 2.1. Segments of your own, other weights
@@ -161,7 +161,7 @@ class SegmentFlows(EdgeFlows):
         )
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
-        """What tokens of other segments read from each segment: its score in ``al.faithfulness``.
+        """What tokens of other segments read from each segment: its score in ``al.Faithfulness``.
 
         The weight of these edges, summed over edges and layers, in the unit of the weight. High
         must mean that the segment helps, so give ``al.weights.helpful`` and not ``signed``.

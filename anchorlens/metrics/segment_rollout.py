@@ -150,7 +150,7 @@ class SegmentRollout(Metric):
         return SegmentRolloutRecord.of(contributions, info=info)
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
-        """The part of each segment in the target: its score in ``al.faithfulness``."""
+        """The part of each segment in the target: its score in ``al.Faithfulness``."""
         return contributions["reach"].double()
 
     def _segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:

@@ -64,7 +64,7 @@ def helpful(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
     """``- sum_h A_h dL/dA_h``: in nats; above 0 where the attention lowers the loss.
 
     Minus ``signed``, for where high should mean that a part of the prompt helps the answer, as in
-    ``al.faithfulness``. Where a norm follows the attention, see ``signed``.
+    ``al.Faithfulness``. Where a norm follows the attention, see ``signed``.
     """
     return -signed(pattern, gradient)
 

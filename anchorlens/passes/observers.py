@@ -6,7 +6,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -47,15 +47,18 @@ class Layers:
     def of(cls, model: HookedModel) -> "Layers":
         return cls(int(model.cfg.n_layers), int(model.cfg.n_heads), model)
 
-    def hooks_at(
-        self, name: Callable[[int], str], observe: Callable[[int, Tensor], Any]
-    ) -> list[Hook]:
-        """A hook in every layer that passes its number and tensor to ``observe``."""
+    @cached_property
+    def patterns(self) -> list[str]:
+        """The hook point of the pattern in every layer."""
+        return [pattern_name(layer) for layer in range(self.count)]
+
+    def hooks_at(self, points: Sequence[str], observe: Callable[[int, Tensor], Any]) -> list[Hook]:
+        """A hook at the point of every layer that passes its number and tensor to ``observe``."""
 
         def act(layer: int, tensor: Tensor, hook: Any) -> None:
             observe(layer, tensor)
 
-        return [(name(layer), partial(act, layer)) for layer in range(self.count)]
+        return [(point, partial(act, layer)) for layer, point in enumerate(points)]
 
     def operands(self, owner: str) -> list[Operands]:
         """The hook points of the queries and keys that each layer multiplies."""
@@ -100,7 +103,7 @@ def product_hooks(
     def multiply(layer: int, gradient: Tensor) -> None:
         use(layer, patterns[layer] if free_later else patterns.pop(layer), gradient)
 
-    return layers.hooks_at(pattern_name, store), layers.hooks_at(pattern_name, multiply)
+    return layers.hooks_at(layers.patterns, store), layers.hooks_at(layers.patterns, multiply)
 
 
 def value_product_hooks(
@@ -117,7 +120,8 @@ def value_product_hooks(
         use(layer, pattern, gradient, transformed_values(model, layer, values.pop(layer)))
 
     hooks, backward_hooks = product_hooks(layers, use_with_values)
-    return [*hooks, *layers.hooks_at(values_name, store)], backward_hooks
+    points = [values_name(layer) for layer in range(layers.count)]
+    return [*hooks, *layers.hooks_at(points, store)], backward_hooks
 
 
 class Observer:
@@ -169,7 +173,7 @@ class SumsObserver(Observer):
         elif SLOPE in read.needs:
             self.hooks, self.backward_hooks = product_hooks(layers, self._add, free_later=shared)
         else:
-            self.hooks = layers.hooks_at(pattern_name, self._add_pattern)
+            self.hooks = layers.hooks_at(layers.patterns, self._add_pattern)
 
     def begin(self, read: Any) -> None:
         self._sums = EdgeSums(read.sets, read.weight)
@@ -198,7 +202,7 @@ class BlocksObserver(Observer):
         if read.slope:
             self.hooks, self.backward_hooks = product_hooks(layers, self._add, free_later=shared)
         else:
-            self.hooks = layers.hooks_at(pattern_name, self._add_pattern)
+            self.hooks = layers.hooks_at(layers.patterns, self._add_pattern)
 
     def begin(self, read: Any) -> None:
         self._read: Blocks = read
@@ -254,19 +258,17 @@ class AtObserver(Observer):
         self._queries = queries[:, self.places]
         self._keys = keys[:, self.places] if read.pairs and keys is not None else keys
         if read.what == SLOPE:
-            self.hooks = layers.hooks_at(pattern_name, self._add_attended)
-            self.backward_hooks = layers.hooks_at(pattern_name, self._add_rows)
+            self.hooks = layers.hooks_at(layers.patterns, self._add_attended)
+            self.backward_hooks = layers.hooks_at(layers.patterns, self._add_rows)
         elif read.what == PATTERN:
-            self.hooks = layers.hooks_at(pattern_name, self._add_rows)
+            self.hooks = layers.hooks_at(layers.patterns, self._add_rows)
         elif read.what in (QUERIES, KEYS):
             of_layers = layers.operands(owner)
-
-            def point(layer: int) -> str:
-                return of_layers[layer].query if read.what == QUERIES else of_layers[layer].key
-
-            self.hooks = layers.hooks_at(point, partial(self._add_heads, of_layers))
+            points = [each.query if read.what == QUERIES else each.key for each in of_layers]
+            self.hooks = layers.hooks_at(points, partial(self._add_heads, of_layers))
         else:
-            self.hooks = layers.hooks_at(read.what.format, self._add_states)
+            points = [read.what.format(layer) for layer in range(layers.count)]
+            self.hooks = layers.hooks_at(points, self._add_states)
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The rows of the pass and the keys, which go to a device once for all layers there."""

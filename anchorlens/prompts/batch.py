@@ -332,7 +332,14 @@ class PromptBatch:
 
     @checked
     def to(self, device: torch.device | str) -> "PromptBatch":
-        """The same batch on ``device``, without inference tensors, which autograd rejects."""
+        """The same batch on ``device``, without inference tensors, which autograd rejects.
+
+        It is this batch itself if all of it is there already.
+        """
+        there_already = torch.device(device)
+        values = self._tensors().values()
+        if all(value.device == there_already and not value.is_inference() for value in values):
+            return self
         with gradient_mode(True) if torch.is_inference_mode_enabled() else nullcontext():
             moved: dict[str, Any] = {
                 name: sent(value.clone() if value.is_inference() else value, device)

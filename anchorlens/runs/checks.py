@@ -1,6 +1,7 @@
 """Checks of questions, hooks and losses before the model runs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from ..errors import AnchorlensError, HookError, MetricError, ModelError
 from ..metrics.metric import Metric
-from ..metrics.question import HooksOfBatch, Question
+from ..metrics.question import Further, HooksOfBatch, Question
 from ..models.batch_hooks import BatchHook, EdgeHook
-from ..models.hooked import HookedModel, check_fits, device_of
+from ..models.hooked import HookedModel, check_fits, device_of, layer_numbers
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
 from ..passes.observers import Layers
@@ -19,6 +20,7 @@ from ..passes.provide import Observation, check_columns, check_reads, needs_grad
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..system.arguments import called
+from ..system.texts import described
 
 
 def check_questions(
@@ -61,6 +63,29 @@ def require_questions(questions: Sequence[Question]) -> None:
         raise MetricError(f'a question needs a string for a name without "/"; got {names}')
     if len(set(names)) < len(names):
         raise MetricError(f"two questions of one run need different names; got {names}")
+
+
+def asked_of(question: Question, model: HookedModel, batches: Sequence[PromptBatch]) -> Question:
+    """The question as it is asked of this model and these prompts."""
+    asked: Any = question.of_run(model, batches)
+    if not isinstance(asked, Question) or asked.name != question.name:
+        raise MetricError(
+            f"of_run of {question.name} must return the question that is asked, an al.Question of "
+            f"this name; got {described(asked)}"
+        )
+    return asked
+
+
+def further_of(question: Question, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
+    """The passes that a question makes besides that of the run, with layers from 0 on."""
+    needed: Any = question.further(model, batches)
+    if not isinstance(needed, Further):
+        raise MetricError(
+            f"further of {question.name} must return an al.Further, such as "
+            f"al.Further(hooks=[function of the batch]); got {described(needed)}"
+        )
+    layers = layer_numbers(model, needed.layers) if needed.layers else []
+    return replace(needed, layers=layers)
 
 
 def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[PromptBatch]) -> None:

@@ -506,11 +506,11 @@ def in_words(value: Any) -> str:
         text = f"{name_of(value.func)}({', '.join(options)})"
     elif isinstance(value, torch.Tensor):
         text = f"{value.dtype} of the shape {tuple(value.shape)}"
-    elif is_dataclass(value) and not all(
-        field.compare and not isinstance(getattr(value, field.name, None), torch.Tensor)
-        for field in fields(value)
-    ):
-        # Its repr would tell counters, which do not decide, or numbers on a device.
+    elif isinstance(value, Mapping):
+        text = ", ".join(f"{in_words(key)}: {in_words(of)}" for key, of in value.items())
+        text = f"{{{text}}}"
+    elif is_dataclass(value) and not isinstance(value, type):
+        # Its repr may shorten them, and tell counters, which do not decide, or numbers on a device.
         told = [field.name for field in fields(value) if field.compare and field.repr]
         options = [f"{name}={in_words(getattr(value, name))}" for name in told]
         text = f"{type(value).__qualname__}({', '.join(options)})"

@@ -11,6 +11,7 @@
 import inspect
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from textwrap import shorten
@@ -91,8 +92,9 @@ class Passes:
         self._late = set[int]()
         if hooks is None:
             self._late = set(layers) - self.why_not_late(layers).keys()
-        self._run: _PassOfRun | None = None  # over the batch of now, once it was made
-        self._asked: Sequence[Question] = ()  # in this batch
+        self._batch: PromptBatch | None = None  # which is asked about now
+        self._run: _PassOfRun | None = None  # over it, once it was made
+        self._asked: Sequence[Question] = ()  # about it
         self._asked_now = ""
         # What was observed in the shared tokens of a set, and their keys and values.
         self._in_set: tuple[Any, Sequence[Observation], KeyValues] | None = None
@@ -173,10 +175,10 @@ class Passes:
         after, _ = after_shared(batch, self.way.lengths)
         return None if after.is_whole else self._prefixes.of(after, CLEAN, (), self.way.is_fused)[1]
 
-    def seen(self, metric: Metric) -> Seen:
-        """What a metric reads of the pass of the run."""
-        assert self._run is not None  # it was made before a metric is asked
-        observed, logits = self._run.observed[metric.name]
+    def seen(self, question: Question) -> Seen:
+        """What a question reads of the pass of the run."""
+        assert self._run is not None  # it was made before a question is asked that reads
+        observed, logits = self._run.observed[question.name]
         return observed.seen(logits, self._run.clean)
 
     def further(self, question: Question, batch: PromptBatch) -> dict[str, dict[str, Tensor]]:
@@ -202,9 +204,9 @@ class Passes:
     ) -> dict[str, Tensor]:
         """What each prompt of a batch contributes to these questions, by default to all."""
         asked = [each for each in self.questions if names is None or each.name in names]
-        self._run, self._asked = None, asked
+        self._batch, self._run, self._asked = batch, None, asked
         contributions = dict[str, Tensor]()
-        if any(isinstance(each, Metric) for each in asked):
+        if any(isinstance(each, Metric) or _reads(each) for each in asked):
             self._of_run(batch)  # an error in it is none of a question
         for question in asked:
             self._asked_now = question.name
@@ -221,7 +223,7 @@ class Passes:
             logits, labels = self._run.logits, batch.verbalizer
             known = logits.logsumexp(-1) if labels is None else label_scores(logits, labels)
             contributions["/label_logits"] = known.cpu()
-        self._run = None
+        self._batch = self._run = None
         self._trusted.set()
         return contributions
 
@@ -239,18 +241,21 @@ class Passes:
         return self._run.starts.get(max((k for k in self._run.starts if k <= first), default=0))
 
     def _of_run(self, batch: PromptBatch) -> "_PassOfRun":
-        """The pass of the run over a batch, which is made once for all questions."""
-        if self._run is None or self._run.batch is not batch:
-            self._run = self._made(batch)
+        """The pass of the run over a batch, which is made once for all questions about it."""
+        if batch is not self._batch:  # other prompts, which no question reads
+            return self._made(batch, [])
+        if self._run is None:
+            self._run = self._made(batch, self._asked)
         return self._run
 
-    def _made(self, batch: PromptBatch) -> "_PassOfRun":
+    def _made(self, batch: PromptBatch, asked: Sequence[Question]) -> "_PassOfRun":
         hooks = no_hooks if self.hooks is None else self.hooks
         clean = None if self.hooks is None else self.logits(batch)
-        by_rows = [each for each in self._asked if each.name in self.way.by_rows]
-        others = [each for each in self._asked if each.name not in self.way.by_rows]
+        by_rows = [each for each in asked if each.name in self.way.by_rows]
+        others = [each for each in asked if each.name not in self.way.by_rows]
         observed = dict[str, tuple[Observation, Tensor]]()
-        with stored_starts(self.model, self._late) as starts:
+        none = nullcontext(dict[int, Start]())
+        with stored_starts(self.model, self._late) if self._late else none as starts:
             if by_rows:
                 seen, logits = self._observe_rows(batch, hooks, by_rows)
                 observed |= {each.question.name: (each, logits) for each in seen}
@@ -356,6 +361,11 @@ def of_question(name: str, contributions: Mapping[str, Tensor]) -> dict[str, Ten
     }
 
 
+def _reads(question: Question) -> bool:
+    """Whether a question may read something of the pass of the run."""
+    return type(question).reads is not Question.reads
+
+
 def layer_of(point: Any) -> int:
     """The layer of a hook point; 0 for points outside the blocks, and for those that are chosen."""
     found = _BLOCK.match(point) if isinstance(point, str) else None
@@ -420,10 +430,10 @@ def checking(
 
 def _checked(contributions: Any, count: int) -> dict[str, Tensor]:
     """Contributions of ``count`` prompts."""
-    if not isinstance(contributions, Mapping):
-        raise MetricError(
-            f"contributions must be a dict of tensors; got a {type(contributions).__name__}"
-        )
+    if not isinstance(contributions, Mapping) or not contributions:
+        is_empty = isinstance(contributions, Mapping)
+        got = "an empty one" if is_empty else f"a {type(contributions).__name__}"
+        raise MetricError(f"contributions must be a dict of tensors; got {got}")
     for name, values in contributions.items():
         if not isinstance(values, Tensor) or values.ndim == 0:
             got = f"a {type(values).__name__}" + " of one number" * isinstance(values, Tensor)

@@ -91,7 +91,9 @@ def run(
     study = Study(model, batches, settings, title="run", **options)
     with study.entered():
         if not questions:
-            raise MetricError("there is nothing to compute: give at least one metric")
+            raise MetricError(
+                "there is nothing to compute: give at least one metric or another question"
+            )
         passes = study.passes(
             questions,
             hooks=hooks,

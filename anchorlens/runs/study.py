@@ -51,9 +51,11 @@ from ..system.processes import (
 )
 from ..system.put_back import safe_context
 from .checks import (
+    asked_of,
     check_edges_of_hooks,
     check_hooks,
     check_questions,
+    further_of,
     refuse_moved_hooks,
     require_questions,
 )
@@ -198,37 +200,48 @@ class Study:
             AnchorlensError: As ``run``.
         """
         require_questions(questions)
-        questions = [each.of_run(self.model, self.batches) for each in questions]
+        questions = [asked_of(each, self.model, self.batches) for each in questions]
         check_questions(self.model, self.batches, questions, hooks, loss)
-        needed = {each.name: each.further(self.model, self.batches) for each in questions}
+        needed = {each.name: further_of(each, self.model, self.batches) for each in questions}
         further = [hooks_of for each in needed.values() for hooks_of in each.hooks]
         for change in further:
             check_hooks(self.model, change, self.batches)
         for change in (*further, *(() if hooks is None else (hooks,))):
             refuse_moved_hooks(self._given, self.batches, change)
             check_edges_of_hooks(self.model, change, self.batches)
-        differentiates = any(needs_gradient(each, self.batches[0]) for each in questions)
-        if gradient_checkpointing and not differentiates:
+        observers = {"": questions} | {name: each.metrics for name, each in needed.items()}
+        of_gradient = {
+            name: any(needs_gradient(metric, self.batches[0]) for metric in metrics)
+            for name, metrics in observers.items()
+        }
+        differentiates = of_gradient[""]
+        if gradient_checkpointing and not any(of_gradient.values()):
             raise MetricError(
                 "gradient_checkpointing=True saves memory of the gradient, but none of "
                 f"{[each.name for each in questions]} needs one and the memory is the same "
                 "without; leave it out"
             )
-        of_gradient = loss if differentiates else None
-        described = Pass(self.model, self.batches[0], loss=of_gradient)
-        replace(described, gradient_checkpointing=gradient_checkpointing).check()
+        saves = {name: gradient_checkpointing and each for name, each in of_gradient.items()}
+        used = loss if differentiates else None
+        described = Pass(self.model, self.batches[0], loss=used)
+        replace(described, gradient_checkpointing=saves[""]).check()
         self._store  # noqa: B018 - the folder of another run is an error before all else
         way = way_of(
             self.model,
             self.batches,
             [*further, no_hooks if hooks is None else hooks],
             questions,
-            loss if differentiates else None,
-            gradient_checkpointing=gradient_checkpointing,
+            used,
+            gradient_checkpointing=saves[""],
             share_prefix=share_prefix,
         )
         observed = {
-            name: self.passes(each.metrics, loss=each.loss)
+            name: self.passes(
+                each.metrics,
+                loss=each.loss,
+                gradient_checkpointing=saves[name],
+                share_prefix=share_prefix,
+            )
             for name, each in needed.items()
             if each.metrics
         }
@@ -246,7 +259,7 @@ class Study:
             RunError: A question has no result; all others are in its ``results``.
             StoreError: As ``collect``.
         """
-        decides = {each.name: [each, passes.hooks, passes.loss] for each in asked}
+        decides = {each.name: [each.stored_as(), passes.hooks, passes.loss] for each in asked}
         contributions = self._collect(passes.contributions, decides)
 
         def answered(question: Question, found: Mapping[str, Tensor]) -> Record:

@@ -22,6 +22,7 @@ from anchorlens.experiments.ablation import (
 from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import logits_at
 from anchorlens.runs import way
+from anchorlens.runs.study import Study
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2
 
@@ -32,8 +33,8 @@ TEXTS = [
 ]
 
 
-def study_of(model: Any, batches: list[al.PromptBatch]) -> al.Study:
-    return al.Study(model, batches, {"experiment": "test"}, resamples=0, progress=False)
+def study_of(model: Any, batches: list[al.PromptBatch]) -> Study:
+    return Study(model, batches, {"experiment": "test"}, resamples=0, progress=False)
 
 
 def outcomes(
@@ -41,13 +42,11 @@ def outcomes(
 ) -> tuple[list[Answers], list[Tensor], list[Any]]:
     """The answers of each batch, random subsets, and the outcome of each."""
     with study_of(model, batches) as study:
-        given = {"segments": None, "answer": None, "remove": al.removal.edges} | options
+        given: dict[str, Any] = {"segments": None, "answer": None, "remove": al.removal.edges}
+        given |= options
+        passes = study.passes([al.SegmentAttribution(**given)], share_prefix=not whole)
         ablation = Ablation.of(study.batches, **given)
-        ablation.check(study)
-        plan = ablation.plan(study)
-        if whole:
-            plan.way = replace(plan.way, lengths={})
-        answers = [Answers.of(ablation, plan, batch) for batch in study.batches]
+        answers = [Answers.of(ablation, passes, batch) for batch in study.batches]
         draw = partial(al.subsets.random, count)
         number = len(ablation.segments.names_of(study.batches[0]))
         kept = [subsets_of(draw, batch, number, 0) for batch in study.batches]
@@ -208,8 +207,9 @@ def test_text_without_a_demonstration_is_the_prompt_without_it(
     queries = [al.Example("short", 0), al.Example("and a longer one", 1)]
     batches = al.build_prompts(byte_level, task, demos, queries)
     with study_of(model, batches) as study:
+        passes = study.passes([al.SegmentAttribution(remove=al.removal.text)])
         ablation = Ablation.of(study.batches, None, None, al.removal.text)
-        answers = Answers.of(ablation, ablation.plan(study), study.batches[0])
+        answers = Answers.of(ablation, passes, study.batches[0])
         for number in range(4):
             kept = (torch.arange(4) != number).expand(2, 4)
             rest = demos[:number] + demos[number + 1 :]
@@ -253,7 +253,7 @@ def test_long_prompts_run_with_a_fused_attention(
         with monkeypatch.context() as patch:
             patch.setattr(way, "LARGE", 0)
             answers, _, fused = outcomes(gpt2, batches, answer=answer, remove=remove)
-        assert answers[0].plan.way.is_fused
+        assert answers[0].passes.way.is_fused
         for ours, theirs in zip(fused, whole, strict=True):
             torch.testing.assert_close(ours.log_odds, theirs.log_odds, rtol=0, atol=1e-4)
 
@@ -294,8 +294,9 @@ def test_another_answer_than_the_models_counts_for_nothing(gpt2: Any, byte_level
     with pytest.raises(MetricError, match=r"of 2 of 2 prompts.*some token of it is not the likeli"):
         info_of_answers(answers.ablation, torch.zeros(2, dtype=torch.bool))
     with study_of(gpt2, [misquoted(wrong, [0])]) as study:  # no subset runs
+        passes = study.passes([al.SegmentAttribution(answer="answer")])
         ablation = Ablation.of(study.batches, None, "answer", al.removal.edges)
-        answers = Answers.of(ablation, ablation.plan(study), study.batches[0])
+        answers = Answers.of(ablation, passes, study.batches[0])
         with does_not_run(gpt2):
             outcome = answers.of_subsets(torch.zeros(2, 2, 3, dtype=torch.bool))
     assert outcome.log_odds.shape == (2, 2) and outcome.log_odds.isnan().all()

@@ -34,7 +34,8 @@ def test_all_analyses_are_those_of_separate_calls(model: Any) -> None:
     sites = al.sites.first_and_last(model, [1])
     if batches[0].begins_with_bos:
         sites["first layer, BOS edge kept"] = al.Site(range(1), keep_bos=True)
-    expected |= al.isolation_sweep(model, batches, sites, draws=2, **FEW)
+    isolation = al.EdgeSweep.isolation(sites, draws=2)
+    expected |= al.run(model, batches, [isolation], **FEW)
     # Records of metrics come at once, and again with the numbers of models of random weights.
     first, last = kept[:3], dict(kept)
     assert [*results] == [*expected] == [*last] and len(kept) == 3 + len(results)
@@ -43,7 +44,8 @@ def test_all_analyses_are_those_of_separate_calls(model: Any) -> None:
     for name, record in first:
         assert_same(record, expected[name])
         assert "of_random_models" in last[name].info
-    assert len(results) == 5 + batches[0].begins_with_bos
+    assert len(results) == 4 and [*results["isolation"].info["sites"]] == [*sites]
+    assert len(sites) == 2 + batches[0].begins_with_bos
     for key, record in expected.items():
         known = {name: results[key].info[name] for name in record.info}
         assert_same(replace(results[key], info=known), record)
@@ -52,8 +54,8 @@ def test_all_analyses_are_those_of_separate_calls(model: Any) -> None:
 def test_a_metric_without_a_result_is_a_warning(gpt2: Any) -> None:
     with pytest.warns(UserWarning, match="no result for anchor_distances: .* more prompts than"):
         results = al.analyse(gpt2, prompts_of(gpt2, queries=6), depth=1, draws=1, **FEW)
-    names = ["saliency_flows", "attention_aucroc", "accuracy", "first layer", "last layer"]
-    assert [*results] == names
+    assert [*results] == ["saliency_flows", "attention_aucroc", "accuracy", "isolation"]
+    assert results["isolation"].axis_names("site") == ("first layer", "last layer")
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
@@ -137,7 +139,7 @@ def test_a_model_that_cannot_be_drawn_again_is_analysed_without_controls(
     with pytest.warns(UserWarning, match=f"no models of random weights .*: .*{reason}"):
         results = al.analyse(model, batches, depth=1, draws=1, **FEW)
     assert re.search(reason, results["saliency_flows"].info["random_weights"])
-    assert "first layer" in results
+    assert "first layer" in results["isolation"].info["sites"]
 
 
 def test_a_metric_that_fails_on_random_weights_leaves_the_others_their_numbers(gpt2: Any) -> None:
@@ -162,7 +164,7 @@ def test_it_goes_on_where_it_was_stopped(
     batches, options = prompts_of(gpt2), FEW | {"depth": 1, "draws": 1}
     whole = al.analyse(gpt2, batches, **options)
     with monkeypatch.context() as patched:
-        patched.setattr(analysis, "isolation_sweep", lambda *_, **__: 1 / 0)
+        patched.setattr(al.EdgeSweep, "of_batch", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             al.analyse(gpt2, batches, folder=tmp_path, **options)
     stored = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*")}

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import HookError, MetricError, ModelError, PromptError
+from anchorlens.errors import HookError, MetricError, ModelError, PromptError, RunError
 from anchorlens.experiments import context_comparison
 from anchorlens.passes.forward import run_pass
+from tests.support.asked import ask
 from tests.support.measures import assert_same, difference, does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
-QUIET: dict[str, Any] = {"progress": False, "resamples": 0, "repeats": 1}
+QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+Compared = partial(al.ContextComparison, repeats=1)
 DEMONSTRATIONS = partial(al.compress, select=al.contexts.selection.everything)
 TWO: dict[str, Any] = {"none": al.contexts.NoContext(), "anchors only": al.compress}
 THREE = TWO | {"demonstrations": DEMONSTRATIONS}
@@ -69,7 +71,7 @@ def test_all_numbers_equal_those_of_plain_transformers(
     options: dict[str, Any] = {"batch_size": 3, "padding_side": side}
     batches = [b for seed in (1, 2) for b in questions(model, 5, seed=seed, **options)]
     contexts = THREE | {"all but the first token": partial(al.compress, select=all_but_first)}
-    record = al.compare_contexts(model, batches, contexts, draws=3, seed=5, **QUIET)
+    record = ask(model, batches, Compared(contexts, draws=3, seed=5), **QUIET)
     bos = batches[0].begins_with_bos
     controls = [al.contexts.selection.random_and_format(seed) for seed in (5, 6, 7)]
     expected: dict[str, list[Any]] = defaultdict(list)
@@ -128,7 +130,7 @@ def test_all_numbers_equal_those_of_plain_transformers(
 def test_the_best_draw_is_that_of_the_best_label_loyalty(gpt2: Any) -> None:
     """Of equal ones the first; others have better words, or are right more often."""
     one: dict[str, Any] = {"demonstrations": al.compress}
-    record = al.compare_contexts(gpt2, questions(gpt2, 8), one, draws=5, seed=2, **QUIET)
+    record = ask(gpt2, questions(gpt2, 8), Compared(one, draws=5, seed=2), **QUIET)
     best = record.random_label_loyalty.tolist().index(float(record.random_label_loyalty.max()))
     for name in ("label_loyalty", "word_loyalty", "accuracy"):
         assert float(getattr(record, f"top_{name}")) == float(
@@ -141,7 +143,7 @@ def test_the_best_draw_is_that_of_the_best_label_loyalty(gpt2: Any) -> None:
 
 def test_batches_and_padding_do_not_change_the_numbers(llama: Any) -> None:
     records = [
-        al.compare_contexts(llama, questions(llama, 9, **options), TWO, draws=2, **QUIET)
+        ask(llama, questions(llama, 9, **options), Compared(TWO, draws=2), **QUIET)
         for options in ({"batch_size": 4}, {"batch_size": 3, "padding_side": "left"})
     ]
     for name, value in records[0].tensors().items():
@@ -158,9 +160,9 @@ def test_each_set_of_demonstrations_has_a_context_of_its_own(gpt2: Any) -> None:
         return al.compress(model, batch)
 
     contexts: dict[str, Any] = {"none": al.contexts.NoContext(), "anchors only": anchors}
-    joined = al.compare_contexts(gpt2, sets[0] + sets[1], contexts, **QUIET)
+    joined = ask(gpt2, sets[0] + sets[1], Compared(contexts), **QUIET)
     assert len(calls) <= 3 and len(set(calls)) == 2  # one set again for the times
-    alone = [al.compare_contexts(gpt2, batches, contexts, **QUIET) for batches in sets]
+    alone = [ask(gpt2, batches, Compared(contexts), **QUIET) for batches in sets]
     assert torch.equal(joined.correct, torch.cat([record.correct for record in alone]))
     for name, tolerance in (("stolen", 1e-6), ("bytes_stored", 0)):
         both = torch.stack([getattr(record, name) for record in alone]).mean(0)
@@ -170,7 +172,7 @@ def test_each_set_of_demonstrations_has_a_context_of_its_own(gpt2: Any) -> None:
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_gains_have_the_intervals_of_compared_accuracies(gpt2: Any) -> None:
     batches = questions(gpt2, 30)
-    record = al.compare_contexts(gpt2, batches, THREE, progress=False, repeats=1)
+    record = ask(gpt2, batches, Compared(THREE), progress=False)
     whole = al.run(gpt2, batches, [al.Accuracy()], progress=False)["accuracy"]
     columns = dict(zip(THREE, record.correct.T, strict=True))
     over_first = al.metrics.compare_accuracies(columns)
@@ -192,8 +194,8 @@ def test_a_call_after_an_interruption_goes_on(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     batches = questions(gpt2, 9, batch_size=3)
-    options: dict[str, Any] = {"contexts": TWO, "draws": 2, **QUIET}
-    expected = al.compare_contexts(gpt2, batches, **options)
+    options: dict[str, Any] = {"contexts": TWO, "draws": 2}
+    expected = ask(gpt2, batches, Compared(**options), **QUIET)
     rows, calls = context_comparison._contributions, list[int]()
 
     def stops_at(last: int) -> None:
@@ -208,9 +210,9 @@ def test_a_call_after_an_interruption_goes_on(
 
     stops_at(3)
     with pytest.raises(KeyboardInterrupt):
-        al.compare_contexts(gpt2, batches, folder=tmp_path, **options)
+        ask(gpt2, batches, Compared(**options), folder=tmp_path, **QUIET)
     stops_at(99)
-    record = al.compare_contexts(gpt2, batches, folder=tmp_path, **options)
+    record = ask(gpt2, batches, Compared(**options), folder=tmp_path, **QUIET)
     assert len(calls) == 2  # the first stored batch is computed again, then the third
     assert torch.equal(record.correct, expected.correct)
     assert torch.equal(record.stolen_by_layer, expected.stolen_by_layer)
@@ -224,7 +226,7 @@ def test_a_call_after_an_interruption_goes_on(
     ]
     for other in others:
         with pytest.raises(al.errors.StoreError, match="another run"):
-            al.compare_contexts(gpt2, batches, folder=tmp_path, **options | other)
+            ask(gpt2, batches, Compared(**options | other), folder=tmp_path, **QUIET)
 
 
 def with_interval(record: al.records.ContextsRecord, name: str, form: str) -> str:
@@ -235,8 +237,7 @@ def with_interval(record: al.records.ContextsRecord, name: str, form: str) -> st
 
 
 def test_the_record_has_a_table_and_a_figure_and_is_saved(gpt2: Any, tmp_path: Any) -> None:
-    options: dict[str, Any] = {"progress": False, "repeats": 1}
-    record = al.compare_contexts(gpt2, questions(gpt2, 21), TWO, **options)
+    record = ask(gpt2, questions(gpt2, 21), Compared(TWO), progress=False)
     table = record.table()
     assert record.gain_over_first[1] != record.gain_over_demonstrations[1]
     expected = {
@@ -270,8 +271,8 @@ def test_the_record_has_a_table_and_a_figure_and_is_saved(gpt2: Any, tmp_path: A
 
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_random_controls_are_in_the_table_and_in_the_figure(llama: Any, tmp_path: Any) -> None:
-    options: dict[str, Any] = {"draws": 3, "repeats": 0, "progress": False}
-    record = al.compare_contexts(llama, questions(llama, 12), TWO, **options)
+    asked = al.ContextComparison(TWO, draws=3, repeats=0)
+    record = ask(llama, questions(llama, 12), asked, progress=False)
     table, figure = record.table(), record.plot()
     mean, best = "random words, mean of draws", "random words, best draw"
     assert (
@@ -316,7 +317,7 @@ def test_reweighted_demonstrations_answer_as_whole_prompts_with_hooks(llama: Any
     assert torch.equal(neutral.logits(llama, batches[0]), plain.logits(llama, batches[0]))
     # They are compared as they answer.
     contexts = {"re-weighted": partial(al.contexts.reweight_demonstrations, beta=beta)}
-    record = al.compare_contexts(llama, batches[:1], contexts, **QUIET)
+    record = ask(llama, batches[:1], Compared(contexts), **QUIET)
     batch = batches[0].padded_right()
     hooks = al.reweight_anchors(llama, batch, beta)
     runs = (run_pass(llama, batch), run_pass(llama, batch, hooks=hooks))
@@ -367,13 +368,13 @@ def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
         return torch.tensor(cached).double()
 
     monkeypatch.setattr(context_comparison, "_seconds_a_query", cached_positions)
-    record = al.compare_contexts(gpt2, batches, THREE, **QUIET)
+    record = ask(gpt2, batches, Compared(THREE), **QUIET)
     context = al.compress(gpt2, batches[0])
     assert record.seconds.tolist() == [0, int(context.selected.sum()), len(context.selected)]
     assert record.whole_seconds == 0  # nothing was cached
     assert timed == [[int(batches[3].index)] * 4]
     timed.clear()
-    record = al.compare_contexts(gpt2, batches, THREE, **QUIET | {"repeats": 0})
+    record = ask(gpt2, batches, Compared(THREE, repeats=0), **QUIET)
     assert record.seconds.isnan().all() and not timed
 
 
@@ -399,11 +400,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), WRONG)
-def test_wrong_arguments_are_an_error_before_any_pass(
-    gpt2: Any, change: dict[str, Any], words: str
+def test_wrong_options_are_an_error_when_the_question_is_made(
+    change: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises((MetricError, PromptError), match=words), does_not_run(gpt2):
-        al.compare_contexts(gpt2, questions(gpt2, 3), **{"contexts": TWO, **QUIET, **change})
+    with pytest.raises((MetricError, PromptError), match=words):
+        Compared(**{"contexts": TWO, **change})
 
 
 def test_prompts_that_cannot_be_compared_are_an_error_before_any_pass(gpt2: Any) -> None:
@@ -411,14 +412,14 @@ def test_prompts_that_cannot_be_compared_are_an_error_before_any_pass(gpt2: Any)
     none, anchors = {"none": al.contexts.NoContext()}, {"anchors": al.compress}
     unlabelled = prompts_of(gpt2, [42], ["Who wrote it?"])
     with pytest.raises(MetricError, match="accuracy needs the true label"), does_not_run(gpt2):
-        al.compare_contexts(gpt2, unlabelled, none, **QUIET)
+        ask(gpt2, unlabelled, Compared(none), **QUIET)
     several = prompts_of(gpt2, [1, 2], examples[-2:])
     several_sets = r"'anchors' makes a context for each set.*has several"
     with pytest.raises(PromptError, match=several_sets), does_not_run(gpt2):
-        al.compare_contexts(gpt2, several, anchors, **QUIET)
+        ask(gpt2, several, Compared(anchors), **QUIET)
     join = "call build_prompts for each set and join"
     with pytest.raises(PromptError, match=join), does_not_run(gpt2):
-        al.compare_contexts(gpt2, several, none, draws=1, **QUIET)
+        ask(gpt2, several, Compared(none, draws=1), **QUIET)
 
 
 def test_queries_of_the_training_are_refused(gpt2: Any, tmp_path: Any) -> None:
@@ -430,32 +431,34 @@ def test_queries_of_the_training_are_refused(gpt2: Any, tmp_path: Any) -> None:
     prefix = al.train_prefix(gpt2, batches[:1], held_out=batches[1:2], **options)
     used = "the context 'mine': 4 of these queries were used"
     with pytest.raises(PromptError, match=used), does_not_run(gpt2):
-        al.compare_contexts(gpt2, batches[1:], {"mine": prefix}, **QUIET)
-    with pytest.raises(PromptError, match=used):
-        al.compare_contexts(gpt2, batches[:1], {"mine": lambda model, batch: prefix}, **QUIET)
-    assert al.compare_contexts(gpt2, batches[2:], {"mine": prefix}, **QUIET).stolen[0] > 0
+        ask(gpt2, batches[1:], Compared({"mine": prefix}), **QUIET)
+    made: dict[str, Any] = {"mine": lambda model, batch: prefix}
+    with pytest.raises(RunError, match=f"no result for contexts: {used}"):
+        ask(gpt2, batches[:1], Compared(made), **QUIET)
+    assert ask(gpt2, batches[2:], Compared({"mine": prefix}), **QUIET).stolen[0] > 0
     beta = al.contexts.train_reweighting(
         gpt2, batches[:1], al.contexts.Training(steps=1, progress=False)
     )
     loaded = al.contexts.Beta.load(beta.save(tmp_path / "beta.safetensors"))
-    contexts: list[Any] = [
-        al.contexts.reweight_demonstrations(gpt2, batches[1], loaded),
-        partial(al.contexts.reweight_demonstrations, beta=beta),
+    contexts: list[tuple[Any, type[Exception]]] = [
+        (al.contexts.reweight_demonstrations(gpt2, batches[1], loaded), PromptError),
+        (partial(al.contexts.reweight_demonstrations, beta=beta), RunError),  # made in the run
     ]
-    for context in contexts:
-        with pytest.raises(PromptError, match=used):
-            al.compare_contexts(gpt2, batches, {"mine": context}, **QUIET)
-        al.compare_contexts(gpt2, batches[1:], {"mine": context}, **QUIET)
+    for context, error in contexts:
+        with pytest.raises(error, match=used):
+            ask(gpt2, batches, Compared({"mine": context}), **QUIET)
+        ask(gpt2, batches[1:], Compared({"mine": context}), **QUIET)
 
 
 def test_a_context_that_does_not_fit_is_refused(gpt2: Any, llama: Any) -> None:
     batches, others = questions(gpt2, 3), questions(gpt2, 3, seed=2)
     context = al.compress(gpt2, batches[0])
     with pytest.raises(PromptError, match="the context 'anchors': the prompts do not begin"):
-        al.compare_contexts(gpt2, batches + others, {"anchors": context}, **QUIET)
+        ask(gpt2, batches + others, Compared({"anchors": context}), **QUIET)
     of_llama = al.compress(llama, questions(llama, 3)[0])
     with pytest.raises(ModelError, match="the context 'anchors': this context was made with"):
-        al.compare_contexts(gpt2, batches, {"anchors": of_llama}, **QUIET)
+        ask(gpt2, batches, Compared({"anchors": of_llama}), **QUIET)
     contexts: Any = {"mine": lambda model, batch: [1]}
-    with pytest.raises(PromptError, match=r"function of 'mine' must return .* returned a list"):
-        al.compare_contexts(gpt2, batches, contexts, **QUIET)
+    returned = r"no result for contexts: the function of 'mine' must return .* returned a list"
+    with pytest.raises(RunError, match=returned):
+        ask(gpt2, batches, Compared(contexts), **QUIET)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
-from anchorlens.experiments.prefix_effect import effect_contributions, effect_record
+from anchorlens.experiments.prefix_effect import effect_contributions
+from tests.support.asked import ask
 from tests.support.measures import assert_same
 from tests.support.tiny_models import questions
 
@@ -27,7 +28,7 @@ def test_a_context_of_all_tokens_acts_as_the_demonstrations(model: Any) -> None:
     metric = al.PrefixEffect(keys={"context": every_demonstration})
     expected = al.run(model, batches, [metric], **QUIET)["prefix_effect"]
     context = al.compress(model, batches[0], select=al.contexts.selection.everything)
-    effect = al.prefix_effect(model, batches, context, **QUIET)
+    effect = ask(model, batches, al.PrefixEffect(context=context), **QUIET)
     rounding: dict[str, Any] = {"invariance": torch.zeros(3).double()}
     assert_same(replace(effect, **rounding), replace(expected, **rounding), 1e-4)
     assert effect.indirect[0] == 0 and effect.invariance.max() < 1e-5
@@ -37,10 +38,10 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any, tmp_path: Any) -
     """It acts as the whole prompt without the edges from the query to the other tokens."""
     batches = questions(gpt2, 4)
     context = al.compress(gpt2, batches[0], select=al.contexts.selection.anchors_and_format)
-    effect = al.prefix_effect(gpt2, batches, context, rows=al.edges.target, **QUIET)
-    again: dict[str, Any] = {"rows": al.edges.target, "folder": tmp_path, **QUIET}
+    asked = al.PrefixEffect(context=context, rows=al.edges.target)
+    effect = ask(gpt2, batches, asked, **QUIET)
     for _ in range(2):  # computed, then stored
-        assert_same(al.prefix_effect(gpt2, batches, context, **again), effect, 0)
+        assert_same(ask(gpt2, batches, asked, folder=tmp_path, **QUIET), effect, 0)
     (batch,) = batches
     metric = al.PrefixEffect(
         keys={"context": lambda batch: al.edges.demonstrations(batch) & selected(batch, context)},
@@ -48,10 +49,9 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any, tmp_path: Any) -
     )
     dropped = al.edges.demonstrations(batch) & ~selected(batch, context)
     hooks = al.block_edges(gpt2, batch, al.edges.between(al.edges.query(batch), dropped), range(3))
-    rows = effect_contributions(
-        gpt2, batch, metric.segments_of(batch), metric.rows_of(batch), hooks=hooks
-    )
-    expected = effect_record(al.Contributions(rows), ["context"])
+    query_pass = al.contexts.QueryPass(batch, None, hooks)
+    rows = effect_contributions(gpt2, query_pass, metric.segments_of(batch), metric.rows_of(batch))
+    expected = metric.result(al.Contributions(rows))
     for name in ("stolen", "direct", "concentration", "effective_rank", "spread"):
         assert getattr(effect, name).allclose(getattr(expected, name), atol=1e-5), name
     assert (effect.indirect - expected.indirect).abs().max() < 1e-5
@@ -61,9 +61,9 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any, tmp_path: Any) -
 
 def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
-    keys = dict(al.PrefixEffect().keys)
+    keys = al.PrefixEffect().keys
     context = al.compress(gpt2, batches[0], select=al.contexts.selection.everything)
-    effect = al.prefix_effect(gpt2, batches, context, keys=keys, **QUIET)
+    effect = ask(gpt2, batches, al.PrefixEffect(context=context, keys=keys), **QUIET)
     expected = al.run(gpt2, batches, [al.PrefixEffect()], **QUIET)["prefix_effect"]
     assert effect.axis_names("segment") == expected.axis_names("segment")
     assert effect.stolen_by_segment.allclose(expected.stolen_by_segment, atol=1e-6)
@@ -83,7 +83,7 @@ def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
     assert queries.label_positions.tolist() == [[1, 2]] * 4
     assert queries.label_classes.equal(batch.label_classes[:, [1, 4]])
     effect, of_anchors = (
-        al.prefix_effect(gpt2, batches, context, keys=given, **QUIET)
+        ask(gpt2, batches, al.PrefixEffect(context=context, keys=given), **QUIET)
         for given in (keys, {"anchors": al.edges.anchors})
     )
     of_text, of_labels = effect.stolen_by_segment.unbind(-1)[:2]
@@ -99,7 +99,8 @@ def selected(batch: al.PromptBatch, context: al.contexts.CompressedContext) -> T
 
 
 def test_nothing_before_the_query_does_nothing(llama: Any) -> None:
-    effect = al.prefix_effect(llama, questions(llama, 3), al.contexts.NoContext(), **QUIET)
+    nothing = al.PrefixEffect(context=al.contexts.NoContext())
+    effect = ask(llama, questions(llama, 3), nothing, **QUIET)
     for name in ("stolen", "direct", "indirect"):
         assert not getattr(effect, name).any(), name
     assert (effect.bos > 0).all()
@@ -110,18 +111,19 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any, llama: Any) -> None:
     batches = questions(gpt2, 3)
     context = al.compress(gpt2, batches[0])
     with pytest.raises(MetricError, match="positions of every query"):
-        al.prefix_effect(gpt2, batches, context, rows=al.edges.demonstrations, **QUIET)
+        ask(gpt2, batches, al.PrefixEffect(context=context, rows=al.edges.demonstrations), **QUIET)
+    parts: Any = al.PrefixEffect().keys
     no_text = al.compress(gpt2, batches[0], select=al.contexts.selection.label_words)
     with pytest.raises(MetricError, match="hold no token of some prompt"):
-        keys = {"text": al.PrefixEffect().keys["text"]}
-        al.prefix_effect(gpt2, batches, no_text, keys=keys, **QUIET)
+        asked = al.PrefixEffect(context=no_text, keys={"text": parts["text"]})
+        ask(gpt2, batches, asked, **QUIET)
     with pytest.raises(ModelError, match="made with"):
-        al.prefix_effect(llama, questions(llama, 3), context, **QUIET)
+        ask(llama, questions(llama, 3), al.PrefixEffect(context=context), **QUIET)
     for draw in (al.plot_prefix_pattern, al.plot_prefix_directions):
         with pytest.raises(ModelError, match="made with"):
-            draw(llama, questions(llama, 3)[0], 0, 0, context=context)
+            draw(llama, questions(llama, 3)[0], 0, 0, effect=al.PrefixEffect(context=context))
         with pytest.raises(MetricError, match="there is no prefix"):
-            draw(gpt2, batches[0], 0, 0, context=al.contexts.NoContext())
+            draw(gpt2, batches[0], 0, 0, effect=al.PrefixEffect(context=al.contexts.NoContext()))
 
 
 @pytest.mark.every_kind
@@ -129,13 +131,14 @@ def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(
     batch = questions(model, 4)[0]
     context = al.compress(model, batch, select=al.contexts.selection.everything)
     expected = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2)
-    figure = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2, context=context)
+    of_context = al.PrefixEffect(context=context)
+    figure = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2, effect=of_context)
     for panel, panel_expected in zip(figure.data, expected.data, strict=True):
         values, wanted = (torch.tensor(p.z, dtype=torch.double) for p in (panel, panel_expected))
         assert values.allclose(wanted, atol=1e-5, equal_nan=True)
     assert figure.layout.xaxis.ticktext == expected.layout.xaxis.ticktext
     assert figure.layout.yaxis.ticktext == expected.layout.yaxis.ticktext
-    (dots,) = al.plot_prefix_directions(model, batch, -1, 0, context=context).data
+    (dots,) = al.plot_prefix_directions(model, batch, -1, 0, effect=of_context).data
     (wanted_dots,) = al.plot_prefix_directions(model, batch, -1, 0).data
     scale = max(map(abs, wanted_dots.x))
     # The sign of a singular direction is arbitrary.
@@ -152,15 +155,17 @@ def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
     tokens = al.contexts.hard_prompts.of_tokens(llama, [300, 301], held_out=batches)
     names = []
     for context in (learned, tokens):
-        figure = al.plot_prefix_pattern(llama, batches[0], 1, 1, context=context)
+        asked = al.PrefixEffect(context=context)
+        figure = al.plot_prefix_pattern(llama, batches[0], 1, 1, effect=asked)
         names.append(figure.layout.xaxis.ticktext[:3:2])  # every second one is written
         stolen = torch.tensor(figure.data[1].z)[:, 1:3].sum(1)
-        effect = al.prefix_effect(llama, batches[:1], context, **QUIET)
+        effect = ask(llama, batches[:1], asked, **QUIET)
         assert float(effect.stolen[1, 1]) == pytest.approx(float(stolen.mean()), abs=1e-5)
     assert names[0][1] == "learned_1"
     assert names[1] == (names[0][0], llama.tokenizer.decode(301))
     one = al.train_prefix(
         llama, batches[:1], training=al.contexts.Training(steps=0), held_out=batches[1:], length=1
     )
-    (dots,) = al.plot_prefix_directions(llama, batches[0], -1, 0, context=one).data
+    of_one = al.PrefixEffect(context=one)
+    (dots,) = al.plot_prefix_directions(llama, batches[0], -1, 0, effect=of_one).data
     assert max(map(abs, dots.y)) < 1e-6 * max(map(abs, dots.x))

@@ -13,9 +13,9 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, RunError, StoreError
 from anchorlens.experiments import edge_sweep
-from anchorlens.experiments.edge_sweep import SweepResults
 from anchorlens.prompts import edges
 from anchorlens.runs import way
+from tests.support.asked import ask, by_site
 from tests.support.measures import assert_same, does_not_run, logits_of
 from tests.support.tiny_models import LONG_LABELS, questions
 
@@ -74,7 +74,8 @@ CUTS = [(forerunners_read, edges.random_keys), (context, edges.random_edges)]
 def test_a_sweep_equals_separate_runs(model: Any, cut: Any, control: Any) -> None:
     batches = questions(model, 5, batch_size=2, padding_side="left")
     sites = {"layers": al.Site(range(1, 3)), "head": al.Site(0, 1)}
-    records = al.edge_sweep(model, batches, cut, sites, control=control, draws=2, seed=7, **QUIET)
+    sweep = al.EdgeSweep(cut, sites, control=control, draws=2, seed=7)
+    records = by_site(ask(model, batches, sweep, **QUIET))
     for name, each in sites.items():
 
         def without(edges_of: Any, batch: al.PromptBatch, site: al.Site = each) -> list[Any]:
@@ -103,7 +104,8 @@ def test_isolation_equals_separate_runs(model: Any, site: al.Site, words: dict[s
     queries = [example.text for example in examples[2:11]]
     batches = al.build_prompts(model.tokenizer, LONG_LABELS, demos, queries, batch_size=4)
     assert all((batch.label_ends > batch.label_positions).all() for batch in batches)
-    record = al.isolation_loyalty(model, batches, site, draws=3, seed=11, **QUIET, **words)
+    sweep = al.EdgeSweep.isolation({"isolated": site}, draws=3, seed=11, **words)
+    record = by_site(ask(model, batches, sweep, **QUIET))["isolated"]
     isolated = partial(al.isolate_labels, model, site=site, **words)
     draws = [
         partial(al.hooks.isolate_random, model, site=site, seed=seed, **words)
@@ -114,8 +116,8 @@ def test_isolation_equals_separate_runs(model: Any, site: al.Site, words: dict[s
 
 def test_keep_bos_changes_the_isolation(llama: Any) -> None:
     batches, site = questions(llama, 6), al.Site(0, keep_bos=True)
-    with_bos = al.isolation_loyalty(llama, batches, site, draws=2, **QUIET)
-    without_bos = al.isolation_loyalty(llama, batches, 0, draws=2, **QUIET)
+    sweep = al.EdgeSweep.isolation({"kept": site, "cut": al.Site(0)}, draws=2)
+    with_bos, without_bos = by_site(ask(llama, batches, sweep, **QUIET)).values()
     assert float(with_bos.kl) != float(without_bos.kl)
     assert (with_bos.random_kl != without_bos.random_kl).all()
     isolated = partial(al.isolate_labels, llama, site=site)
@@ -124,14 +126,15 @@ def test_keep_bos_changes_the_isolation(llama: Any) -> None:
 
 
 def test_batches_padding_and_order_change_nothing(model: Any) -> None:
-    options: dict[str, Any] = {"site": range(2), "draws": 2, "resamples": 10, "progress": False}
+    sweep = al.EdgeSweep.isolation({"first 2": al.Site(range(2))}, draws=2)
+    options: dict[str, Any] = {"resamples": 10, "progress": False}
     plans = [
         questions(model, batch_size=5),
         questions(model, batch_size=1),
         questions(model, batch_size=12, padding_side="left"),
         questions(model, batch_size=5)[::-1],
     ]
-    first, *others = (al.isolation_loyalty(model, batches, **options) for batches in plans)
+    first, *others = (ask(model, batches, sweep, **options) for batches in plans)
     for other in others:
         for field, values in other.tensors().items():
             close(values, getattr(first, field), rtol=1e-4, atol=1e-5)
@@ -146,9 +149,10 @@ def test_shared_tokens_give_the_records_of_whole_prompts(
 ) -> None:
     batches = questions(model, 6, batch_size=3, padding_side="left")
     sites = {"all": al.Site(range(3)), "last": al.Site(-1)}
-    shared = al.edge_sweep(model, batches, cut, sites, draws=2, **QUIET)
+    sweep = al.EdgeSweep(cut, sites, draws=2)
+    shared: dict[str, Any] = by_site(ask(model, batches, sweep, **QUIET))
     monkeypatch.setattr(way, "shared_lengths", lambda *of: {})
-    whole = al.edge_sweep(model, batches, cut, sites, draws=2, **QUIET)
+    whole: dict[str, Any] = by_site(ask(model, batches, sweep, **QUIET))
     for name, record in whole.items():
         assert "run once" in shared[name].info["shared_prefix"]
         assert record.info["shared_prefix"].startswith("off")
@@ -167,13 +171,14 @@ def test_an_edge_to_bos_is_not_cut_and_none_is_drawn_for_it(llama: Any) -> None:
         keys = edges.anchors(prompts) | edges.bos(prompts)
         return edges.between(edges.target(prompts), keys)
 
-    options: dict[str, Any] = {"draws": 1, **QUIET}
     sites = {"kept": al.Site(0, keep_bos=True)}
-    record = al.edge_sweep(llama, [batch], with_bos, sites, control=control, **options)
-    expected = al.edge_sweep(llama, [batch], edges.pq, {"kept": al.Site(0)}, **options)
+    kept = al.EdgeSweep(with_bos, sites, control=control, draws=1)
+    record = ask(llama, [batch], kept, **QUIET)
+    plain = al.EdgeSweep(edges.pq, {"kept": al.Site(0)}, draws=1)
+    expected = ask(llama, [batch], plain, **QUIET)
     assert torch.equal(seen[0], edges.pq(batch)) and not torch.equal(seen[0], with_bos(batch))
-    for field, values in expected["kept"].tensors().items():
-        assert torch.equal(getattr(record["kept"], field), values)
+    for field, values in expected.tensors().items():
+        assert torch.equal(getattr(record, field), values)
 
 
 # In one prompt all tokens of the demonstrations are label words.
@@ -192,15 +197,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"edges": lambda b: edges.pq(b) & False}, "nothing to cut: .* no edge in any prompt$"),
     ({"edges": context}, r"too few for a random control; .*control=al.edges.random_edges"),
     ({"control": lambda b, e, seed: e[:1]}, "edges must be a tensor of True and False"),
-    ({"sites": {}}, "there is no site"),
     ({"sites": {"a": al.Site(9)}}, r"layers must be numbers .*got \[9\]"),
     ({"sites": {"a": al.Site(0, keep_bos=True)}}, "do not begin with a BOS"),
     ({"sites": {"a": al.Site([])}}, "got none"),
+    ({"beside": [al.AttentionAUCROC()] * 2}, "different names"),
+    ({"beside": [al.AttentionAUCROC(name="edge_sweep")]}, "different names"),
+    ({"beside": [al.Loyalty()]}, "nothing changes this run"),
+]
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"sites": {}}, "there is no site"),
     ({"draws": 0}, "at least one draw; got 0"),
-    ({"metrics": [al.SaliencyFlows()]}, "saliency_flows needs a gradient.*give it to al.run"),
-    ({"metrics": [al.AttentionAUCROC()] * 2}, "different names"),
-    ({"metrics": [al.AttentionAUCROC(name="a")]}, "a site and a metric have one name: a"),
-    ({"metrics": [al.Loyalty()]}, "nothing changes this run"),
+    ({"edges": 7}, "edges of EdgeSweep must be a function; got 7"),
 ]
 
 
@@ -208,20 +215,30 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_wrong_arguments_raise_an_error_before_any_pass(
     gpt2: Any, change: dict[str, Any], message: str
 ) -> None:
-    options: dict[str, Any] = {"edges": edges.pq, "sites": {"a": al.Site(0)}}
-    options |= {"batches": questions(gpt2, 2), **QUIET, **change}
+    options: dict[str, Any] = {"edges": edges.pq, "sites": {"a": al.Site(0)}, **change}
+    batches, beside = options.pop("batches", questions(gpt2, 2)), options.pop("beside", [])
     with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        al.edge_sweep(gpt2, **options)
+        al.run(gpt2, batches, [al.EdgeSweep(**options), *beside], **QUIET)
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_OPTIONS)
+def test_wrong_options_raise_an_error_when_the_sweep_is_made(
+    change: dict[str, Any], message: str
+) -> None:
+    options: dict[str, Any] = {"edges": edges.pq, "sites": {"a": al.Site(0)}, **change}
+    with pytest.raises(AnchorlensError, match=message):
+        al.EdgeSweep(**options)
 
 
 def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) -> None:
     batches = questions(llama, 4, batch_size=2)
-    options: dict[str, Any] = {"draws": 1, "sites": {"a": al.Site(0)}, **QUIET}
-    isolation, others = tmp_path / "isolation", tmp_path / "others"
-    al.isolation_sweep(llama, batches, folder=isolation, **options)
-    options |= {"edges": forerunners_read}
-    first = al.edge_sweep(llama, batches, folder=others, **options)
-    assert_same(al.edge_sweep(llama, batches, folder=others, **options)["a"], first["a"])
+    options: dict[str, Any] = {"draws": 1, "sites": {"a": al.Site(0)}}
+    stored: dict[str, Any] = {"folder": tmp_path, **QUIET}
+    isolation = ask(llama, batches, al.EdgeSweep.isolation(**options), **stored)
+    cut = options | {"edges": forerunners_read}
+    first = ask(llama, batches, al.EdgeSweep(**cut), **stored)
+    assert_same(ask(llama, batches, al.EdgeSweep(**cut), **stored), first, 0)
+    assert_same(ask(llama, batches, al.EdgeSweep.isolation(**options), **stored), isolation, 0)
     changes: list[dict[str, Any]] = [
         {"edges": edges.pq},
         {"control": edges.random_edges},
@@ -232,32 +249,35 @@ def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) ->
         {"sites": {"a": al.Site(0, heads=0)}},
         {"sites": {"a": al.Site(0, keep_bos=True)}},
     ]
+    message = r"holds '{0}' of another run.* {0}: stored .EdgeSweep\(.*, now .EdgeSweep\("
     for change in changes:
-        with pytest.raises(StoreError, match=r"another run.* cut: stored .1 draws from 0"):
-            al.edge_sweep(llama, batches, folder=others, **(options | change))
-    del options["edges"]
-    with pytest.raises(StoreError, match=r"another run.* cut: stored .1 draws from 0"):
-        al.isolation_sweep(llama, batches, folder=isolation, whole_words=True, **options)
+        with pytest.raises(StoreError, match=message.format("edge_sweep")):
+            ask(llama, batches, al.EdgeSweep(**cut | change), **stored)
+    with pytest.raises(StoreError, match=message.format("isolation")):
+        ask(llama, batches, al.EdgeSweep.isolation(whole_words=True, **options), **stored)
 
 
 def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2)
-    record = al.isolation_loyalty(gpt2, batches, range(-2, 0), draws=4, seed=5, progress=False)
+    asked = al.EdgeSweep.isolation({"last 2": al.Site(range(-2, 0))}, draws=4, seed=5)
+    record = ask(gpt2, batches, asked, progress=False)
     numbers = {name for name, axes in record.axes().items() if "prompt" not in axes}
     assert set(record.intervals) == numbers
     for name in numbers:
         low, high = record.intervals[name]
         assert (low <= getattr(record, name)).all() and (getattr(record, name) <= high).all()
-    expected = {"layers": [1, 2], "seed": 5, "prompts": 12, "renormalize": True, "keep_bos": False}
-    expected |= {"edges": "wp", "control": "random_words"}
+    site = {"layers": [1, 2], "heads": None, "renormalize": True, "keep_bos": False}
+    assert site.items() <= record.info["sites"]["last 2"].items()
+    expected = {"edges": "wp", "control": "random_words", "seed": 5, "prompts": 12}
     assert expected.items() <= record.info.items() and record.info["labels"][1] == "Entity"
-    assert record.random_kl.shape == (4,) and record.random_label_kept.shape == (12, 4)
+    assert record.axis_names("site") == ("last 2",)
+    assert record.random_kl.shape == (4, 1) and record.random_label_kept.shape == (12, 4, 1)
     # In a tiny model a cut may cost no more than its control does.
     control: dict[str, Any] = {
-        "control_label_loyalty": torch.tensor(0.25),
-        "control_word_loyalty": torch.tensor(0.5),
+        "control_label_loyalty": torch.tensor([0.25]),
+        "control_word_loyalty": torch.tensor([0.5]),
     }
-    bounds = {**record.intervals, "control_word_loyalty": torch.tensor([0.25, 0.75])}
+    bounds = {**record.intervals, "control_word_loyalty": torch.tensor([[0.25], [0.75]])}
     drawn = replace(record, **control, intervals=bounds).plot().data
     names = ["label words isolated", "random words isolated, mean", "each of 4 draws"]
     assert [trace.name for trace in drawn[:3]] == names
@@ -265,25 +285,23 @@ def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path
     assert (drawn[1].y, drawn[4].y) == ((0.25,), (0.5,))
     # A bracket is an interval, also of the control; dots are its draws.
     assert [*drawn[4].customdata[0]] == [0.25, 0.75]
-    assert [*drawn[5].y] == record.random_word_loyalty.tolist()
+    assert [*drawn[5].y] == record.random_word_loyalty[:, 0].tolist()
     assert len(replace(record, intervals={}).plot().data) == 6
 
-    cuts = al.edge_sweep(gpt2, batches, edges.pq, al.sites.windows(gpt2, 2), draws=2, **QUIET)
-    cut = cuts["layers 0 to 1"]
+    asked = al.EdgeSweep(edges.pq, al.sites.windows(gpt2, 2), draws=2)
+    cut = ask(gpt2, batches, asked, **QUIET)
     assert cut.info["edges"] == "pq" and cut.info["control"] == "random_keys"
-    assert cut.info["layers"] == [0, 1] and record.is_isolation and not cut.is_isolation
-    assert [trace.name for trace in cuts.plot().data[:2]] == ["edges cut", "random edges cut, mean"]
+    assert cut.info["sites"]["layers 0 to 1"]["layers"] == [0, 1]
+    assert record.is_isolation and not cut.is_isolation
+    drawn = cut.plot().data
+    assert [trace.name for trace in drawn[:2]] == ["edges cut", "random edges cut, mean"]
+    # All sites are in one figure.
+    assert len(drawn) == 6 and drawn[0].y == tuple(cut.label_loyalty.tolist())
+    assert len(drawn[0].y) == len(cut.info["sites"]) == 2
     loaded = al.load_record(cut.save(tmp_path / "cut.safetensors"))
     assert loaded.plot().to_json() == cut.plot().to_json()
-    others = al.run(gpt2, batches, [al.Accuracy()], **QUIET)
-    with pytest.raises(MetricError, match=r"no CutEdgesRecord .*\['AccuracyRecord'\]"):
-        SweepResults(others).plot()
-    isolations = {"first": record, "last": record}
-    both = SweepResults(isolations | others).plot()
-    assert len(both.data) == 6 and len(both.data[0].y) == 2
-    assert SweepResults({**cuts, **isolations}).plot().data[0].name == "edges cut"
-    text = al.write_report({**cuts, **isolations}, tmp_path / "report.html").read_text("utf-8")
-    # Both windows are in one figure.
+    results = {"edge_sweep": cut, "isolation": record}
+    text = al.write_report(results, tmp_path / "report.html").read_text("utf-8")
     titles = [
         f"What stays as it was when {what}" for what in ("edges are cut", "words are isolated")
     ]
@@ -298,16 +316,15 @@ class Failing(al.Accuracy):
 def test_metrics_observe_the_clean_run(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     quiet: dict[str, Any] = {"resamples": 5, "progress": False}
-    sites = al.sites.first_and_last(gpt2, [2])
+    sweep = al.EdgeSweep.isolation(al.sites.first_and_last(gpt2, [2]), draws=1)
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.Accuracy()]
-    records = al.isolation_sweep(gpt2, batches, sites, metrics=metrics, draws=1, **quiet)
-    assert set(records) == {*sites, "attention_aucroc", "accuracy"}
-    alone = al.run(gpt2, batches, metrics, **quiet)
-    alone |= al.isolation_sweep(gpt2, batches, sites, draws=1, **quiet)
+    records = al.run(gpt2, batches, [sweep, *metrics], **quiet)
+    assert [*records] == ["isolation", "attention_aucroc", "accuracy"]
+    alone = al.run(gpt2, batches, metrics, **quiet) | al.run(gpt2, batches, [sweep], **quiet)
     for name, record in records.items():
         assert record.info["shared_prefix"] == alone[name].info["shared_prefix"]
         assert_same(record, alone[name], 0)
     metrics[1] = Failing()
     with pytest.raises(RunError, match="no result for accuracy: no number") as caught:
-        al.isolation_sweep(gpt2, batches, sites, metrics=metrics, draws=1, **quiet)
-    assert set(caught.value.results) == {*sites, "attention_aucroc"}
+        al.run(gpt2, batches, [sweep, *metrics], **quiet)
+    assert set(caught.value.results) == {"isolation", "attention_aucroc"}

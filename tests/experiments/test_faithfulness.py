@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass, replace
-from functools import partialmethod
 from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,13 +17,15 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError, ModelError, StoreError
+from anchorlens.errors import AnchorlensError, MetricError, ModelError, RunError, StoreError
 from anchorlens.experiments import ablation, faithfulness, segment_scores
 from anchorlens.experiments.ablation import Outcome
 from anchorlens.passes import provide
 from anchorlens.prompts.random_edges import draw_generator
+from anchorlens.runs.study import Study
 from anchorlens.system.torch_state import own_random_state
 from tests.references import plain
+from tests.support.asked import ask
 from tests.support.made_up_records import made_up_record
 from tests.support.measures import assert_same, does_not_run, patterns_of
 from tests.support.tiny_models import questions
@@ -136,7 +137,7 @@ def test_the_weights_of_an_additive_engine_predict_it(gpt2: Any, additive: Any, 
         "tied": tau.round(),
     }
     with pytest.warns(UserWarning, match=r"'equal': all segments have one score in 7 of 7 prom"):
-        record = al.faithfulness(gpt2, batches, scores, top=top, **QUIET)
+        record = ask(gpt2, batches, al.Faithfulness(scores, top=top), **QUIET)
     names = [*scores, "random", "best possible"]
     assert list(record.axis_names("score") or ()) == names
     lds = dict(zip(names, record.lds_of_prompts.T, strict=True))
@@ -170,13 +171,13 @@ def test_rows_of_a_tensor_are_in_the_order_of_the_queries(gpt2: Any, additive: A
     additive(weights_of(6, 6))
     of_sets = [questions(gpt2, 6, seed=seed, batch_size=2) for seed in (1, 2)]
     scores = {"given": torch.cat([weights_of(6, 6), -weights_of(6, 6)])}
-    record = al.faithfulness(gpt2, [*of_sets[0][::-1], *of_sets[1]], scores, **QUIET)
+    record = ask(gpt2, [*of_sets[0][::-1], *of_sets[1]], al.Faithfulness(scores), **QUIET)
     expected = torch.tensor([1.0] * 6 + [-1.0] * 6).double()
     torch.testing.assert_close(record.lds_of_prompts[:, 0], expected)
     assert record.lds[0] == 0  # the mean of two sets
     twice = [*questions(gpt2, 3), *questions(gpt2, 3)]
     with pytest.raises(MetricError, match="two queries have the same number after the same demon"):
-        al.faithfulness(gpt2, twice, {"given": weights_of(6, 6)}, **QUIET)
+        ask(gpt2, twice, al.Faithfulness({"given": weights_of(6, 6)}), **QUIET)
 
 
 def test_intervals_are_paired_and_prompts_that_say_nothing_are_left_out(
@@ -188,7 +189,7 @@ def test_intervals_are_paired_and_prompts_that_say_nothing_are_left_out(
     scores["known"][3], tau[7] = torch.nan, 0
     options: dict[str, Any] = {"resamples": 200, "progress": False}
     with pytest.warns(UserWarning, match="segment_answer|does not give|known.*NaN in 1 of 24"):
-        record = al.faithfulness(gpt2, questions(gpt2, 24), scores, **options)
+        record = ask(gpt2, questions(gpt2, 24), al.Faithfulness(scores), **options)
     assert record.lds_of_prompts[20:].isnan().all() and record.drop_of_prompts[20:].isnan().all()
     has_number = record.lds_of_prompts[:20].isfinite()
     assert has_number[:, :2].sum() == 2 * 19 and has_number[:, 2].sum() == 18
@@ -210,11 +211,10 @@ def test_more_choices_than_run_have_no_best_one(
     gpt2: Any, additive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tau, batches = additive(weights_of(5, 6)), questions(gpt2, 5)
-    options: dict[str, Any] = {"top": 2, **QUIET}
-    scores = {"exact": tau, "minus": -tau}
-    of_all = al.faithfulness(gpt2, batches, scores, **options)
+    asked = al.Faithfulness({"exact": tau, "minus": -tau}, top=2)
+    of_all = ask(gpt2, batches, asked, **QUIET)
     monkeypatch.setattr(faithfulness, "MOST_CHOICES", 14)  # of 15
-    record = al.faithfulness(gpt2, batches, scores, **options)
+    record = ask(gpt2, batches, asked, **QUIET)
     assert torch.equal(record.drop_of_prompts[:, :2], of_all.drop_of_prompts[:, :2])
     assert record.drop_of_prompts[:, 3].isnan().all() and torch.equal(record.lds, of_all.lds)
     pairs = [[float(sum(of)) for of in combinations(row.tolist(), 2)] for row in tau]
@@ -233,7 +233,7 @@ def test_few_segments_have_drops_but_no_rank_correlation(
     tau, batches = additive(weights_of(4, count)), questions(gpt2, 4)
     of_all = al.edges.each_demonstration(batches[0])
     segments = {name: of_all[name] for name in list(of_all)[:count]}
-    record = al.faithfulness(gpt2, batches, {"minus": -tau}, segments=segments, **QUIET)
+    record = ask(gpt2, batches, al.Faithfulness({"minus": -tau}, segments=segments), **QUIET)
     assert record.lds_of_prompts.isnan().all()
     assert record.info["reasons"]["LDS"] == f"a rank correlation needs 3 segments; got {count}"
     worst, _, best = record.drop_of_prompts.T
@@ -290,12 +290,9 @@ def by_hand(model: Any, prompt: al.PromptBatch, subsets: Tensor) -> dict[str, An
 
 
 @pytest.mark.every_kind
-def test_numbers_equal_passes_written_out(
-    exact_model: Any, kind_of_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_equal_passes_written_out(exact_model: Any, kind_of_model: str) -> None:
     model, defaults = exact_model, faithfulness.default_scores()
     scores = {key: of for key, of in defaults.items() if key != "value norm"}
-    plan = al.Study.plan
     expected = []
     with plain.everything_in_float64():
         for prompt in sorted(questions(model, 2, batch_size=1), key=lambda each: int(each.index)):
@@ -304,9 +301,9 @@ def test_numbers_equal_passes_written_out(
         tolerance = 1e-9 if kind_of_model == "bridge" else 1e-5
         runs: list[tuple[Any, int, bool]] = [("left", 2, True), ("right", 1, False)]
         for side, size, share in runs:
-            monkeypatch.setattr(al.Study, "plan", partialmethod(plan, share_prefix=share))
             batches = questions(model, 2, batch_size=size, padding_side=side)
-            record = al.faithfulness(model, batches, scores, subsets=7, **QUIET)
+            asked = al.Faithfulness(scores, subsets=7)
+            record = ask(model, batches, asked, share_prefix=share, **QUIET)
             assert ("run once" in record.info["shared_prefix"]) == share
             ours = {"lds": record.lds_of_prompts[:, :5], "drop": record.drop_of_prompts[:, :5]}
             ours["beside"] = torch.cat([record.drop_of_prompts[:, 5:], record.log_prob[:, None]], 1)
@@ -362,9 +359,9 @@ def test_a_written_answer_is_what_metrics_and_removals_explain(
     scores: Any = {"own": Reads(), "signed": al.SegmentFlows(weight=al.weights.helpful)}
     scores |= {"rollout": al.SegmentRollout(), "one by one": al.subsets.one_by_one}
     scores["attention"] = al.SegmentFlows(weight=al.weights.attention)
-    options: dict[str, Any] = {"answer": "answer", "segments": list("abcd"), "subsets": 16} | QUIET
+    asked = al.Faithfulness(scores, answer="answer", segments=list("abcd"), subsets=16)
     with pytest.warns(UserWarning, match="does not give the answer 'answer' of 1 of 4 prompts"):
-        record = al.faithfulness(gpt2, batches, scores, **options)
+        record = ask(gpt2, batches, asked, **QUIET)
     assert record.lds_of_prompts.isfinite().all(1).tolist() == [True, False, True, True]
     assert record.drop_of_prompts.isnan().all(1).tolist() == [False, True, False, False]
     assert record.info["reasons"] == {} and len(record.lds) == 7
@@ -387,20 +384,18 @@ def test_a_written_answer_is_what_metrics_and_removals_explain(
             assert float(ours[number, 4, k]) == pytest.approx(float(expected), rel=1e-4)
             assert float(ours[number, 2, k]) == pytest.approx(float(rollout[part].sum()), rel=1e-4)
     given = [each for each in range(4) if each != 1]
-    alone = [
-        al.faithfulness(gpt2, [batches[k // 3].prompt(k % 3)], scores, **options) for k in given
-    ]
+    alone = [ask(gpt2, [batches[k // 3].prompt(k % 3)], asked, **QUIET) for k in given]
     together = torch.cat([each.lds_of_prompts[:, :5] for each in alone])
     torch.testing.assert_close(record.lds_of_prompts[given, :5], together)
-    with pytest.raises(MetricError, match="does not give the answer 'answer' of 2 of 2 prompts"):
-        al.faithfulness(gpt2, written(gpt2, [False] * 5)[1:], scores, **options)
+    with pytest.raises(RunError, match="does not give the answer 'answer' of 2 of 2 prompts"):
+        ask(gpt2, written(gpt2, [False] * 5)[1:], asked, **QUIET)
 
 
 def test_deleted_text_gives_other_numbers_than_cut_edges(gpt2: Any) -> None:
     batches = questions(gpt2, 3)
     scores = {"one by one": al.subsets.one_by_one}
     cut, deleted = (
-        al.faithfulness(gpt2, batches, scores, subsets=8, remove=remove, **QUIET)
+        ask(gpt2, batches, al.Faithfulness(scores, subsets=8, remove=remove), **QUIET)
         for remove in (al.removal.edges, al.removal.text)
     )
     assert (cut.info["remove"], deleted.info["remove"]) == ("edges", "text")
@@ -422,10 +417,10 @@ def test_methods_are_not_tested_on_their_own_subsets(
 
     method = al.subsets.Method("mine", draw, lambda kept, y: kept.double().T @ y)
     seen = spied(monkeypatch, faithfulness, "lds")
-    al.faithfulness(gpt2, questions(gpt2, 2), {"mine": method}, subsets=9, seed=3, **QUIET)
+    ask(gpt2, questions(gpt2, 2), al.Faithfulness({"mine": method}, subsets=9, seed=3), **QUIET)
     [tested, *_], _ = seen[0]
     assert not torch.equal(tested[0], kept[-1])
-    with al.Study(gpt2, questions(gpt2, 2), {}, **QUIET) as study:
+    with Study(gpt2, questions(gpt2, 2), {}, **QUIET) as study:
         number = int(study.batches[0].demonstrations_id[0])
     assert torch.equal(kept[-1], al.subsets.random(9, 6, draw_generator(3, number)))
     assert torch.equal(tested[0], al.subsets.random(9, 6, draw_generator(-4, number)))
@@ -439,22 +434,23 @@ def test_an_interrupted_run_goes_on(
     batches = questions(gpt2, 4, batch_size=2)
     scores: Any = {"given": weights_of(4, 6), "signed": al.SegmentFlows(weight=al.weights.helpful)}
     scores["one by one"] = al.subsets.one_by_one
-    options: dict[str, Any] = {"folder": tmp_path, "progress": False, "subsets": 8, "resamples": 9}
-    whole = al.faithfulness(gpt2, batches, scores, **options)
+    asked = al.Faithfulness(scores, subsets=8)
+    options: dict[str, Any] = {"folder": tmp_path, "progress": False, "resamples": 9}
+    whole = ask(gpt2, batches, asked, **options)
     count = len(removals)
-    assert_same(al.faithfulness(gpt2, batches, scores, **options), whole, 0)
+    assert_same(ask(gpt2, batches, asked, **options), whole, 0)
     of_one = len(removals) - count  # the first batch is computed again, to compare
     assert of_one == count / 2
     [stored] = tmp_path.rglob("*1.safetensors")
     stored.unlink()
-    assert_same(al.faithfulness(gpt2, batches, scores, **options), whole, 0)
+    assert_same(ask(gpt2, batches, asked, **options), whole, 0)
     assert len(removals) == count + 3 * of_one
     assert al.records.FaithfulnessRecord.load(whole.save(tmp_path / "record")).info["top"] == 1
     for changes in ({"given": weights_of(4, 6, seed=1)}, {"one by one": al.subsets.lasso(8)}):
         with pytest.raises(StoreError, match="another run"):
-            al.faithfulness(gpt2, batches, scores | changes, **options)
+            ask(gpt2, batches, replace(asked, scores=scores | changes), **options)
     with pytest.raises(StoreError, match="another run"):
-        al.faithfulness(gpt2, batches, scores, **options | {"top": 2})
+        ask(gpt2, batches, replace(asked, top=2), **options)
 
 
 def test_by_default_the_table_has_the_scores_of_the_paper_and_their_baselines(
@@ -464,18 +460,18 @@ def test_by_default_the_table_has_the_scores_of_the_paper_and_their_baselines(
         raise ModelError("a norm comes before the output projection")
 
     batches = questions(gpt2, 2)
-    record = al.faithfulness(gpt2, batches, subsets=8, **QUIET)
+    record = ask(gpt2, batches, al.Faithfulness(subsets=8), **QUIET)
     names = ("attention", "rollout", "value norm", "saliency", "signed", "one by one")
     assert record.axis_names("score") == (*names, "random", "best possible")
     assert record.info["not_possible"] == {}
     monkeypatch.setattr(provide, "require_transformed_values", refuse)
-    fewer = al.faithfulness(gpt2, batches, subsets=8, **QUIET)
+    fewer = ask(gpt2, batches, al.Faithfulness(subsets=8), **QUIET)
     assert "value norm" not in (fewer.axis_names("score") or ())
     assert fewer.info["not_possible"] == {"value norm": "a norm comes before the output projection"}
     torch.testing.assert_close(fewer.lds, record.lds[[0, 1, 3, 4, 5, 6, 7]])
     with pytest.raises(ModelError, match="a norm comes before"):
         scores = {"norm": al.SegmentFlows(weight=al.weights.value_norm)}
-        al.faithfulness(gpt2, batches, scores, subsets=8, **QUIET)
+        ask(gpt2, batches, al.Faithfulness(scores, subsets=8), **QUIET)
 
 
 def test_a_weight_that_is_not_finite_is_an_error_that_names_it(gpt2: Any) -> None:
@@ -484,8 +480,9 @@ def test_a_weight_that_is_not_finite_is_an_error_that_names_it(gpt2: Any) -> Non
 
     scores = {"attention": al.SegmentFlows(weight=al.weights.attention)}
     scores["quotient"] = al.SegmentFlows(weight=quotient)
-    with pytest.raises(MetricError, match="the weight quotient gives NaN or infinite numbers"):
-        al.faithfulness(gpt2, questions(gpt2, 2), scores, subsets=8, **QUIET)
+    message = "no result for faithfulness: the weight quotient gives NaN or infinite numbers"
+    with pytest.raises(RunError, match=message):
+        ask(gpt2, questions(gpt2, 2), al.Faithfulness(scores, subsets=8), **QUIET)
 
 
 BATCH = {"of batch": lambda batch: torch.ones(len(batch), 5)}
@@ -518,7 +515,6 @@ CORRECT = {"given": torch.ones(2, 6)}
         (CORRECT, {"subsets": 65}, "there are 64 subsets of 6 segments"),
         (CORRECT, {"answer": "text"}, "goes on after the answer has begun"),
         (CORRECT, {"segments": ["reply"]}, "there is no segment 'reply'"),
-        (CORRECT, {"resamples": -1}, "resamples must be 0"),
     ],
 )
 def test_wrong_scores_and_numbers_are_an_error_before_any_pass(
@@ -526,9 +522,11 @@ def test_wrong_scores_and_numbers_are_an_error_before_any_pass(
 ) -> None:
     batches = questions(gpt2, 2)
     with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        al.faithfulness(gpt2, batches, scores, **QUIET | options)
+        ask(gpt2, batches, al.Faithfulness(scores, **options), **QUIET)
     with pytest.raises(AnchorlensError, match="there are no batches"), does_not_run(gpt2):
-        al.faithfulness(gpt2, [], CORRECT, **QUIET)
+        ask(gpt2, [], al.Faithfulness(CORRECT), **QUIET)
+    with pytest.raises(AnchorlensError, match="resamples must be 0"), does_not_run(gpt2):
+        ask(gpt2, batches, al.Faithfulness(CORRECT), progress=False, resamples=-1)
 
 
 @pytest.mark.with_shapes
@@ -557,7 +555,7 @@ def test_figure_and_table_have_every_score(gpt2: Any, additive: Any) -> None:
     tau = additive(weights_of(24, 6))
     scores = {"worse": tau + weights_of(24, 6, seed=1), "exact <b>": tau}
     batches = questions(gpt2, 24)
-    record = al.faithfulness(gpt2, batches, scores, progress=False)
+    record = ask(gpt2, batches, al.Faithfulness(scores), progress=False)
     table = record.table()
     assert list(table.index) == ["worse", "exact <b>", "random", "best possible"]
     assert list(table.columns) == ["LDS", "minus worse", "drop in nats", "drop minus worse"]
@@ -569,7 +567,7 @@ def test_figure_and_table_have_every_score(gpt2: Any, additive: Any) -> None:
     assert record.plot().layout.xaxis.ticktext[1] == "exact &lt;b&gt;"
     first, second, *beside = lds.marker.color
     assert first == second and first not in beside  # the two rows beside are grey
-    plain_bars = al.faithfulness(gpt2, batches, scores, **QUIET).plot().data
+    plain_bars = ask(gpt2, batches, al.Faithfulness(scores), **QUIET).plot().data
     assert plain_bars[0].error_y.visible is False
     frame = record.to_frame()
     assert set(frame[frame.quantity == "lds"].score) == set(table.index)
@@ -599,14 +597,15 @@ def test_equal_log_odds_have_one_rank_in_every_batch_and_type(hooked: Any) -> No
         prompts.append([*pieces, ("answer", f" w{answer}")])
     noise = 1e-9 * torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
     scores: Any = {"one by one": al.subsets.one_by_one, "equal": noise + 1}
-    options = QUIET | {"segments": ["a", "b", "c", "d"], "answer": "answer", "subsets": 16}
+    options: dict[str, Any] = {"segments": ["a", "b", "c", "d"], "answer": "answer"}
+    asked = al.Faithfulness(scores, remove=al.removal.text, subsets=16, **options)
     records = []
     for dtype, sizes in ((torch.float32, (1, 3, 4)), (torch.float64, (4,))):
         model = hooked(copy.deepcopy(weights).to(dtype), tokenizer)
         for batch_size in sizes:
             batches = al.build_segments(tokenizer, prompts, batch_size=batch_size)
             with pytest.warns(UserWarning, match="'equal': all segments have one score in 4 of 4"):
-                record = al.faithfulness(model, batches, scores, remove=al.removal.text, **options)
+                record = ask(model, batches, asked, **QUIET)
             records.append(record)
     for record in records:
         for name in ("lds_of_prompts", "drop_of_prompts"):

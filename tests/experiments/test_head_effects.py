@@ -150,7 +150,7 @@ def test_a_run_resumes_and_refuses_other_prompts(gpt2: Any, tmp_path: Path) -> N
     with pytest.raises(StoreError, match="another run"):
         al.head_effects(gpt2, other, shuffled, **options)
     al.forget_run(tmp_path / "outputs")
-    with pytest.raises(StoreError, match="another function"):
+    with pytest.raises(StoreError, match="holds 'head_effects' of another run"):
         al.head_effects(gpt2, other, shuffled, **options)
 
 

@@ -1,6 +1,7 @@
 """Flows with the integrated gradient against plain transformers with scaled patterns."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from anchorlens.models.hooked import hooks_by_layer, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.shortcuts import why_not_late
-from anchorlens.runs.runner import Runner
+from anchorlens.runs.passes import Passes
 from tests.references import plain
 from tests.references.architectures import BY_NAME
 from tests.references.toys import native_bridge
+from tests.support.asked import ask
 from tests.support.measures import assert_same, difference, does_not_run
 from tests.support.tiny_models import questions, raw_model, tiny_gpt2, tiny_llama
 
@@ -89,7 +91,7 @@ def test_the_sum_over_all_edges_is_the_change_of_the_output_up_to_one_over_m_squ
     # The output bends more with the pattern of the first layer, where ten steps are few.
     assert (errors[10] / errors[20] - 4)[1:].abs().max() < 0.1
     assert (errors[20] / errors[40] - 4).abs().max() < 0.5
-    record = al.integrated_flows(precise, [prompt], ["question"], steps=10, **QUIET)
+    record = ask(precise, [prompt], al.IntegratedFlows(["question"], steps=10), **QUIET)
     assert difference(record.change, torch.stack(changes)) <= 1e-9
     assert difference(record.attributed - record.change, errors[10]) <= 1e-9
 
@@ -128,7 +130,7 @@ def test_flows_equal_plain_transformers(
     model = request.getfixturevalue(name)
     weights = MAKE[name](model.W_E.shape[0])
     weights.set_attn_implementation("eager")
-    record = al.integrated_flows(model, [batch], output=output, steps=3, **QUIET)
+    record = ask(model, [batch], al.IntegratedFlows(output=output, steps=3), **QUIET)
     totals, of_heads = [], []
     for row, mask in enumerate(batch.attention_mask):
         tokens, part = batch.tokens[row][mask], batch.segments[row][mask]
@@ -205,12 +207,12 @@ def test_passes_start_at_their_layer_and_whole_passes_give_the_same(
         for layer, block in enumerate(precise.blocks):
             patch.setitem(vars(block.attn), "forward", counting(layer, block.attn.forward))
         with torch.inference_mode():  # autograd would reject its tensors
-            record = al.integrated_flows(precise, [batch], steps=4, **QUIET)
+            record = ask(precise, [batch], al.IntegratedFlows(steps=4), **QUIET)
         # A later layer has its own four steps and F(0) more.
         assert [calls[1] - calls[0], calls[2] - calls[1]] == [5, 5]
-        patch.setattr(Runner, "why_not_late", lambda *arguments: reasons)
+        patch.setattr(Passes, "why_not_late", lambda *arguments: reasons)
         calls[:] = [0, 0, 0]
-        whole = al.integrated_flows(precise, [batch], steps=4, **QUIET)
+        whole = ask(precise, [batch], al.IntegratedFlows(steps=4), **QUIET)
         assert calls == [1 + 3 * 5] * 3  # the clean run, then four steps and F(0) for each layer
     assert whole.info["whole passes"] == reasons
     assert_same(record, whole, 1e-12)
@@ -220,15 +222,16 @@ def test_a_run_resumes_with_the_same_settings(
     gpt2: Any, batch: al.PromptBatch, tmp_path: Path
 ) -> None:
     batches = questions(gpt2, 4, batch_size=2)
-    options: dict[str, Any] = {"steps": 2, "segments": ["label", "target"], "progress": False}
-    expected = al.integrated_flows(gpt2, batches, folder=tmp_path, **options)
+    asked = al.IntegratedFlows(["label", "target"], steps=2)
+    options: dict[str, Any] = {"folder": tmp_path, "progress": False}
+    expected = ask(gpt2, batches, asked, **options)
     assert expected.intervals["flow"].shape == (2, 3, 2, 2)
     stored = sorted(tmp_path.glob("rows-*"))
     assert len(stored) == 2
     stored[1].unlink()
-    assert_same(al.integrated_flows(gpt2, batches, folder=tmp_path, **options), expected)
-    with pytest.raises(StoreError, match="3 steps of probability of the prediction"):
-        al.integrated_flows(gpt2, batches, folder=tmp_path, **(options | {"steps": 3}))
+    assert_same(ask(gpt2, batches, asked, **options), expected)
+    with pytest.raises(StoreError, match=r"another run.* stored .*steps=2, .*now .*steps=3, "):
+        ask(gpt2, batches, replace(asked, steps=3), **options)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +246,7 @@ def test_wrong_arguments_raise_an_error_before_any_pass(
     arguments: dict[str, Any], message: str, gpt2: Any, batch: al.PromptBatch
 ) -> None:
     with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        al.integrated_flows(gpt2, [batch], **(QUIET | arguments))
+        ask(gpt2, [batch], al.IntegratedFlows(**arguments), **QUIET)
 
 
 def test_folded_value_biases_are_refused(byte_level: Any, batch: al.PromptBatch) -> None:
@@ -252,7 +255,7 @@ def test_folded_value_biases_are_refused(byte_level: Any, batch: al.PromptBatch)
     )
     message = "value biases of this model are folded"
     with pytest.raises(ModelError, match=message), does_not_run(folded):
-        al.integrated_flows(folded, [batch], **QUIET)
+        ask(folded, [batch], al.IntegratedFlows(), **QUIET)
 
 
 def test_signed_saliency_of_a_query_sums_to_0_where_a_norm_follows(gemma3: Any, llama: Any) -> None:

@@ -15,7 +15,6 @@ from anchorlens.experiments.prefix_effect import (
     POSITIONS,
     _sampled,
     effect_contributions,
-    effect_record,
 )
 from anchorlens.experiments.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
 from anchorlens.passes.forward import run_prefix
@@ -24,6 +23,7 @@ from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 NAN = float("nan")
+ALL = al.PrefixEffect(keys={"all": al.edges.demonstrations})
 
 
 def effect_of(model: Any, batches: list[al.PromptBatch], **options: Any) -> Any:
@@ -104,7 +104,8 @@ def test_stolen_by_label_words_is_the_score_of_aucroc(gpt2: Any) -> None:
     batch = questions(gpt2, 5)[0]
     classes = {str(c): partial(of_class, number=c) for c in range(6)}
     metric = al.PrefixEffect(keys=classes, rows=al.edges.target)
-    rows = effect_contributions(gpt2, batch, metric.segments_of(batch), metric.rows_of(batch))
+    whole = al.contexts.QueryPass(batch, None)
+    rows = effect_contributions(gpt2, whole, metric.segments_of(batch), metric.rows_of(batch))
     _, [attention] = contributed(gpt2, batch, al.AttentionAUCROC())
     scores = attention["attention"].sum(2)
     assert rows["stolen_by_segment"].sum(2).allclose(scores, atol=1e-6)
@@ -183,9 +184,9 @@ def test_a_prefix_that_is_masked_does_nothing(llama: Any) -> None:
     metric = al.PrefixEffect()
     segments, rows = metric.segments_of(batch), metric.rows_of(batch)
     cut = al.edges.between(al.edges.query(batch), segments.any(1))
-    hooks = al.block_edges(llama, batch, cut, range(3))
-    given = effect_contributions(llama, batch, segments, rows, hooks=hooks)
-    effect = effect_record(al.Contributions(given), list(metric.keys))
+    masked = al.contexts.QueryPass(batch, None, al.block_edges(llama, batch, cut, range(3)))
+    given = effect_contributions(llama, masked, segments, rows)
+    effect = metric.result(al.Contributions(given))
     for name in ("stolen", "direct", "indirect"):
         assert not getattr(effect, name).any(), name
     for name in ("concentration", "effective_rank", "spread"):
@@ -233,7 +234,7 @@ def test_directions_and_spread_equal_numpy() -> None:
     generator = torch.Generator().manual_seed(0)
     taken = torch.randn(7, 4, generator=generator).double()
     within = torch.rand(7, 5, generator=generator).double()
-    record = effect_record(rows_by_hand(taken, within, [3] * 7), ["all"])
+    record = ALL.result(rows_by_hand(taken, within, [3] * 7))
     squares = np.linalg.svd(taken.numpy(), compute_uv=False) ** 2
     shares = squares / squares.sum()
     assert float(record.concentration) == pytest.approx(shares[0])
@@ -249,16 +250,17 @@ def test_sets_of_demonstrations_are_compared_with_themselves() -> None:
     taken = torch.tensor([[1.0, 0.0]] * 3 + [[0.0, 2.0]] * 2)
     within = torch.tensor([[0.5, 0.25, 0.25]] * 3 + [[0.75, 0.25, NAN]] * 2)
     rows = rows_by_hand(taken, within, [0, 0, 0, 1, 1])
-    record = effect_record(rows, ["all"])
+    record = ALL.result(rows)
     assert float(record.concentration) == 1 and float(record.spread) == 0
-    pooled = effect_record(al.Contributions(rows, torch.zeros(5), rows.sets), ["all"])
+    pooled = ALL.result(al.Contributions(rows, torch.zeros(5), rows.sets))
     assert float(pooled.concentration) == pytest.approx(8 / 11) and float(pooled.spread) == 0
-    same = effect_record(rows, ["all"], same_prefix=True)  # its first position varies by 0.25
+    after_one = replace(ALL, context=al.contexts.NoContext())
+    same = after_one.result(rows)  # its first position varies by 0.25
     assert float(same.spread) == pytest.approx(0.25 / 3)
     longer = torch.eye(4)[[0, 0, 0, 1, 1]].double()  # fewer prompts than directions: 3 and 2 of 4
-    unlike = effect_record(rows_by_hand(longer, within, [0, 0, 0, 1, 1]), ["all"])
+    unlike = ALL.result(rows_by_hand(longer, within, [0, 0, 0, 1, 1]))
     assert float(unlike.concentration) == 1 and float(unlike.effective_rank) == 1
-    single = effect_record(rows_by_hand(taken[:1], within[:1], [0]), ["all"])
+    single = ALL.result(rows_by_hand(taken[:1], within[:1], [0]))
     assert float(single.concentration) == 1 and single.spread.isnan().all()
 
 

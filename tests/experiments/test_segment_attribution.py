@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError, StoreError
+from anchorlens.errors import AnchorlensError, RunError, StoreError
 from anchorlens.hooks import Site, hooks_on_edges
 from anchorlens.passes.forward import logits_at
 from tests.experiments.test_ablation import misquoted, returning, written
+from tests.support.asked import ask
 from tests.support.measures import assert_same, does_not_run
 from tests.support.tiny_models import questions
 
@@ -30,7 +31,8 @@ def shortened(batch: al.PromptBatch) -> al.PromptBatch:
 def test_one_by_one_is_the_cut_of_segment_suppression(gpt2: Any, byte_level: Any) -> None:
     """For answers of one token, whose log-odds follow from its logits."""
     batch = shortened(written(byte_level, gpt2))
-    record = al.segment_attribution(gpt2, [batch], answer="answer", segments=["museum", "shop"])
+    asked = al.SegmentAttribution(answer="answer", segments=["museum", "shop"])
+    record = ask(gpt2, [batch], asked)
     assert record.info["segment_names"] == ("museum", "shop")
     first = batch.segments.eq(3).long().argmax(1)
     predicting = al.edges.at(batch, first[:, None] - 1)
@@ -55,7 +57,7 @@ def test_one_by_one_is_the_cut_of_segment_suppression(gpt2: Any, byte_level: Any
 @pytest.mark.every_kind
 def test_one_by_one_is_what_a_cut_by_hand_costs_the_predicted_label(model: Any) -> None:
     batches = questions(model, 3, batch_size=2, padding_side="left")
-    record = al.segment_attribution(model, batches, **QUIET)
+    record = ask(model, batches, al.SegmentAttribution(), **QUIET)
     [alone] = questions(model, 3)
 
     def odds(hooks: Any = None) -> Tensor:
@@ -107,9 +109,8 @@ def test_an_answer_that_is_a_sum_over_segments_has_its_weights_as_scores(
         changes[[0, 1], 0, words] = lost
         return batch, [("unembed.hook_out", lambda logits, hook: logits - changes)]
 
-    record = al.segment_attribution(
-        exact_gpt2, [batch], method, segments=segments, remove=lower, **QUIET
-    )
+    asked = al.SegmentAttribution(method, segments=segments, remove=lower)
+    record = ask(exact_gpt2, [batch], asked, **QUIET)
     expected = weights.expand(2, 3)
     torch.testing.assert_close(record.scores_of_prompts, expected, rtol=0, atol=1e-8)
     assert record.info["method"] == method.name and record.info["remove"] == "lower"
@@ -125,11 +126,11 @@ def test_shapley_values_sum_to_what_all_segments_add(exact_gpt2: Any) -> None:
         lambda kept, y: (y[1] - y[0]).expand(kept.shape[1]),
     )
     for remove in (al.removal.edges, al.removal.text):
-        options: dict[str, Any] = {"segments": parts, "remove": remove, **QUIET}
+        asked = al.SegmentAttribution(nothing, segments=parts, remove=remove)
         batches = questions(model, 2)
-        gain = al.segment_attribution(model, batches, nothing, **options).scores_of_prompts[:, 0]
+        gain = ask(model, batches, asked, **QUIET).scores_of_prompts[:, 0]
         for method in (al.subsets.shapley(), al.subsets.shapley(2, exact_up_to=1)):
-            record = al.segment_attribution(model, batches, method, **options)
+            record = ask(model, batches, replace(asked, method=method), **QUIET)
             torch.testing.assert_close(record.scores_of_prompts.sum(1), gain)
             is_exact = "2 perm" not in method.name
             assert (record.errors_of_prompts == 0).all() == is_exact
@@ -137,20 +138,21 @@ def test_shapley_values_sum_to_what_all_segments_add(exact_gpt2: Any) -> None:
 
 
 def test_batches_and_an_interruption_do_not_matter(exact_gpt2: Any, tmp_path: Path) -> None:
-    model, method = exact_gpt2, al.subsets.lasso(8)
+    model, asked = exact_gpt2, al.SegmentAttribution(al.subsets.lasso(8), seed=3)
     batches = questions(model, 4, batch_size=2)
-    options: dict[str, Any] = {"progress": False, "seed": 3, "resamples": 40}
-    record = al.segment_attribution(model, batches, method, folder=tmp_path, **options)
+    options: dict[str, Any] = {"progress": False, "resamples": 40}
+    record = ask(model, batches, asked, folder=tmp_path, **options)
     low, high = record.intervals["scores"]
     assert (low < record.scores).all() and (record.scores < high).all()
     alone = questions(model, 4, batch_size=1)
-    assert_same(al.segment_attribution(model, alone, method, **options), record, 1e-9)
+    assert_same(ask(model, alone, asked, **options), record, 1e-9)
     [stored] = tmp_path.rglob("*1.safetensors")
     stored.unlink()
-    again = al.segment_attribution(model, batches, method, folder=tmp_path, **options)
+    again = ask(model, batches, asked, folder=tmp_path, **options)
     assert_same(again, record, 0)
     with pytest.raises(StoreError, match="another run"):
-        al.segment_attribution(model, batches, al.subsets.lasso(9), folder=tmp_path, **options)
+        another = replace(asked, method=al.subsets.lasso(9))
+        ask(model, batches, another, folder=tmp_path, **options)
 
 
 def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any, byte_level: Any) -> None:
@@ -158,26 +160,28 @@ def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any, byte_level:
     for method in (al.subsets.lasso(4), al.subsets.shapley()):
         what = "does not give the answer 'answer' of 1 of 2 prompts"
         with pytest.warns(UserWarning, match=what) as caught:
-            record = al.segment_attribution(gpt2, [wrong], method, answer="answer", **QUIET)
+            asked = al.SegmentAttribution(method, answer="answer")
+            record = al.run(gpt2, [wrong], [asked], **QUIET)["segment_attribution"]
         assert [warning.filename for warning in caught] == [__file__]  # the line that called it
         assert record.axis_names("segment") == ("museum", "shop", "question")
         assert record.scores_of_prompts.isnan().all(1).tolist() == [False, True]
         torch.testing.assert_close(record.scores, record.scores_of_prompts[0])
         assert "1 of 2 prompts" in record.info["left_out"]
     wrong = misquoted(wrong, [0])
-    with pytest.raises(MetricError, match="does not give the answer 'answer' of 2 of 2 prompts"):
-        al.segment_attribution(gpt2, [wrong], answer="answer", **QUIET)
+    message = "segment_attribution: the model does not give the answer 'answer' of 2 of 2 prompts"
+    with pytest.raises(RunError, match=message):
+        ask(gpt2, [wrong], al.SegmentAttribution(answer="answer"), **QUIET)
 
 
 def test_a_method_without_finite_scores_in_a_prompt_is_told(gpt2: Any) -> None:
-    last = al.segment_attribution(gpt2, questions(gpt2, 2), **QUIET).scores_of_prompts[1, -1]
+    last = ask(gpt2, questions(gpt2, 2), al.SegmentAttribution(), **QUIET).scores_of_prompts[1, -1]
 
     def scores(kept: Tensor, y: Tensor) -> Tensor:
         return (y[:1] - y[1:]) / (abs(y[0] - y[-1] - last) > 1e-9)
 
     method = replace(al.subsets.one_by_one, name="mine", scores=scores)
     with pytest.warns(UserWarning, match="method 'mine' gives no finite scores in 1 of 2 prompts"):
-        record = al.segment_attribution(gpt2, questions(gpt2, 2), method, **QUIET)
+        record = ask(gpt2, questions(gpt2, 2), al.SegmentAttribution(method), **QUIET)
     assert record.scores_of_prompts.isfinite().all(1).tolist() == [True, False]
     assert "1 of 2 prompts" in record.info["no_scores"]
 
@@ -220,19 +224,19 @@ OF_NO_ERRORS = replace(MINE, errors=lambda kept, y: y)
         ({"segments": dict.fromkeys("ab", al.edges.query)}, "is in the segments"),
         ({"answer": "nothing"}, "there is no segment 'nothing'"),
         ({"remove": returning(None)}, "must return the batch that runs"),
-        ({"method": "lasso"}, "method of segment_attribution must be"),
+        ({"method": "lasso"}, "method of SegmentAttribution must be"),
     ],
 )
 def test_bad_input_is_an_error_before_any_pass(options: Any, message: str, gpt2: Any) -> None:
     with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        al.segment_attribution(gpt2, questions(gpt2, 2), **options, **QUIET)
+        ask(gpt2, questions(gpt2, 2), al.SegmentAttribution(**options), **QUIET)
     with pytest.raises(AnchorlensError, match="there are no batches to run"):
-        al.segment_attribution(gpt2, [], **QUIET)
+        ask(gpt2, [], al.SegmentAttribution(), **QUIET)
 
 
 @pytest.mark.with_shapes
 def test_a_figure_has_a_bar_for_each_segment(gpt2: Any, tmp_path: Path) -> None:
-    record = al.segment_attribution(gpt2, questions(gpt2, 3), resamples=20, progress=False)
+    record = ask(gpt2, questions(gpt2, 3), al.SegmentAttribution(), resamples=20, progress=False)
     figure = record.plot()
     [bar] = figure.data
     assert bar.name == "one by one" and figure.layout.xaxis.ticktext[0] == "demonstration 1"

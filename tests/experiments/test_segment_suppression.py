@@ -14,6 +14,7 @@ from anchorlens.errors import AnchorlensError, NotFiniteError, StoreError
 from anchorlens.experiments import segment_suppression as experiment
 from anchorlens.passes import forward
 from anchorlens.prompts import edges, segment_names
+from tests.support.asked import ask
 from tests.support.measures import assert_same, does_not_run, hooks_on
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2
 
@@ -69,7 +70,7 @@ def test_it_equals_plain_transformers(
 ) -> None:
     model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
     given = batch if side == "left" else batch.padded_right()
-    record = al.segment_suppression(model, [given], **QUIET)
+    record = ask(model, [given], al.SegmentSuppression(), **QUIET)
     weights: Any = tiny_gpt2(len(byte_level)).double()
     weights.set_attn_implementation("eager")
     prompts = zip(TOKENS, batch.segments, batch.attention_mask, strict=True)
@@ -114,7 +115,7 @@ def test_only_rows_that_are_compared_are_unembedded(
 
     rows_hook = forward.rows_hook
     monkeypatch.setattr(forward, "rows_hook", note)
-    al.segment_suppression(gpt2, [batch], **QUIET)
+    ask(gpt2, [batch], al.SegmentSuppression(), **QUIET)
     # One clean pass, one without the question, one without the step; nothing follows the answer.
     assert seen == [[5, 7], [5, 7], [7]]
 
@@ -122,13 +123,13 @@ def test_only_rows_that_are_compared_are_unembedded(
 def test_segments_are_names_or_functions(gpt2: Any) -> None:
     """Label words are a scattered segment. A function may be true under padding."""
     batches = questions(gpt2, 3, batch_size=2, padding_side="left")
-    named = al.segment_suppression(gpt2, batches, ["label", "query"], **QUIET)
+    named = ask(gpt2, batches, al.SegmentSuppression(["label", "query"]), **QUIET)
     functions: Any = {
         "asked": lambda batch: batch.segments == segment_names.SEGMENTS.index("query"),
         "label": partial(edges.segment, name="label"),
         "rest": lambda batch: batch.segments == -1,
     }
-    record = al.segment_suppression(gpt2, batches, functions, **QUIET)
+    record = ask(gpt2, batches, al.SegmentSuppression(functions), **QUIET)
     assert record.axis_names("segment") == ("asked", "label", "rest")
     assert named.axis_names("segment") == ("label", "query")
     assert float(named.kl[1, 0]) > 0 and int(named.kl.isfinite().sum()) == 1
@@ -146,16 +147,17 @@ def test_an_interrupted_run_goes_on(raw: Any, byte_level: Any, tmp_path: Path) -
     model = raw(tiny_gpt2(len(byte_level)), byte_level)  # is prepared by the call
     batches = questions(model, 3, batch_size=1)
     options: dict[str, Any] = {"folder": tmp_path, "progress": False}
+    asked = al.SegmentSuppression(["label", "query"])
     with pytest.warns(UserWarning, match="intervals of 3 prompts"):
-        whole = al.segment_suppression(model, batches, ["label", "query"], **options)
+        whole = ask(model, batches, asked, **options)
     low, high = whole.intervals["kl"][:, 1, 0]
     assert low < whole.kl[1, 0] < high
     [stored] = tmp_path.rglob("*1.safetensors")
     stored.unlink()
     with pytest.warns(UserWarning, match="intervals of 3 prompts"):
-        assert_same(al.segment_suppression(model, batches, ["label", "query"], **options), whole, 0)
+        assert_same(ask(model, batches, asked, **options), whole, 0)
     with pytest.raises(StoreError, match="another run"):
-        al.segment_suppression(model, batches, ["label", "target"], resamples=0, **options)
+        ask(model, batches, al.SegmentSuppression(["label", "target"]), resamples=0, **options)
 
 
 @pytest.mark.parametrize("fails_in", ["logits", "pass"])
@@ -171,7 +173,7 @@ def test_a_failure_leaves_no_trace(
         with pytest.raises(
             NotFiniteError, match=r"at the positions that were asked for, .*layer 0"
         ):
-            al.segment_suppression(model, [batch], **QUIET)
+            ask(model, [batch], al.SegmentSuppression(), **QUIET)
     else:
 
         def fail_in_the_second_pass(*_: Any) -> None:
@@ -181,7 +183,7 @@ def test_a_failure_leaves_no_trace(
 
         handle = weights.transformer.h[1].register_forward_pre_hook(fail_in_the_second_pass)
         with pytest.raises(RuntimeError, match="stopped"):
-            al.segment_suppression(model, [batch], **QUIET)
+            ask(model, [batch], al.SegmentSuppression(), **QUIET)
         handle.remove()
     assert hooks_on(model) == before
     assert model.training and all(p.requires_grad for p in weights.parameters())
@@ -201,11 +203,11 @@ def test_wrong_segments_are_an_error_before_any_pass(
     segments: Any, message: str, gpt2: Any, batch: al.PromptBatch
 ) -> None:
     with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        al.segment_suppression(gpt2, [batch], segments, **QUIET)
+        ask(gpt2, [batch], al.SegmentSuppression(segments), **QUIET)
 
 
 def test_a_figure_has_a_row_and_a_column_for_each_segment(gpt2: Any, batch: al.PromptBatch) -> None:
-    figure = al.segment_suppression(gpt2, [batch], **QUIET).plot()
+    figure = ask(gpt2, [batch], al.SegmentSuppression(), **QUIET).plot()
     assert figure.layout.xaxis.ticktext == figure.layout.yaxis.ticktext == tuple(NAMES)
     assert figure.layout.yaxis.autorange == "reversed"
     rows = torch.tensor(figure.data[0].z)

@@ -43,7 +43,7 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
     batch = replace(batch, label_ends=batch.label_positions)
     batch.segments[:, 2:4] = SEGMENTS.index("label")
     metric = al.LabelHeads(times=1.2, draws=1)
-    observation = Observation(Layers.of(gpt2), metric, batch)
+    observation = Observation.of(Layers.of(gpt2), metric, batch)
     pattern = torch.zeros(2, 2, 12, 12)
     pattern[0, 0, 11, [1, 2, 7]] = torch.tensor([0.125, 0.25, 0.5])
     pattern[0, 0, 11, [4, 5, 6]] = torch.tensor([0.0625, 0.0, 0.0])
@@ -79,7 +79,7 @@ def test_attention_is_summed_in_a_wide_type(
 ) -> None:
     batch = questions(gpt2, 2)[0]
     metric = al.LabelHeads(draws=1)
-    observation = Observation(Layers.of(gpt2), metric, batch)
+    observation = Observation.of(Layers.of(gpt2), metric, batch)
     length = batch.tokens.shape[1]
     for _, act in observation.hooks:
         act(torch.full((2, 2, length, length), 1.0078125, dtype=dtype), hook=None)
@@ -111,7 +111,7 @@ def test_a_target_that_reads_all_tokens_alike_has_no_gap(gpt2: Any) -> None:
     """Six label words of weight 1/n are above 5/n, and so are six other words."""
     batch = questions(gpt2, 4)[0]
     metric = al.LabelHeads(draws=2)
-    observation = Observation(Layers.of(gpt2), metric, batch)
+    observation = Observation.of(Layers.of(gpt2), metric, batch)
     length = batch.tokens.shape[1]
     pattern = torch.ones(length, length).tril()
     pattern /= pattern.sum(1, keepdim=True)

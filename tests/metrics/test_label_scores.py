@@ -12,6 +12,7 @@ import anchorlens as al
 from anchorlens.errors import MetricError, PromptError
 from anchorlens.passes.forward import run_pass
 from anchorlens.runs.identity import fingerprint
+from tests.support.asked import ask, by_site
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 TEMPLATE = al.TASKS["sst2"].template
@@ -59,10 +60,13 @@ def test_one_word_in_a_list_gives_the_same_numbers_bit_for_bit(gpt2: Any) -> Non
         batches = prompts(gpt2, labels)
         results: dict[str, Any] = dict(al.run(gpt2, batches, METRICS, **QUIET))
         results |= al.run(gpt2, batches, [al.Loyalty()], hooks=hooks_of(gpt2), **QUIET)
-        results["isolation"] = al.isolation_loyalty(gpt2, batches, range(1), draws=2, **QUIET)
+        sites = {"first": al.Site(range(1))}
         contexts: dict[str, Any] = {"anchors": al.compress}
-        options: dict[str, Any] = {"draws": 2, "repeats": 0, **QUIET}
-        results["compression"] = al.compare_contexts(gpt2, batches, contexts, **options)
+        asked = [
+            al.EdgeSweep.isolation(sites, draws=2),
+            al.ContextComparison(contexts, draws=2, repeats=0),
+        ]
+        results |= al.run(gpt2, batches, asked, **QUIET)
         results["beta"] = al.contexts.train_reweighting(
             gpt2, batches, al.contexts.Training(steps=2 * len(batches), progress=False)
         )
@@ -98,7 +102,8 @@ def test_results_of_several_words_equal_those_by_hand(gpt2: Any) -> None:
     assert words is not None
     of_logits = al.metrics.loyalty(logits, logits_of_hooks, words).label_loyalty
     assert float(of_logits) == (predicted == changed).mean()
-    isolated: Any = al.isolation_loyalty(gpt2, batches, range(2), draws=1, **QUIET)
+    isolation = al.EdgeSweep.isolation({"first 2": al.Site(range(2))}, draws=1)
+    isolated = by_site(ask(gpt2, batches, isolation, **QUIET))["first 2"]
     assert np.array_equal(isolated.label_kept, predicted == changed)
 
 
@@ -149,7 +154,8 @@ def test_re_weighting_and_compression_use_the_scores(gpt2: Any) -> None:
     losses = -log_softmax(scores, axis=1)[np.arange(len(GOLD)), GOLD]
     expected = np.mean([losses[batch.index].mean() for batch in batches])
     assert float(beta.vanilla_loss) == pytest.approx(expected, abs=1e-5)
-    record = al.compare_contexts(gpt2, batches, {"anchors": al.compress}, draws=1, **QUIET)
+    contexts: dict[str, Any] = {"anchors": al.compress}
+    record = ask(gpt2, batches, al.ContextComparison(contexts, draws=1), **QUIET)
     assert float(record.whole_accuracy) == (scores.argmax(1) == GOLD).mean()
 
 

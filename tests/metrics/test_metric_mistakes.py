@@ -11,6 +11,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import ArgumentError, HookError, MetricError, RunError
 from anchorlens.metrics.edge_sums import EdgeSets
+from anchorlens.metrics.question import Further
+from anchorlens.runs.study import Study
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions
 
@@ -56,12 +58,18 @@ def at(*read: Any, **options: Any) -> Mine:
 
 PATTERN = "blocks.0.attn.hook_pattern"
 MISSING = "blocks.9.attn.hook_pattern"
+OTHERS = r"'accuracy'(, 'isolation')?"
 TARGET, ANCHORS = al.edges.target, al.edges.anchors
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
-    (Mine(name=7), MetricError, r"needs a string for a name without \"/\"; got \[7, 'accuracy'\]"),
-    (Mine(name=None), MetricError, r"needs a string for a name .* got \[None, 'accuracy'\]"),
-    (Mine(name=["a"]), MetricError, r"needs a string for a name .* got \[\['a'\], 'accuracy'\]"),
-    (Mine(name=""), MetricError, r"needs a string for a name .* got \['', 'accuracy'\]"),
+    (Mine(name=7), MetricError, rf"needs a string for a name without \"/\"; got \[7, {OTHERS}\]"),
+    (Mine(name=None), MetricError, rf"needs a string for a name .* got \[None, {OTHERS}\]"),
+    (Mine(name=["a"]), MetricError, rf"needs a string for a name .* got \[\['a'\], {OTHERS}\]"),
+    (Mine(name=""), MetricError, rf"needs a string for a name .* got \['', {OTHERS}\]"),
+    (
+        Mine(name="a/b"),
+        MetricError,
+        rf"needs a string for a name without .* got \['a/b', {OTHERS}\]",
+    ),
     (hooked((MISSING, observe_nothing)), HookError, f"no hook point '{MISSING}', which m"),
     (
         hooked((PATTERN, observe_nothing), (MISSING, observe_nothing)),
@@ -138,11 +146,22 @@ def edge_sets(batch: al.PromptBatch) -> EdgeSets:
 def test_a_wrong_metric_raises_an_error_before_any_pass(
     gpt2: Any, metric: Any, error: type[Exception], message: str
 ) -> None:
-    batches, metrics, sites = questions(gpt2, 4), [metric, al.Accuracy()], {"a": al.Site(0)}
-    with pytest.raises(error, match=message), does_not_run(gpt2):
-        al.run(gpt2, batches, metrics, progress=False)
-    with pytest.raises(error, match=message), does_not_run(gpt2):
-        al.isolation_sweep(gpt2, batches, sites, metrics=metrics, progress=False)
+    batches, metrics = questions(gpt2, 4), [metric, al.Accuracy()]
+    for asked in (metrics, [*metrics, al.EdgeSweep.isolation({"a": al.Site(0)})]):
+        with pytest.raises(error, match=message), does_not_run(gpt2):
+            al.run(gpt2, batches, asked, progress=False)
+
+
+class WithoutLoss(al.Question):
+    """A question with one more pass, without the loss that a metric of this pass needs."""
+
+    name, record = "without loss", MeanRecord
+
+    def further(self, model: Any, batches: Any) -> Further:
+        return Further(metrics=[hooked(backward=[(PATTERN, observe_nothing)])])
+
+    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+        return passes.further(self, batch)["mine"]
 
 
 def test_hooks_on_gradients_need_a_gradient_and_hook_points(gpt2: Any) -> None:
@@ -152,7 +171,10 @@ def test_hooks_on_gradients_need_a_gradient_and_hook_points(gpt2: Any) -> None:
         al.run(gpt2, batches, [metric], progress=False)
     message = "mine needs a gradient, and the passes here have none"
     with pytest.raises(MetricError, match=message), does_not_run(gpt2):
-        al.isolation_sweep(gpt2, batches, {"a": al.Site(0)}, metrics=[metric], progress=False)
+        al.run(gpt2, batches, [WithoutLoss()], progress=False)
+    study = Study(gpt2, batches, {}, progress=False)
+    with pytest.raises(MetricError, match=message), does_not_run(gpt2), study:
+        study.passes([metric], loss=None)
 
 
 def test_functions_may_select_hook_points(gpt2: Any) -> None:

@@ -13,6 +13,7 @@ import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.metrics.edge_sums import EdgeSets, Segments
 from anchorlens.runs import way as decision
+from anchorlens.runs.study import Study
 from anchorlens.system import row_pieces
 from tests.references import plain
 from tests.support.measures import contributed, difference
@@ -270,11 +271,11 @@ def test_reads_are_those_of_whole_prompts(
         by_hand = [ByHand.of(model, batch) for batch in batches]
 
         def check(status: str, attention: str, **options: Any) -> None:
-            with al.Study(model, batches, {}, progress=False, resamples=0) as study:
-                plan = study.plan(metrics, **options)
-                assert status in plan.status and plan.way.attention.startswith(attention)
+            with Study(model, batches, {}, progress=False, resamples=0) as study:
+                passes = study.passes(metrics, **options)
+                assert status in passes.status and passes.way.attention.startswith(attention)
                 for batch, hand in zip(batches, by_hand, strict=True):
-                    ours = plan.contributions(batch)
+                    ours = passes.contributions(batch)
                     for name, (_, expected) in cases.items():
                         values = expected(hand, batch)
                         assert difference(ours[f"{name}/it"], values) <= 1e-10, name
@@ -328,8 +329,9 @@ def test_a_metric_sees_the_clean_logits_of_a_changed_run_and_copies_for_itself(g
         return al.isolate_labels(gpt2, batch, [0, 1])
 
     metrics = [Logits(lambda batch: At("pattern", al.edges.target), name) for name in "ab"]
-    with al.Study(gpt2, [batch], {}, progress=False, resamples=0) as study:
-        found = study.plan(metrics, hooks=isolated, share_prefix=False).contributions(batch)
+    with Study(gpt2, [batch], {}, progress=False, resamples=0) as study:
+        passes = study.passes(metrics, hooks=isolated, share_prefix=False)
+        found = passes.contributions(batch)
     for name, hooks in (("clean", None), ("changed", isolated)):
         options: dict[str, Any] = {"progress": False} | ({"hooks": hooks} if hooks else {})
         expected = al.target_logits(gpt2, [batch], **options)[batch.index]
@@ -374,9 +376,11 @@ def test_what_differs_between_prompts_in_shared_tokens_is_still_that_of_each(
     """The gradients of each prompt are its own, so that sums of them may differ too."""
     batches, (read, by_hand) = questions(gpt2, 5, batch_size=3), DIFFERING[name]
     expected = [by_hand(ByHand.of(gpt2, batch), batch) for batch in batches]
-    with al.Study(gpt2, batches, {}, progress=False, resamples=0) as study:
-        plan = study.plan([Reading(read)])
+    with Study(gpt2, batches, {}, progress=False, resamples=0) as study:
+        passes = study.passes([Reading(read)])
         differs = "off: reading differs between prompts that share their demonstrations"
-        assert "run once for all" in plan.status if name == "saliency" else plan.status == differs
+        is_shared = name == "saliency"
+        assert "run once for all" in passes.status if is_shared else passes.status == differs
         for batch, values in zip(batches, expected, strict=True):
-            assert difference(plan.contributions(batch)["reading/it"], values) <= 1e-5
+            found = passes.contributions(batch)["reading/it"]
+            assert difference(found, values) <= 1e-5

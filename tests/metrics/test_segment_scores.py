@@ -9,6 +9,7 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import MetricError
+from anchorlens.runs.study import Study
 from tests.references import plain
 from tests.support.measures import does_not_run, patterns_of
 from tests.support.tiny_models import questions
@@ -28,9 +29,9 @@ RUNS: list[tuple[Any, int, bool]] = [("left", 4, True), ("right", 3, True), ("le
 
 def scores_of(model: Any, batches: list[al.PromptBatch], metric: Any, **options: Any) -> Any:
     """The scores of all prompts, in the order of their queries."""
-    with al.Study(model, batches, {}, **QUIET) as study:
-        plan = study.plan([metric], **options)
-        collected = study.collect(plan.contributions)
+    with Study(model, batches, {}, **QUIET) as study:
+        passes = study.passes([metric], **options)
+        collected = study.collect(passes.contributions)
     start = f"{metric.name}/"
     own = {name.removeprefix(start): each for name, each in collected.items() if start in name}
     return metric.segment_scores(al.Contributions(own))

@@ -114,7 +114,7 @@ def test_where_there_are_no_values_an_error_names_the_cure(
         "metrics.flows": lambda: al.metrics.flows(pattern, pattern, pattern[0].bool(), weight=norm),
         "step_flows": lambda: al.step_flows(gpt2, batch.prompt(0), "answer", weight=norm),
         "trace_generation": lambda: al.trace_generation(gpt2, "Who?", weight=norm),
-        "integrated_flows": lambda: al.integrated_flows(gpt2, [batch], weight=norm),
+        "IntegratedFlows": lambda: al.IntegratedFlows(weight=norm),
     }
     for name, call in calls.items():
         message = rf"value_norm needs the values.* al\.{re.escape(name)} has not.*SegmentFlows\("

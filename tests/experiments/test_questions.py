@@ -1,0 +1,298 @@
+"""Questions of one run: each has the numbers that it has alone, and no pass is made twice."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError, RunError, StoreError
+from anchorlens.runs.passes import Passes
+from tests.support.asked import ask
+from tests.support.measures import assert_same, centred, does_not_run, logits_of
+from tests.support.tiny_models import questions
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:intervals of", "ignore:in layers .* the attributions do not sum to F"
+)
+
+SWEEP = al.EdgeSweep.isolation({"all": al.Site(range(3)), "last": al.Site(-1)}, draws=2)
+ATTRIBUTION = al.SegmentAttribution(al.subsets.lasso(8))
+SCORES: dict[str, Any] = {
+    "saliency": al.SegmentFlows(weight=al.weights.saliency),
+    "one by one": al.subsets.one_by_one,
+}
+CONTEXTS: dict[str, Any] = {"none": al.contexts.NoContext(), "anchors": al.compress}
+EXPERIMENTS: list[al.Question] = [
+    SWEEP,
+    al.Faithfulness(SCORES, subsets=8),
+    ATTRIBUTION,
+    al.SegmentSuppression(["label", "query"]),
+    al.IntegratedFlows(["label", "target"], steps=2),
+    al.PrefixEffect(),
+    al.ContextComparison(CONTEXTS, draws=2, repeats=0),
+]
+
+
+def the_same(ours: al.Record, alone: al.Record) -> None:
+    """Equal but for rounding in float64, which depends on the tokens that a pass runs over."""
+    assert_same(ours, alone, 1e-12)
+    for name, bounds in alone.intervals.items():
+        torch.testing.assert_close(
+            ours.intervals[name], bounds, rtol=1e-12, atol=1e-12, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_each_question_has_the_numbers_that_it_has_alone(exact_gpt2: Any, share: bool) -> None:
+    batches = questions(exact_gpt2, 4, batch_size=2, padding_side="left")
+    options: dict[str, Any] = {"resamples": 5, "progress": False, "share_prefix": share}
+    asked = [al.SaliencyFlows(), *EXPERIMENTS]
+    alone = {each.name: ask(exact_gpt2, batches, each, **options) for each in asked}
+    for order in (asked, asked[::-1]):
+        results = al.run(exact_gpt2, batches, order, **options)
+        assert [*results] == [question.name for question in order]
+        for name, record in results.items():
+            the_same(record, alone[name])
+            assert record.info == alone[name].info
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[list[int]]:
+    """How often the attention of each layer runs inside."""
+    calls = [0] * model.cfg.n_layers
+
+    def counting(layer: int, forward: Any) -> Any:
+        def count(*args: Any, **options: Any) -> Any:
+            calls[layer] += 1
+            return forward(*args, **options)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for layer, block in enumerate(model.blocks):
+            patch.setitem(vars(block.attn), "forward", counting(layer, block.attn.forward))
+        yield calls
+
+
+def passes_for(model: Any, batches: Any, asked: Sequence[al.Question], **options: Any) -> int:
+    """How many passes begin in the first layer; tiny ones, which find out what is possible, not."""
+    al.run(model, batches, asked, **QUIET, **options)
+    with counted(model) as calls:
+        al.run(model, batches, asked, **QUIET, **options)
+    return calls[0]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_clean_passes_and_shared_tokens_are_run_once_for_all_questions(
+    exact_gpt2: Any, share: bool
+) -> None:
+    batches = questions(exact_gpt2, 3, batch_size=2)
+    cost = partial(passes_for, exact_gpt2, batches, share_prefix=share)
+    clean = cost([al.Accuracy()])
+    assert clean == len(batches) + share  # and the demonstrations, where they run once
+    alone = [cost([question]) for question in (SWEEP, ATTRIBUTION, al.PrefixEffect())]
+    assert cost([SWEEP, al.Accuracy()]) == alone[0] > 2 * clean
+    assert cost([SWEEP, ATTRIBUTION]) == sum(alone[:2]) - clean
+    # The effect of a prefix makes clean passes of its own, after the same demonstrations.
+    assert cost([SWEEP, ATTRIBUTION, al.PrefixEffect()]) == sum(alone) - clean - share
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[str]]]:
+    """Of each batch that is computed the queries, and the questions that are asked."""
+    calls, contributions = list[tuple[list[int], list[str]]](), Passes.contributions
+
+    def spy(self: Any, batch: al.PromptBatch, names: Any = None) -> Any:
+        calls.append((batch.index.tolist(), list(names)))
+        return contributions(self, batch, names)
+
+    monkeypatch.setattr(Passes, "contributions", spy)
+    return calls
+
+
+def test_a_question_that_is_added_to_a_folder_is_computed_alone(
+    exact_gpt2: Any, tmp_path: Path, computed: Any
+) -> None:
+    batches = questions(exact_gpt2, 3, batch_size=1)
+    options: dict[str, Any] = {"folder": tmp_path, **QUIET}
+    sweep, attribution = SWEEP.name, ATTRIBUTION.name
+    first = ask(exact_gpt2, batches, SWEEP, **options)
+    numbers = [batch.index.tolist() for batch in batches]
+    assert computed == [(number, [sweep]) for number in numbers]
+    computed.clear()
+    both = al.run(exact_gpt2, batches, [ATTRIBUTION, SWEEP], **options)
+    # The first stored batch is computed again, to compare.
+    assert computed == [(numbers[0], [sweep]), *((number, [attribution]) for number in numbers)]
+    the_same(both[sweep], first)
+    the_same(both[attribution], ask(exact_gpt2, batches, ATTRIBUTION, **QUIET))
+    computed.clear()
+    for asked in ([SWEEP, ATTRIBUTION], [SWEEP], [ATTRIBUTION]):
+        for name, record in al.run(exact_gpt2, batches, asked, **options).items():
+            the_same(record, both[name])
+    names = [{sweep, attribution}, {sweep}, {attribution}]
+    assert [(number, {*asked}) for number, asked in computed] == [(numbers[0], n) for n in names]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MovedRecord(al.Record):
+    """How far the prediction moves."""
+
+    kl: Float[Tensor, ""] = al.kinds.mean("kl", low=0, unit="nats")
+    kl_of_prompts: Float[Tensor, " prompt"] = al.kinds.of_prompts("kl")
+    logits: Float[Tensor, "prompt vocab"] = al.kinds.of_prompts("logits")
+
+
+@dataclass(frozen=True)
+class Moved(al.Question):
+    """A question of a user: how far the prediction moves if label words are isolated in layers.
+
+    It makes an error of a batch that has the query ``fails_at``.
+    """
+
+    layers: tuple[int, ...] = (1, 2)
+    fails_at: int = -1
+    begins_late: bool = True
+    name: str = "moved"
+    record: ClassVar = MovedRecord
+
+    def hooks(self, model: Any, batch: al.PromptBatch) -> Sequence[Any]:
+        return al.isolate_labels(model, batch, self.layers)
+
+    def further(self, model: Any, batches: Any) -> al.Further:
+        return al.Further([partial(self.hooks, model)], self.layers if self.begins_late else ())
+
+    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+        if self.fails_at in batch.index.tolist():
+            raise MetricError(f"query {self.fails_at} has no number")
+        clean = passes.clean(batch).double().log_softmax(-1)
+        logits = passes.logits(batch, partial(self.hooks, passes.model), "isolated")
+        kl = (clean.exp() * (clean - logits.double().log_softmax(-1))).sum(-1)
+        return {"kl": kl.cpu(), "logits": logits.cpu()}
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_question_of_ones_own_starts_late_with_the_logits_of_whole_passes(
+    exact_gpt2: Any, share: bool
+) -> None:
+    batches = questions(exact_gpt2, 5, batch_size=2)
+    options: dict[str, Any] = {"share_prefix": share, **QUIET}
+    counts, records = [], []
+    for asked in (Moved(), Moved(begins_late=False)):
+        ask(exact_gpt2, batches, asked, **options)  # and tiny passes, which are not counted
+        with counted(exact_gpt2) as calls:
+            records.append(ask(exact_gpt2, batches, asked, **options))
+        counts.append(calls[:])
+    late, whole = counts
+    # A pass over each batch begins in layer 1; demonstrations run from the first layer on.
+    assert [a - b for a, b in zip(whole, late, strict=True)] == [len(batches), 0, 0]
+    assert late[1] - late[0] == len(batches)
+    the_same(records[0], records[1])
+    for batch in batches:
+        expected = logits_of(exact_gpt2, batch, al.isolate_labels(exact_gpt2, batch, (1, 2)))
+        ours = centred(records[0].logits[batch.index])
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+        clean = logits_of(exact_gpt2, batch, []).log_softmax(-1)
+        kl = torch.nn.functional.kl_div(
+            expected.log_softmax(-1), clean, log_target=True, reduction="none"
+        ).sum(-1)
+        assert (kl > 1e-9).all()
+        torch.testing.assert_close(records[0].kl_of_prompts[batch.index], kl, rtol=1e-6, atol=0)
+
+
+def test_a_question_of_ones_own_is_stored_and_goes_on(
+    exact_gpt2: Any, tmp_path: Path, computed: Any
+) -> None:
+    batches = questions(exact_gpt2, 6, batch_size=2)
+    options: dict[str, Any] = {"folder": tmp_path / "run", "resamples": 20, "progress": False}
+    record = ask(exact_gpt2, batches, Moved(), **options)
+    low, high = record.intervals["kl"]
+    assert low < record.kl < high and record.info["prompts"] == 6
+    (tmp_path / "run" / "rows-00001.safetensors").unlink()
+    computed.clear()
+    the_same(ask(exact_gpt2, batches, Moved(), **options), record)
+    assert computed == [(batches[k].index.tolist(), ["moved"]) for k in (0, 1)]
+    message = r"holds 'moved' of another run; .* stored .Moved\(.*, now .Moved\("
+    with pytest.raises(StoreError, match=message):
+        ask(exact_gpt2, batches, Moved((2,)), **options)
+    both = al.run(exact_gpt2, batches, [Moved((2,), name="last"), Moved()], **options)
+    the_same(both["moved"], record)
+    assert both["last"].kl != record.kl
+    the_same(al.load_record(record.save(tmp_path / "moved.safetensors")), record)
+
+
+def test_a_question_that_fails_leaves_the_others_their_records(
+    exact_gpt2: Any, tmp_path: Path, computed: Any
+) -> None:
+    batches = questions(exact_gpt2, 4, batch_size=2)
+    others: list[al.Question] = [SWEEP, al.Accuracy()]
+    asked = [others[0], Moved(fails_at=3), others[1]]
+    message = "^no result for moved: query 3 has no number$"
+    with pytest.raises(RunError, match=message) as caught:
+        al.run(exact_gpt2, batches, asked, folder=tmp_path, **QUIET)
+    results = caught.value.results
+    assert [*results] == ["isolation", "accuracy"]
+    for question in others:
+        the_same(results[question.name], ask(exact_gpt2, batches, question, **QUIET))
+    computed.clear()
+    with pytest.raises(RunError, match=message):
+        al.run(exact_gpt2, batches, asked, folder=tmp_path, **QUIET)
+    # What did not fail was stored; the first batch is computed again, to compare.
+    first, second = (batch.index.tolist() for batch in batches)
+    assert computed == [(first, [each.name for each in asked]), (second, ["moved"])]
+
+
+@pytest.mark.parametrize("question", [*EXPERIMENTS, Moved()], ids=lambda each: each.name)
+def test_hooks_that_change_the_run_are_refused_before_any_pass(
+    gpt2: Any, question: al.Question
+) -> None:
+    hooks: Callable[..., Any] = lambda batch: al.isolate_labels(gpt2, batch, 0)  # noqa: E731
+    batches = questions(gpt2, 2)
+    message = f"{question.name} makes passes of its own, which do not have the hooks"
+    with pytest.raises(MetricError, match=message), does_not_run(gpt2):
+        al.run(gpt2, batches, [al.Accuracy(), question], hooks=hooks, **QUIET)
+
+
+def test_two_questions_of_one_name_are_refused_before_any_pass(gpt2: Any) -> None:
+    batches = questions(gpt2, 2)
+    for asked in ([SWEEP, SWEEP], [SWEEP, al.Accuracy(), Moved(name="isolation")]):
+        with pytest.raises(MetricError, match="need different names; got"), does_not_run(gpt2):
+            al.run(gpt2, batches, asked, **QUIET)
+
+
+def logit_of_a_word(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+    return logits[:, 7]
+
+
+class OfOneMorePass(al.Question):
+    """A question with one more pass, in which a metric observes the gradient of another loss."""
+
+    name, record, metric = "more", al.records.SaliencyFlowsRecord, al.SaliencyFlows()
+
+    def further(self, model: Any, batches: Any) -> al.Further:
+        return al.Further(metrics=[self.metric], loss=logit_of_a_word)
+
+    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = passes.further(self, batch)[self.metric.name]
+        return found
+
+    def result(self, contributions: al.Contributions) -> al.Record:
+        return self.metric.result(contributions)
+
+
+def test_a_metric_can_observe_a_further_pass_with_a_loss_of_its_own(exact_gpt2: Any) -> None:
+    batches = questions(exact_gpt2, 3, batch_size=2)
+    results = al.run(exact_gpt2, batches, [OfOneMorePass(), al.SaliencyFlows()], **QUIET)
+    clean = ask(exact_gpt2, batches, al.SaliencyFlows(), **QUIET)
+    other = ask(exact_gpt2, batches, al.SaliencyFlows(), loss=logit_of_a_word, **QUIET)
+    the_same(results["saliency_flows"], clean)
+    the_same(results["more"], other)
+    assert not torch.allclose(other.flows, clean.flows, rtol=1e-2)
