@@ -19,6 +19,7 @@ from anchorlens.report.claims import Claim, Claims, Control, Verdict
 from anchorlens.results.estimate import Estimate
 from anchorlens.results.in_short import interval_in_short, values_in_short
 from anchorlens.results.text_tables import Section
+from tests.support.asked import ask, by_site
 from tests.support.html_checks import Parsed
 from tests.support.public import public
 from tests.support.tiny_models import questions
@@ -323,7 +324,9 @@ def test_a_run_returns_results_and_a_sweep_can_be_drawn(gpt2: Any) -> None:
     batches, sites = questions(gpt2, 2), al.sites.windows(gpt2, 2)
     options: dict[str, Any] = {"progress": False, "resamples": 0}
     assert type(al.run(gpt2, batches, [al.Accuracy()], **options)) is al.Results
-    sweep = al.isolation_sweep(gpt2, batches, sites, metrics=[al.Accuracy()], draws=1, **options)
+    sweep = by_site(
+        ask(gpt2, batches, al.EdgeSweep.isolation(sites, draws=1), *[al.Accuracy()], **options)
+    )
     assert list(sweep) == [*sites, "accuracy"]
     # In each of two panels: label words, random words, and the draws of these, at every site.
     assert [len(points.y) for points in sweep.plot().data] == [len(sites)] * 6

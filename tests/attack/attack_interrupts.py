@@ -16,6 +16,7 @@ import torch
 
 import anchorlens as al
 from anchorlens.passes.fused_attention import fused_attention
+from tests.support.asked import ask, by_site
 from tests.support.tiny_models import questions
 from tests.support.unchanged import everything_of
 
@@ -42,8 +43,10 @@ def calls_of(model: Any) -> dict[str, Callable[[], Any]]:
         "checkpoints": lambda: al.run(
             model, batches, [al.SaliencyFlows()], gradient_checkpointing=True, **run
         ),
-        "integrated": lambda: al.integrated_flows(model, batches, steps=1, **run),
-        "sweep": lambda: al.isolation_loyalty(model, batches, 0, draws=1, **run),
+        "integrated": lambda: ask(model, batches, al.IntegratedFlows(steps=1, **run)),
+        "sweep": lambda: by_site(
+            ask(model, batches, al.EdgeSweep.isolation({"isolated": al.Site(0)}, draws=1, **run))
+        )["isolated"],
         "fused": fused,
         "prepare": lambda: al.prepare_model(model),
     }

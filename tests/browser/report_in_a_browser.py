@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import anchorlens as al
+from tests.support.asked import ask, by_site
 from tests.support.chromium import Visit, serious_violations
 from tests.support.screens import PHONE, WIDE
 from tests.support.tiny_models import questions, tiny_gpt2
@@ -33,7 +34,9 @@ def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactor
     ]
     results: dict[str, Any] = dict(al.run(model, batches, metrics, **options))
     sites = al.sites.first_and_last(model, [1])
-    results["isolation"] = al.isolation_sweep(model, batches, sites, draws=2, **options)
+    results["isolation"] = by_site(
+        ask(model, batches, al.EdgeSweep.isolation(sites, draws=2), **options)
+    )
     results["one_prompt"] = al.plot_prompt(model, batches[0])
     isolations: dict[str, Any] = results["isolation"]
     for records in (results, isolations):

@@ -64,8 +64,10 @@ def test_demo_writes_report_results_and_settings(
         tmp_path / "questions" / "saliency_flows.safetensors"
     )
     assert flows.share.shape == (6, 3)
-    path = tmp_path / "sentiment" / "isolation_first_2_layers.safetensors"
-    assert len(al.records.CutEdgesRecord.load(path).random_word_loyalty) == 2
+    path = tmp_path / "sentiment" / "isolation.safetensors"
+    isolation = al.records.EdgeSweepRecord.load(path)
+    assert isolation.axis_names("site") == ("first 2 layers", "last 2 layers")
+    assert isolation.random_word_loyalty.shape == (2, 2)
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
@@ -139,8 +141,7 @@ def test_fresh_leaves_no_record_of_the_run_before(
     records = {path.name for path in folder.glob("*.safetensors")}
     assert records == {
         *("saliency_flows.safetensors", "attention_aucroc.safetensors", "accuracy.safetensors"),
-        *("isolation_first_2_layers.safetensors", "isolation_last_2_layers.safetensors"),
-        "isolation_mine.safetensors",
+        *("isolation.safetensors", "isolation_mine.safetensors"),
     }
     assert all((folder / name).read_text() == "mine" for name in of_a_user)
     assert (out / "report.html").exists()

@@ -34,6 +34,7 @@ RECORDS: dict[str, type[al.Record]] = {
     "saliency_flows": al.records.SaliencyFlowsRecord,
     "attention_aucroc": al.records.AttentionAUCROCRecord,
     "anchor_distances": al.records.AnchorDistancesRecord,
+    "isolation": al.records.EdgeSweepRecord,
 }
 
 
@@ -122,7 +123,7 @@ def test_two_processes_write_the_same_as_one(
     assert names == {path.relative_to(tmp_path / "two") for path in (tmp_path / "two").rglob("*.*")}
     for name in names:
         if name.suffix == ".safetensors" and "rows" not in name.parts:
-            record_class = RECORDS.get(name.stem, al.records.CutEdgesRecord)
+            record_class = RECORDS[name.stem]
             of_two, of_one = (
                 record_class.load(tmp_path / folder / name) for folder in ("two", "one")
             )

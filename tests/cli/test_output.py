@@ -40,20 +40,22 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     flows = al.records.SaliencyFlowsRecord.load(tmp_path / "questions/saliency_flows.safetensors")
     deep = {name: value["value"] for name, value in values["saliency_flows"]["deep_share"].items()}
     assert [*deep] == ["wp", "pq", "ww"] and [*deep.values()] == flows.deep_share.tolist()
-    path = tmp_path / "questions/isolation_first_2_layers.safetensors"
-    isolation = al.records.CutEdgesRecord.load(path)
-    found = values["isolation"]["first 2 layers"]
-    assert found["word_loyalty"] == {
-        "value": float(isolation.word_loyalty),
-        "interval": isolation.intervals["word_loyalty"].tolist(),
+    isolation = al.records.EdgeSweepRecord.load(tmp_path / "questions/isolation.safetensors")
+    sites = isolation.axis_names("site") or ()
+    assert sites == ("first 2 layers", "last 2 layers")
+    assert values["isolation"]["word_loyalty"] == {
+        site: {
+            "value": float(isolation.word_loyalty[number]),
+            "interval": isolation.intervals["word_loyalty"][:, number].tolist(),
+        }
+        for number, site in enumerate(sites)
     }
-    assert found["random_label_loyalty"] == isolation.random_label_loyalty.tolist()
+    of_draws = values["isolation"]["random_label_loyalty"]
+    assert of_draws == isolation.random_label_loyalty.tolist()
     # The bars have names, and there are none of other libraries.
-    assert "metrics: 100%" in printed.err and "isolation: 100%" in printed.err
+    assert printed.err.count("run: 100%") >= 2  # of the metrics, and of the isolation
     assert "Loading weights" not in printed.err
-    assert printed.err.count("%|") == printed.err.count("metrics:") + printed.err.count(
-        "isolation:"
-    )
+    assert printed.err.count("%|") == printed.err.count("run:")
     assert f"report: {tmp_path / 'report.html'}" in printed.err and "Next: " in printed.err
 
     assert call(monkeypatch, "run", *arguments, *QUICK, "--quiet") == 0
@@ -163,7 +165,7 @@ def test_a_command_stores_everything_where_nothing_can_be_printed(
     error = f"error: the standard output cannot be written: {reason}"
     assert errors == [f"{error}; all files are in --out", error]
     assert (tmp_path / "report.html").exists() and (tmp_path / "settings.json").exists()
-    assert (tmp_path / "questions" / "isolation_first_layer.safetensors").exists()
+    assert (tmp_path / "questions" / "isolation.safetensors").exists()
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")

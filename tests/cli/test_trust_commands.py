@@ -13,6 +13,7 @@ from anchorlens.errors import DataError
 from anchorlens.experiments import analysis
 from anchorlens.prompts.documents import read_documents
 from tests.cli.test_cli import call, error_of
+from tests.support.asked import ask
 from tests.support.tiny_models import tiny_gpt2
 
 QUICK = ["--queries", "12", "--depth", "1", "--draws", "2"]
@@ -150,7 +151,7 @@ def test_faithfulness_explains_what_the_model_writes(
 
 @WARNED
 @pytest.mark.parametrize("removal", ["edges", "text"])
-def test_faithfulness_of_a_task_is_that_of_the_function(
+def test_faithfulness_of_a_task_is_that_of_the_question(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, removal: str
 ) -> None:
     arguments = ["--model", str(shallow_folder), "--queries", "3", "--subsets", "5", "--top", "2"]
@@ -160,8 +161,11 @@ def test_faithfulness_of_a_task_is_that_of_the_function(
     values = json.loads(capsys.readouterr().out)["faithfulness"]
     model = al.load_model(shallow_folder)
     batches = al.sample_prompts(model, "questions", queries=3)
-    expected = al.faithfulness(
-        model, batches, subsets=5, top=2, remove=getattr(al.removal, removal), progress=False
+    expected = ask(
+        model,
+        batches,
+        al.Faithfulness(subsets=5, top=2, remove=getattr(al.removal, removal)),
+        progress=False,
     )
     found = [score["value"] for score in values["drop"].values()]
     assert found == pytest.approx(expected.drop.tolist(), abs=1e-5)

@@ -15,6 +15,7 @@ from anchorlens.contexts import compressed
 from anchorlens.errors import AnchorlensError, ModelError, PromptError, StoreError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
+from tests.support.asked import ask
 from tests.support.measures import centred, difference
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 from tests.support.trained_contexts import same
@@ -254,9 +255,9 @@ def test_what_is_stored_tells_separate_demonstrations_apart(gpt2: Any, tmp_path:
     with pytest.raises(StoreError, match="does not say whether demonstrations were run separately"):
         al.contexts.load_context(damaged.save(tmp_path / "context.safetensors"))
     options: dict[str, Any] = {"folder": tmp_path / "rows", "repeats": 0, **QUIET}
-    al.compare_contexts(gpt2, batches, {"anchors": al.compress}, **options)
+    ask(gpt2, batches, al.ContextComparison({"anchors": al.compress}), **options)
     with pytest.raises(StoreError, match="context anchors: stored"):
-        al.compare_contexts(gpt2, batches, {"anchors": separate}, **options)
+        ask(gpt2, batches, al.ContextComparison({"anchors": separate}), **options)
     wrong: Any = 1
     with pytest.raises(AnchorlensError, match="separately of compress must be True or False"):
         al.compress(gpt2, batches[0], separately=wrong)
@@ -416,7 +417,7 @@ def test_a_context_of_all_tokens_is_fully_loyal(gpt2: Any) -> None:
         "all": partial(al.compress, select=al.contexts.selection.everything)
     }
     options: dict[str, Any] = {"draws": 1, "repeats": 0, "progress": False}
-    record = al.compare_contexts(gpt2, questions(gpt2, 6, batch_size=3), contexts, **options)
+    record = ask(gpt2, questions(gpt2, 6, batch_size=3), al.ContextComparison(contexts), **options)
     assert record.label_loyalty == record.word_loyalty == 1 and record.kl < 1e-9
     assert record.accuracy == record.whole_accuracy
     assert record.intervals["label_gap"].shape == (2, 1)

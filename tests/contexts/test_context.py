@@ -11,6 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import ModelError, PromptError
+from tests.support.asked import ask
 from tests.support.measures import difference, does_not_run
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
@@ -106,7 +107,9 @@ def test_a_later_set_is_refused_before_any_pass(gpt2: Any) -> None:
     batches = questions(gpt2, 3)
     batches += al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], bare, [query])
     with pytest.raises(PromptError, match="has 0 text tokens"), does_not_run(gpt2):
-        al.compare_contexts(gpt2, batches, {"none": al.contexts.NoContext()}, draws=1, **QUIET)
+        ask(
+            gpt2, batches, al.ContextComparison({"none": al.contexts.NoContext()}, draws=1), **QUIET
+        )
 
 
 def test_a_comparison_leaves_no_trace(hooked: Any, byte_level: Any) -> None:
@@ -117,7 +120,7 @@ def test_a_comparison_leaves_no_trace(hooked: Any, byte_level: Any) -> None:
     model.train()
     state = torch.get_rng_state()
     contexts: dict[str, Any] = {"anchors": al.compress}
-    al.compare_contexts(model, questions(model, 2), contexts, draws=1, repeats=1, **QUIET)
+    ask(model, questions(model, 2), al.ContextComparison(contexts, draws=1, repeats=1), **QUIET)
     assert model.training and torch.equal(state, torch.get_rng_state())
 
 

@@ -207,8 +207,11 @@ def waits() -> dict[str, list[int]]:
             "distances": lambda n: al.run(
                 model, batches[:n], [al.AnchorDistances(directions=2)], **quiet
             ),
-            "isolation, two draws": lambda n: al.isolation_loyalty(
-                model, batches[:n], 0, draws=2, **quiet
+            "isolation, two draws": lambda n: al.run(
+                model,
+                batches[:n],
+                [al.EdgeSweep.isolation({"first": al.Site(0)}, draws=2)],
+                **quiet,
             ),
             "a step of training": lambda n: al.train_prefix(
                 model,

@@ -15,6 +15,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError, RunError, StoreError
 from anchorlens.runs.passes import Passes
+from anchorlens.runs.study import Study
 from tests.support.asked import ask
 from tests.support.measures import assert_same, centred, does_not_run, logits_of
 from tests.support.tiny_models import questions
@@ -296,3 +297,85 @@ def test_a_metric_can_observe_a_further_pass_with_a_loss_of_its_own(exact_gpt2: 
     the_same(results["saliency_flows"], clean)
     the_same(results["more"], other)
     assert not torch.allclose(other.flows, clean.flows, rtol=1e-2)
+
+
+def test_two_sweeps_of_one_run_keep_what_shared_tokens_give_with_their_own_edges(
+    exact_gpt2: Any,
+) -> None:
+    """Both have the same names of sites and draws, under which these are stored."""
+    batches = questions(exact_gpt2, 4, batch_size=2)
+    sites = {"first": al.Site(0)}
+    isolation = al.EdgeSweep.isolation(sites, draws=2)
+    others = al.EdgeSweep(al.edges.pq, sites, control=al.edges.random_edges, draws=2)
+    results = al.run(exact_gpt2, batches, [isolation, others], **QUIET)
+    for question in (isolation, others):
+        the_same(results[question.name], ask(exact_gpt2, batches, question, **QUIET))
+
+
+class Disturbing(Moved):
+    """Runs other prompts than those that it is asked about."""
+
+    def of_batch(self, passes: Passes, batch: al.PromptBatch) -> dict[str, Tensor]:
+        passes.clean(passes.batches[-1].prompt(0))
+        return super().of_batch(passes, batch)
+
+
+def test_a_pass_over_other_prompts_changes_nothing_for_the_next_question(exact_gpt2: Any) -> None:
+    batches = questions(exact_gpt2, 5, batch_size=2)
+    asked = [Disturbing((1,)), al.Accuracy(), al.AttentionAUCROC()]
+    results = al.run(exact_gpt2, batches, asked, **QUIET)
+    for question in asked[1:]:
+        the_same(results[question.name], ask(exact_gpt2, batches, question, **QUIET))
+
+
+def test_how_a_run_is_made_holds_for_the_pass_of_a_question(exact_gpt2: Any) -> None:
+    batches = questions(exact_gpt2, 4)
+    options: dict[str, Any] = {"share_prefix": False, "gradient_checkpointing": True}
+    study = Study(exact_gpt2, batches, {}, **QUIET)
+    with study.entered():
+        passes = study.passes([al.Faithfulness(SCORES, subsets=8)], **options)
+        of_question = passes._further["faithfulness"]
+        assert "off" in of_question.status and of_question.way.is_checkpointed
+        assert not passes.way.is_checkpointed  # its own pass has no gradient
+
+
+@dataclass(frozen=True)
+class Wrong(al.Question):
+    """A question with mistakes."""
+
+    what: str = ""
+    name: ClassVar = "wrong"
+    record: ClassVar = al.records.AccuracyRecord
+
+    def of_run(self, model: Any, batches: Sequence[al.PromptBatch]) -> Any:
+        return None if self.what == "no question" else self
+
+    def further(self, model: Any, batches: Sequence[al.PromptBatch]) -> Any:
+        found: dict[str, Any] = {"a list": [], "no layer": al.Further(layers=[99])}
+        return found.get(self.what, al.Further())
+
+    def of_batch(self, passes: Passes, batch: al.PromptBatch) -> dict[str, Tensor]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no question", r"of_run of wrong must return the question that is asked.*got a NoneType"),
+        ("a list", r"further of wrong must return an al\.Further.*got a list"),
+        ("no layer", "layers must be numbers from 0 to 2.*got \\[99\\]"),
+        ("nothing", "no result for wrong: contributions must be a dict of tensors; got an empty"),
+    ],
+)
+def test_mistakes_in_a_question_are_told(exact_gpt2: Any, what: str, message: str) -> None:
+    with pytest.raises(al.AnchorlensError, match=message):
+        al.run(exact_gpt2, questions(exact_gpt2, 2), [Wrong(what)], **QUIET)
+
+
+def test_what_is_timed_decides_nothing_that_is_stored(exact_gpt2: Any, tmp_path: Path) -> None:
+    batches, options = questions(exact_gpt2, 4), {**QUIET, "folder": tmp_path}
+    for repeats in (0, 1):
+        record = ask(
+            exact_gpt2, batches, al.ContextComparison(CONTEXTS, repeats=repeats), **options
+        )
+    assert not record.seconds.isnan().any()

@@ -11,12 +11,12 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.contexts.compressed import contexts
 from anchorlens.errors import ModelError
+from anchorlens.metrics.question import no_hooks
 from anchorlens.models.kv_cache import entries_of, layers_of_entries
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.shared_prefix import no_hooks
 from anchorlens.runs import way
 from anchorlens.runs.checks import possible
-from anchorlens.runs.runner import Runner
+from anchorlens.runs.passes import Passes
 from tests.models.test_matrix import LINE, cases, hooked
 from tests.references import plain
 from tests.references.comparison import DIRECTIONS, batch_of, cut_layers, weights_of
@@ -84,14 +84,16 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
     shared = list(results_of(model, batch))
     with monkeypatch.context() as patch:
         patch.setattr(way, "shared_lengths", lambda *of: {})
-        patch.setattr(Runner, "why_not_late", lambda runner, of: dict.fromkeys(of, "off"))
+        patch.setattr(Passes, "why_not_late", lambda runner, of: dict.fromkeys(of, "off"))
         whole = list(results_of(model, batch))
-    skipped = shared[-1].info["skipped_layers"]
+    skipped, *in_whole = (
+        each[-1].info["sites"]["last"]["skipped_layers"] for each in (shared, whole)
+    )
     if len(set(entries_of(model))) < model.cfg.n_layers:
         assert skipped == "no start at layer 4, after which keys of layer 2 are read"
     else:
         assert skipped == model.cfg.n_layers - 1
-    assert whole[-1].info["skipped_layers"] == "off"
+    assert in_whole == ["off"]
     for ours, theirs in zip(shared, whole, strict=True):
         assert "run once" in ours.info["shared_prefix"]
         assert theirs.info["shared_prefix"].startswith("off")
@@ -106,7 +108,7 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
 
 
 def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
-    """Yield the record of every metric, of flows with isolated label words, and of a sweep."""
+    """Yield the record of flows with isolated label words, of every metric, and of a sweep."""
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(DIRECTIONS)]
     metrics += [al.Accuracy(), al.LabelHeads(draws=2)]
     options: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -119,10 +121,10 @@ def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
     # Saliency flows need value biases that are not folded.
     flows, _ = possible(model, [batch], [al.SaliencyFlows(), al.SegmentFlows()])
     metrics += flows
-    yield from al.run(model, [batch], metrics, **options).values()
     yield from al.run(model, [batch], [*flows, al.Loyalty()], hooks=isolated, **options).values()
     sites = {"first": al.Site(layers), "last": al.Site(-1)}
-    yield from al.isolation_sweep(model, [batch], sites, draws=1, **options).values()
+    asked = [*metrics, al.EdgeSweep.isolation(sites, draws=1)]
+    yield from al.run(model, [batch], asked, **options).values()
 
 
 def some_positions(demonstrations: al.PromptBatch) -> Tensor:

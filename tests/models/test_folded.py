@@ -25,26 +25,27 @@ from tests.support.tiny_models import questions, raw_model
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 # Joint projections with biases; grouped keys and values with biases; attention that is replaced.
 FOLDED = ("GPT-2", "Qwen2", "OPT")
-# The public names that a model is given to, and the call of device_calls.py that uses them.
+# The public names that a model is given to, the public questions that make passes of their own, and
+# the call of device_calls.py that uses them.
 CALLS = {
+    "ContextComparison": "contexts",
+    "EdgeSweep": "isolation",
+    "Faithfulness": "faithfulness",
+    "IntegratedFlows": "integrated",
+    "PrefixEffect": "effect",
+    "SegmentAttribution": "attribution",
+    "SegmentSuppression": "suppression",
     "block_edges": "block_edges",
     "caches.from_caches": "caches",
     "caches.names_filter": "caches",
-    "compare_contexts": "contexts",
     "compress": "compressed",
     "context_from_peft": "peft",
     "context_to_peft": "peft",
-    "edge_sweep": "cut edges",
-    "faithfulness": "faithfulness",
     "hard_prompts.of_tokens": "given words",
     "hard_prompts.random": "random words",
     "head_effects": "head effects",
-    "integrated_flows": "integrated",
     "isolate_labels": "isolate_labels",
     "isolate_random": "isolate_random",
-    "isolation_loyalty": "isolation",
-    "isolation_sweep": "sweep",
-    "prefix_effect": "effect",
     "prepare_model": "prepared again",
     "removal.edges": "attribution",
     "removal.text": "attribution",
@@ -54,8 +55,6 @@ CALLS = {
     "reweight_demonstrations": "reweighting",
     "saliency": "maps",
     "scale_edges": "scale_edges",
-    "segment_attribution": "attribution",
-    "segment_suppression": "suppression",
     "sites.first_and_last": "sweep",
     "sites.windows": "cut edges",
     "step_flows": "steps",
@@ -85,15 +84,18 @@ def twin(name: str, tokenizer: Any, *, fold: bool) -> Any:
 
 
 def calls_here(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Each metric in a run of its own, each weight, and what device_calls.py has no numbers of."""
+    """Each metric in a run of its own, each weight, and what device_calls.py has no numbers of.
+
+    A prefix is here that of the demonstrations, and in device_calls.py a context.
+    """
     batches = questions(model, 6, batch_size=3)
 
-    def run(*metrics: al.Metric, **options: Any) -> Any:
-        return al.run(model, batches, metrics, **(QUIET | options))
+    def run(*asked: al.Question, **options: Any) -> Any:
+        return al.run(model, batches, asked, **(QUIET | options))
 
     options: dict[str, dict[str, Any]] = {"AnchorDistances": {"directions": 2}}
     options |= {"LabelHeads": {"draws": 1}, "SegmentAttention": {"apart": 1}}
-    for name in sorted(metrics()):
+    for name in sorted(metrics() | {"PrefixEffect"}):
         cut = partial(al.isolate_labels, model, site=0) if name == "Loyalty" else None
         metric = public()[name](**options.get(name, {}))
         yield name, partial(run, metric, hooks=cut)
@@ -131,14 +133,19 @@ def calls_here(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     )
 
 
-def metrics() -> set[str]:
-    """The public classes of metrics."""
-    classes = {name: value for name, value in public().items() if name[0].isupper()}
+def kinds_of(parent: type) -> set[str]:
+    """The public classes that inherit from a public class."""
+    classes = {name: value for name, value in public().items() if inspect.isclass(value)}
     return {
         name
         for name, value in classes.items()
-        if inspect.isclass(value) and issubclass(value, al.Metric) and value is not al.Metric
+        if issubclass(value, parent) and value not in (al.Metric, al.Question)
     }
+
+
+def metrics() -> set[str]:
+    """The public classes of metrics."""
+    return kinds_of(al.Metric)
 
 
 def weights() -> set[str]:
@@ -174,7 +181,9 @@ def given_a_model() -> set[str]:
 @pytest.mark.with_shapes
 def test_every_public_call_is_here() -> None:
     assert len(metrics()) > 8 and len(weights()) > 6
-    assert given_a_model() == CALLS.keys() | HERE | NO_NUMBERS | COMPOSED
+    with_passes = kinds_of(al.Question) - metrics()
+    here = CALLS.keys() | HERE | NO_NUMBERS | COMPOSED
+    assert given_a_model() | with_passes == here
 
 
 @pytest.mark.parametrize(

@@ -178,8 +178,7 @@ def test_gradients_of_a_step_equal_those_of_its_loss(name: str, kind: str) -> No
 
 
 def mean_at_target(model: Any, batch: al.PromptBatch, point: Any, **split: Any) -> Tensor:
-    with al.Study(model, [batch], {}, resamples=0, progress=False) as study:
-        return mean_states(study, point, al.edges.target, **split)
+    return mean_states(model, [batch], point, al.edges.target, progress=False, **split)
 
 
 def assert_own_outputs_change_nothing(model: Any, batch: al.PromptBatch, name: str) -> None:

@@ -19,6 +19,7 @@ from anchorlens.passes.forward import run_pass
 from tests.models.test_matrix import cases, hooked
 from tests.references import plain
 from tests.references.comparison import batch_of, precise, weights_of
+from tests.support.asked import ask
 from tests.support.measures import difference
 
 NORM_AFTER = (
@@ -91,8 +92,12 @@ def test_a_layer_is_complete_or_named_in_a_warning(name: str) -> None:
     layer = model.cfg.n_layers - 1
     with precise(FLOAT64), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        record = al.integrated_flows(
-            model, [prompt], ["text", "label"], output=losses, steps=6, resamples=0, progress=False
+        record = ask(
+            model,
+            [prompt],
+            al.IntegratedFlows(["text", "label"], output=losses, steps=6),
+            resamples=0,
+            progress=False,
         )
     assert difference(record.change[layer], change_of(name, prompt, layer)) <= 1e-9
     error = (record.attributed - record.change).abs()

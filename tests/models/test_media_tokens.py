@@ -14,6 +14,8 @@ import anchorlens as al
 from anchorlens.contexts.prefix import random_tokens
 from anchorlens.errors import PromptError
 from anchorlens.models.media_tokens import media_tokens, without_media_tokens
+from anchorlens.runs.study import Study
+from tests.support.asked import ask
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions, randomize
 
@@ -81,9 +83,9 @@ CALLS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "target_logits": lambda m, b: al.target_logits(m, [b], progress=False),
     "saliency": lambda m, b: al.saliency(m, b, loss=answer()),
     "step_flows": lambda m, b: al.step_flows(m, b, "answer"),
-    "integrated_flows": lambda m, b: al.integrated_flows(m, [b], steps=1, **QUIET),
-    "suppression": lambda m, b: al.segment_suppression(m, [b], **QUIET),
-    "Study": lambda m, b: al.Study(m, [b], {}, **QUIET).entered().__enter__(),
+    "integrated_flows": lambda m, b: ask(m, [b], al.IntegratedFlows(steps=1), **QUIET),
+    "suppression": lambda m, b: ask(m, [b], al.SegmentSuppression(), **QUIET),
+    "Study": lambda m, b: Study(m, [b], {}, **QUIET).entered().__enter__(),
     "plot_prompt": lambda m, b: al.plot_prompt(m, with_demonstrations(m)),
     "compress": lambda m, b: al.compress(m, with_demonstrations(m)),
     "a prefix": lambda m, b: al.plot_prefix_pattern(m, with_demonstrations(m), 0, 0),
@@ -123,10 +125,8 @@ def test_caches_of_a_pass_with_the_image_are_right(llava: Any) -> None:
         ours = results["segment_attention"].attention[1, :, 2, 1]
         torch.testing.assert_close(ours, read.double())
     batch = with_demonstrations(llava)
-    with torch.no_grad():
-        own = llava.run_with_cache(batch.tokens, names_filter=[])
     with pytest.raises(PromptError, match="holds the token"):  # it makes passes of its own
-        al.caches.from_caches([al.PrefixEffect()], [batch], [own], model=llava, resamples=0)
+        ask(llava, [batch], al.PrefixEffect(), **QUIET)
 
 
 @pytest.mark.with_shapes

@@ -16,6 +16,7 @@ from anchorlens.models.model_state import without_user_hooks
 from tests.models.test_matrix import LINE, cases
 from tests.references.architectures import BY_NAME, ROWS
 from tests.references.comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
+from tests.support.asked import ask
 from tests.support.hooked_transformers import with_its_bos
 from tests.support.measures import difference
 from tests.support.tiny_models import boot, questions, tiny_gpt2, with_dropout
@@ -57,7 +58,7 @@ def test_every_experiment_runs_without_dropout(byte_level: Any, raw: Any) -> Non
     batches = questions(model, 4)
     calls = [
         lambda: al.run(model, batches, [al.Accuracy()], **QUIET)["accuracy"].correct,
-        lambda: al.isolation_loyalty(model, batches, 0, draws=1, **QUIET).kl,
+        lambda: ask(model, batches, al.EdgeSweep.isolation({"0": al.Site(0)}, draws=1), **QUIET).kl,
         lambda: (
             al.contexts.train_reweighting(
                 model, batches, al.contexts.Training(steps=1, progress=False)
@@ -126,10 +127,9 @@ def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
     model.add_hook(*given[0])
     logits = al.target_logits(model, batches, progress=False)
     assert torch.equal(logits, expected) and difference(logits, clean) > 1e-3
-    sweep = al.isolation_sweep(
-        model, batches, al.sites.first_and_last(model, [1]), draws=1, **QUIET
-    )
-    assert "hooks on the model" in sweep["last layer"].info["skipped_layers"]
+    isolation = al.EdgeSweep.isolation(al.sites.first_and_last(model, [1]), draws=1)
+    sites = ask(model, batches, isolation, **QUIET).info["sites"]
+    assert "hooks on the model" in sites["last layer"]["skipped_layers"]
     context = al.compress(model, batches[0], select=al.contexts.selection.everything)
     answers = context.logits(model, batches[0])[batches[0].index.argsort()]
     assert difference(answers, expected) < 1e-5

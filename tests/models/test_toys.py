@@ -101,16 +101,21 @@ def test_another_toy_has_another_fingerprint(byte_level: Any) -> None:
 
 
 @pytest.mark.changes_model
+@pytest.mark.filterwarnings("ignore:in layers .* the attributions do not sum")
 def test_every_experiment_runs(toy: Any) -> None:
     batches = questions(toy, 4, batch_size=2)
     sites = {"first": al.Site(0), "last": al.Site(-1)}
-    sweep = al.isolation_sweep(toy, batches, sites, draws=1, **QUIET)
-    assert list(sweep.values())[-1].info["skipped_layers"] == 2
+    sweep = al.run(toy, batches, [al.EdgeSweep.isolation(sites, draws=1)], **QUIET)["isolation"]
+    assert [*sweep.info["sites"].values()][-1]["skipped_layers"] == 2
     beta = al.contexts.train_reweighting(
         toy, batches, al.contexts.Training(steps=2, progress=False)
     )
     assert beta.of_prompts(batches[0]).any()
-    al.isolation_loyalty(toy, batches, 0, draws=1, **QUIET)
+    asked = [
+        *(al.SegmentAttribution(al.subsets.one_by_one), al.SegmentSuppression()),
+        *(al.IntegratedFlows(steps=2), al.Faithfulness({"a": al.SegmentAttention()}, subsets=3)),
+    ]
+    assert list(al.run(toy, batches, asked, **QUIET)) == [question.name for question in asked]
 
 
 @pytest.mark.with_shapes

@@ -161,7 +161,7 @@ def test_distances_need_queries_and_keys_at_hook_points(gemma3: Any, monkeypatch
     assert facts_of(gemma3).operands == (None, None, None)
     batch = questions(gemma3, 2)[0]
     with pytest.raises(MetricError, match=r"layers \[0, 1, 2\] of .* at no hook point"):
-        Observation(Layers.of(gemma3), al.AnchorDistances(), batch)
+        Observation.of(Layers.of(gemma3), al.AnchorDistances(), batch)
     monkeypatch.setattr(
         "anchorlens.models.verify_hooks.QUERY_AND_KEY", (("hook_q_normed", "hook_k_normed"),)
     )

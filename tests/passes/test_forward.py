@@ -16,6 +16,7 @@ from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptEr
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.loss_checks import check_gradient_of_loss, check_loss
+from tests.support.asked import ask
 from tests.support.measures import hooks_on
 from tests.support.tiny_models import questions, tiny_gpt2
 
@@ -142,8 +143,12 @@ CALLS: list[Callable[[Any, al.PromptBatch], Any]] = [
     lambda model, batch: al.run(model, [batch], METRICS, resamples=2, progress=False),
     lambda model, batch: al.saliency(model, batch),
     lambda model, batch: al.prepare_model(model),
-    lambda model, batch: al.isolation_loyalty(
-        model, [batch], 0, draws=1, resamples=2, progress=False
+    lambda model, batch: ask(
+        model,
+        [batch],
+        al.EdgeSweep.isolation({"first": al.Site(0)}, draws=1),
+        resamples=2,
+        progress=False,
     ),
     lambda model, batch: al.run(
         model, [batch], [al.Loyalty()], hooks=lambda b: al.isolate_labels(model, b, 0), **QUIET
@@ -205,7 +210,7 @@ def test_no_trace_is_left_after_bad_input(gpt2: Any) -> None:
         lambda: al.run(
             gpt2, [batch], METRICS, hooks=lambda b: al.isolate_labels(gpt2, b, 99), progress=False
         ),
-        lambda: al.isolation_loyalty(gpt2, [batch], 99),
+        lambda: ask(gpt2, [batch], al.EdgeSweep.isolation({"no such": al.Site(99)})),
     ]
     for call in bad:
         with unchanged(gpt2), pytest.raises(AnchorlensError):
@@ -278,7 +283,7 @@ def test_a_loss_of_a_prompt_that_depends_on_other_prompts_is_refused(gpt2: Any, 
     one_and_several = [batch.prompt(0), batch.prompts(1, 4)]
     calls: list[Callable[[], Any]] = [
         lambda: al.run(gpt2, one_and_several, METRICS, loss=loss, progress=False),
-        lambda: al.integrated_flows(gpt2, one_and_several, output=loss, progress=False),
+        lambda: ask(gpt2, one_and_several, al.IntegratedFlows(output=loss), progress=False),
         lambda: al.saliency(gpt2, batch, loss=loss),
         lambda: al.saliency(gpt2, batch, loss=loss, weight=al.weights.signed, per_head=True),
     ]
@@ -370,7 +375,7 @@ def test_prompts_that_do_not_fit_are_refused(
         lambda: al.run(gpt2, [batch], METRICS[:1]),
         lambda: al.saliency(gpt2, batch),
         lambda: run_pass(gpt2, batch),
-        lambda: al.isolation_loyalty(gpt2, [batch], 0),
+        lambda: ask(gpt2, [batch], al.EdgeSweep.isolation({"first": al.Site(0)})),
     ):
         with pytest.raises(PromptError, match=message):
             call()

@@ -13,6 +13,7 @@ from anchorlens.errors import PromptError
 from anchorlens.passes.observers import Layers
 from anchorlens.passes.provide import check_reads
 from anchorlens.runs.checks import possible
+from tests.support.asked import ask
 from tests.support.tiny_models import questions
 
 LENGTH, PROMPTS = 3000, 4
@@ -33,14 +34,16 @@ REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "target_logits": lambda model, batch: al.target_logits(
         model, [batch], hooks=lambda batch: al.isolate_labels(model, batch, 0)
     ),
-    "isolation_sweep": lambda model, batch: al.isolation_sweep(model, [batch], {"a": al.Site(0)}),
-    "edge_sweep": lambda model, batch: al.edge_sweep(
-        model, [batch], al.edges.pq, {"a": al.Site(0)}
+    "isolation": lambda model, batch: ask(
+        model, [batch], al.EdgeSweep.isolation({"a": al.Site(0)})
+    ),
+    "edge sweep": lambda model, batch: ask(
+        model, [batch], al.EdgeSweep(al.edges.pq, {"a": al.Site(0)})
     ),
     "train_reweighting": lambda model, batch: al.contexts.train_reweighting(model, [batch]),
     "compress": al.compress,
-    "compare_contexts": lambda model, batch: al.compare_contexts(
-        model, [batch], {"anchors": al.compress}
+    "contexts": lambda model, batch: ask(
+        model, [batch], al.ContextComparison({"anchors": al.compress})
     ),
 }
 

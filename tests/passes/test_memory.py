@@ -3,7 +3,7 @@
 import ctypes
 import resource
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,24 +74,28 @@ def test_every_prompt_runs_once_and_in_order(gpt2: Any) -> None:
         seen: list[int] = []
 
         def rows(
-            part: al.PromptBatch, size: int = size, seen: list[int] = seen
+            part: al.PromptBatch,
+            names: Sequence[str],
+            size: int = size,
+            seen: list[int] = seen,
         ) -> dict[str, Tensor]:
             if len(part) > size:
                 raise RuntimeError(CUDA)
+            assert names == ["a", "b"]
             seen.append(len(part))
             return {"index": part.index}
 
         fitting = PartsThatFit(rows)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            result = fitting.contributions(batch)
+            result = fitting.contributions(batch, ["a", "b"])
         assert any("do not fit into memory" in str(warning.message) for warning in warned) == (
             count > size
         )
         assert torch.equal(result["index"], batch.index)
         assert sum(seen) == count and max(seen) <= size
         first = seen.copy()
-        fitting.contributions(batch)  # starts with the size that fitted, without a warning
+        fitting.contributions(batch, ["a", "b"])  # starts with the size that fitted, without a warning
         assert seen == first * 2
 
 
@@ -161,7 +165,7 @@ def test_a_prompt_that_does_not_fit_raises_and_stored_rows_stay(gpt2: Any, tmp_p
 
 
 def test_other_errors_are_not_tried_again(gpt2: Any) -> None:
-    def rows(part: al.PromptBatch) -> dict[str, Tensor]:
+    def rows(part: al.PromptBatch, names: Sequence[str]) -> dict[str, Tensor]:
         raise RuntimeError("size mismatch")
 
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -169,7 +173,7 @@ def test_other_errors_are_not_tried_again(gpt2: Any) -> None:
 
 
 def limit_passes(patch: pytest.MonkeyPatch, run_pass: Any) -> None:
-    patch.setattr("anchorlens.runs.runner._run", run_pass)
+    patch.setattr("anchorlens.runs.passes._run", run_pass)
 
 
 def test_a_part_of_a_batch_shares_no_longer_prefix_than_its_set_does(

@@ -9,6 +9,7 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 import anchorlens as al
 from anchorlens.errors import HookError, PromptError
+from tests.support.asked import ask
 from tests.support.hooked_transformers import with_its_bos
 from tests.support.measures import contributed, difference
 from tests.support.tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2
@@ -85,7 +86,8 @@ def check_each_alone(model: Any, batch: al.PromptBatch) -> None:
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(1)]
     order = batch.index.argsort()
     batched = al.run(model, [batch], [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-    isolated = al.isolation_loyalty(model, [batch], range(2), draws=1, **QUIET)
+    isolation = al.EdgeSweep.isolation({"isolated": al.Site(range(2))}, draws=1)
+    isolated = ask(model, [batch], isolation, **QUIET)
     maps = al.saliency(model, batch)
     logits = al.target_logits(model, [batch], progress=False)
     for row, number in enumerate(order.tolist()):
@@ -94,7 +96,7 @@ def check_each_alone(model: Any, batch: al.PromptBatch) -> None:
         assert difference(batched.per_prompt[row], alone.per_prompt[0]) < 1e-5
         expected = al.target_logits(model, [prompt], progress=False)[0]
         assert difference(logits[row], expected) < 1e-5
-        loyalty = al.isolation_loyalty(model, [prompt], range(2), draws=1, **QUIET)
+        loyalty = ask(model, [prompt], isolation, **QUIET)
         assert torch.equal(isolated.word_overlap[row], loyalty.word_overlap[0])
         inside = batch.attention_mask[number].nonzero().flatten()
         columns = slice(int(inside[0]), int(inside[-1]) + 1)

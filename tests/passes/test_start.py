@@ -11,7 +11,8 @@ from anchorlens.errors import HookError
 from anchorlens.passes import shortcuts
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.late_start import Start, started, stored_starts
-from anchorlens.runs.runner import Runner
+from anchorlens.runs.passes import Passes
+from tests.support.asked import ask, by_site
 from tests.support.found_anew import found_anew
 from tests.support.measures import assert_same, difference
 from tests.support.tiny_models import questions
@@ -105,20 +106,25 @@ SITES = {
 }
 
 
+def isolated(model: Any, batches: Any, sites: Any, draws: int = 1) -> dict[str, Any]:
+    """The numbers of an isolation, by site."""
+    return by_site(ask(model, batches, al.EdgeSweep.isolation(sites, draws=draws), **QUIET))
+
+
 @pytest.mark.every_kind
 def test_a_sweep_gives_the_records_of_each_site_alone(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = questions(model, 9, batch_size=4, padding_side="left")
-    al.isolation_sweep(model, batches, SITES, draws=1, **QUIET)  # facts are found
+    isolated(model, batches, SITES)  # facts are found
     with Calls(model) as shared:
-        records = al.isolation_sweep(model, batches, SITES, draws=2, **QUIET)
+        records = isolated(model, batches, SITES, draws=2)
     skipped = [record.info["skipped_layers"] for record in records.values()]
     assert skipped == [0, 2, 1, 1]
-    monkeypatch.setattr(Runner, "why_not_late", lambda *of: {1: "off", 2: "off"})
+    monkeypatch.setattr(Passes, "why_not_late", lambda *of: {1: "off", 2: "off"})
     with Calls(model) as whole:
         for name, site in SITES.items():
-            (alone,) = al.isolation_sweep(model, batches, {"x": site}, draws=2, **QUIET).values()
+            (alone,) = isolated(model, batches, {"x": site}, draws=2).values()
             assert_same(records[name], alone)
     assert shared[0] < whole[0] / 2
 
@@ -128,7 +134,7 @@ def test_a_sweep_of_single_heads_equals_hooks_by_hand(llama: Any) -> None:
     (batch,) = questions(model, 6)
     sites = al.sites.single_heads(model, 1)
     assert list(sites) == [f"head 1.{head}" for head in range(model.cfg.n_heads)]
-    records = al.isolation_sweep(model, [batch], sites, draws=1, **QUIET)
+    records = isolated(model, [batch], sites)
     clean = run_pass(model, batch)
     for head, record in enumerate(records.values()):
         assert record.info["heads"] == [head]
@@ -150,7 +156,7 @@ def test_a_start_that_changes_logits_or_fails_is_not_used(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = questions(gpt2, 5, batch_size=3)
-    expected = al.isolation_sweep(gpt2, batches, SITES, draws=1, **QUIET)
+    expected = isolated(gpt2, batches, SITES)
 
     def changed(model: Any, start: Start | None) -> Any:
         return started(model, start and Start(start.layer, start.output * 1.01))
@@ -160,11 +166,11 @@ def test_a_start_that_changes_logits_or_fails_is_not_used(
 
     monkeypatch.setattr(shortcuts, "started", fails)
     with found_anew(gpt2):
-        record = al.isolation_sweep(gpt2, batches, {"last": al.Site(-1)}, draws=1, **QUIET)["last"]
+        record = isolated(gpt2, batches, {"last": al.Site(-1)})["last"]
     assert record.info["skipped_layers"].startswith("no start at layer 2 (")
     monkeypatch.setattr(shortcuts, "started", changed)
     with found_anew(gpt2):
-        records = al.isolation_sweep(gpt2, batches, SITES, draws=1, **QUIET)
+        records = isolated(gpt2, batches, SITES)
     assert "a start at layer 2 changes logits by" in records["last"].info["skipped_layers"]
     for name, record in records.items():
         assert_same(record, expected[name])
@@ -184,4 +190,4 @@ def test_sites_name_their_layers_and_impossible_ones_are_refused(gpt2: Any) -> N
     with pytest.raises(HookError, match="from 1 to 3 layers; got 0"):
         al.sites.windows(gpt2, 0)
     with pytest.raises(HookError, match="there is no site"):
-        al.isolation_sweep(gpt2, questions(gpt2, 2), {})
+        al.EdgeSweep.isolation({})

@@ -80,9 +80,10 @@ def isolation(sizes: Sequence[int], generator: torch.Generator, spread: float = 
     kept = (latent + needed[ids] < 0.8).double()
     names = ("label_kept", "word_overlap", "kl")
     rows = dict.fromkeys(names, kept[:, 0]) | {f"random_{name}": kept[:, 1:] for name in names}
-    info = {"layers": [0], "n_layers": LAYERS, "heads": None, "keep_bos": False}
-    info |= {"isolation": True}
-    return judged(al.records.CutEdgesRecord.of, rows, ids, info)
+    at_one_site = {name: values[..., None] for name, values in rows.items()}
+    site = {"layers": [0], "heads": None, "keep_bos": False, "renormalize": True}
+    info = {"sites": {"first layer": site}, "n_layers": LAYERS, "isolation": True}
+    return judged(al.records.EdgeSweepRecord.of, at_one_site, ids, info)
 
 
 def attention(sizes: Sequence[int], generator: torch.Generator) -> al.Record:

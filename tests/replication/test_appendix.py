@@ -10,6 +10,7 @@ import torch
 import anchorlens as al
 from anchorlens.replication import paper_parts
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
+from tests.support.asked import ask, by_site
 from tests.support.tiny_models import randomize, tiny_gpt2
 
 EXAMPLES = al.load_examples("sentiment")
@@ -51,7 +52,9 @@ def compare(
     flows = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     shares = values(numbers, f"{variant}: Figure 3", "S_wp", "share")
     assert shares == pytest.approx(flows.share[:, 0].tolist(), rel=1e-4)
-    record = al.isolation_loyalty(model, batches, [0, 1], draws=2, **QUIET)
+    record = by_site(
+        ask(model, batches, al.EdgeSweep.isolation({"isolated": al.Site([0, 1])}, draws=2), **QUIET)
+    )["isolated"]
     part, row = f"{variant}: Figure 4", "label words, first 2 layers"
     assert values(numbers, part, row, "word loyalty") == [float(record.word_loyalty)]
     assert record.word_loyalty < 1
@@ -71,7 +74,14 @@ def test_depths_equal_isolation_loyalty(model: Any, setting: PaperSetting) -> No
     }
     assert paper_parts.DEPTHS == (1, 3, 5, 7)
     for site, layers in sites.items():
-        record = al.isolation_loyalty(model, setting.prompts(), layers, draws=2, **QUIET)
+        record = by_site(
+            ask(
+                model,
+                setting.prompts(),
+                al.EdgeSweep.isolation({"isolated": al.Site(layers)}, draws=2),
+                **QUIET,
+            )
+        )["isolated"]
         loyalties = values(
             numbers, "Appendix, isolation depths", f"label words, {site}", "word loyalty"
         )

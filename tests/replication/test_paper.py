@@ -13,6 +13,7 @@ import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.replication import paper_parts
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting, table_3
+from tests.support.asked import ask, by_site
 from tests.support.tiny_models import randomize, tiny_gpt2
 
 EXAMPLES = al.load_examples("emotions")
@@ -140,7 +141,14 @@ def test_figures_3_5_and_6_equal_the_metrics(numbers: pd.DataFrame, model: Any, 
 def test_figure_4_equals_isolation_loyalty(numbers: pd.DataFrame, model: Any, seed: int) -> None:
     batches = prompts(model, seed)
     for site, layers in (("first layer", [0]), ("last layer", [1])):
-        record = al.isolation_loyalty(model, batches, layers, draws=2, **QUIET)
+        record = by_site(
+            ask(
+                model,
+                batches,
+                al.EdgeSweep.isolation({"isolated": al.Site(layers)}, draws=2),
+                **QUIET,
+            )
+        )["isolated"]
         for kind in ("label", "word"):
             label = values(numbers, seed, "Figure 4", f"label words, {site}", f"{kind} loyalty")
             random = values(numbers, seed, "Figure 4", f"random words, {site}", f"{kind} loyalty")
@@ -201,7 +209,9 @@ def test_table_2_equals_compression_and_plain_transformers(
     apart = partial(al.compress, separately=True)
     contexts: dict[str, Any] = {"anchors": al.compress, "alone": alone, "all": whole_cache}
     contexts["apart"] = apart
-    record = al.compare_contexts(model, batches, contexts, draws=20, seed=seed, repeats=0, **QUIET)
+    record = ask(
+        model, batches, al.ContextComparison(contexts, draws=20, seed=seed, repeats=0), **QUIET
+    )
     demos, _, queries = draw_examples(seed)
     weights = weights_for(byte_level)
     bare = "".join(FORMAT.format(TASK.labels[int(demo.label or 0)]) for demo in demos)
@@ -277,7 +287,7 @@ def test_table_3_has_the_times_and_lengths_of_the_first_queries(
 
     def times(model: Any, batches: list[al.PromptBatch], contexts: Any, **options: Any) -> Any:
         timed_batches.extend(batches)
-        record = al.compare_contexts(model, batches, contexts, **options)
+        record = ask(model, batches, al.ContextComparison(contexts), **options)
         return replace(record, whole_seconds=torch.tensor(6.0), seconds=torch.tensor([8.0, 2.0]))
 
     monkeypatch.setattr(paper_parts, "compare_contexts", times)

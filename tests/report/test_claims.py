@@ -111,27 +111,41 @@ def attention(value: float = 0.8, low: float = 0.7, high: float = 0.9) -> Any:
 
 
 def isolation(gap: float = 0.5, low: float = 0.2, high: float = 0.7, **info: Any) -> Any:
-    one = torch.tensor(1.0)
-    return al.records.CutEdgesRecord(
+    """An isolation at one site, of which ``info`` has the layers, the heads and ``keep_bos``."""
+    site: dict[str, Any] = {"layers": [0, 1], "heads": None, "keep_bos": False}
+    site |= {name: info.pop(name) for name in set(site) & set(info)}
+    one = torch.ones(1)
+    return al.records.EdgeSweepRecord(
         label_loyalty=one - gap,
         word_loyalty=one,
         kl=one,
-        random_label_loyalty=torch.ones(2),
-        random_word_loyalty=torch.ones(2),
-        random_kl=torch.ones(2),
+        random_label_loyalty=torch.ones(2, 1),
+        random_word_loyalty=torch.ones(2, 1),
+        random_kl=torch.ones(2, 1),
         control_label_loyalty=one,
         control_word_loyalty=one,
-        label_gap=torch.tensor(gap),
+        label_gap=torch.tensor([gap]),
         word_gap=one,
-        label_kept=torch.ones(20),
-        word_overlap=torch.ones(20),
-        random_label_kept=torch.ones(20, 2),
-        random_word_overlap=torch.ones(20, 2),
-        intervals={"label_gap": torch.tensor([low, high])},
-        info={"layers": [0, 1], "n_layers": 6, "heads": None, "keep_bos": False}
-        | {"isolation": True}
-        | info,
+        label_kept=torch.ones(20, 1),
+        word_overlap=torch.ones(20, 1),
+        random_label_kept=torch.ones(20, 2, 1),
+        random_word_overlap=torch.ones(20, 2, 1),
+        intervals={"label_gap": torch.tensor([[low], [high]])},
+        info={"sites": {f"site {site}": site}, "n_layers": 6, "isolation": True} | info,
     )
+
+
+def at_all_sites(*records: Any) -> Any:
+    """One sweep over the sites of several; all else of ``info`` is that of the first."""
+    names = records[0].axes()
+    fields: dict[str, Any] = {
+        name: torch.cat([getattr(record, name) for record in records], dim=-1) for name in names
+    }
+    gaps = torch.cat([record.intervals["label_gap"] for record in records], dim=-1)
+    sites = {name: site for record in records for name, site in record.info["sites"].items()}
+    assert len(sites) == len(records)
+    info = records[0].info | {"sites": sites}
+    return replace(records[0], **fields, intervals={"label_gap": gaps}, info=info)
 
 
 def verdicts(*records: Any) -> list[Verdict]:
@@ -269,8 +283,15 @@ def test_the_isolation_that_leaves_the_edges_to_bos_decides() -> None:
     """As on 48 prompts of a real model: the whole effect was the edge to BOS."""
     cut = isolation(0.27, 0.11, 0.41, begins_with_bos=True)
     left = isolation(0.0, -0.07, 0.07, begins_with_bos=True, keep_bos=True)
-    for records in ([distances(), cut, left], [distances(), left, cut]):
-        judged = al.claims(dict(zip("abc", records, strict=True)))
+    other = isolation(0.9, 0.8, 1.0, layers=[4, 5], begins_with_bos=True, keep_bos=True)
+    for records in (
+        [distances(), cut, left],
+        [distances(), left, cut],
+        [distances(), at_all_sites(cut, other, left)],
+        [distances(), at_all_sites(left, cut)],
+        [distances(), at_all_sites(cut, other), left],
+    ):
+        judged = al.claims(dict(zip("abc", records)))  # noqa: B905
         claim = judged[0]
         assert claim.verdict == CANNOT_TELL and claim.estimate.value == 0
         assert "edges to BOS are left" in claim.measure
@@ -304,7 +325,8 @@ def test_a_claim_prints_its_reason_and_is_a_table_in_a_notebook() -> None:
 @pytest.mark.with_shapes
 def test_the_label_words_are_compared_with_the_differences_between_draws() -> None:
     """After one set of demonstrations they are one group of words, as each draw is."""
-    differing = replace(isolation(0.2, 0.1, 0.3), random_label_loyalty=torch.tensor([0.7, 0.9]))
+    draws = torch.tensor([[0.7], [0.9]])
+    differing = replace(isolation(0.2, 0.1, 0.3), random_label_loyalty=draws)
     assert verdicts(differing, distances())[0] == CANNOT_TELL
     claim = al.claims({"a": distances(), "b": differing})[0]
     half = sqrt(0.1**2 + (12.706 * sqrt(0.02)) ** 2)  # t of one degree of freedom
@@ -330,7 +352,8 @@ def test_accuracy_counts_as_accuracy() -> None:
 @pytest.mark.with_shapes
 def test_with_several_sets_the_interval_is_over_sets() -> None:
     values = [0.3, 0.4, 0.8]
-    info = {"of_sets": {"label_gap": values}, "demonstration_sets": 3}
+    of_sites = [[value] for value in values]
+    info = {"of_sets": {"label_gap": of_sites}, "demonstration_sets": 3}
     several = isolation(0.5, 0.45, 0.55, **info)
     claim = al.claims({"a": distances(), "b": several})[0]
     half = 4.302653 * float(torch.tensor(values).std()) / sqrt(3)  # t of two degrees of freedom

@@ -26,6 +26,7 @@ from anchorlens.report.forest import forest
 from anchorlens.report.prompt_flows import Found
 from anchorlens.report.templates import as_json
 from anchorlens.results.estimate import Estimate
+from tests.support.asked import ask
 from tests.support.tiny_models import questions, tiny_gpt2
 
 pytestmark = pytest.mark.with_shapes
@@ -68,7 +69,8 @@ def results(byte_level: Any, hooked: Any) -> dict[str, Any]:
         al.AnchorDistances(directions=2),
         al.Loyalty(),
     ]
-    isolation = al.isolation_loyalty(model, batches, [0], draws=2, **options)
+    sites = {"first": al.Site(0), "last": al.Site(-1, heads=1)}
+    isolation = ask(model, batches, al.EdgeSweep.isolation(sites, draws=2), **options)
     return al.run(model, batches, metrics, hooks=cut, **options) | {"isolation": isolation}
 
 
@@ -240,19 +242,22 @@ def prompt(byte_level: Any, hooked: Any) -> al.records.PromptFlows:
     return al.plot_prompt(model, questions(model, count=3)[0], prompt=1)
 
 
-def test_several_tasks_are_chapters_with_one_section_for_all_isolations(
+def test_several_tasks_are_chapters_with_one_section_for_all_sites(
     results: dict[str, Any], prompt: al.records.PromptFlows, tmp_path: Path
 ) -> None:
-    sweep = {"first": results["isolation"], "last": results["isolation"]}
-    flows = results["saliency_flows"]
-    tasks = {"a & b": {"flows": flows, "sweep": sweep, "one": prompt}, "c": {"flows": flows}}
+    flows, sweep = results["saliency_flows"], results["isolation"]
+    tasks = {"a & b": {"flows": flows, "isolation": sweep, "one": prompt}, "c": {"flows": flows}}
     text = written(tmp_path, tasks, command="anchorlens run")
     assert re.findall(r'heading">(.*?)</h2>', text) == ["a &amp; b", "c"]
     assert headings_of(text) == ["Flows", "Isolation", "Flows"] and ">One</h4>" in text
     assert figures_of(text) == 3
     cells = Page(tmp_path / "report.html").cells
-    fields = sum(values.numel() for values in results["isolation"].tensors().values())
-    assert cells.count("first") == cells.count("last") > fields // 10
+    fields = sum(
+        values[..., 0].numel()
+        for name, values in sweep.tensors().items()
+        if "prompt" not in sweep.axes()[name]
+    )
+    assert cells.count("first") == cells.count("last") == fields
     assert text.count("Does the model use its label words as anchors?") == 2
     assert '<pre tabindex="0">anchorlens run</pre>' in text
     ids = re.findall(r' id="([^"]*)"', text)
@@ -387,12 +392,12 @@ def test_digests_of_queries_are_not_on_the_page(tmp_path: Path) -> None:
 def test_settings_of_isolations_are_shown_for_each_site(
     results: dict[str, Any], tmp_path: Path
 ) -> None:
-    record = results["isolation"]
-    other = replace(record, info={**record.info, "layers": [1]})
-    cells = Page(write(tmp_path, {"sweep": {"first": record, "last": other}, "y": plain()})).cells
+    cells = Page(write(tmp_path, {"sweep": results["isolation"], "y": plain()})).cells
     assert cells[cells.index("first: layers") + 1] == "0"
-    assert cells[cells.index("last: layers") + 1] == "1"
-    assert "keep bos" in cells and "first: keep bos" not in cells
+    assert cells[cells.index("last: layers") + 1] == "2"
+    assert cells[cells.index("last: heads") + 1] == "1"
+    assert cells.count("first: keep bos") == cells.count("last: keep bos") == 1
+    assert cells.count("draws") == 1
 
 
 def test_figures_may_have_any_meta_and_a_subtitle(tmp_path: Path) -> None:

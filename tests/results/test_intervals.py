@@ -17,6 +17,7 @@ from anchorlens.errors import MetricError
 from anchorlens.results.bootstrap import with_intervals
 from anchorlens.results.intervals import of_alike_sets, of_independent_sets, wilson
 from anchorlens.results.population import Population, population_of, warn_if_few_units
+from tests.support.asked import ask
 from tests.support.tiny_models import questions
 
 ROUGH = r"intervals of {} are rough( \(.*\))?: with fewer than 20"
@@ -115,7 +116,8 @@ def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
     ones, words = torch.ones(20).double(), torch.rand(20).double()
     rows = {"label_kept": ones, "word_overlap": ones, "kl": words}
     rows |= {f"random_{name}": values[:, None].expand(-1, 2) for name, values in rows.items()}
-    isolated = with_intervals(al.records.CutEdgesRecord.of, rows, resamples=50, info={})
+    at_one_site = {name: values[..., None] for name, values in rows.items()}
+    isolated = with_intervals(al.records.EdgeSweepRecord.of, at_one_site, resamples=50, info={})
     attention = torch.stack([torch.ones(20), torch.arange(20.0)], dim=-1)[:, None, None]
     certain = torch.eye(2).repeat_interleave(10, 0)
     attention_rows = {"attention": attention, "probabilities": certain}
@@ -129,12 +131,13 @@ def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
     for name, ends in (bounds | {k: aucroc.intervals[k] for k in ("aucroc", "per_head")}).items():
         low, high = ends.reshape(2, -1)
         assert ((high - low) > 0.1).all() and ((high - low) < 0.4).all(), name
-    assert isolated.intervals["label_gap"].tolist() == pytest.approx([-half, half])
+    assert isolated.intervals["label_gap"][:, 0].tolist() == pytest.approx([-half, half])
     # All five words of 20 prompts of 20: the interval of 20 right answers of 20, by scipy.
     exact = binomtest(20, 20).proportion_ci(method="wilson")
     student = t.ppf(0.975, 19) ** 2
-    assert isolated.intervals["word_loyalty"].tolist() == pytest.approx([20 / (20 + student), 1])
-    assert isolated.intervals["word_loyalty"][0] < exact.low < 0.84
+    of_words = isolated.intervals["word_loyalty"][:, 0]
+    assert of_words.tolist() == pytest.approx([20 / (20 + student), 1])
+    assert of_words[0] < exact.low < 0.84
 
 
 def test_intervals_of_paired_differences_equal_values_by_hand() -> None:
@@ -195,7 +198,8 @@ def test_metrics_that_use_no_sets_are_resampled_by_set(gpt2: Any) -> None:
     batches = [batch for seed in range(10) for batch in questions(gpt2, 2, seed=seed)]
     results = al.run(gpt2, batches, [al.Accuracy()], resamples=3, progress=False)
     assert results["accuracy"].info["units"] == 10
-    isolated = al.isolation_loyalty(gpt2, batches[:3], 0, draws=1, resamples=3, progress=False)
+    sweep = al.EdgeSweep.isolation({"first": al.Site(0)}, draws=1)
+    isolated = ask(gpt2, batches[:3], sweep, resamples=3, progress=False)
     assert isolated.info["drawn"] == "prompts; 3 sets are pooled"
 
 
@@ -296,8 +300,10 @@ def test_intervals_of_means_over_draws_equal_values_by_hand() -> None:
     names = ("label_kept", "word_overlap", "kl")
     rows = {name: overlaps[:, 0] for name in names}
     rows |= {f"random_{name}": overlaps[:, 1:] for name in names}
-    result = al.records.CutEdgesRecord.of
-    record = with_intervals(result, rows, resamples=2000, info={})
+    result = al.records.EdgeSweepRecord.of
+    at_sites = {k: v[..., None].repeat_interleave(2, -1) for k, v in rows.items()}
+    at_sites["word_overlap"][..., 1] = 0.5  # what is found at one site depends on no other
+    record = with_intervals(result, at_sites, resamples=2000, info={})
     x = (rows["random_word_overlap"] - rows["word_overlap"][:, None]).numpy()
     of_prompts, of_draws = x.mean(1), x.mean(0)
     for_prompts = t.ppf(0.975, 199) * of_prompts.std(ddof=1) / sqrt(200)
@@ -306,8 +312,9 @@ def test_intervals_of_means_over_draws_equal_values_by_hand() -> None:
     for_draws = t.ppf(0.975, freedom) * of_draws.std(ddof=1) / sqrt(11)
     half = sqrt(for_prompts**2 + for_draws**2)
     expected = [x.mean() - half, x.mean() + half]
-    assert record.intervals["word_gap"].tolist() == pytest.approx(expected, rel=0.03)
-    single = {k: v[:, :1] if k.startswith("random_") else v for k, v in rows.items()}
+    assert record.intervals["word_gap"][:, 0].tolist() == pytest.approx(expected, rel=0.03)
+    assert record.intervals["word_gap"][:, 1].tolist() != pytest.approx(expected, rel=0.03)
+    single = {k: v[:, :1] if k.startswith("random_") else v for k, v in at_sites.items()}
     one = with_intervals(result, single, resamples=20, info={})
     assert one.intervals["word_gap"].isnan().all() and one.intervals["label_gap"].isnan().all()
     assert not one.intervals["random_word_loyalty"].isnan().any()

@@ -24,6 +24,7 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.system.arguments import called
 from tests.references.architectures import BY_NAME, native
 from tests.references.comparison import tokenizer
+from tests.support.asked import ask
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions
 
@@ -248,11 +249,21 @@ FUNCTIONS: dict[str, Callable[[Any, list[al.PromptBatch]], Any]] = {
     "weight of flows": lambda m, b: al.metrics.flows(
         torch.ones(1, 2, 3, 3), torch.ones(1, 2, 3, 3), torch.ones(1, 3, 3).bool(), weight=A_CLASS
     ),
-    "remove": lambda m, b: al.segment_attribution(
-        m, b, al.subsets.one_by_one, remove=A_CLASS, segments=["text", "label", "query"], **QUIET
+    "remove": lambda m, b: ask(
+        m,
+        b,
+        al.SegmentAttribution(
+            al.subsets.one_by_one, remove=A_CLASS, segments=["text", "label", "query"]
+        ),
+        **QUIET,
     ),
-    "draw": lambda m, b: al.segment_attribution(
-        m, b, al.subsets.Method("of mine", A_CLASS, A_CLASS), segments=["text", "label"], **QUIET
+    "draw": lambda m, b: ask(
+        m,
+        b,
+        al.SegmentAttribution(
+            al.subsets.Method("of mine", A_CLASS, A_CLASS), segments=["text", "label"]
+        ),
+        **QUIET,
     ),
     "'a' of segment_flows": lambda m, b: al.run(m, b, [al.SegmentFlows({"a": A_CLASS})], **QUIET),
     "'rows' of prefix_effect": lambda m, b: al.run(m, b, [al.PrefixEffect(rows=A_CLASS)], **QUIET),
@@ -291,18 +302,16 @@ ENDLESS: dict[str, Callable[[Any, list[al.PromptBatch]], Any]] = {
     "count": lambda m, b: al.subsets.random(HUGE, 70, torch.Generator()),
     "subsets": lambda m, b: al.subsets.lasso(HUGE),
     "permutations": lambda m, b: al.subsets.shapley(HUGE),
-    "draws": lambda m, b: al.isolation_sweep(m, b, {"first": al.Site(0)}, draws=HUGE),
+    "draws": lambda m, b: al.EdgeSweep.isolation({"first": al.Site(0)}, draws=HUGE),
     "draws of heads": lambda m, b: al.LabelHeads(draws=HUGE),
-    "draws of contexts": lambda m, b: al.compare_contexts(
-        m, b, {"none": al.contexts.NoContext()}, draws=HUGE
+    "draws of contexts": lambda m, b: al.ContextComparison(
+        {"none": al.contexts.NoContext()}, draws=HUGE
     ),
-    "repeats": lambda m, b: al.compare_contexts(
-        m, b, {"none": al.contexts.NoContext()}, repeats=HUGE
-    ),
+    "repeats": lambda m, b: al.ContextComparison({"none": al.contexts.NoContext()}, repeats=HUGE),
     "draws of words": lambda m, b: al.contexts.hard_prompts.random(
         m, held_out=b, length=2, draws=HUGE
     ),
-    "steps": lambda m, b: al.integrated_flows(m, b, steps=HUGE),
+    "steps": lambda m, b: al.IntegratedFlows(steps=HUGE),
     "steps of a training": lambda m, b: al.contexts.Training(steps=HUGE),
 }
 

@@ -231,7 +231,6 @@ def test_the_numbers_of_passes_and_metrics_must_fit(gpt2: Any) -> None:
     ("metric", "cure"),
     [
         (al.AnchorDistances(directions=3), r"al\.caches\.from_caches\(\.\.\., model=model\)"),
-        (al.PrefixEffect(), r"al\.caches\.from_caches\(\.\.\., model=model\)"),
         (al.SegmentFlows(weight=al.weights.value_norm), r"from_caches\(\.\.\., model=model\)"),
         (al.Loyalty(), r"two passes of your own their logits to al\.metrics\.loyalty\("),
     ],
@@ -244,5 +243,14 @@ def test_what_a_cache_does_not_show_is_an_error_with_the_cure_of_caches(
     passes = [gpt2.run_with_cache(batch.tokens) for batch in batches]
     with pytest.raises(MetricError, match=cure):
         al.caches.from_caches([metric], batches, passes, resamples=0)
-    if metric.name in ("anchor_distances", "prefix_effect"):
+    if metric.name == "anchor_distances":
         al.caches.from_caches([metric], batches, passes, model=gpt2, resamples=0)
+
+
+def test_a_question_with_passes_of_its_own_is_none_for_caches(gpt2: Any) -> None:
+    batches, asked = questions(gpt2, 2), [al.PrefixEffect()]
+    wrong: Any = asked
+    with pytest.raises(ArgumentError, match="metrics of from_caches must be a list of Metrics"):
+        al.caches.from_caches(wrong, batches, [], model=gpt2)
+    with pytest.raises(ArgumentError, match="metrics of names_filter must be a list of Metrics"):
+        al.caches.names_filter(wrong, gpt2, batches[0])

@@ -8,7 +8,7 @@ from tests.support.tiny_models import questions
 
 def test_one_batch_walks_through_few_files() -> None:
     visits = files_crossed.of_one_batch()
-    assert "passes/forward.py" in visits and "runs/runner.py" in visits
+    assert "passes/forward.py" in visits and "runs/passes.py" in visits
     assert len(visits) <= 21 and sum(visits.values()) <= 164
 
 

@@ -20,6 +20,7 @@ from anchorlens.models.model_identity import identity, tokenizer_identity
 from anchorlens.runs.identity import fingerprint
 from anchorlens.system import checksum
 from anchorlens.system.checksum import digest_of, row_sums
+from tests.support.asked import ask
 from tests.support.stored_runs import Logits, run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
@@ -337,6 +338,6 @@ def test_weights_are_summed_once_for_each_set_of_contexts(
     monkeypatch.setattr(protocol, "identity", counted)
     batches = questions(gpt2, count=4, batch_size=1)
     contexts: dict[str, Any] = {"anchors": al.compress}
-    al.compare_contexts(gpt2, batches, contexts, draws=2, progress=False, resamples=0)
+    ask(gpt2, batches, al.ContextComparison(contexts, draws=2), progress=False, resamples=0)
     # As the context is made, as it is compared with the model, and once for both controls.
     assert len(summed) == 3

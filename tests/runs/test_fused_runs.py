@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import anchorlens as al
 from anchorlens.errors import HookError, ModelError
+from anchorlens.metrics.question import no_hooks
 from anchorlens.models import replaced_attention
 from anchorlens.models.kinds import modules_of
 from anchorlens.models.model_state import frozen_in_eval_mode
@@ -21,11 +22,12 @@ from anchorlens.passes import comparison, row_attention
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention
 from anchorlens.passes.recompute import Checkpoints
-from anchorlens.passes.shared_prefix import no_hooks
 from anchorlens.passes.shortcuts import bytes_stored
 from anchorlens.runs import way as decision
+from anchorlens.runs.study import Study
 from anchorlens.runs.way import way_of
 from anchorlens.system import row_pieces
+from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.live import Live
 from tests.support.measures import assert_same, difference, hooks_on
@@ -113,21 +115,26 @@ def test_loyalties_equal_those_of_whole_patterns(
         al.edges.query(batch), al.edges.demonstrations(batch)
     )
 
+    draws: dict[str, Any] = {"draws": 2}
+    control: dict[str, Any] = {"control": al.edges.random_edges, "name": "query", **draws}
+    asked = [
+        al.Accuracy(),
+        al.EdgeSweep.isolation(sites, **draws),
+        al.EdgeSweep(al.edges.pq, sites, name="labels", **draws),
+        al.EdgeSweep(to_demonstrations, sites, **control),
+    ]
+
     def records() -> dict[str, al.Record]:
-        options: dict[str, Any] = {"draws": 2, "metrics": [al.Accuracy()], **QUIET}
-        isolation = al.isolation_sweep(model, batches, sites, **options)
-        labels = al.edge_sweep(model, batches, al.edges.pq, sites, **options)
-        control: dict[str, Any] = {"control": al.edges.random_edges}
-        query = al.edge_sweep(model, batches, to_demonstrations, sites, **control, **options)
-        sweeps = {"isolation": isolation, "labels": labels, "query": query}
-        return {f"{name} {at}": sweep[at] for name, sweep in sweeps.items() for at in sweep}
+        return al.run(model, batches, asked, **QUIET)
 
     expected = records()
-    assert "attention" not in expected["labels accuracy"].info
+    assert "attention" not in expected["labels"].info
     fuse()
     ours = records()
-    assert ours["labels accuracy"].info["attention"].startswith("fused: ")
-    assert ours["isolation last"].info["skipped_layers"] == (
+    assert list(ours) == ["accuracy", "isolation", "labels", "query"]
+    for record in ours.values():
+        assert record.info["attention"].startswith("fused: ")
+    assert ours["isolation"].info["sites"]["last"]["skipped_layers"] == (
         "a long prefix runs from the first layer on"
     )
     for name, record in ours.items():
@@ -142,11 +149,11 @@ def test_the_effect_of_a_prefix_equals_that_of_whole_prompts(
     """Its passes continue from the tokens before the query, though prompts share more tokens."""
     model = hooked(tiny_llama(len(byte_level)).double(), byte_level)
     batches = questions(model, 4)
-    metric: list[al.Metric] = [al.PrefixEffect()]
-    expected = al.run(model, batches, metric, share_prefix=False, **QUIET)["prefix_effect"]
+    effect = al.PrefixEffect()
+    expected = ask(model, batches, effect, share_prefix=False, **QUIET)
     assert expected.info["shared_prefix"].startswith("off")
     monkeypatch.setattr(decision, "LARGE", large)
-    ours = al.run(model, batches, metric, **QUIET)["prefix_effect"]
+    ours = ask(model, batches, effect, **QUIET)
     assert ours.info["shared_prefix"].endswith("tokens of each prompt, run once for all")
     assert ours.info.get("attention", "").startswith("fused: " if large == 0 else "")
     for name, values in expected.tensors().items():
@@ -250,8 +257,9 @@ def test_what_is_fused_depends_on_the_kind_of_model(
     batches = questions(gpt2, 9)
 
     def records() -> dict[str, al.Record]:
-        isolation = al.isolation_sweep(gpt2, batches, {"first": al.Site([0, 1])}, draws=2, **QUIET)
-        return al.run(gpt2, batches, METRICS, **QUIET) | isolation
+        isolation = al.EdgeSweep.isolation({"first": al.Site([0, 1])}, draws=2)
+        alone = ask(gpt2, batches, isolation, **QUIET)
+        return {"alone": alone, **al.run(gpt2, batches, [*METRICS, isolation], **QUIET)}
 
     expected, before = records(), forwards_of(gpt2)
     fuse()
@@ -320,7 +328,9 @@ def test_no_tensor_is_as_large_as_a_pattern(
     run = {
         "segments": lambda: al.run(model, [own], [al.SegmentFlows()], **answer, **QUIET),
         "flows": lambda: al.run(model, [batch], [al.SaliencyFlows(), al.Accuracy()], **QUIET),
-        "isolation": lambda: al.isolation_loyalty(model, [batch], 0, draws=1, **QUIET),
+        "isolation": lambda: ask(
+            model, [batch], al.EdgeSweep.isolation({"first": al.Site(0)}, draws=1), **QUIET
+        ),
     }[what]
     # A trial forms the patterns of a few tokens. A table of edges would have length^2 elements.
     assert largest_tensor(run) < length**2 * 0.75
@@ -425,10 +435,10 @@ def test_a_metric_that_reads_logits_alone_runs_with_a_fused_attention(gpt2: Any)
             return al.Accuracy().result(rows.replaced({"correct": rows["largest"]}))
 
     batches = questions(gpt2, 3)
-    with al.Study(gpt2, batches, {"experiment": "plain"}, **QUIET) as study:
-        plan = study.plan([Plain()])
-        assert plan.way.is_fused
-        rows = [plan.contributions(batch)["plain/largest"] for batch in study.batches]
+    with Study(gpt2, batches, {"experiment": "plain"}, **QUIET) as study:
+        passes = study.passes([Plain()])
+        assert passes.way.is_fused
+        rows = [passes.contributions(batch)["plain/largest"] for batch in study.batches]
     logits = al.target_logits(gpt2, batches, progress=False)
     assert torch.cat(rows).allclose(logits.amax(1), rtol=0, atol=1e-4)
 
@@ -519,7 +529,7 @@ def test_passes_without_a_gradient_store_nothing(gpt2: Any) -> None:
 def test_all_processes_checkpoint_if_one_must(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = questions(gpt2, 3)
     monkeypatch.setattr(decision, "free_for_layers", lambda devices: 10**12)
-    options: Any = {"metrics": [al.SaliencyFlows()], "loss": al.losses.label_cross_entropy}
+    options: Any = {"questions": [al.SaliencyFlows()], "loss": al.losses.label_cross_entropy}
     assert not way_of(gpt2, prompts, [no_hooks], **options).is_checkpointed
     elsewhere = lambda name, free: [free, 0]  # noqa: E731
     monkeypatch.setattr(decision, "gather_from_processes", elsewhere)

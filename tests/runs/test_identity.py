@@ -18,10 +18,13 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ProcessError, StoreError
+from anchorlens.passes.forward import run_pass
 from anchorlens.runs import study
 from anchorlens.runs.identity import identity_of
+from anchorlens.runs.study import Study
 from anchorlens.system import processes
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
+from tests.support.asked import ask
 from tests.support.stored_runs import Logits
 from tests.support.tiny_models import questions
 from tests.support.trained_contexts import same, split, trained
@@ -231,7 +234,7 @@ def test_other_metrics_and_hooks_are_refused_also_where_the_first_batch_agrees(
 
     first = hit(5)
     assert hit(5) == first
-    with pytest.raises(StoreError, match=r"another run.* metrics: stored"):
+    with pytest.raises(StoreError, match=r"another run.* top_hit: stored"):
         hit(120)
 
     def accuracy(factor: float) -> Tensor:
@@ -244,24 +247,51 @@ def test_other_metrics_and_hooks_are_refused_also_where_the_first_batch_agrees(
         accuracy(0.2)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LargestRecord(al.Record):
+    largest: Float[Tensor, " prompt"]
+
+
+def largest(factor: float) -> al.Question:
+    """A question of the user, whose code holds a factor from the second batch on."""
+
+    class Largest(al.Question):
+        name = "largest"
+
+        def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+            scale = factor if int(batch.index.min()) >= 2 else 1.0
+            return {"x": scale * passes.logits(batch).amax(1).cpu()}
+
+        def result(self, rows: Any) -> LargestRecord:
+            return LargestRecord(largest=rows["x"])
+
+    return Largest()
+
+
 def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_path: Path) -> None:
-    """Its settings are the same, and so are the rows of the first batch."""
+    """Its options are the same, and so are the rows of the first batch."""
     batches = questions(gpt2, count=4, batch_size=2)
 
-    def rows(factor: float) -> Tensor:
-        with al.Study(gpt2, batches, {"experiment": "x"}, folder=tmp_path, **QUIET) as study:
-            plan = study.plan()
+    def asked(factor: float) -> Tensor:
+        record = ask(gpt2, batches, largest(factor), folder=tmp_path / "asked", **QUIET)
+        values: Tensor = record.largest
+        return values
 
-            def of_batch(batch: al.PromptBatch) -> dict[str, Tensor]:
-                scale = factor if int(batch.index.min()) >= 2 else 1.0
-                return {"x": scale * plan.logits(batch).amax(1).cpu()}
+    def collected(factor: float) -> Tensor:
+        def of_batch(batch: al.PromptBatch) -> dict[str, Tensor]:
+            scale = factor if int(batch.index.min()) >= 2 else 1.0
+            return {"x": scale * run_pass(gpt2, batch).amax(1).cpu()}
 
+        options: dict[str, Any] = {"folder": tmp_path / "collected", **QUIET}
+        with Study(gpt2, batches, {"experiment": "x"}, **options) as study:
             return study.collect(of_batch)["x"]
 
-    first = rows(1.0)
-    assert torch.equal(rows(1.0), first)
-    with pytest.raises(StoreError, match="was computed by another function"):
-        rows(2.0)
+    changed = "holds 'largest' of another run", "was computed by another function"
+    for rows, message in zip((asked, collected), changed, strict=True):
+        first = rows(1.0)
+        assert torch.equal(rows(1.0), first)
+        with pytest.raises(StoreError, match=message):
+            rows(2.0)
 
 
 def test_rows_of_hooks_that_read_a_file_are_computed_again(gpt2: Any, tmp_path: Path) -> None:
@@ -291,7 +321,7 @@ def test_processes_with_other_hooks_are_refused(
     monkeypatch.setattr(study, "is_single_process", lambda: False)
     monkeypatch.setattr(study, "require_equal_settings", sent.append)
     for factor in (1.0, 1.0, 0.2):
-        with al.Study(gpt2, questions(gpt2, 2), {"hooks": late(factor)}, **QUIET):
+        with Study(gpt2, questions(gpt2, 2), {"hooks": late(factor)}, **QUIET):
             pass
     assert sent[0] == sent[1] and sent[0]["hooks"] != sent[2]["hooks"]
     monkeypatch.setattr(processes, "gather_from_processes", lambda *_: [sent[0], sent[2]])

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, RunError
 from anchorlens.models.hooked import pattern_name
-from tests.support.measures import assert_same
+from tests.support.asked import ask
+from tests.support.measures import assert_same, does_not_run
 from tests.support.tiny_models import byte_level_tokenizer, questions, randomize
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -193,12 +194,15 @@ class Named(al.Metric):
 
 def test_a_metric_may_have_the_number_of_a_site_as_its_name(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
-    records = al.isolation_sweep(
-        gpt2, batches, {"a": al.Site(0)}, metrics=[UserMetric(sevens, name="0")], draws=1, **QUIET
-    )
+    sweep = al.EdgeSweep.isolation({"0": al.Site(0)}, draws=1)
+    records = al.run(gpt2, batches, [sweep, UserMetric(sevens, name="0")], **QUIET)
+    assert list(records) == ["isolation", "0"]
     assert float(records["0"].mean) == 7
-    with pytest.raises(MetricError, match='a name without "/"'):
-        al.run(gpt2, batches, [UserMetric(sevens, name="a/b")], **QUIET)
+    assert list(records["isolation"].info["sites"]) == ["0"]
+    sweep = al.EdgeSweep.isolation({"0": al.Site(0)}, draws=1, name="a/b")
+    for question in (UserMetric(sevens, name="a/b"), sweep):
+        with pytest.raises(MetricError, match='a name without "/"'), does_not_run(gpt2):
+            al.run(gpt2, batches, [question], **QUIET)
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -228,9 +232,14 @@ def test_losses_without_a_graph_or_with_nan_are_refused(gpt2: Any, loss: Any, me
 def test_layers_may_be_a_tensor_or_a_generator(gpt2: Any, tmp_path: Any) -> None:
     """The results are equal and can be saved."""
     batches = questions(gpt2, 2)
-    expected = al.isolation_loyalty(gpt2, batches, [0, 1], draws=1, **QUIET)
+
+    def isolated(layers: Any) -> Any:
+        sweep = al.EdgeSweep.isolation({"isolated": al.Site(layers)}, draws=1)
+        return ask(gpt2, batches, sweep, **QUIET)
+
+    expected = isolated([0, 1])
     for layers in (torch.tensor([1, 0]), (layer for layer in (0, 1))):
-        record = al.isolation_loyalty(gpt2, batches, layers, draws=1, **QUIET)
+        record = isolated(layers)
         assert_same(record, expected)
         assert record.info == expected.info
         record.save(tmp_path / "record.safetensors")

@@ -2,13 +2,15 @@
 
 import ast
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from jaxtyping import Float
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, StoreError
@@ -17,8 +19,10 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.passes.provide import why_whole
 from anchorlens.passes.shared_prefix import run_shared, shared_tokens
 from anchorlens.prompts.batch import after_shared
+from anchorlens.runs.study import Study
 from anchorlens.runs.way import shared_lengths
-from tests.support.measures import difference, hooks_on
+from tests.support.asked import ask
+from tests.support.measures import difference, does_not_run, hooks_on
 from tests.support.tiny_models import questions
 
 DOCS = Path(al.__file__).parents[1] / "docs"
@@ -72,8 +76,8 @@ def divergence(model: Any, batch: al.PromptBatch, depth: int) -> torch.Tensor:
 @pytest.mark.with_shapes
 def test_the_experiment_equals_single_prompts_and_resumes(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, 6, batch_size=2)
-    experiment = names_of("experiments.md")["divergence_by_depth"]
-    record = experiment(gpt2, batches, [1, 2], folder=tmp_path, **QUIET)
+    asked = names_of("experiments.md")["DivergenceByDepth"]
+    record = ask(gpt2, batches, asked((1, 2)), folder=tmp_path, **QUIET)
     expected = [
         torch.cat([divergence(gpt2, batch, depth) for batch in batches]).mean() for depth in (1, 2)
     ]
@@ -82,10 +86,10 @@ def test_the_experiment_equals_single_prompts_and_resumes(gpt2: Any, tmp_path: P
     low, high = record.intervals["kl"]
     assert (low <= record.kl).all() and (record.kl <= high).all() and (low < high).all()
     (tmp_path / "rows-00001.safetensors").unlink()
-    again = experiment(gpt2, batches, [1, 2], folder=tmp_path, **QUIET)
+    again = ask(gpt2, batches, asked((1, 2)), folder=tmp_path, **QUIET)
     assert torch.equal(again.kl, record.kl)
-    with pytest.raises(StoreError, match=r"depths: stored '1, 2', now '1, 3'"):
-        experiment(gpt2, batches, [1, 3], folder=tmp_path, **QUIET)
+    with pytest.raises(StoreError, match=r"stored .*depths=\(1, 2\).*, now .*depths=\(1, 3\)"):
+        ask(gpt2, batches, asked((1, 3)), folder=tmp_path, **QUIET)
 
 
 def whole_logits(model: Any, batch: al.PromptBatch, hooks: Any) -> torch.Tensor:
@@ -96,8 +100,32 @@ def whole_logits(model: Any, batch: al.PromptBatch, hooks: Any) -> torch.Tensor:
     return logits[torch.arange(len(batch)), batch.target_positions].detach()
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChangedRecord(al.Record):
+    logits: Float[torch.Tensor, "change prompt vocab"]
+
+
+@dataclass(frozen=True)
+class Changed(al.Question):
+    """The logits with hooks of functions that are known before the first pass."""
+
+    changes: Sequence[Any]
+    name: ClassVar[str] = "changed"
+    record: ClassVar = ChangedRecord
+
+    def further(self, model: Any, batches: Any) -> al.Further:
+        return al.Further(self.changes)
+
+    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, torch.Tensor]:
+        of_changes = [passes.logits(batch, change) for change in self.changes]
+        return {"logits": torch.stack(of_changes, dim=1).cpu()}
+
+    def result(self, rows: Any) -> ChangedRecord:
+        return ChangedRecord(logits=rows["logits"].movedim(1, 0))
+
+
 @pytest.mark.with_shapes
-def test_user_hooks_in_a_plan_run_whole_prompts(gpt2: Any) -> None:
+def test_user_hooks_in_passes_run_whole_prompts(gpt2: Any) -> None:
     """Such hooks count positions from the first token, which is wrong after a cached prefix."""
     batches = questions(gpt2, 6, batch_size=3)
 
@@ -113,23 +141,29 @@ def test_user_hooks_in_a_plan_run_whole_prompts(gpt2: Any) -> None:
         """Cuts other edges of the demonstrations in every prompt of a batch."""
         return al.hooks.isolate_random(gpt2, batch, range(2), seed=int(batch.index[0]))
 
-    with al.Study(gpt2, batches, {}, **QUIET) as study:
-        plan = study.plan()
-        assert "run once for all" in plan.status
+    with Study(gpt2, batches, {}, **QUIET) as study:
+        passes = study.passes()
+        assert "run once for all" in passes.status
         for change in (hooks, differing):
             for batch in batches:
                 expected = whole_logits(gpt2, batch, change(batch))
-                assert difference(plan.logits(batch, change), expected) < 1e-5
+                assert difference(passes.logits(batch, change), expected) < 1e-5
+    # A question may tell of them or not: in a run its passes are the same.
+    logits = ask(gpt2, batches, Changed([hooks, differing]), **QUIET).logits
+    for number, change in enumerate((hooks, differing)):
+        for batch in batches:
+            expected = whole_logits(gpt2, batch, change(batch))
+            assert difference(logits[number, batch.index], expected) < 1e-5
 
 
 @pytest.mark.with_shapes
 def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
-    with al.Study(gpt2, batches, {}, **QUIET) as study:
-        plan = study.plan()
+    with Study(gpt2, batches, {}, **QUIET) as study:
+        passes = study.passes()
         for batch in batches:
-            plan.logits(batch, lambda batch: al.isolate_labels(gpt2, batch, 0))
-        assert len(plan.prefixes.stored) <= 2
+            passes.logits(batch, lambda batch: al.isolate_labels(gpt2, batch, 0))
+        assert len(passes._prefixes.stored) <= 2
 
 
 @pytest.mark.with_shapes
@@ -154,11 +188,11 @@ def constant(rows: Any, batch: al.PromptBatch) -> Any:
 
 def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
-    study = al.Study(gpt2, batches, {}, **QUIET)
-    with pytest.raises(PromptError, match=r"write: with al\.Study"):
-        study.plan()
+    study = Study(gpt2, batches, {}, **QUIET)
+    with pytest.raises(PromptError, match=r"write: with Study\(\.\.\.\) as study"):
+        study.passes()
     before = hooks_on(gpt2)
-    with al.Study(gpt2, batches, {}, **QUIET) as study:
+    with Study(gpt2, batches, {}, **QUIET) as study:
         for rows, message in (
             (None, "contributions must be a dict of tensors"),
             ({"x": 1.0}, "contribution 'x' must be a tensor with an entry a prompt"),
@@ -238,9 +272,9 @@ def test_settings_cannot_have_names_of_the_fingerprint(
     gpt2: Any, tmp_path: Path, name: str
 ) -> None:
     """They would replace entries of the fingerprint, such as the digest of the prompts."""
-    study = al.Study(gpt2, questions(gpt2, 4), {name: "trec"}, folder=tmp_path, **QUIET)
+    study = Study(gpt2, questions(gpt2, 4), {name: "trec"}, folder=tmp_path, **QUIET)
     with study, pytest.raises(StoreError, match=f"settings cannot be named {name}"):
-        study.plan()
+        study.passes()
     assert not list(tmp_path.iterdir())
 
 
@@ -251,7 +285,7 @@ def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Path) -> None:
     def zeros(batch: al.PromptBatch) -> dict[str, torch.Tensor]:
         return {"x": torch.zeros(len(batch))}
 
-    with al.Study(gpt2, batches, {}, folder=tmp_path, **QUIET) as study:
+    with Study(gpt2, batches, {}, folder=tmp_path, **QUIET) as study:
         study.collect(zeros)
         with pytest.raises(StoreError, match="has collected already"):
             study.collect(zeros)
@@ -261,7 +295,7 @@ def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Path) -> None:
 def test_rows_that_differ_between_batches_are_an_error(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
     widths = iter((2, 3))
-    study = al.Study(gpt2, batches, {}, **QUIET)
+    study = Study(gpt2, batches, {}, **QUIET)
     with study, pytest.raises(MetricError, match="the contributions x must be in every batch"):
         study.collect(lambda batch: {"x": torch.zeros(len(batch), next(widths))})
 
@@ -278,10 +312,10 @@ def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) 
         )
         for positions, classes in (([2, 4, 6], [0, 1, 0]), ([4, 6], [1, 0]))
     ]
-    with al.Study(gpt2, batches, {}, **QUIET) as study:
-        plan = study.plan()
+    with Study(gpt2, batches, {}, **QUIET) as study:
+        passes = study.passes()
         for batch in batches:
-            assert difference(plan.logits(batch), whole_logits(gpt2, batch, [])) < 1e-5
+            assert difference(passes.logits(batch), whole_logits(gpt2, batch, [])) < 1e-5
 
 
 @pytest.mark.with_shapes
@@ -291,9 +325,11 @@ def test_user_hooks_for_prompts_padded_on_the_left_are_refused(gpt2: Any) -> Non
     def hooks(batch: al.PromptBatch) -> list[Any]:
         return [("blocks.0.hook_resid_pre", lambda resid, hook: resid)]
 
-    study = al.Study(gpt2, batches, {}, **QUIET)
+    study = Study(gpt2, batches, {}, **QUIET)
     with study, pytest.raises(HookError, match="padded on the left"):
-        study.plan(interventions=[hooks])
+        study.passes([Changed([hooks])])
+    with pytest.raises(HookError, match="padded on the left"), does_not_run(gpt2):
+        al.run(gpt2, batches, [al.Accuracy(), Changed([hooks])], **QUIET)
 
 
 @pytest.mark.with_shapes
@@ -306,11 +342,11 @@ def test_a_function_without_weak_references_can_change_a_run(gpt2: Any) -> None:
             return al.isolate_labels(gpt2, batch, self.layer)
 
     (batch,) = questions(gpt2, 4)
-    with al.Study(gpt2, [batch], {}, **QUIET) as study:
-        plan = study.plan(interventions=[Cut(0)])
-        assert "run once for all" in plan.status
+    with Study(gpt2, [batch], {}, **QUIET) as study:
+        passes = study.passes([Changed([Cut(0)])])
+        assert "run once for all" in passes.status
         expected = whole_logits(gpt2, batch, Cut(0)(batch))
-        assert difference(plan.logits(batch, Cut(0)), expected) < 1e-5
+        assert difference(passes.logits(batch, Cut(0)), expected) < 1e-5
 
 
 @pytest.mark.with_shapes
@@ -319,8 +355,8 @@ def test_a_study_runs_without_dropout_also_outside_collect(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 4)
     modes = []
     gpt2.train()
-    with al.Study(gpt2, [batch], {}, **QUIET) as study:
-        plan = study.plan()
+    with Study(gpt2, [batch], {}, **QUIET) as study:
+        passes = study.passes()
         modes.append(any(module.training for module in gpt2.modules()))
-        plan.logits(batch)
+        passes.logits(batch)
     assert modes == [False] and gpt2.training

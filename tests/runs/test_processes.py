@@ -98,8 +98,14 @@ def test_info_random_state_and_errors_equal_those_of_one_process(launch: Launch,
     ("name", "words"),
     [
         ("other prompts", ("all processes must make the same call", "prompts: process 0 '")),
-        ("other settings", ("the same call", "cut: process 0 ", "'layers': [1]")),
-        ("other calls", ("the same call", "metrics: process 0 ", "process 1 None")),
+        (
+            "other settings",
+            ("the same call", "what isolation computes: process 0 ", "layers=[0]", "layers=[1]"),
+        ),
+        (
+            "other calls",
+            ("the same call", "what saliency_flows computes: process 0 ", "process 1 None"),
+        ),
     ],
 )
 def test_processes_with_different_calls_raise_an_error(

@@ -71,7 +71,7 @@ def test_a_users_metric_equals_the_cached_pattern(gpt2: Any) -> None:
 
 
 REFUSED: list[tuple[Callable[[Any, list[al.PromptBatch]], Any], type[AnchorlensError], str]] = [
-    (lambda m, b: run(m, b, []), MetricError, "no metrics"),
+    (lambda m, b: run(m, b, []), MetricError, "nothing to compute: give at least one"),
     (
         lambda m, b: run(m, b, [SelfAttention(), SelfAttention(2.0)]),
         MetricError,
@@ -113,7 +113,7 @@ REFUSED: list[tuple[Callable[[Any, list[al.PromptBatch]], Any], type[AnchorlensE
     (lambda m, b: run("gpt2", [], METRICS), ArgumentError, r"A TransformerBridge or .* as ``al.l"),
     (lambda m, b: run(m, b[0], METRICS), ArgumentError, r"batches of run must be a list .*; write"),
     (lambda m, b: run(m, b, [al.AttentionAUCROC]), ArgumentError, r"an instance is needed, Atten"),
-    (lambda m, b: run(m, b, [object()]), ArgumentError, "metrics of run must be a list of Metrics"),
+    (lambda m, b: run(m, b, [object()]), ArgumentError, "questions of run must be .* Questions"),
 ]
 
 

@@ -10,16 +10,18 @@ import torch
 import anchorlens as al
 from anchorlens.contexts import compressed
 from anchorlens.errors import PromptError, RunError
+from anchorlens.metrics.question import no_hooks
 from anchorlens.models import kv_cache
 from anchorlens.models.facts import known_facts
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes import shared_prefix, shortcuts
 from anchorlens.passes.forward import run_pass, run_prefix
-from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
+from anchorlens.passes.shared_prefix import SharedPrefixes
 from anchorlens.prompts.batch import after_shared
 from anchorlens.runs import way as decision
-from anchorlens.runs.runner import Runner
+from anchorlens.runs.passes import Passes
 from anchorlens.runs.way import shared_lengths, way_of
+from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.tiny_models import questions
@@ -52,7 +54,9 @@ def test_metrics_equal_those_of_whole_prompts(model: Any, whole: Any) -> None:
     changes = (None, isolated(model))
     ours = [al.run(model, batches, METRICS, hooks=change, **QUIET) for change in changes]
     loyalty = al.run(model, batches, [al.Loyalty()], hooks=changes[1], **QUIET)
-    isolation = al.isolation_loyalty(model, batches, range(2), draws=2, **QUIET)
+    sweep = al.EdgeSweep.isolation({"isolated": al.Site(range(2))}, draws=2)
+    isolation = ask(model, batches, sweep, **QUIET)
+    assert "run once" in isolation.info["shared_prefix"]
     whole()
     for change, results in zip(changes, ours, strict=True):
         theirs = al.run(model, batches, METRICS, hooks=change, **QUIET)
@@ -65,7 +69,7 @@ def test_metrics_equal_those_of_whole_prompts(model: Any, whole: Any) -> None:
         al.run(model, batches, [al.Loyalty()], hooks=changes[1], **QUIET)["loyalty"],
     )
     assert float(isolation.kl) > 1e-6
-    assert_same(isolation, al.isolation_loyalty(model, batches, range(2), draws=2, **QUIET))
+    assert_same(isolation, ask(model, batches, sweep, **QUIET))
 
 
 @pytest.mark.every_kind
@@ -160,11 +164,11 @@ def test_isolation_inside_the_prefix_changes_the_logits(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     change = isolated(gpt2)
     prefixes = SharedPrefixes(gpt2)
-    ours = Runner(gpt2, way_of(gpt2, batches, [change]))
+    ours = Passes(gpt2, batches, way_of(gpt2, batches, [change]))
     ready, _ = after_shared(batches[0], ours.way.lengths)
     assert ready.first_query > int(ready.label_positions.max())
     # The hooks act only in the demonstrations: after their cache there is no edge left to cut.
-    _, prefix = prefixes.of(ready, change, change(ready))
+    _, prefix = prefixes.of(ready, None, change(ready))
     from_cut = run_pass(gpt2, ready, prefix=prefix)
     expected = run_pass(gpt2, batches[0], hooks=change(batches[0]))
     assert difference(from_cut, expected) < 1e-5
@@ -198,7 +202,7 @@ def test_reweighting_after_a_cached_prefix_equals_whole_prompts(gpt2: Any) -> No
     change = lambda batch: al.reweight_anchors(gpt2, batch, beta)  # noqa: E731
     way = way_of(gpt2, batches, [change])
     assert "run once" in way.shared_prefix
-    logits = Runner(gpt2, way).logits(batches[0], change)
+    logits = Passes(gpt2, batches, way).logits(batches[0], change)
     hooks = al.reweight_anchors(gpt2, batches[0], beta)
     assert difference(logits, run_pass(gpt2, batches[0], hooks=hooks)) < 1e-5
 
@@ -470,6 +474,66 @@ def test_out_of_memory_in_a_trial_is_raised(gpt2: Any, monkeypatch: pytest.Monke
         al.compress(gpt2, batch)
 
 
+@pytest.mark.every_kind
+def test_questions_of_one_run_have_the_numbers_that_each_has_alone(gpt2: Any) -> None:
+    """Sites of one name in two sweeps are not the same site: prefixes are stored by question."""
+    batches = questions(gpt2, 6, batch_size=2)
+    asked = [
+        *METRICS,
+        al.EdgeSweep.isolation({"x": al.Site(0)}, draws=2, name="first"),
+        al.EdgeSweep.isolation({"x": al.Site(1)}, draws=2, name="second"),
+        al.EdgeSweep(al.edges.pq, {"x": al.Site(0)}, draws=2, name="third"),
+    ]
+    together = al.run(gpt2, batches, asked, **QUIET)
+    assert list(together) == [each.name for each in asked]
+    assert float(together["first"].kl - together["second"].kl) != 0
+    for question in asked:
+        assert_same(together[question.name], ask(gpt2, batches, question, **QUIET))
+
+
+@pytest.mark.parametrize("metrics", [[], METRICS], ids=["alone", "beside metrics"])
+def test_the_clean_run_and_its_prefix_are_computed_once_for_all_questions(
+    gpt2: Any, metrics: list[al.Metric], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = questions(gpt2, 6, batch_size=2)
+    sites = {"first": al.Site(0)}
+    sweeps = [al.EdgeSweep.isolation(sites, draws=1), al.EdgeSweep(al.edges.pq, sites, draws=1)]
+    asked = [*metrics, *sweeps]
+    al.run(gpt2, batches, asked, **QUIET)  # facts are found
+    prefixes: list[Any] = []
+    passes: list[Any] = []
+
+    def counted(made: list[Any], function: Any) -> Any:
+        return lambda *of, **options: (made.append(1), function(*of, **options))[1]
+
+    monkeypatch.setattr(shared_prefix, "run_prefix", counted(prefixes, run_prefix))
+    monkeypatch.setattr("anchorlens.runs.passes._run", counted(passes, run_pass))
+    al.run(gpt2, batches, asked, **QUIET)
+    assert len(prefixes) == 1 + 2 * 2  # the clean one, and of each sweep a site and a draw
+    assert len(passes) == len(batches) * (1 + 2 * 2)
+
+
+@pytest.mark.parametrize("key", [None, "cut"])
+def test_prefixes_are_stored_by_their_key_and_without_one_not_at_all(
+    gpt2: Any, key: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = questions(gpt2, 6, batch_size=2)
+    passes = Passes(gpt2, batches, way_of(gpt2, batches, [isolated(gpt2)]))
+    prefixes: list[Any] = []
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        prefixes.append(run_prefix(*arguments, **keywords))
+        return prefixes[-1]
+
+    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
+    for batch in batches:
+        logits = passes.logits(batch, isolated(gpt2), key)
+        hooks = isolated(gpt2)(batch)
+        assert difference(logits, run_pass(gpt2, batch, hooks=hooks)) < 1e-5
+    assert len(prefixes) == (3 if key is None else 1)
+    assert len(passes._prefixes.stored) == (0 if key is None else 1)
+
+
 @pytest.mark.parametrize(("fitting", "computed"), [(0, 13), (2, 11), (5, 5)])
 def test_prefixes_that_do_not_fit_into_free_memory_are_computed_again(
     fitting: int, computed: int, gpt2: Any, monkeypatch: pytest.MonkeyPatch
@@ -477,8 +541,8 @@ def test_prefixes_that_do_not_fit_into_free_memory_are_computed_again(
     """Two sites with a control each are asked for in each of three batches, the clean run once."""
     batches = questions(gpt2, 6, batch_size=2)
     sites = {"first": al.Site(0), "last": al.Site(2)}
-    options: dict[str, Any] = {"draws": 1, **QUIET}
-    expected = al.isolation_sweep(gpt2, batches, sites, **options)
+    sweep = al.EdgeSweep.isolation(sites, draws=1)
+    expected = ask(gpt2, batches, sweep, **QUIET)
     prefixes: list[Any] = []
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
@@ -489,7 +553,6 @@ def test_prefixes_that_do_not_fit_into_free_memory_are_computed_again(
     monkeypatch.setattr(
         shared_prefix, "free_for_layers", lambda devices: fitting * prefixes[-1].size
     )
-    ours = al.isolation_sweep(gpt2, batches, sites, **options)
+    ours = ask(gpt2, batches, sweep, **QUIET)
     assert len(prefixes) == computed
-    for name, record in ours.items():
-        assert_same(record, expected[name])
+    assert_same(ours, expected)

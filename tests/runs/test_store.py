@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +25,9 @@ from anchorlens.errors import StoreError
 from anchorlens.runs.identity import versions
 from anchorlens.runs.store import Store, forget_run, same_contributions
 from anchorlens.system import files
+from anchorlens.system.digest_file import read_with_digest
 from anchorlens.system.signals import Stopped, signals_raise
+from tests.support.asked import ask
 from tests.support.damages import DAMAGES, DEEP, Damage, flipped_after, rewritten
 from tests.support.stored_runs import Killed, Logits, run, same, stored_run
 from tests.support.tiny_models import questions, tiny_gpt2
@@ -112,11 +114,16 @@ def test_a_stored_batch_without_rows_of_a_metric_is_computed_again(
     """A metric that failed in a batch stored no rows there, and was fixed later."""
     expected = run(gpt2, Logits(), tmp_path)
     store = stored_run(tmp_path)
-    rows = store.read(3) or {}
+    rows = store.read(3)
+    (tmp_path / "rows-00003.safetensors").unlink()
     store.write(3, {name: rows[name] for name in rows if not name.startswith("logits/")})
-    results = run(gpt2, Logits(), tmp_path)
+    assert store.missing(store.read(3)) == ["logits"]
+    again = Logits()
+    results = run(gpt2, again, tmp_path)
     assert torch.equal(results["logits"].logits, expected["logits"].logits)
-    assert "logits/logits" in (store.read(3) or {})
+    assert again.seen == [1] * 2  # the first batch is checked again
+    assert same(results, expected)
+    assert "logits/logits" in store.read(3)
 
 
 def test_a_folder_with_a_run_file_of_another_program_is_refused(gpt2: Any, tmp_path: Path) -> None:
@@ -160,14 +167,6 @@ def a_loss(logits: Float[Tensor, "batch vocab"], batch: al.PromptBatch) -> Float
 @pytest.mark.parametrize(
     ("change", "differs"),
     [
-        (
-            lambda model: {"metrics": [Logits(scale=2.0)]},
-            r"metrics: stored 'Logits\(scale=1.0\) .*, now 'Logits\(scale=2.0\)",
-        ),
-        (
-            lambda model: {"metrics": [Logits(), al.SaliencyFlows()]},
-            r"metrics: stored .*SaliencyFlows",
-        ),
         (lambda model: {"loss": a_loss}, r"loss: stored 'label_cross_entropy .*, now 'a_loss "),
         (lambda model: {"hooks": isolated(model, [0])}, "hooks: stored 'None', now '<lambda> "),
         (lambda model: {"batches": questions(model, count=4, batch_size=2)}, "prompts: stored '"),
@@ -187,6 +186,187 @@ def test_another_run_is_refused_and_the_difference_is_named(
     assert re.search(differs, str(caught.value))
     assert str(caught.value).count(": stored ") == 1
     assert {path.name: path.read_bytes() for path in stored.iterdir()} == before
+
+
+@dataclass(frozen=True)
+class Squares(Logits):
+    """Another question that counts its batches."""
+
+    name: ClassVar[str] = "squares"
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        return {"logits": super().contributions(batch, seen)["logits"].square()}
+
+
+def stored_names(folder: Path, number: int) -> set[str]:
+    """The names of the contributions of a batch."""
+    return set(read_with_digest(folder / f"rows-{number:05d}.safetensors").tensors)
+
+
+def test_one_more_question_is_computed_alone_and_the_stored_ones_stay(
+    gpt2: Any, whole: tuple[Path, dict[str, Any]], stored: Path
+) -> None:
+    expected = run(gpt2, Logits(), None, metrics=[Logits(), Squares()])
+    first, more = Logits(), Squares()
+    assert same(run(gpt2, first, stored, metrics=[first, more]), expected)
+    assert (first.seen, more.seen) == ([1], [1] * 4)  # of those stored the first is checked again
+    both = {"logits/logits", "squares/logits", "/label_logits"}
+    assert [stored_names(stored, number) for number in range(4)] == [both] * 4
+    before = contents(stored)
+    # Any of them, in any order, by themselves or together.
+    for asked in ([Squares()], [Logits()], [Squares(), Logits()]):
+        results = run(gpt2, Logits(), stored, metrics=asked)
+        assert same(results, {each.name: expected[each.name] for each in asked})
+        assert [each.seen for each in asked] == [[1]] * len(asked)
+        assert list(results) == [each.name for each in asked]
+    assert contents(stored) == before
+    assert same(whole[1], {"logits": expected["logits"]})
+
+
+def test_a_folder_holds_experiments_beside_metrics(
+    gpt2: Any, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A further question makes its own passes, and those of stored ones only for the check."""
+    sweep = al.EdgeSweep.isolation({"first": al.Site(0), "last": al.Site(-1)}, draws=2)
+    asked: list[Any] = [Logits(), al.SaliencyFlows(), sweep]
+    options: dict[str, Any] = {"share_prefix": False, "metrics": asked}
+    expected = run(gpt2, Logits(), None, **options)
+    asked[0] = first = Logits()
+    assert same(run(gpt2, first, stored, **options), expected)
+    assert first.seen == [1]
+    swept: list[int] = []
+    of_batch = al.EdgeSweep.of_batch
+
+    def counted(sweep: Any, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+        swept.append(len(batch))
+        return of_batch(sweep, passes, batch)
+
+    monkeypatch.setattr(al.EdgeSweep, "of_batch", counted)
+    assert same(run(gpt2, Logits(), stored, **options), expected)
+    assert swept == [1]
+    other = al.EdgeSweep.isolation({"first": al.Site(0)}, draws=1, name="another")
+    swept.clear()
+    again = run(gpt2, Logits(), stored, share_prefix=False, metrics=[sweep, other])
+    assert swept == [1, 1, 1, 1, 1]  # one stored sweep is checked, and four batches are swept
+    assert torch.equal(again["isolation"].kl, expected["isolation"].kl)
+    assert torch.equal(again["another"].kl, expected["isolation"].kl[:1])
+
+
+def test_a_question_that_is_added_can_be_interrupted(gpt2: Any, stored: Path) -> None:
+    expected = run(gpt2, Logits(), None, metrics=[Logits(), Squares()])
+    with pytest.raises(Killed):
+        run(gpt2, Logits(), stored, metrics=[Logits(), Squares(dies_in=2)])
+    added = ["squares/logits" in stored_names(stored, number) for number in range(4)]
+    assert added == [True, True, False, False]
+    first, more = Logits(), Squares()
+    assert same(run(gpt2, first, stored, metrics=[first, more]), expected)
+    assert (first.seen, more.seen) == ([1], [1] * 3)  # both in the first batch: a check
+
+
+@pytest.mark.parametrize("others", [(), (Squares(), al.SaliencyFlows())])
+def test_other_options_under_the_same_name_are_refused_and_shown(
+    gpt2: Any, stored: Path, others: tuple[al.Question, ...]
+) -> None:
+    before = contents(stored)
+    metric = Logits(scale=2.0)
+    with pytest.raises(
+        StoreError,
+        match=r"rows-00000\.safetensors holds 'logits' of another run; use another folder, or "
+        r"start over in this one \(al\.forget_run\), or give it another name\. logits: stored "
+        r"'Logits\(scale=1\.0\) \(\w+\)', now 'Logits\(scale=2\.0\) \(\w+\)'",
+    ) as caught:
+        run(gpt2, metric, stored, metrics=[*others, metric])
+    assert str(caught.value).count(": stored ") == 1
+    assert metric.seen == []  # before any pass
+    assert contents(stored) == before
+
+
+def test_other_options_are_refused_also_where_the_first_batches_have_none(
+    gpt2: Any, stored: Path
+) -> None:
+    """Two calls that were killed may have stored different questions of different batches."""
+    (stored / "rows-00000.safetensors").unlink()
+    with pytest.raises(Killed):
+        run(gpt2, Logits(), stored, metrics=[Squares(dies_in=1)])
+    metric = Logits(scale=2.0)
+    with pytest.raises(StoreError, match=r"rows-00001\.safetensors holds 'logits' of another run"):
+        run(gpt2, metric, stored, metrics=[metric, Squares()])
+    assert metric.seen == []
+
+
+@dataclass(frozen=True)
+class OfFile(Logits):
+    """A question whose factor is in a file, which its identity does not hold."""
+
+    file: Path = field(default=Path(), compare=False)
+    name: ClassVar[str] = "of_file"
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        of_batch = super().contributions(batch, seen)
+        return {"logits": float(self.file.read_text()) * of_batch["logits"]}
+
+
+def test_a_question_that_reads_a_file_is_computed_again_and_the_others_are_not(
+    gpt2: Any, stored: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "factor.txt"
+    expected = run(gpt2, Logits(), None, metrics=[Logits()])["logits"].logits
+    for factor in (1.0, 3.0):
+        file.write_text(str(factor))
+        known, read = Logits(), OfFile(file=file)
+        with pytest.warns(UserWarning, match="computed again .*the attribute 'read_text'"):
+            results = run(gpt2, known, stored, metrics=[known, read])
+        assert (known.seen, read.seen) == ([1], [1] * 4)
+        assert torch.equal(results["logits"].logits, expected)
+        assert torch.equal(results["of_file"].logits, factor * expected)
+    known = Logits()
+    run(gpt2, known, stored, metrics=[known])
+    assert known.seen == [1]
+
+
+@dataclass(frozen=True)
+class Changing(Logits):
+    """A question that changes what it holds, from the third batch on."""
+
+    held: list[int] = field(default_factory=list)
+    name: ClassVar[str] = "changing"
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        if len(self.seen) == 2:
+            self.held.append(1)
+        return super().contributions(batch, seen)
+
+
+def test_a_question_that_changes_itself_is_not_continued_and_the_others_are(
+    gpt2: Any, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"share_prefix": False}
+    with pytest.warns(UserWarning, match="changes what it holds"):
+        run(gpt2, Logits(), tmp_path, metrics=[Logits(), Changing()], **options)
+    steady, changing = Logits(), Changing()
+    with pytest.warns(UserWarning, match="changes what it holds"):
+        run(gpt2, steady, tmp_path, metrics=[steady, changing], **options)
+    assert steady.seen == [1]
+    assert changing.seen == [1] * 3  # the first is checked; the last two were not believed
+
+
+@pytest.mark.parametrize("asked", ["logits", "squares", "both"])
+def test_a_damaged_file_is_computed_again_for_all_that_is_asked(
+    gpt2: Any, stored: Path, asked: str
+) -> None:
+    expected = run(gpt2, Logits(), stored, metrics=[Logits(), Squares()])
+    DAMAGES["a bit of the header's length"](stored / "rows-00001.safetensors")
+    of_names = {"logits": Logits(), "squares": Squares()}
+    now = [of_names[name] for name in of_names if asked in (name, "both")]
+    with pytest.warns(UserWarning, match=r"rows-00001.safetensors is damaged; batch 1 is computed"):
+        results = run(gpt2, Logits(), stored, metrics=now)
+    assert same(results, {each.name: expected[each.name] for each in now})
+    assert [each.seen for each in now] == [[1] * 2] * len(now)
+    # What was lost and not asked for is computed when it is asked.
+    first, second = Logits(), Squares()
+    assert same(run(gpt2, first, stored, metrics=[first, second]), expected)
+    assert first.seen == [1] * (2 if asked == "squares" else 1)
+    assert second.seen == [1] * (2 if asked == "logits" else 1)
 
 
 def test_another_model_is_refused(gpt2: Any, stored: Path, byte_level: Any, hooked: Any) -> None:
@@ -249,10 +429,17 @@ def test_a_loss_without_a_name_can_be_stored(gpt2: Any, tmp_path: Path) -> None:
     assert (first.seen, second.seen) == ([1] * 4, [1])  # the first batch is checked again
 
 
+def of_one_function(folder: Path) -> Store:
+    """The store of a function whose contributions belong to no question."""
+    return replace(
+        Store.open(folder, {"model": "x"}), functions={"": "f"}, believed=frozenset({""})
+    )
+
+
 def test_a_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store.open(tmp_path / "new" / "folder", {"model": "x"})
+    store = of_one_function(tmp_path / "new" / "folder")
     store.write(0, {"a": torch.ones(3, 2).T})
-    assert store.read(1) is None
+    assert store.read(1) == {}
 
     def die(*_: Any) -> None:
         raise Killed
@@ -262,10 +449,8 @@ def test_a_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Monkey
         for number in (0, 1):
             with pytest.raises(Killed):
                 store.write(number, {"a": torch.zeros(2)})
-    rows = store.read(0)
-    assert rows is not None
-    assert torch.equal(rows["a"], torch.ones(2, 3))
-    assert store.read(1) is None
+    assert torch.equal(store.read(0)["a"], torch.ones(2, 3))
+    assert store.read(1) == {}
     store.write(1, {"a": torch.zeros(2)})
     names = {path.name for path in store.folder.iterdir()}
     assert names == {"rows-00000.safetensors", "rows-00001.safetensors", "run.json"}
@@ -304,7 +489,7 @@ def test_damaged_rows_are_named_and_computed_again(
 
 
 def test_a_flipped_bit_in_any_byte_is_detected(tmp_path: Path) -> None:
-    store = Store.open(tmp_path, {"model": "x"})
+    store = of_one_function(tmp_path)
     store.write(0, {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([True, False])})
     path = tmp_path / "rows-00000.safetensors"
     whole = path.read_bytes()
@@ -313,7 +498,7 @@ def test_a_flipped_bit_in_any_byte_is_detected(tmp_path: Path) -> None:
             whole[:index] + bytes([whole[index] ^ 1 << index % 8]) + whole[index + 1 :]
         )
         with pytest.warns(UserWarning, match="is damaged"):
-            assert store.read(0) is None
+            assert store.read(0) == {}
 
 
 @pytest.mark.parametrize(
@@ -484,10 +669,12 @@ def test_an_interrupted_isolation_resumes(
         batch_size=2,
     )
 
-    def isolation(folder: Path | None, layers: Any = (0,)) -> al.records.CutEdgesRecord:
-        return al.isolation_loyalty(
-            gpt2, batches, layers, draws=2, resamples=5, folder=folder, progress=False
+    def isolation(folder: Path | None, layers: Any = (0,)) -> al.records.EdgeSweepRecord:
+        sweep = al.EdgeSweep.isolation({"isolated": al.Site(layers)}, draws=2)
+        record: al.records.EdgeSweepRecord = ask(
+            gpt2, batches, sweep, resamples=5, folder=folder, progress=False
         )
+        return record
 
     expected = isolation(None)
     with monkeypatch.context() as patched:
@@ -497,7 +684,8 @@ def test_an_interrupted_isolation_resumes(
     assert len(list(tmp_path.iterdir())) == 2  # the fingerprint and one batch
     assert same({"isolation": isolation(tmp_path)}, {"isolation": expected})
     assert len(list(tmp_path.iterdir())) == 4
-    with pytest.raises(StoreError, match=r"cut: stored .2 draws from 0, .*'layers': \[0\]"):
+    differs = r"isolation: stored .*layers=\[0\].*draws=2, seed=0, .*now .*layers=\[1\]"
+    with pytest.raises(StoreError, match=differs):
         isolation(tmp_path, layers=[1])
 
 

@@ -40,7 +40,7 @@ RETURNED = {
     *("AnswerFlows", "Claim", "CompressedContext", "GenerationTrace", "HardPrompt"),
     *("KeyValues", "LossAtPositions", "PrefixContext", "PromptFlows"),
     *("Contributions", "QueryPass", "Results"),
-    *("ReweightedContext", "SoftPrompt", "SweepResults"),
+    *("ReweightedContext", "SoftPrompt"),
 }
 
 
@@ -127,6 +127,47 @@ class EveryRead(al.Metric):
         }
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EveryPassRecord(al.Record):
+    """What ``EveryPass`` gets."""
+
+    clean: Float[Tensor, " vocab"] = al.kinds.mean("clean")
+    cut: Float[Tensor, "layer vocab"] = al.kinds.mean("cut")
+    at_first_label: Float[Tensor, " vocab"] = al.kinds.mean("at_first_label")
+    flows: Float[Tensor, "layer flow"] = al.kinds.mean("flows")
+
+
+class EveryPass(al.Question):
+    """A question of a user's own that makes passes of every kind."""
+
+    name, record = "every_pass", EveryPassRecord
+
+    def isolated(self, model: Any, layer: int, batch: al.PromptBatch) -> Any:
+        return al.isolate_labels(model, batch, layer)
+
+    def further(self, model: Any, batches: Any) -> al.Further:
+        return al.Further(
+            [partial(self.isolated, model, 0)],
+            range(model.cfg.n_layers),
+            [al.SaliencyFlows()],
+            al.losses.word_cross_entropy(),
+        )
+
+    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+        cut = [
+            passes.logits(batch, partial(self.isolated, passes.model, layer), layer)
+            for layer in range(passes.model.cfg.n_layers)
+        ]
+        first = al.edges.at(batch, batch.label_positions[:, :1])
+        of_prompts = torch.stack(passes.logits_at(batch, first)).flatten(0, -2)
+        return {
+            "clean": passes.clean(batch).cpu(),
+            "cut": torch.stack(cut, dim=1).cpu(),
+            "at_first_label": of_prompts.cpu(),
+            "flows": passes.further(self, batch)["saliency_flows"]["sums"],
+        }
+
+
 def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], Any]]:
     """Functions by name; ``folder`` is empty, and for this device alone."""
     examples = al.load_examples("questions")
@@ -202,8 +243,8 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
 
     def sweeps() -> Any:
         sites = al.sites.first_and_last(model, [1])
-        swept = al.isolation_sweep(model, batches, sites, draws=1, **QUIET)
-        swept.plot()
+        swept = run(al.Accuracy(), al.EdgeSweep.isolation(sites, draws=1))
+        swept["isolation"].plot()
         return swept
 
     train_prefix = partial(al.train_prefix, model, batches, **searched)
@@ -227,11 +268,6 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         correct = record.correct
         loaded = al.load_record(record.save(folder / "accuracy"))
         return [loaded, al.metrics.compare_accuracies({"a": correct, "b": correct}, resamples=0)]
-
-    def own_loop() -> Tensor:
-        with al.Study(model, batches, {}, **QUIET).entered() as study:
-            rows = study.collect(lambda each: {"mean": al.saliency(model, each).mean((1, 2, 3))})
-        return rows["mean"]
 
     def of_logits() -> Any:
         logits = al.target_logits(model, batches, progress=False).to(device)
@@ -309,30 +345,32 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             **QUIET,
         ),
         "sweep": sweeps,
-        "isolation": lambda: al.isolation_loyalty(model, batches, 0, draws=2, **QUIET),
-        "cut edges": lambda: al.edge_sweep(
-            model,
-            batches,
-            al.edges.tq,
-            al.sites.windows(model, 1),
-            control=al.edges.random_edges,
-            draws=1,
-            **QUIET,
+        "isolation": lambda: run(al.EdgeSweep.isolation({"first": al.Site(0)}, draws=2)),
+        "cut edges": lambda: run(
+            al.EdgeSweep(
+                al.edges.tq, al.sites.windows(model, 1), control=al.edges.random_edges, draws=1
+            )
         ),
-        "suppression": lambda: al.segment_suppression(model, written, **QUIET),
+        "suppression": lambda: al.run(model, written, [al.SegmentSuppression()], **QUIET),
         "attribution": lambda: [
-            al.segment_attribution(
-                model, batches[:1], al.subsets.lasso(4), remove=remove, segments=parts, **QUIET
+            al.run(
+                model,
+                batches[:1],
+                [al.SegmentAttribution(al.subsets.lasso(4), remove=remove, segments=parts)],
+                **QUIET,
             )
             for remove in (al.removal.edges, al.removal.text)
             for parts in (None, ["text", "label", "query"])
         ],
-        "faithfulness": lambda: al.faithfulness(
-            model, batches[:1], {"signed": al.SegmentFlows(weight=al.weights.helpful)}, **QUIET
+        "faithfulness": lambda: al.run(
+            model,
+            batches[:1],
+            [al.Faithfulness({"signed": al.SegmentFlows(weight=al.weights.helpful)})],
+            **QUIET,
         ),
         "head effects": lambda: al.head_effects(model, held_out, batches, **QUIET),
         "task vectors": lambda: al.task_vectors(model, held_out, batches, **QUIET),
-        "integrated": lambda: al.integrated_flows(model, batches[:1], steps=2, **QUIET),
+        "integrated": lambda: al.run(model, batches[:1], [al.IntegratedFlows(steps=2)], **QUIET),
         "steps": lambda: al.step_flows(model, written[0].prompt(0), "answer"),
         "trace": lambda: al.trace_generation(model, "Who wrote it?", max_new_tokens=3).flows,
         "pictures": lambda: [
@@ -354,15 +392,13 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "prepared again": lambda: al.target_logits(
             al.prepare_model(al.restore_model(model)), batches[:1], progress=False
         ),
-        "effect": lambda: al.prefix_effect(model, batches, al.compress(model, batch), **QUIET),
+        "effect": lambda: run(al.PrefixEffect(context=al.compress(model, batch))),
         "anchors of texts": lambda: al.target_logits(
             model,
             al.prompts.text_anchor_prompts(tokenizer, task, demos, queries[:2]),
             progress=False,
         ),
-        "contexts": lambda: al.compare_contexts(
-            model, batches, contexts, draws=1, repeats=1, **QUIET
-        ),
+        "contexts": lambda: run(al.ContextComparison(contexts, draws=1, repeats=1)),
         "reweighting": reweighted,
         "own context": of_ones_own,
         "prefix": lambda: saved(twice(train_prefix, "prefix")[1], "prefix"),
@@ -379,7 +415,14 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         ),
         "peft": peft,
         "records": records,
-        "own loop": own_loop,
+        "own question": lambda: run(EveryPass()),
+        "metrics and experiments": lambda: run(
+            al.SaliencyFlows(),
+            al.EdgeSweep.isolation(al.sites.first_and_last(model, [1]), draws=1),
+            al.PrefixEffect(),
+            al.IntegratedFlows(["text", "label", "query"], steps=2),
+            EveryPass(),
+        ),
         "report": report,
     }
 

@@ -62,7 +62,7 @@ def contributed(
     model: Any, batch: al.PromptBatch, *metrics: al.Metric, loss: Any = None
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """The logits of one pass over whole prompts, and what these contribute to each metric."""
-    observed = [Observation(Layers.of(model), metric, batch) for metric in metrics]
+    observed = [Observation.of(Layers.of(model), metric, batch) for metric in metrics]
     logits = run_pass(
         model,
         batch,
@@ -70,7 +70,8 @@ def contributed(
         backward_hooks=[hook for each in observed for hook in each.backward_hooks],
         loss=loss,
     )
-    return logits, [each.metric.contributions(batch, each.seen(logits, None)) for each in observed]
+    pairs = zip(metrics, observed, strict=True)
+    return logits, [metric.contributions(batch, each.seen(logits, None)) for metric, each in pairs]
 
 
 def assert_same(ours: al.Record, theirs: al.Record, tolerance: float = 1e-5) -> None:

@@ -27,6 +27,7 @@ from anchorlens.system.processes import (
     is_single_process,
     require_whole_model,
 )
+from tests.support.asked import ask
 from tests.support.stored_runs import Logits
 from tests.support.tiny_models import questions
 
@@ -103,12 +104,13 @@ def hooks_and_loyalty(model: Any, batches: list[al.PromptBatch]) -> dict[str, An
 
 
 def isolation(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
-    return {"": al.isolation_loyalty(model, batches, [0], draws=2, **QUIET)}
+    sweep = al.EdgeSweep.isolation({"first": al.Site([0]), "last": al.Site([-1])}, draws=2)
+    return {"": ask(model, batches, sweep, **QUIET)}
 
 
 def compression(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
     contexts: dict[str, Any] = {"anchors": al.compress}
-    return {"": al.compare_contexts(model, batches, contexts, draws=2, repeats=0, **QUIET)}
+    return {"": ask(model, batches, al.ContextComparison(contexts, draws=2, repeats=0), **QUIET)}
 
 
 def trained(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
@@ -123,8 +125,8 @@ def what_scores_are_worth(model: Any, batches: list[al.PromptBatch]) -> dict[str
     scores: dict[str, Any] = {"attention": al.SegmentAttention(), "one": al.subsets.one_by_one}
     few, others = batches[:2], batches[4:6]
     return {
-        "faithfulness": al.faithfulness(model, few, scores, subsets=4, **QUIET),
-        "attribution": al.segment_attribution(model, few, al.subsets.one_by_one, **QUIET),
+        "faithfulness": ask(model, few, al.Faithfulness(scores, subsets=4), **QUIET),
+        "attribution": ask(model, few, al.SegmentAttribution(al.subsets.one_by_one), **QUIET),
         "heads": al.head_effects(model, few, others, **QUIET),
         "vectors": al.task_vectors(model, few, others, **QUIET),
     }
@@ -158,7 +160,8 @@ def everything(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
     }
     results["untouched"] = torch.equal(before, torch.get_rng_state())
     results["one batch"] = {"": al.target_logits(model, batches[:1], progress=False)}
-    results["info"] = al.isolation_loyalty(model, batches, [0], draws=1, **QUIET).info
+    sweep = al.EdgeSweep.isolation({"first": al.Site([0])}, draws=1)
+    results["info"] = ask(model, batches, sweep, **QUIET).info
     with pytest.raises(RunError) as refused:
         al.run(model, batches[:4], [Picky(), al.Accuracy()], **QUIET)
     results["refused rows"] = str(refused.value)
@@ -182,7 +185,8 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
     too_long = replace(batches[0], tokens=batches[0].tokens + 10_000)
 
     def changing() -> Any:
-        return al.isolation_loyalty(model, batches, [process % 2], draws=1, **QUIET).info
+        sweep = al.EdgeSweep.isolation({"isolated": al.Site([process % 2])}, draws=1)
+        return ask(model, batches, sweep, **QUIET).info
 
     def in_last_process(work: Callable[[], Any]) -> None:
         """Run ``work`` in the last process, in two nested blocks."""

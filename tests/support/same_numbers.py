@@ -37,6 +37,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.runs import way as decision
 from tests.support import tiny_models
+from tests.support.asked import ask, by_site
 
 STORED = Path(__file__).with_suffix(".safetensors")
 MODELS, SETS = ("gpt2", "llama", "gemma3"), {"one": 1, "several": 3}
@@ -216,8 +217,11 @@ def attribution(scene: Scene) -> Any:
         (al.subsets.lasso(6), al.removal.edges, al.edges.each_demonstration(scene.first[0])),
     ]
     return [
-        al.segment_attribution(
-            scene.model, scene.first, method, remove=remove, segments=segments, **QUIET
+        ask(
+            scene.model,
+            scene.first,
+            al.SegmentAttribution(method, remove=remove, segments=segments),
+            **QUIET,
         )
         for method, remove, segments in methods
     ]
@@ -234,7 +238,8 @@ def analysis(scene: Scene) -> Any:
     results = al.analyse(
         scene.model, scene.batches, depth=1, draws=2, random_weights=with_random, **QUIET
     )
-    return {"records": results, "claims": al.claims(results)}
+    judged = al.claims(results)
+    return {"records": {**results, **of_sites(results.pop("isolation"))}, "claims": judged}
 
 
 def accuracies(scene: Scene) -> Any:
@@ -284,7 +289,9 @@ def contexts(scene: Scene) -> Any:
         "words": partial(al.compress, select=al.contexts.selection.label_words),
         "none": al.contexts.NoContext(),
     }
-    return al.compare_contexts(scene.model, scene.batches, compared, draws=2, repeats=1, **QUIET)
+    return ask(
+        scene.model, scene.batches, al.ContextComparison(compared, draws=2, repeats=1), **QUIET
+    )
 
 
 def effect_of_a_context(scene: Scene) -> Any:
@@ -292,32 +299,45 @@ def effect_of_a_context(scene: Scene) -> Any:
     context = al.compress(scene.model, scene.batches[0].prompt(0))
     set_id = int(scene.batches[0].demonstrations_id[0])
     prompts = [each for each in scene.others if int(each.demonstrations_id[0]) == set_id]
-    return al.prefix_effect(scene.model, prompts, context, **QUIET)
+    return ask(scene.model, prompts, al.PrefixEffect(context=context), **QUIET)
 
 
 def cut_edges(scene: Scene) -> Any:
     more: dict[str, Any] = {"control": al.edges.random_edges, "draws": 2}
-    observed: list[al.Metric] = [al.Accuracy(), al.SegmentAttention()]
-    return al.edge_sweep(
-        scene.model, scene.batches, al.edges.tq, SITES, metrics=observed, **more, **QUIET
-    )
+    asked = [al.Accuracy(), al.SegmentAttention(), al.EdgeSweep(al.edges.tq, SITES, **more)]
+    results = al.run(scene.model, scene.batches, asked, **QUIET)
+    return {**results, **of_sites(results.pop("edge_sweep"))}
 
 
 def faithfulness(scene: Scene) -> Any:
     scores: Any = {"signed": al.SegmentFlows(weight=al.weights.helpful)}
     scores["without each"] = al.subsets.one_by_one
-    return al.faithfulness(scene.model, scene.batches, scores, subsets=8, **QUIET)
+    return ask(scene.model, scene.batches, al.Faithfulness(scores, subsets=8), **QUIET)
 
 
-def of_answers(function: Callable[..., Any], **more: Any) -> Callable[[Scene], Any]:
-    return lambda s: function(s.model, s.written, segments=PIECES, answer=ANSWER, **more, **QUIET)
+def of_answers(question: Callable[..., al.Question], **more: Any) -> Callable[[Scene], Any]:
+    asked = question(segments=PIECES, answer=ANSWER, **more)
+    return lambda s: ask(s.model, s.written, asked, **QUIET)
 
 
 def isolation(scene: Scene) -> Any:
-    several = al.isolation_sweep(scene.model, scene.batches, SITES, draws=2, **QUIET)
-    three = al.isolation_loyalty(scene.model, scene.batches, 0, draws=3, **QUIET)
-    one = al.isolation_loyalty(scene.model, scene.batches, 0, draws=1, whole_words=True, **QUIET)
-    return {"sweep": several, "three draws": three, "whole words": one}
+    def asked(sites: Any, **more: Any) -> Any:
+        return of_sites(ask(scene.model, scene.batches, ISOLATION(sites, **more), **QUIET))
+
+    first = {"isolated": al.Site(0)}
+    return {
+        "sweep": asked(SITES, draws=2),
+        "three draws": asked(first, draws=3)["isolated"],
+        "whole words": asked(first, draws=1, whole_words=True)["isolated"],
+    }
+
+
+def of_sites(record: Any) -> Any:
+    """The numbers at each site."""
+    return {
+        name: {**each.tensors(), "intervals": each.intervals, "info": each.info}
+        for name, each in by_site(record).items()
+    }
 
 
 # Every call and every way. The other models are left out: transformers computes their softmax and
@@ -332,6 +352,7 @@ IN_SUITE = [
 ]
 RESAMPLES = 20
 QUIET: dict[str, Any] = {"resamples": RESAMPLES, "progress": False}
+ISOLATION = al.EdgeSweep.isolation
 SITES = {"first": al.Site(0), "rest": al.Site([1, 2])}
 PIECES, ANSWER = ["question", "fact"], "answer"
 # What can be told to run whole prompts, or does so always.
@@ -348,15 +369,15 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "metrics": lambda s: run(s, *metrics()),
     **{"isolated": isolated, "answers": answers, "isolation": isolation, "cut edges": cut_edges},
     **{"faithfulness": faithfulness, "attribution": attribution},
-    "faithfulness of answers": of_answers(al.faithfulness, subsets=3),
-    "attribution of answers": of_answers(al.segment_attribution),
+    "faithfulness of answers": of_answers(al.Faithfulness, subsets=3),
+    "attribution of answers": of_answers(al.SegmentAttribution),
     "head effects": lambda s: al.head_effects(s.model, s.others, s.batches, **QUIET),
     "task vectors": lambda s: al.task_vectors(s.model, s.others, s.batches, **QUIET),
-    "integrated": lambda s: al.integrated_flows(s.model, s.first, steps=2, **QUIET),
+    "integrated": lambda s: ask(s.model, s.first, al.IntegratedFlows(steps=2), **QUIET),
     "steps": lambda s: al.step_flows(s.model, s.written[0].prompt(0), ANSWER),
     "trace": lambda s: al.trace_generation(s.model, "Who wrote it?", max_new_tokens=3).flows,
-    "suppression": lambda s: al.segment_suppression(s.model, s.first, **QUIET),
-    "suppression of answers": lambda s: al.segment_suppression(s.model, s.written, **QUIET),
+    "suppression": lambda s: ask(s.model, s.first, al.SegmentSuppression(), **QUIET),
+    "suppression of answers": lambda s: ask(s.model, s.written, al.SegmentSuppression(), **QUIET),
     **{"diagnosis": diagnosis, "analysis": analysis, "accuracies": accuracies},
     "effect of a context": effect_of_a_context,
     **{"contexts": contexts, "transfer": transfer, "across models": across_models},
