@@ -254,10 +254,14 @@ def test_what_is_stored_tells_separate_demonstrations_apart(gpt2: Any, tmp_path:
     damaged = replace(context, info={**context.info, "separately": 1})
     with pytest.raises(StoreError, match="does not say whether demonstrations were run separately"):
         al.contexts.load_context(damaged.save(tmp_path / "context.safetensors"))
-    options: dict[str, Any] = {"folder": tmp_path / "rows", "repeats": 0, **QUIET}
-    ask(gpt2, batches, al.ContextComparison({"anchors": al.compress}), **options)
-    with pytest.raises(StoreError, match="context anchors: stored"):
-        ask(gpt2, batches, al.ContextComparison({"anchors": separate}), **options)
+    together, apart = (
+        al.ContextComparison({"anchors": make}, repeats=0) for make in (al.compress, separate)
+    )
+    options: dict[str, Any] = {"folder": tmp_path / "rows", **QUIET}
+    ask(gpt2, batches, together, **options)
+    differs = "contexts: stored .*anchors.*compress.*, now .*anchors.*compress.*separately=True"
+    with pytest.raises(StoreError, match=differs):
+        ask(gpt2, batches, apart, **options)
     wrong: Any = 1
     with pytest.raises(AnchorlensError, match="separately of compress must be True or False"):
         al.compress(gpt2, batches[0], separately=wrong)
@@ -416,8 +420,8 @@ def test_a_context_of_all_tokens_is_fully_loyal(gpt2: Any) -> None:
     contexts: dict[str, Any] = {
         "all": partial(al.compress, select=al.contexts.selection.everything)
     }
-    options: dict[str, Any] = {"draws": 1, "repeats": 0, "progress": False}
-    record = ask(gpt2, questions(gpt2, 6, batch_size=3), al.ContextComparison(contexts), **options)
+    asked = al.ContextComparison(contexts, draws=1, repeats=0)
+    record = ask(gpt2, questions(gpt2, 6, batch_size=3), asked, progress=False)
     assert record.label_loyalty == record.word_loyalty == 1 and record.kl < 1e-9
     assert record.accuracy == record.whole_accuracy
     assert record.intervals["label_gap"].shape == (2, 1)

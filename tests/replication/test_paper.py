@@ -285,12 +285,13 @@ def test_table_3_has_the_times_and_lengths_of_the_first_queries(
     """The first eight queries are timed, one at a time."""
     timed_batches: list[al.PromptBatch] = []
 
-    def times(model: Any, batches: list[al.PromptBatch], contexts: Any, **options: Any) -> Any:
+    def times(model: Any, batches: list[al.PromptBatch], asked: Any, **options: Any) -> Any:
         timed_batches.extend(batches)
-        record = ask(model, batches, al.ContextComparison(contexts), **options)
-        return replace(record, whole_seconds=torch.tensor(6.0), seconds=torch.tensor([8.0, 2.0]))
+        (record,) = al.run(model, batches, asked, **options).values()
+        times = {"whole_seconds": torch.tensor(6.0), "seconds": torch.tensor([8.0, 2.0])}
+        return {asked[0].name: replace(record, **times)}
 
-    monkeypatch.setattr(paper_parts, "compare_contexts", times)
+    monkeypatch.setattr(paper_parts, "run", times)
     monkeypatch.setattr(paper_parts, "TIMED_PASSES", 2)
     ours = {number.row: number.value for number in table_3(setting(model))}
     demos, _, queries = draw_examples(3)
