@@ -38,8 +38,8 @@ def main() -> None:
             batches = al.build_prompts(
                 model.tokenizer, al.TASKS[options.task], demos, queries, batch_size=size
             )
-            asked, quiet = al.ContextComparison(CONTEXTS), {"resamples": 0, "progress": False}
-            times = al.run(model, batches, [asked], **quiet)["contexts"]
+            asked = al.ContextComparison(CONTEXTS)
+            times: Any = al.run(model, batches, [asked], resamples=0, progress=False)["contexts"]
             context = al.compress(model, batches[0])
             whole, (cached, compressed) = float(times.whole_seconds), times.seconds.tolist()
             tokens = int(torch.cat([batch.attention_mask.sum(1) for batch in batches]).sum())

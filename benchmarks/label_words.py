@@ -107,7 +107,7 @@ def main() -> None:
     for keep_bos in (False, True):
         if keep_bos and not all_batches[0].begins_with_bos:
             continue
-        first, last = [], []
+        first, last = list[Any](), list[Any]()
         ends = (
             {"first": al.Site(range(5), keep_bos=keep_bos)},
             {"last": al.Site(range(-5, 0), keep_bos=keep_bos)},

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
+from anchorlens.metrics.question import no_hooks
 from anchorlens.models.read_weights import read_weights
-from anchorlens.passes.shared_prefix import no_hooks
 from anchorlens.prompts.batch import after_shared
 from anchorlens.runs.way import Way, way_of
 from benchmarks import published_way

@@ -93,7 +93,7 @@ def main() -> None:
         for kind, batches in prompts(model, **options).items():
             answer = "answer" if kind == "documents" else None
             asked = [al.Faithfulness(answer=answer)]
-            record = al.run(model, batches, asked, folder=out / name / kind)["faithfulness"]
+            record: Any = al.run(model, batches, asked, folder=out / name / kind)["faithfulness"]
             record.save(out / f"{name} {kind}.safetensors")
             print(f"\n{name}, {kind}, {sum(map(len, batches))} prompts")
             print(record.table())

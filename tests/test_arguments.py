@@ -31,6 +31,7 @@ LISTS = (Sequence, Collection, Iterable, list, tuple)
 # What a study calls itself, for each batch, and what the package makes: records and their parts.
 NOT_CALLED_BY_USERS = {
     *("reads", "contributions", "result", "check", "sets_of"),
+    *("of_run", "further", "of_batch", "once"),
     "segment_scores",
 }
 MADE_BY_THE_PACKAGE = (
@@ -50,6 +51,9 @@ MADE_BY_THE_PACKAGE = (
     *(al.PromptBatch, al.prompts.EdgeSet, al.Results, al.reads.Block, al.reads.Seen),
 )
 INTERNAL = {
+    "EdgeSweep.cuts",
+    "PrefixEffect.check_prompts",
+    "PrefixEffect.query_pass",
     "losses.NextTokenCrossEntropy",
     "losses.NextTokenCrossEntropy.positions",
     "losses.WordCrossEntropy",
@@ -63,7 +67,6 @@ INTERNAL = {
     "Task.score",
     "ChatTask.score",
     "Verbalizer.score",
-    "Study.results",
 }
 
 

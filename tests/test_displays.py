@@ -13,13 +13,12 @@ import torch
 import anchorlens as al
 from anchorlens import errors
 from anchorlens.errors import AnchorlensError, RunError
-from anchorlens.experiments.edge_sweep import SweepResults
 from anchorlens.printable import printable
 from anchorlens.report.claims import Claim, Claims, Control, Verdict
 from anchorlens.results.estimate import Estimate
 from anchorlens.results.in_short import interval_in_short, values_in_short
 from anchorlens.results.text_tables import Section
-from tests.support.asked import ask, by_site
+from anchorlens.runs.study import Study
 from tests.support.html_checks import Parsed
 from tests.support.public import public
 from tests.support.tiny_models import questions
@@ -36,7 +35,7 @@ def public_classes() -> set[type]:
     kinds = {value for value in public().values() if isinstance(value, type)}
     protocols = {kind for kind in kinds if Protocol in kind.__bases__}
     made = {kind for kind in kinds - protocols if not issubclass(kind, Exception)}
-    return made - {al.Record, al.Metric}
+    return made - {al.Record, al.Metric, al.Question}
 
 
 def record_of(kind: type[al.Record], **changes: Any) -> al.Record:
@@ -72,12 +71,27 @@ def reads_of(batch: al.PromptBatch) -> Iterator[Any]:
     yield from (al.reads.Hooks({}, hooks), al.reads.Hooks({"a": torch.ones(99)}, (), hooks))
 
 
+def questions_with_passes(model: Any, batch: al.PromptBatch) -> Iterator[Any]:
+    """Questions with passes of their own, also with much in their options."""
+    sites = al.sites.first_and_last(model, [1, 2]) | al.sites.windows(model, 1)
+    yield from (al.EdgeSweep.isolation(sites), al.EdgeSweep(al.edges.pq, sites))
+    names = [f"segment {number}" for number in range(40)]
+    yield from (al.IntegratedFlows(), al.IntegratedFlows(names), al.SegmentSuppression(names))
+    yield from (al.SegmentAttribution(al.subsets.lasso(9)), al.SegmentSuppression())
+    yield al.Faithfulness({name: al.SegmentFlows(name=name) for name in names})
+    context = al.compress(model, batch)
+    yield al.PrefixEffect(context=context)
+    yield al.ContextComparison({name: context for name in names}, draws=20)
+    yield al.Further([lambda batch: []] * 99, range(99), [al.Accuracy()] * 99)
+
+
 def instances(model: Any) -> Iterator[Any]:
     batch = questions(model, 2)[0]
     yield from all_records()
     yield from (al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty())
     yield from (al.PrefixEffect(), al.LabelHeads(), al.SegmentFlows(), al.SegmentAttention())
     yield al.SegmentRollout()
+    yield from questions_with_passes(model, batch)
     yield al.SegmentAttention({f"segment {k}": al.edges.anchors for k in range(40)})
     yield al.SegmentFlows({f"segment {k}": al.edges.anchors for k in range(40)})
     yield al.trace_generation(model, "Who?", max_new_tokens=20, stop_at_eos=False)
@@ -93,9 +107,10 @@ def instances(model: Any) -> Iterator[Any]:
     yield trained(model, steps=0).prefix
     yield from reads_of(batch)
     yield al.reads.Seen({}, {"states": torch.ones(99)}, {}, torch.ones(99, 99), None, n_heads=1)
-    with al.Study(model, [batch], {"experiment": "depths " * 99}, progress=False) as study:
-        yield from (study, study.plan(), study.plan([al.Accuracy()], share_prefix=False))
-    yield al.Study(model, [batch], {}, folder="rows")
+    with Study(model, [batch], {"experiment": "depths " * 99}, progress=False) as study:
+        yield from (study, study.passes(), study.passes([al.Accuracy()], share_prefix=False))
+        yield study.passes([al.Accuracy(f"accuracy {number}") for number in range(99)])
+    yield Study(model, [batch], {}, folder="rows")
     training, held_out = questions(model, 2, batch_size=1)
     how = al.contexts.Training(steps=0, progress=False)
     prompt = al.train_soft_prompt(model, [training], how, held_out=[held_out])
@@ -122,8 +137,7 @@ def test_every_public_object_prints_one_short_line(gpt2: Any) -> None:
         line = repr(instance)
         assert len(line) <= 200 and "\n" not in line and "tensor(" not in line, line
         assert line.lstrip("<")[:5] != "ancho", f"the default repr says nothing: {line}"
-    of_several_lines = {SweepResults}
-    assert {type(instance) for instance in shown} >= public_classes() - of_several_lines
+    assert {type(instance) for instance in shown} >= public_classes()
 
 
 def test_lines_stay_short_with_long_names(gpt2: Any) -> None:
@@ -173,7 +187,11 @@ def hostile_things(model: Any) -> Iterator[Any]:
     batch = questions(model, 2)[0]
     yield from (each for each in all_records(info=info) if type(each).__str__ is object.__str__)
     yield replace(batch, labels=(COMMANDS, COMMANDS))
-    yield al.Study(model, [batch], {COMMANDS: COMMANDS})
+    yield Study(model, [batch], {COMMANDS: COMMANDS})
+    yield al.EdgeSweep(al.edges.pq, {COMMANDS: al.Site(0)}, name=COMMANDS)
+    yield al.SegmentSuppression([COMMANDS])
+    with Study(model, [batch], {}, progress=False, resamples=0) as study:
+        yield study.passes([al.Accuracy(COMMANDS)])
     yield replace(al.compress(model, batch), info=info)
     yield replace(trained(model, steps=0), info={"model": COMMANDS, "dtype": COMMANDS})
     yield al.reads.At(f"{{}}{COMMANDS}", al.edges.target)
@@ -251,7 +269,7 @@ def test_models_of_any_name_and_error_are_compared_without_commands(
 def test_a_bar_of_prompts_shows_its_title_without_commands(
     gpt2: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with al.Study(gpt2, questions(gpt2, 2), {}, resamples=0, title=COMMANDS) as study:
+    with Study(gpt2, questions(gpt2, 2), {}, resamples=0, title=COMMANDS) as study:
         study.collect(lambda batch: {"ones": torch.ones(len(batch))})
     bar = capsys.readouterr().err.replace("\r", "").replace("\n", "")
     assert r"\x1b[31m" in bar and bar.isprintable()
@@ -324,12 +342,11 @@ def test_a_run_returns_results_and_a_sweep_can_be_drawn(gpt2: Any) -> None:
     batches, sites = questions(gpt2, 2), al.sites.windows(gpt2, 2)
     options: dict[str, Any] = {"progress": False, "resamples": 0}
     assert type(al.run(gpt2, batches, [al.Accuracy()], **options)) is al.Results
-    sweep = by_site(
-        ask(gpt2, batches, al.EdgeSweep.isolation(sites, draws=1), *[al.Accuracy()], **options)
-    )
-    assert list(sweep) == [*sites, "accuracy"]
+    asked = [al.EdgeSweep.isolation(sites, draws=1), al.Accuracy()]
+    results = al.run(gpt2, batches, asked, **options)
+    assert list(results) == ["isolation", "accuracy"]
     # In each of two panels: label words, random words, and the draws of these, at every site.
-    assert [len(points.y) for points in sweep.plot().data] == [len(sites)] * 6
+    assert [len(points.y) for points in results["isolation"].plot().data] == [len(sites)] * 6
 
 
 def test_a_context_shows_the_segments_of_its_tokens(gpt2: Any) -> None:

@@ -33,7 +33,7 @@ def test_the_cells_of_a_notebook_run(
     for number, text in enumerate(texts[1:], start=1):
         exec(compile(text, f"{path.name}, cell {number}", "exec"), names)
     metrics = {"saliency_flows", "attention_aucroc", "anchor_distances"}
-    assert set(names["results"]) == metrics | {"first 3 layers", "last 3 layers"}
+    assert set(names["results"]) == metrics | {"isolation"}
     assert (tmp_path / "report.html").exists()
 
 

@@ -65,7 +65,7 @@ class Context(Protocol):
     @property
     def size(self) -> int:
         """Bytes of the stored keys and values."""
-        ...
+        raise _lacks(self, "size, the bytes that it stores")
 
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
         """The pass over the queries of a batch after this context.
@@ -75,7 +75,7 @@ class Context(Protocol):
             batch: Prompts from ``build_prompts``. The context takes the place of their
                 demonstrations.
         """
-        ...
+        raise _lacks(self, "query_pass(model, batch), which returns an al.contexts.QueryPass")
 
     @checked
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
@@ -97,6 +97,10 @@ class Context(Protocol):
         refuse_another_model(model, self)
         with frozen_in_eval_mode(model):
             return self.query_pass(model, batch).logits(model)
+
+
+def _lacks(context: Context, what: str) -> PromptError:
+    return PromptError(f"the context {type(context).__name__} needs {what}")
 
 
 def is_context(value: object) -> TypeGuard[Context]:

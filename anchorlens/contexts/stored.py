@@ -195,4 +195,4 @@ def key_values_at_start(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Key
 def _fits(value: Any, hint: Any) -> bool:
     if isinstance(value, bool):  # which is an int, too
         return hint is bool
-    return isinstance(value, hint) and not (isinstance(value, Record) and value._misfit())
+    return isinstance(value, hint) and not (isinstance(value, Record) and value.misfit())

@@ -545,7 +545,7 @@ class _StateFile:
                 now = enumerate(trainable.candidate())
                 best = [tensors[f"best.{n}"].to(each.device).view_as(each) for n, each in now]
                 state = _State(**{name: tensors[name].tolist() for name in _LISTS}, best=best)
-                if state.checked[-1] != len(state.losses) or state.record()._misfit():
+                if state.checked[-1] != len(state.losses) or state.record().misfit():
                     raise ValueError("numbers of other steps than were taken")
                 return _Stored(state, tensors)
         raise StoreError(

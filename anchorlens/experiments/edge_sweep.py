@@ -348,27 +348,27 @@ class EdgeSweep(Question):
         """Whether label words are isolated, with random words as control."""
         return (self.edges, self.control) in ISOLATIONS
 
-    def cuts(self, model: HookedModel) -> dict[str, "Cut"]:
+    def _cuts(self, model: HookedModel) -> dict[str, "Cut"]:
         """What is cut at each site."""
         return {name: Cut(model, site, self) for name, site in self.sites.items()}
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for sites without edges, and prompts without enough random ones."""
-        for each in self.cuts(model).values():
-            acts = [act for batch in batches for _, act in each.hooks(None, batch)[:1]]
+        for each in self._cuts(model).values():
+            acts = [act for batch in batches for _, act in each.cut(None, batch)[:1]]
             if not any(isinstance(act, EdgeHook) and act.edges.has_edges() for act in acts):
                 raise HookError(
                     "there is nothing to cut: edges(batch) has no edge in any prompt"
                     + " but those to BOS" * each.site.keep_bos
                 )
             for batch in batches:
-                each.hooks(self.seed, batch)
+                each.cut(self.seed, batch)
 
     def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
         """A pass for each site and draw, which begins in the first layer of the site."""
-        cuts = list(self.cuts(model).values())
+        cuts = list(self._cuts(model).values())
         layers = sorted({each.first_layer for each in cuts})
-        return Further([partial(cuts[0].hooks, None)], layers)
+        return Further([partial(cuts[0].cut, None)], layers)
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """The loyalty of each prompt, with the edges cut and with each draw of random edges."""
@@ -376,11 +376,11 @@ class EdgeSweep(Question):
         clean = next_tokens(logits, batch.label_scores(logits))
 
         def loyalty(name: str, cut: "Cut", draw: int | None) -> dict[str, Tensor]:
-            changed = passes.logits(batch, partial(cut.hooks, draw), (name, draw))
+            changed = passes.logits(batch, partial(cut.cut, draw), (name, draw))
             return loyalty_contributions(clean, next_tokens(changed, batch.label_scores(changed)))
 
         of_sites: dict[str, list[Tensor]] = {}
-        for name, cut in self.cuts(passes.model).items():
+        for name, cut in self._cuts(passes.model).items():
             of_cut = loyalty(name, cut, None)
             drawn = [loyalty(name, cut, draw) for draw in self.seeds]
             for number, values in of_cut.items():
@@ -391,7 +391,7 @@ class EdgeSweep(Question):
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """What was cut at each site."""
-        cuts = self.cuts(passes.model)
+        cuts = self._cuts(passes.model)
         reasons = passes.why_not_late(each.first_layer for each in cuts.values())
         info: dict[str, Any] = {"seed": self.seed, "isolation": self.is_isolation}
         info |= {"edges": name_of(self.edges), "control": name_of(self.control)}
@@ -428,7 +428,7 @@ class Cut:
     def first_layer(self) -> int:
         return self.site.layers_of(self.model)[0]
 
-    def hooks(self, draw: int | None, batch: PromptBatch) -> Sequence[Hook]:
+    def cut(self, draw: int | None, batch: PromptBatch) -> Sequence[Hook]:
         """Hooks that cut the edges, or as many random ones of a draw."""
         edges = self._checked(batch, self.sweep.edges(batch))
         if self.site.keep_bos:  # no other edge is drawn for one that is not cut

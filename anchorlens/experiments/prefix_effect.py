@@ -281,6 +281,7 @@ class PrefixEffect(Question):
         refuse_folded_value_biases(model)
         self.check_prompts(model, batches, may_be_empty=self.context is not None)
 
+    @checked
     def check_prompts(
         self, model: HookedModel, batches: Sequence[PromptBatch], *, may_be_empty: bool = False
     ) -> None:
@@ -300,6 +301,7 @@ class PrefixEffect(Question):
                 )
             self.rows_of(queries)
 
+    @checked
     def query_pass(
         self, model: HookedModel, batch: PromptBatch, shared: KeyValues | None = None
     ) -> QueryPass:

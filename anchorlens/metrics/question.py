@@ -14,6 +14,7 @@ from torch import Tensor
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.record import Record
+from ..system.arguments import checked
 from ..system.hook import Hook
 from .reads import InOneLine, Reads
 
@@ -25,6 +26,7 @@ def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
     return ()
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Further(InOneLine):
     """The passes that a question makes besides that of the run, as far as they are known before.

@@ -76,7 +76,7 @@ class At(InOneLine):
     def __post_init__(self) -> None:
         if (self.keys is not None or self.pairs) and self.what not in _OF_EDGES:
             raise MetricError(
-                f"only a pattern or a slope is read at keys; {self.what!r} has positions alone"
+                f"only a 'pattern' or a 'slope' is read at keys; {self.what!r} has positions alone"
             )
         if self.pairs and self.keys is None:
             raise MetricError("pairs=True joins each query with a key; give keys")
@@ -245,6 +245,8 @@ class Seen(Mapping[str, Any]):
         return printable(f"Seen({', '.join(self)}; logits {tuple(self.logits.shape)})")
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._found:
+            raise KeyError(f"{name!r} is not read: reads(batch) names {[*self._found]}")
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -324,7 +324,8 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
             raise
         reason = in_a_line(error).partition(" Available architectures")[0]  # more than a hundred
         raise ModelError(
-            f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {reason}"
+            f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {reason}; "
+            "passes that you make with transformers can go into al.caches.from_caches"
         ) from error
 
 

@@ -19,6 +19,7 @@ from ..results.record import RANDOM_MODELS, Record, has_plot, meaning_of
 from ..runs.identity import versions
 from ..system.arguments import checked
 from ..system.files import write_text
+from ..system.texts import described
 from . import flow_page
 from .answer import headline, how_sure, sentences, surprises
 from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims, reason_against_ability
@@ -67,6 +68,11 @@ class _Section:
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     settings: Sequence[tuple[str, str]] = ()
+
+    @property
+    def has_intervals(self) -> bool:
+        """Whether a cell of the table has brackets."""
+        return self.table is not None and "[" in self.table.to_csv(index=False, header=False)
 
     @property
     def alternative(self) -> str:
@@ -314,7 +320,7 @@ def _section(
         caption=""
         if section.sentence
         else section.caption or record.caption or meaning_of(type(record)),
-        table=record.table() if hasattr(record, "table") else None,
+        table=_table_of(record),
         fields=_fields(record),
         columns=list(frame.columns),
         rows=frame.map(_text).to_numpy().tolist(),
@@ -365,7 +371,22 @@ def _refuse_unknown_traces(heading: str, figure: go.Figure) -> None:
 
 
 def _plot_of(record: Record) -> go.Figure | None:
-    return record.plot() if has_plot(record) else None
+    return _made(record, "plot", go.Figure) if has_plot(record) else None
+
+
+def _table_of(record: Record) -> pd.DataFrame | None:
+    return _made(record, "table", pd.DataFrame) if hasattr(record, "table") else None
+
+
+def _made(record: Record, name: str, kind: type) -> Any:
+    """What a method of a record gives; an error where a report cannot show it."""
+    made = getattr(record, name)()
+    if not isinstance(made, kind):
+        raise AnchorlensError(
+            f"{name}() of a {type(record).__name__} must return a {kind.__module__.split('.')[0]} "
+            f"{kind.__name__}, which the report shows; got {described(made)}"
+        )
+    return made
 
 
 def _common_info(records: Sequence[Record]) -> dict[str, Any]:

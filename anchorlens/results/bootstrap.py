@@ -53,6 +53,8 @@ def with_intervals(
     record = result(everything)
     if not isinstance(record, Record):
         raise MetricError(f"a result must be an al.Record; got a {type(record).__name__}")
+    if reason := record.misfit():
+        raise MetricError(f"the result is no valid {type(record).__name__}: {reason}")
     drawn_info = {
         "drawn": population.name,
         "units": population.units,

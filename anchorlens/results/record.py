@@ -283,7 +283,7 @@ class Record(KeepsRepr):
             True
         """
         path = Path(path)
-        if reason := self._misfit():
+        if reason := self.misfit():
             raise StoreError(
                 f"{path} is not written, because this is no valid {type(self).__name__}: {reason}"
             )
@@ -321,7 +321,7 @@ class Record(KeepsRepr):
             reason = f"it has the fields {sorted(values)}, not {sorted(cls.axes())}"
         else:
             record = cls(**values, intervals=bounds, info=info)
-            reason = record._misfit()
+            reason = record.misfit()
             if not reason:
                 return record
         raise StoreError(
@@ -329,7 +329,7 @@ class Record(KeepsRepr):
             "the result again and save it"
         )
 
-    def _misfit(self) -> str:
+    def misfit(self) -> str:
         """Which tensor does not fit the annotation of its field, and how; "" if all fit."""
         hints = get_type_hints(type(self))
         tensors = self.tensors()

@@ -63,6 +63,13 @@ def require_questions(questions: Sequence[Question]) -> None:
         raise MetricError(f'a question needs a string for a name without "/"; got {names}')
     if len(set(names)) < len(names):
         raise MetricError(f"two questions of one run need different names; got {names}")
+    for question in questions:
+        record = getattr(question, "record", None)  # a question may give another in ``result``
+        if isinstance(record, type) and "__dataclass_fields__" not in vars(record):
+            raise MetricError(
+                f"{record.__name__}, the record of {question.name}, has no fields yet; write "
+                "@dataclass(frozen=True, eq=False, kw_only=True) before the class"
+            )
 
 
 def asked_of(question: Question, model: HookedModel, batches: Sequence[PromptBatch]) -> Question:

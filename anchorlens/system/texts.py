@@ -33,7 +33,7 @@ def options_in_short(given: object) -> str:
 
 def _in_short(option: object) -> str:
     if isinstance(option, Mapping):
-        option = {key: name_of(of) if callable(of) else of for key, of in option.items()}
+        option = [*option]
     if hasattr(option, "dtype") and hasattr(option, "shape"):
         return described(option)
     return name_of(option) if callable(option) else reprlib.repr(option)

@@ -31,6 +31,40 @@ class Call:
     wrong: dict[str, list[Any]]
 
 
+def isolated(
+    model: Any, batches: Any, sites: Any, draws: Any, resamples: Any, progress: bool
+) -> Any:
+    question = al.EdgeSweep.isolation(sites, draws=draws)
+    return al.run(model, batches, [question], resamples=resamples, progress=progress)
+
+
+def swept(
+    model: Any,
+    batches: Any,
+    edges: Any,
+    sites: Any,
+    control: Any,
+    draws: Any,
+    resamples: Any,
+    progress: bool,
+) -> Any:
+    question = al.EdgeSweep(edges, sites, control=control, draws=draws)
+    return al.run(model, batches, [question], resamples=resamples, progress=progress)
+
+
+def compared(
+    model: Any,
+    batches: Any,
+    contexts: Any,
+    draws: Any,
+    repeats: Any,
+    resamples: Any,
+    progress: bool,
+) -> Any:
+    question = al.ContextComparison(contexts, draws=draws, repeats=repeats)
+    return al.run(model, batches, [question], resamples=resamples, progress=progress)
+
+
 LAYERS: list[Any] = [99, -99, [0, 99], [], range(0)]
 HEADS: list[Any] = [99, -99, [0, 99], []]
 COUNTS: list[Any] = [-1, -100]
@@ -57,6 +91,7 @@ def calls() -> list[Call]:
     at = {"model": models, "site": sites}
     vector = torch.zeros(3)
     hooks = odd_hooks()
+    first = al.EdgeSweep.isolation({"first": al.Site(0)}, draws=1)
     # A loss of other arguments raises a TypeError of its own.
     of_two_arguments = [
         loss for loss in odd_losses() if callable(loss) and len(signature(loss).parameters) == 2
@@ -91,11 +126,14 @@ def calls() -> list[Call]:
         Call(al.prepare_model, {"model": model}, {"model": models}),
         Call(
             al.run,
-            {**all_of, "metrics": [al.Accuracy()], **QUICK},
+            {**all_of, "questions": [al.Accuracy()], **QUICK},
             {
                 "model": models,
                 "batches": bad_lists,
-                "metrics": [[], [al.Accuracy(), al.Accuracy()], [al.Accuracy], [None], "accuracy"],
+                "questions": [
+                    *([], [al.Accuracy(), al.Accuracy()], [al.Accuracy], [None], "accuracy"),
+                    *([first, first], [first, al.EdgeSweep], [al.Accuracy("isolation"), first]),
+                ],
                 "hooks": hooks,
                 "resamples": COUNTS,
                 "gradient_checkpointing": [True],
@@ -104,18 +142,23 @@ def calls() -> list[Call]:
         ),
         Call(
             al.run,
-            {**all_of, "metrics": [al.SaliencyFlows()], **QUICK},
+            {**all_of, "questions": [al.SaliencyFlows()], **QUICK},
             {
                 "batches": bad_lists,
                 "loss": odd_losses(),
                 "hooks": hooks,
-                "metrics": odd_options(),
+                "questions": odd_options(),
             },
         ),
         Call(
             al.run,
-            {**all_of, "metrics": [al.AttentionAUCROC(), al.AnchorDistances(2)], **QUICK},
+            {**all_of, "questions": [al.AttentionAUCROC(), al.AnchorDistances(2)], **QUICK},
             {"batches": bad_lists},
+        ),
+        Call(
+            al.run,
+            {**all_of, "questions": [al.Accuracy(), first], **QUICK},
+            {"batches": bad_lists, "hooks": [lambda batch: al.isolate_labels(model, batch, 0)]},
         ),
         Call(
             al.target_logits,
@@ -188,26 +231,16 @@ def calls() -> list[Call]:
             },
         ),
         Call(
-            al.isolation_loyalty,
-            {**all_of, "site": [0], "draws": 1, **QUICK},
+            isolated,
+            {**all_of, "sites": {"first": al.Site([0])}, "draws": 1, **QUICK},
             {
                 "model": models,
                 **{"batches": bad_lists, "draws": sizes, "resamples": COUNTS},
-                "site": [*LAYERS, al.Site([0], keep_bos=True)],
+                "sites": [*named_sites, {"x": al.Site([0], keep_bos=True)}],
             },
         ),
         Call(
-            al.isolation_sweep,
-            {**all_of, "sites": {"first": al.Site([0])}, "draws": 1, **QUICK},
-            {
-                "batches": bad_lists,
-                "sites": named_sites,
-                "draws": sizes,
-                "metrics": [[None], [al.Accuracy], [al.SaliencyFlows()], "x"],
-            },
-        ),
-        Call(
-            al.edge_sweep,
+            swept,
             {
                 **{**all_of, "edges": al.edges.pq, "sites": {"first": al.Site([0])}},
                 **{"control": al.edges.random_keys, "draws": 1, **QUICK},
@@ -259,7 +292,7 @@ def calls() -> list[Call]:
             {"demonstrations": bad, "beta": [vector, torch.full((3, 2, 6), NAN)]},
         ),
         Call(
-            al.compare_contexts,
+            compared,
             {
                 **all_of,
                 "contexts": {"none": al.contexts.NoContext()},

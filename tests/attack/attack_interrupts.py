@@ -16,7 +16,6 @@ import torch
 
 import anchorlens as al
 from anchorlens.passes.fused_attention import fused_attention
-from tests.support.asked import ask, by_site
 from tests.support.tiny_models import questions
 from tests.support.unchanged import everything_of
 
@@ -43,10 +42,13 @@ def calls_of(model: Any) -> dict[str, Callable[[], Any]]:
         "checkpoints": lambda: al.run(
             model, batches, [al.SaliencyFlows()], gradient_checkpointing=True, **run
         ),
-        "integrated": lambda: ask(model, batches, al.IntegratedFlows(steps=1, **run)),
-        "sweep": lambda: by_site(
-            ask(model, batches, al.EdgeSweep.isolation({"isolated": al.Site(0)}, draws=1, **run))
-        )["isolated"],
+        "integrated": lambda: al.run(model, batches, [al.IntegratedFlows(steps=1)], **run),
+        "sweep": lambda: al.run(
+            model,
+            batches,
+            [al.Accuracy(), al.EdgeSweep.isolation(al.sites.windows(model, 1), draws=1)],
+            **run,
+        ),
         "fused": fused,
         "prepare": lambda: al.prepare_model(model),
     }

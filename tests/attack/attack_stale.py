@@ -1,10 +1,10 @@
 """Runs and trainings that go on in their folder after the user's code has changed.
 
 A number stands at a random place of a user's module: a constant, a default, a closure, a field, a
-file. The code around it makes hooks, a loss, a metric, the rows of an experiment or the learning
-rate of a training. The first call may stop in the middle. The second has the same number or
-another. It must give the results of a call without a folder bit for bit, or be refused; and what is
-the same must not be refused.
+file. The code around it makes hooks, a loss, a metric, a question with passes of its own, edges
+that are cut or the learning rate of a training. The first call may stop in the middle. The second
+has the same number or another. It must give the results of a call without a folder bit for bit, or
+be refused; and what is the same must not be refused.
 """
 
 import random
@@ -22,7 +22,7 @@ import anchorlens as al
 from anchorlens.errors import StoreError
 from tests.attack.attack_scene import QUIET, scene
 from tests.support.stored_runs import Killed, LogitsRecord
-from tests.support.tiny_models import questions
+from tests.support.tiny_models import questions as prompts
 
 Scale = Callable[[Any], Any]  # x to x times the number
 
@@ -129,13 +129,17 @@ class Call(NamedTuple):
     stop: Stop
     folder: Path | None
 
-    def run(self, metric: al.Metric, **options: Any) -> dict[str, Tensor]:
+    def run(self, *questions: al.Question, **options: Any) -> dict[str, Tensor]:
         setup = scene()
-        batches = questions(setup.model, count=5, batch_size=1)
+        batches = prompts(setup.model, count=5, batch_size=1)
         results = al.run(
-            setup.model, batches, [metric], folder=self.folder, resamples=0, **QUIET, **options
+            setup.model, batches, questions, folder=self.folder, resamples=0, **QUIET, **options
         )
-        return results[metric.name].tensors()
+        return {
+            f"{name} {field}": values
+            for name, record in results.items()
+            for field, values in record.tensors().items()
+        }
 
 
 def hooks(call: Call) -> dict[str, Tensor]:
@@ -156,25 +160,48 @@ def loss(call: Call) -> dict[str, Tensor]:
     return call.run(al.SaliencyFlows(), loss=Loss(call.scale, call.stop))
 
 
+@dataclass(frozen=True)
+class Experiment(al.Question):
+    """A user's question, which acts on no prompt but those from the third on."""
+
+    scale: Scale
+    stop: Stop = field(compare=False)
+    name: ClassVar[str] = "experiment"
+
+    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+        self.stop()
+        logits = passes.logits(batch)[:, batch.label_token_ids].cpu()
+        return {"logits": self.scale(logits) if int(batch.index.min()) >= 2 else logits}
+
+    def result(self, rows: Any) -> LogitsRecord:
+        return LogitsRecord(logits=rows["logits"])
+
+
 def experiment(call: Call) -> dict[str, Tensor]:
-    setup, scale, stop = scene(), call.scale, call.stop
-    batches = questions(setup.model, count=5, batch_size=1)
-    with al.Study(
-        setup.model, batches, {"experiment": "x"}, folder=call.folder, **QUIET, resamples=0
-    ) as study:
-        plan = study.plan()
+    return call.run(Experiment(call.scale, call.stop))
 
-        def of_batch(batch: al.PromptBatch) -> dict[str, Tensor]:
-            stop()
-            logits = plan.logits(batch).amax(1).cpu()
-            return {"x": scale(logits) if int(batch.index.min()) >= 2 else logits}
 
-        return {"x": study.collect(of_batch)["x"]}
+def sweep(call: Call) -> dict[str, Tensor]:
+    """Other edges are cut from the third prompt on, where the number is large."""
+    scale = call.scale
+
+    def cut(batch: al.PromptBatch) -> al.edges.Edges:
+        is_large = int(batch.index.min()) >= 2 and scale(1.0) > 1
+        return al.edges.wp(batch) if is_large else al.edges.tq(batch)
+
+    asked = al.EdgeSweep(cut, {"first": al.Site(0)}, draws=1, control=al.edges.random_edges)
+    return call.run(Logits(unchanged, call.stop), asked)
+
+
+def among_others(call: Call) -> dict[str, Tensor]:
+    """Two questions beside others: of these the same is stored."""
+    asked = Logits(call.scale, call.stop), Experiment(unchanged, Stop(None))
+    return call.run(*asked, al.Accuracy(), al.SaliencyFlows())
 
 
 def training(call: Call) -> dict[str, Tensor]:
     setup, scale = scene(), call.scale
-    batches = questions(setup.model, count=6, batch_size=2)
+    batches = prompts(setup.model, count=6, batch_size=2)
     context = al.train_prefix(
         setup.model,
         batches[:2],
@@ -192,7 +219,9 @@ def training(call: Call) -> dict[str, Tensor]:
     return {str(k): keys for k, keys in enumerate((*context.prefix.keys, *context.prefix.values))}
 
 
-CALLS: list[Callable[[Call], dict[str, Tensor]]] = [hooks, metric, loss, experiment, training]
+CALLS: list[Callable[[Call], dict[str, Tensor]]] = [
+    *(hooks, metric, loss, experiment, sweep, among_others, training)
+]
 
 
 def stale_results(rng: random.Random) -> None:

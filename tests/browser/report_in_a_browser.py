@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import anchorlens as al
-from tests.support.asked import ask, by_site
 from tests.support.chromium import Visit, serious_violations
 from tests.support.screens import PHONE, WIDE
 from tests.support.tiny_models import questions, tiny_gpt2
@@ -27,24 +26,17 @@ def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactor
     model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     batches = questions(model, count=12)
     options: dict[str, Any] = {"progress": False, "resamples": 20}
-    metrics: list[al.Metric] = [
+    asked = [
         al.SaliencyFlows(),
         al.AttentionAUCROC(),
         al.AnchorDistances(directions=2),
+        al.EdgeSweep.isolation(al.sites.first_and_last(model, [1]), draws=2),
     ]
-    results: dict[str, Any] = dict(al.run(model, batches, metrics, **options))
-    sites = al.sites.first_and_last(model, [1])
-    results["isolation"] = by_site(
-        ask(model, batches, al.EdgeSweep.isolation(sites, draws=2), **options)
-    )
+    results: dict[str, Any] = dict(al.run(model, batches, asked, **options))
+    results |= {
+        name: replace(each, info={**each.info, "model": MODEL}) for name, each in results.items()
+    }
     results["one_prompt"] = al.plot_prompt(model, batches[0])
-    isolations: dict[str, Any] = results["isolation"]
-    for records in (results, isolations):
-        records |= {
-            name: replace(each, info={**each.info, "model": MODEL})
-            for name, each in records.items()
-            if isinstance(each, al.Record)
-        }
     path = tmp_path_factory.mktemp("report") / "report.html"
     settings = {"task": "questions", "a long path": "/a/very/long/path" * 9}
     return al.write_report({"one": results, "two": results}, path, settings=settings)

@@ -372,6 +372,53 @@ def test_mistakes_in_a_question_are_told(exact_gpt2: Any, what: str, message: st
         al.run(exact_gpt2, questions(exact_gpt2, 2), [Wrong(what)], **QUIET)
 
 
+class NoFields(al.Record):
+    """Its class is no dataclass."""
+
+    x: Float[Tensor, " layer"] = al.kinds.mean("x")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OfLayers(al.Record):
+    """Its field has one axis."""
+
+    x: Float[Tensor, " layer"] = al.kinds.mean("x")
+
+
+@dataclass(frozen=True)
+class OfWrongShape(al.Metric):
+    """What it contributes has an axis more than the field."""
+
+    record: Any = OfLayers  # type: ignore[misc]
+    name: ClassVar = "shape"
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        return {"x": torch.zeros(len(batch), 3, 2)}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (NoFields, "NoFields, the record of shape, has no fields yet; write @dataclass"),
+        (OfLayers, r"no result for shape: the result is no valid OfLayers: x is float32 \(3, 2\)"),
+    ],
+)
+def test_records_that_do_not_fit_are_told(exact_gpt2: Any, record: Any, message: str) -> None:
+    with pytest.raises(al.AnchorlensError, match=message):
+        al.run(exact_gpt2, questions(exact_gpt2, 2), [OfWrongShape(record)], **QUIET)
+
+
+def test_a_context_that_lacks_something_says_what(exact_gpt2: Any) -> None:
+    class Empty(al.contexts.Context):
+        pass
+
+    batches = questions(exact_gpt2, 2)
+    with pytest.raises(al.AnchorlensError, match="the context Empty needs query_pass"):
+        Empty().logits(exact_gpt2, batches[0])
+    with pytest.raises(al.AnchorlensError, match=r"the context Empty needs (size|query_pass)"):
+        al.run(exact_gpt2, batches, [al.ContextComparison({"none": Empty()})], **QUIET)
+
+
 def test_what_is_timed_decides_nothing_that_is_stored(exact_gpt2: Any, tmp_path: Path) -> None:
     batches, options = questions(exact_gpt2, 4), {**QUIET, "folder": tmp_path}
     for repeats in (0, 1):

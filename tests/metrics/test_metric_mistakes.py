@@ -89,7 +89,7 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (Mine(read={"it": "pattern"}), MetricError, r"reads of mine give what is read by name, .*dict"),
     (Mine(read={"it": al.reads.At}), MetricError, "reads of mine give what is read by name"),
     (at("patterns", TARGET), MetricError, r"'pattern', 'slope', .* hook point .* got 'patterns'"),
-    (at("queries", TARGET, ANCHORS), MetricError, "only a pattern or a slope .* 'queries' has pos"),
+    (at("queries", TARGET, ANCHORS), MetricError, "only a 'pattern' or a 'slope' .* 'queries' has"),
     (at("blocks.{}.hook_z", TARGET, ANCHORS), MetricError, r"only a .* 'blocks\.\{\}\.hook_z' has"),
     (at("pattern", TARGET, pairs=True), MetricError, "pairs=True joins each query with a key"),
     (

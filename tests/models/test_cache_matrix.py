@@ -84,7 +84,7 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
     shared = list(results_of(model, batch))
     with monkeypatch.context() as patch:
         patch.setattr(way, "shared_lengths", lambda *of: {})
-        patch.setattr(Passes, "why_not_late", lambda runner, of: dict.fromkeys(of, "off"))
+        patch.setattr(Passes, "why_not_late", lambda passes, of: dict.fromkeys(of, "off"))
         whole = list(results_of(model, batch))
     skipped, *in_whole = (
         each[-1].info["sites"]["last"]["skipped_layers"] for each in (shared, whole)
@@ -109,7 +109,7 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
 
 def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
     """Yield the record of flows with isolated label words, of every metric, and of a sweep."""
-    metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(DIRECTIONS)]
+    metrics: list[al.Question] = [al.AttentionAUCROC(), al.AnchorDistances(DIRECTIONS)]
     metrics += [al.Accuracy(), al.LabelHeads(draws=2)]
     options: dict[str, Any] = {"resamples": 0, "progress": False}
 

@@ -95,7 +95,7 @@ def test_every_prompt_runs_once_and_in_order(gpt2: Any) -> None:
         assert torch.equal(result["index"], batch.index)
         assert sum(seen) == count and max(seen) <= size
         first = seen.copy()
-        fitting.contributions(batch, ["a", "b"])  # starts with the size that fitted, without a warning
+        fitting.contributions(batch, ["a", "b"])  # with the size that fitted, silently
         assert seen == first * 2
 
 

@@ -10,7 +10,7 @@ import torch
 import anchorlens as al
 from anchorlens.replication import paper_parts
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
-from tests.support.asked import ask, by_site
+from tests.support.asked import ask
 from tests.support.tiny_models import randomize, tiny_gpt2
 
 EXAMPLES = al.load_examples("sentiment")
@@ -52,9 +52,8 @@ def compare(
     flows = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     shares = values(numbers, f"{variant}: Figure 3", "S_wp", "share")
     assert shares == pytest.approx(flows.share[:, 0].tolist(), rel=1e-4)
-    record = by_site(
-        ask(model, batches, al.EdgeSweep.isolation({"isolated": al.Site([0, 1])}, draws=2), **QUIET)
-    )["isolated"]
+    sweep = al.EdgeSweep.isolation({"isolated": al.Site([0, 1])}, draws=2)
+    record = ask(model, batches, sweep, **QUIET)
     part, row = f"{variant}: Figure 4", "label words, first 2 layers"
     assert values(numbers, part, row, "word loyalty") == [float(record.word_loyalty)]
     assert record.word_loyalty < 1
@@ -63,7 +62,7 @@ def compare(
     assert all(name.startswith(f"{variant}: ") for name in names)
 
 
-def test_depths_equal_isolation_loyalty(model: Any, setting: PaperSetting) -> None:
+def test_depths_equal_an_isolation_of_each(model: Any, setting: PaperSetting) -> None:
     """The depths are 1, 3, 5 and 7 layers, up to the number that the model has."""
     numbers = list(paper_parts.depths(setting))
     sites = {"first layer": [0], "last layer": [2], "first 3 layers": range(3)}
@@ -74,14 +73,8 @@ def test_depths_equal_isolation_loyalty(model: Any, setting: PaperSetting) -> No
     }
     assert paper_parts.DEPTHS == (1, 3, 5, 7)
     for site, layers in sites.items():
-        record = by_site(
-            ask(
-                model,
-                setting.prompts(),
-                al.EdgeSweep.isolation({"isolated": al.Site(layers)}, draws=2),
-                **QUIET,
-            )
-        )["isolated"]
+        sweep = al.EdgeSweep.isolation({"isolated": al.Site(layers)}, draws=2)
+        record = ask(model, setting.prompts(), sweep, **QUIET)
         loyalties = values(
             numbers, "Appendix, isolation depths", f"label words, {site}", "word loyalty"
         )

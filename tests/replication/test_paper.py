@@ -13,7 +13,7 @@ import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.replication import paper_parts
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting, table_3
-from tests.support.asked import ask, by_site
+from tests.support.asked import ask
 from tests.support.tiny_models import randomize, tiny_gpt2
 
 EXAMPLES = al.load_examples("emotions")
@@ -138,17 +138,13 @@ def test_figures_3_5_and_6_equal_the_metrics(numbers: pd.DataFrame, model: Any, 
 
 
 @over_seeds
-def test_figure_4_equals_isolation_loyalty(numbers: pd.DataFrame, model: Any, seed: int) -> None:
+def test_figure_4_equals_an_isolation_of_each_site(
+    numbers: pd.DataFrame, model: Any, seed: int
+) -> None:
     batches = prompts(model, seed)
     for site, layers in (("first layer", [0]), ("last layer", [1])):
-        record = by_site(
-            ask(
-                model,
-                batches,
-                al.EdgeSweep.isolation({"isolated": al.Site(layers)}, draws=2),
-                **QUIET,
-            )
-        )["isolated"]
+        sweep = al.EdgeSweep.isolation({"isolated": al.Site(layers)}, draws=2)
+        record = ask(model, batches, sweep, **QUIET)
         for kind in ("label", "word"):
             label = values(numbers, seed, "Figure 4", f"label words, {site}", f"{kind} loyalty")
             random = values(numbers, seed, "Figure 4", f"random words, {site}", f"{kind} loyalty")
@@ -287,9 +283,9 @@ def test_table_3_has_the_times_and_lengths_of_the_first_queries(
 
     def times(model: Any, batches: list[al.PromptBatch], asked: Any, **options: Any) -> Any:
         timed_batches.extend(batches)
-        (record,) = al.run(model, batches, asked, **options).values()
+        record: Any = al.run(model, batches, asked, **options)["contexts"]
         times = {"whole_seconds": torch.tensor(6.0), "seconds": torch.tensor([8.0, 2.0])}
-        return {asked[0].name: replace(record, **times)}
+        return {"contexts": replace(record, **times)}
 
     monkeypatch.setattr(paper_parts, "run", times)
     monkeypatch.setattr(paper_parts, "TIMED_PASSES", 2)

@@ -440,3 +440,30 @@ def test_a_prompt_needs_a_tokenizer_and_survives_saliency_that_is_not_finite(
     assert found.strongest() == ([], [], [], 0.0)
     with pytest.raises(ValueError, match="JSON"):
         as_json([float("nan")])
+
+
+class Drawn(al.records.AccuracyRecord):
+    """A record whose methods give what no report can show."""
+
+    def plot(self) -> Any:
+        return "a figure"
+
+
+class Listed(al.records.AccuracyRecord):
+    """Another one."""
+
+    def table(self) -> Any:
+        return {"accuracy": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Drawn, r"plot\(\) of a Drawn must return a plotly Figure.*got a str"),
+        (Listed, r"table\(\) of a Listed must return a pandas DataFrame.*got a dict"),
+    ],
+)
+def test_what_a_report_cannot_show_is_an_error(tmp_path: Path, kind: Any, message: str) -> None:
+    record = kind(accuracy=torch.tensor(1.0), correct=torch.ones(2))
+    with pytest.raises(AnchorlensError, match=message):
+        al.write_report({"own": record}, tmp_path / "report.html")

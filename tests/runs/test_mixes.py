@@ -126,7 +126,10 @@ def fails(error: Exception, batch: int = 1) -> Any:
             UserMetric(lambda batch, size: {"vw"[batch - 1]: torch.ones(size)}),
             "missing in some batch",
         ),
-        (UserMetric(lambda batch, size: {}), "missing in some batch"),
+        (
+            UserMetric(lambda batch, size: {}),
+            "contributions must be a dict of tensors; got an empty one",
+        ),
         (
             UserMetric(lambda batch, size: None),
             "contributions must be a dict of tensors; got a None",

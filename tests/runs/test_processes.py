@@ -24,6 +24,7 @@ from tests.support.process_work import (
     ANALYSES,
     QUIET,
     Failing,
+    added,
     assert_equal,
     everything,
     in_process,
@@ -100,7 +101,7 @@ def test_info_random_state_and_errors_equal_those_of_one_process(launch: Launch,
         ("other prompts", ("all processes must make the same call", "prompts: process 0 '")),
         (
             "other settings",
-            ("the same call", "what isolation computes: process 0 ", "layers=[0]", "layers=[1]"),
+            ("the same call", "what isolation computes: process 0 ", "layers=0,", "layers=1,"),
         ),
         (
             "other calls",
@@ -165,6 +166,20 @@ def test_a_run_resumes_in_another_number_of_processes(
         # The first batch is computed again to check that it is equal.
         assert sum(computed for _, computed in run) == 7 - len(names) + 1
     assert max(computed for _, computed in runs[0]) < 7 - len(names)  # processes divide the rest
+
+
+def test_a_question_that_is_added_is_divided_among_the_processes(
+    launch: Launch, tiny: Any, tmp_path: Path
+) -> None:
+    expected, *_ = added(tiny, tmp_path)
+    assert [results["added"][1] for results in launch.results] == [
+        1,
+        *[0] * (len(launch.results) - 1),
+    ]
+    computed = [results["added"][2] for results in launch.results]
+    assert sum(computed) == 7 and max(computed) < 7
+    for results in launch.results:
+        assert_equal(results["added"][0], expected)
 
 
 def test_a_failing_part_of_the_paper_leaves_the_numbers_of_the_others(

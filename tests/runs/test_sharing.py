@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -483,6 +484,9 @@ def test_questions_of_one_run_have_the_numbers_that_each_has_alone(gpt2: Any) ->
         al.EdgeSweep.isolation({"x": al.Site(0)}, draws=2, name="first"),
         al.EdgeSweep.isolation({"x": al.Site(1)}, draws=2, name="second"),
         al.EdgeSweep(al.edges.pq, {"x": al.Site(0)}, draws=2, name="third"),
+        *(al.SaliencyFlows(), al.PrefixEffect(), al.SegmentSuppression()),
+        al.IntegratedFlows(["text", "label", "query"], steps=2),
+        al.SegmentAttribution(al.subsets.one_by_one, segments=["text", "label"]),
     ]
     together = al.run(gpt2, batches, asked, **QUIET)
     assert list(together) == [each.name for each in asked]
@@ -500,17 +504,17 @@ def test_the_clean_run_and_its_prefix_are_computed_once_for_all_questions(
     sweeps = [al.EdgeSweep.isolation(sites, draws=1), al.EdgeSweep(al.edges.pq, sites, draws=1)]
     asked = [*metrics, *sweeps]
     al.run(gpt2, batches, asked, **QUIET)  # facts are found
-    prefixes: list[Any] = []
-    passes: list[Any] = []
+    made: list[Any] = []
 
-    def counted(made: list[Any], function: Any) -> Any:
-        return lambda *of, **options: (made.append(1), function(*of, **options))[1]
+    def counted(function: Any, *arguments: Any, **options: Any) -> Any:
+        made.append(function)
+        return function(*arguments, **options)
 
-    monkeypatch.setattr(shared_prefix, "run_prefix", counted(prefixes, run_prefix))
-    monkeypatch.setattr("anchorlens.runs.passes._run", counted(passes, run_pass))
+    monkeypatch.setattr(shared_prefix, "run_prefix", partial(counted, run_prefix))
+    monkeypatch.setattr("anchorlens.runs.passes._run", partial(counted, run_pass))
     al.run(gpt2, batches, asked, **QUIET)
-    assert len(prefixes) == 1 + 2 * 2  # the clean one, and of each sweep a site and a draw
-    assert len(passes) == len(batches) * (1 + 2 * 2)
+    assert made.count(run_prefix) == 1 + 2 * 2  # the clean one; of each sweep a site and a draw
+    assert made.count(run_pass) == len(batches) * (1 + 2 * 2)
 
 
 @pytest.mark.parametrize("key", [None, "cut"])

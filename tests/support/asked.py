@@ -21,6 +21,12 @@ class AtSite:
     def __init__(self, record: Any, name: str) -> None:
         self.number, self.record = [*record.info["sites"]].index(name), record
         self.info = {**record.info, **record.info["sites"][name]}
+        del self.info["sites"]
+        if "of_sets" in self.info:
+            of_sets = self.info["of_sets"].items()
+            self.info["of_sets"] = {
+                field: [of_set[self.number] for of_set in values] for field, values in of_sets
+            }
         # Of these the last axis is that of sites.
         self.intervals = {field: ends[..., self.number] for field, ends in record.intervals.items()}
 

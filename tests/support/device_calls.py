@@ -76,11 +76,11 @@ class EveryReadRecord(al.Record):
 
     pattern: Float[Tensor, "layer head key"] = al.kinds.mean("pattern")
     slope: Float[Tensor, "layer head pair"] = al.kinds.mean("slope")
-    keys: Float[Tensor, "layer head position d_head"] = al.kinds.mean("keys")
+    keys: Float[Tensor, "layer key_head position d_head"] = al.kinds.mean("keys")
     states: Float[Tensor, "layer d_model"] = al.kinds.mean("states")
-    sums: Float[Tensor, "layer head"] = al.kinds.mean("sums")
+    sums: Float[Tensor, "layer merged_and_heads"] = al.kinds.mean("sums")
     blocks: Float[Tensor, "layer head"] = al.kinds.mean("blocks")
-    embedded: Float[Tensor, " d_model"] = al.kinds.mean("embedded")
+    embedded: Float[Tensor, " embedded"] = al.kinds.mean("embedded")
 
 
 @dataclass(frozen=True)

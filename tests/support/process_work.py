@@ -28,7 +28,7 @@ from anchorlens.system.processes import (
     require_whole_model,
 )
 from tests.support.asked import ask
-from tests.support.stored_runs import Logits
+from tests.support.stored_runs import Logits, LogitsRecord
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
@@ -266,6 +266,32 @@ def resumed(model: Any, folder: Path) -> tuple[dict[str, Tensor], int]:
     return tensors_of(results), len(metric.seen) - 2
 
 
+@dataclass(frozen=True)
+class Largest(al.Question):
+    """A question with a pass of its own, which counts its batches."""
+
+    model: Any = field(repr=False, compare=False)
+    seen: list[int] = field(default_factory=list, repr=False, compare=False)
+    name: ClassVar[str] = "largest"
+
+    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+        self.seen.append(len(batch))
+        cut = passes.logits(batch, lambda batch: al.isolate_labels(self.model, batch, 0))
+        return {"logits": (passes.clean(batch) - cut)[:, batch.label_token_ids].cpu()}
+
+    def result(self, rows: Any) -> LogitsRecord:
+        return LogitsRecord(logits=rows["logits"])
+
+
+def added(model: Any, folder: Path) -> tuple[dict[str, Tensor], int, int]:
+    """Results of a call with one more question, and how many batches were computed here of each."""
+    stored, more = Logits(), Largest(model)
+    batched = questions(model, count=7, batch_size=1)
+    al.run(model, batched, [Logits()], folder=folder, **QUIET)
+    results = al.run(model, batched, [stored, more], folder=folder, **QUIET)
+    return tensors_of(results), len(stored.seen), len(more.seen)
+
+
 def in_process(model: Any, batches: list[al.PromptBatch], folder: Path) -> None:
     """Do the work of one of several processes, and write its results to a file."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # accelerate warns if it is not set
@@ -278,6 +304,7 @@ def in_process(model: Any, batches: list[al.PromptBatch], folder: Path) -> None:
         if (folder / name).exists():
             state.wait_for_everyone()
             results[f"resumed {name}"] = resumed(model, folder / name)
+    results["added"] = added(model, folder / "added")
     results["paper"] = paper_numbers(model, batches)
     layer = split_weights(state.num_processes)
     results["split weights"] = raised_by(lambda: require_whole_model(layer))

@@ -194,7 +194,7 @@ def metrics() -> list[al.Metric]:
     ]
 
 
-def run(scene: Scene, *given: al.Metric, **more: Any) -> Any:
+def run(scene: Scene, *given: al.Question, **more: Any) -> Any:
     results = al.run(scene.model, scene.batches, given, **QUIET | more)
     return {"records": results, "claims": al.claims(results)}
 
@@ -239,7 +239,8 @@ def analysis(scene: Scene) -> Any:
         scene.model, scene.batches, depth=1, draws=2, random_weights=with_random, **QUIET
     )
     judged = al.claims(results)
-    return {"records": {**results, **of_sites(results.pop("isolation"))}, "claims": judged}
+    isolation = results.pop("isolation")
+    return {"records": {**results, **of_sites(isolation)}, "claims": judged}
 
 
 def accuracies(scene: Scene) -> Any:
@@ -306,7 +307,8 @@ def cut_edges(scene: Scene) -> Any:
     more: dict[str, Any] = {"control": al.edges.random_edges, "draws": 2}
     asked = [al.Accuracy(), al.SegmentAttention(), al.EdgeSweep(al.edges.tq, SITES, **more)]
     results = al.run(scene.model, scene.batches, asked, **QUIET)
-    return {**results, **of_sites(results.pop("edge_sweep"))}
+    sweep = results.pop("edge_sweep")
+    return {**results, **of_sites(sweep)}
 
 
 def faithfulness(scene: Scene) -> Any:
@@ -335,7 +337,12 @@ def isolation(scene: Scene) -> Any:
 def of_sites(record: Any) -> Any:
     """The numbers at each site."""
     return {
-        name: {**each.tensors(), "intervals": each.intervals, "info": each.info}
+        name: {
+            "class": type(record).__name__,
+            **each.tensors(),
+            "intervals": each.intervals,
+            "info": each.info,
+        }
         for name, each in by_site(record).items()
     }
 
