@@ -26,6 +26,10 @@ def described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+_OF_NAMES = reprlib.Repr()
+_OF_NAMES.maxlist = 4
+
+
 def options_in_short(given: object) -> str:
     """The fields of an object as it prints them: functions by their names, tensors by shape."""
     return ", ".join(f"{name}={_in_short(value)}" for name, value in vars(given).items())
@@ -33,7 +37,7 @@ def options_in_short(given: object) -> str:
 
 def _in_short(option: object) -> str:
     if isinstance(option, Mapping):
-        option = [*option]
+        return _OF_NAMES.repr([*option])
     if hasattr(option, "dtype") and hasattr(option, "shape"):
         return described(option)
     return name_of(option) if callable(option) else reprlib.repr(option)

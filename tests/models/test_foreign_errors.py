@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "unknown": (
         *("PersimmonForCausalLM", "PersimmonConfig"),
         SMALL,
-        r"^TransformerLens cannot wrap 'PersimmonForCausalLM' \(Pers[^)]*\): .{,80}; passes that you",
+        r"^TransformerLens cannot wrap 'PersimmonForCausalLM' \(Pers[^)]*\): .{,80}; passes that",
     ),
 }
 
