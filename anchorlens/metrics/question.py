@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.record import Record
@@ -28,7 +29,7 @@ def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
 
 @checked
 @dataclass(frozen=True, eq=False)
-class Further(InOneLine):
+class Further:
     """The passes that a question makes besides that of the run, as far as they are known before.
 
     From this it is decided how batches run, and errors come before the first pass.
@@ -46,6 +47,12 @@ class Further(InOneLine):
     layers: Sequence[int] = ()
     metrics: "Sequence[Question]" = ()
     loss: Any = None
+
+    def __repr__(self) -> str:
+        """One line: how many of each there are."""
+        parts = {"hooks": self.hooks, "layers": self.layers, "metrics": self.metrics}
+        counts = ", ".join(f"{name} {len(each)}" for name, each in parts.items())
+        return printable(f"Further({counts})")
 
 
 class Question(InOneLine, ABC):
