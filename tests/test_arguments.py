@@ -51,8 +51,6 @@ MADE_BY_THE_PACKAGE = (
     *(al.PromptBatch, al.prompts.EdgeSet, al.Results, al.reads.Block, al.reads.Seen),
 )
 INTERNAL = {
-    "EdgeSweep.cuts",
-    "PrefixEffect.check_prompts",
     "PrefixEffect.query_pass",
     "losses.NextTokenCrossEntropy",
     "losses.NextTokenCrossEntropy.positions",

@@ -45,7 +45,7 @@ _GRADIENT = "_grad"  # what TransformerLens adds to the name where it caches gra
 
 @checked
 def from_caches(
-    metrics: Sequence[Metric],
+    metrics: Sequence[Question],
     batches: Sequence[PromptBatch],
     passes: Iterable[Any],
     *,
@@ -88,7 +88,7 @@ def from_caches(
         AttentionAUCROCRecord(aucroc ...; 14 prompts)
     """
     check_resamples(resamples)
-    require_questions(metrics)
+    metrics = _metrics(metrics)
     if not metrics:
         raise MetricError("there is nothing to compute: give at least one metric")
     require_batches(batches)
@@ -125,7 +125,7 @@ def from_caches(
 
 
 @checked
-def names_filter(metrics: Sequence[Metric], model: HookedModel, batch: PromptBatch) -> list[str]:
+def names_filter(metrics: Sequence[Question], model: HookedModel, batch: PromptBatch) -> list[str]:
     """The hook points that these metrics observe: what a cache for ``from_caches`` must have.
 
     Args:
@@ -144,7 +144,7 @@ def names_filter(metrics: Sequence[Metric], model: HookedModel, batch: PromptBat
         >>> al.caches.names_filter([al.SaliencyFlows()], model, batch)[0]
         'blocks.0.attn.hook_pattern'
     """
-    require_questions(metrics)
+    metrics = _metrics(metrics)
     check_fits(model, batch)
     names: dict[str, None] = {}
     for metric in metrics:
@@ -220,6 +220,18 @@ def _checked(given: Any, batch: PromptBatch, number: int) -> tuple[Tensor, dict[
     if not logits.isfinite().all():
         raise NotFiniteError(f"the logits of batch {number} are NaN or infinite at the targets")
     return logits, dict(cache.items())
+
+
+def _metrics(questions: Sequence[Question]) -> list[Metric]:
+    """The same questions, all of which a pass that was made answers."""
+    require_questions(questions)
+    metrics = [each for each in questions if isinstance(each, Metric)]
+    if len(metrics) < len(questions):
+        names = [each.name for each in questions if not isinstance(each, Metric)]
+        raise MetricError(
+            f"{', '.join(names)} makes passes of its own, which no cache has; give it to al.run"
+        )
+    return metrics
 
 
 def _contributions(

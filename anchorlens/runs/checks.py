@@ -19,6 +19,7 @@ from ..passes.observers import Layers
 from ..passes.provide import Observation, check_columns, check_reads, needs_gradient
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
+from ..results.record import Record
 from ..system.arguments import called
 from ..system.texts import described
 
@@ -64,8 +65,14 @@ def require_questions(questions: Sequence[Question]) -> None:
     if len(set(names)) < len(names):
         raise MetricError(f"two questions of one run need different names; got {names}")
     for question in questions:
-        record = getattr(question, "record", None)  # a question may give another in ``result``
-        if isinstance(record, type) and "__dataclass_fields__" not in vars(record):
+        record = getattr(question, "record", None)
+        if not (isinstance(record, type) and issubclass(record, Record)):
+            if type(question).result is Question.result:  # otherwise it makes a record itself
+                raise MetricError(
+                    f"{question.name} has no record; write into its class: record = YourRecord, a "
+                    f"class of al.Record whose fields are of al.kinds; got {described(record)}"
+                )
+        elif "__dataclass_fields__" not in vars(record):
             raise MetricError(
                 f"{record.__name__}, the record of {question.name}, has no fields yet; write "
                 "@dataclass(frozen=True, eq=False, kw_only=True) before the class"
@@ -93,6 +100,17 @@ def further_of(question: Question, model: HookedModel, batches: Sequence[PromptB
         )
     layers = layer_numbers(model, needed.layers) if needed.layers else []
     return replace(needed, layers=layers)
+
+
+def once_of(question: Question, passes: Any, contributions: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a question knows after the last batch."""
+    once: Any = question.once(passes, contributions)
+    if not isinstance(once, Mapping):
+        raise MetricError(
+            f"once of {question.name} must return a dict, such as "
+            f'{{"info": {{"unit": "nats"}}}}; got {described(once)}'
+        )
+    return dict(once)
 
 
 def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[PromptBatch]) -> None:

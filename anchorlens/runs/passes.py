@@ -44,6 +44,7 @@ from ..prompts.verbalizer import label_scores
 from ..results.record import Record
 from ..results.results import Results
 from ..system.processes import gather_from_processes
+from ..system.texts import described
 from .way import HOOKS_OF_USER, Way
 
 WHOLE = "off: its passes run whole prompts"  # of questions that use no shared tokens
@@ -136,6 +137,13 @@ class Passes:
             key: What gives the same hooks for each batch of a set of demonstrations: under it the
                 keys and values of shared tokens are stored for the next batch. None stores none.
         """
+        try:
+            hash(key)
+        except TypeError as error:
+            raise MetricError(
+                "key must be hashable, such as a string, a number or a tuple of them; got "
+                f"{described(key)}"
+            ) from error
         after, _ = after_shared(batch, self.way.lengths)
         acting = hooks(after)
         if not after.is_whole:
@@ -177,12 +185,23 @@ class Passes:
 
     def seen(self, question: Question) -> Seen:
         """What a question reads of the pass of the run."""
-        assert self._run is not None  # it was made before a question is asked that reads
-        observed, logits = self._run.observed[question.name]
-        return observed.seen(logits, self._run.clean)
+        run = self._run
+        if run is None or question.name not in run.observed:
+            raise MetricError(
+                f"nothing is read for {question.name!r} here: passes.seen(self) is for a question "
+                "that says what it reads in its method reads, and for the batch that it is asked "
+                "about"
+            )
+        observed, logits = run.observed[question.name]
+        return observed.seen(logits, run.clean)
 
     def further(self, question: Question, batch: PromptBatch) -> dict[str, dict[str, Tensor]]:
         """What the metrics contribute that observe one more pass for a question, by their names."""
+        if question.name not in self._further:
+            raise MetricError(
+                f"no metrics observe a further pass of {question.name!r}: return "
+                "al.Further(metrics=[...]) from its method further"
+            )
         passes = self._further[question.name]
         found = passes.contributions(batch)
         for name in passes.names:

@@ -88,7 +88,7 @@ def run(
     """
     settings = {"loss": loss, "hooks": hooks, "gradient_checkpointing": gradient_checkpointing}
     options: dict[str, Any] = {"folder": folder, "resamples": resamples, "progress": progress}
-    study = Study(model, batches, settings, title="run", **options)
+    study = Study(model, batches, settings, **options)
     with study.entered():
         if not questions:
             raise MetricError(

@@ -72,10 +72,6 @@ class Store:
         write_atomically(path, _bytes_of_run(store.run))
         return store
 
-    def has(self, number: int) -> bool:
-        """Whether there are contributions of a batch, whole or not, that may be used."""
-        return bool(self.believed) and self._path(number).exists()
-
     def read(self, number: int) -> dict[str, Tensor]:
         """What is stored of a batch, of all names that are believed; a damaged file warns.
 

@@ -56,6 +56,7 @@ from .checks import (
     check_hooks,
     check_questions,
     further_of,
+    once_of,
     refuse_moved_hooks,
     require_questions,
 )
@@ -91,7 +92,8 @@ class Study:
             from there, and after ``forget_run`` from the start.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
-        title: The name of the progress bar; by default the setting ``experiment``, if given.
+        title: The name of the progress bar; by default the names of the questions, or the setting
+            ``experiment``.
 
     Raises:
         AnchorlensError: The model's hooks do not act, or the prompts do not fit the model. It is
@@ -125,9 +127,10 @@ class Study:
         self.model, self._given = model, batches
         self._checked: list[PromptBatch] | None = None
         self._has_collected = False
+        self._made: list[tuple[Passes, list[Any]]] = []  # passes, and what they were made of
         self.settings = {str(name): value for name, value in settings.items()}
         self.folder, self.resamples, self.progress = folder, resamples, progress
-        self.title = title or str(self.settings.get("experiment", "batches"))
+        self.title = title
 
     def __repr__(self) -> str:
         """One line: the model, the number of batches, the settings and the folder."""
@@ -246,7 +249,9 @@ class Study:
             if each.metrics
         }
         layers = {layer for each in needed.values() for layer in each.layers}
-        return Passes(self.model, self.batches, way, questions, hooks, loss, layers, observed)
+        made = Passes(self.model, self.batches, way, questions, hooks, loss, layers, observed)
+        self._made.append((made, [questions, hooks, loss]))
+        return made
 
     def answers(self, passes: Passes, asked: Sequence[Question]) -> Results:
         """The record of every question.
@@ -263,7 +268,7 @@ class Study:
         contributions = self._collect(passes.contributions, decides)
 
         def answered(question: Question, found: Mapping[str, Tensor]) -> Record:
-            once = dict(question.once(passes, found))
+            once = once_of(question, passes, found)
             info = passes.way.info() | once.pop("info", {})
             return self.record(partial(question.result, **once), found, info)
 
@@ -319,7 +324,7 @@ class Study:
             collected = {number: store.read(number) for number in numbers}
             missing = {number: store.missing(of_batch) for number, of_batch in collected.items()}
         done = [number for number in numbers if not missing[number]]
-        with self._bar(numbers, done) as bar:
+        with self._bar(names, numbers, done) as bar:
             for number in numbers:
                 if not missing[number]:
                     continue
@@ -411,8 +416,11 @@ class Study:
     def _identities_of(self, decides: Mapping[str, Any]) -> dict[str, Identity]:
         """The identity of what decides the contributions of each name; a question is also told."""
         known, found = {"the study": self, "the model": self.model}, dict[str, Identity]()
+        known |= {f"passes {number}": made for number, (made, _) in enumerate(self._made)}
         for name, what in decides.items():
-            digest, unknown = identity_of(what, known)
+            # A function may use passes, which are what they were made of.
+            all_of_it = what if name else [what, *(made_of for _, made_of in self._made)]
+            digest, unknown = identity_of(all_of_it, known)
             told = f"{in_words(what[0])} ({digest[:16]})" if name else digest
             found[name] = Identity(told, unknown)
         return found
@@ -449,21 +457,30 @@ class Study:
         require_equal_settings(self._fingerprint.facts | {"folder": str(self.folder)})
 
     def _numbers(self, store: Store | None) -> list[int]:
-        """Numbers of this process's batches; what is stored is as the main process sees it."""
-        costs = [
-            0 if store and store.has(number) else batch.tokens.numel()
-            for number, batch in enumerate(self._parts)
-        ]
+        """Numbers of this process's batches; what is missing is as the main process sees it."""
+        if is_single_process():
+            return [*range(len(self._parts))]
+        costs = [batch.tokens.numel() for batch in self._parts]
+        if store is not None and is_main():
+            with hidden_warnings():  # the loop warns of a damaged file
+                missing = [store.missing(store.read(number)) for number in range(len(costs))]
+            costs = [cost if of else 0 for cost, of in zip(costs, missing, strict=True)]
         return batches_of_process(gather_from_processes("batches", costs)[0])
 
-    def _bar(self, numbers: Iterable[int], stored: Iterable[int]) -> "tqdm[Any]":
+    def _bar(
+        self, names: Iterable[str], numbers: Iterable[int], stored: Iterable[int]
+    ) -> "tqdm[Any]":
         """The bar of prompts. Stored ones are done, and do not count for the remaining time."""
         total, initial = (
             sum(len(self._parts[number].tokens) for number in each) for each in (numbers, stored)
         )
         quiet = not (self.progress and is_main())
+        title = self.title or ", ".join(filter(None, names))
+        title = shorten(
+            title or str(self.settings.get("experiment", "batches")), 40, placeholder=" …"
+        )
         return tqdm(
-            total=total, initial=initial, disable=quiet, desc=printable(self.title), unit=" prompts"
+            total=total, initial=initial, disable=quiet, desc=printable(title), unit=" prompts"
         )
 
     def _check_stored(self, store: Store, fitting: "PartsThatFit") -> None:

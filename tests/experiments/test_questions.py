@@ -355,7 +355,16 @@ class Wrong(al.Question):
         return found.get(self.what, al.Further())
 
     def of_batch(self, passes: Passes, batch: al.PromptBatch) -> dict[str, Tensor]:
-        return {}
+        if self.what == "not read":
+            passes.seen(self)
+        if self.what == "not declared":
+            passes.further(self, batch)
+        if self.what == "a list as key":
+            passes.logits(batch, key=[1])  # type: ignore[arg-type]
+        return {"correct": torch.ones(len(batch))} if self.what == "once" else {}
+
+    def once(self, passes: Passes, contributions: Any) -> Any:
+        return None
 
 
 @pytest.mark.parametrize(
@@ -365,6 +374,10 @@ class Wrong(al.Question):
         ("a list", r"further of wrong must return an al\.Further.*got a list"),
         ("no layer", "layers must be numbers from 0 to 2.*got \\[99\\]"),
         ("nothing", "no result for wrong: contributions must be a dict of tensors; got an empty"),
+        ("not read", "nothing is read for 'wrong' here: passes.seen.self. is for a question that"),
+        ("not declared", r"no metrics observe a further pass of 'wrong': return al\.Further"),
+        ("a list as key", "key must be hashable, such as a string.*got a list"),
+        ("once", "once of wrong must return a dict, such as .*got a NoneType"),
     ],
 )
 def test_mistakes_in_a_question_are_told(exact_gpt2: Any, what: str, message: str) -> None:
@@ -394,6 +407,18 @@ class OfWrongShape(al.Metric):
 
     def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
         return {"x": torch.zeros(len(batch), 3, 2)}
+
+
+def test_a_question_without_a_record_is_told_before_the_model_runs(gpt2: Any) -> None:
+    class NoRecord(al.Question):
+        name = "bare"
+
+        def of_batch(self, passes: Passes, batch: al.PromptBatch) -> dict[str, Tensor]:
+            return {"x": torch.zeros(len(batch))}
+
+    message = "bare has no record; write into its class: record = YourRecord.*got a NoneType"
+    with pytest.raises(MetricError, match=message), does_not_run(gpt2):
+        al.run(gpt2, questions(gpt2, 2), [NoRecord()], **QUIET)
 
 
 @pytest.mark.parametrize(
