@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ class Reading(al.Metric):
 
     read: Callable[[al.PromptBatch], Any]
     name: str = "reading"
+    record: ClassVar = al.records.AccuracyRecord  # no run makes it
 
     def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
         return {"it": self.read(batch)}
