@@ -216,6 +216,14 @@ def exact_model(request: pytest.FixtureRequest, hooked: Any) -> Any:
     return hooked(make(len(tokenizer)).double(), tokenizer)
 
 
+@pytest.fixture(autouse=True)
+def nothing_takes_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models share tokens too, which would take them longer on any device."""
+    from anchorlens.runs import way
+
+    monkeypatch.setattr(way, "WORK_OF_A_START", {"cpu": 0, "cuda": 0})
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """The models of a test's fixtures are as they were after it, and so is the global state.

@@ -27,6 +27,7 @@ from ..passes.shortcuts import (
     why_not_shared,
     why_not_shared_with_gradient,
 )
+from ..passes.twin_for import why_not_native
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import load_examples, sample_demonstrations, sample_queries
@@ -45,6 +46,7 @@ METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistanc
 ANALYSES = (*(metric.name for metric in METRICS), "isolation", "compression")
 NO = "no: "
 SHORTCUTS = {
+    "native_passes": why_not_native,
     "shared_tokens_run_once": why_not_shared,
     "with_a_gradient": why_not_shared_with_gradient,
     "fused_attention": why_not_fused,

@@ -441,17 +441,17 @@ def _cut(
         raise ModelError("there is no hook point with the keys before their rotation")
     unrotated: dict[str, Tensor] = {}
 
-    def store(key: Tensor, hook: Any) -> None:
+    def store(name: str, key: Tensor, hook: Any) -> None:
         if key.shape[1] != len(selected):
             raise ModelError("keys before their rotation have heads before positions")
-        unrotated[hook.name] = key.detach()
+        unrotated[name] = key.detach()
 
-    def replaced(key: Tensor, hook: Any) -> Tensor:
-        return unrotated[hook.name][:, selected.to(key.device)]
+    def replaced(name: str, key: Tensor, hook: Any) -> Tensor:
+        return unrotated[name][:, selected.to(key.device)]
 
-    observers = [(name, store) for name in names]
+    observers = [(name, partial(store, name)) for name in names]
     read = run_prefix(model, shared, hooks=hooks(shared), observers=observers).columns(selected)
-    replacing = [(name, replaced) for name in names]
+    replacing = [(name, partial(replaced, name)) for name in names]
     moved = run_prefix(model, selected_columns(shared, selected), hooks=replacing)
     if not difference_of(moved.values[0], read.values[0]) <= tolerance(model, ROUNDINGS):
         raise ModelError("the values of layer 0 depend on positions")

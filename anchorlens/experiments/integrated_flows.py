@@ -14,6 +14,7 @@ from ..metrics.edge_sums import EdgeSums, by_heads
 from ..metrics.question import Question
 from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Weight, refuse_values, signed
+from ..models.batch_hooks import WholeHook
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -23,7 +24,7 @@ from ..models.hooked import (
 )
 from ..models.norm_after import FrozenNorms
 from ..passes.forward import losses_of, run_pass
-from ..passes.late_start import started, stored_starts
+from ..passes.late_start import Start, Starts
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
 from ..prompts import edges
@@ -175,8 +176,9 @@ class IntegratedFlows(Question):
         patterns: dict[int, Tensor] = {}
         norms = FrozenNorms(model)
         store = hooks_by_layer(model, pattern_name, patterns.__setitem__)
-        with stored_starts(model, {*layers} - passes.why_not_late(layers).keys()) as starts:
-            clean = run_pass(model, batch, observers=[*store, *norms.observers()])
+        starts = Starts({*layers} - passes.why_not_late(layers).keys())
+        observers = [*store, *norms.observers()]
+        clean = run_pass(model, batch, observers=observers, starts=starts)
         if self.output is None:
             of_prompts = probability_of_prediction(clean, batch)
             whole = of_prompts(clean, batch)
@@ -186,11 +188,11 @@ class IntegratedFlows(Question):
         # The last layer first: the first has the largest graph, when few patterns are left.
         for layer in reversed(layers):
             others = norms.hooks_of(layer)
-            of_pattern = partial(output_with, model, batch, of_prompts, layer, others)
+            start = starts.found.get(layer)
+            of_pattern = partial(output_with, model, batch, of_prompts, layer, others, start)
             pattern = patterns.pop(layer)
-            with started(model, starts.get(layer)):
-                gradient = mean_gradient(of_pattern, pattern, self.steps)
-                changes.append(whole - of_pattern(pattern * 0.0))
+            gradient = mean_gradient(of_pattern, pattern, self.steps)
+            changes.append(whole - of_pattern(pattern * 0.0))
             pattern = pattern.to(gradient.dtype)
             attributed.append((pattern * gradient).sum((1, 2, 3), dtype=widest(pattern.device)))
             sums.add(layer, pattern, gradient)
@@ -224,6 +226,7 @@ def output_with(
     output: Loss,
     layer: int,
     hooks: Sequence[Hook],
+    start: Start | None,
     pattern: Pattern,
     into: Sequence[Tensor] = (),
 ) -> Float[Tensor, " batch"]:
@@ -232,8 +235,8 @@ def output_with(
     def replace(clean: Tensor, hook: Any) -> Tensor:
         return pattern
 
-    replaced = [(pattern_name(layer), replace), *hooks]
-    return losses_of(model, batch, output, hooks=replaced, into=into)
+    replaced: list[Hook] = [(pattern_name(layer), WholeHook(replace)), *hooks]
+    return losses_of(model, batch, output, hooks=replaced, into=into, start=start)
 
 
 def mean_gradient(

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..hooks import Site, hooks_on_edges
+from ..models.batch_hooks import WholeHook
 from ..models.hooked import Hook, HookedModel, has_sinks, hooks_by_layer, pattern_name
 from ..models.kinds import cached_heads
 from ..models.kv_cache import KeyValues, entries_of
@@ -144,7 +145,7 @@ def prefix_runs(
             restored[:, :, rows] = with_prefix.patterns[layer]
             return restored
 
-        return pattern_name(layer), store_and_restore
+        return pattern_name(layer), WholeHook(store_and_restore)
 
     run_prefix(model, batch, hooks=[*hooks, *cut, *map(restore, layers)], prefix=prefix)
     return PrefixRuns(

@@ -73,7 +73,7 @@ def saliency(
     def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
         pieces = row_pieces(pattern, gradient)
         rows = (
-            [merged_and_of_heads(weight, a, slope)[1] for _, a, slope in pieces]
+            [merged_and_of_heads(weight, a, slope)[:, 1:] for _, a, slope in pieces]
             if per_head
             else [edge_weights(weight, a, slope) for _, a, slope in pieces]
         )

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError
 from ..prompts.batch import PromptBatch
+from ..prompts.edge_classes import in_common
 from ..prompts.edge_set import EdgeSet
 from ..results.contributions import Contributions
 from ..system import row_pieces as pieces
 from ..system.arguments import called
+from ..system.devices import widest
 from ..system.texts import described, name_of
 from .weights import (
     EdgeWeights,
@@ -34,6 +36,16 @@ from .weights import (
 _SMALL = 16  # pieces, in bytes of tables of edges
 
 
+def beside_sets(batch: PromptBatch) -> PromptBatch:
+    """The batch of which sets of edges are made: on the CPU, if they are small.
+
+    Their tables then go to a GPU in one copy. Those of many tokens are made there, a few rows at a
+    time.
+    """
+    prompts, length = batch.tokens.shape
+    return batch.on_cpu if prompts * length**2 <= pieces.PIECE else batch
+
+
 class EdgeSets:
     """Sets of edges of a batch, over which weights are summed."""
 
@@ -42,7 +54,9 @@ class EdgeSets:
         # Every layer asks for the same rows. Tables of many tokens would not fit into memory.
         is_small = sum(edges.numel() for edges in sets) <= _SMALL * pieces.PIECE
         self._table = EdgeSet.stacked(sets) if is_small else None
+        self._by_classes = None if is_small else _by_classes(sets)
         self._stored = [] if is_small else [edges.stored() for edges in sets]
+        self._inside: tuple[Any, Tensor] | None = None  # the last edges, which layers share
 
     def __repr__(self) -> str:
         """One line: the number of sets."""
@@ -60,16 +74,57 @@ class EdgeSets:
         return all(edges.begins_as(one.before(length)) for edges, one in pairs)
 
     def sums(
-        self, queries: slice, keys: slice, *weights: Float[Tensor, "batch _ query key"]
-    ) -> list[Float[Tensor, "batch _ set"]]:
+        self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
+    ) -> Float[Tensor, "batch _ set"]:
         """The sums of weights between these positions, one for each set."""
-        if self._table is not None:
-            of_rows = self._table[:, :, queries, keys]
-        else:
-            of_rows = torch.stack([edges.rows(queries)[..., keys] for edges in self._stored], dim=1)
-        edges = of_rows.expand(len(weights[0]), -1, -1, -1)
-        inside = rearrange(edges, "batch set query key -> batch (query key) set").to(weights[0])
-        return [each.flatten(2) @ inside.to(each.dtype) for each in weights]
+        if self._by_classes is not None:
+            return self._by_classes.sums(queries, keys, weights)
+        key = queries, keys, len(weights), weights.dtype, weights.device
+        if self._inside is None or self._inside[0] != key:
+            if self._table is not None:
+                rows = self._table[:, :, queries, keys]
+            else:
+                of_sets = [edges.rows(queries)[..., keys] for edges in self._stored]
+                rows = torch.stack(of_sets, dim=1)
+            edges = rows.expand(len(weights), -1, -1, -1)
+            inside = rearrange(edges, "batch set query key -> (batch query) key set")
+            self._inside = key, inside.to(weights)
+        # A product for each query, because a GPU takes long for a sum over all pairs at once.
+        of_queries = rearrange(weights, "batch head query key -> (batch query) head key")
+        sums = torch.bmm(of_queries, self._inside[1])
+        return sums.unflatten(0, (len(weights), -1)).sum(1)
+
+
+class ClassSums:
+    """Sums over sets of edges that have classes: first over keys of each class, then over queries.
+
+    The first is a product as a GPU likes it, and the second has few numbers, in float64.
+    """
+
+    def __init__(self, of_queries: Tensor, of_keys: Tensor, tables: Tensor) -> None:
+        self._keys = torch.nn.functional.one_hot(of_keys, tables.shape[2]).float()
+        # [batch, query, key class, set]
+        device = of_queries.device
+        self._tables = tables.movedim(0, 2).to(device)[of_queries].to(widest(device))
+
+    def sums(
+        self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
+    ) -> Float[Tensor, "batch _ set"]:
+        """The sums of weights between these positions, one for each set."""
+        count, device = len(weights), weights.device
+        earlier = weights.tril(queries.start - (keys.start or 0) - 1)
+        of_keys = self._keys[:, keys].expand(count, -1, -1).to(weights)
+        by_class = (earlier.flatten(1, 2) @ of_keys).unflatten(1, weights.shape[1:3])
+        tables = self._tables[:, queries].expand(count, -1, -1, -1).to(device)
+        return torch.einsum("bhqc,bqcs->bhs", by_class.to(tables.dtype), tables)
+
+
+def _by_classes(sets: Sequence[EdgeSet]) -> ClassSums | None:
+    """Sums by classes; None where a set has none, or edges to later tokens."""
+    classes = [edges.classes() for edges in sets]
+    known = [each for each in classes if each is not None and not each.later]
+    common = in_common(known) if len(known) == len(sets) else None
+    return None if common is None else ClassSums(*common)
 
 
 class Segments:
@@ -93,20 +148,17 @@ class Segments:
         return bool((self.positions[..., :length] == other.positions[..., :length]).all())
 
     def sums(
-        self, queries: slice, keys: slice, *weights: Float[Tensor, "batch _ query key"]
-    ) -> list[Float[Tensor, "batch _ segment segment"]]:
+        self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
+    ) -> Float[Tensor, "batch _ segment segment"]:
         """The sums of weights between these positions, from each segment to each."""
-        sums = []
-        for of_heads in weights:
-            count, heads = of_heads.shape[:2]
-            readers, read = (
-                self.positions[..., part].expand(count, -1, -1).repeat_interleave(heads, 0)
-                for part in (queries, keys)
-            )
-            earlier = of_heads.flatten(0, 1).tril(queries.start - (keys.start or 0) - 1)
-            merged = readers.to(earlier) @ earlier @ read.to(earlier).mT
-            sums.append(merged.unflatten(0, (count, heads)))
-        return sums
+        count, heads = weights.shape[:2]
+        readers, read = (
+            self.positions[..., part].expand(count, -1, -1).repeat_interleave(heads, 0)
+            for part in (queries, keys)
+        )
+        earlier = weights.flatten(0, 1).tril(queries.start - (keys.start or 0) - 1)
+        merged = readers.to(earlier) @ earlier @ read.to(earlier).mT
+        return merged.unflatten(0, (count, heads))
 
 
 class EdgeSums:
@@ -143,8 +195,8 @@ class EdgeSums:
         *values: Values,
     ) -> None:
         """Add the weights of some query rows, in float32 or wider."""
-        merged, of_heads = merged_and_of_heads(self.weight, pattern, gradient, *values)
-        sums = torch.cat(self.sets.sums(rows, keys, merged[:, None], of_heads), dim=1)
+        weights = merged_and_of_heads(self.weight, pattern, gradient, *values)
+        sums = self.sets.sums(rows, keys, weights)
         # The reason of sums that are not finite. Of a product it can only be the gradient.
         known = None if self._is_product else gradient.isfinite().all()
         self._of_layers.setdefault(layer, []).append((sums, known))
@@ -155,7 +207,7 @@ class EdgeSums:
         An error for a NaN, which would stand for "no edge", names the gradient or the weight.
         """
         pieces = [of_layer for _, of_layer in sorted(self._of_layers.items())]
-        layers = [torch.stack([sums for sums, _ in of_layer]).sum(0) for of_layer in pieces]
+        layers = [_added([sums for sums, _ in of_layer]) for of_layer in pieces]
         # One copy to the CPU, because a GPU waits at each.
         device = layers[0].device  # layers may lie on several
         together = torch.stack([each.to(device) for each in layers], dim=1).cpu()
@@ -163,6 +215,10 @@ class EdgeSums:
             known = [finite is not None and bool(finite) for each in pieces for _, finite in each]
             raise not_finite(self.weight, all(known))
         return together
+
+
+def _added(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.stack([*pieces]).sum(0)
 
 
 def by_heads(sums: Float[Tensor, "batch layer _ *sets"]) -> dict[str, Tensor]:
@@ -187,15 +243,23 @@ def is_product(weight: Callable[..., EdgeWeights]) -> bool:
 
 def merged_and_of_heads(
     weight: Callable[..., EdgeWeights], pattern: Pattern, gradient: Pattern, *values: Values
-) -> tuple[EdgeWeights, Pattern]:
-    """The weights of edges, merged over heads and of each head alone."""
-    if is_product(weight):
-        product = pattern * gradient  # once for both, because it takes most of the time
-        merged = product.sum(1).abs() if weight is saliency else product.abs().sum(1)
-        return merged, product.abs_()
-    merged = edge_weights(weight, pattern, gradient, *values)
+) -> Float[Tensor, "batch merged_and_heads query key"]:
+    """The weights of edges, merged over heads and then of each head alone."""
+    batch, heads, queries, keys = pattern.shape
+    if is_product(weight):  # in as few operations as possible, because they take most of the time
+        # The heads of a query stand beside one another, for the product of ``EdgeSets.sums``.
+        both = pattern.new_empty(batch, queries, 1 + heads, keys).transpose(1, 2)
+        merged, of_heads = both[:, :1], both[:, 1:]
+        torch.mul(pattern, gradient, out=of_heads)
+        if weight is saliency:
+            torch.sum(of_heads, 1, keepdim=True, out=merged)
+            return both.abs_()
+        torch.sum(of_heads.abs_(), 1, keepdim=True, out=merged)
+        return both
+    of_all = edge_weights(weight, pattern, gradient, *values)
     each_head = (each.flatten(0, 1)[:, None] for each in (pattern, gradient, *values))
-    return merged, edge_weights(weight, *each_head).unflatten(0, pattern.shape[:2])
+    of_heads = edge_weights(weight, *each_head).unflatten(0, (batch, heads))
+    return torch.cat([of_all[:, None], of_heads], dim=1)
 
 
 def edge_weights(

@@ -24,7 +24,7 @@ from ..results.record import Record
 from ..system.arguments import checked
 from ..system.warn import warn_user
 from .edge_flows import EdgeFlows
-from .edge_sums import EdgeSets, mean_weights
+from .edge_sums import EdgeSets, beside_sets, mean_weights
 from .weights import Weight, WithValues, saliency
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
@@ -294,6 +294,7 @@ class SaliencyFlows(EdgeFlows):
 
     def sets_of(self, batch: PromptBatch) -> EdgeSets:
         """The edges of each set, those of ``edges`` first."""
+        batch = beside_sets(batch)
         try:
             of_paper = paper_edges(batch)
             return EdgeSets(

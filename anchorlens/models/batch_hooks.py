@@ -62,6 +62,21 @@ class TargetHook(BatchHook):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class WholeHook(BatchHook):
+    """A hook for passes over whole prompts alone, such as one that replaces a pattern.
+
+    Attributes:
+        act: The hook.
+    """
+
+    act: HookFunction
+    tokens = None
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        return self.act(tensor, hook)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class DetachedHeads(BatchHook):
     """Stops the gradient through heads, in every token alike.
 
@@ -100,7 +115,7 @@ class EdgeHook(BatchHook):
     factors: Float[Tensor, " head"] | None = None
 
     def __call__(self, tensor: Attention, hook: Any) -> Attention:
-        where = self._where(tensor)
+        where = self.where(tensor)
         # Not -inf, because a row with nothing but padding would become NaN.
         lowest = torch.finfo(tensor.dtype).min
         if self.factors is None:
@@ -133,7 +148,8 @@ class EdgeHook(BatchHook):
         chosen[list(self.heads)] = True
         return edges & chosen
 
-    def _where(self, attention: Attention) -> Bool[Tensor, "_ _ query key"]:
+    def where(self, attention: Attention) -> Bool[Tensor, "_ _ query key"]:
+        """The edges among the queries and keys of scores or a pattern."""
         count, n_heads, queries, keys = attention.shape
         length = self.edges.shape[2]
         if keys != length or queries > keys:

@@ -23,7 +23,12 @@ def of_one_width(of_layers: Iterable[Tensor]) -> list[Tensor]:
     """Layers may have heads of different widths. Zeros change neither products nor lengths."""
     layers = list(of_layers)
     widest = max(values.shape[-1] for values in layers)
-    return [torch.nn.functional.pad(values, (0, widest - values.shape[-1])) for values in layers]
+    missing = [widest - values.shape[-1] for values in layers]
+    pad = torch.nn.functional.pad
+    return [
+        pad(each, (0, count)) if count else each
+        for each, count in zip(layers, missing, strict=True)
+    ]
 
 
 def separate_heads(z: Tensor, n_heads: int) -> Float[Tensor, "batch query head d_head"]:

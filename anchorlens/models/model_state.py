@@ -17,7 +17,7 @@ from .kinds import modules_of
 _LIBRARIES = ("accelerate", "torch", "transformer_lens", "transformers")
 # Private in torch, which has no public way to list the hooks of a module;
 # tests/test_private_names.py verifies them.
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 Hooks = dict[int, Callable[..., Any]]
 
@@ -100,7 +100,7 @@ def _tables_of_user(model: Any) -> list[tuple[int, str, Hooks, Hooks]]:
     tables = [
         (number, name, hooks, _needed(module, hooks))
         for number, module in enumerate(modules_of(model))
-        for name in _HOOKS
+        for name in HOOK_TABLES
         if (hooks := getattr(module, name))
     ]
     return [table for table in tables if len(table[3]) < len(table[2])]

@@ -9,9 +9,9 @@ What an architecture does before (projections, norms, rotations, caches) and aft
 A mask tells which query sees which key, for some query rows at a time: no whole table is made.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import count
 from typing import Any
@@ -116,19 +116,18 @@ def is_skipped(model: HookedModel, point: str | Callable[[str], bool]) -> bool:
 
 @dataclass
 class _Interface:
-    """What transformers calls instead of its own functions; ``layer`` is the one that runs."""
+    """What transformers calls instead of its own functions, and how often for one module."""
 
     attend: Attend
-    layer: int | None = None
+    layers: Mapping[int, int]  # by the id of the module whose attention it is
+    has_padding: bool | None = None  # whether a column is padding, if it is known
     calls: int = 0
+    causal: dict[torch.device, Mask] = field(default_factory=dict)  # one for all layers
 
-    def run(self, layer: int, attention: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self, attention: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the module of transformers that a bridge wraps, without hook points inside."""
-        self.layer, self.calls = layer, 0
-        try:
-            output = attention.original_component(*args, **kwargs)
-        finally:
-            self.layer = None
+        self.calls = 0
+        output = attention.original_component(*args, **kwargs)
         if self.calls != 1:
             raise ModelError(
                 f"its attention calls the attention interface of transformers {self.calls} times "
@@ -153,7 +152,8 @@ class _Interface:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """The attention of a layer; parameters have the names of transformers."""
-        if self.layer is None:
+        layer = self.layers.get(id(module))
+        if layer is None:
             raise ModelError("an attention runs outside of the attention of its layers")
         if dropout or position_bias is not None:
             raise ModelError("its attention has dropout, or adds a bias to the scores")
@@ -168,70 +168,94 @@ class _Interface:
             whole = attention_mask.expand(sizes)  # a table that the model makes by itself
             mask = mask_of(lambda rows, columns: whole[..., rows, columns], key.shape[2])
         else:
-            mask = attention_mask or causal_mask(query.device)
+            mask = attention_mask or self.causal.setdefault(query.device, causal_mask(query.device))
         terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, mask, softcap, s_aux)
-        return self.attend(self.layer, query, key, value, terms).transpose(1, 2).contiguous(), None
+        return self.attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
 
+    def mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        *,
+        mask_function: Callable[..., Tensor],
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        attention_mask: Bool[Tensor, "batch key"] | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        use_vmap: bool = False,
+        device: Any = "cpu",
+        **kwargs: Any,
+    ) -> Mask | None:
+        """The mask of a batch, of the arguments from which transformers makes a table."""
+        if use_vmap:
+            raise ModelError("its mask cannot be computed for some rows alone")
+        padding = None if attention_mask is None or self.has_padding is False else attention_mask
+        if padding is not None:  # Python waits for a GPU where it reads whether there is some
+            padding = padding.bool() if self.has_padding or not padding.all() else None
+        sees_all = q_length == kv_length and (local_size is None or kv_length <= local_size)
+        if allow_is_causal_skip and padding is None and sees_all:
+            return None
+        batches = torch.arange(batch_size, device=device)[:, None, None, None]
+        every_query, every_key = (
+            torch.arange(length, device=device) + offset
+            for length, offset in ((q_length, q_offset), (kv_length, kv_offset))
+        )
 
-def _mask_of_interface(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    *,
-    mask_function: Callable[..., Tensor],
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    attention_mask: Bool[Tensor, "batch key"] | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    device: Any = "cpu",
-    **kwargs: Any,
-) -> Mask | None:
-    """The mask of a batch, of the arguments from which transformers makes a table."""
-    if use_vmap:
-        raise ModelError("its mask cannot be computed for some rows alone")
-    padding = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
-    sees_all = q_length == kv_length and (local_size is None or kv_length <= local_size)
-    if allow_is_causal_skip and padding is None and sees_all:
-        return None
-    batches = torch.arange(batch_size, device=device)[:, None, None, None]
-    every_query, every_key = (
-        torch.arange(length, device=device) + offset
-        for length, offset in ((q_length, q_offset), (kv_length, kv_offset))
-    )
+        def seen(rows: slice, keys: slice) -> Seen:
+            queries, columns = every_query[rows, None], every_key[keys]
+            table = mask_function(batches, torch.zeros_like(batches), queries, columns)
+            table = table if padding is None else table & padding[:, None, None, columns]
+            return table.expand(batch_size, 1, len(queries), len(columns))
 
-    def seen(rows: slice, keys: slice) -> Seen:
-        queries, columns = every_query[rows, None], every_key[keys]
-        table = mask_function(batches, torch.zeros_like(batches), queries, columns)
-        table = table if padding is None else table & padding[:, None, None, columns]
-        return table.expand(batch_size, 1, len(queries), len(columns))
-
-    return mask_of(seen, kv_length)
+        return mask_of(seen, kv_length)
 
 
 @safe_context
 def _in_bridge(model: Any, attend: Attend) -> Iterator[None]:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     original = original_of(model)
     if config_of(model) is None:
         raise ModelError("transformers does not compute its attention")
-    name, interface = f"anchorlens {next(_numbers)}", _Interface(attend)
     attentions = [block.attn for block in model.blocks]
-    set_as_found = implementations_of(original)
+    layers = {id(each.original_component): layer for layer, each in enumerate(attentions)}
+    name, interface = f"anchorlens {next(_numbers)}", _Interface(attend, layers)
+
+    def run_of(layer: int, attention: Any) -> Any:
+        return partial(interface.run, attention)
+
+    with (
+        _registered(name, interface),
+        put_back(implementations_of(original)),
+        replaced_methods(attentions, "forward", run_of),
+    ):
+        original.set_attn_implementation(name)
+        yield
+
+
+def attention_of_interface(
+    name: str, layers: Mapping[int, int], attend: Attend, has_padding: bool | None
+) -> AbstractContextManager[None]:
+    """Inside, ``attend`` computes the attention of models whose configurations have this name."""
+    return _registered(name, _Interface(attend, layers, has_padding))
+
+
+@safe_context
+def _registered(name: str, interface: _Interface) -> Iterator[None]:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    registries = AttentionInterface, AttentionMaskInterface
 
     def restore() -> None:
-        set_as_found()
-        for registry in (AttentionInterface, AttentionMaskInterface):
+        for registry in registries:
             # Private in transformers, which has no public way to undo a registration.
             registry._global_mapping.pop(name, None)
 
-    run_of = partial(partial, interface.run)  # of a layer and its attention
-    with put_back(restore), replaced_methods(attentions, "forward", run_of):
+    def register() -> None:
         AttentionInterface.register(name, interface.attention)
-        AttentionMaskInterface.register(name, _mask_of_interface)
-        original.set_attn_implementation(name)
+        AttentionMaskInterface.register(name, interface.mask)
+
+    with put_back(restore, register):
         yield
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import AnchorlensError, ModelError
+from ..prompts.batch import PromptBatch
 from ..system.put_back import put_back, safe_context
 from ..system.torch_state import gradient_mode
 from .added_hooks import ModuleHook, added_hooks
@@ -29,6 +30,7 @@ _OF_ADAPTER = (
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size", "floor_scale")
 _SHRUNK = 3
 TOKENS = 12  # of a tiny pass that goes beyond such a window
+QUERIES = 2  # of these tokens, those that come after shared ones
 # Makes the input of block 0 a leaf: a frozen model has no other for the backward pass.
 LEAF: Hook = ("blocks.0.hook_resid_pre", lambda resid, hook: resid.detach().requires_grad_())
 
@@ -43,6 +45,23 @@ def tiny_tokens(model: HookedModel, count: int | None = None) -> Int[Tensor, "1 
     """The tokens 0, 1, ... of a tiny pass; by default ``n_tokens_of`` the model."""
     count = n_tokens_of(model) if count is None else count
     return torch.arange(count, device=device_of(model))[None] % vocabulary_of(model)
+
+
+def tiny_prompts(model: HookedModel) -> PromptBatch:
+    """Two prompts that share all but their last tokens, of which one has padding."""
+    length = min(TOKENS, model.cfg.n_ctx)
+    return prompts_of_lengths(model, [length, length - 1])
+
+
+def prompts_of_lengths(model: HookedModel, lengths: Sequence[int]) -> PromptBatch:
+    """Prompts of these lengths, padded on the right, that share all but their last tokens."""
+    longest, shared = max(lengths), max(lengths) - QUERIES
+    numbers = torch.arange(longest, device="cpu").repeat(len(lengths), 1)
+    numbers[1:, shared:] += 1
+    mask = torch.arange(longest, device="cpu") < torch.tensor(lengths, device="cpu")[:, None]
+    tokens = numbers * 7 % min(vocabulary_of(model), 97)
+    batch = PromptBatch.from_segments(tokens, mask.long() - 1, ["text"], attention_mask=mask)
+    return batch.to(device_of(model))
 
 
 @safe_context

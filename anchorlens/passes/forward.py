@@ -1,7 +1,7 @@
 """One pass of a model over one batch with hooks, which returns the logits at the targets."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import HookError, MetricError, NotFiniteError, PromptError
-from ..models.added_hooks import added_hooks
 from ..models.facts import require_prepared
 from ..models.hooked import (
     Hook,
@@ -23,20 +22,23 @@ from ..models.hooked import (
     HookFunction,
     check_fits,
     has_sinks,
-    names_of_layers,
     refuse_folded_value_biases,
-    scores_name,
 )
 from ..models.kinds import inputs_without_cache
 from ..models.kv_cache import Graph, KeyValues, check_rotation, inputs_after, prefix_of
 from ..models.media_tokens import refuse_media_tokens
+from ..models.replaced_attention import Attend
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
-from ..system.put_back import put_back, safe_context
+from ..system.put_back import SafeContext, put_back, safe_context
 from .continuations import log_probs_after
+from .late_start import Start, Starts
 from .loss_checks import continuations_of, not_one_a_prompt, targets_of
 from .losses import Loss, WordCrossEntropy, columns_of
-from .recompute import Checkpoints, checkpointed
+from .native_pass import before_block
+from .recompute import Checkpoints
+from .running import Run, running
+from .twin_for import twin_for
 
 CHANGES, OBSERVERS = "hooks that change the run", "hooks that observe"
 ON_GRADIENTS = "hooks on gradients"
@@ -64,6 +66,9 @@ class Pass:
     prefix: KeyValues | None = None  # of the tokens before ``batch.query_rows``, which do not run
     gradient_checkpointing: bool = False
     runs_backward: bool = True  # whether the loss is differentiated, if there is one
+    attend: Attend | None = None  # computes the attention in the place of the model
+    start: Start | None = None  # where the pass begins, and with what
+    starts: Starts | None = None  # stores where later passes may begin
 
     @property
     def differentiates(self) -> bool:
@@ -136,9 +141,12 @@ def losses_of(
     *,
     hooks: Sequence[Hook] = (),
     into: Sequence[Tensor] = (),
+    start: Start | None = None,
 ) -> Float[Tensor, " batch"]:
     """The loss of each prompt, and the gradient of their sum for the tensors ``into``, if any."""
-    described = Pass(model, batch, hooks, loss=loss, into=into, runs_backward=bool(into))
+    described = Pass(
+        model, batch, hooks, loss=loss, into=into, runs_backward=bool(into), start=start
+    )
     described.check()
     losses = described.run()[1]
     assert losses is not None
@@ -176,23 +184,24 @@ def logits_at(
     batch: PromptBatch,
     positions: Bool[Tensor, "batch position"],
     hooks: Sequence[Hook] = (),
+    attend: Attend | None = None,
 ) -> list[Float[Tensor, "_ vocab"]]:
     """The logits at some positions of each whole prompt, in their order.
 
     They are in the type of the model: a wider copy of many rows may not fit into memory.
     """
-    described = Pass(model, batch, hooks)
+    described = Pass(model, batch, hooks, attend=attend)
     described.check()
     changes = _watched(hooks)
     rows = rows_hook(model, columns_of(positions)[0])
-    needed = _padding_hooks(model, batch)
+    twin = twin_for(model, batch, hooks)
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        added_hooks(model, [*needed, *changes, rows]),
+        running(model, batch, twin, [*changes, rows], attend=attend) as run,
     ):
         tokens, inputs, _ = _inputs(model, batch, None)
-        logits = model(tokens, **inputs)
+        logits = run(tokens, **inputs)
     _check_calls(CHANGES, changes)
     counts = positions.sum(1).tolist()
     of_prompts = [of_prompt[:count] for of_prompt, count in zip(logits, counts, strict=True)]
@@ -218,6 +227,7 @@ def run_prefix(
     observers: Sequence[Hook] = (),
     backward_hooks: Sequence[Hook] = (),
     prefix: KeyValues | None = None,
+    attend: Attend | None = None,
 ) -> KeyValues:
     """Keys and values of leading tokens (``batch.before(position)``), those of ``prefix`` first.
 
@@ -228,20 +238,22 @@ def run_prefix(
     narrowed = all(_is_in_a_block(name) for name, _ in (*observers, *backward_hooks))
     changes, observed = _watched(hooks), _watched(observers)
     points: list[tuple[Tensor, HookFunction]] = []
-    needed = _padding_hooks(model, batch) + ([leaf_hook([])] if backward_hooks else [])
+    needed = [leaf_hook([])] if backward_hooks else []
     last = [_point_hook(points, *hook) for hook in backward_hooks]
     if narrowed:  # the logits of a prefix are not used
         last.append((_before_unembedding(model), lambda resid, hook: resid[:, -1:]))
+    forward = [*needed, *changes, *observed, *last]
+    twin = twin_for(model, batch, hooks, observers, backward_hooks)
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(bool(backward_hooks)),
-        added_hooks(model, [*needed, *changes, *observed, *last]),
+        running(model, batch, twin, forward, attend=attend) as run,
     ):
         tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
         if prefix is not None:
             check_rotation(model, mask, prefix)
         inputs, cache = inputs_after(model, mask, prefix)
-        model(tokens, **inputs)
+        run(tokens, **inputs)
         _check_calls(CHANGES, changes)
         _check_calls(OBSERVERS, observed)
         return prefix_of(cache, mask, points, prefix)
@@ -268,7 +280,7 @@ class _Acting:
             rows = batch.target_positions[:, None] - batch.first_query
             if hasattr(loss, "positions"):
                 rows = torch.cat([targets_of(loss, batch) - batch.first_query, rows], dim=1)
-        needed, leaves = _padding_hooks(model, batch), [*described.into]
+        needed, leaves = list[Hook](), [*described.into]
         if described.differentiates and not described.into:
             needed.append(leaf_hook(leaves))
         hooks = (*described.hooks, *described.observers, *described.backward_hooks)
@@ -284,12 +296,23 @@ class _Acting:
             checkpoints=Checkpoints() if described.gradient_checkpointing else None,
         )
 
-    def added(self, model: HookedModel) -> Any:
-        """The context in which all of them act."""
-        saved = self.checkpoints
+    def running(self, described: Pass) -> SafeContext[Run]:
+        """The context in which all of them act in the function that it gives."""
+        model, batch, saved = described.model, described.batch, self.checkpoints
         observers = self.observed if saved is None else saved.observers(self.observed)
         forward = [*self.needed, *self.changes, *observers, *self.last]
-        return added_hooks(model, forward, self.of_gradients)
+        hooks = described.hooks, described.observers, described.backward_hooks
+        return running(
+            model,
+            batch,
+            twin_for(model, batch, *hooks),
+            forward,
+            self.of_gradients,
+            attend=described.attend,
+            start=described.start,
+            starts=described.starts,
+            checkpoints=saved,
+        )
 
     def check(self, model: HookedModel, has_loss: bool) -> None:
         """Raise an error for what a pass with finite numbers did not call."""
@@ -305,18 +328,17 @@ def _run(
 ) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None, list[bool]]:
     """The logits at the targets, the losses if the pass has a loss, and whether each is finite."""
     model, acting = described.model, _Acting.of(described)
-    added, saved = acting.added(model), acting.checkpoints
+    inside = acting.running(described)
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(described.differentiates),
-        nullcontext() if saved is None else checkpointed(model, saved),
-        added,
+        inside as run,
     ):
-        rows, cache, copies = _forward(described, acting)
+        rows, cache, copies = _forward(described, acting, run)
         losses = None
         if described.loss is not None:
             if isinstance(described.loss, WordCrossEntropy):
-                added.close()  # they are for the rows of the prompts
+                inside.close()  # the hooks are for the rows of the prompts
             losses = _losses(described, rows, cache)
         logits = rows[:, -1]
         # Read at once, because Python waits for a GPU at each.
@@ -330,7 +352,7 @@ def _run(
 
 
 def _forward(
-    described: Pass, acting: _Acting
+    described: Pass, acting: _Acting, run: Run
 ) -> tuple[Float[Tensor, "batch row vocab"], Any, list[Tensor]]:
     """The needed rows of logits in float32 or wider, the cache, and the prompts' copies of it."""
     copies = list[Tensor]()
@@ -340,7 +362,7 @@ def _forward(
         described.model, described.batch, described.prefix, continues, given
     )
     acting.leaves.extend(copies)
-    outputs = described.model(tokens, **inputs)
+    outputs = run(tokens, **inputs)
     _check_calls(CHANGES, acting.changes)
     rows = outputs if acting.last else _at_rows(outputs, acting.rows)
     return rows.float() if rows.dtype.itemsize < 4 else rows, cache, copies
@@ -424,10 +446,11 @@ def _first_not_finite(described: Pass) -> str:
         return f"blocks.{layer}.hook_resid_post", note
 
     checks = [check(layer) for layer in range(model.cfg.n_layers)]
-    hooks = [*_padding_hooks(model, batch), *described.hooks, *checks]
+    hooks = [*described.hooks, *checks]
     tokens, inputs, _ = _inputs(model, batch, described.prefix)
-    with torch.no_grad(), added_hooks(model, hooks):
-        model(tokens, **inputs)
+    twin = twin_for(model, batch, described.hooks)
+    with torch.no_grad(), running(model, batch, twin, hooks, attend=described.attend) as run:
+        run(tokens, **inputs)
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 
 
@@ -445,31 +468,13 @@ def leaf_hook(leaves: list[Tensor]) -> Hook:
         leaves.append(resid.detach().requires_grad_())
         return leaves[-1]
 
-    return "blocks.0.hook_resid_pre", make_leaf
+    return before_block(0), make_leaf
 
 
 def _point_hook(
     points: list[tuple[Tensor, HookFunction]], name: Any, receive: HookFunction
 ) -> Hook:
     return name, lambda tensor, hook: points.append((tensor, receive))
-
-
-def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
-    """Hooks that set the scores in the rows of padding to 0.
-
-    Some of these rows have no position to attend to (padding on the left, or beyond a sliding
-    window). Their softmax is NaN where the mask is -inf: in float64 through transformers, and on a
-    processed bridge of transformer-lens 3.9, which hides it from the pattern, not from gradients.
-    """
-    if batch.on_cpu.attention_mask[:, batch.first_query :].all():
-        return []
-    with torch.inference_mode(False):  # autograd stores it, see _run
-        padding = ~batch.attention_mask[:, batch.first_query :]
-
-    def fill_scores(scores: Tensor, hook: Any) -> Tensor:
-        return scores.masked_fill(padding.to(scores.device)[:, None, :, None], 0.0)
-
-    return [(name, fill_scores) for name in names_of_layers(model, scores_name)]
 
 
 def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:

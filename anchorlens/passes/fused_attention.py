@@ -1,6 +1,6 @@
 """All attention of a model by a fused kernel, so that no pattern is formed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,14 +19,13 @@ from ..models.hooked import (
     z_name,
 )
 from ..models.replaced_attention import (
+    Attend,
     Heads,
     SharedHeads,
     Terms,
-    attention_by,
     is_skipped,
 )
 from ..prompts.batch import PromptBatch
-from ..system.put_back import safe_context
 from .memory import return_freed_memory
 from .row_attention import RowAttention, Rows, UseRowsOfLayer
 
@@ -37,14 +36,13 @@ T = TypeVar("T")
 UseRows = Callable[[int, slice, slice, Rows, Rows], None]
 
 
-@safe_context
 def fused_attention(
     model: HookedModel,
     use: UseRows | None = None,
     hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
-) -> Iterator[None]:
-    """Inside, the attention of all layers is fused, and a backward pass hands rows to ``use``.
+) -> Attend:
+    """A fused attention of all layers, whose backward pass hands rows to ``use``.
 
     The hook points inside the attention are not called. Hooks there that cut edges of the scores or
     detach heads act here, and observers of queries and keys are called here; others are an error.
@@ -77,8 +75,7 @@ def fused_attention(
             z = detach(z.transpose(1, 2), None).transpose(1, 2)
         return z
 
-    with attention_by(model, attend):
-        yield
+    return attend
 
 
 def run_fused(
@@ -92,9 +89,11 @@ def run_fused(
     **options: Any,
 ) -> T:
     """What ``run_pass`` or ``run_prefix`` gives with a fused attention."""
-    with fused_attention(model, use, hooks, observers):
-        outside, observing = (outside_attention(model, each) for each in (hooks, observers))
-        return run(model, batch, hooks=outside, observers=observing, **options)
+    attend = fused_attention(model, use, hooks, observers)
+    outside, observing = (outside_attention(model, each) for each in (hooks, observers))
+    if observing:
+        options["observers"] = observing
+    return run(model, batch, hooks=outside, attend=attend, **options)
 
 
 def outside_attention(model: HookedModel, hooks: Sequence[Hook]) -> list[Hook]:

@@ -5,8 +5,8 @@ Here the forward of these blocks is replaced, so that a pass in which only the l
 costs only those layers. This works in both lines of TransformerLens.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,30 +25,40 @@ class Start:
     output: Any
 
 
+@dataclass(frozen=True, eq=False)
+class Starts:
+    """What a pass stores for later passes."""
+
+    layers: Collection[int]  # those that get it; layer 0 needs nothing
+    found: dict[int, Start] = field(default_factory=dict)
+
+    def store(self, layer: int, output: Any) -> None:
+        """Store what the block before a layer gave out, if a later pass may begin there."""
+        if layer in self.layers:
+            self.found[layer] = Start(layer, _detached(output))
+
+
 @safe_context
-def stored_starts(model: Any, layers: Iterable[int]) -> Iterator[dict[int, Start]]:
-    """Store what ``layers`` get in the last pass inside; layer 0 needs nothing."""
-    starts: dict[int, Start] = {}
+def stored_starts(model: Any, starts: Starts) -> Iterator[None]:
+    """Inside, a pass of a hooked model stores what layers get."""
 
     def store(layer: int, block: Any, inputs: Any, output: Any) -> None:
-        starts[layer] = Start(layer, _detached(output))
+        starts.store(layer, output)
 
-    later = sorted(set(layers) - {0})
+    later = sorted({*starts.layers} - {0})
     blocks = [(model.blocks[layer - 1], partial(store, layer)) for layer in later]
     with added_hooks(model, of_modules=blocks):
-        yield starts
+        yield
 
 
 @safe_context
-def started(model: Any, start: Start | None) -> Iterator[None]:
-    """Passes inside begin at ``start``: before it no hook is called and no key is cached."""
-    skipped = [] if start is None else model.blocks[: start.layer]
+def started(model: Any, start: Start) -> Iterator[None]:
+    """Inside, a pass of a hooked model begins at ``start``."""
 
     def pass_on(*args: Any, **kwargs: Any) -> Any:
-        assert start is not None
         return start.output
 
-    with replaced_methods(skipped, "forward", lambda layer, block: pass_on):
+    with replaced_methods(model.blocks[: start.layer], "forward", lambda layer, block: pass_on):
         yield
 
 

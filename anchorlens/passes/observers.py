@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
+from ..metrics import weights
 from ..metrics.edge_sums import EdgeSums, row_pieces
 from ..metrics.reads import KEYS, PATTERN, QUERIES, SLOPE, VALUES, At, Block, Blocks, Hooks, Sums
 from ..metrics.weights import Pattern, Values
@@ -129,6 +130,7 @@ class Observer:
 
     hooks: Sequence[Hook] = ()
     backward_hooks: Sequence[Hook] = ()
+    runs_user_code = False  # which may edit what it gets
 
     def begin(self, read: Any) -> None:
         """Of shared tokens: what is read of the batch whose gradients come next."""
@@ -155,6 +157,8 @@ class Observer:
 class HooksObserver(Observer):
     """Hooks of the user."""
 
+    runs_user_code = True
+
     def __init__(self, read: Hooks) -> None:
         self._found, self.hooks, self.backward_hooks = read.found, read.hooks, read.backward_hooks
 
@@ -167,6 +171,7 @@ class SumsObserver(Observer):
 
     def __init__(self, layers: Layers, read: Sums, owner: str, first: int, shared: bool) -> None:
         self._owner, self._first = owner, first
+        self.runs_user_code = read.weight.__module__ != weights.__name__
         self.begin(read)
         if VALUES in read.needs:
             self.hooks, self.backward_hooks = value_product_hooks(layers, owner, self._add)
@@ -195,6 +200,8 @@ class SumsObserver(Observer):
 
 class BlocksObserver(Observer):
     """What a function of the user makes of blocks, added over those of a layer."""
+
+    runs_user_code = True
 
     def __init__(self, layers: Layers, read: Blocks, owner: str, first: int, shared: bool) -> None:
         self._owner, self._first = owner, first
@@ -248,6 +255,7 @@ class AtObserver(Observer):
         self._of_layers: dict[int, Tensor] = {}
         self._attended: dict[int, Tensor] = {}  # keys of slopes, where the pattern is not 0
         self._sent: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+        self._places: dict[Any, _Places] = {}  # the same for all layers of a device
         self._dtypes: set[torch.dtype] = set()
         queries, keys = read.columns(batch, owner)
         inside = (queries >= columns.start) & (queries < columns.stop)
@@ -281,7 +289,10 @@ class AtObserver(Observer):
         self._attended[layer] = self._chosen(pattern) != 0
 
     def _chosen(self, table: Tensor) -> Tensor:
-        return _of_table(table.detach(), *self._on(table.device), self._read)
+        key = table.device, len(table), table.shape[3]
+        if key not in self._places:
+            self._places[key] = _Places.of(table, *self._on(table.device))
+        return self._places[key].numbers(table.detach(), self._read.pairs)
 
     def _add_rows(self, layer: int, table: Tensor) -> None:
         self._dtypes.add(table.dtype)
@@ -289,7 +300,7 @@ class AtObserver(Observer):
         if self._read.what == SLOPE:
             numbers = numbers * self._attended[layer]
         if self._keys is None:
-            numbers = torch.nn.functional.pad(numbers, (0, self._length - numbers.shape[-1]))
+            numbers = _padded(numbers, 0, self._length - numbers.shape[-1])
         self._of_layers[layer] = numbers
 
     def _add_heads(self, of_layers: Sequence[Operands], layer: int, heads: Tensor) -> None:
@@ -314,12 +325,12 @@ class AtObserver(Observer):
         inside = (row >= 0) & (row < table.shape[2])
         row = row.clamp(0, table.shape[2] - 1)
         columns = None if columns is None else columns - keys.start
-        numbers = _of_table(table, row, columns, self._read)
+        places = _Places.of(table, row, columns)
+        numbers = places.numbers(table, self._read.pairs)
         if table is slope:
-            numbers = numbers * (_of_table(a, row, columns, self._read) != 0)
+            numbers = numbers * (places.numbers(a, self._read.pairs) != 0)
         if columns is None:
-            sides = keys.start, self._length - keys.start - table.shape[3]
-            numbers = torch.nn.functional.pad(numbers, sides)
+            numbers = _padded(numbers, keys.start, self._length - keys.start - table.shape[3])
         shape = (len(inside), 1, inside.shape[1], *[1] * (numbers.ndim - 3))
         numbers = numbers * inside.view(shape)
         before = self._of_layers.get(layer)
@@ -360,19 +371,43 @@ def _refuse_edit(owner: str, pattern: Tensor, version: int) -> None:
         raise edited(f"metric {owner!r}", "A or dL/dA")
 
 
-def _of_table(table: Tensor, rows: Tensor, keys: Tensor | None, read: At) -> Tensor:
-    """Numbers of a pattern or slope: [batch, head, chosen(, key)]; 0 at keys that it has not."""
-    rows = rows.expand(len(table), -1)  # shared tokens ran for one prompt, but have slopes of all
-    keys = None if keys is None else keys.expand(len(table), -1)
-    prompts = torch.arange(len(rows), device=rows.device)[:, None]
-    if keys is None:
-        return table[prompts, :, rows].transpose(1, 2)
-    has = (keys >= 0) & (keys < table.shape[3])
-    keys = keys.clamp(0, table.shape[3] - 1)
-    if read.pairs:
-        return (table[prompts, :, rows, keys] * has[..., None]).transpose(1, 2)
-    chosen = table[prompts[..., None], :, rows[:, :, None], keys[:, None]]  # [batch, n, key, head]
-    return (chosen * has[:, None, :, None]).movedim(3, 1)
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Chosen places of tables of the same shape."""
+
+    prompts: Tensor
+    rows: Tensor
+    keys: Tensor | None  # None for all
+    has: Tensor | None  # False for keys that the tables have not
+
+    @classmethod
+    def of(cls, table: Tensor, rows: Tensor, keys: Tensor | None) -> "_Places":
+        # Shared tokens ran for one prompt, but have slopes of all.
+        rows = rows.expand(len(table), -1)
+        prompts = torch.arange(len(rows), device=rows.device)[:, None]
+        if keys is None:
+            return cls(prompts, rows, None, None)
+        keys = keys.expand(len(table), -1)
+        has = (keys >= 0) & (keys < table.shape[3])
+        return cls(prompts, rows, keys.clamp(0, table.shape[3] - 1), has)
+
+    def numbers(self, table: Tensor, pairs: bool) -> Tensor:
+        """Numbers of a pattern or slope: [batch, head, chosen(, key)]; 0 at keys that it lacks."""
+        if self.keys is None or self.has is None:
+            return table[self.prompts, :, self.rows].transpose(1, 2)
+        if pairs:
+            chosen = table[self.prompts, :, self.rows, self.keys] * self.has[..., None]
+            return chosen.transpose(1, 2)
+        rows, keys = self.rows[:, :, None], self.keys[:, None]
+        chosen = table[self.prompts[..., None], :, rows, keys]  # [batch, n, key, head]
+        return (chosen * self.has[:, None, :, None]).movedim(3, 1)
+
+
+def _padded(numbers: Tensor, before: int, after: int) -> Tensor:
+    """The numbers between zeros for the keys before and after them."""
+    if not before and not after:
+        return numbers
+    return torch.nn.functional.pad(numbers, (before, after))
 
 
 def _by_layer(of_layers: dict[int, Tensor]) -> Float[Tensor, "batch layer *axes"]:

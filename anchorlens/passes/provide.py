@@ -84,6 +84,11 @@ class Observation:
         return cls(layers, question, one, slice(0, batch.first_query), is_shared=True)
 
     @property
+    def observers(self) -> list[Observer]:
+        """What observes, one for each read."""
+        return [*self._observers.values()]
+
+    @property
     def hooks(self) -> list[Hook]:
         """Forward hooks, which change nothing."""
         return [hook for each in self._observers.values() for hook in each.hooks]

@@ -65,20 +65,27 @@ def checkpointed(model: Any, checkpoints: Checkpoints) -> Iterator[None]:
     """Inside, a pass stores only the input and the output of each block."""
 
     def twice(layer: int, block: Any) -> Callable[..., Any]:
-        return partial(_run_twice, checkpoints, layer, block, block.forward)
+        forget = partial(_forget_pattern, block.attn)
+        return partial(run_twice, checkpoints, layer, block.forward, forget)
 
     with replaced_methods(model.blocks, "forward", twice):
         yield
 
 
-def _run_twice(
+def _forget_pattern(attention: Any) -> None:
+    if vars(attention).get("_pattern") is not None:
+        vars(attention)["_pattern"] = None  # stored longer than the block runs
+
+
+def run_twice(
     checkpoints: Checkpoints,
     layer: int,
-    block: Any,
     forward: Callable[..., Any],
+    after_each: Callable[[], object],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """The output of a block, which runs again when the gradient reaches it."""
     first: list[Tensor] = []  # its output, which the next block stores anyway
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -88,8 +95,7 @@ def _run_twice(
             output = forward(*args, **kwargs)
         finally:
             checkpoints.running_first = checkpoints.running_again = False
-            if vars(block.attn).get("_pattern") is not None:
-                vars(block.attn)["_pattern"] = None  # stored longer than the block runs
+            after_each()
         resid = (output[0] if isinstance(output, tuple) else output).detach()
         if again:
             checkpoints.times[layer] = checkpoints.times.get(layer, 0) + 1

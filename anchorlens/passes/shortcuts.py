@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,16 @@ from ..hooks import Site, hooks_on_edges
 from ..metrics.edge_sums import row_pieces
 from ..models.batch_hooks import in_leading_tokens
 from ..models.facts import Operands, fact, facts_of
-from ..models.hooked import Hook, HookedModel, device_of, dtype_of, vocabulary_of
+from ..models.hooked import Hook, HookedModel, dtype_of
 from ..models.kv_cache import KeyValues, entries_of, layers_of_entries
-from ..models.tiny_pass import TOKENS, shrunk_windows, tiny_passes
+from ..models.tiny_pass import (
+    QUERIES,
+    prompts_of_lengths,
+    shrunk_windows,
+    tiny_passes,
+    tiny_prompts,
+)
+from ..models.twin import twin_of
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from .comparison import (
@@ -32,12 +40,12 @@ from .comparison import (
     why_not_equal,
 )
 from .forward import run_pass, run_prefix
-from .fused_attention import fused_attention
-from .late_start import started, stored_starts
+from .fused_attention import run_fused
+from .late_start import Starts
 from .observers import Layers, product_hooks
 from .shared_prefix import run_shared, shared_tokens
+from .twin_for import why_not_native
 
-_QUERIES = 2  # tokens of a prompt that come after shared ones
 # Whole patterns are rounded to bfloat16 or float16, and rows of a pattern in float32 are not. Which
 # of the two is nearer to a model in float32 depends on the model (docs/benchmarks.md).
 _ROUNDINGS = 16
@@ -101,7 +109,9 @@ def _bytes_of_short_passes(model: HookedModel) -> tuple[int, int, int]:
     """The tokens of a short pass, and the bytes that it and one of twice its length store."""
     count = min(_SHORT, model.cfg.n_ctx // 2)
     with tiny_passes(model):
-        short, twice = (_bytes_of_pass(model, _prompts(model, [n])) for n in (count, 2 * count))
+        short, twice = (
+            _bytes_of_pass(model, prompts_of_lengths(model, [n])) for n in (count, 2 * count)
+        )
     return count, short, twice
 
 
@@ -124,37 +134,27 @@ def _bytes_of_pass(model: HookedModel, batch: PromptBatch) -> int:
         sizes[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # without a circle of an output and its node in the graph
 
-    with fused_attention(model), saved_tensors_hooks(store, lambda tensor: tensor):
-        run_pass(model, batch, loss=any_loss)
+    with saved_tensors_hooks(store, lambda tensor: tensor):
+        run_fused(run_pass, model, batch, loss=any_loss)
     parameters = list(model.parameters())  # type: ignore[attr-defined]
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     return sum(size for address, size in sizes.items() if address not in weights)
 
 
 def _reason(model: HookedModel, what: str, compare: Callable[..., str]) -> str:
-    """Why a shortcut cannot be taken; an error of an architecture is a reason."""
+    """Why a shortcut cannot be taken, natively or with hooks; also an error of an architecture."""
+    twin = twin_of(model)
     with tiny_passes(model), shrunk_windows(model):
-        try:
-            return compare(model, tiny_prompts(model))
-        except Exception as error:
-            reason = reason_of(error)
-            return f"{what} ({reason})" if what else reason
-
-
-def tiny_prompts(model: HookedModel) -> PromptBatch:
-    """Two prompts that share all but their last tokens, of which one has padding."""
-    length = min(TOKENS, model.cfg.n_ctx)
-    return _prompts(model, [length, length - 1])
-
-
-def _prompts(model: HookedModel, lengths: Sequence[int]) -> PromptBatch:
-    longest, shared = max(lengths), max(lengths) - _QUERIES
-    numbers = torch.arange(longest, device="cpu").repeat(len(lengths), 1)
-    numbers[1:, shared:] += 1
-    mask = torch.arange(longest, device="cpu") < torch.tensor(lengths, device="cpu")[:, None]
-    tokens = numbers * 7 % min(vocabulary_of(model), 97)
-    batch = PromptBatch.from_segments(tokens, mask.long() - 1, ["text"], attention_mask=mask)
-    return batch.to(device_of(model))
+        for way in (twin.suspended(), *(() if why_not_native(model) else (nullcontext(),))):
+            try:
+                with way:
+                    reason = compare(model, tiny_prompts(model))
+            except Exception as error:
+                reason = reason_of(error)
+                reason = f"{what} ({reason})" if what else reason
+            if reason:
+                return reason
+    return ""
 
 
 def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
@@ -166,14 +166,14 @@ def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
 
 
 def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
-    after = batch.after(batch.tokens.shape[1] - _QUERIES)
+    after = batch.after(batch.tokens.shape[1] - QUERIES)
     expected = run_pass(model, batch)
     logits = run_pass(model, after, prefix=run_shared(model, shared_tokens(after), ()))
     return why_not_equal("logits", TOLERANCE, (logits, expected, expected))
 
 
 def _compare_shared_products(model: HookedModel, batch: PromptBatch) -> str:
-    after = batch.after(batch.tokens.shape[1] - _QUERIES)
+    after = batch.after(batch.tokens.shape[1] - QUERIES)
     whole, upper, lower = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
 
     def stored_in(products: dict[int, Tensor]) -> dict[str, Any]:
@@ -217,8 +217,7 @@ def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
         backward_hooks=backward_hooks,
         loss=any_loss,
     )
-    with fused_attention(model, store_rows, hooks):
-        logits = run_pass(model, batch, loss=any_loss)
+    logits = run_fused(run_pass, model, batch, use=store_rows, hooks=hooks, loss=any_loss)
     limit = tolerance(model, _ROUNDINGS)
     pair = logits, expected, expected
     if reason := why_not_equal("logits of a fused attention", limit, pair, whole="patterns"):
@@ -279,14 +278,15 @@ def _key_hooks(model: HookedModel, keys: dict[int, Tensor]) -> list[Hook]:
 def _compare_late(model: HookedModel, batch: PromptBatch, layer: int) -> str:
     ways: list[tuple[PromptBatch, KeyValues | None]] = [(batch, None)]
     if not why_not_shared(model):
-        after = batch.after(batch.tokens.shape[1] - _QUERIES)
+        after = batch.after(batch.tokens.shape[1] - QUERIES)
         ways.append((after, run_shared(model, shared_tokens(after), ())))
     for prompts, prefix in ways:
-        with stored_starts(model, [layer]) as starts:
-            expected = run_pass(model, prompts, prefix=prefix)
-        with started(model, starts[layer]):
-            logits = run_pass(model, prompts, prefix=prefix)
-        difference = difference_of(logits, expected)
+        starts = Starts([layer])
+        expected = run_pass(model, prompts, prefix=prefix, starts=starts)
+        logits = run_pass(model, prompts, prefix=prefix, start=starts.found[layer])
+        with twin_of(model).suspended():  # which may go on from a native pass
+            hooked = run_pass(model, prompts, prefix=prefix, start=starts.found[layer])
+        difference = max(difference_of(each, expected) for each in (logits, hooked))
         if not difference <= TOLERANCE:
             return f"a start at layer {layer} changes logits by {difference:.1e}"
     return ""

@@ -22,6 +22,7 @@ from ..system.row_pieces import row_slices, stored_rows
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .batch import PromptBatch, anchors_of
+from .edge_classes import EdgeClasses
 
 Edges = Bool[Tensor, "batch query key"]
 Positions = Bool[Tensor, "batch position"]
@@ -47,20 +48,25 @@ class EdgeSet(Tensor):
     """
 
     _rows_of: Callable[[slice], Edges]
+    _classes_of: Callable[[], EdgeClasses | None]
     # Operations reach __torch_dispatch__, also those of an index tensor[edges]; shape and device
     # are known without values.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(
-        cls, rows_of: Callable[[slice], Edges], shape: tuple[int, ...], device: torch.device
+        cls,
+        rows_of: Callable[[slice], Edges],
+        shape: tuple[int, ...],
+        device: torch.device,
+        classes_of: Callable[[], EdgeClasses | None] = lambda: None,
     ) -> "EdgeSet":
         # Autograd takes no tensor that was made in inference_mode.
         with gradient_mode(True) if torch.is_inference_mode_enabled() else nullcontext():
             made: EdgeSet = Tensor._make_wrapper_subclass(
                 cls, shape, dtype=torch.bool, device=device
             )
-        made._rows_of = rows_of
+        made._rows_of, made._classes_of = rows_of, classes_of
         return made
 
     @classmethod
@@ -74,6 +80,10 @@ class EdgeSet(Tensor):
     def rows(self, rows: slice) -> Edges:
         """The edges of some query rows to all keys, as a plain tensor of the caller's own."""
         return self._rows_of(rows)
+
+    def classes(self) -> EdgeClasses | None:
+        """The same edges by classes of queries and keys; None where they are not known so."""
+        return self._classes_of()
 
     def table(self) -> Edges:
         """All edges as a plain tensor, one byte for each pair of positions of each prompt."""
@@ -119,7 +129,7 @@ class EdgeSet(Tensor):
 
     def stored(self) -> "EdgeSet":
         """The same edges, whose rows stay in memory as far as they are few; do not edit these."""
-        return EdgeSet(stored_rows(self.rows), tuple(self.shape), self.device)
+        return EdgeSet(stored_rows(self.rows), tuple(self.shape), self.device, self.classes)
 
     def __and__(self, other: Any) -> Any:
         return _joined(and_, self, other)
@@ -131,7 +141,11 @@ class EdgeSet(Tensor):
     __ror__ = __ior__ = __or__  # ``edges |= more`` gives the name a new set
 
     def __invert__(self) -> "EdgeSet":
-        return EdgeSet(lambda rows: ~self.rows(rows), tuple(self.shape), self.device)
+        def classes_of() -> EdgeClasses | None:
+            classes = self.classes()
+            return None if classes is None else ~classes
+
+        return EdgeSet(lambda rows: ~self.rows(rows), tuple(self.shape), self.device, classes_of)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _no_edit()
@@ -171,7 +185,8 @@ def edges_between(queries: Positions, keys: Positions) -> EdgeSet:
     """Edges from each of the queries to each of the keys before it."""
     prompts, _ = torch.broadcast_shapes(queries[:, :1].shape, keys[:, :1].shape)
     shape = prompts, queries.shape[1], keys.shape[1]
-    return EdgeSet(partial(_rows_between, queries, keys), shape, queries.device)
+    classes_of = partial(EdgeClasses.between, queries, keys)
+    return EdgeSet(partial(_rows_between, queries, keys), shape, queries.device, classes_of)
 
 
 def _rows_between(queries: Positions, keys: Positions, rows: slice) -> Edges:
@@ -236,7 +251,16 @@ def _joined(join: Callable[[Any, Any], Any], edges: EdgeSet, other: Any) -> Any:
         return join(edges.table(), other)
     second = EdgeSet.of(table)
     shape = torch.broadcast_shapes(edges.shape, second.shape)
-    return EdgeSet(lambda rows: join(edges.rows(rows), second.rows(rows)), shape, edges.device)
+
+    def rows_of(rows: slice) -> Edges:
+        joined: Edges = join(edges.rows(rows), second.rows(rows))
+        return joined
+
+    def classes_of() -> EdgeClasses | None:
+        ours, theirs = edges.classes(), second.classes()
+        return None if ours is None or theirs is None else ours.joined(join, theirs)
+
+    return EdgeSet(rows_of, shape, edges.device, classes_of)
 
 
 def _tables(value: Any) -> Any:

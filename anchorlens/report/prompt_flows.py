@@ -30,7 +30,7 @@ from ..models.hooked import (
 )
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
-from ..passes.fused_attention import UseRows, fused_attention
+from ..passes.fused_attention import UseRows, run_fused
 from ..passes.losses import Loss, WordCrossEntropy, label_cross_entropy
 from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.segment_names import LABEL, QUERY, SEGMENTS, TARGET
@@ -365,9 +365,10 @@ def _run(
         return observe_products(
             model, prompt, select_all, loss=loss, gradient_checkpointing=gradient_checkpointing
         )
-    with frozen_in_eval_mode(model), fused_attention(model, select):
+    with frozen_in_eval_mode(model):
         # A second forward pass of one prompt costs little, and saves most of its memory.
-        return run_pass(model, prompt, loss=loss, gradient_checkpointing=True)
+        options: dict[str, Any] = {"loss": loss, "gradient_checkpointing": True}
+        return run_fused(run_pass, model, prompt, use=select, **options)
 
 
 def _names_of_classes(batch: PromptBatch) -> list[str]:

@@ -11,7 +11,6 @@
 import inspect
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from textwrap import shorten
@@ -32,7 +31,7 @@ from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
 from ..passes.forward import Pass, Watched, logits_at, unedited
 from ..passes.fused_attention import run_fused
-from ..passes.late_start import Start, started, stored_starts
+from ..passes.late_start import Start, Starts
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.observers import Layers
 from ..passes.provide import Observation
@@ -152,15 +151,14 @@ class Passes:
                 key = CLEAN if hooks is no_hooks else key
                 leading, prefix = self._prefixes.of(after, key, acting, self.way.is_fused)
                 if act_alike(acting, leading):
-                    with started(self.model, self._start(batch, acting)):
-                        return _run(self.model, after, hooks=acting, prefix=prefix)
+                    start = self._start(batch, acting)
+                    return _run(self.model, after, hooks=acting, prefix=prefix, start=start)
             # From the first layer, because a start is the output for the tokens after the prefix.
             whole = after.whole()
             run = partial(run_fused, _run) if self.way.is_fused else _run
             return run(self.model, whole, hooks=hooks(whole))
         run = partial(run_fused, _run) if self.way.is_fused else _run
-        with started(self.model, self._start(batch, acting)):
-            return run(self.model, batch, hooks=acting)
+        return run(self.model, batch, hooks=acting, start=self._start(batch, acting))
 
     def logits_at(
         self,
@@ -173,10 +171,8 @@ class Passes:
         if not self.way.is_fused:
             return logits_at(self.model, batch, positions, acting)
 
-        def run(model: HookedModel, batch: PromptBatch, hooks: Any, observers: Any) -> Any:
-            return logits_at(model, batch, positions, hooks)
-
-        return run_fused(run, self.model, batch, hooks=acting)
+        at_positions = partial(logits_at, positions=positions)
+        return run_fused(at_positions, self.model, batch, hooks=acting)
 
     def prefix(self, batch: PromptBatch) -> KeyValues | None:
         """Keys and values of the tokens that run once for the prompts of a batch; None for none."""
@@ -273,18 +269,17 @@ class Passes:
         by_rows = [each for each in asked if each.name in self.way.by_rows]
         others = [each for each in asked if each.name not in self.way.by_rows]
         observed = dict[str, tuple[Observation, Tensor]]()
-        none = nullcontext(dict[int, Start]())
-        with stored_starts(self.model, self._late) if self._late else none as starts:
-            if by_rows:
-                seen, logits = self._observe_rows(batch, hooks, by_rows)
-                observed |= {each.question.name: (each, logits) for each in seen}
-            if others or not by_rows:
-                seen, logits = self._observe(batch, hooks, others)
-                observed |= {each.question.name: (each, logits) for each in seen}
-        return _PassOfRun(batch, logits, clean, observed, starts)
+        starts = Starts(self._late)
+        if by_rows:
+            seen, logits = self._observe_rows(batch, hooks, by_rows)
+            observed |= {each.question.name: (each, logits) for each in seen}
+        if others or not by_rows:
+            seen, logits = self._observe(batch, hooks, others, starts)
+            observed |= {each.question.name: (each, logits) for each in seen}
+        return _PassOfRun(batch, logits, clean, observed, starts.found)
 
     def _observe(
-        self, whole: PromptBatch, hooks: HooksOfBatch, questions: Sequence[Question]
+        self, whole: PromptBatch, hooks: HooksOfBatch, questions: Sequence[Question], starts: Starts
     ) -> tuple[Sequence[Observation], Tensor]:
         """What questions observe by hooks, and the logits."""
         batch, set_id = after_shared(whole, self.way.lengths)
@@ -310,6 +305,7 @@ class Passes:
             loss=self.loss if differentiates else None,
             prefix=prefix,
             gradient_checkpointing=self.way.is_checkpointed and differentiates,
+            starts=starts,
         )
         if prefix is not None:
             self._trusted_in_prefix.set()
@@ -404,9 +400,11 @@ def _read_only(
     backward: list[Hook] = []
     for observation in observations:
         owner = f"metric {observation.question.name!r}"
-        watched = partial(Watched, owner=owner, trusted=trusted)
-        forward += [(name, watched(act)) for name, act in observation.hooks]
-        backward += [(name, watched(act)) for name, act in observation.backward_hooks]
+        for observer in observation.observers:
+            seen = trusted if observer.runs_user_code else None
+            watched = partial(Watched, owner=owner, trusted=seen)
+            forward += [(name, watched(act)) for name, act in observer.hooks]
+            backward += [(name, watched(act)) for name, act in observer.backward_hooks]
     return forward, backward
 
 

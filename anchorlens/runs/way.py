@@ -9,6 +9,7 @@ What the model allows are facts (``passes/shortcuts.py``). All else follows from
 that several processes decide alike.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,11 @@ LARGE = 2**31  # bytes of the patterns of one prompt in all layers
 # The share of the free memory that may be stored for the gradient. The rest is for gradients, for
 # the tensors of one block, and for other programs.
 _SHARE = 0.7
+# Operations that a layer starts in a pass, and beside them in the graph of shared tokens
+# (benchmarks/operations.py).
+_STARTED_BY_A_PASS, _STARTED_BY_A_SECOND_GRAPH = 25, 60
+# Multiplications that a device does in the time in which one operation starts.
+WORK_OF_A_START = {"cpu": 2e5, "cuda": 6e8}
 HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts and all layers"
 
 
@@ -266,7 +272,38 @@ def _why_not_shared(
     for change in changes:
         yield _why_not_in_prefix(batches, lengths, change)
     yield _why_not_alike(batches, lengths, questions)
+    yield _why_not_worth(model, batches, lengths, differentiates)
     yield why_not_shared_with_gradient(model) if differentiates else why_not_shared(model)
+
+
+def _why_not_worth(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    lengths: Mapping[int, int],
+    differentiates: bool,
+) -> str:
+    """Why a run would take longer with shared tokens than without; empty if it would not.
+
+    Each set needs a pass more, and with a gradient each batch a second graph. What starts on a
+    device takes time, however small it is.
+    """
+    sizes = Counter[int]()
+    counts = Counter[int]()
+    for set_id, batch in zip(only_sets(batches), batches, strict=True):
+        if set_id is not None and set_id in lengths:
+            sizes[set_id] += len(batch)
+            counts[set_id] += 1
+    saved = sum(lengths[set_id] * (sizes[set_id] - 1) for set_id in lengths)
+    of_layers = sum(parameter.numel() for parameter in model.blocks.parameters())  # type: ignore[attr-defined]
+    started = len(lengths) * _STARTED_BY_A_PASS
+    if differentiates:
+        started += counts.total() * _STARTED_BY_A_SECOND_GRAPH
+    started *= model.cfg.n_layers
+    device = device_of(model).type
+    work = WORK_OF_A_START["cpu" if device == "cpu" else "cuda"]
+    if of_layers * saved >= started * work:
+        return ""
+    return "shared tokens would save less time than more passes take to start on this device"
 
 
 def _why_not_alike(

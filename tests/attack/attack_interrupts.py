@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import anchorlens as al
-from anchorlens.passes.fused_attention import fused_attention
+from anchorlens.passes.forward import run_pass
+from anchorlens.passes.fused_attention import run_fused
 from tests.support.tiny_models import questions
 from tests.support.unchanged import everything_of
 
@@ -29,8 +30,7 @@ def calls_of(model: Any) -> dict[str, Callable[[], Any]]:
     run: dict[str, Any] = {"resamples": 0, **QUIET}
 
     def fused() -> None:
-        with fused_attention(model):
-            al.target_logits(model, batches[:1], **QUIET)
+        run_fused(run_pass, model, batches[0].to(model.cfg.device))
 
     return {
         "own hooks": lambda: al.target_logits(model, batches, hooks=lambda batch: halve, **QUIET),

@@ -29,6 +29,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.contexts.protocol import queries_after
 from anchorlens.system import devices
+from benchmarks import operations
 from tests.support import simulated_device
 from tests.support.device_calls import calls, tensors_of
 from tests.support.printed_code import MODULES, ROOT, failed_examples, names_of_examples, run_page
@@ -109,6 +110,18 @@ def default_device() -> dict[str, Any]:
         return differences(expected, results_of(on_device))
     finally:
         torch.set_default_device("cpu")
+
+
+def started() -> dict[str, float]:
+    """Operations that runs start, over those of plain transformers, and waits of a first batch."""
+    found = dict[str, float]()
+    for kind, layers in (("gpt2", 48), ("llama", 32)):
+        counts = operations.metrics_of_a_run(kind)
+        found[kind] = operations.share_of_plain(*counts, layers, batches=4)
+        batch, rest = counts[1:]
+        found[f"{kind}, waits"] = max(float((batch.at(n) + rest.at(n))[1]) for n in (3, 6))
+    alone, further = operations.isolated_pass("gpt2")
+    return found | {"isolated": float((further.at(12) / alone.at(12))[0])}
 
 
 def docstrings() -> dict[str, str]:

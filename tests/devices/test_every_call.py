@@ -20,7 +20,10 @@ from tests.support.device_calls import RETURNED, WITHOUT_RESULT_ON_A_DEVICE
 from tests.support.public import public
 
 HERE = Path(__file__).parent
-SIMULATED = ("two_devices", "default_device", "waits", "batches", "docstrings", "readme")
+SIMULATED = (
+    *("two_devices", "default_device", "waits", "batches", "docstrings", "readme"),
+    "started",
+)
 Found = dict[str, dict[str, Any]]
 
 
@@ -78,6 +81,23 @@ MOST_WAITS |= {"a step of training": 4}
 def test_the_host_waits_seldom(name: str, compare: Callable[..., Found]) -> None:
     of_few, of_many = compare(*SIMULATED)["waits"][name]
     assert of_few == of_many <= MOST_WAITS[name]
+
+
+MOST_STARTED = {
+    "gpt2": 1.15,
+    "llama": 1.10,
+    "isolated": 1.25,
+    "gpt2, waits": 14,
+    "llama, waits": 14,
+}
+
+
+def test_runs_start_few_operations_beside_those_of_plain_transformers(
+    compare: Callable[..., Found],
+) -> None:
+    """Of models as deep as GPT-2 XL and Llama 7B: see benchmarks/operations.py."""
+    found = compare(*SIMULATED)["started"]
+    assert {name for name, most in MOST_STARTED.items() if found[name] > most} == set(), found
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from tests.references import plain
 from tests.references.architectures import BY_NAME
 from tests.references.toys import native_bridge
 from tests.support.asked import ask
-from tests.support.measures import assert_same, difference, does_not_run
+from tests.support.measures import assert_same, counted_layers, difference, does_not_run
 from tests.support.tiny_models import questions, raw_model, tiny_gpt2, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:in layers .* the attributions do not sum to F")
@@ -60,7 +60,7 @@ def attribution(
         function = probability_of_prediction(clean, batch) if output is None else output
         products = []
         for layer, pattern in patterns.items():
-            output_of = partial(output_with, model, batch, function, layer, [])
+            output_of = partial(output_with, model, batch, function, layer, [], None)
             products.append(pattern * mean_gradient(output_of, pattern, steps))
     return products, clean
 
@@ -192,20 +192,9 @@ def test_the_prediction_stays_that_of_the_clean_run(gpt2: Any, batch: al.PromptB
 def test_passes_start_at_their_layer_and_whole_passes_give_the_same(
     precise: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = [0, 0, 0]
-
-    def counting(layer: int, forward: Any) -> Any:
-        def count(*args: Any, **options: Any) -> Any:
-            calls[layer] += 1
-            return forward(*args, **options)
-
-        return count
-
     reasons = {1: "in a test", 2: "in a test"}
     assert [why_not_late(precise, layer) for layer in (1, 2)] == ["", ""]
-    with monkeypatch.context() as patch:
-        for layer, block in enumerate(precise.blocks):
-            patch.setitem(vars(block.attn), "forward", counting(layer, block.attn.forward))
+    with monkeypatch.context() as patch, counted_layers(precise) as calls:
         with torch.inference_mode():  # autograd would reject its tensors
             record = ask(precise, [batch], al.IntegratedFlows(steps=4), **QUIET)
         # A later layer has its own four steps and F(0) more.

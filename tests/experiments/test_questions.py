@@ -1,7 +1,6 @@
 """Questions of one run: each has the numbers that it has alone, and no pass is made twice."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from anchorlens.errors import MetricError, RunError, StoreError
 from anchorlens.runs.passes import Passes
 from anchorlens.runs.study import Study
 from tests.support.asked import ask
-from tests.support.measures import assert_same, centred, does_not_run, logits_of
+from tests.support.measures import assert_same, centred, counted_layers, does_not_run, logits_of
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -66,28 +65,10 @@ def test_each_question_has_the_numbers_that_it_has_alone(exact_gpt2: Any, share:
             assert record.info == alone[name].info
 
 
-@contextmanager
-def counted(model: Any) -> Iterator[list[int]]:
-    """How often the attention of each layer runs inside."""
-    calls = [0] * model.cfg.n_layers
-
-    def counting(layer: int, forward: Any) -> Any:
-        def count(*args: Any, **options: Any) -> Any:
-            calls[layer] += 1
-            return forward(*args, **options)
-
-        return count
-
-    with pytest.MonkeyPatch.context() as patch:
-        for layer, block in enumerate(model.blocks):
-            patch.setitem(vars(block.attn), "forward", counting(layer, block.attn.forward))
-        yield calls
-
-
 def passes_for(model: Any, batches: Any, asked: Sequence[al.Question], **options: Any) -> int:
     """How many passes begin in the first layer; tiny ones, which find out what is possible, not."""
     al.run(model, batches, asked, **QUIET, **options)
-    with counted(model) as calls:
+    with counted_layers(model) as calls:
         al.run(model, batches, asked, **QUIET, **options)
     return calls[0]
 
@@ -189,7 +170,7 @@ def test_a_question_of_ones_own_starts_late_with_the_logits_of_whole_passes(
     counts, records = [], []
     for asked in (Moved(), Moved(begins_late=False)):
         ask(exact_gpt2, batches, asked, **options)  # and tiny passes, which are not counted
-        with counted(exact_gpt2) as calls:
+        with counted_layers(exact_gpt2) as calls:
             records.append(ask(exact_gpt2, batches, asked, **options))
         counts.append(calls[:])
     late, whole = counts

@@ -17,7 +17,7 @@ from anchorlens.models.hooked import Hook
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.replaced_attention import _Interface, attention_by
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.fused_attention import fused_attention, outside_attention
+from anchorlens.passes.fused_attention import run_fused
 from anchorlens.passes.observers import Layers, product_hooks
 from anchorlens.passes.shortcuts import why_no_fused_prefix
 from tests.models.test_matrix import cases, hooked
@@ -64,10 +64,8 @@ def fused(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> tuple[Tensor,
         of_layer = pattern.new_zeros(*pattern.shape[:2], length, length)
         products.setdefault(layer, of_layer)[:, :, rows, keys] = pattern * gradient
 
-    with fused_attention(model, store, hooks):
-        others = outside_attention(model, hooks)
-        logits = run_pass(model, batch, hooks=others, loss=al.losses.label_cross_entropy)
-    return logits, products
+    loss = al.losses.label_cross_entropy
+    return run_fused(run_pass, model, batch, use=store, hooks=hooks, loss=loss), products
 
 
 @pytest.mark.parametrize(("name", "kind"), cases("bridge", "HookedTransformer"))

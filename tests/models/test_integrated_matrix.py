@@ -75,7 +75,7 @@ def test_attributions_of_the_last_layer_sum_to_the_change_of_the_output(
         clean = run_pass(model, prompt, observers=[*store, *norms.observers()])
         assert bool(norms.hooks_of(layer)) == (name in NORM_AFTER)
         pattern = patterns[layer]
-        output = partial(output_with, model, prompt, losses, layer, norms.hooks_of(layer))
+        output = partial(output_with, model, prompt, losses, layer, norms.hooks_of(layer), None)
         # With the divisor of the clean run the whole pattern gives the clean output.
         assert difference(output(pattern), losses(clean, prompt)) <= 1e-9
         change = output(pattern) - output(pattern * 0)

@@ -1,20 +1,21 @@
 """A pass that starts in a later layer gives the same logits and leaves no trace."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import HookError
 from anchorlens.passes import shortcuts
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.late_start import Start, started, stored_starts
+from anchorlens.passes.late_start import Start, Starts, started
 from anchorlens.runs.passes import Passes
 from tests.support.asked import ask, by_site
 from tests.support.found_anew import found_anew
-from tests.support.measures import assert_same, difference
+from tests.support.measures import assert_same, counted_layers, difference
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -24,42 +25,17 @@ def replaced_forwards(model: Any) -> int:
     return sum("forward" in vars(block) for block in model.blocks)
 
 
-class Calls:
-    """Counts the calls of each layer's attention while it is entered."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.counts = model, [0] * model.cfg.n_layers
-        # prepare_model replaces some, and the model is that of other tests too.
-        self.found = [vars(block.attn).get("forward") for block in model.blocks]
-
-    def __enter__(self) -> list[int]:
-        # Hooks of the user would change the count: with them, all layers of whole prompts run.
-        for layer, block in enumerate(self.model.blocks):
-            vars(block.attn)["forward"] = partial(self._count, layer, block.attn.forward)
-        return self.counts
-
-    def _count(self, layer: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        self.counts[layer] += 1
-        return forward(*args, **kwargs)
-
-    def __exit__(self, *_: Any) -> None:
-        for block, found in zip(self.model.blocks, self.found, strict=True):
-            del vars(block.attn)["forward"]
-            if found is not None:
-                vars(block.attn)["forward"] = found
-
-
 @pytest.mark.every_kind
 @pytest.mark.parametrize("layer", [1, 2])
 def test_a_late_start_gives_the_logits_of_all_layers(model: Any, layer: int) -> None:
     (batch,) = questions(model, 3)
     hooks = al.block_edges(model, batch, al.edges.tq, layer)
     expected = run_pass(model, batch, hooks=hooks)
-    with stored_starts(model, [0, layer]) as starts:
-        clean = run_pass(model, batch)
-    assert list(starts) == [layer]
-    with Calls(model) as calls, started(model, starts[layer]):
-        logits = run_pass(model, batch, hooks=hooks)
+    starts = Starts([0, layer])
+    clean = run_pass(model, batch, starts=starts)
+    assert list(starts.found) == [layer]
+    with counted_layers(model) as calls:
+        logits = run_pass(model, batch, hooks=hooks, start=starts.found[layer])
     assert calls == [0] * layer + [1] * (3 - layer)
     assert torch.equal(logits, expected)
     assert difference(expected, clean) > 1e-4
@@ -73,25 +49,26 @@ def test_no_trace_is_left_after_an_exception(gpt2: Any) -> None:
     def fail(tensor: Any, hook: Any) -> None:
         raise RuntimeError("in the middle")
 
-    with stored_starts(gpt2, [2]) as starts:
-        clean = run_pass(gpt2, batch)
+    starts = Starts([2])
+    clean = run_pass(gpt2, batch, starts=starts)
     for hooks in ([("blocks.2.hook_resid_post", fail)], [("blocks.0.hook_resid_post", fail)]):
-        with pytest.raises(RuntimeError, match="in the middle"), stored_starts(gpt2, [1]):
-            run_pass(gpt2, batch, hooks=hooks)
-    with pytest.raises(RuntimeError, match="in the middle"), started(gpt2, starts[2]):
-        run_pass(gpt2, batch, hooks=[("blocks.2.hook_resid_post", fail)])
+        with pytest.raises(RuntimeError, match="in the middle"):
+            run_pass(gpt2, batch, hooks=hooks, starts=Starts([1]))
+    with pytest.raises(RuntimeError, match="in the middle"):
+        hooks = [("blocks.2.hook_resid_post", fail)]
+        run_pass(gpt2, batch, hooks=hooks, start=starts.found[2])
     assert replaced_forwards(gpt2) == 0
     assert torch.equal(run_pass(gpt2, batch), clean)
 
 
 def test_a_replaced_forward_of_another_library_is_restored(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 2)
-    with stored_starts(gpt2, [1]) as starts:
-        run_pass(gpt2, batch)
+    starts = Starts([1])
+    run_pass(gpt2, batch, starts=starts)
     block = gpt2.blocks[0]
     replaced = vars(block)["forward"] = type(block).forward.__get__(block)
     try:
-        with started(gpt2, starts[1]):
+        with started(gpt2, starts.found[1]):
             assert vars(block)["forward"] is not replaced
         assert vars(block)["forward"] is replaced
     finally:
@@ -117,12 +94,12 @@ def test_a_sweep_gives_the_records_of_each_site_alone(
 ) -> None:
     batches = questions(model, 9, batch_size=4, padding_side="left")
     isolated(model, batches, SITES)  # facts are found
-    with Calls(model) as shared:
+    with counted_layers(model) as shared:
         records = isolated(model, batches, SITES, draws=2)
     skipped = [record.info["skipped_layers"] for record in records.values()]
     assert skipped == [0, 2, 1, 1]
     monkeypatch.setattr(Passes, "why_not_late", lambda *of: {1: "off", 2: "off"})
-    with Calls(model) as whole:
+    with counted_layers(model) as whole:
         for name, site in SITES.items():
             (alone,) = isolated(model, batches, {"x": site}, draws=2).values()
             assert_same(records[name], alone)
@@ -158,17 +135,18 @@ def test_a_start_that_changes_logits_or_fails_is_not_used(
     batches = questions(gpt2, 5, batch_size=3)
     expected = isolated(gpt2, batches, SITES)
 
-    def changed(model: Any, start: Start | None) -> Any:
-        return started(model, start and Start(start.layer, start.output * 1.01))
+    def in_facts(change: Callable[[Tensor], Tensor]) -> None:
+        def run(*args: Any, start: Start | None = None, **options: Any) -> Any:
+            start = start and Start(start.layer, change(start.output))
+            return run_pass(*args, start=start, **options)
 
-    def fails(model: Any, start: Start | None) -> Any:
-        return started(model, start and Start(start.layer, start.output[..., :5]))
+        monkeypatch.setattr(shortcuts, "run_pass", run)
 
-    monkeypatch.setattr(shortcuts, "started", fails)
+    in_facts(lambda output: output[..., :5])
     with found_anew(gpt2):
         record = isolated(gpt2, batches, {"last": al.Site(-1)})["last"]
     assert record.info["skipped_layers"].startswith("no start at layer 2 (")
-    monkeypatch.setattr(shortcuts, "started", changed)
+    in_facts(lambda output: output * 1.01)
     with found_anew(gpt2):
         records = isolated(gpt2, batches, SITES)
     assert "a start at layer 2 changes logits by" in records["last"].info["skipped_layers"]

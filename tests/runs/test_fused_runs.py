@@ -18,9 +18,10 @@ from anchorlens.metrics.question import no_hooks
 from anchorlens.models import replaced_attention
 from anchorlens.models.kinds import modules_of
 from anchorlens.models.model_state import frozen_in_eval_mode
+from anchorlens.models.replaced_attention import attention_by
 from anchorlens.passes import comparison, row_attention
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.fused_attention import fused_attention
+from anchorlens.passes.fused_attention import fused_attention, run_fused
 from anchorlens.passes.recompute import Checkpoints
 from anchorlens.passes.shortcuts import bytes_stored
 from anchorlens.runs import way as decision
@@ -349,11 +350,8 @@ def test_an_error_leaves_no_trace(gpt2: Any) -> None:
     assert (hooks_on(gpt2), forwards_of(gpt2), registered()) == before
     assert implementation_of(gpt2) == "eager"
     after = al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))
-    with (
-        pytest.raises(ModelError, match="does not cut edges of the scores"),
-        fused_attention(gpt2, hooks=after),
-    ):
-        pass
+    with pytest.raises(ModelError, match="does not cut edges of the scores"):
+        fused_attention(gpt2, hooks=after)
 
 
 @pytest.mark.usefixtures("small")
@@ -449,7 +447,7 @@ def test_two_models_are_fused_at_the_same_time(gpt2: Any, llama: Any) -> None:
     pairs = list(zip(models, batches, strict=True))
     expected = [al.target_logits(model, [batch], progress=False) for model, batch in pairs]
     before = [forwards_of(model) for model in models]
-    with fused_attention(gpt2), fused_attention(llama):
+    with attention_by(gpt2, fused_attention(gpt2)), attention_by(llama, fused_attention(llama)):
         assert len({implementation_of(model) for model in models} - {"eager"}) == 2
         ours = [run_pass(model, batch) for model, batch in pairs]
     for logits, reference in zip(ours, expected, strict=True):
@@ -473,8 +471,8 @@ def test_stored_bytes_are_those_alive_before_the_backward_pass(
         at_loss.append(alive.now)
         return logits.logsumexp(-1)
 
-    with frozen_in_eval_mode(model), fused_attention(model), alive:
-        run_pass(model, batch, loss=loss)
+    with frozen_in_eval_mode(model), alive:
+        run_fused(run_pass, model, batch, loss=loss)
     before = hooks_on(model)
     estimate = bytes_stored(model, length)
     assert hooks_on(model) == before

@@ -1,6 +1,6 @@
 """One pass serves many metrics, also those of users. Bad input is refused before it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, ArgumentError, HookError, MetricError, PromptError
 from anchorlens.models.hooked import Hook, pattern_name
-from tests.support.measures import assert_same
+from tests.support.measures import assert_same, counted_layers
 from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.filterwarnings(
@@ -140,30 +140,29 @@ def test_many_metrics_in_one_pass_equal_each_metric_alone(
     batches = questions(gpt2, 9, batch_size=4)
     metrics = [*METRICS, SelfAttention()]
     alone = [run(gpt2, batches, [metric], resamples=5)[metric.name] for metric in metrics]
-    passes = {"forward": 0, "backward": 0}
-    forward, backward = type(gpt2).forward, Tensor.backward
-
-    def count_forward(self: Any, *args: Any, **options: Any) -> Any:
-        passes["forward"] += 1
-        return forward(self, *args, **options)
+    differentiated, backward = [0], Tensor.backward
 
     def count_backward(self: Any, *args: Any, **options: Any) -> Any:
-        passes["backward"] += 1
+        differentiated[0] += 1
         return backward(self, *args, **options)
 
-    monkeypatch.setattr(type(gpt2), "forward", count_forward)
     monkeypatch.setattr(Tensor, "backward", count_backward)
-    run_whole = partial(run, share_prefix=False)  # without passes that try whether they can share
-    results = run_whole(gpt2, batches, metrics, resamples=5)
-    assert passes == {"forward": 3, "backward": 3}
+    run_whole = partial(run, gpt2, batches, share_prefix=False)
+
+    def passes(asked: Sequence[al.Metric], **options: Any) -> tuple[int, int]:
+        """How often the model runs forward, and backward."""
+        differentiated[0] = 0
+        with counted_layers(gpt2) as calls:
+            run_whole(asked, **options)
+        return calls[0], differentiated[0]
+
+    results = run_whole(metrics, resamples=5)
     for metric, record in zip(metrics, alone, strict=True):
         assert_same(results[metric.name], record)
-    passes.update(forward=0, backward=0)
-    run_whole(gpt2, batches, metrics[1:])
-    assert passes == {"forward": 3, "backward": 0}
-    passes.update(forward=0, backward=0)
-    run_whole(gpt2, batches, metrics, hooks=lambda batch: al.isolate_labels(gpt2, batch, 0))
-    assert passes == {"forward": 6, "backward": 3}  # the clean pass runs first
+    assert passes(metrics) == (3, 3)
+    assert passes(metrics[1:]) == (3, 0)
+    isolated = passes(metrics, hooks=lambda batch: al.isolate_labels(gpt2, batch, 0))
+    assert isolated == (6, 3)  # the clean pass runs first
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])

@@ -449,6 +449,24 @@ def test_padding_moves_from_one_side_to_the_other(gpt2: Any) -> None:
             assert same, name
 
 
+@pytest.mark.parametrize("metric", [al.SaliencyFlows(), al.Accuracy()])
+def test_few_tokens_are_not_shared_where_passes_take_longer_to_start(
+    gpt2: Any, metric: al.Metric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass more for the set, and with a gradient 60 operations a layer more for each batch."""
+    batches = questions(gpt2, 6, batch_size=3)
+    info = al.run(gpt2, batches, [metric], **QUIET)[metric.name].info
+    (shared,) = (int(word) for word in info["shared_prefix"].split() if word.isdigit())
+    weights = sum(parameter.numel() for parameter in gpt2.blocks.parameters())
+    started = gpt2.cfg.n_layers * (25 + 2 * 60 * isinstance(metric, al.SaliencyFlows))
+    limit = weights * shared * 5 / started
+    for work, is_shared in ((0.99 * limit, True), (1.01 * limit, False)):
+        monkeypatch.setattr(decision, "WORK_OF_A_START", {"cpu": work})
+        info = al.run(gpt2, batches, [metric], **QUIET)[metric.name].info
+        assert ("run once for all" in info["shared_prefix"]) == is_shared
+        assert ("shared tokens would save less time" in info["shared_prefix"]) != is_shared
+
+
 def test_an_unexpected_error_is_logged(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -348,7 +348,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "isolation": lambda: run(al.EdgeSweep.isolation({"first": al.Site(0)}, draws=2)),
         "cut edges": lambda: run(
             al.EdgeSweep(
-                al.edges.tq, al.sites.windows(model, 1), control=al.edges.random_edges, draws=1
+                al.edges.wp, al.sites.windows(model, 1), control=al.edges.random_edges, draws=1
             )
         ),
         "suppression": lambda: al.run(model, written, [al.SegmentSuppression()], **QUIET),

@@ -12,6 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
+from anchorlens.passes.native_pass import NativePass
 from anchorlens.passes.observers import Layers
 from anchorlens.passes.provide import Observation
 
@@ -99,6 +100,29 @@ def assert_gradient(function: Callable[[Tensor], float], point: Tensor, gradient
         step = 1e-5 * direction
         slope = (function(point + step) - function(point - step)) / 2e-5
         assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-6)
+
+
+@contextmanager
+def counted_layers(model: Any) -> Iterator[list[int]]:
+    """How often each layer runs inside, in native passes too."""
+    counts = [0] * model.cfg.n_layers
+    layers = {id(block): layer for layer, block in enumerate(model.blocks)}
+    natively, hooked = NativePass._block, type(model.blocks[0]).forward
+
+    def run_native(self: NativePass, layer: int, *args: Any, **options: Any) -> Any:
+        counts[layer] += 1
+        return natively(self, layer, *args, **options)
+
+    def run_hooked(self: Any, *args: Any, **options: Any) -> Any:
+        if id(self) in layers:
+            counts[layers[id(self)]] += 1
+        return hooked(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Of the classes: where a module was changed, no pass is native.
+        patch.setattr(NativePass, "_block", run_native)
+        patch.setattr(type(model.blocks[0]), "forward", run_hooked)
+        yield counts
 
 
 @contextmanager

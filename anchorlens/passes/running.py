@@ -1,0 +1,100 @@
+"""What runs a pass: the hooked model with hooks at its points, or its twin of transformers.
+
+The twin runs where it is known to give the same numbers (``why_not_native``), nothing of the user
+acts in the model, and the hooks of the pass are those of this package.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from ..models.added_hooks import added_hooks
+from ..models.hooked import Hook, HookedModel, names_of_layers, scores_name
+from ..models.replaced_attention import Attend, attention_by
+from ..models.twin import Twin
+from ..prompts.batch import PromptBatch
+from ..system.put_back import safe_context
+from .late_start import Start, Starts, started, stored_starts
+from .native_pass import NativePass
+from .recompute import Checkpoints, checkpointed
+
+Run = Callable[..., Tensor]  # logits of tokens and further inputs
+
+
+@safe_context
+def running(
+    model: HookedModel,
+    batch: PromptBatch,
+    twin: Twin | None,
+    forward: Sequence[Hook],
+    backward: Sequence[Hook] = (),
+    *,
+    attend: Attend | None = None,
+    start: Start | None = None,
+    starts: Starts | None = None,
+    checkpoints: Checkpoints | None = None,
+) -> Iterator[Run]:
+    """Inside, hooks act in what is yielded, which runs tokens.
+
+    Args:
+        model: The hooked model.
+        batch: The prompts, whose rows of padding are known.
+        twin: Its twin, if the pass is native.
+        forward: On what hook points give out, in the order in which they act.
+        backward: On the gradients there.
+        attend: Computes the attention in the place of the model.
+        start: Where the pass begins, and with what.
+        starts: Stores where later passes may begin.
+        checkpoints: Blocks run again for the gradient.
+    """
+    padding = _padding_of(batch)
+    if twin is not None:
+        native = NativePass(
+            model,
+            padding,
+            # Keys before these columns may be padding although the batch has none.
+            None if batch.first_query > 0 else padding is not None,
+            forward,
+            backward,
+            attend=attend,
+            start=start,
+            starts=starts,
+            checkpoints=checkpoints,
+        )
+        with twin.running(native) as run:
+            yield run
+        return
+    hooks = [*_padding_hooks(model, padding), *forward]
+    with (
+        nullcontext() if attend is None else attention_by(model, attend),
+        nullcontext() if start is None else started(model, start),
+        nullcontext() if starts is None else stored_starts(model, starts),
+        nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
+        added_hooks(model, hooks, backward),
+    ):
+        yield model
+
+
+def _padding_of(batch: PromptBatch) -> Tensor | None:
+    """Where the columns that run are padding; None if nowhere."""
+    if batch.on_cpu.attention_mask[:, batch.first_query :].all():
+        return None
+    return ~batch.attention_mask[:, batch.first_query :]
+
+
+def _padding_hooks(model: HookedModel, padding: Tensor | None) -> list[Hook]:
+    """Hooks that set the scores in the rows of padding to 0.
+
+    Some of these rows have no position to attend to (padding on the left, or beyond a sliding
+    window). Their softmax is NaN where the mask is -inf: in float64 through transformers, and on a
+    processed bridge of transformer-lens 3.9, which hides it from the pattern, not from gradients.
+    """
+    if padding is None:
+        return []
+
+    def fill_scores(scores: Tensor, hook: Any) -> Tensor:
+        return scores.masked_fill(padding.to(scores.device)[:, None, :, None], 0.0)
+
+    return [(name, fill_scores) for name in names_of_layers(model, scores_name)]

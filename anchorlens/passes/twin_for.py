@@ -1,0 +1,126 @@
+"""Whether a pass is native: the twin of the model runs it if it is known to give the same numbers.
+
+1. Two prompts of twelve tokens, one of them with padding, run on the model and on its twin, with
+   sliding windows and chunks of three tokens.
+2. The twin is taken if their logits, and A * dL/dA of each edge, differ by rounding alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.facts import fact, facts_of
+from ..models.hooked import Hook, HookedModel, dtype_of, pattern_name
+from ..models.kinds import inputs_without_cache, pairs_in
+from ..models.kv_cache import inputs_after
+from ..models.tiny_pass import shrunk_windows, tiny_passes, tiny_prompts
+from ..models.twin import Twin, twin_of
+from ..prompts.batch import PromptBatch
+from .comparison import SALIENCY_TOLERANCE, reason_of, tolerance, why_not_equal
+from .native_pass import before_block, why_hooks_need_a_bridge
+from .running import running
+
+_ROUNDINGS = 16
+
+
+def twin_for(
+    model: HookedModel,
+    batch: PromptBatch,
+    changes: Sequence[Hook] = (),
+    observers: Sequence[Hook] = (),
+    backward: Sequence[Hook] = (),
+) -> Twin | None:
+    """The twin that runs a pass with these hooks; None where the hooked model does."""
+    if why_not_native(model) or why_hooks_need_a_bridge(model, changes, observers, backward):
+        return None
+    if not _is_padded_right(batch):
+        return None
+    twin = twin_of(model)
+    return twin if twin.may_run(model) else None
+
+
+def _is_padded_right(batch: PromptBatch) -> bool:
+    """Whether positions are columns, as transformers counts them by itself."""
+    mask = batch.on_cpu.attention_mask
+    return not bool((mask[:, 1:] > mask[:, :-1]).any())
+
+
+@fact
+def why_not_native(model: HookedModel) -> str:
+    """Why the twin of a model cannot run its passes; empty if it can."""
+    twin = twin_of(model)
+    if twin.why:
+        return twin.why
+    with tiny_passes(model), shrunk_windows(model):
+        try:
+            return _compare(model, twin, tiny_prompts(model))
+        except Exception as error:
+            return reason_of(error)
+
+
+def _compare(model: HookedModel, twin: Twin, batch: PromptBatch) -> str:
+    expected, whole = _logits_and_products(model, None, batch)
+    logits, ours = _logits_and_products(model, twin, batch)
+    limit = tolerance(model, _ROUNDINGS)
+    pair = logits, expected, expected
+    if reason := why_not_equal("logits", limit, pair, whole="passes with hooks"):
+        return reason
+    if _shapes_in_cache(model, None, batch) != _shapes_in_cache(model, twin, batch):
+        return "it stores other keys and values, which no pass with hooks could go on from"
+    if dtype_of(model).itemsize < 4:  # the products of single edges are mostly rounding there
+        return ""
+    inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
+    pairs = [
+        (ours[layer] * inside, of_layer * inside, of_layer * inside)
+        for layer, of_layer in whole.items()
+    ]
+    return why_not_equal("saliencies", SALIENCY_TOLERANCE, *pairs, whole="passes with hooks")
+
+
+def _shapes_in_cache(model: HookedModel, twin: Twin | None, batch: PromptBatch) -> list[torch.Size]:
+    """The shapes of the keys and values that a pass stores, if the model goes on from some."""
+    if facts_of(model).why_no_cache:
+        return []
+    with torch.inference_mode(False), torch.no_grad(), running(model, batch, twin, []) as run:
+        inputs, cache = inputs_after(model, batch.attention_mask)
+        run(batch.tokens, **inputs)
+    return [each.shape for pair in pairs_in(cache) for each in pair]
+
+
+def _logits_and_products(
+    model: HookedModel, twin: Twin | None, batch: PromptBatch
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """The logits of real tokens, and A * dL/dA of each layer."""
+    patterns, products = dict[int, Tensor](), dict[int, Tensor]()
+    leaves = list[Tensor]()
+
+    def make_leaf(resid: Tensor, hook: Any) -> Tensor:
+        leaves.append(resid.detach().requires_grad_())
+        return leaves[0]
+
+    def store(layer: int) -> Hook:
+        def note(pattern: Tensor, hook: Any) -> None:
+            patterns[layer] = pattern.detach()
+
+        return pattern_name(layer), note
+
+    def multiply(layer: int) -> Hook:
+        def note(gradient: Tensor, hook: Any) -> None:
+            products[layer] = patterns[layer] * gradient
+
+        return pattern_name(layer), note
+
+    layers = range(model.cfg.n_layers)
+    forward = [(before_block(0), make_leaf), *map(store, layers)]
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        running(model, batch, twin, forward, [*map(multiply, layers)]) as run,
+    ):
+        inputs = inputs_without_cache(model, batch.attention_mask)
+        logits = run(batch.tokens, **inputs)[batch.attention_mask]
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        (wide.logsumexp(-1) - wide[:, 0]).sum().backward(inputs=leaves)
+    return wide.detach(), products

@@ -1,0 +1,233 @@
+"""Operations that a run starts on a device, over those of plain transformers.
+
+Counts are whole numbers, so that the load of the machine does not matter. They are linear in layers
+and batches: they are counted on a simulated device with 3 and 6 layers and with 1 and 3 batches of
+two padded prompts, and extended to the size that is asked for.
+
+    python benchmarks/operations.py --kind gpt2 --layers 48
+"""
+
+import argparse
+import cProfile
+import pstats
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import anchorlens as al
+from tests.support import simulated_device
+from tests.support.tiny_models import byte_level_tokenizer, randomize
+
+VIEWS = (
+    *("view", "transpose", "t", "expand", "slice", "select", "unsqueeze", "squeeze", "detach"),
+    *("alias", "_unsafe_view", "as_strided", "permute", "split", "unbind", "split_with_sizes"),
+    *(
+        "new_empty",
+        "empty",
+        "_reshape_alias",
+        "lift_fresh",
+        "detach_",
+        "unsafe_split",
+        "narrow",
+        "diagonal",
+        "chunk",
+    ),
+)
+TASK = al.Task("{text}:{label}\n", labels=(" yes", " no"))
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+
+
+def gpt2(vocabulary: int, layers: int) -> Any:
+    """A GPT-2 of width 16."""
+    options = {"n_embd": 16, "n_head": 2, "n_positions": 256, "bos_token_id": 0, "eos_token_id": 0}
+    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, n_layer=layers, **options, **off))
+
+
+def llama(vocabulary: int, layers: int) -> Any:
+    """A Llama of width 16."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    options = {**sizes, "num_hidden_layers": layers, "max_position_embeddings": 256}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **options))
+
+
+KINDS = {"gpt2": gpt2, "llama": llama}
+
+
+class OnDevice(TorchDispatchMode):
+    """Counts the operations on the simulated device that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        tensors = [
+            each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)
+        ]
+        if name not in VIEWS and any(each.device.type == "sim" for each in tensors):
+            self.names[name] += 1
+        return out
+
+
+def counted(call: Callable[[], Any], with_calls: bool = False) -> torch.Tensor:
+    """Operations on the device, waits, and if asked for calls of Python, of the second call."""
+    call()
+    with OnDevice() as mode, simulated_device.waits() as waits:
+        call()
+    calls = 0
+    if with_calls:
+        profile = cProfile.Profile()
+        profile.runcall(call)
+        calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+    return torch.tensor([mode.names.total(), sum(waits.values()), calls]).double()
+
+
+def prompts(model: Any) -> list[al.PromptBatch]:
+    """Batches of two prompts of different lengths, so that each has padding."""
+    words = [
+        "we",
+        "you",
+        "they",
+        "a",
+        "is",
+        "the",
+        "of",
+        "in",
+        "what",
+        "who",
+        "it",
+        "to",
+        "how",
+        "for",
+        "on",
+        "at",
+    ]
+    shots = [al.Example("I am", label=0), al.Example("he is", label=1)]
+    queries = [
+        al.Example(" ".join(words[(i * 7 + 3 + k) % 16] for k in range(2 + i)), label=i % 2)
+        for i in range(6)
+    ]
+    return al.build_prompts(model.tokenizer, TASK, shots, queries, batch_size=2)
+
+
+def plain(model: Any, batch: al.PromptBatch, *, backward: bool) -> None:
+    """A pass of transformers itself, with its eager attention, and the gradient."""
+    with torch.set_grad_enabled(backward):
+        embedded = model.get_input_embeddings()(batch.tokens).detach().requires_grad_(backward)
+        mask = batch.attention_mask.long()
+        states = model.base_model(inputs_embeds=embedded, attention_mask=mask, use_cache=False)
+        rows = torch.arange(len(batch))
+        last = states.last_hidden_state[rows, batch.target_positions]
+        logits = model.get_output_embeddings()(last)
+        loss = al.losses.label_cross_entropy(logits, batch).sum()
+    if backward:
+        loss.backward()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What is counted with 3 and 6 layers, extended to any number."""
+
+    few: torch.Tensor
+    many: torch.Tensor
+
+    def at(self, layers: int) -> torch.Tensor:
+        return self.few + (self.many - self.few) * (layers - 3) / 3
+
+
+def models_of(kind: str) -> list[tuple[Any, Any]]:
+    """With 3 and with 6 layers, a model of transformers and a hooked one with equal weights."""
+    tokenizer, models = byte_level_tokenizer(400), []
+    for layers in (3, 6):
+        weights = randomize(KINDS[kind](len(tokenizer), layers), scale=0.2)
+        alone = KINDS[kind](len(tokenizer), layers)
+        alone.load_state_dict(weights.state_dict())
+        alone.set_attn_implementation("eager")
+        alone.requires_grad_(False).to("sim").eval()
+        models.append((alone, al.load_model(weights.to("sim"), tokenizer=tokenizer)))
+    return models
+
+
+def metrics_of_a_run(
+    kind: str, *, share: bool = False, with_calls: bool = False
+) -> tuple[Counts, Counts, Counts]:
+    """A batch of plain transformers; one more batch of flows and AUCROC; the rest of a run."""
+    metrics = [al.SaliencyFlows(), al.AttentionAUCROC()]
+    run = partial(al.run, share_prefix=share, **QUIET)
+    found = []
+    for alone, model in models_of(kind):
+        batches = prompts(model)
+        there = batches[1].to(torch.device("sim"))
+        floor = counted(partial(plain, alone, there, backward=True), with_calls)
+        one, three = (
+            counted(partial(run, model, batches[:n], metrics), with_calls) for n in (1, 3)
+        )
+        batch = (three - one) / 2
+        found.append((floor, batch, one - batch))
+    floors, batches_of_runs, rests = zip(*found, strict=True)
+    return Counts(*floors), Counts(*batches_of_runs), Counts(*rests)
+
+
+def isolated_pass(kind: str) -> tuple[Counts, Counts]:
+    """A forward pass of plain transformers, and one more pass of an isolation, of one batch."""
+    found = []
+    for alone, model in models_of(kind):
+        batches = prompts(model)[1:2]
+        there = batches[0].to(torch.device("sim"))
+
+        def run(draws: int, model: Any = model, batches: Any = batches) -> Any:
+            sweep = al.EdgeSweep.isolation({"all": al.Site()}, draws=draws)
+            return al.run(model, batches, [sweep], share_prefix=False, **QUIET)
+
+        floor = counted(partial(plain, alone, there, backward=False))
+        one, three = (counted(partial(run, draws)) for draws in (1, 3))
+        found.append((floor, (three - one) / 2))
+    floors, further = zip(*found, strict=True)
+    return Counts(*floors), Counts(*further)
+
+
+def share_of_plain(floor: Counts, batch: Counts, rest: Counts, layers: int, batches: int) -> float:
+    """The operations of a run, over those of as many batches of plain transformers."""
+    ours = batch.at(layers) * batches + rest.at(layers)
+    return float(ours[0] / (floor.at(layers) * batches)[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", choices=KINDS, default="gpt2")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--share", action="store_true")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    counts = metrics_of_a_run(given.kind, share=given.share, with_calls=True)
+    floor, batch, rest = counts
+    print("                   operations      waits      calls")
+    for name, each in (("plain, ", floor), ("al.run, ", batch)):
+        for what, values in (
+            ("a layer", each.at(given.layers) - each.at(given.layers - 1)),
+            ("a batch", each.at(given.layers)),
+        ):
+            print(f"{name + what:16}", " ".join(f"{value:10.0f}" for value in values))
+    print(f"{'al.run, once':16}", " ".join(f"{value:10.0f}" for value in rest.at(given.layers)))
+    share = share_of_plain(*counts, given.layers, given.batches)
+    print(f"a run of {given.batches} batches starts {share:.2f} times the operations of plain")
+    alone, further = isolated_pass(given.kind)
+    share = float((further.at(given.layers) / alone.at(given.layers))[0])
+    print(f"a further pass of an isolation starts {share:.2f} times those of a forward pass")
+
+
+if __name__ == "__main__":
+    simulated_device.install()
+    main()

@@ -1,0 +1,106 @@
+"""Sets by classes of queries and keys hold the same edges, and the same sums, as their tables."""
+
+from collections.abc import Callable
+from functools import partial
+from operator import and_, or_
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.metrics.edge_sums import ClassSums, EdgeSets, _by_classes
+from anchorlens.prompts.edge_set import EdgeSet
+from anchorlens.system import row_pieces
+from tests.support.tiny_models import questions
+
+N = 17
+POSITION = torch.arange(N)
+
+
+def table_of(edges: EdgeSet) -> Tensor:
+    """The edges by their classes alone."""
+    classes = edges.classes()
+    assert classes is not None
+    of_pairs = classes.table[classes.queries[:, :, None], classes.keys[:, None]]
+    return torch.where(POSITION[:, None] > POSITION, of_pairs, torch.tensor(classes.later))
+
+
+def without(first: Any, second: Any) -> Any:
+    return first & ~second
+
+
+def some_sets(seed: int) -> list[EdgeSet]:
+    """Sets of random positions, and what is made of them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def positions() -> Tensor:
+        return torch.rand(3, N, generator=generator) > 0.5
+
+    sets: list[Any] = [al.edges.between(positions(), positions()) for _ in range(3)]
+    joins: list[Callable[[Any, Any], Any]] = [and_, or_, without]
+    for _ in range(4):
+        first, second, join = (
+            int(torch.randint(n, (), generator=generator)) for n in (len(sets), len(sets), 3)
+        )
+        sets.append(joins[join](sets[first], sets[second]))
+    return [*sets, ~sets[-1]]
+
+
+@pytest.mark.with_shapes
+@pytest.mark.parametrize("seed", range(8))
+def test_classes_hold_the_edges_of_a_set(seed: int) -> None:
+    for edges in some_sets(seed):
+        assert torch.equal(table_of(edges), edges.table())
+
+
+@pytest.mark.with_shapes
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_by_classes_are_those_of_tables(seed: int) -> None:
+    sets = some_sets(seed)[:4]
+    weights = torch.rand(3, 5, N, N, generator=torch.Generator().manual_seed(seed)).double()
+    sums = _by_classes(sets)
+    assert isinstance(sums, ClassSums)
+    every = slice(0, N)
+    expected = torch.einsum("bhqk,bsqk->bhs", weights, EdgeSet.stacked(sets).double())
+    for computed in (sums.sums(every, every, weights), EdgeSets(sets).sums(every, every, weights)):
+        torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-12)
+    pieces = [(0, 5), (5, 6), (6, N)]
+    parts = [
+        sums.sums(slice(a, b), slice(0, b), weights[:, :, a:b, :b]) for a, b in pieces
+    ]  # no row has an edge to a later key
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_sets_that_are_not_made_of_positions_have_no_classes(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 2)
+    table = al.edges.wp(batch).table()
+    drawn = al.edges.random_edges(batch, al.edges.wp(batch), seed=0)
+    for edges in (EdgeSet.of(table), drawn, al.edges.wp(batch) & table):
+        assert edges.classes() is None
+    assert al.edges.ww(batch).classes() is not None
+    later = ~al.edges.wp(batch)
+    assert _by_classes([later]) is None, "edges to later tokens are in no row of a piece"
+
+
+def test_sets_of_very_many_classes_have_none() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(20, 1, N, generator=generator) > 0.5
+    sets: Any = [
+        al.edges.between(row, other) for row, other in zip(rows[::2], rows[1::2], strict=True)
+    ]
+    whole = sets[0]
+    for each in sets[1:]:
+        whole = whole | each
+    assert whole.classes() is None or max(whole.classes().table.shape) <= 256
+
+
+def test_flows_of_long_prompts_are_those_of_tables(
+    exact_gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = questions(exact_gpt2, 3, batch_size=2)
+    run = partial(al.run, exact_gpt2, batches, [al.SaliencyFlows()], resamples=0, progress=False)
+    expected = run()["saliency_flows"].per_prompt
+    monkeypatch.setattr(row_pieces, "PIECE", 2**10)
+    torch.testing.assert_close(run()["saliency_flows"].per_prompt, expected, rtol=1e-10, atol=1e-14)
