@@ -28,7 +28,7 @@ from .model_state import replaced_methods
 from .native_attention import implementations_of
 
 Heads = Float[Tensor, "batch head position d_head"]
-SharedHeads = Float[Tensor, "batch _ position d_head"]
+SharedHeads = Float[Tensor, "batch _ key _"]
 Seen = Bool[Tensor, "batch _ query key"]
 
 _numbers = count()

@@ -9,9 +9,10 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
@@ -25,15 +26,15 @@ from .replaced_attention import Attend, attention_of_interface
 _numbers = count()
 
 
-class Listener(Protocol):
+@dataclass(frozen=True, eq=False)
+class Listener:
     """What a pass does with the modules of a twin."""
 
-    attend: Attend
-    has_padding: bool | None
-
-    def block(self, layer: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
-
-    def unembed(self, forward: Callable[..., Any], resid: Tensor) -> Any: ...
+    attend: Attend  # computes the attention
+    # Get the forward of the module and its arguments; ``block`` also its layer.
+    block: Callable[[int, Callable[..., Any], Any, Any], Any]
+    unembed: Callable[[Callable[..., Any], Tensor], Any]
+    has_padding: bool | None  # whether a column is padding, if it is known
 
 
 class Twin:
@@ -59,7 +60,7 @@ class Twin:
             raise _NoTwin("TransformerLens computes this model")
         if config_of(model) is None or not hasattr(config_of(model), "_attn_implementation"):
             raise _NoTwin("transformers does not compute this model")
-        if model.compatibility_mode:
+        if getattr(model, "compatibility_mode", False):
             raise _NoTwin("its weights are processed")
         original = original_of(model)
         blocks = [block.original_component for block in model.blocks]

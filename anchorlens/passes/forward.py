@@ -510,6 +510,7 @@ class Watched:
     act: HookFunction
     owner: str = ""
     trusted: Event | None = None
+    is_users: bool = False  # so that it may ask its hook point for anything
     calls: int = 0
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:

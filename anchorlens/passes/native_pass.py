@@ -29,6 +29,7 @@ from ..models.hooked import (
     z_name,
 )
 from ..models.replaced_attention import Attend, Heads, Mask, SharedHeads, Terms
+from ..models.twin import Listener
 from .late_start import Start, Starts
 from .recompute import Checkpoints, run_twice
 
@@ -73,7 +74,6 @@ class NativePass:
         self,
         model: HookedModel,
         padding: Tensor | None,
-        has_padding: bool | None,
         forward: Sequence[Hook],
         backward: Sequence[Hook] = (),
         *,
@@ -83,12 +83,16 @@ class NativePass:
         checkpoints: Checkpoints | None = None,
     ) -> None:
         self._padding, self._start, self._starts = padding, start, starts
-        self._checkpoints, self.has_padding = checkpoints, has_padding
-        self.attend = self._attend if attend is None else attend
+        self._checkpoints = checkpoints
+        self._attention = self._attend if attend is None else attend
         self._operands = facts_of(model).operands
         self._points = points_of(len(self._operands))
         self._acts, self._of_gradients = _by_point(forward), _by_point(backward)
         self._tables: dict[Any, tuple[Any, Added]] = {}  # what is added to scores, and of what made
+
+    def listener(self, has_padding: bool | None) -> Listener:
+        """What a twin tells of its pass."""
+        return Listener(self._attention, self._run_block, self._unembed, has_padding)
 
     def _through(self, point: str, tensor: Tensor) -> Tensor:
         """A tensor after the hooks of a point, in their order, whose gradient is shown too."""
@@ -100,7 +104,7 @@ class NativePass:
                 tensor.register_hook(partial(act, hook=SimpleNamespace(name=point)))
         return tensor
 
-    def block(self, layer: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_block(self, layer: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block, or hand on what an earlier pass gave out there."""
         start = self._start
         if start is not None and layer < start.layer:
@@ -123,7 +127,7 @@ class NativePass:
             return (self._through(points.after, output[0]), *output[1:])
         return self._through(points.after, output)
 
-    def unembed(self, forward: Callable[..., Any], resid: Tensor) -> Any:
+    def _unembed(self, forward: Callable[..., Any], resid: Tensor) -> Any:
         """The logits of the rows that a hook chooses."""
         return forward(self._through(UNEMBED, resid))
 
@@ -184,7 +188,7 @@ class NativePass:
                 seen = seen | self._padding.to(seen.device)[:, None, :, None]
             added = torch.zeros((), dtype=scores.dtype, device=seen.device).where(seen, lowest)
             for act in hooks:
-                where = act.where(scores)
+                where = act.where(scores).to(added.device)
                 if act.factors is None:
                     added = added.masked_fill(where, lowest)
                 else:
@@ -214,21 +218,30 @@ def _is_added(act: Any) -> bool:
     return act.factors is None or not act.factors.requires_grad
 
 
+@cache
+def _names_of(n_layers: int) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Points whose gradient is shown, where hooks change something, and that are shown."""
+    layers = points_of(n_layers)
+    differentiated = {point for each in layers for point in (each.before, each.pattern, each.after)}
+    shown = differentiated | {each.z for each in layers}
+    inside = shown | {each.scores for each in layers}
+    return frozenset(differentiated), frozenset(inside), frozenset(shown)
+
+
 def why_hooks_need_a_bridge(
     model: HookedModel, changes: Sequence[Hook], observers: Sequence[Hook], backward: Sequence[Hook]
 ) -> str:
     """Why hooks cannot act in a native pass; empty if they can."""
-    layers = points_of(model.cfg.n_layers)
-    of_blocks = {point for each in layers for point in (each.before, each.after)}
-    of_attention = {point for each in layers for point in (each.pattern, each.z)}
-    inside = of_blocks | of_attention | {each.scores for each in layers}
+    patterns, inside, observed = _names_of(model.cfg.n_layers)
+    if any(getattr(act, "is_users", False) for _, act in (*observers, *backward)):
+        return "a metric has hooks of its own"
     if not all(isinstance(_act_of(act), BatchHook) and point in inside for point, act in changes):
         return "hooks of your own change the run"
     # A norm may come after the hook point of values.
     operands = [each for each in facts_of(model).operands if each is not None]
     shown = {point for each in operands for point in (each.query, each.key)}
-    if not {point for point, _ in observers} <= of_blocks | of_attention | shown:
+    if not {point for point, _ in observers} - shown <= observed:
         return "something is read at other points than those of the attention and of blocks"
-    if not {point for point, _ in backward} <= of_blocks | {each.pattern for each in layers}:
+    if not {point for point, _ in backward} <= patterns:
         return "gradients are read at other points than the pattern and those of blocks"
     return ""

@@ -54,8 +54,6 @@ def running(
         native = NativePass(
             model,
             padding,
-            # Keys before these columns may be padding although the batch has none.
-            None if batch.first_query > 0 else padding is not None,
             forward,
             backward,
             attend=attend,
@@ -63,7 +61,9 @@ def running(
             starts=starts,
             checkpoints=checkpoints,
         )
-        with twin.running(native) as run:
+        # Keys before these columns may be padding although the batch has none.
+        has_padding = None if batch.first_query > 0 else padding is not None
+        with twin.running(native.listener(has_padding)) as run:
             yield run
         return
     hooks = [*_padding_hooks(model, padding), *forward]

@@ -33,7 +33,7 @@ from ..passes.forward import Pass, Watched, logits_at, unedited
 from ..passes.fused_attention import run_fused
 from ..passes.late_start import Start, Starts
 from ..passes.losses import Loss, label_cross_entropy
-from ..passes.observers import Layers
+from ..passes.observers import HooksObserver, Layers
 from ..passes.provide import Observation
 from ..passes.shared_prefix import CLEAN, SharedPrefixes, run_shared, shared_tokens
 from ..passes.shortcuts import any_loss, why_not_late
@@ -402,7 +402,8 @@ def _read_only(
         owner = f"metric {observation.question.name!r}"
         for observer in observation.observers:
             seen = trusted if observer.runs_user_code else None
-            watched = partial(Watched, owner=owner, trusted=seen)
+            is_users = isinstance(observer, HooksObserver)
+            watched = partial(Watched, owner=owner, trusted=seen, is_users=is_users)
             forward += [(name, watched(act)) for name, act in observer.hooks]
             backward += [(name, watched(act)) for name, act in observer.backward_hooks]
     return forward, backward

@@ -1,8 +1,9 @@
 """A native pass has the numbers of a pass with hooks at its points, and leaves nothing behind."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -131,6 +132,21 @@ def test_a_processed_bridge_is_not_native() -> None:
     assert why_not_native(model) == "its weights are processed"
 
 
+@dataclass(frozen=True)
+class Reading(al.Metric):
+    """Reads something, and contributes nothing of it."""
+
+    read: Callable[[al.PromptBatch], Any]
+    name: ClassVar[str] = "reading"
+    record: ClassVar = al.records.AccuracyRecord
+
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+        return {"it": self.read(batch)}
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+        return {"correct": torch.ones(len(batch)), "label_correct": torch.ones(len(batch))}
+
+
 OWN: list[list[Hook]] = [
     [("blocks.0.attn.hook_pattern", lambda pattern, hook: pattern)],
     [("blocks.0.hook_mlp_out", lambda out, hook: None)],
@@ -142,6 +158,14 @@ def test_hooks_of_a_user_act_on_the_hooked_model(gpt2: Any, hooks: list[Hook]) -
     (batch,) = questions(gpt2, 3)
     assert twin_for(gpt2, batch, hooks) is None
     assert twin_for(gpt2, batch, observers=OWN[1]) is None
+    asked: list[str] = []
+
+    def ask(pattern: Tensor, hook: Any) -> None:
+        asked.append(f"{hook.layer()} {hook.ctx}")
+
+    metric = Reading(lambda batch: al.reads.Hooks({}, [("blocks.1.attn.hook_pattern", ask)]))
+    al.run(gpt2, [batch], [metric], **QUIET)
+    assert asked == ["1 {}"]
     before = run_pass(gpt2, batch)
     with gpt2.hooks(fwd_hooks=[("blocks.1.hook_resid_post", lambda resid, hook: resid * 0)]):
         assert twin_for(gpt2, batch) is None
