@@ -205,6 +205,7 @@ def test_what_is_changed_for_a_while_is_changed_in_a_few_files() -> None:
         # Every pass is inside frozen_in_eval_mode, which puts them back.
         "passes.forward": {"torch.inference_mode", "torch.no_grad", "torch.set_grad_enabled"},
         "passes.step_gradients": {"torch.enable_grad", "torch.inference_mode"},
+        "passes.twin_for": {"torch.enable_grad", "torch.inference_mode", "torch.no_grad"},
         "system.hidden_warnings": {"warnings.catch_warnings", "warnings.filterwarnings"},
         "system.signals": {"signal.signal"},
         "system.torch_state": {

@@ -214,6 +214,18 @@ def configurations_name_the_attention() -> bool:
     return (named, model.config._attn_implementation) == ("eager", "sdpa")
 
 
+@use_of("transformers", "_attn_implementation_internal", "models/twin.py")
+def a_copy_of_a_configuration_names_another_attention() -> bool:
+    """A configuration holds the name of its attention as _attn_implementation_internal."""
+    from transformers import GPT2Config
+
+    config = GPT2Config()
+    config._attn_implementation = "eager"
+    made = copy.copy(config)
+    vars(made)["_attn_implementation_internal"] = "ours"
+    return (config._attn_implementation, made._attn_implementation) == ("eager", "ours")
+
+
 @use_of("transformers", "_global_mapping", "models/replaced_attention.py")
 def registrations_can_be_undone() -> bool:
     """The attention interfaces hold what was registered in _global_mapping."""

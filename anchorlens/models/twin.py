@@ -167,7 +167,8 @@ class _NoTwin(Exception):
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """What a component of the bridge wraps; a module of transformers as it is."""
-    return module._modules.get("_original_component") or module
+    wrapped: nn.Module | None = getattr(module, "original_component", None)
+    return module if wrapped is None else wrapped
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:

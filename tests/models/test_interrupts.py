@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch.autograd import grad_mode
 from torch.overrides import TorchFunctionMode
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from anchorlens.models import added_hooks, model_state, tiny_pass
+from anchorlens.models import added_hooks, model_state, replaced_attention, tiny_pass, twin
 from anchorlens.models.replaced_attention import attention_by
+from anchorlens.models.twin import Listener, twin_of
 from anchorlens.system import put_back, torch_state
 from anchorlens.system.torch_state import own_random_state, torch_modes
 from tests.models.test_model_state import functions_of
@@ -107,3 +110,26 @@ def test_modes_that_a_context_of_torch_left_are_removed() -> None:
     restore()
     assert global_state(with_python=False) == before
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def registered() -> set[str]:
+    """What transformers can compute attention and masks with, which ``_registered`` adds to."""
+    return {*ALL_ATTENTION_FUNCTIONS, *ALL_MASK_ATTENTION_FUNCTIONS}
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_interrupts_of_a_native_pass_leave_nothing(gpt2: Any, interrupts: int) -> None:
+    listener = Listener(lambda *args: args[1], lambda *args: None, lambda *args: None, None)
+    own, before, known = twin_of(gpt2), everything_of(gpt2), registered()
+
+    def enter() -> None:
+        with own.running(listener), own.suspended():
+            assert registered() > known and not own.may_run(gpt2)
+
+    enter()
+    tried = 0
+    for moments in at_every_moment([*MODULES, twin, replaced_attention], interrupts, enter):
+        tried += 1
+        assert everything_of(gpt2) == before, moments
+        assert registered() == known and own._now is None and own.may_run(gpt2), moments
+    assert tried > 5

@@ -2,17 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import anchorlens as al
-from anchorlens.models import replaced_attention, twin
 from anchorlens.models.head_outputs import layers_that_mix
 from anchorlens.models.hooked import Hook, pattern_name, z_name
 from anchorlens.models.twin import twin_of
@@ -20,15 +16,12 @@ from anchorlens.passes import twin_for as choice
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.native_pass import NativePass
 from anchorlens.passes.twin_for import twin_for, why_not_native
-from anchorlens.system import put_back
 from tests.models.test_matrix import bridge, processed_bridge
 from tests.references.architectures import ALL, BY_NAME
 from tests.references.comparison import batch_of, precise, tokenizer, weights_of
 from tests.support.found_anew import found_anew
-from tests.support.interrupting import at_every_moment
 from tests.support.measures import counted_layers
 from tests.support.tiny_models import questions
-from tests.support.unchanged import everything_of
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 # Mostly because their attention does not call the interface of transformers.
@@ -45,11 +38,6 @@ NAMES = [
     for row in ALL
     if row.name in BY_NAME and hasattr(row, "config") and row.name not in REFUSED
 ]
-
-
-def registered() -> list[str]:
-    """What transformers can compute attention and masks with."""
-    return [*ALL_ATTENTION_FUNCTIONS, *ALL_MASK_ATTENTION_FUNCTIONS]
 
 
 def reads_of(model: Any, batch: al.PromptBatch, changes: Sequence[Hook]) -> dict[str, Tensor]:
@@ -204,26 +192,6 @@ def test_what_changes_in_the_model_changes_its_native_passes(llama: Any, gemma3:
     assert twin_for(llama, batch) is None, "its modules are not those of the twin"
     parent._modules.update(children)
     assert twin_for(llama, batch) is not None
-
-
-@pytest.mark.parametrize("interrupts", [1, 2])
-def test_interrupts_at_every_moment_leave_nothing(gpt2: Any, interrupts: int) -> None:
-    (batch,) = questions(gpt2, 1)
-    before, expected = everything_of(gpt2), run_pass(gpt2, batch)
-    listener: Any = SimpleNamespace(attend=None, has_padding=None)
-
-    def enter() -> None:
-        with twin_of(gpt2).running(listener):
-            assert set(registered()) - known
-
-    known = set(registered())
-    tried = 0
-    for moments in at_every_moment([put_back, twin, replaced_attention], interrupts, enter):
-        tried += 1
-        assert everything_of(gpt2) == before, moments
-        assert set(registered()) == known and twin_of(gpt2)._now is None
-    assert tried > 5
-    assert torch.equal(run_pass(gpt2, batch), expected)
 
 
 def test_a_twin_that_computes_something_else_is_not_taken(
