@@ -1,6 +1,7 @@
 """A native pass has the numbers of a pass with hooks at its points, and leaves nothing behind."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -88,7 +89,7 @@ def changes_of(model: Any, batch: al.PromptBatch) -> dict[str, list[Hook]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_native_passes_have_the_numbers_of_hooked_passes(name: str) -> None:
-    weights, batch = weights_of(name, torch.float64), batch_of("right")
+    weights, batch = deepcopy(weights_of(name, torch.float64)), batch_of("right")
     with precise(torch.float64):
         model = bridge(weights, tokenizer())
         reason = why_not_native(model)
@@ -116,7 +117,7 @@ def test_only_prompts_padded_on_the_right_are_native(gpt2: Any, side: Any) -> No
 
 
 def test_a_processed_bridge_is_not_native() -> None:
-    model = processed_bridge(weights_of("GPT-2", torch.float32), tokenizer())
+    model = processed_bridge(deepcopy(weights_of("GPT-2", torch.float32)), tokenizer())
     assert why_not_native(model) == "its weights are processed"
 
 
