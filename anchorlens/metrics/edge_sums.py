@@ -73,11 +73,26 @@ class EdgeSets:
         pairs = zip(self.sets, other.sets, strict=True)
         return all(edges.begins_as(one.before(length)) for edges, one in pairs)
 
+    def key_classes(self) -> tuple[Int[Tensor, "_ key"], int] | None:
+        """The class of each key, and how many there are, if the sets are made of positions."""
+        if self._by_classes is None:
+            self._by_classes = _by_classes(self.sets)
+        return (
+            None if self._by_classes is None else (self._by_classes.of_keys, self._by_classes.count)
+        )
+
+    def over_queries(
+        self, by_class: Float[Tensor, "batch _ query key_class"]
+    ) -> Float[Tensor, "batch _ set"]:
+        """The sums of each set, from those of each query over its earlier keys of each class."""
+        assert self._by_classes is not None  # they gave the classes
+        return self._by_classes.over_queries(slice(0, by_class.shape[2]), by_class)
+
     def sums(
         self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
     ) -> Float[Tensor, "batch _ set"]:
         """The sums of weights between these positions, one for each set."""
-        if self._by_classes is not None:
+        if self._by_classes is not None and self._table is None:
             return self._by_classes.sums(queries, keys, weights)
         key = queries, keys, len(weights), weights.dtype, weights.device
         if self._inside is None or self._inside[0] != key:
@@ -102,7 +117,8 @@ class ClassSums:
     """
 
     def __init__(self, of_queries: Tensor, of_keys: Tensor, tables: Tensor) -> None:
-        self._keys = torch.nn.functional.one_hot(of_keys, tables.shape[2]).float()
+        self.of_keys, self.count = of_keys, tables.shape[2]
+        self._keys = torch.nn.functional.one_hot(of_keys, self.count).float()
         # [batch, query, key class, set]
         device = of_queries.device
         self._tables = tables.movedim(0, 2).to(device)[of_queries].to(widest(device))
@@ -111,11 +127,17 @@ class ClassSums:
         self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
     ) -> Float[Tensor, "batch _ set"]:
         """The sums of weights between these positions, one for each set."""
-        count, device = len(weights), weights.device
         earlier = weights.tril(queries.start - (keys.start or 0) - 1)
-        of_keys = self._keys[:, keys].expand(count, -1, -1).to(weights)
-        by_class = (earlier.flatten(1, 2) @ of_keys).unflatten(1, weights.shape[1:3])
-        tables = self._tables[:, queries].expand(count, -1, -1, -1).to(device)
+        of_keys = self._keys[:, keys].expand(len(weights), -1, -1).to(weights)
+        by_class = earlier.flatten(1, 2) @ of_keys
+        return self.over_queries(queries, by_class.unflatten(1, weights.shape[1:3]))
+
+    def over_queries(
+        self, queries: slice, by_class: Float[Tensor, "batch _ query key_class"]
+    ) -> Float[Tensor, "batch _ set"]:
+        """The sums of what each query has from the earlier keys of each class."""
+        of_rows = self._tables[:, queries].expand(len(by_class), -1, -1, -1)
+        tables = of_rows.to(by_class.device)
         return torch.einsum("bhqc,bqcs->bhs", by_class.to(tables.dtype), tables)
 
 
@@ -146,6 +168,21 @@ class Segments:
     def begin_as(self, other: Any, length: int) -> bool:
         """Whether the first positions of every prompt are in the segments of another prompt."""
         return bool((self.positions[..., :length] == other.positions[..., :length]).all())
+
+    def key_classes(self) -> tuple[Int[Tensor, "_ key"], int] | None:
+        """The segment of each key, -1 for none; None if a key is in several."""
+        if (self.positions.sum(1) > 1).any():
+            return None
+        inside = self.positions.any(1)
+        return torch.where(inside, self.positions.long().argmax(1), -1), self.positions.shape[1]
+
+    def over_queries(
+        self, by_class: Float[Tensor, "batch _ query segment"]
+    ) -> Float[Tensor, "batch _ segment segment"]:
+        """The sums from each segment, of those of each query over its earlier keys of each."""
+        wide = widest(by_class.device)
+        readers = self.positions.to(by_class.device, wide).expand(len(by_class), -1, -1)
+        return torch.einsum("bhqc,bsq->bhsc", by_class.to(wide), readers)
 
     def sums(
         self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
@@ -200,6 +237,12 @@ class EdgeSums:
         # The reason of sums that are not finite. Of a product it can only be the gradient.
         known = None if self._is_product else gradient.isfinite().all()
         self._of_layers.setdefault(layer, []).append((sums, known))
+
+    def add_key_classes(
+        self, layer: int, by_class: Float[Tensor, "batch merged_and_heads query key_class"]
+    ) -> None:
+        """Add the weights of all query rows of a layer, summed over earlier keys of each class."""
+        self._of_layers.setdefault(layer, []).append((self.sets.over_queries(by_class), None))
 
     def total(self) -> Float[Tensor, "batch layer _ *sets"]:
         """Sums over edges, merged over heads and then of each head, on the CPU.

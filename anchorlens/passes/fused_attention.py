@@ -26,8 +26,10 @@ from ..models.replaced_attention import (
     is_skipped,
 )
 from ..prompts.batch import PromptBatch
+from .flow_tap import FlowTap, may_tap, use_taps
 from .memory import return_freed_memory
-from .row_attention import RowAttention, Rows, UseRowsOfLayer
+from .observers import SumsObserver
+from .row_attention import RowAttention, Rows, UseRowsOfLayer, output_of
 
 T = TypeVar("T")
 
@@ -41,11 +43,14 @@ def fused_attention(
     use: UseRows | None = None,
     hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
+    taps: Sequence[SumsObserver] = (),
 ) -> Attend:
     """A fused attention of all layers, whose backward pass hands rows to ``use``.
 
-    The hook points inside the attention are not called. Hooks there that cut edges of the scores or
-    detach heads act here, and observers of queries and keys are called here; others are an error.
+    ``taps`` get their sums by a kernel in the layers whose attention it knows; there ``use`` gets
+    nothing. The hook points inside the attention are not called. Hooks there that cut edges of the
+    scores or detach heads act here, and observers of queries and keys are called here; others are
+    an error.
     """
     acting, observing = (
         [hook for hook in each if is_skipped(model, hook[0])] for each in (hooks, observers)
@@ -70,7 +75,12 @@ def fused_attention(
         for cut in layer.cuts:
             edges = partial(cut.in_heads, n_heads=query.shape[1])
             terms = replace(terms, mask=terms.mask.without(edges))
-        z: Heads = RowAttention.apply(query, key, value, terms, layer.use)
+        if taps and may_tap(query, value, terms):
+            z: Heads = output_of(query, key, value, terms)
+            operands = query.detach(), key.detach(), value.detach()
+            z = FlowTap.apply(z, *operands, terms.scale, partial(use_taps, taps, number))
+        else:
+            z = RowAttention.apply(query, key, value, terms, layer.use)
         for detach in layer.detached:
             z = detach(z.transpose(1, 2), None).transpose(1, 2)
         return z
@@ -86,10 +96,11 @@ def run_fused(
     use: UseRows | None = None,
     hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
+    taps: Sequence[SumsObserver] = (),
     **options: Any,
 ) -> T:
     """What ``run_pass`` or ``run_prefix`` gives with a fused attention."""
-    attend = fused_attention(model, use, hooks, observers)
+    attend = fused_attention(model, use, hooks, observers, taps)
     outside, observing = (outside_attention(model, each) for each in (hooks, observers))
     if observing:
         options["observers"] = observing

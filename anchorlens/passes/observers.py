@@ -194,6 +194,12 @@ class SumsObserver(Observer):
     def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
         self._sums.add_rows(layer, rows, keys, a, slope)
 
+    def use_kernel(self, layer: int, sums_of: Callable[[Tensor, int, Any], Tensor]) -> None:
+        """Get sums of a layer, from a function of classes of keys, their number and the weight."""
+        classes = self._sums.sets.key_classes()
+        assert classes is not None  # see ``why_no_kernel``
+        self._sums.add_key_classes(layer, sums_of(*classes, self._sums.weight))
+
     def found(self) -> Tensor:
         return self._sums.total()
 

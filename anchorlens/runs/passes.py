@@ -33,7 +33,7 @@ from ..passes.forward import Pass, Watched, logits_at, unedited
 from ..passes.fused_attention import run_fused
 from ..passes.late_start import Start, Starts
 from ..passes.losses import Loss, label_cross_entropy
-from ..passes.observers import HooksObserver, Layers
+from ..passes.observers import HooksObserver, Layers, SumsObserver
 from ..passes.provide import Observation
 from ..passes.shared_prefix import CLEAN, SharedPrefixes, run_shared, shared_tokens
 from ..passes.shortcuts import any_loss, why_not_late
@@ -323,11 +323,15 @@ class Passes:
                     each.use_rows(layer, rows, keys, pattern, gradient)
 
         differentiates = any(question.name in self.way.of_gradient for question in questions)
+        observers = [each for of_one in observed for each in of_one.observers]
+        tapped = [each for each in observers if isinstance(each, SumsObserver)]
+        taps = tapped if self.way.has_kernel else []
         logits = run_fused(
             _run,
             self.model,
             batch,
             use=use,
+            taps=taps,
             hooks=hooks(batch),
             loss=self.loss if differentiates else any_loss,  # rows are formed on the way back
             gradient_checkpointing=self.way.is_checkpointed,

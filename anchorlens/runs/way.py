@@ -21,6 +21,7 @@ from ..models.facts import facts_of
 from ..models.hooked import Hook, HookedModel, device_of, devices_of_layers, dtype_of
 from ..models.model_state import has_user_hooks
 from ..models.rotary import rotate_alike, rotates_by_length
+from ..passes.flow_tap import is_on_a_gpu, why_no_kernel
 from ..passes.fused_attention import acts_when_fused, outside_attention
 from ..passes.loss_checks import targets_of
 from ..passes.losses import Loss, WordCrossEntropy
@@ -66,6 +67,7 @@ class Way:
     lengths: Mapping[int, int]  # of the tokens that run once, by set of demonstrations
     attention: str = ""  # of long prompts: whether it is fused, or why not
     is_fused: bool = False  # no pattern is formed, but of the tokens after shared ones
+    has_kernel: bool = False  # which sums over edges where no pattern is formed
     is_checkpointed: bool = False  # blocks store only their input for the gradient
     by_rows: frozenset[str] = frozenset()  # questions that get rows of A where no pattern is formed
     of_gradient: frozenset[str] = frozenset()  # questions that need a backward pass
@@ -157,11 +159,19 @@ def _fused(
     else:
         whole = ", but whole prompts for rows of the attention" if any(rows) else ""
         shared_prefix = f"{_tokens_of(way.lengths)} of each prompt, run once for all{whole}"
+    asked = [question for question in questions if question.name in way.by_rows]
+    has_kernel = bool(asked) and is_on_a_gpu(model)
+    if has_kernel:
+        shortest = min(batches, key=lambda batch: batch.tokens.shape[1])
+        reason = why_no_kernel(model, asked, shortest)
+        attention += f"; rows, because {reason}" if reason else "; sums by a kernel"
+        has_kernel = not reason
     why = ""
     if any(rows) and not is_checkpointed:
         why = why_checkpointed(model, batches, free)
         attention += f"; blocks are checkpointed, because {why}" if why else ""
     made = replace(way, shared_prefix=shared_prefix, attention=attention, is_fused=True)
+    made = replace(made, has_kernel=has_kernel)
     return replace(made, is_checkpointed=is_checkpointed or bool(why))
 
 
