@@ -52,7 +52,11 @@ def blocks_are_named() -> bool:
     return "GPT2Block" in GPT2LMHeadModel._no_split_modules
 
 
-@use_of("torch", "_version", "passes/forward.py passes/observers.py prompts/batch.py")
+@use_of(
+    "torch",
+    "_version",
+    "passes/forward.py passes/observers.py prompts/batch.py models/twin.py",
+)
 def version_counts_edits() -> bool:
     """Tensor._version counts edits in place."""
     tensor = torch.zeros(2)
@@ -212,6 +216,42 @@ def configurations_name_the_attention() -> bool:
     named = model.config._attn_implementation
     model.config._attn_implementation = "sdpa"
     return (named, model.config._attn_implementation) == ("eager", "sdpa")
+
+
+@use_of("torch", "_global_forward_hooks _global_forward_pre_hooks", "models/twin.py")
+def hooks_on_every_module_are_listed() -> bool:
+    """Hooks on every module of the process are in two tables of torch."""
+    from torch.nn.modules import module
+
+    handles = [
+        module.register_module_forward_hook(lambda *args: None),
+        module.register_module_forward_pre_hook(lambda *args: None),
+    ]
+    sizes = len(module._global_forward_hooks), len(module._global_forward_pre_hooks)
+    for handle in handles:
+        handle.remove()
+    return sizes == (1, 1)
+
+
+@use_of("torch", "_modules _parameters _buffers", "models/twin.py")
+def a_module_holds_its_parts_in_tables() -> bool:
+    """A copy of what a module holds has its parts, which are looked up in three tables."""
+    norm = nn.Sequential(nn.BatchNorm1d(2))
+    made = object.__new__(nn.Sequential)
+    vars(made).update(vars(norm))
+    vars(made)["_modules"] = {"0": norm[0]}
+    held = vars(norm[0])
+    tables = {**held["_parameters"], **held["_buffers"]}
+    return made[0] is norm[0] and tables["weight"] is norm[0].weight and len(tables) == 5
+
+
+@use_of("torch", "_compiled_call_impl", "models/twin.py")
+def a_compiled_module_calls_another_function() -> bool:
+    """A compiled module has what it calls in _compiled_call_impl."""
+    linear = nn.Linear(1, 1)
+    before = linear._compiled_call_impl
+    linear.compile(backend="eager")
+    return before is None and linear._compiled_call_impl is not None
 
 
 @use_of("transformers", "_attn_implementation_internal", "models/twin.py")

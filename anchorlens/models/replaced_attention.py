@@ -245,11 +245,15 @@ def _registered(name: str, interface: _Interface) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     registries = AttentionInterface, AttentionMaskInterface
+    # Private in transformers, which has no public way to undo a registration.
+    found = [registry._global_mapping.get(name) for registry in registries]
 
     def restore() -> None:
-        for registry in registries:
-            # Private in transformers, which has no public way to undo a registration.
-            registry._global_mapping.pop(name, None)
+        for registry, former in zip(registries, found, strict=True):
+            if former is None:
+                registry._global_mapping.pop(name, None)
+            else:  # of a pass outside of this one
+                registry._global_mapping[name] = former
 
     def register() -> None:
         AttentionInterface.register(name, interface.attention)

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 from ..system.put_back import put_back, safe_context
 from .facts import fact
@@ -38,18 +39,19 @@ class Listener:
 
 
 class Twin:
-    """The transformers model of a bridge; ``why`` says why there is none, if there is none."""
+    """The transformers model of a bridge; ``why`` says why there is none, if there is none.
+
+    Between passes it keeps nothing of the model alive.
+    """
 
     def __init__(self, model: Any) -> None:
-        self.why, self._is_suspended = "", False
+        self.why, self._is_suspended, self._is_trusted = "", False, False
         self._now: Listener | None = None
         self._name = f"anchorlens twin {next(_numbers)}"  # of the attention in its configurations
-        self._modules: dict[int, Any] = {}  # by the id of a module: its copy, or the module itself
-        # Each copy, what is its own, and its original, which is not kept: it has parts of bridges.
-        self._copies: list[tuple[Any, dict[str, Any], Any]] = []
-        self._configs: dict[int, Any] = {}
+        self._twins: dict[int, Callable[[], Any]] = {}  # by the id of a module
+        self._copies: list[_Copy] = []
         self._found = [ref(module) for module in modules_of(model)]
-        self._hooks = _count_of_hooks(modules_of(model))
+        self._state, self._hooks = self._state_of(model), self._count_of_hooks()
         try:
             self._make(model)
         except _NoTwin as error:
@@ -69,45 +71,43 @@ class Twin:
         head = getattr(head, "original_component", head)
         if head is None or None in (*blocks, *attentions):
             raise _NoTwin("its blocks or its unembedding are not modules of transformers")
-        self._own = {id(module) for module in (original, *blocks, *attentions, head)}
-        self.model = self._twin_of(original)
-        self._layers = {id(self._twin_of(each)): n for n, each in enumerate(attentions)}
-        for layer, block in enumerate(blocks):
-            twin = self._twin_of(block)
-            self._own_of(twin)["forward"] = partial(self._run_block, layer, type(block), twin)
-        twin = self._twin_of(head)
-        self._own_of(twin)["forward"] = partial(self._run_head, type(head), twin)
+        forwards: dict[int, Any] = {
+            id(block): partial(self._run_block, layer) for layer, block in enumerate(blocks)
+        }
+        forwards[id(head)] = self._run_head
+        own = {id(module) for module in (original, *attentions)} | forwards.keys()
+        self._configs: dict[int, Any] = {}
+        self.model = self._twin_of(original, own, forwards)
+        self._layers = {id(self._twins[id(each)]()): n for n, each in enumerate(attentions)}
 
-    def _twin_of(self, module: nn.Module) -> Any:
+    def _twin_of(self, module: nn.Module, own: Any, forwards: Mapping[int, Any]) -> Any:
         """A copy of a module, where the bridge has wrappers inside; otherwise the module."""
         module = _unwrapped(module)
-        if id(module) not in self._modules:
-            children = {name: self._twin_of(each) for name, each in _children(module)}
-            is_same = all(children[name] is each for name, each in _children(module))
-            self._modules[id(module)] = module
-            if not is_same or id(module) in self._own:
-                if "forward" in vars(module):
-                    name = type(module).__name__
-                    raise _NoTwin(f"another library replaced the forward of {name}")
-                made = self._modules[id(module)] = object.__new__(type(module))
-                configs = {n: self._config(each) for n, each in _configs_in(module).items()}
-                children = {name: children.get(name) for name in module._modules}
-                self._copies.append((made, {"_modules": children, **configs}, ref(module)))
-        return self._modules[id(module)]
-
-    def _known(self, module: nn.Module) -> Any:
-        return self._modules.get(id(_unwrapped(module)))
-
-    def _own_of(self, twin: Any) -> dict[str, Any]:
-        return next(own for made, own, _ in self._copies if made is twin)
+        if id(module) not in self._twins:
+            inner = {n: self._twin_of(m, own, forwards) for n, m in _children(module)}
+            if id(module) not in own and all(inner[n] is m for n, m in _children(module)):
+                self._twins[id(module)] = ref(module)
+                return module
+            if "forward" in vars(module):
+                raise _NoTwin(f"another library replaced the forward of {type(module).__name__}")
+            made = object.__new__(type(module))
+            self._twins[id(module)] = lambda: made
+            names = dict.fromkeys(module._modules, None) | {
+                name: id(_unwrapped(each)) for name, each in _children(module)
+            }
+            values = {n: self._config(each) for n, each in _configs_in(module).items()}
+            if id(module) in forwards:
+                values["forward"] = partial(forwards[id(module)], type(module), made)
+            self._copies.append(_Copy(made, ref(module), names, values))
+        return self._twins[id(module)]()
 
     def _config(self, config: Any) -> Any:
         if id(config) not in self._configs:
             made = self._configs[id(config)] = copy.copy(config)
             parts = {n: getattr(config, n, None) for n in config.sub_configs}
-            own = {n: self._config(each) for n, each in parts.items() if each is not None}
-            own["_attn_implementation_internal"] = self._name
-            self._copies.append((made, own, lambda: config))
+            values = {n: self._config(each) for n, each in parts.items() if each is not None}
+            values["_attn_implementation_internal"] = self._name
+            self._copies.append(_Copy(made, lambda: config, None, values))
         return self._configs[id(config)]
 
     def _run_block(self, layer: int, kind: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,20 +121,25 @@ class Twin:
     @safe_context
     def running(self, listener: Listener) -> Iterator[Callable[..., Tensor]]:
         """Inside, what is yielded runs tokens as the bridge does, and ``listener`` hears of it."""
+        former = self._now
 
         def run(tokens: Tensor, **inputs: Any) -> Tensor:
             logits: Tensor = self.model(tokens, **inputs).logits
             return logits
 
         def start() -> None:
-            for made, own, original in self._copies:
-                vars(made).update(vars(original()))
-                vars(made).update(own)
+            for each in self._copies:
+                each.fill(self._twins)
             self._now = listener
+
+        def end() -> None:
+            self._now = former
+            for each in self._copies if former is None else []:
+                each.empty()
 
         padding = listener.has_padding
         interface = attention_of_interface(self._name, self._layers, listener.attend, padding)
-        with put_back(partial(setattr, self, "_now", None), start), interface:
+        with put_back(end, start), interface:
             yield run
 
     @safe_context
@@ -144,21 +149,56 @@ class Twin:
             self._is_suspended = True
             yield
 
+    @safe_context
+    def trusted(self) -> Iterator[None]:
+        """Inside, changes of the model are those of the package, such as shorter windows."""
+        with put_back(partial(setattr, self, "_is_trusted", self._is_trusted)):
+            self._is_trusted = True
+            yield
+
     def may_run(self, model: Any) -> bool:
-        """Whether the model has the modules that it had, and no hooks of the user."""
-        if self._is_suspended:
-            return False
-        for _, own, original_of_copy in self._copies:
-            original = original_of_copy()
-            if isinstance(original, nn.Module):
-                children = {n: m and self._known(m) for n, m in original._modules.items()}
-                if "forward" in vars(original) or children != own["_modules"]:
-                    return False
-        modules = [module for each in self._found if (module := each()) is not None]
-        hooks = _count_of_hooks(modules)
+        """Whether the model is what it was when the twin was made, and has no hooks of the user.
+
+        It is not where weights were trained, modules, settings or methods replaced: the bridge and
+        the model of transformers may hold copies of weights, of which only one was changed.
+        """
+        hooks = self._count_of_hooks()
         if hooks != self._hooks and not has_user_hooks(model):
             self._hooks = hooks  # a bridge adds some hooks during its first pass
-        return hooks == self._hooks
+        if self._is_suspended or hooks != self._hooks or _global_hooks():
+            return False
+        return self._is_trusted or self._state_of(model) == self._state
+
+    def _count_of_hooks(self) -> int:
+        held = [vars(module) for each in self._found if (module := each()) is not None]
+        return sum(len(each[name]) for each in held for name in HOOK_TABLES)
+
+    def _state_of(self, model: Any) -> list[Any]:
+        modules = [each() for each in self._found]
+        return [_settings(vars(model.cfg)), *(None if m is None else _state(m) for m in modules)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """A copy of a module or configuration, which takes what its original holds before a pass."""
+
+    made: Any
+    original: Callable[[], Any]
+    children: Mapping[str, int | None] | None  # of a module: the ids of its children
+    values: Mapping[str, Any]  # that are its own
+
+    def fill(self, twins: Mapping[int, Callable[[], Any]]) -> None:
+        """Take all that the original holds."""
+        vars(self.made).update(vars(self.original()))
+        if self.children is not None:
+            inner = {n: None if i is None else twins[i]() for n, i in self.children.items()}
+            vars(self.made).update(_modules=inner, _compiled_call_impl=None)
+        vars(self.made).update(self.values)
+
+    def empty(self) -> None:
+        """Hold nothing, so that nothing is kept alive."""
+        if self.children is not None:
+            vars(self.made).clear()
 
 
 class _NoTwin(Exception):
@@ -180,8 +220,40 @@ def _configs_in(module: nn.Module) -> Mapping[str, Any]:
     return {name: each for name, each in vars(module).items() if hasattr(each, "sub_configs")}
 
 
-def _count_of_hooks(modules: Any) -> int:
-    return sum(len(vars(module)[name]) for module in modules for name in HOOK_TABLES)
+def _state(module: nn.Module) -> tuple[Any, ...]:
+    """What a module is: its type, methods, settings, children and weights."""
+    held = vars(module)
+    tensors = {**held["_parameters"], **held["_buffers"]}.values()
+    return (
+        type(module),
+        held.get("forward"),
+        held.get("_compiled_call_impl") is None,
+        _settings(held),
+        [(id(each), _settings(vars(each))) for each in _configs_in(module).values()],
+        [*map(id, held["_modules"].values())],
+        [_identity(each) for each in tensors if each is not None],
+    )
+
+
+def _identity(tensor: Tensor) -> tuple[int, int, int]:
+    """What changes when a tensor is edited, moved or replaced."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return id(tensor), tensor.data_ptr(), version
+
+
+def _settings(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Numbers, flags and names that something holds, but for what passes change."""
+    return [
+        (name, value)
+        for name, value in held.items()
+        if type(value) in (int, float, bool, str) and name[0] != "_" and name != "training"
+    ]
+
+
+def _global_hooks() -> bool:
+    """Whether hooks act on every module of this process."""
+    # Private in torch, which has no public way to list them.
+    return bool(module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks)
 
 
 @fact

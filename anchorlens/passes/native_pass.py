@@ -181,6 +181,9 @@ class NativePass:
         """The numbers that are added to the scores: once for all layers of a hook."""
         key = (id(mask), *map(id, hooks))
         if key not in self._tables:
+            # Two kinds of layers may take turns; hooks that scale are others in each layer.
+            while len(self._tables) > 1:
+                self._tables.pop(next(iter(self._tables)))
             queries, keys = scores.shape[2:]
             lowest = torch.finfo(scores.dtype).min
             seen = mask.seen(slice(0, queries), slice(0, keys))

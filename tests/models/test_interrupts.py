@@ -123,7 +123,7 @@ def test_interrupts_of_a_native_pass_leave_nothing(gpt2: Any, interrupts: int) -
     own, before, known = twin_of(gpt2), everything_of(gpt2), registered()
 
     def enter() -> None:
-        with own.running(listener), own.suspended():
+        with own.trusted(), own.running(listener), own.suspended():
             assert registered() > known and not own.may_run(gpt2)
 
     enter()
@@ -132,4 +132,5 @@ def test_interrupts_of_a_native_pass_leave_nothing(gpt2: Any, interrupts: int) -
         tried += 1
         assert everything_of(gpt2) == before, moments
         assert registered() == known and own._now is None and own.may_run(gpt2), moments
+        assert not own._is_trusted
     assert tried > 5

@@ -1,5 +1,7 @@
 """A native pass has the numbers of a pass with hooks at its points, and leaves nothing behind."""
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from tests.references.architectures import ALL, BY_NAME
 from tests.references.comparison import batch_of, precise, tokenizer, weights_of
 from tests.support.found_anew import found_anew
 from tests.support.measures import counted_layers
-from tests.support.tiny_models import questions
+from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 # Mostly because their attention does not call the interface of transformers.
@@ -162,37 +164,73 @@ def test_hooks_of_a_user_act_on_the_hooked_model(gpt2: Any, hooks: list[Hook]) -
     assert torch.equal(run_pass(gpt2, batch), before)
 
 
-@pytest.mark.changes_model
-def test_what_changes_in_the_model_changes_its_native_passes(llama: Any, gemma3: Any) -> None:
-    (batch,) = questions(gemma3, 3)
-    before = run_pass(gemma3, batch)
-    attentions = [block.attn.original_component for block in gemma3.blocks]
-    windows = [attention.sliding_window for attention in attentions]
-    gemma3.original_model.config.sliding_window = 3
-    try:
-        with counted_layers(gemma3) as calls:
-            shorter = run_pass(gemma3, batch)
-        assert calls[0] == 1 and not torch.equal(shorter, before)
-        with twin_of(gemma3).suspended():
-            assert shorter.allclose(run_pass(gemma3, batch), rtol=0, atol=1e-4)
-    finally:
-        gemma3.original_model.config.sliding_window = windows[0] or windows[1] or 8
-    (batch,) = questions(llama, 3)
-    before = run_pass(llama, batch)
+def swap_type(model: Any) -> None:
+    module = model.blocks[1].mlp.original_component
+    module.__class__ = type("Other", (type(module),), {})
+
+
+def train(model: Any) -> None:
     with torch.no_grad():
-        next(iter(llama.blocks[1].parameters())).mul_(1.5)
-    assert not torch.equal(run_pass(llama, batch), before)
-    other = llama.blocks[2].attn.original_component
-    parent = llama.original_model.model.layers[2].original_component
-    assert twin_for(llama, batch) is not None
-    vars(other)["forward"] = type(other).forward.__get__(other)
-    assert twin_for(llama, batch) is None, "another library may have replaced it"
-    del vars(other)["forward"]
-    children = dict(parent._modules)
-    parent._modules["mlp"] = torch.nn.Identity()
-    assert twin_for(llama, batch) is None, "its modules are not those of the twin"
-    parent._modules.update(children)
-    assert twin_for(llama, batch) is not None
+        model.blocks[0].attn.q.original_component.weight.mul_(3)
+
+
+def replace_method(module: Any) -> None:
+    vars(module)["forward"] = type(module).forward.__get__(module)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "weights of a copy": train,
+    "processed": lambda model: model.enable_compatibility_mode(disable_warnings=True),
+    "folded": lambda model: model.process_weights(fold_ln=True),
+    "compiled": lambda model: model.original_model.compile(backend="eager"),
+    "compiled block": lambda model: model.blocks[1].original_component.compile(backend="eager"),
+    "type": swap_type,
+    "method of a wrapper": lambda model: replace_method(model.blocks[1].mlp),
+    "method of a part": lambda model: replace_method(model.blocks[1].mlp.original_component),
+    "method of the bridge": replace_method,
+    "setting": lambda model: setattr(model.cfg, "eps", 0.5),
+    "setting of a part": lambda model: setattr(model.blocks[0].ln1.original_component, "eps", 0.5),
+    "window": lambda model: setattr(model.original_model.config, "n_positions", 77),
+    "part": lambda model: model.blocks[2].mlp._modules.update(hook_out=torch.nn.Identity()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_changed_runs_with_hooks(name: str, byte_level: Any) -> None:
+    """What a bridge and the model of transformers hold twice may be changed in one of them."""
+    model = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+    (batch,) = questions(model, 2)
+    run_pass(model, batch)
+    assert twin_for(model, batch) is not None
+    CHANGES[name](model)
+    assert twin_for(model, batch) is None
+
+
+def test_hooks_on_every_module_run_with_hooks(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 2)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        assert twin_for(gpt2, batch) is None
+    finally:
+        handle.remove()
+
+
+def test_a_model_is_freed_although_a_hook_refers_to_it(byte_level: Any) -> None:
+    model = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+    (batch,) = questions(model, 2)
+    run_pass(model, batch)
+    model.original_model.register_forward_hook(lambda *args, model=model: None)
+    model.blocks[0].mlp.original_component.register_forward_hook(lambda *a, model=model: None)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+def test_low_precision_is_not_native(byte_level: Any) -> None:
+    model = al.load_model(tiny_gpt2(len(byte_level)).bfloat16(), tokenizer=byte_level)
+    assert why_not_native(model).startswith("in low precision")
 
 
 def test_a_twin_that_computes_something_else_is_not_taken(
