@@ -25,6 +25,7 @@ from .model_state import HOOK_TABLES, has_user_hooks, without_user_hooks
 from .replaced_attention import Attend, attention_of_interface
 
 _numbers = count()
+_SETTINGS = frozenset((int, float, bool, str))  # types of what passes read
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +175,11 @@ class Twin:
         return sum(len(each[name]) for each in held for name in HOOK_TABLES)
 
     def _state_of(self, model: Any) -> list[Any]:
-        modules = [each() for each in self._found]
-        return [_settings(vars(model.cfg)), *(None if m is None else _state(m) for m in modules)]
+        modules = [module for each in self._found if (module := each()) is not None]
+        found = (vars(module).get("config") for module in modules)
+        configs = {id(each): each for each in found if hasattr(each, "__dict__")}
+        settings = [_settings(vars(each)) for each in (model.cfg, *configs.values())]
+        return [*settings, *map(_state, modules)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,13 +227,15 @@ def _configs_in(module: nn.Module) -> Mapping[str, Any]:
 def _state(module: nn.Module) -> tuple[Any, ...]:
     """What a module is: its type, methods, settings, children and weights."""
     held = vars(module)
+    kind, methods = type(module), (held.get("forward"), held.get("_compiled_call_impl") is None)
+    if "fwd_hooks" in held:  # a hook point, of which there are thousands
+        return kind, methods
     tensors = {**held["_parameters"], **held["_buffers"]}.values()
     return (
-        type(module),
-        held.get("forward"),
-        held.get("_compiled_call_impl") is None,
+        kind,
+        methods,
         _settings(held),
-        [(id(each), _settings(vars(each))) for each in _configs_in(module).values()],
+        id(held.get("config")),
         [*map(id, held["_modules"].values())],
         [_identity(each) for each in tensors if each is not None],
     )
@@ -246,7 +252,7 @@ def _settings(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in held.items()
-        if type(value) in (int, float, bool, str) and name[0] != "_" and name != "training"
+        if type(value) in _SETTINGS and name[0] != "_" and name != "training"
     ]
 
 
