@@ -109,6 +109,10 @@ class EdgeSets:
         sums = torch.bmm(of_queries, self._inside[1])
         return sums.unflatten(0, (len(weights), -1)).sum(1)
 
+    def forget(self) -> None:
+        """Free what layers share, after the last of them."""
+        self._inside = None
+
 
 class ClassSums:
     """Sums over sets of edges that have classes: first over keys of each class, then over queries.
@@ -197,6 +201,9 @@ class Segments:
         merged = readers.to(earlier) @ earlier @ read.to(earlier).mT
         return merged.unflatten(0, (count, heads))
 
+    def forget(self) -> None:
+        """Nothing is stored for layers."""
+
 
 class EdgeSums:
     """Sums of a weight over sets of edges, layer by layer, merged over heads and of each head."""
@@ -249,6 +256,7 @@ class EdgeSums:
 
         An error for a NaN, which would stand for "no edge", names the gradient or the weight.
         """
+        self.sets.forget()
         pieces = [of_layer for _, of_layer in sorted(self._of_layers.items())]
         layers = [_added([sums for sums, _ in of_layer]) for of_layer in pieces]
         # One copy to the CPU, because a GPU waits at each.

@@ -84,7 +84,7 @@ class NativePass:
     ) -> None:
         self._padding, self._start, self._starts = padding, start, starts
         self._checkpoints = checkpoints
-        self._attention = self._attend if attend is None else attend
+        self._given = attend
         self._operands = facts_of(model).operands
         self._points = points_of(len(self._operands))
         self._acts, self._of_gradients = _by_point(forward), _by_point(backward)
@@ -92,7 +92,8 @@ class NativePass:
 
     def listener(self, has_padding: bool | None) -> Listener:
         """What a twin tells of its pass."""
-        return Listener(self._attention, self._run_block, self._unembed, has_padding)
+        attend = self._attend if self._given is None else self._given
+        return Listener(attend, self._run_block, self._unembed, has_padding)
 
     def _through(self, point: str, tensor: Tensor) -> Tensor:
         """A tensor after the hooks of a point, in their order, whose gradient is shown too."""
