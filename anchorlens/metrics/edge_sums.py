@@ -123,9 +123,9 @@ class ClassSums:
     def __init__(self, of_queries: Tensor, of_keys: Tensor, tables: Tensor) -> None:
         self.of_keys, self.count = of_keys, tables.shape[2]
         self._keys = torch.nn.functional.one_hot(of_keys, self.count).float()
-        # [batch, query, key class, set]
-        device = of_queries.device
-        self._tables = tables.movedim(0, 2).to(device)[of_queries].to(widest(device))
+        self._of_queries = of_queries
+        # [query class, key class, set]
+        self._tables = tables.movedim(0, 2).to(of_queries.device, widest(of_queries.device))
 
     def sums(
         self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
@@ -140,7 +140,7 @@ class ClassSums:
         self, queries: slice, by_class: Float[Tensor, "batch _ query key_class"]
     ) -> Float[Tensor, "batch _ set"]:
         """The sums of what each query has from the earlier keys of each class."""
-        of_rows = self._tables[:, queries].expand(len(by_class), -1, -1, -1)
+        of_rows = self._tables[self._of_queries[:, queries]].expand(len(by_class), -1, -1, -1)
         tables = of_rows.to(by_class.device)
         return torch.einsum("bhqc,bqcs->bhs", by_class.to(tables.dtype), tables)
 
@@ -150,7 +150,11 @@ def _by_classes(sets: Sequence[EdgeSet]) -> ClassSums | None:
     classes = [edges.classes() for edges in sets]
     known = [each for each in classes if each is not None and not each.later]
     common = in_common(known) if len(known) == len(sets) else None
-    return None if common is None else ClassSums(*common)
+    if common is None:
+        return None
+    of_queries, of_keys, tables = common
+    found, of_keys = of_keys.unique(return_inverse=True)  # many of the joined classes do not occur
+    return ClassSums(of_queries, of_keys, tables[:, :, found.cpu()])
 
 
 class Segments:
