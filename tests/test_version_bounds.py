@@ -69,7 +69,8 @@ def test_what_the_package_imports_is_a_dependency() -> None:
         for module in modules_of(ast.parse(path.read_text()))
         for name in distributions.get(module.partition(".")[0], [])
     }
-    assert imported - {"anchorlens"} <= set(ACCEPTED)
+    # Triton comes with PyTorch for CUDA, and is only imported where it is found.
+    assert imported - {"anchorlens", "triton"} <= set(ACCEPTED)
 
 
 def modules_of(tree: ast.Module) -> Iterator[str]:
