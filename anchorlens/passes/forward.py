@@ -35,9 +35,9 @@ from .continuations import log_probs_after
 from .late_start import Start, Starts
 from .loss_checks import continuations_of, not_one_a_prompt, targets_of
 from .losses import Loss, WordCrossEntropy, columns_of
-from .native_pass import before_block
+from .native_pass import UNEMBED, after_block
 from .recompute import Checkpoints
-from .running import Run, running
+from .running import Run, leaf_hook, running
 from .twin_for import twin_for
 
 CHANGES, OBSERVERS = "hooks that change the run", "hooks that observe"
@@ -461,16 +461,6 @@ def _at_rows(
     return values[prompts, rows.to(values.device)]
 
 
-def leaf_hook(leaves: list[Tensor]) -> Hook:
-    """Makes the input of block 0 require a gradient, because all parameters are frozen."""
-
-    def make_leaf(resid: Tensor, hook: Any) -> Tensor:
-        leaves.append(resid.detach().requires_grad_())
-        return leaves[-1]
-
-    return before_block(0), make_leaf
-
-
 def _point_hook(
     points: list[tuple[Tensor, HookFunction]], name: Any, receive: HookFunction
 ) -> Hook:
@@ -487,9 +477,8 @@ def _before_unembedding(model: HookedModel) -> str:
 
     Where an adapter does not name this input, it is what comes before the final norm.
     """
-    name = "unembed.hook_in"
-    last_block = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    return name if name in model.hook_dict else last_block
+    last_block = after_block(model.cfg.n_layers - 1)
+    return UNEMBED if UNEMBED in model.hook_dict else last_block
 
 
 def _is_in_a_block(name: str | Callable[[str], bool]) -> bool:

@@ -102,7 +102,7 @@ def run_fused(
     """What ``run_pass`` or ``run_prefix`` gives with a fused attention."""
     attend = fused_attention(model, use, hooks, observers, taps)
     outside, observing = (outside_attention(model, each) for each in (hooks, observers))
-    if observing:
+    if observing:  # ``logits_at`` takes none
         options["observers"] = observing
     return run(model, batch, hooks=outside, attend=attend, **options)
 

@@ -17,7 +17,7 @@ from ..models.twin import Twin
 from ..prompts.batch import PromptBatch
 from ..system.put_back import safe_context
 from .late_start import Start, Starts, started, stored_starts
-from .native_pass import NativePass
+from .native_pass import NativePass, before_block
 from .recompute import Checkpoints, checkpointed
 
 Run = Callable[..., Tensor]  # logits of tokens and further inputs
@@ -75,6 +75,16 @@ def running(
         added_hooks(model, hooks, backward),
     ):
         yield model
+
+
+def leaf_hook(leaves: list[Tensor]) -> Hook:
+    """Makes the input of block 0 require a gradient, because all parameters are frozen."""
+
+    def make_leaf(resid: Tensor, hook: Any) -> Tensor:
+        leaves.append(resid.detach().requires_grad_())
+        return leaves[-1]
+
+    return before_block(0), make_leaf
 
 
 def _padding_of(batch: PromptBatch) -> Tensor | None:

@@ -34,8 +34,9 @@ from ..models.kinds import cached_heads, inputs_without_cache
 from ..models.media_tokens import refuse_media_tokens
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
-from .forward import leaf_hook, rows_hook
+from .forward import rows_hook
 from .losses import columns_of
+from .running import leaf_hook
 
 Pattern = Float[Tensor, "1 head query key"]
 

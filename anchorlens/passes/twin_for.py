@@ -20,8 +20,8 @@ from ..models.tiny_pass import shrunk_windows, tiny_passes, tiny_prompts
 from ..models.twin import Twin, twin_of
 from ..prompts.batch import PromptBatch
 from .comparison import SALIENCY_TOLERANCE, TOLERANCE, reason_of, why_not_equal
-from .native_pass import before_block, why_hooks_need_a_bridge
-from .running import running
+from .native_pass import why_hooks_need_a_bridge
+from .running import leaf_hook, running
 
 
 def twin_for(
@@ -94,10 +94,6 @@ def _logits_and_products(
     patterns, products = dict[int, Tensor](), dict[int, Tensor]()
     leaves = list[Tensor]()
 
-    def make_leaf(resid: Tensor, hook: Any) -> Tensor:
-        leaves.append(resid.detach().requires_grad_())
-        return leaves[0]
-
     def store(layer: int) -> Hook:
         def note(pattern: Tensor, hook: Any) -> None:
             if layer in patterns:
@@ -113,7 +109,7 @@ def _logits_and_products(
         return pattern_name(layer), note
 
     layers = range(model.cfg.n_layers)
-    forward = [(before_block(0), make_leaf), *map(store, layers)]
+    forward = [leaf_hook(leaves), *map(store, layers)]
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
