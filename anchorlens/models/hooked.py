@@ -72,6 +72,11 @@ def dtype_of(model: Any) -> torch.dtype:
     return dtype
 
 
+def is_of_low_precision(model: Any) -> bool:
+    """Whether numbers are rounded to 16 bits or fewer."""
+    return dtype_of(model).itemsize < 4
+
+
 def pattern_name(layer: int) -> str:
     """Hook point of the attention pattern, Float["batch head query key"], after the softmax."""
     return f"blocks.{layer}.attn.hook_pattern"

@@ -20,6 +20,7 @@ from torch.nn.modules import module as module_hooks
 
 from ..system.put_back import put_back, safe_context
 from .facts import fact
+from .hooked import is_of_low_precision
 from .kinds import config_of, is_bridge, modules_of, original_of
 from .model_state import HOOK_TABLES, has_user_hooks, without_user_hooks
 from .replaced_attention import Attend, attention_of_interface
@@ -46,13 +47,15 @@ class Twin:
     """
 
     def __init__(self, model: Any) -> None:
-        self.why, self._is_suspended, self._is_trusted = "", False, False
+        self.why, self.is_suspended, self.is_trusted = "", False, False
+        self.is_low = is_of_low_precision(model)
         self._now: Listener | None = None
         self._name = f"anchorlens twin {next(_numbers)}"  # of the attention in its configurations
         self._twins: dict[int, Callable[[], Any]] = {}  # by the id of a module
         self._copies: list[_Copy] = []
         self._found = [ref(module) for module in modules_of(model)]
-        self._state, self._hooks = self._state_of(model), self._count_of_hooks()
+        self._state, self._weights = self._state_of(model), self._weights_now()
+        self._hooks = self._count_of_hooks()
         try:
             self._make(model)
         except _NoTwin as error:
@@ -146,15 +149,18 @@ class Twin:
     @safe_context
     def suspended(self) -> Iterator[None]:
         """Inside, the hooked model runs all passes."""
-        with put_back(partial(setattr, self, "_is_suspended", self._is_suspended)):
-            self._is_suspended = True
+        with put_back(partial(setattr, self, "is_suspended", self.is_suspended)):
+            self.is_suspended = True
             yield
 
     @safe_context
     def trusted(self) -> Iterator[None]:
-        """Inside, changes of the model are those of the package, such as shorter windows."""
-        with put_back(partial(setattr, self, "_is_trusted", self._is_trusted)):
-            self._is_trusted = True
+        """Inside, the twin runs all passes that it can, and settings are not compared again.
+
+        Those that change are of the package, such as shorter windows.
+        """
+        with put_back(partial(setattr, self, "is_trusted", self.is_trusted)):
+            self.is_trusted = True
             yield
 
     def may_run(self, model: Any) -> bool:
@@ -166,16 +172,32 @@ class Twin:
         hooks = self._count_of_hooks()
         if hooks != self._hooks and not has_user_hooks(model):
             self._hooks = hooks  # a bridge adds some hooks during its first pass
-        if self._is_suspended or hooks != self._hooks or _global_hooks():
+        if self.is_suspended or hooks != self._hooks or _global_hooks():
             return False
-        return self._is_trusted or self._state_of(model) == self._state
+        if self._weights_now() != self._weights:
+            return False
+        return self.is_trusted or self._state_of(model) == self._state
+
+    def _modules(self) -> list[nn.Module]:
+        return [module for each in self._found if (module := each()) is not None]
 
     def _count_of_hooks(self) -> int:
-        held = [vars(module) for each in self._found if (module := each()) is not None]
+        held = map(vars, self._modules())
         return sum(len(each[name]) for each in held for name in HOOK_TABLES)
 
+    def _weights_now(self) -> list[Any]:
+        """What changes when weights are edited, moved or replaced, or methods are."""
+        held = [*map(vars, self._modules())]
+        tables = (t for each in held for t in (each["_parameters"], each["_buffers"]) if t)
+        return ["forward" in each for each in held] + [
+            (id(each), each.data_ptr(), 0 if each.is_inference() else each._version)
+            for table in tables
+            for each in table.values()
+            if each is not None
+        ]
+
     def _state_of(self, model: Any) -> list[Any]:
-        modules = [module for each in self._found if (module := each()) is not None]
+        modules = self._modules()
         found = (vars(module).get("config") for module in modules)
         configs = {id(each): each for each in found if hasattr(each, "__dict__")}
         settings = [_settings(vars(each)) for each in (model.cfg, *configs.values())]
@@ -225,26 +247,15 @@ def _configs_in(module: nn.Module) -> Mapping[str, Any]:
 
 
 def _state(module: nn.Module) -> tuple[Any, ...]:
-    """What a module is: its type, methods, settings, children and weights."""
+    """What a module is: its type, methods, settings and children."""
     held = vars(module)
-    kind, methods = type(module), (held.get("forward"), held.get("_compiled_call_impl") is None)
+    # A reference, because a method keeps its module alive.
+    forward = None if held.get("forward") is None else ref(held["forward"])
+    methods = forward, held.get("_compiled_call_impl") is None
     if "fwd_hooks" in held:  # a hook point, of which there are thousands
-        return kind, methods
-    tensors = {**held["_parameters"], **held["_buffers"]}.values()
-    return (
-        kind,
-        methods,
-        _settings(held),
-        id(held.get("config")),
-        [*map(id, held["_modules"].values())],
-        [_identity(each) for each in tensors if each is not None],
-    )
-
-
-def _identity(tensor: Tensor) -> tuple[int, int, int]:
-    """What changes when a tensor is edited, moved or replaced."""
-    version = 0 if tensor.is_inference() else tensor._version
-    return id(tensor), tensor.data_ptr(), version
+        return type(module), methods
+    children = [*map(id, held["_modules"].values())]
+    return type(module), methods, _settings(held), id(held.get("config")), children
 
 
 def _settings(held: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -17,8 +17,12 @@ TOLERANCE = 1e-5
 SALIENCY_TOLERANCE = 1e-4  # of the largest saliency in its layer
 
 
-def tolerance(model: HookedModel, roundings: int) -> float:
-    """What may lie between the logits of other operations: a few roundings of the weights' type."""
+def tolerance(model: HookedModel, roundings: int = 16) -> float:
+    """What may lie between the logits of other operations: a few roundings of the weights' type.
+
+    Whole patterns are rounded to bfloat16 or float16, and rows of a pattern in float32 are not.
+    Which of the two is nearer to a model in float32 depends on the model (docs/benchmarks.md).
+    """
     return max(TOLERANCE, roundings * torch.finfo(dtype_of(model)).eps)
 
 

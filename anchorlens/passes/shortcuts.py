@@ -19,7 +19,7 @@ from ..hooks import Site, hooks_on_edges
 from ..metrics.edge_sums import row_pieces
 from ..models.batch_hooks import in_leading_tokens
 from ..models.facts import Operands, fact, facts_of
-from ..models.hooked import Hook, HookedModel, dtype_of
+from ..models.hooked import Hook, HookedModel, is_of_low_precision
 from ..models.kv_cache import KeyValues, entries_of, layers_of_entries
 from ..models.tiny_pass import (
     QUERIES,
@@ -46,9 +46,6 @@ from .observers import Layers, product_hooks
 from .shared_prefix import run_shared, shared_tokens
 from .twin_for import why_not_native
 
-# Whole patterns are rounded to bfloat16 or float16, and rows of a pattern in float32 are not. Which
-# of the two is nearer to a model in float32 depends on the model (docs/benchmarks.md).
-_ROUNDINGS = 16
 _SHORT = 64  # tokens of a pass whose stored bytes are counted; twice as many run too
 
 
@@ -60,7 +57,7 @@ def any_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
 @fact
 def why_not_shared(model: HookedModel) -> str:
     """Why shared tokens cannot run once; empty if prompts after them have the same logits."""
-    if dtype_of(model).itemsize < 4:
+    if is_of_low_precision(model):
         return "in low precision numbers after cached tokens are rounded otherwise"
     return _reason(model, "no run from a key-value cache", _compare_shared)
 
@@ -218,11 +215,11 @@ def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
         loss=any_loss,
     )
     logits = run_fused(run_pass, model, batch, use=store_rows, hooks=hooks, loss=any_loss)
-    limit = tolerance(model, _ROUNDINGS)
+    limit = tolerance(model)
     pair = logits, expected, expected
     if reason := why_not_equal("logits of a fused attention", limit, pair, whole="patterns"):
         return reason
-    if dtype_of(model).itemsize < 4:  # the products of single edges are mostly rounding there
+    if is_of_low_precision(model):  # the products of single edges are mostly rounding there
         return ""
     inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
     pairs = [
@@ -247,7 +244,7 @@ def _compare_fused_prefix(model: HookedModel, batch: PromptBatch) -> str:
     )
     if widths != of_whole:
         return "a fused attention stores other keys and values, as it does in latent attention"
-    hooks, limit = _some_cuts(model, prompt), tolerance(model, _ROUNDINGS)
+    hooks, limit = _some_cuts(model, prompt), tolerance(model)
     expected = run_pass(model, prompt, hooks=hooks, observers=_key_hooks(model, whole))
     logits = run_pass(model, after, hooks=_some_cuts(model, after), prefix=stored)
     pair = logits, expected, expected
@@ -284,9 +281,11 @@ def _compare_late(model: HookedModel, batch: PromptBatch, layer: int) -> str:
         starts = Starts([layer])
         expected = run_pass(model, prompts, prefix=prefix, starts=starts)
         logits = run_pass(model, prompts, prefix=prefix, start=starts.found[layer])
-        with twin_of(model).suspended():  # which may go on from a native pass
-            hooked = run_pass(model, prompts, prefix=prefix, start=starts.found[layer])
-        difference = max(difference_of(each, expected) for each in (logits, hooked))
+        found = [logits]
+        if not is_of_low_precision(model):  # otherwise all passes over a batch are of one kind
+            with twin_of(model).suspended():  # which may go on from a native pass
+                found.append(run_pass(model, prompts, prefix=prefix, start=starts.found[layer]))
+        difference = max(difference_of(each, expected) for each in found)
         if not difference <= TOLERANCE:
             return f"a start at layer {layer} changes logits by {difference:.1e}"
     return ""

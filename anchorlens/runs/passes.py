@@ -29,6 +29,7 @@ from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
+from ..models.twin import twin_of
 from ..passes.forward import Pass, Watched, logits_at, unedited
 from ..passes.fused_attention import run_fused
 from ..passes.late_start import Start, Starts
@@ -37,6 +38,7 @@ from ..passes.observers import HooksObserver, Layers, SumsObserver
 from ..passes.provide import Observation
 from ..passes.shared_prefix import CLEAN, SharedPrefixes, run_shared, shared_tokens
 from ..passes.shortcuts import any_loss, why_not_late
+from ..passes.twin_for import NeedsHooks
 from ..printable import printable
 from ..prompts.batch import PromptBatch, after_shared
 from ..prompts.verbalizer import label_scores
@@ -86,7 +88,6 @@ class Passes:
         self.failures: dict[str, AnchorlensError] = {}
         # Of the questions that have one more pass with metrics of their own.
         self._further = {} if further is None else further
-        self._prefixes = SharedPrefixes(model)
         self._hooked_layers = Layers.of(model)
         # Where passes with hooks may begin, if the model allows it.
         self._late = set[int]()
@@ -96,10 +97,16 @@ class Passes:
         self._run: _PassOfRun | None = None  # over it, once it was made
         self._asked: Sequence[Question] = ()  # about it
         self._asked_now = ""
-        # What was observed in the shared tokens of a set, and their keys and values.
-        self._in_set: tuple[Any, Sequence[Observation], KeyValues] | None = None
+        self._needs_hooks = False  # in low precision all passes over a batch are of one kind
+        self._forget()
         # Set when a batch has shown that no metric changes what others observe.
         self._trusted, self._trusted_in_prefix = Event(), Event()
+
+    def _forget(self) -> None:
+        """Make the passes over shared tokens again."""
+        self._prefixes = SharedPrefixes(self.model)
+        # What was observed in the shared tokens of a set, and their keys and values.
+        self._in_set: tuple[Any, Sequence[Observation], KeyValues] | None = None
 
     def __repr__(self) -> str:
         """One line: what is asked, whether hooks change the run, and how it is run."""
@@ -199,7 +206,7 @@ class Passes:
                 "al.Further(metrics=[...]) from its method further"
             )
         passes = self._further[question.name]
-        found = passes.contributions(batch)
+        found = passes._contributions(batch)
         for name in passes.names:
             if name in passes.failures:
                 raise passes.failures[name]
@@ -218,6 +225,19 @@ class Passes:
         self, batch: PromptBatch, names: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
         """What each prompt of a batch contributes to these questions, by default to all."""
+        if not self._needs_hooks:
+            try:
+                return self._contributions(batch, names)
+            except NeedsHooks:
+                self._needs_hooks = True
+                for each in (self, *self._further.values()):
+                    each._forget()
+        with twin_of(self.model).suspended():
+            return self._contributions(batch, names)
+
+    def _contributions(
+        self, batch: PromptBatch, names: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
         asked = [each for each in self.questions if names is None or each.name in names]
         self._batch, self._run, self._asked = batch, None, asked
         contributions = dict[str, Tensor]()

@@ -28,6 +28,7 @@ from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.provide import needs_gradient
+from ..passes.twin_for import of_one_run
 from ..printable import printable
 from ..prompts.batch import PromptBatch, all_padded_right, check_prompts
 from ..prompts.segment_names import SEGMENTS
@@ -265,7 +266,8 @@ class Study:
             StoreError: As ``collect``.
         """
         decides = {each.name: [each.stored_as(), passes.hooks, passes.loss] for each in asked}
-        contributions = self._collect(passes.contributions, decides)
+        with of_one_run(self.model):
+            contributions = self._collect(passes.contributions, decides)
 
         def answered(question: Question, found: Mapping[str, Tensor]) -> Record:
             once = once_of(question, passes, found)

@@ -132,5 +132,5 @@ def test_interrupts_of_a_native_pass_leave_nothing(gpt2: Any, interrupts: int) -
         tried += 1
         assert everything_of(gpt2) == before, moments
         assert registered() == known and own._now is None and own.may_run(gpt2), moments
-        assert not own._is_trusted
+        assert not own.is_trusted
     assert tried > 5

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from anchorlens.models.twin import twin_of
 from anchorlens.passes import twin_for as choice
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.native_pass import NativePass
-from anchorlens.passes.twin_for import twin_for, why_not_native
+from anchorlens.passes.twin_for import NeedsHooks, of_one_run, twin_for, why_not_native
 from tests.models.test_matrix import bridge, processed_bridge
 from tests.references.architectures import ALL, BY_NAME
 from tests.references.comparison import batch_of, precise, tokenizer, weights_of
@@ -32,7 +33,6 @@ HOOKED = (
     *("GPT-Neo", "Bloom", "MPT", "Falcon", "Falcon (ALiBi)", "XGLM"),
     *("DeepSeek V2", "DeepSeek V3"),  # their latent attention stores other keys and values
 )
-EVERY_CHANGE = ("GPT-2", "Gemma 3", "GPT-OSS")
 EVERY_CHANGE = ("GPT-2", "Gemma 3", "GPT-OSS")
 # TransformerLens or transformers makes no right model.
 REFUSED = ("Falcon (new decoder)", "CodeGen", "GPT")
@@ -203,8 +203,15 @@ def test_a_model_that_changed_runs_with_hooks(name: str, byte_level: Any) -> Non
     (batch,) = questions(model, 2)
     run_pass(model, batch)
     assert twin_for(model, batch) is not None
-    CHANGES[name](model)
+    with of_one_run(model):
+        assert twin_for(model, batch) is not None
+        CHANGES[name](model)
+        # Settings are read again by the next run.
+        at_once = name.startswith(("weights", "processed", "folded", "method"))
+        assert (twin_for(model, batch) is None) == at_once
     assert twin_for(model, batch) is None
+    with of_one_run(model):
+        assert twin_for(model, batch) is None
 
 
 def test_hooks_on_every_module_run_with_hooks(gpt2: Any) -> None:
@@ -228,9 +235,77 @@ def test_a_model_is_freed_although_a_hook_refers_to_it(byte_level: Any) -> None:
     assert reference() is None
 
 
-def test_low_precision_is_not_native(byte_level: Any) -> None:
-    model = al.load_model(tiny_gpt2(len(byte_level)).bfloat16(), tokenizer=byte_level)
-    assert why_not_native(model).startswith("in low precision")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", EVERY_CHANGE)
+def test_native_passes_round_as_hooked_passes_do(name: str, dtype: torch.dtype) -> None:
+    """Both are compared with the same weights in float64."""
+    weights, batch = deepcopy(weights_of(name, torch.float32)).to(dtype), batch_of("right")
+    with precise(torch.float64):
+        wide = bridge(deepcopy(weights).double(), tokenizer())
+        exact = reads_of(wide, batch, [])
+    model = bridge(weights, tokenizer())
+    errors = list[dict[str, float]]()
+    for is_native in (True, False):
+        with of_one_run(model) if is_native else twin_of(model).suspended():
+            assert (twin_for(model, batch) is None) == (not is_native)
+            found = reads_of(model, batch, [])
+        squares = Counter[str]()
+        for what, numbers in exact.items():
+            kind = what.rpartition(".")[-1] + " gradient" * what.startswith("gradient")
+            share = (found[what].double() - numbers).norm() / numbers.norm()
+            squares[kind] += float(share**2)
+        errors.append({kind: square**0.5 for kind, square in squares.items()})
+    native, hooked = errors
+    assert native.keys() == hooked.keys() and len(native) >= 4
+    for kind in native:
+        assert 0 < native[kind] <= 2 * hooked[kind], (kind, native[kind], hooked[kind])
+
+
+class NoEffect(al.Question):
+    """By how much a hook that does nothing moves the logits; ``seen`` notes what runs them."""
+
+    name, record = "no effect", al.records.AccuracyRecord
+
+    def __init__(self, hooks: Any, seen: list[bool]) -> None:
+        self.hooks, self.seen = hooks, seen
+
+    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+        self.seen.append(twin_for(passes.model, batch) is not None)
+        changed = passes.logits(batch, self.hooks)
+        assert torch.equal(changed, passes.clean(batch))
+        return {name: torch.ones(len(batch)) for name in ("correct", "label_correct")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
+    dtype: torch.dtype, byte_level: Any
+) -> None:
+    """Otherwise the rounding of one of them looks like an effect of its hooks."""
+    model = al.load_model(tiny_gpt2(len(byte_level)).to(dtype), tokenizer=byte_level)
+    batches = questions(model, 4, batch_size=2)
+    assert not why_not_native(model)
+    assert (twin_for(model, batches[0]) is None) == (dtype == torch.bfloat16)
+    own = [("blocks.1.hook_mlp_out", lambda out, hook: out)]
+
+    def scale_by_one(batch: al.PromptBatch) -> list[Hook]:
+        return al.scale_edges(model, batch, al.edges.wp, 1.0)
+
+    native, hooked = list[bool](), list[bool]()
+    al.run(model, batches, [NoEffect(scale_by_one, native)], **QUIET)
+    assert native == [True, True]
+    if dtype == torch.float32:
+        return
+    asked = [al.SaliencyFlows(), NoEffect(lambda batch: own, hooked)]
+    found = al.run(model, batches, asked, **QUIET)
+    assert hooked == [True, False, False]  # the first batch is run again
+    flows = found["saliency_flows"].per_prompt
+    with twin_of(model).suspended():
+        whole = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"].per_prompt
+    assert torch.equal(flows, whole)
+    (left,) = questions(model, 3, padding_side="left")
+    assert twin_for(model, left) is None
+    with of_one_run(model), pytest.raises(NeedsHooks):
+        twin_for(model, left)
 
 
 def test_a_twin_that_computes_something_else_is_not_taken(

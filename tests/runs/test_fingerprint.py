@@ -204,6 +204,7 @@ def test_a_changed_buffer_changes_the_fingerprint(llama: Any) -> None:
     assert identity(llama) == before
 
 
+@pytest.mark.changes_model
 @pytest.mark.every_kind
 def test_every_weight_and_buffer_counts(gpt2: Any) -> None:
     before = identity(gpt2)["weights"]
