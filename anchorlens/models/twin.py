@@ -163,8 +163,8 @@ class Twin:
             self.is_trusted = True
             yield
 
-    def may_run(self, model: Any) -> bool:
-        """Whether the model is what it was when the twin was made, and has no hooks of the user.
+    def why_not_now(self, model: Any) -> str:
+        """Why the twin may not run; empty if the model is as it was, and has no hooks of the user.
 
         It is not where weights were trained, modules, settings or methods replaced: the bridge and
         the model of transformers may hold copies of weights, of which only one was changed.
@@ -172,11 +172,14 @@ class Twin:
         hooks = self._count_of_hooks()
         if hooks != self._hooks and not has_user_hooks(model):
             self._hooks = hooks  # a bridge adds some hooks during its first pass
-        if self.is_suspended or hooks != self._hooks or _global_hooks():
-            return False
-        if self._weights_now() != self._weights:
-            return False
-        return self.is_trusted or self._state_of(model) == self._state
+        if self.is_suspended:
+            return "the hooked model runs all passes here"
+        if hooks != self._hooks or _global_hooks():
+            return "there are hooks on the model"
+        has_changed = self._weights_now() != self._weights
+        if has_changed or not (self.is_trusted or self._state_of(model) == self._state):
+            return "the model changed since it was prepared (al.prepare_model does it again)"
+        return ""
 
     def _modules(self) -> list[nn.Module]:
         return [module for each in self._found if (module := each()) is not None]

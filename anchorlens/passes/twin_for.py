@@ -39,7 +39,7 @@ def of_one_run(model: HookedModel) -> AbstractContextManager[None]:
     if why_not_native(model):
         return nullcontext()
     twin = twin_of(model)
-    return twin.trusted() if twin.may_run(model) else twin.suspended()
+    return twin.suspended() if twin.why_not_now(model) else twin.trusted()
 
 
 def twin_for(
@@ -56,7 +56,7 @@ def twin_for(
     if twin.is_suspended or (twin.is_low and not twin.is_trusted):
         return None
     can = not why_hooks_need_a_bridge(model, changes, observers, backward)
-    if can and _is_padded_right(batch) and twin.may_run(model):
+    if can and _is_padded_right(batch) and not twin.why_not_now(model):
         return twin
     if twin.is_low:
         raise NeedsHooks

@@ -1,9 +1,10 @@
 """How the batches of a study run: decided once, before the first batch, and without a pass.
 
-1. Where the patterns of a prompt would be too large, the attention is fused, if the model allows
+1. Passes are native where that is known to give the same numbers, and otherwise have hooks.
+2. Where the patterns of a prompt would be too large, the attention is fused, if the model allows
    it. A prompt that would not fit into memory even so runs with checkpoints.
-2. Otherwise the tokens that prompts share run once, if model, prompts, hooks and reads allow it.
-3. Otherwise whole prompts run.
+3. Otherwise the tokens that prompts share run once, if model, prompts, hooks and reads allow it.
+4. Otherwise whole prompts run.
 
 What the model allows are facts (``passes/shortcuts.py``). All else follows from what is given, so
 that several processes decide alike.
@@ -12,19 +13,29 @@ that several processes decide alike.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
 from ..metrics.question import HooksOfBatch, Question, no_hooks
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.facts import facts_of
-from ..models.hooked import Hook, HookedModel, device_of, devices_of_layers, dtype_of
+from ..models.hooked import (
+    Hook,
+    HookedModel,
+    device_of,
+    devices_of_layers,
+    dtype_of,
+    is_of_low_precision,
+)
 from ..models.model_state import has_user_hooks
 from ..models.rotary import rotate_alike, rotates_by_length
+from ..models.twin import twin_of
 from ..passes.flow_tap import is_on_a_gpu, why_no_kernel
 from ..passes.fused_attention import acts_when_fused, outside_attention
 from ..passes.loss_checks import targets_of
 from ..passes.losses import Loss, WordCrossEntropy
+from ..passes.native_pass import why_hooks_need_a_bridge
 from ..passes.observers import Layers
 from ..passes.provide import (
     Observation,
@@ -42,6 +53,7 @@ from ..passes.shortcuts import (
     why_not_shared,
     why_not_shared_with_gradient,
 )
+from ..passes.twin_for import why_not_native
 from ..prompts.batch import PromptBatch, after_shared, all_on_cpu, longest_prompt, only_sets
 from ..system.free_memory import free_for_layers
 from ..system.processes import gather_from_processes
@@ -65,6 +77,7 @@ HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts 
 class Way:
     """How the batches of a study run, and the reasons."""
 
+    passes: str  # whether they are native, and otherwise the reason
     shared_prefix: str  # whether the tokens that prompts share run once, and otherwise the reason
     lengths: Mapping[int, int]  # of the tokens that run once, by set of demonstrations
     attention: str = ""  # of long prompts: whether it is fused, or why not
@@ -77,7 +90,7 @@ class Way:
     def info(self) -> dict[str, str]:
         """How batches ran, in the words that records have in their info."""
         attention = {"attention": self.attention} if self.attention else {}
-        return {"shared_prefix": self.shared_prefix, **attention}
+        return {"passes": self.passes, "shared_prefix": self.shared_prefix, **attention}
 
 
 def way_of(
@@ -94,7 +107,7 @@ def way_of(
 
     Metrics observe the run with the last of ``changes``, the interventions of the run.
     """
-    attention = ""
+    passes, attention = _passes(model, batches, changes, questions), ""
     gradient = frozenset(each.name for each in questions if needs_gradient(each, batches[0]))
     if patterns_are_large(model, batches):
         # The least of all processes, so that all of them run in the same way.
@@ -108,10 +121,10 @@ def way_of(
             rows, reason = _read_by_rows(model, batches, questions, lengths)
             reason += f" (no fused prefix: {why})" if reason and why else ""
         if not reason:
-            way = Way("", lengths, by_rows=rows, of_gradient=gradient)
+            way = Way(passes, "", lengths, by_rows=rows, of_gradient=gradient)
             return _fused(model, batches, questions, way, why, free, gradient_checkpointing)
         attention = f"whole patterns, because {reason}"
-    whole = Way("", {}, attention, of_gradient=gradient)
+    whole = Way(passes, "", {}, attention, of_gradient=gradient)
     if gradient_checkpointing:
         checkpointed = replace(whole, shared_prefix="off: blocks are checkpointed")
         return replace(checkpointed, is_checkpointed=True)
@@ -124,6 +137,30 @@ def way_of(
         return replace(whole, shared_prefix=f"off: {reason}")
     shared = f"{_tokens_of(lengths)} of each prompt, run once for all"
     return replace(whole, shared_prefix=shared, lengths=lengths)
+
+
+def _passes(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    questions: Sequence[Question],
+) -> str:
+    """Whether passes are native; otherwise why all or some of them have hooks."""
+    shortest = min(batches, key=lambda batch: batch.tokens.shape[1]).to(device_of(model))
+    *further, of_run = (
+        why_hooks_need_a_bridge(model, change(shortest), (), ()) for change in changes
+    )
+    seen = [Observation.of(Layers.of(model), each, shortest.prompt(0)) for each in questions]
+    reasons = chain(
+        [why_not_native(model) or twin_of(model).why_not_now(model), of_run],
+        (why_hooks_are_whole(each, batches[0]) for each in questions),
+        (why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks) for each in seen),
+    )
+    if reason := _first(reasons):
+        return f"with hooks: {reason}"
+    if reason := _first(further):
+        return f"{'' if is_of_low_precision(model) else 'native, some '}with hooks: {reason}"
+    return "native"
 
 
 def _first(reasons: Iterable[str]) -> str:

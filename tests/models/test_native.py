@@ -164,6 +164,59 @@ def test_hooks_of_a_user_act_on_the_hooked_model(gpt2: Any, hooks: list[Hook]) -
     assert torch.equal(run_pass(gpt2, batch), before)
 
 
+class NoEffect(al.Question):
+    """A hook that does nothing moves no logits; ``seen`` notes whether passes are native."""
+
+    name, record = "no effect", al.records.AccuracyRecord
+
+    def __init__(self, hooks: Any, seen: list[bool]) -> None:
+        self.hooks, self.seen = hooks, seen
+
+    def further(self, model: Any, batches: Sequence[al.PromptBatch]) -> al.Further:
+        return al.Further([self.hooks])
+
+    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+        self.seen.append(twin_for(passes.model, batch) is not None)
+        changed, clean = passes.logits(batch, self.hooks), passes.clean(batch)
+        if passes.model.cfg.dtype.itemsize < 4:
+            assert torch.equal(changed, clean)
+        torch.testing.assert_close(changed, clean, rtol=0, atol=1e-5)
+        return {name: torch.ones(len(batch)) for name in ("correct", "label_correct")}
+
+
+def own_hook(batch: al.PromptBatch) -> list[Hook]:
+    return [("blocks.1.hook_mlp_out", lambda out, hook: out)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_record_says_how_its_passes_ran(dtype: torch.dtype, byte_level: Any) -> None:
+    model = al.load_model(tiny_gpt2(len(byte_level)).to(dtype), tokenizer=byte_level)
+    (batch,) = questions(model, 3)
+
+    def said(*asked: al.Question, hooks: Any = None) -> str:
+        results = al.run(model, [batch], asked, hooks=hooks, **QUIET)
+        return str(results[asked[0].name].info["passes"])
+
+    def isolated(batch: al.PromptBatch) -> list[Hook]:
+        return al.isolate_labels(model, batch, 0)
+
+    flows, everywhere = al.SaliencyFlows(), "with hooks: hooks of your own change the run"
+    assert said(flows) == said(flows, hooks=isolated) == "native"
+    assert said(flows, hooks=own_hook) == everywhere
+    some = everywhere if dtype == torch.bfloat16 else f"native, some {everywhere}"
+    assert said(flows, NoEffect(own_hook, [])) == some
+    reading = Reading(
+        lambda batch: al.reads.Hooks({}, [("ln_final.hook_out", lambda x, hook: None)])
+    )
+    assert said(flows, reading).startswith("with hooks: reading has hooks of its own")
+    reading = Reading(lambda batch: al.reads.At("blocks.{}.hook_mlp_out", al.edges.target))
+    assert said(flows, reading).startswith("with hooks: something is read at other points")
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_post", lambda resid, hook: None)]):
+        assert said(flows) == "with hooks: there are hooks on the model"
+    CHANGES["setting"](model)
+    assert said(flows).startswith("with hooks: the model changed since it was prepared")
+
+
 def swap_type(model: Any) -> None:
     module = model.blocks[1].mlp.original_component
     module.__class__ = type("Other", (type(module),), {})
@@ -261,21 +314,6 @@ def test_native_passes_round_as_hooked_passes_do(name: str, dtype: torch.dtype) 
         assert 0 < native[kind] <= 2 * hooked[kind], (kind, native[kind], hooked[kind])
 
 
-class NoEffect(al.Question):
-    """By how much a hook that does nothing moves the logits; ``seen`` notes what runs them."""
-
-    name, record = "no effect", al.records.AccuracyRecord
-
-    def __init__(self, hooks: Any, seen: list[bool]) -> None:
-        self.hooks, self.seen = hooks, seen
-
-    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
-        self.seen.append(twin_for(passes.model, batch) is not None)
-        changed = passes.logits(batch, self.hooks)
-        assert torch.equal(changed, passes.clean(batch))
-        return {name: torch.ones(len(batch)) for name in ("correct", "label_correct")}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
     dtype: torch.dtype, byte_level: Any
@@ -285,7 +323,6 @@ def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
     batches = questions(model, 4, batch_size=2)
     assert not why_not_native(model)
     assert (twin_for(model, batches[0]) is None) == (dtype == torch.bfloat16)
-    own = [("blocks.1.hook_mlp_out", lambda out, hook: out)]
 
     def scale_by_one(batch: al.PromptBatch) -> list[Hook]:
         return al.scale_edges(model, batch, al.edges.wp, 1.0)
@@ -295,7 +332,7 @@ def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
     assert native == [True, True]
     if dtype == torch.float32:
         return
-    asked = [al.SaliencyFlows(), NoEffect(lambda batch: own, hooked)]
+    asked = [al.SaliencyFlows(), NoEffect(own_hook, hooked)]
     found = al.run(model, batches, asked, **QUIET)
     assert hooked == [True, False, False]  # the first batch is run again
     flows = found["saliency_flows"].per_prompt
