@@ -35,7 +35,7 @@ from .continuations import log_probs_after
 from .late_start import Start, Starts
 from .loss_checks import continuations_of, not_one_a_prompt, targets_of
 from .losses import Loss, WordCrossEntropy, columns_of
-from .native_pass import UNEMBED, after_block
+from .native_pass import UNEMBED, Inside, after_block
 from .recompute import Checkpoints
 from .running import Run, leaf_hook, running
 from .twin_for import twin_for
@@ -198,7 +198,7 @@ def logits_at(
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        running(model, batch, twin, [*changes, rows], attend=attend) as run,
+        running(model, batch, twin, Inside([*changes, rows], attend=attend)) as run,
     ):
         tokens, inputs, _ = _inputs(model, batch, None)
         logits = run(tokens, **inputs)
@@ -247,7 +247,7 @@ def run_prefix(
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(bool(backward_hooks)),
-        running(model, batch, twin, forward, attend=attend) as run,
+        running(model, batch, twin, Inside(forward, attend=attend)) as run,
     ):
         tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
         if prefix is not None:
@@ -302,17 +302,15 @@ class _Acting:
         observers = self.observed if saved is None else saved.observers(self.observed)
         forward = [*self.needed, *self.changes, *observers, *self.last]
         hooks = described.hooks, described.observers, described.backward_hooks
-        return running(
-            model,
-            batch,
-            twin_for(model, batch, *hooks),
+        inside = Inside(
             forward,
             self.of_gradients,
-            attend=described.attend,
-            start=described.start,
-            starts=described.starts,
-            checkpoints=saved,
+            described.attend,
+            described.start,
+            described.starts,
+            saved,
         )
+        return running(model, batch, twin_for(model, batch, *hooks), inside)
 
     def check(self, model: HookedModel, has_loss: bool) -> None:
         """Raise an error for what a pass with finite numbers did not call."""
@@ -449,7 +447,8 @@ def _first_not_finite(described: Pass) -> str:
     hooks = [*described.hooks, *checks]
     tokens, inputs, _ = _inputs(model, batch, described.prefix)
     twin = twin_for(model, batch, described.hooks)
-    with torch.no_grad(), running(model, batch, twin, hooks, attend=described.attend) as run:
+    acting = Inside(hooks, attend=described.attend)
+    with torch.no_grad(), running(model, batch, twin, acting) as run:
         run(tokens, **inputs)
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 

@@ -67,33 +67,33 @@ def points_of(n_layers: int) -> tuple[Points, ...]:
     return tuple(Points(*(name(layer) for name in names)) for layer in range(n_layers))
 
 
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """What acts inside a pass."""
+
+    forward: Sequence[Hook] = ()  # on what hook points give out, in the order in which they act
+    backward: Sequence[Hook] = ()  # on the gradients there
+    attend: Attend | None = None  # computes the attention in the place of the model
+    start: Start | None = None  # where the pass begins, and with what
+    starts: Starts | None = None  # stores where later passes may begin
+    checkpoints: Checkpoints | None = None  # blocks run again for the gradient
+
+
 class NativePass:
     """What happens inside one pass of a twin."""
 
-    def __init__(
-        self,
-        model: HookedModel,
-        padding: Tensor | None,
-        forward: Sequence[Hook],
-        backward: Sequence[Hook] = (),
-        *,
-        attend: Attend | None = None,
-        start: Start | None = None,
-        starts: Starts | None = None,
-        checkpoints: Checkpoints | None = None,
-    ) -> None:
-        self._padding, self._start, self._starts = padding, start, starts
-        self._checkpoints = checkpoints
-        self._given = attend
+    def __init__(self, model: HookedModel, padding: Tensor | None, inside: Inside) -> None:
+        self._padding, self._inside = padding, inside
         self._operands = facts_of(model).operands
         self._points = points_of(len(self._operands))
-        self._acts, self._of_gradients = _by_point(forward), _by_point(backward)
+        self._acts, self._of_gradients = _by_point(inside.forward), _by_point(inside.backward)
         self._tables: dict[Any, tuple[Any, Added]] = {}  # what is added to scores, and of what made
 
     def listener(self, has_padding: bool | None) -> Listener:
         """What a twin tells of its pass."""
-        attend = self._attend if self._given is None else self._given
-        return Listener(attend, self._run_block, self._unembed, has_padding)
+        return Listener(
+            self._inside.attend or self._attend, self._run_block, self._unembed, has_padding
+        )
 
     def _through(self, point: str, tensor: Tensor) -> Tensor:
         """A tensor after the hooks of a point, in their order, whose gradient is shown too."""
@@ -107,16 +107,16 @@ class NativePass:
 
     def _run_block(self, layer: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block, or hand on what an earlier pass gave out there."""
-        start = self._start
+        start, checkpoints = self._inside.start, self._inside.checkpoints
         if start is not None and layer < start.layer:
             return start.output
         resid, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         run = partial(self._block, layer, forward)
-        if self._checkpoints is not None:
-            run = partial(run_twice, self._checkpoints, layer, run, lambda: None)
+        if checkpoints is not None:
+            run = partial(run_twice, checkpoints, layer, run, lambda: None)
         output = run(resid, *rest, **kwargs)
-        if self._starts is not None:
-            self._starts.store(layer + 1, output)
+        if self._inside.starts is not None:
+            self._inside.starts.store(layer + 1, output)
         return output
 
     def _block(

@@ -4,7 +4,7 @@ The twin runs where it is known to give the same numbers (``why_not_native``), n
 acts in the model, and the hooks of the pass are those of this package.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,67 +12,37 @@ from torch import Tensor
 
 from ..models.added_hooks import added_hooks
 from ..models.hooked import Hook, HookedModel, names_of_layers, scores_name
-from ..models.replaced_attention import Attend, attention_by
+from ..models.replaced_attention import attention_by
 from ..models.twin import Twin
 from ..prompts.batch import PromptBatch
 from ..system.put_back import safe_context
-from .late_start import Start, Starts, started, stored_starts
-from .native_pass import NativePass, before_block
-from .recompute import Checkpoints, checkpointed
+from .late_start import started, stored_starts
+from .native_pass import Inside, NativePass, before_block
+from .recompute import checkpointed
 
 Run = Callable[..., Tensor]  # logits of tokens and further inputs
 
 
 @safe_context
 def running(
-    model: HookedModel,
-    batch: PromptBatch,
-    twin: Twin | None,
-    forward: Sequence[Hook],
-    backward: Sequence[Hook] = (),
-    *,
-    attend: Attend | None = None,
-    start: Start | None = None,
-    starts: Starts | None = None,
-    checkpoints: Checkpoints | None = None,
+    model: HookedModel, batch: PromptBatch, twin: Twin | None, inside: Inside
 ) -> Iterator[Run]:
-    """Inside, hooks act in what is yielded, which runs tokens.
-
-    Args:
-        model: The hooked model.
-        batch: The prompts, whose rows of padding are known.
-        twin: Its twin, if the pass is native.
-        forward: On what hook points give out, in the order in which they act.
-        backward: On the gradients there.
-        attend: Computes the attention in the place of the model.
-        start: Where the pass begins, and with what.
-        starts: Stores where later passes may begin.
-        checkpoints: Blocks run again for the gradient.
-    """
+    """Inside, hooks act in what is yielded, which runs tokens: the twin, or the hooked model."""
     padding = _padding_of(batch)
     if twin is not None:
-        native = NativePass(
-            model,
-            padding,
-            forward,
-            backward,
-            attend=attend,
-            start=start,
-            starts=starts,
-            checkpoints=checkpoints,
-        )
+        native = NativePass(model, padding, inside)
         # Keys before these columns may be padding although the batch has none.
         has_padding = None if batch.first_query > 0 else padding is not None
         with twin.running(native.listener(has_padding)) as run:
             yield run
         return
-    hooks = [*_padding_hooks(model, padding), *forward]
+    hooks = [*_padding_hooks(model, padding), *inside.forward]
     with (
-        nullcontext() if attend is None else attention_by(model, attend),
-        nullcontext() if start is None else started(model, start),
-        nullcontext() if starts is None else stored_starts(model, starts),
-        nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
-        added_hooks(model, hooks, backward),
+        nullcontext() if inside.attend is None else attention_by(model, inside.attend),
+        nullcontext() if inside.start is None else started(model, inside.start),
+        nullcontext() if inside.starts is None else stored_starts(model, inside.starts),
+        nullcontext() if inside.checkpoints is None else checkpointed(model, inside.checkpoints),
+        added_hooks(model, hooks, inside.backward),
     ):
         yield model
 

@@ -23,7 +23,7 @@ from ..models.tiny_pass import shrunk_windows, tiny_passes, tiny_prompts
 from ..models.twin import Twin, twin_of
 from ..prompts.batch import PromptBatch
 from .comparison import SALIENCY_TOLERANCE, reason_of, tolerance, why_not_equal
-from .native_pass import why_hooks_need_a_bridge
+from .native_pass import Inside, why_hooks_need_a_bridge
 from .running import leaf_hook, running
 
 
@@ -105,7 +105,8 @@ def _shapes_in_cache(model: HookedModel, twin: Twin | None, batch: PromptBatch) 
     """The shapes of the keys and values that a pass stores, if the model goes on from some."""
     if facts_of(model).why_no_cache:
         return []
-    with torch.inference_mode(False), torch.no_grad(), running(model, batch, twin, []) as run:
+    inside = running(model, batch, twin, Inside())
+    with torch.inference_mode(False), torch.no_grad(), inside as run:
         inputs, cache = inputs_after(model, batch.attention_mask)
         run(batch.tokens, **inputs)
     return [each.shape for pair in pairs_in(cache) for each in pair]
@@ -137,7 +138,7 @@ def _logits_and_products(
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        running(model, batch, twin, forward, [*map(multiply, layers)]) as run,
+        running(model, batch, twin, Inside(forward, [*map(multiply, layers)])) as run,
     ):
         inputs = inputs_without_cache(model, batch.attention_mask)
         logits = run(batch.tokens, **inputs)[batch.attention_mask]

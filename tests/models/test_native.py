@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -302,7 +302,7 @@ def test_native_passes_round_as_hooked_passes_do(name: str, dtype: torch.dtype) 
         with of_one_run(model) if is_native else twin_of(model).suspended():
             assert (twin_for(model, batch) is None) == (not is_native)
             found = reads_of(model, batch, [])
-        squares = Counter[str]()
+        squares = defaultdict[str, float](float)
         for what, numbers in exact.items():
             kind = what.rpartition(".")[-1] + " gradient" * what.startswith("gradient")
             share = (found[what].double() - numbers).norm() / numbers.norm()
