@@ -186,7 +186,8 @@ class Twin:
 
     def _count_of_hooks(self) -> int:
         held = map(vars, self._modules())
-        return sum(len(each[name]) for each in held for name in HOOK_TABLES)
+        tables = [each[name] for each in held for name in HOOK_TABLES if each[name]]
+        return sum(map(len, tables))
 
     def _weights_now(self) -> list[Any]:
         """What changes when weights are edited, moved or replaced, or methods are."""
@@ -218,11 +219,12 @@ class _Copy:
 
     def fill(self, twins: Mapping[int, Callable[[], Any]]) -> None:
         """Take all that the original holds."""
-        vars(self.made).update(vars(self.original()))
+        held = vars(self.made)
+        held.update(vars(self.original()))
         if self.children is not None:
             inner = {n: None if i is None else twins[i]() for n, i in self.children.items()}
-            vars(self.made).update(_modules=inner, _compiled_call_impl=None)
-        vars(self.made).update(self.values)
+            held.update(_modules=inner, _compiled_call_impl=None)
+        held.update(self.values)
 
     def empty(self) -> None:
         """Hold nothing, so that nothing is kept alive."""

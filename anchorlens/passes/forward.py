@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import HookError, MetricError, NotFiniteError, PromptError
-from ..models.facts import require_prepared
+from ..models.facts import fact, require_prepared
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -471,6 +471,7 @@ def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:
     return _before_unembedding(model), lambda resid, hook: _at_rows(resid, rows)
 
 
+@fact
 def _before_unembedding(model: HookedModel) -> str:
     """Its input, because some transformers models fix the shape after the last block.
 
