@@ -1,8 +1,8 @@
 """A pass by the model of transformers itself, whose attention calls the hooks that act inside it.
 
 1. Edges that are cut or scaled before the softmax become numbers that are added to the scores, once
-   for all layers of a hook. Rows of padding see every key: nobody reads them, and a softmax over
-   nothing would be NaN.
+   for all layers of a hook. They are finite also where a key is hidden: rows of padding may see no
+   key, and nobody reads them, but a NaN would spread.
 2. Scores, pattern and the outputs of heads pass through the other hooks, as at the hook points of a
    bridge; so do queries and keys, the residual stream, and the input of the unembedding.
 """
@@ -82,8 +82,8 @@ class Inside:
 class NativePass:
     """What happens inside one pass of a twin."""
 
-    def __init__(self, model: HookedModel, padding: Tensor | None, inside: Inside) -> None:
-        self._padding, self._inside = padding, inside
+    def __init__(self, model: HookedModel, inside: Inside) -> None:
+        self._inside = inside
         self._operands = facts_of(model).operands
         self._points = points_of(len(self._operands))
         self._acts, self._of_gradients = _by_point(inside.forward), _by_point(inside.backward)
@@ -186,10 +186,8 @@ class NativePass:
             while len(self._tables) > 1:
                 self._tables.pop(next(iter(self._tables)))
             queries, keys = scores.shape[2:]
-            lowest = torch.finfo(scores.dtype).min
+            lowest = torch.finfo(scores.dtype).min / 2  # no score makes it infinite
             seen = mask.seen(slice(0, queries), slice(0, keys))
-            if self._padding is not None:
-                seen = seen | self._padding.to(seen.device)[:, None, :, None]
             added = torch.zeros((), dtype=scores.dtype, device=seen.device).where(seen, lowest)
             for act in hooks:
                 where = act.where(scores).to(added.device)

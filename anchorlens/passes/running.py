@@ -30,7 +30,7 @@ def running(
     """Inside, hooks act in what is yielded, which runs tokens: the twin, or the hooked model."""
     padding = _padding_of(batch)
     if twin is not None:
-        native = NativePass(model, padding, inside)
+        native = NativePass(model, inside)
         # Keys before these columns may be padding although the batch has none.
         has_padding = None if batch.first_query > 0 else padding is not None
         with twin.running(native.listener(has_padding)) as run:

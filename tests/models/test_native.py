@@ -15,10 +15,11 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.models.head_outputs import layers_that_mix
 from anchorlens.models.hooked import Hook, pattern_name, z_name
+from anchorlens.models.replaced_attention import Terms, mask_of
 from anchorlens.models.twin import twin_of
 from anchorlens.passes import twin_for as choice
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.native_pass import NativePass
+from anchorlens.passes.native_pass import Inside, NativePass
 from anchorlens.passes.twin_for import NeedsHooks, of_one_run, twin_for, why_not_native
 from tests.models.test_matrix import bridge, processed_bridge
 from tests.references.architectures import ALL, BY_NAME
@@ -79,6 +80,8 @@ def changes_of(model: Any, batch: al.PromptBatch) -> dict[str, list[Hook]]:
         "none": [],
         "cut": al.isolate_labels(model, batch, al.Site(heads=[0])),
         "two cuts": al.isolate_labels(model, batch, 0) + al.block_edges(model, batch, al.edges.tq),
+        "other cuts in the next layer": al.isolate_labels(model, batch, 0)
+        + al.block_edges(model, batch, al.edges.tq, al.Site(1)),
         "scaled": al.scale_edges(model, batch, al.edges.wp, factor),
         "scaled with a gradient": al.scale_edges(
             model, batch, al.edges.wp, factor.clone().requires_grad_()
@@ -162,6 +165,17 @@ def test_hooks_of_a_user_act_on_the_hooked_model(gpt2: Any, hooks: list[Hook]) -
         assert twin_for(gpt2, batch) is None
         assert not torch.equal(run_pass(gpt2, batch), before)
     assert torch.equal(run_pass(gpt2, batch), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_that_see_no_key_stay_finite(gpt2: Any, dtype: torch.dtype) -> None:
+    """Such are rows of padding beyond a window; beside the number in place of -inf a score is."""
+    heads = torch.full((1, 2, 4, 12), 4.0, dtype=dtype)
+    seen = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    seen[:, :, 3] = False
+    mask = mask_of(lambda rows, keys: seen[:, :, rows, keys], 4)
+    z = NativePass(gpt2, Inside())._attend(0, heads, -heads, heads, Terms(1.0, mask))
+    assert z.isfinite().all()
 
 
 class NoEffect(al.Question):
@@ -355,7 +369,14 @@ def test_a_twin_that_computes_something_else_is_not_taken(
 
     monkeypatch.setattr(NativePass, "_attend", wrong)
     with found_anew(gpt2):
-        assert "differ by" in why_not_native(gpt2)
+        assert why_not_native(gpt2).startswith("logits differ by")
+
+    def wrong_backward(self: Any, layer: int, query: Tensor, *others: Any) -> Tensor:
+        return attend(self, layer, query.detach(), *others)
+
+    monkeypatch.setattr(NativePass, "_attend", wrong_backward)
+    with found_anew(gpt2):
+        assert why_not_native(gpt2).startswith("saliencies differ by")
     monkeypatch.undo()
 
     def fails(*args: Any) -> Any:
