@@ -80,17 +80,17 @@ class OnDevice(TorchDispatchMode):
         return out
 
 
-def counted(call: Callable[[], Any], with_calls: bool = False) -> torch.Tensor:
-    """Operations on the device, waits, and if asked for calls of Python, of the second call."""
+def counted(call: Callable[[], Any], device: str) -> torch.Tensor:
+    """Operations on the simulated device and waits, or calls of Python, of the second call."""
     call()
-    with OnDevice() as mode, simulated_device.waits() as waits:
-        call()
-    calls = 0
-    if with_calls:
+    if device == "cpu":
         profile = cProfile.Profile()
         profile.runcall(call)
         calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-    return torch.tensor([mode.names.total(), sum(waits.values()), calls]).double()
+        return torch.tensor([calls]).double()
+    with OnDevice() as mode, simulated_device.waits() as waits:
+        call()
+    return torch.tensor([mode.names.total(), sum(waits.values())]).double()
 
 
 def prompts(model: Any) -> list[al.PromptBatch]:
@@ -146,7 +146,7 @@ class Counts:
         return self.few + (self.many - self.few) * (layers - 3) / 3
 
 
-def models_of(kind: str) -> list[tuple[Any, Any]]:
+def models_of(kind: str, device: str = "sim") -> list[tuple[Any, Any]]:
     """With 3 and with 6 layers, a model of transformers and a hooked one with equal weights."""
     tokenizer, models = byte_level_tokenizer(400), []
     for layers in (3, 6):
@@ -154,25 +154,23 @@ def models_of(kind: str) -> list[tuple[Any, Any]]:
         alone = KINDS[kind](len(tokenizer), layers)
         alone.load_state_dict(weights.state_dict())
         alone.set_attn_implementation("eager")
-        alone.requires_grad_(False).to("sim").eval()
-        models.append((alone, al.load_model(weights.to("sim"), tokenizer=tokenizer)))
+        alone.requires_grad_(False).to(device).eval()
+        models.append((alone, al.load_model(weights.to(device), tokenizer=tokenizer)))
     return models
 
 
 def metrics_of_a_run(
-    kind: str, *, share: bool = False, with_calls: bool = False
+    kind: str, *, share: bool = False, device: str = "sim"
 ) -> tuple[Counts, Counts, Counts]:
     """A batch of plain transformers; one more batch of flows and AUCROC; the rest of a run."""
     metrics = [al.SaliencyFlows(), al.AttentionAUCROC()]
     run = partial(al.run, share_prefix=share, **QUIET)
     found = []
-    for alone, model in models_of(kind):
+    for alone, model in models_of(kind, device):
         batches = prompts(model)
-        there = batches[1].to(torch.device("sim"))
-        floor = counted(partial(plain, alone, there, backward=True), with_calls)
-        one, three = (
-            counted(partial(run, model, batches[:n], metrics), with_calls) for n in (1, 3)
-        )
+        there = batches[1].to(torch.device(device))
+        floor = counted(partial(plain, alone, there, backward=True), device)
+        one, three = (counted(partial(run, model, batches[:n], metrics), device) for n in (1, 3))
         batch = (three - one) / 2
         found.append((floor, batch, one - batch))
     floors, batches_of_runs, rests = zip(*found, strict=True)
@@ -190,8 +188,8 @@ def isolated_pass(kind: str) -> tuple[Counts, Counts]:
             sweep = al.EdgeSweep.isolation({"all": al.Site()}, draws=draws)
             return al.run(model, batches, [sweep], share_prefix=False, **QUIET)
 
-        floor = counted(partial(plain, alone, there, backward=False))
-        one, three = (counted(partial(run, draws)) for draws in (1, 3))
+        floor = counted(partial(plain, alone, there, backward=False), "sim")
+        one, three = (counted(partial(run, draws), "sim") for draws in (1, 3))
         found.append((floor, (three - one) / 2))
     floors, further = zip(*found, strict=True)
     return Counts(*floors), Counts(*further)
@@ -211,16 +209,15 @@ def main() -> None:
     parser.add_argument("--share", action="store_true")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
-    counts = metrics_of_a_run(given.kind, share=given.share, with_calls=True)
-    floor, batch, rest = counts
-    print("                   operations      waits      calls")
-    for name, each in (("plain, ", floor), ("al.run, ", batch)):
-        for what, values in (
-            ("a layer", each.at(given.layers) - each.at(given.layers - 1)),
-            ("a batch", each.at(given.layers)),
-        ):
-            print(f"{name + what:16}", " ".join(f"{value:10.0f}" for value in values))
-    print(f"{'al.run, once':16}", " ".join(f"{value:10.0f}" for value in rest.at(given.layers)))
+    counts = metrics_of_a_run(given.kind, share=given.share)
+    calls = metrics_of_a_run(given.kind, share=given.share, device="cpu")
+    layers = given.layers
+    print("                   operations      waits      calls of Python, on a CPU")
+    for name, *both in zip(("plain, ", "al.run, ", "al.run, once "), counts, calls, strict=True):
+        of_layer = torch.cat([each.at(layers) - each.at(layers - 1) for each in both])
+        of_all = torch.cat([each.at(layers) for each in both])
+        for what, values in (("a layer", of_layer), ("in all", of_all)):
+            print(f"{name + what:20}", " ".join(f"{value:10.0f}" for value in values))
     share = share_of_plain(*counts, given.layers, given.batches)
     print(f"a run of {given.batches} batches starts {share:.2f} times the operations of plain")
     alone, further = isolated_pass(given.kind)

@@ -120,6 +120,8 @@ def started() -> dict[str, float]:
         found[kind] = operations.share_of_plain(*counts, layers, batches=4)
         batch, rest = counts[1:]
         found[f"{kind}, waits"] = max(float((batch.at(n) + rest.at(n))[1]) for n in (3, 6))
+    _, batch, _ = operations.metrics_of_a_run("gpt2", device="cpu")
+    found["calls of a layer"] = float(batch.at(1)[0] - batch.at(0)[0])
     alone, further = operations.isolated_pass("gpt2")
     return found | {"isolated": float((further.at(12) / alone.at(12))[0])}
 
