@@ -260,7 +260,7 @@ class HeadEffects(Question):
 
         def log_odds(layer: int, head: int) -> Float[Tensor, " batch"]:
             hooks = partial(self._replaced, passes.model, layer, head)
-            return log_odds_of(passes.logits(batch, hooks, (layer, head)), answers).cpu()
+            return log_odds_of(passes.logits(batch, hooks), answers).cpu()
 
         by_head = [
             torch.stack([log_odds(layer, head) for head in range(heads)], dim=1)

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -376,6 +377,17 @@ def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
     timed.clear()
     record = ask(gpt2, batches, Compared(THREE, repeats=0), **QUIET)
     assert record.seconds.isnan().all() and not timed
+
+
+def test_stored_contributions_are_those_of_any_number_of_timed_passes(
+    gpt2: Any, tmp_path: Path
+) -> None:
+    """Times are measured again by each call, and without controls a seed draws nothing."""
+    batches = questions(gpt2, 4, batch_size=2)
+    stored = partial(ask, gpt2, batches, folder=tmp_path, **QUIET)
+    first = stored(Compared(TWO, repeats=0))
+    again = stored(Compared(TWO, repeats=1, seed=3))
+    assert torch.equal(first.kl, again.kl) and again.seconds.isfinite().all()
 
 
 def prompts_of(model: Any, seeds: Sequence[int], queries: Sequence[Any]) -> list[al.PromptBatch]:
