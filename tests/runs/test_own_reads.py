@@ -61,6 +61,10 @@ def first_forerunner(batch: al.PromptBatch) -> Tensor:
     return al.edges.forerunners(batch).cumsum(1).eq(1) & al.edges.forerunners(batch)
 
 
+def target_then_labels(batch: al.PromptBatch) -> Tensor:
+    return torch.cat([batch.target_positions[:, None], batch.label_positions], dim=1)
+
+
 def largest_of_rows(batch: al.PromptBatch, block: al.reads.Block) -> Tensor:
     is_token = batch.attention_mask[:, block.rows].to(block.pattern)
     return torch.einsum("bhq,bq->b", block.pattern.amax(3), is_token)[:, None]
@@ -84,6 +88,11 @@ READS: dict[str, tuple[Read, bool, bool]] = {  # whether prompts share tokens, a
     ),
     "states": (
         lambda batch: al.reads.At("blocks.{}.hook_resid_post", al.edges.anchors),
+        True,
+        True,
+    ),
+    "in any order": (
+        lambda batch: al.reads.At("blocks.{}.hook_resid_post", target_then_labels(batch)),
         True,
         True,
     ),
