@@ -109,7 +109,7 @@ def default_device() -> dict[str, Any]:
     try:
         return differences(expected, results_of(on_device))
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)
 
 
 def started() -> dict[str, float]:
