@@ -384,9 +384,9 @@ def test_stored_contributions_are_those_of_any_number_of_timed_passes(
 ) -> None:
     """Times are measured again by each call, and without controls a seed draws nothing."""
     batches = questions(gpt2, 4, batch_size=2)
-    stored = partial(ask, gpt2, batches, folder=tmp_path, **QUIET)
-    first = stored(Compared(TWO, repeats=0))
-    again = stored(Compared(TWO, repeats=1, seed=3))
+    options = QUIET | {"folder": tmp_path}
+    first = ask(gpt2, batches, Compared(TWO, repeats=0), **options)
+    again = ask(gpt2, batches, Compared(TWO, repeats=1, seed=3), **options)
     assert torch.equal(first.kl, again.kl) and again.seconds.isfinite().all()
 
 
