@@ -80,17 +80,21 @@ class OnDevice(TorchDispatchMode):
         return out
 
 
-def counted(call: Callable[[], Any], device: str) -> torch.Tensor:
-    """Operations on the simulated device and waits, or calls of Python, of the second call."""
+def started(call: Callable[[], Any]) -> torch.Tensor:
+    """Operations on the simulated device, and waits, of the second call."""
     call()
-    if device == "cpu":
-        profile = cProfile.Profile()
-        profile.runcall(call)
-        calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-        return torch.tensor([calls]).double()
     with OnDevice() as mode, simulated_device.waits() as waits:
         call()
     return torch.tensor([mode.names.total(), sum(waits.values())]).double()
+
+
+def called(call: Callable[[], Any]) -> torch.Tensor:
+    """Calls of Python of the second call."""
+    call()
+    profile = cProfile.Profile()
+    profile.runcall(call)
+    calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+    return torch.tensor([calls]).double()
 
 
 def prompts(model: Any) -> list[al.PromptBatch]:
@@ -165,12 +169,12 @@ def metrics_of_a_run(
     """A batch of plain transformers; one more batch of flows and AUCROC; the rest of a run."""
     metrics = [al.SaliencyFlows(), al.AttentionAUCROC()]
     run = partial(al.run, share_prefix=share, **QUIET)
-    found = []
+    count, found = called if device == "cpu" else started, []
     for alone, model in models_of(kind, device):
         batches = prompts(model)
         there = batches[1].to(torch.device(device))
-        floor = counted(partial(plain, alone, there, backward=True), device)
-        one, three = (counted(partial(run, model, batches[:n], metrics), device) for n in (1, 3))
+        floor = count(partial(plain, alone, there, backward=True))
+        one, three = (count(partial(run, model, batches[:n], metrics)) for n in (1, 3))
         batch = (three - one) / 2
         found.append((floor, batch, one - batch))
     floors, batches_of_runs, rests = zip(*found, strict=True)
@@ -188,8 +192,8 @@ def isolated_pass(kind: str) -> tuple[Counts, Counts]:
             sweep = al.EdgeSweep.isolation({"all": al.Site()}, draws=draws)
             return al.run(model, batches, [sweep], share_prefix=False, **QUIET)
 
-        floor = counted(partial(plain, alone, there, backward=False), "sim")
-        one, three = (counted(partial(run, draws), "sim") for draws in (1, 3))
+        floor = started(partial(plain, alone, there, backward=False))
+        one, three = (started(partial(run, draws)) for draws in (1, 3))
         found.append((floor, (three - one) / 2))
     floors, further = zip(*found, strict=True)
     return Counts(*floors), Counts(*further)

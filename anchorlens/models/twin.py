@@ -54,7 +54,7 @@ class Twin:
         self._twins: dict[int, Callable[[], Any]] = {}  # by the id of a module
         self._copies: list[_Copy] = []
         self._found = [ref(module) for module in modules_of(model)]
-        self._state, self._weights = self._state_of(model), self._weights_now()
+        self._state, self._held = self._state_of(model), self._weights_and_methods()
         self._hooks = self._count_of_hooks()
         try:
             self._make(model)
@@ -176,7 +176,7 @@ class Twin:
             return "the hooked model runs all passes here"
         if hooks != self._hooks or _global_hooks():
             return "there are hooks on the model"
-        has_changed = self._weights_now() != self._weights
+        has_changed = self._weights_and_methods() != self._held
         if has_changed or not (self.is_trusted or self._state_of(model) == self._state):
             return "the model changed since it was prepared (al.prepare_model does it again)"
         return ""
@@ -189,7 +189,7 @@ class Twin:
         tables = [each[name] for each in held for name in HOOK_TABLES if each[name]]
         return sum(map(len, tables))
 
-    def _weights_now(self) -> list[Any]:
+    def _weights_and_methods(self) -> list[Any]:
         """What changes when weights are edited, moved or replaced, or methods are."""
         held = [*map(vars, self._modules())]
         tables = (t for each in held for t in (each["_parameters"], each["_buffers"]) if t)

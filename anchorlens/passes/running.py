@@ -28,15 +28,14 @@ def running(
     model: HookedModel, batch: PromptBatch, twin: Twin | None, inside: Inside
 ) -> Iterator[Run]:
     """Inside, hooks act in what is yielded, which runs tokens: the twin, or the hooked model."""
-    padding = _padding_of(batch)
     if twin is not None:
         native = NativePass(model, inside)
         # Keys before these columns may be padding although the batch has none.
-        has_padding = None if batch.first_query > 0 else padding is not None
+        has_padding = None if batch.first_query > 0 else _has_padding(batch)
         with twin.running(native.listener(has_padding)) as run:
             yield run
         return
-    hooks = [*_padding_hooks(model, padding), *inside.forward]
+    hooks = [*_padding_hooks(model, batch), *inside.forward]
     with (
         nullcontext() if inside.attend is None else attention_by(model, inside.attend),
         nullcontext() if inside.start is None else started(model, inside.start),
@@ -57,22 +56,21 @@ def leaf_hook(leaves: list[Tensor]) -> Hook:
     return before_block(0), make_leaf
 
 
-def _padding_of(batch: PromptBatch) -> Tensor | None:
-    """Where the columns that run are padding; None if nowhere."""
-    if batch.on_cpu.attention_mask[:, batch.first_query :].all():
-        return None
-    return ~batch.attention_mask[:, batch.first_query :]
+def _has_padding(batch: PromptBatch) -> bool:
+    """Whether some of the columns that run are padding."""
+    return not bool(batch.on_cpu.attention_mask[:, batch.first_query :].all())
 
 
-def _padding_hooks(model: HookedModel, padding: Tensor | None) -> list[Hook]:
+def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     """Hooks that set the scores in the rows of padding to 0.
 
     Some of these rows have no position to attend to (padding on the left, or beyond a sliding
     window). Their softmax is NaN where the mask is -inf: in float64 through transformers, and on a
     processed bridge of transformer-lens 3.9, which hides it from the pattern, not from gradients.
     """
-    if padding is None:
+    if not _has_padding(batch):
         return []
+    padding = ~batch.attention_mask[:, batch.first_query :]
 
     def fill_scores(scores: Tensor, hook: Any) -> Tensor:
         return scores.masked_fill(padding.to(scores.device)[:, None, :, None], 0.0)

@@ -34,6 +34,7 @@ from ..models.kinds import cached_heads, inputs_without_cache
 from ..models.media_tokens import refuse_media_tokens
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
+from ..system.devices import wide
 from .forward import rows_hook
 from .losses import columns_of
 from .running import leaf_hook
@@ -82,7 +83,7 @@ def step_gradients(
         with added_hooks(model, hooks):
             inputs = inputs_without_cache(model, batch.attention_mask)
             logits = model(batch.tokens, **inputs)[0]
-        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        logits = wide(logits)
         if not torch.stack(logits.aminmax()).isfinite().all():
             raise NotFiniteError(
                 "the model's logits are not finite (NaN or infinite) at the predicted tokens; try "

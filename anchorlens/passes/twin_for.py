@@ -22,6 +22,7 @@ from ..models.kv_cache import inputs_after
 from ..models.tiny_pass import shrunk_windows, tiny_passes, tiny_prompts
 from ..models.twin import Twin, twin_of
 from ..prompts.batch import PromptBatch
+from ..system.devices import wide
 from .comparison import SALIENCY_TOLERANCE, reason_of, tolerance, why_not_equal
 from .native_pass import Inside, why_hooks_need_a_bridge
 from .running import leaf_hook, running
@@ -142,8 +143,8 @@ def _logits_and_products(
     ):
         inputs = inputs_without_cache(model, batch.attention_mask)
         logits = run(batch.tokens, **inputs)[batch.attention_mask]
-        wide = logits.float() if logits.dtype.itemsize < 4 else logits
-        (wide.logsumexp(-1) - wide[:, 0]).sum().backward(inputs=leaves)
+        logits = wide(logits)
+        (logits.logsumexp(-1) - logits[:, 0]).sum().backward(inputs=leaves)
     if len(patterns) < model.cfg.n_layers:
         raise ModelError("its attention is not called through the interface of transformers")
-    return wide.detach(), products
+    return logits.detach(), products

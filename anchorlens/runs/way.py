@@ -107,7 +107,7 @@ def way_of(
 
     Metrics observe the run with the last of ``changes``, the interventions of the run.
     """
-    passes, attention = _passes(model, batches, changes, questions), ""
+    passes, attention = _how_passes_run(model, batches, changes, questions), ""
     gradient = frozenset(each.name for each in questions if needs_gradient(each, batches[0]))
     if patterns_are_large(model, batches):
         # The least of all processes, so that all of them run in the same way.
@@ -139,14 +139,14 @@ def way_of(
     return replace(whole, shared_prefix=shared, lengths=lengths)
 
 
-def _passes(
+def _how_passes_run(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
     questions: Sequence[Question],
 ) -> str:
     """Whether passes are native; otherwise why all or some of them have hooks."""
-    shortest = min(batches, key=lambda batch: batch.tokens.shape[1]).to(device_of(model))
+    shortest = _shortest(batches).to(device_of(model))
     *further, of_run = (
         why_hooks_need_a_bridge(model, change(shortest), (), ()) for change in changes
     )
@@ -161,6 +161,11 @@ def _passes(
     if reason := _first(further):
         return f"{'' if is_of_low_precision(model) else 'native, some '}with hooks: {reason}"
     return "native"
+
+
+def _shortest(batches: Sequence[PromptBatch]) -> PromptBatch:
+    """The batch with the fewest columns, for what is the same in all of them."""
+    return min(batches, key=lambda batch: batch.tokens.shape[1])
 
 
 def _first(reasons: Iterable[str]) -> str:
@@ -201,17 +206,21 @@ def _fused(
     asked = [question for question in questions if question.name in way.by_rows]
     has_kernel = bool(asked) and is_on_a_gpu(model)
     if has_kernel:
-        shortest = min(batches, key=lambda batch: batch.tokens.shape[1])
-        reason = why_no_kernel(model, asked, shortest)
+        reason = why_no_kernel(model, asked, _shortest(batches))
         attention += f"; rows, because {reason}" if reason else "; sums by a kernel"
         has_kernel = not reason
     why = ""
     if any(rows) and not is_checkpointed:
         why = why_checkpointed(model, batches, free)
         attention += f"; blocks are checkpointed, because {why}" if why else ""
-    made = replace(way, shared_prefix=shared_prefix, attention=attention, is_fused=True)
-    made = replace(made, has_kernel=has_kernel)
-    return replace(made, is_checkpointed=is_checkpointed or bool(why))
+    return replace(
+        way,
+        shared_prefix=shared_prefix,
+        attention=attention,
+        is_fused=True,
+        has_kernel=has_kernel,
+        is_checkpointed=is_checkpointed or bool(why),
+    )
 
 
 def _tokens_of(lengths: Mapping[int, int]) -> str:
@@ -240,7 +249,7 @@ def why_patterns(
         return "hooks may act on them"
     if isinstance(loss, WordCrossEntropy):
         return "the words of the loss continue the prompts"
-    shortest = min(batches, key=lambda batch: batch.tokens.shape[1]).to(device_of(model))
+    shortest = _shortest(batches).to(device_of(model))
     acting = [hook for change in changes for hook in change(shortest)]
     able = [outside_attention(model, [hook]) or acts_when_fused(model, hook) for hook in acting]
     if points := [point for (point, _), can in zip(acting, able, strict=True) if not can]:
@@ -277,7 +286,7 @@ def _read_by_rows(
     lengths: Mapping[int, int],
 ) -> tuple[frozenset[str], str]:
     """The questions that get rows of the attention, as no pattern is formed; or one that cannot."""
-    shortest = min(batches, key=lambda batch: batch.tokens.shape[1])
+    shortest = _shortest(batches)
     prompt = shortest.to(device_of(model)).prompt(0)
     after, _ = after_shared(prompt, lengths)
     rows = set[str]()
