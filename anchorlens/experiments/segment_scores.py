@@ -20,7 +20,7 @@ from ..metrics.question import Further
 from ..models.hooked import HookedModel, device_of, dtype_of
 from ..passes.forward import unedited
 from ..passes.losses import span_cross_entropy
-from ..passes.provide import needs_gradient
+from ..passes.provide import need_gradient, reads_of
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
@@ -116,7 +116,8 @@ class SegmentScores:
             return removals
         answer = self.ablation.answer
         loss = prediction_cross_entropy if answer is None else span_cross_entropy(answer)
-        needs_one = any(needs_gradient(metric, self.batches[0]) for metric in self.metrics)
+        of_metrics = [reads_of(metric, self.batches[0]) for metric in self.metrics]
+        needs_one = any(map(need_gradient, of_metrics))
         return replace(removals, metrics=self.metrics, loss=loss if needs_one else None)
 
     def of(self, answers: Answers, observed: Mapping[str, Mapping[str, Tensor]]) -> "ScoresOfBatch":

@@ -150,13 +150,8 @@ def reads_of(question: Question, batch: PromptBatch) -> Reads:
     return reads
 
 
-def _reads_of_a_prompt(question: Question, batch: PromptBatch) -> Reads:
-    """What is read of one prompt, where the kind of each read tells enough."""
-    return reads_of(question, batch.whole().prompt(0))
-
-
-def check_reads(layers: Layers, question: Question, batch: PromptBatch) -> None:
-    """Raise an error, before the model runs, where it does not show what a question reads."""
+def checked_reads(layers: Layers, question: Question, batch: PromptBatch) -> Reads:
+    """What a question reads; an error, before the model runs, where the model does not show it."""
     if layers.model is not None:
         check_fits(layers.model, batch)
     reads = reads_of(question, batch.whole())
@@ -171,49 +166,46 @@ def check_reads(layers: Layers, question: Question, batch: PromptBatch) -> None:
             require_transformed_values(layers.needed(question.name))
         elif isinstance(read, Sums):
             try_weight(read.weight, layers.n_heads, batch)
+    return reads
 
 
-def needs_gradient(question: Question, batch: PromptBatch) -> bool:
-    """Whether a question needs a backward pass."""
-    return SLOPE in needs_of(_reads_of_a_prompt(question, batch))
+def need_gradient(reads: Reads) -> bool:
+    """Whether reads need a backward pass."""
+    return SLOPE in needs_of(reads)
 
 
-def why_hooks_are_whole(question: Question, batch: PromptBatch) -> str:
+def why_hooks_are_whole(name: str, reads: Reads) -> str:
     """Why the hooks of a question do not act in shared tokens; empty if it has none."""
-    reads = _reads_of_a_prompt(question, batch).values()
-    has_hooks = any(isinstance(read, Hooks) for read in reads)
-    return f"{question.name} has hooks of its own, which see whole prompts" if has_hooks else ""
+    has_hooks = any(isinstance(read, Hooks) for read in reads.values())
+    return f"{name} has hooks of its own, which see whole prompts" if has_hooks else ""
 
 
-def why_whole(question: Question, batch: PromptBatch) -> str:
+def why_whole(name: str, reads: Reads) -> str:
     """Why shared tokens cannot run once for what a question reads; empty if they can."""
-    if reason := why_hooks_are_whole(question, batch):
+    if reason := why_hooks_are_whole(name, reads):
         return reason
-    for read in _reads_of_a_prompt(question, batch).values():
+    for read in reads.values():
         if isinstance(read, Sums) and VALUES in read.needs:
-            return f"{question.name} needs the values of all tokens of each prompt"
+            return f"{name} needs the values of all tokens of each prompt"
         if isinstance(read, Blocks) and (read.whole or not read.slope):
-            return f"{question.name} reads blocks of the pattern of each prompt"
+            return f"{name} reads blocks of the pattern of each prompt"
     return ""
 
 
-def check_columns(questions: Sequence[Question], batches: Sequence[PromptBatch]) -> None:
-    """Raise an error, before the model runs, for wrong positions in any batch."""
-    for question in questions:
-        first = reads_of(question, batches[0].whole())
-        if any(isinstance(read, At) for read in first.values()):
-            for batch in batches[1:]:
-                for read in reads_of(question, batch.whole()).values():
-                    if isinstance(read, At):
-                        read.columns(batch, question.name)
+def check_columns(question: Question, batches: Sequence[PromptBatch], first: Reads) -> None:
+    """Raise an error for wrong positions in any batch; ``first`` is what is read of the first."""
+    if any(isinstance(read, At) for read in first.values()):
+        for batch in batches[1:]:
+            for read in reads_of(question, batch.whole()).values():
+                if isinstance(read, At):
+                    read.columns(batch, question.name)
 
 
-def may_differ_at_the_start(question: Question, batch: PromptBatch) -> bool:
-    """Whether what a question reads in shared tokens could differ between prompts of a set."""
-    reads = _reads_of_a_prompt(question, batch).values()
+def may_differ_at_the_start(reads: Reads) -> bool:
+    """Whether what is read in shared tokens could differ between prompts of a set."""
     return any(
         isinstance(read, At) or (isinstance(read, Sums) and SLOPE not in read.needs)
-        for read in reads
+        for read in reads.values()
     )
 
 
@@ -257,12 +249,11 @@ def _columns_begin_as(
     return True
 
 
-def by_rows(question: Question, batch: PromptBatch) -> bool:
-    """Whether rows of A and dL/dA are enough for a question, where no pattern is formed."""
-    reads = _reads_of_a_prompt(question, batch).values()
+def by_rows(reads: Reads) -> bool:
+    """Whether rows of A and dL/dA are enough, where no pattern is formed."""
     return all(
         (isinstance(read, At) and bool(read.needs & {PATTERN, SLOPE}))
         or (isinstance(read, Sums) and VALUES not in read.needs)
         or (isinstance(read, Blocks) and not read.whole)
-        for read in reads
+        for read in reads.values()
     )

@@ -25,7 +25,7 @@ from ..models.hooked import (
 )
 from ..passes.forward import Watched
 from ..passes.observers import Layers, needs_model
-from ..passes.provide import Observation, check_reads
+from ..passes.provide import Observation, checked_reads
 from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import with_intervals
 from ..results.population import check_resamples
@@ -274,7 +274,7 @@ def _check(
     """Raise the errors that ``run`` raises before it runs."""
     for metric in metrics:
         metric.check(_NoModel(metric.name) if model is None else model, batches, changed=False)
-        check_reads(layers, metric, batches[0])
+        checked_reads(layers, metric, batches[0])
 
 
 def _layers_of(cache: Mapping[str, Tensor]) -> Layers:

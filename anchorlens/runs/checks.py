@@ -11,12 +11,13 @@ from torch import Tensor
 from ..errors import AnchorlensError, HookError, MetricError, ModelError
 from ..metrics.metric import Metric
 from ..metrics.question import Further, HooksOfBatch, Question
+from ..metrics.reads import Reads
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import HookedModel, check_fits, device_of, layer_numbers
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
 from ..passes.observers import Layers
-from ..passes.provide import Observation, check_columns, check_reads, needs_gradient
+from ..passes.provide import Observation, check_columns, checked_reads, need_gradient
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..results.record import Record
@@ -30,8 +31,12 @@ def check_questions(
     questions: Sequence[Question],
     hooks: HooksOfBatch | None,
     loss: Loss | None,
-) -> None:
-    """Raise an error for wrong questions, hooks or losses before the model runs."""
+) -> dict[str, Reads]:
+    """What questions read of the first batch, by their names.
+
+    An error for wrong questions, hooks or losses, before the model runs.
+    """
+    reads = dict[str, Reads]()
     for question in questions:
         if hooks is not None and not isinstance(question, Metric):
             raise MetricError(
@@ -39,8 +44,8 @@ def check_questions(
                 "this run; run it without hooks, or write these into the model (model.add_hook)"
             )
         question.check(model, batches, changed=hooks is not None)
-        check_reads(Layers.of(model), question, batches[0])
-    gradient = [question.name for question in questions if needs_gradient(question, batches[0])]
+        reads[question.name] = checked_reads(Layers.of(model), question, batches[0])
+    gradient = [name for name, of_one in reads.items() if need_gradient(of_one)]
     if gradient and loss is None:
         raise MetricError(
             f"{', '.join(gradient)} needs a gradient, and the passes here have none; give it to "
@@ -51,10 +56,11 @@ def check_questions(
         check_gradient_of_loss(loss, batches, model)
     if hooks is not None:
         check_hooks(model, hooks, batches)
-    check_columns(questions, batches)
     first = batches[0].to(device_of(model))
     for question in questions:
+        check_columns(question, batches, reads[question.name])
         _check_observation(model, Observation.of(Layers.of(model), question, first))
+    return reads
 
 
 def require_questions(questions: Sequence[Question]) -> None:
@@ -173,7 +179,7 @@ def possible(
     for question in questions:
         try:
             question.check(model, batches, changed=False)
-            check_reads(Layers.of(model), question, batches[0])
+            checked_reads(Layers.of(model), question, batches[0])
         except (MetricError, ModelError) as error:
             errors[question.name] = error
         else:

@@ -27,7 +27,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import check_out_of_memory, free_memory, half_of
-from ..passes.provide import needs_gradient
+from ..passes.provide import need_gradient, reads_of
 from ..passes.twin_for import of_one_run
 from ..printable import printable
 from ..prompts.batch import PromptBatch, all_padded_right, check_prompts
@@ -205,7 +205,7 @@ class Study:
         """
         require_questions(questions)
         questions = [asked_of(each, self.model, self.batches) for each in questions]
-        check_questions(self.model, self.batches, questions, hooks, loss)
+        reads = check_questions(self.model, self.batches, questions, hooks, loss)
         needed = {each.name: further_of(each, self.model, self.batches) for each in questions}
         further = [hooks_of for each in needed.values() for hooks_of in each.hooks]
         for change in further:
@@ -213,22 +213,21 @@ class Study:
         for change in (*further, *(() if hooks is None else (hooks,))):
             refuse_moved_hooks(self._given, self.batches, change)
             check_edges_of_hooks(self.model, change, self.batches)
-        observers = {"": questions} | {name: each.metrics for name, each in needed.items()}
+        differentiates = any(map(need_gradient, reads.values()))
         of_gradient = {
-            name: any(needs_gradient(metric, self.batches[0]) for metric in metrics)
-            for name, metrics in observers.items()
+            name: any(need_gradient(reads_of(metric, self.batches[0])) for metric in each.metrics)
+            for name, each in needed.items()
         }
-        differentiates = of_gradient[""]
-        if gradient_checkpointing and not any(of_gradient.values()):
+        if gradient_checkpointing and not (differentiates or any(of_gradient.values())):
             raise MetricError(
                 "gradient_checkpointing=True saves memory of the gradient, but none of "
                 f"{[each.name for each in questions]} needs one and the memory is the same "
                 "without; leave it out"
             )
-        saves = {name: gradient_checkpointing and each for name, each in of_gradient.items()}
         used = loss if differentiates else None
+        saves = gradient_checkpointing and differentiates
         described = Pass(self.model, self.batches[0], loss=used)
-        replace(described, gradient_checkpointing=saves[""]).check()
+        replace(described, gradient_checkpointing=saves).check()
         self._store  # noqa: B018 - the folder of another run is an error before all else
         way = way_of(
             self.model,
@@ -236,14 +235,14 @@ class Study:
             [*further, no_hooks if hooks is None else hooks],
             questions,
             used,
-            gradient_checkpointing=saves[""],
+            gradient_checkpointing=saves,
             share_prefix=share_prefix,
         )
         observed = {
             name: self.passes(
                 each.metrics,
                 loss=each.loss,
-                gradient_checkpointing=saves[name],
+                gradient_checkpointing=gradient_checkpointing and of_gradient[name],
                 share_prefix=share_prefix,
             )
             for name, each in needed.items()

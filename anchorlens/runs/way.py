@@ -13,11 +13,12 @@ that several processes decide alike.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, starmap
 
 import torch
 
 from ..metrics.question import HooksOfBatch, Question, no_hooks
+from ..metrics.reads import Reads
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.facts import facts_of
 from ..models.hooked import (
@@ -42,7 +43,8 @@ from ..passes.provide import (
     begins_as,
     by_rows,
     may_differ_at_the_start,
-    needs_gradient,
+    need_gradient,
+    reads_of,
     why_hooks_are_whole,
     why_whole,
 )
@@ -107,8 +109,10 @@ def way_of(
 
     Metrics observe the run with the last of ``changes``, the interventions of the run.
     """
-    passes, attention = _how_passes_run(model, batches, changes, questions), ""
-    gradient = frozenset(each.name for each in questions if needs_gradient(each, batches[0]))
+    one = batches[0].whole().prompt(0)  # where the kind of each read tells enough
+    reads = {each.name: reads_of(each, one) for each in questions}
+    passes, attention = _how_passes_run(model, batches, changes, questions, reads), ""
+    gradient = frozenset(name for name, of_one in reads.items() if need_gradient(of_one))
     if patterns_are_large(model, batches):
         # The least of all processes, so that all of them run in the same way.
         free_here = free_for_layers(devices_of_layers(model))
@@ -116,9 +120,9 @@ def way_of(
         reason = why_patterns(model, batches, changes, loss)
         if not reason:
             lengths = shared_lengths(batches, None, least=1)
-            reasons = _why_no_fused_prefix(model, batches, changes, lengths, questions)
+            reasons = _why_no_fused_prefix(model, batches, changes, lengths, reads)
             lengths = {} if (why := _first(reasons)) else lengths
-            rows, reason = _read_by_rows(model, batches, questions, lengths)
+            rows, reason = _read_by_rows(model, batches, questions, reads, lengths)
             reason += f" (no fused prefix: {why})" if reason and why else ""
         if not reason:
             way = Way(passes, "", lengths, by_rows=rows, of_gradient=gradient)
@@ -132,7 +136,7 @@ def way_of(
         return replace(whole, shared_prefix="off: share_prefix=False")
     lengths = shared_lengths(batches, loss)
     differentiates = loss is not None and bool(gradient)
-    reasons = _why_not_shared(model, batches, lengths, changes, questions, differentiates)
+    reasons = _why_not_shared(model, batches, lengths, changes, questions, reads, differentiates)
     if reason := _first(reasons):
         return replace(whole, shared_prefix=f"off: {reason}")
     shared = f"{_tokens_of(lengths)} of each prompt, run once for all"
@@ -144,6 +148,7 @@ def _how_passes_run(
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
     questions: Sequence[Question],
+    reads: Mapping[str, Reads],
 ) -> str:
     """Whether passes are native; otherwise why all or some of them have hooks."""
     shortest = _shortest(batches).to(device_of(model))
@@ -153,7 +158,7 @@ def _how_passes_run(
     seen = [Observation.of(Layers.of(model), each, shortest.prompt(0)) for each in questions]
     reasons = chain(
         [why_not_native(model) or twin_of(model).why_not_now(model), of_run],
-        (why_hooks_are_whole(each, batches[0]) for each in questions),
+        starmap(why_hooks_are_whole, reads.items()),
         (why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks) for each in seen),
     )
     if reason := _first(reasons):
@@ -263,14 +268,13 @@ def _why_no_fused_prefix(
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
     lengths: Mapping[int, int],
-    questions: Sequence[Question],
+    reads: Mapping[str, Reads],
 ) -> Iterator[str]:
     """Why shared tokens cannot run with a fused attention, once for all queries of a set.
 
     A query forms patterns in its own rows alone then, and what needs no gradient observes these.
     """
-    for question in questions:
-        yield why_hooks_are_whole(question, batches[0])
+    yield from starmap(why_hooks_are_whole, reads.items())
     if any(after_shared(batch, lengths)[0].is_whole for batch in batches):
         yield "a batch has prompts of several sets, or a target is in the demonstrations"
     yield _why_rotated_differently(model, batches, lengths)
@@ -283,6 +287,7 @@ def _read_by_rows(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     questions: Sequence[Question],
+    reads: Mapping[str, Reads],
     lengths: Mapping[int, int],
 ) -> tuple[frozenset[str], str]:
     """The questions that get rows of the attention, as no pattern is formed; or one that cannot."""
@@ -291,9 +296,9 @@ def _read_by_rows(
     after, _ = after_shared(prompt, lengths)
     rows = set[str]()
     for question in questions:
-        if _reads_after(model, question, after):
+        if not need_gradient(reads[question.name]) and _reads_after(model, question, after):
             continue
-        if not by_rows(question, prompt):
+        if not by_rows(reads[question.name]):
             return frozenset(), f"{question.name} needs them"
         rows.add(question.name)
     return frozenset(rows), ""
@@ -304,7 +309,7 @@ def _reads_after(model: HookedModel, question: Question, batch: PromptBatch) -> 
     observed = [Observation.of(Layers.of(model), question, batch)]
     if not batch.is_whole:
         observed = [Observation.of_shared(Layers.of(model), question, batch)]
-    if needs_gradient(question, batch) or any(each.backward_hooks for each in observed):
+    if any(each.backward_hooks for each in observed):
         return False
     read = {point for each in facts_of(model).operands if each for point in (each.query, each.key)}
     hooks = [hook for each in observed for hook in each.hooks]
@@ -317,11 +322,11 @@ def _why_not_shared(
     lengths: Mapping[int, int],
     changes: Sequence[HooksOfBatch],
     questions: Sequence[Question],
+    reads: Mapping[str, Reads],
     differentiates: bool,
 ) -> Iterator[str]:
     """Why shared tokens cannot run once for all prompts of a set."""
-    for question in questions:
-        yield why_whole(question, batches[0])
+    yield from starmap(why_whole, reads.items())
     if has_user_hooks(model):
         yield HOOKS_OF_USER
     if not lengths:
@@ -329,7 +334,8 @@ def _why_not_shared(
     yield _why_rotated_differently(model, batches, lengths)
     for change in changes:
         yield _why_not_in_prefix(batches, lengths, change)
-    yield _why_not_alike(batches, lengths, questions)
+    may_differ = [each for each in questions if may_differ_at_the_start(reads[each.name])]
+    yield _why_not_alike(batches, lengths, may_differ)
     yield _why_not_worth(model, batches, lengths, differentiates)
     yield why_not_shared_with_gradient(model) if differentiates else why_not_shared(model)
 
@@ -368,8 +374,7 @@ def _why_not_alike(
     batches: Sequence[PromptBatch], lengths: Mapping[int, int], questions: Sequence[Question]
 ) -> str:
     """Why what a question reads in shared tokens is not one for all prompts; empty if it is."""
-    compared = [each for each in questions if may_differ_at_the_start(each, batches[0])]
-    if not compared:
+    if not questions:
         return ""
     first: dict[int | None, PromptBatch] = {}
     # A set with a length is alone in its batches.
@@ -377,7 +382,7 @@ def _why_not_alike(
     for set_id, batch in zip(only_sets(sharing), sharing, strict=True):
         after, _ = after_shared(batch, lengths)
         one = first.setdefault(set_id, after)
-        for question in compared:
+        for question in questions:
             if not begins_as(question, after, one):
                 return f"{question.name} differs between prompts that share their demonstrations"
     return ""

@@ -11,7 +11,7 @@ import anchorlens as al
 from anchorlens.cli import check
 from anchorlens.cli.architectures import table_of_architectures
 from anchorlens.errors import MetricError, ModelError, PromptError
-from anchorlens.passes.provide import needs_gradient
+from anchorlens.passes.provide import need_gradient, reads_of
 from tests.cli.test_cli import call, error_of
 from tests.support.tiny_models import randomize
 
@@ -127,7 +127,7 @@ def test_check_prints_its_table_if_a_metric_fails(
     """A pass that is not finite ends one metric; the other analyses are still tried."""
 
     def run_without_gradients(model: Any, batches: Any, metrics: Any, **options: Any) -> Any:
-        if any(needs_gradient(metric, batches[0]) for metric in metrics):
+        if any(need_gradient(reads_of(metric, batches[0])) for metric in metrics):
             raise ModelError("the loss is not finite")
         return al.run(model, batches, metrics, **options)
 

@@ -36,7 +36,7 @@ from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.tiny_pass import LEAF
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.observers import Layers
-from anchorlens.passes.provide import check_reads
+from anchorlens.passes.provide import checked_reads
 from anchorlens.passes.step_gradients import step_gradients
 from tests.models.test_matrix import KINDS, cases, hooked
 from tests.references.comparison import batch_of, tokenizer, weights_of
@@ -66,9 +66,9 @@ def test_the_sum_over_keys_and_heads_is_the_output_of_the_attention(name: str, k
     metric = al.SegmentFlows(weight=al.weights.value_norm)
     if name in REFUSED:
         with pytest.raises(ModelError, match=REFUSED[name]):
-            check_reads(Layers.of(model), metric, prompt)
+            checked_reads(Layers.of(model), metric, prompt)
         return
-    check_reads(Layers.of(model), metric, prompt)
+    checked_reads(Layers.of(model), metric, prompt)
     patterns: dict[int, Any] = {}
     values: dict[int, Any] = {}
     outputs: dict[int, Any] = {}

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import anchorlens as al
 from anchorlens.errors import PromptError
 from anchorlens.passes.observers import Layers
-from anchorlens.passes.provide import check_reads
+from anchorlens.passes.provide import checked_reads
 from anchorlens.runs.checks import possible
 from tests.support.asked import ask
 from tests.support.tiny_models import questions
@@ -20,7 +20,7 @@ LENGTH, PROMPTS = 3000, 4
 FLOWS = al.SaliencyFlows()
 REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "possible": lambda model, batch: possible(model, [batch], [FLOWS]),
-    "check_reads": lambda model, batch: check_reads(Layers.of(model), FLOWS, batch),
+    "checked_reads": lambda model, batch: checked_reads(Layers.of(model), FLOWS, batch),
     "isolate_labels": lambda model, batch: al.isolate_labels(model, batch, 0),
     "isolate_random": lambda model, batch: al.hooks.isolate_random(model, batch, 0, seed=1),
     "reweight_anchors": lambda model, batch: al.reweight_anchors(

@@ -16,7 +16,7 @@ import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, StoreError
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.provide import why_whole
+from anchorlens.passes.provide import reads_of, why_whole
 from anchorlens.passes.shared_prefix import run_shared, shared_tokens
 from anchorlens.prompts.batch import after_shared
 from anchorlens.runs.study import Study
@@ -170,7 +170,7 @@ def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
 def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     metric = names_of("metrics.md")["TargetEntropy"]()
-    assert not why_whole(metric, batches[0])
+    assert not why_whole(metric.name, reads_of(metric, batches[0]))
     record = al.run(gpt2, batches, [metric], **QUIET)["target_entropy"]
     assert "run once for all" in record.info["shared_prefix"]
     rows = []
