@@ -107,9 +107,7 @@ def test_means_of_prompts_equal_those_of_patterns(gpt2: Any, side: Any) -> None:
     batches = questions(gpt2, 5, batch_size=3, padding_side=side)
     metric = al.SegmentAttention(["text", "label", "target"], apart=1)
     [shared] = al.run(gpt2, batches, [metric], **QUIET).values()
-    [whole] = al.run(gpt2, batches, [metric], share_prefix=False, **QUIET).values()
     assert "run once" in shared.info["shared_prefix"]
-    assert_same(replace(shared, info={}), replace(whole, info={}), 1e-5)
     values = []
     for batch in batches:
         for number in range(len(batch)):
