@@ -58,9 +58,18 @@ def config_of(model: Any) -> Any:
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
-    """Every module once, also those of the wrapped model that a bridge does not register."""
-    roots = [root for root in (model, original_of(model)) if root is not None]
-    return list(dict.fromkeys(module for root in roots for module in root.modules()))
+    """Every module once, also those of the wrapped model that a bridge does not register.
+
+    In the order of ``modules()``, without the names that it makes of thousands of modules.
+    """
+    found: dict[torch.nn.Module, None] = {}
+    next_ones = [original_of(model), model]
+    while next_ones:
+        module = next_ones.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            next_ones += reversed(module._modules.values())
+    return list(found)
 
 
 def cached_heads(model: Any, count: int) -> Int[Tensor, " head"]:

@@ -8,7 +8,7 @@
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -54,8 +54,9 @@ class Twin:
         self._twins: dict[int, Callable[[], Any]] = {}  # by the id of a module
         self._copies: list[_Copy] = []
         self._found = [ref(module) for module in modules_of(model)]
-        self._state, self._held = self._state_of(model), self._weights_and_methods()
-        self._hooks = self._count_of_hooks()
+        held = self._all_held()
+        self._state, self._held = self._state_of(model), _weights_and_methods(held)
+        self._hooks = _count_of_hooks(held)
         try:
             self._make(model)
         except _NoTwin as error:
@@ -169,14 +170,15 @@ class Twin:
         It is not where weights were trained, modules, settings or methods replaced: the bridge and
         the model of transformers may hold copies of weights, of which only one was changed.
         """
-        hooks = self._count_of_hooks()
+        held = self._all_held()
+        hooks = _count_of_hooks(held)
         if hooks != self._hooks and not has_user_hooks(model):
             self._hooks = hooks  # a bridge adds some hooks during its first pass
         if self.is_suspended:
             return "the hooked model runs all passes here"
         if hooks != self._hooks or _global_hooks():
             return "there are hooks on the model"
-        has_changed = self._weights_and_methods() != self._held
+        has_changed = _weights_and_methods(held) != self._held
         if has_changed or not (self.is_trusted or self._state_of(model) == self._state):
             return "the model changed since it was prepared (al.prepare_model does it again)"
         return ""
@@ -184,21 +186,9 @@ class Twin:
     def _modules(self) -> list[nn.Module]:
         return [module for each in self._found if (module := each()) is not None]
 
-    def _count_of_hooks(self) -> int:
-        held = map(vars, self._modules())
-        tables = [each[name] for each in held for name in HOOK_TABLES if each[name]]
-        return sum(map(len, tables))
-
-    def _weights_and_methods(self) -> list[Any]:
-        """What changes when weights are edited, moved or replaced, or methods are."""
-        held = [*map(vars, self._modules())]
-        tables = (t for each in held for t in (each["_parameters"], each["_buffers"]) if t)
-        return ["forward" in each for each in held] + [
-            (id(each), each.data_ptr(), 0 if each.is_inference() else each._version)
-            for table in tables
-            for each in table.values()
-            if each is not None
-        ]
+    def _all_held(self) -> list[dict[str, Any]]:
+        """What each module holds."""
+        return [*map(vars, self._modules())]
 
     def _state_of(self, model: Any) -> list[Any]:
         modules = self._modules()
@@ -249,6 +239,21 @@ def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def _configs_in(module: nn.Module) -> Mapping[str, Any]:
     """The configurations of transformers that a module holds, by their names."""
     return {name: each for name, each in vars(module).items() if hasattr(each, "sub_configs")}
+
+
+def _count_of_hooks(held: Sequence[Mapping[str, Any]]) -> int:
+    return sum(len(each[name]) for each in held for name in HOOK_TABLES if each[name])
+
+
+def _weights_and_methods(held: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What changes when weights are edited, moved or replaced, or methods are."""
+    tables = (t for each in held for t in (each["_parameters"], each["_buffers"]) if t)
+    return ["forward" in each for each in held] + [
+        (id(each), each.data_ptr(), 0 if each.is_inference() else each._version)
+        for table in tables
+        for each in table.values()
+        if each is not None
+    ]
 
 
 def _state(module: nn.Module) -> tuple[Any, ...]:

@@ -102,6 +102,12 @@ def _late_starts(model: HookedModel) -> dict[int, str]:
 
 
 @fact
+def weights_of_blocks(model: HookedModel) -> int:
+    """How many numbers the weights of all blocks have."""
+    return sum(each.numel() for each in model.blocks.parameters())  # type: ignore[attr-defined]
+
+
+@fact
 def _bytes_of_short_passes(model: HookedModel) -> tuple[int, int, int]:
     """The tokens of a short pass, and the bytes that it and one of twice its length store."""
     count = min(_SHORT, model.cfg.n_ctx // 2)

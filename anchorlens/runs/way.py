@@ -50,6 +50,7 @@ from ..passes.provide import (
 )
 from ..passes.shortcuts import (
     bytes_stored,
+    weights_of_blocks,
     why_no_fused_prefix,
     why_not_fused,
     why_not_shared,
@@ -358,14 +359,13 @@ def _why_not_worth(
             sizes[set_id] += len(batch)
             counts[set_id] += 1
     saved = sum(lengths[set_id] * (sizes[set_id] - 1) for set_id in lengths)
-    of_layers = sum(parameter.numel() for parameter in model.blocks.parameters())  # type: ignore[attr-defined]
     started = len(lengths) * _STARTED_BY_A_PASS
     if differentiates:
         started += counts.total() * _STARTED_BY_A_SECOND_GRAPH
     started *= model.cfg.n_layers
     device = device_of(model).type
     work = WORK_OF_A_START["cpu" if device == "cpu" else "cuda"]
-    if of_layers * saved >= started * work:
+    if weights_of_blocks(model) * saved >= started * work:
         return ""
     return "shared tokens would save less time than more passes take to start on this device"
 
