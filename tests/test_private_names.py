@@ -233,11 +233,7 @@ def hooks_on_every_module_are_listed() -> bool:
     return sizes == (1, 1)
 
 
-@use_of(
-    "torch",
-    "_modules _parameters _buffers",
-    "models/twin.py models/kinds.py models/model_state.py",
-)
+@use_of("torch", "_modules _parameters _buffers", "models/twin.py")
 def a_module_holds_its_parts_in_tables() -> bool:
     """A copy of what a module holds has its parts, which are looked up in three tables."""
     norm = nn.Sequential(nn.BatchNorm1d(2))

@@ -68,7 +68,7 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
         module = next_ones.pop()
         if module is not None and module not in found:
             found[module] = None
-            next_ones += reversed(module._modules.values())
+            next_ones += reversed([*module.children()])
     return list(found)
 
 

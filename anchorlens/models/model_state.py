@@ -41,8 +41,8 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
         trained = [
             parameter
             for module in modules
-            for parameter in module._parameters.values()
-            if parameter is not None and parameter.requires_grad
+            for parameter in module.parameters(recurse=False)
+            if parameter.requires_grad
         ]
 
         modes_as_found, as_found = torch_modes(), warnings_as_found()
