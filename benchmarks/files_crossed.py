@@ -61,7 +61,7 @@ def moves_of(
 
 def contexts() -> al.Question:
     """Two contexts, whose times are not measured."""
-    compared = {"none": al.contexts.NoContext(), "anchors only": al.compress}
+    compared: dict[str, Any] = {"none": al.contexts.NoContext(), "anchors only": al.compress}
     return al.ContextComparison(compared, repeats=0)
 
 

@@ -122,12 +122,13 @@ def load_model(
         if tokenizer is None:
             raise ModelError("a loaded model comes without a tokenizer; pass tokenizer=...")
         weights: Any = source
+        name = weights.config.name_or_path or type(weights).__name__
+        _refuse_weights_elsewhere(name, weights)
         refuse_device(device or weights.device)
         if any(option is not None for option in (device, places, dtype)):
             weights = moved(copy.deepcopy(weights), device or weights.device, dtype)
         if places is not None:
             weights = spread(weights, places)
-        name = weights.config.name_or_path or type(weights).__name__
         _refuse_inference_tensors(name, weights)
     else:
         _refuse_other_sources(source)
@@ -187,6 +188,7 @@ def prepare_model(model: Model) -> Model:
         )
     if reason := why_not_hooked(model):
         raise ModelError(reason)
+    _refuse_weights_elsewhere(model.cfg.model_name, model)
     _refuse_inference_tensors(model.cfg.model_name, model)
     is_prepared = False
     found = known_facts(model)
@@ -327,6 +329,17 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
             f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {reason}; "
             "passes that you make with transformers can go into al.caches.from_caches"
         ) from error
+
+
+def _refuse_weights_elsewhere(name: str, model: Any) -> None:
+    """Raise an error for weights without numbers, which may be in memory for one call at a time."""
+    if any(each.is_meta for each in model.parameters()):
+        raise ModelError(
+            f"weights of {name} are on the device 'meta': its tensors have shapes and no numbers. "
+            "If accelerate moves each from the CPU or a disk when it is used, load the model so "
+            "that all stay in memory: in a smaller type (dtype=torch.bfloat16), or over several "
+            'devices (device_map="auto")'
+        )
 
 
 def _refuse_inference_tensors(name: str, model: Any) -> None:

@@ -226,11 +226,14 @@ class Passes:
     ) -> dict[str, Tensor]:
         """What each prompt of a batch contributes to these questions, by default to all."""
         if not self._needs_hooks:
+            both = (self, *self._further.values())
+            failures = [dict(each.failures) for each in both]
             try:
                 return self._contributions(batch, names)
             except NeedsHooks:
                 self._needs_hooks = True
-                for each in (self, *self._further.values()):
+                for each, before in zip(both, failures, strict=True):
+                    each.failures = before  # the questions are asked again
                     each._forget()
         with twin_of(self.model).suspended():
             return self._contributions(batch, names)

@@ -346,7 +346,14 @@ def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
     assert native == [True, True]
     if dtype == torch.float32:
         return
-    asked = [al.SaliencyFlows(), NoEffect(own_hook, hooked)]
+
+    class FailsAtFirst(al.Accuracy):
+        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+            if not hooked:
+                raise al.AnchorlensError("of the first try")
+            return super().contributions(batch, seen)
+
+    asked = [al.SaliencyFlows(), FailsAtFirst(), NoEffect(own_hook, hooked)]
     found = al.run(model, batches, asked, **QUIET)
     assert hooked == [True, False, False]  # the first batch is run again
     flows = found["saliency_flows"].per_prompt
