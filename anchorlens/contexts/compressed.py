@@ -30,14 +30,14 @@ from ..models.rotary import refuse_another_rotation
 from ..passes.comparison import TOLERANCE, difference_of, reason_of, tolerance
 from ..passes.forward import run_pass, run_prefix
 from ..prompts import edges
-from ..prompts.batch import PromptBatch, check_batch, on_both, only_set
+from ..prompts.batch import PromptBatch, check_batch, on_both
 from ..prompts.edge_set import Edges, EdgeSet
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import called, checked
 from ..system.texts import described, name_of
 from .placement import Placement, as_in_prompt, rebased
-from .protocol import QueryPass, bos_of, model_identity, queries_after
-from .selection import Selection, anchors_and_format
+from .protocol import QueryPass, bos_of, demonstrations_of, model_identity, queries_after
+from .selection import ONE_SET, ByScore, Selection, anchors_and_format
 from .stored import StoredContext, key_values_at_start
 
 # How many roundings may lie between logits after a context and those of whole prompts.
@@ -56,7 +56,7 @@ class CompressedContext(StoredContext):
         query_position: Position of the query's first token as the model takes it.
         info: The model, its type and weights, the placement, whether demonstrations were run
             ``separately``, the BOS with which prompts begin, and how many tokens of each segment
-            are selected.
+            are selected; ``scored`` names the score of an ``al.contexts.selection.ByScore``.
 
     Examples:
         >>> context = al.compress(model, batch)
@@ -78,6 +78,7 @@ class CompressedContext(StoredContext):
             "positions": f"{int(self.selected.sum())} of {len(self.selected)}",
             "segments": ", ".join(f"{name} {count}" for name, count in sorted(segments.items()))
             or "not known",
+            **({"selection": self.info["scored"]} if "scored" in self.info else {}),
             "cached": "these positions" if self.is_cut else "all positions, the others masked",
             "bytes": f"{self.size:,}",
             "placement": f"{self.info.get('positions')}{apart}",
@@ -187,7 +188,7 @@ class CompressedContext(StoredContext):
 def compress(
     model: HookedModel,
     demonstrations: PromptBatch,
-    select: Selection = anchors_and_format,
+    select: Selection | ByScore = anchors_and_format,
     *,
     positions: Placement = as_in_prompt,
     separately: bool = False,
@@ -232,7 +233,8 @@ def compress(
         demonstrations: Any batch of ``build_prompts`` with these demonstrations, which end before
             the first token of the query.
         select: Function that selects positions, from the demonstrations as a batch of one prompt to
-            Bool["position"]: a function of ``al.contexts.selection``, or your own.
+            Bool["position"]: a function of ``al.contexts.selection``, or your own. Or a ``ByScore``
+            of ``al.contexts.selection``, which asks the model.
         positions: Function from the selected positions to the positions of keys and query as the
             model takes them: a function of ``al.contexts.placement``, or your own.
         separately: Run each demonstration without the others before it.
@@ -261,7 +263,7 @@ def compress(
 def contexts(
     model: HookedModel,
     demonstrations: PromptBatch,
-    selections: Sequence[Selection],
+    selections: Sequence[Selection | ByScore],
     *,
     positions: Placement = as_in_prompt,
     separately: bool = False,
@@ -272,13 +274,13 @@ def contexts(
     check_fits(model, demonstrations)
     refuse_media_tokens(model, demonstrations)
     moved = demonstrations.to(device_of(model))
-    masks = checked_selections(selections, moved)
+    apart: HooksOfBatch = partial(_apart, model) if separately else no_hooks
+    masks = checked_selections(selections, moved, model, apart)
     prompt = moved.prompt(0)
     shared = prompt.before(len(masks[0]))
     bos = bos_of(prompt).tolist()
     info = {**model_identity(model), "positions": name_of(positions), "separately": separately}
     info |= {"bos": bos}
-    apart: HooksOfBatch = partial(_apart, model) if separately else no_hooks
     _measured.pop(model, None)  # the model's settings may have changed
     placed = [_placed(positions, selected) for selected in masks]
     with frozen_in_eval_mode(model):
@@ -293,26 +295,29 @@ def contexts(
         if has_user_hooks(model):
             whole = run_prefix(model, shared, hooks=apart(shared))
         made = []
-        for each, is_cut in zip(placed, cut, strict=True):
+        for select, each, is_cut in zip(selections, placed, cut, strict=True):
             prefix = _cut(model, shared, whole, each, apart) if is_cut else whole
-            made.append(_context(prompt, prefix, each, info))
+            scored = {"scored": f"{select.name}, {ONE_SET}"} if isinstance(select, ByScore) else {}
+            made.append(_context(prompt, prefix, each, info | scored))
             made[-1].query_pass(model, prompt)  # an error now, and not when queries are answered
         return made
 
 
 def checked_selections(
-    selections: Sequence[Selection], demonstrations: PromptBatch
+    selections: Sequence[Selection | ByScore],
+    demonstrations: PromptBatch,
+    model: HookedModel,
+    hooks: HooksOfBatch = no_hooks,
 ) -> list[Bool[Tensor, " position"]]:
-    """The positions that each function selects, checked before the model runs."""
-    if only_set(demonstrations) is None:
-        raise PromptError(
-            "a context holds one set of demonstrations, but these prompts have several; compress "
-            "each set by itself (call build_prompts for each set and join the lists)"
-        )
-    prompt = demonstrations.prompt(0)
-    length = int(prompt.query_start[0])
-    before = prompt.before(length)
-    masks = [called("select", select, "the demonstrations", before) for select in selections]
+    """The positions that each selects, checked before the model answers."""
+    before = demonstrations_of(demonstrations)
+    length = before.tokens.shape[1]
+    masks = [
+        select.of(model, before, hooks(before))
+        if isinstance(select, ByScore)
+        else called("select", select, "the demonstrations", before)
+        for select in selections
+    ]
     for selected in masks:
         if selected.shape != (length,) or selected.dtype != torch.bool or not selected.any():
             raise PromptError(

@@ -17,7 +17,7 @@ from ..models.model_identity import identity
 from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
-from ..prompts.batch import PromptBatch, check_batch, on_both
+from ..prompts.batch import PromptBatch, check_batch, on_both, only_set
 from ..prompts.segment_names import OTHER, PADDING
 from ..system.arguments import checked, has_methods
 from ..system.devices import sent
@@ -160,6 +160,17 @@ def model_identity(model: Any) -> dict[str, str]:
     """What must be equal for the keys and values of one model to fit another: identity and type."""
     dtype = str(dtype_of(model)).removeprefix("torch.")
     return {**identity(model), "dtype": dtype}
+
+
+def demonstrations_of(batch: PromptBatch) -> PromptBatch:
+    """The demonstrations that the prompts of a batch share, as one prompt without a query."""
+    if only_set(batch) is None:
+        raise PromptError(
+            "a context holds one set of demonstrations, but these prompts have several; compress "
+            "each set by itself (call build_prompts for each set and join the lists)"
+        )
+    prompt = batch.prompt(0)
+    return prompt.before(int(prompt.query_start[0]))
 
 
 def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:

@@ -1,22 +1,39 @@
-"""Functions that select positions of the demonstrations for a compressed context.
+"""Which positions of the demonstrations a compressed context stores.
 
-A selection is a function from the demonstrations, as a batch of one prompt, to the positions that a
-compressed context stores. Your own functions with the same signature work as those here.
+A selection is a function from the demonstrations, as a batch of one prompt, to these positions.
+Your own functions with the same signature work as those here. What must ask the model is a
+``ByScore``. It gives one set of positions for all layers and heads. The methods that its scores
+come from store another set for each head, so that equal names are not equal methods.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional
 
-from ..errors import PromptError
-from ..prompts import edges
+from ..errors import MetricError, PromptError
+from ..metrics.reads import Block, Blocks, InOneLine, Reads, Seen
+from ..models.hooked import Hook, HookedModel, device_of
+from ..models.kv_cache import KeyValues
+from ..models.load import ensure_prepared
+from ..models.model_state import frozen_in_eval_mode
+from ..passes.forward import Watched, run_prefix
+from ..passes.observers import Layers
+from ..passes.provide import Observation, checked_reads, need_gradient
 from ..prompts.batch import PromptBatch
-from ..prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
-from ..system.arguments import checked
+from ..prompts.segment_names import FORMAT, LABEL, OTHER, SEGMENTS, TEXT
+from ..system.arguments import called, checked
+from ..system.devices import wide
+from ..system.texts import described, name_of
+from .protocol import demonstrations_of
 
 Selection = Callable[[PromptBatch], Bool[Tensor, " position"]]
+Keep = Selection | int | float
+ONE_SET = "one set for all layers and heads"  # in the names of what is selected by a score
 
 
 @checked
@@ -68,8 +85,7 @@ def random_and_format(seed: int) -> Selection:
 
     def select(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
         selected = _in_segments(demonstrations, OTHER, FORMAT)
-        set_id = int(demonstrations.demonstrations_id[0])
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + set_id) % 2**63)
+        generator = _generator(seed, demonstrations)
         texts = (demonstrations.segments[0] == TEXT).nonzero().flatten().cpu()
         begin = 0
         for first, last in zip(
@@ -94,11 +110,199 @@ def random_and_format(seed: int) -> Selection:
     return select
 
 
+@checked
+@dataclass(frozen=True, eq=False)
+class ByScore(InOneLine):
+    """The positions with the highest score in one pass over the demonstrations.
+
+    The score is a mean over layers and heads, so that there is **one set for all of them**. Of
+    equal scores the lower position is stored. BOS and instructions always are, and count.
+
+    Attributes:
+        score: Function of keys and values (``al.contexts.KeyValues``) and of what was read
+            (``al.reads.Seen``) to finite scores, whose last axis is the position.
+        keep: How many positions: as many as another selection has, a whole number, or a share.
+        reads: Function of the demonstrations to what is read besides, as in a metric; no gradient.
+        last: So many of the last positions are always stored too.
+        name: What ``info["scored"]`` of the context names.
+
+    Raises:
+        PromptError: ``keep`` is less than is always stored, or more than there is; or that of
+            label words and format where these are not known; or the scores do not fit.
+        MetricError: It reads a gradient.
+
+    Examples:
+        >>> score = lambda cache, seen: cache.keys[1].norm(dim=-1)
+        >>> context = al.compress(model, batch, al.contexts.selection.ByScore(score, keep=60))
+        >>> int(context.selected.sum()), context.info["scored"]
+        (60, 'own score, one set for all layers and heads')
+    """
+
+    score: Callable[[KeyValues, Seen], Float[Tensor, "*axes position"]]
+    keep: Keep = anchors_and_format
+    _: KW_ONLY
+    reads: Callable[[PromptBatch], Reads] = lambda demonstrations: {}
+    last: int = 0
+    name: str = "own score"
+
+    @checked
+    def of(
+        self, model: HookedModel, demonstrations: PromptBatch, hooks: Sequence[Hook] = ()
+    ) -> Bool[Tensor, " position"]:
+        """The selected positions of a batch's demonstrations, in a pass with these hooks."""
+        shared = demonstrations_of(demonstrations).to(device_of(model))
+        count, always = _budget(shared, self.keep, self.last)
+        ensure_prepared(model)
+        layers, length = Layers.of(model), len(always)
+        if need_gradient(checked_reads(layers, self, shared)):
+            raise MetricError(f"{self.name} reads a gradient, but demonstrations have no loss")
+        observed = Observation(layers, self, shared, slice(0, length))
+        observers = [(point, Watched(act, self.name)) for point, act in observed.hooks]
+        with frozen_in_eval_mode(model):
+            cache = run_prefix(model, shared, hooks=hooks, observers=observers)
+        seen = observed.seen(torch.empty(1, 0, device="cpu"), None)
+        scores = called("score", self.score, "keys and values, and what was read", cache, seen)
+        fits = isinstance(scores, Tensor) and scores.shape[-1:] == (length,)
+        if not fits or not scores.isfinite().all():
+            raise PromptError(
+                f"score must give finite numbers with the {length} positions of the demonstrations "
+                f"as last axis; {self.name} gave {described(scores)}"
+            )
+        mean = scores.detach().cpu().double().reshape(-1, length).mean(0)
+        return _highest(mean, count, always).to(demonstrations.tokens.device)
+
+
+@checked
+def small_keys(keep: Keep = anchors_and_format) -> ByScore:
+    r"""Small keys, $-\lVert k_j \rVert_2$ (2406.11430; ``KnormPress`` of kvpress, by head).
+
+    Examples:
+        >>> names = ("small_keys", "large_values", "heavy_hitters", "most_read")
+        >>> selections = [getattr(al.contexts.selection, name)() for name in names]
+        >>> contexts = [al.compress(model, batch, select) for select in selections]
+        >>> len({int(context.selected.sum()) for context in contexts})  # as many as the anchors
+        1
+    """
+    return ByScore(lambda cache, seen: -_norms(cache.keys), keep, name="small_keys")
+
+
+@checked
+def large_values(keep: Keep = anchors_and_format) -> ByScore:
+    r"""Large values, $\lVert v_j \rVert_2$; this plain score is ours."""
+    return ByScore(lambda cache, seen: _norms(cache.values), keep, name="large_values")
+
+
+@checked
+def heavy_hitters(keep: Keep = anchors_and_format, *, mean: bool = True) -> ByScore:
+    r"""What j and later positions read of it, $\sum_{i \ge j} A_{ij} / (n - j)$ of n positions.
+
+    It is ``ObservedAttentionPress`` of kvpress, there by head. H2O (2306.14048) does not divide
+    (``mean=False``) and stores the last tokens with half of its budget (``dataclasses.replace(
+    heavy_hitters(64, mean=False), last=32)``). It drops tokens after each new one; this does not.
+    """
+
+    def score(cache: KeyValues, seen: Seen) -> Float[Tensor, "layer position"]:
+        readers = torch.arange(len(cache), 0, -1, device="cpu") if mean else 1
+        return seen["received"][0] / readers
+
+    return ByScore(score, keep, reads=partial(_received, None), name="heavy_hitters")
+
+
+@checked
+def most_read(keep: Keep = anchors_and_format, *, window: int = 8, kernel: int = 5) -> ByScore:
+    r"""What the last ``window`` tokens, which are always stored, read of j: their mean $A_{ij}$.
+
+    It is averaged over the ``kernel`` positions around j (an odd number), with 0 beyond the ends.
+    This is SnapKV (2404.14469; ``SnapKVPress`` of kvpress, window 64, by head), but its window is
+    the question. Here many queries follow, and the window is the end of the demonstrations.
+    """
+    if min(window, kernel) < 1 or kernel % 2 == 0:
+        raise PromptError(f"window must be from 1, kernel an odd number; got {window}, {kernel}")
+
+    def score(cache: KeyValues, seen: Seen) -> Float[Tensor, "layer position"]:
+        before = seen["received"][0, :, :-window] / window
+        return functional.pad(functional.avg_pool1d(before, kernel, 1, kernel // 2), (0, window))
+
+    return ByScore(score, keep, reads=partial(_received, window), last=window, name="most_read")
+
+
+@checked
+def random_tokens(seed: int, keep: Keep = anchors_and_format) -> Selection:
+    """Random tokens of any segment: the control of scores, which asks no model.
+
+    Examples:
+        >>> control = al.contexts.selection.random_tokens
+        >>> asked = al.ContextComparison({"anchors only": al.compress}, draws=20, control=control)
+    """
+
+    def select(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
+        count, always = _budget(demonstrations, keep)
+        scores = torch.rand(len(always), generator=_generator(seed, demonstrations), device="cpu")
+        return _highest(scores, count, always).to(demonstrations.tokens.device)
+
+    return select
+
+
+def _norms(entries: Sequence[Tensor]) -> Float[Tensor, "layer position"]:
+    return torch.stack([wide(each).norm(dim=-1).mean((0, 1)).cpu() for each in entries])
+
+
+def _received(window: int | None, demonstrations: PromptBatch) -> Reads:
+    """What the last rows, by default all, read of each position: a sum, as a mean over heads."""
+    first = 0 if window is None else demonstrations.tokens.shape[1] - window
+
+    def received(block: Block) -> Tensor:
+        return block.pattern[:, :, max(0, first - block.rows.start) :].sum(2).mean(1)
+
+    return {"received": Blocks(received)}
+
+
+def _budget(batch: PromptBatch, keep: Keep, last: int = 0) -> tuple[int, Bool[Tensor, " position"]]:
+    """How many positions are stored, and which always are, on the CPU."""
+    batch, length = batch.on_cpu, batch.tokens.shape[1]
+    if callable(keep):
+        count = int(called("keep", keep, "the demonstrations", batch).sum())
+    else:
+        count = keep if isinstance(keep, int) else round(keep * length) if 0 < keep <= 1 else 0
+    positions = torch.arange(length, device="cpu")
+    is_bos = (positions == 0) & batch.begins_with_bos
+    first = batch.segments[0] == OTHER if _has_texts(batch) else is_bos
+    always = first | (positions >= length - last)
+    least = max(1, int(always.sum()))
+    if not 0 <= last < length or not least <= count <= length:
+        raise PromptError(
+            f"keep must be from {least} (BOS, instructions and the last {last} are always stored) "
+            f"to {length}, the positions of the demonstrations, or a share above 0 and up to 1; a "
+            f"window must be shorter; got keep={name_of(keep) if callable(keep) else keep}, that "
+            f"is {count} positions"
+        )
+    return count, always
+
+
+def _highest(
+    scores: Float[Tensor, " position"], count: int, always: Bool[Tensor, " position"]
+) -> Bool[Tensor, " position"]:
+    order = scores.masked_fill(always, torch.inf).argsort(descending=True, stable=True)
+    return torch.zeros_like(always).index_fill(0, order[:count], True)
+
+
+def _generator(seed: int, demonstrations: PromptBatch) -> torch.Generator:
+    set_id = int(demonstrations.demonstrations_id[0])
+    return torch.Generator().manual_seed((seed * 1_000_003 + set_id) % 2**63)
+
+
+def _has_texts(demonstrations: PromptBatch) -> bool:
+    """Whether it is known which tokens are texts of demonstrations."""
+    is_text = demonstrations.segments == TEXT
+    return demonstrations.segment_names == SEGMENTS and bool(is_text.any())
+
+
 def _in_segments(demonstrations: PromptBatch, *segments: int) -> Bool[Tensor, " position"]:
-    if not edges.segment(demonstrations, "text").any():
+    if not _has_texts(demonstrations):
         raise PromptError(
             "it is not known which tokens of these prompts are texts and which are format; build "
-            "them with build_prompts, or pass your own select: (demonstrations) to Bool['position']"
+            "them with build_prompts, or pass your own select: (demonstrations) to "
+            "Bool['position']; a selection by score takes a number of them, keep=64"
         )
     return torch.isin(
         demonstrations.segments[0], torch.tensor(segments, device="cpu").to(demonstrations.segments)

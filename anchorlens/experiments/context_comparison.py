@@ -25,7 +25,7 @@ from ..contexts.protocol import (
     is_context,
     refuse_another_model,
 )
-from ..contexts.selection import Selection, random_and_format
+from ..contexts.selection import ByScore, Selection, random_and_format
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
 from ..metrics.loyalties import loyalty_contributions, next_tokens
@@ -301,7 +301,7 @@ class ContextComparison(Question):
     _: KW_ONLY
     draws: int = 0
     seed: int = 0
-    control: Callable[[int], Selection] = random_and_format
+    control: Callable[[int], Selection | ByScore] = random_and_format
     positions: Placement = as_in_prompt
     repeats: int = 5
     name: str = "contexts"
@@ -325,7 +325,7 @@ class ContextComparison(Question):
         _check_prompts(model, batches, self.contexts, digests)
         controls = [self.control(number) for number in range(self.seed, self.seed + self.draws)]
         for batch in batches if controls else ():
-            checked_selections(controls, batch)
+            checked_selections(controls, batch, model)
         return _Asked(self.name, self, controls, digests)
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
@@ -339,7 +339,7 @@ class _Asked(Question):
 
     name: str
     given: ContextComparison
-    controls: Sequence[Selection]
+    controls: Sequence[Selection | ByScore]
     digests: set[int]  # of the queries
     # Contexts and random controls of a set of demonstrations; memory holds those of a single set.
     stored: dict[int | None, tuple[list[Context], Sequence[Context]]] = field(default_factory=dict)

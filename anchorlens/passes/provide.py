@@ -6,8 +6,8 @@
 3. Both parts together are what the question sees (``Observation.seen``).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,13 +45,22 @@ from .observers import (
 )
 
 
+class Reader(Protocol):
+    """What reads of a pass: a question, or a selection by score."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def reads(self) -> Callable[[PromptBatch], Reads]: ...
+
+
 class Observation:
     """What a question observes in a pass over a batch, after what was observed in shared tokens."""
 
     def __init__(
         self,
         layers: Layers,
-        question: Question,
+        question: Reader,
         whole: PromptBatch,
         columns: slice,
         before: "Observation | None" = None,
@@ -139,7 +148,7 @@ def _observers(
     return made
 
 
-def reads_of(question: Question, batch: PromptBatch) -> Reads:
+def reads_of(question: Reader, batch: PromptBatch) -> Reads:
     """What a question reads of whole prompts; an error if this is not what it may be."""
     reads: Any = question.reads(batch)
     if not isinstance(reads, Mapping) or not all(isinstance(each, Read) for each in reads.values()):
@@ -150,7 +159,7 @@ def reads_of(question: Question, batch: PromptBatch) -> Reads:
     return reads
 
 
-def checked_reads(layers: Layers, question: Question, batch: PromptBatch) -> Reads:
+def checked_reads(layers: Layers, question: Reader, batch: PromptBatch) -> Reads:
     """What a question reads; an error, before the model runs, where the model does not show it."""
     if layers.model is not None:
         check_fits(layers.model, batch)

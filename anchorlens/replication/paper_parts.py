@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..contexts import selection
 from ..contexts.compressed import compress
 from ..contexts.reweighted import train_reweighting
-from ..contexts.selection import everything, label_words
 from ..contexts.training import Training
 from ..errors import DataError, PromptError
 from ..experiments.analysis import both_ends, run_possible
@@ -196,10 +196,10 @@ def table_2(setting: PaperSetting) -> Iterator[PaperNumber]:
     """
     batches = setting.prompts()
     contexts: dict[str, Any] = {
-        "demonstrations": partial(compress, select=everything),
+        "demonstrations": partial(compress, select=selection.everything),
         "Hidden_anchor": compress,
         "Hidden_anchor, separately": partial(compress, separately=True),
-        "label words alone": partial(compress, select=label_words),
+        "label words alone": partial(compress, select=selection.label_words),
     }
     draws: dict[str, Any] = {"draws": RANDOM_CONTEXTS, "seed": setting.seed}
     record = _compared(setting, batches, ContextComparison(contexts, repeats=0, **draws))
@@ -215,23 +215,26 @@ def table_2(setting: PaperSetting) -> Iterator[PaperNumber]:
     text_anchor = loyalty(whole, without, words)
     gold = torch.tensor([query.label for query in setting.queries], device="cpu")
     accuracy = (predicted_class(words.scores(without)) == gold).double().mean()
-    random = record.random_label_loyalty, record.random_word_loyalty, record.random_accuracy
-    top = record.top_label_loyalty, record.top_word_loyalty, record.top_accuracy
     yield from _row_2("Text_anchor", text_anchor.label_loyalty, text_anchor.word_loyalty, accuracy)
-    yield from _row_2("Hidden_random", *(of_draws.mean() for of_draws in random))
-    yield from _row_2("Hidden_random-top", *top)
-    cached = record.bytes_stored / record.bytes_stored[0]
-    numbers = record.label_loyalty, record.word_loyalty, record.accuracy, cached
-    for name, *row in zip(contexts, *(values.tolist() for values in numbers), strict=True):
-        if name != "demonstrations":
-            yield from _row_2(name, *row)
+    yield from _rows_2(record, "Hidden_random")
+
+
+def table_2_baselines(setting: PaperSetting) -> Iterator[PaperNumber]:
+    """Rows of Table 2 for positions by score and random ones, as many as Hidden_anchor has."""
+    contexts: dict[str, Any] = {"demonstrations": partial(compress, select=selection.everything)}
+    for name in ("small_keys", "large_values", "heavy_hitters", "most_read"):
+        select = getattr(selection, name)()
+        contexts[f"{name}, {selection.ONE_SET}"] = partial(compress, select=select)
+    draws: dict[str, Any] = {"draws": RANDOM_CONTEXTS, "control": selection.random_tokens}
+    asked = ContextComparison(contexts, repeats=0, seed=setting.seed, **draws)
+    yield from _rows_2(_compared(setting, setting.prompts(), asked), "random_tokens")
 
 
 def table_3(setting: PaperSetting) -> Iterator[PaperNumber]:
     """How many times as fast a compressed context answers one query at a time."""
     few = setting.prompts(queries=setting.queries[:8], batch_size=1)
     contexts: dict[str, Any] = {
-        "cached": partial(compress, select=everything),
+        "cached": partial(compress, select=selection.everything),
         "compressed": compress,
     }
     record = _compared(setting, few, ContextComparison(contexts, repeats=TIMED_PASSES))
@@ -253,6 +256,12 @@ PAPER_PARTS: tuple[Part, ...] = (figures_3_5_6, figure_4, table_1, table_2, tabl
 """What ``paper`` computes by default, each a function of a task and seed: Figures 3, 5 and 6 and
 equation 6 in one run, Figure 4, and Tables 1, 2 and 3. Give some of them as ``parts`` to compute
 only those."""
+
+
+PAPER_BASELINES: tuple[Part, ...] = (table_2_baselines,)
+"""Rows of Table 2 that the paper does not have, for ``paper(parts=[*PAPER_PARTS,
+*PAPER_BASELINES])``: as many positions as label words and format are, those with the best scores of
+``al.contexts.selection`` (one set for all layers and heads), and 20 random draws."""
 
 
 def depths(setting: PaperSetting) -> Iterator[PaperNumber]:
@@ -366,6 +375,18 @@ def _more_shots(setting: PaperSetting) -> tuple[int, list[PromptBatch]]:
     raise DataError(
         f"not even two demonstrations a class fit the model's context of {setting.model.cfg.n_ctx}"
     )
+
+
+def _rows_2(record: Any, random: str) -> Iterator[PaperNumber]:
+    """The rows of random draws, and of contexts after the first, which has the whole cache."""
+    draws = record.random_label_loyalty, record.random_word_loyalty, record.random_accuracy
+    yield from _row_2(random, *(of_draws.mean() for of_draws in draws))
+    top = record.top_label_loyalty, record.top_word_loyalty, record.top_accuracy
+    yield from _row_2(f"{random}-top", *top)
+    cached = record.bytes_stored / record.bytes_stored[0]
+    numbers = record.label_loyalty, record.word_loyalty, record.accuracy, cached
+    for k, name in enumerate(record.info["contexts"][1:], 1):
+        yield from _row_2(name, *(values[k] for values in numbers))
 
 
 def _row_2(

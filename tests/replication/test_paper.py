@@ -12,7 +12,12 @@ import torch
 import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.replication import paper_parts
-from anchorlens.replication.paper_parts import PaperNumber, PaperSetting, table_3
+from anchorlens.replication.paper_parts import (
+    PaperNumber,
+    PaperSetting,
+    table_2_baselines,
+    table_3,
+)
 from tests.support.asked import ask
 from tests.support.tiny_models import randomize, tiny_gpt2
 
@@ -245,6 +250,31 @@ def test_table_2_equals_compression_and_plain_transformers(
     count = len(demonstrations.tokens[0])
     selected = int(al.contexts.selection.anchors_and_format(demonstrations).sum())
     assert values(numbers, seed, "Table 2", "Hidden_anchor", "cache kept") == [selected / count]
+
+
+def test_baselines_of_table_2_are_contexts_by_score(model: Any) -> None:
+    """As many positions as label words and format; the rows of the paper stay as they are."""
+    numbers = [*table_2_baselines(setting(model))]
+    assert {number.part for number in numbers} == {"Table 2"}
+    ours = {(number.row, number.column): number.value for number in numbers}
+    selection, one_set = al.contexts.selection, "one set for all layers and heads"
+    names = ("small_keys", "large_values", "heavy_hitters", "most_read")
+    contexts: dict[str, Any] = {"all": partial(al.compress, select=selection.everything)}
+    contexts |= {name: partial(al.compress, select=getattr(selection, name)()) for name in names}
+    contexts["anchors"] = al.compress
+    draws: dict[str, Any] = {"draws": 20, "control": selection.random_tokens}
+    asked = al.ContextComparison(contexts, seed=3, repeats=0, **draws)
+    record = ask(model, setting(model).prompts(), asked, **QUIET)
+    cached = record.bytes_stored / record.bytes_stored[0]
+    for k, name in enumerate(names, 1):
+        row = f"{name}, {one_set}"
+        assert ours[row, "label loyalty"] == float(record.label_loyalty[k])
+        assert ours[row, "word loyalty"] == float(record.word_loyalty[k])
+        assert ours[row, "accuracy"] == float(record.accuracy[k])
+        assert ours[row, "cache kept"] == float(cached[k]) == float(cached[-1]) < 1
+    assert ours["random_tokens", "word loyalty"] == float(record.random_word_loyalty.mean())
+    assert ours["random_tokens-top", "accuracy"] == float(record.top_accuracy)
+    assert len(ours) == 4 * 4 + 2 * 3 and len(set(record.kl.tolist())) == 6
 
 
 def setting(model: Any, seed: int = 3) -> PaperSetting:

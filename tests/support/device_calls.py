@@ -20,7 +20,7 @@ QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 WITHOUT_RESULT_ON_A_DEVICE = {
     # values that are made or read without a model
     *("AnchorlensError", "ChatTask", "Context", "EdgeSet", "Example", "SEGMENTS"),
-    *("Metric", "NoContext", "PAPER_APPENDIX", "PAPER_PARTS", "Site"),
+    *("Metric", "NoContext", "PAPER_APPENDIX", "PAPER_BASELINES", "PAPER_PARTS", "Site"),
     *("TASKS", "Task", "Verbalizer", "figures", "hard_prompts", "relabeling", "relabel"),
     *(
         "load_examples",
@@ -389,6 +389,9 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             al.contexts.selection.label_words,
             positions=al.contexts.placement.as_in_prompt,
         ).logits(model, batch),
+        "by score": lambda: al.compress(model, batch, al.contexts.selection.most_read()).logits(
+            model, batch
+        ),
         "prepared again": lambda: al.target_logits(
             al.prepare_model(al.restore_model(model)), batches[:1], progress=False
         ),
