@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from .observers import (
 )
 
 
+@runtime_checkable
 class Reader(Protocol):
     """What reads of a pass: a question, or a selection by score."""
 
