@@ -4,8 +4,10 @@
    segment, which count if each is the likeliest where it stands.
 2. A removal takes segments out of the prompts (``removal.py``). The token at which the answer is
    predicted stays in any case.
-3. y = sum over the answer's tokens of log p - log(1 - p), in float64. ContextCite and AT2 take
-   log p - log(1 - p) of the whole answer, p the product over its tokens: the same for one token.
+3. y = log p - log(1 - p), in float64. p is the probability of the whole answer: the product of
+   p_t over its tokens, each after the earlier ones. From the log-odds o_t of the tokens,
+   y = -log sum_t exp(-o_t) / (p_1 ... p_(t-1)), whose terms are all above 0, so that it is exact
+   also where p is 0 or 1 in float64. For one token y = o_1, bit for bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,10 +46,10 @@ SegmentsOfBatch = Mapping[str, edges.PositionsOfBatch] | Sequence[str]
 
 
 class Outcome(NamedTuple):
-    """How likely the answer of each prompt is, summed over its tokens; NaN for another answer."""
+    """How likely the whole answer of each prompt is; NaN for another answer."""
 
-    log_odds: Float[Tensor, "batch *subset"]
-    log_prob: Float[Tensor, "batch *subset"]
+    log_odds: Float[Tensor, "batch *subset"]  # log p - log(1 - p)
+    log_prob: Float[Tensor, "batch *subset"]  # log p, the sum over its tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +216,7 @@ class Answers:
                 [are_likeliest(*pair) for pair in zip(rows, tokens, strict=True)], device="cpu"
             )
         clean = _outcome(rows, tokens, is_given)
-        # Each token's log-odds are off by as much as the logits are.
+        # Each token's log-odds are off by as much as the logits, and y by no more than their sum.
         sizes = [float(logits.abs().max()) * len(logits) for logits in rows]
         rounding = rounding_of(dtype_of(passes.model)) * torch.tensor(sizes, device="cpu").double()
         return cls(ablation, passes, batch, tokens, is_given, clean, rounding)
@@ -305,11 +307,13 @@ def _outcome(
     tokens: Sequence[Sequence[int]],
     is_given: Bool[Tensor, " batch"],
 ) -> Outcome:
-    sums = []
+    of_prompts = []
     for logits, ids in zip(rows, tokens, strict=True):
         odds = log_odds_of(logits, ids)
-        sums.append(torch.stack([odds.sum(), logsigmoid(odds).sum()]))
-    values = torch.stack(sums).cpu().masked_fill(~is_given[:, None], torch.nan)
+        log_p = logsigmoid(odds)
+        y = -(log_p - log_p.cumsum(0) - odds).logsumexp(0)
+        of_prompts.append(torch.stack([y, log_p.sum()]))
+    values = torch.stack(of_prompts).cpu().masked_fill(~is_given[:, None], torch.nan)
     return Outcome(*values.unbind(1))
 
 

@@ -139,8 +139,8 @@ class Faithfulness(Question):
     r"""Do scores of segments predict what the answer loses without some of them?
 
     Random subsets v of the segments are kept, each segment with probability 1/2. With
-    \(y(v) = \sum_t \log p_t - \log (1 - p_t)\) over the tokens of the answer, and scores
-    \(\tau_i\),
+    \(y(v) = \log p - \log (1 - p)\), where p is the product over the tokens of the answer, and
+    scores \(\tau_i\),
 
     $$
     \text{LDS} = \text{Spearman}_v \Bigl( y(v), \; \sum\limits_{i \in v} \tau_i \Bigr)
@@ -177,10 +177,8 @@ class Faithfulness(Question):
         positions as they were, deleted text moves them: try both.
 
     Source:
-        Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for subsets, LDS and drop (there with 1, 3
-        and 5 sources), and for y of answers of one token; of several, y is there the log-odds of
-        the whole answer, and here the sum over its tokens (see ``al.subsets.lasso``). Park et al.,
-        *TRAK* (2023), for LDS. The two rows beside are ours.
+        Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for y, subsets, LDS and drop (there with 1,
+        3 and 5 sources). Park et al., *TRAK* (2023), for LDS. The two rows beside are ours.
 
     Args:
         scores: For each name one of these; high must mean that the segment helps the answer.

@@ -44,7 +44,8 @@ class SegmentAttributionRecord(Record):
             highest is the segment on which this answer rests most.
         errors_of_prompts: The standard error of each score that comes from random orders of the
             segments; 0 where the method is exact, NaN where it has none.
-        log_odds: ``log p - log(1 - p)`` of the answer in the clean run, summed over its tokens.
+        log_odds: ``log p - log(1 - p)`` of the answer in the clean run, with p the product over its
+            tokens.
     """
 
     scores: Float[Tensor, " segment"] = mean(lambda of_set: of_set["numbers"][:, 0], unit="nats")
@@ -79,17 +80,17 @@ class SegmentAttribution(Question):
     r"""How much each segment adds to the answer that the model gives, by removing segments.
 
     With p_t the probability of token t of the answer after the earlier ones, and v the segments
-    that are kept, a method makes scores from the log-odds
+    that are kept, a method makes scores from the log-odds of the whole answer
 
     $$
-    y(v) = \sum\limits_{t \in \text{answer}} \log \frac{p_t(v)}{1 - p_t(v)} .
+    y(v) = \log \frac{p(v)}{1 - p(v)} \qquad p(v) = \prod\limits_{t \in \text{answer}} p_t(v) .
     $$
 
     By default the segments are the demonstrations, and the score of a demonstration is what y loses
     without it: which example does the answer rest on?
 
     Range:
-        Any number, in units of log-odds. 1 multiplies the odds of an answer of one token by 2.7.
+        Any number, in units of log-odds. 1 multiplies the odds of the answer by 2.7.
 
     How to read:
         High means that the answer rests on the segment, about 0 that it is as likely without it.
@@ -104,11 +105,8 @@ class SegmentAttribution(Question):
         ``al.removal.edges`` with ``al.removal.text``.
 
     Source:
-        Not in the paper. The lasso is that of Cohen-Wang et al., *ContextCite* (2024), who delete
-        the text, and so are the log-odds of an answer of one token. Of several tokens they take
-        the log-odds of the whole answer, log p - log(1 - p) with p the product over its tokens, as
-        AT2 does, and here y is the sum over tokens: for four tokens of probability 0.99 it is 18.38
-        here and 3.19 there.
+        Not in the paper. y and the lasso are those of Cohen-Wang et al., *ContextCite* (2024), who
+        delete the text; y is also that of AT2 (2025).
 
     Args:
         method: Which subsets of segments run, and how scores follow: ``al.subsets.one_by_one``,
@@ -225,7 +223,8 @@ def numbers_of(
     y = answers.of_subsets(kept).log_odds
     numbers = torch.full((len(y), 2, count), torch.nan, dtype=torch.double, device="cpu")
     for row in (~y.isnan().any(1)).nonzero()[:, 0].tolist():
-        numbers[row, 0] = method.scores(kept[row], y[row]).detach()
+        length = len(answers.tokens[row])
+        numbers[row, 0] = length * method.scores(kept[row], y[row] / length).detach()
         if method.errors is not None:
-            numbers[row, 1] = method.errors(kept[row], y[row]).detach()
+            numbers[row, 1] = length * method.errors(kept[row], y[row] / length).detach()
     return numbers

@@ -3,7 +3,8 @@
 A method is a value with two functions. ``draw`` gives the subsets that are kept, from the number of
 segments and a generator, which depends on the seed and on the demonstrations: prompts of one set of
 demonstrations have the same subsets. ``scores`` gives one number a segment from the subsets and the
-log-odds y of the answer with each; high means that the segment makes the answer likelier.
+log-odds y of the answer with each; high means that the segment makes the answer likelier. It gets
+y / T for an answer of T tokens, and its scores are multiplied by T.
 
 Examples:
     The difference of the means of y with and without a segment, over 12 random subsets.
@@ -47,7 +48,10 @@ class Method:
         name: How a record names it.
         draw: Function of the number of segments and a generator to the subsets that are kept. Those
             that repeat run once.
-        scores: Function of the subsets and of y for each of them to a score for each segment.
+        scores: Function of the subsets and of y / T for each of them, with T the number of tokens
+            of the answer, to a score for each segment, which is multiplied by T. It must be
+            homogeneous: twice the y, twice the score. A correlation with y is not. In the lasso it
+            is the penalty alone that is not, so that alpha acts on log-odds per token.
         errors: The same for the standard error of each score; None if there is none.
     """
 
@@ -122,13 +126,8 @@ def lasso(subsets: int = 64, alpha: float = 0.01) -> Method:
     where y is a sum over segments, up to the shrinkage by alpha.
 
     Source:
-        Cohen-Wang et al., *ContextCite: Attributing Model Generation to Context* (2024). For an
-        answer of one token this is their y. For several, y is another number there, and in AT2: the
-        log-odds of the whole answer, log p - log(1 - p) with p the product of the probabilities of
-        its tokens. Here it is the sum of the log-odds of the tokens: 18.38 for four tokens of
-        probability 0.99, and 3.19 there. Where p is near 0, both are almost equal. There y is also
-        divided by the number of tokens before the fit, so that here the same alpha shrinks the
-        scores of long answers less.
+        Cohen-Wang et al., *ContextCite: Attributing Model Generation to Context* (2024), with their
+        y, the log-odds of the whole answer, which is divided by its number of tokens for the fit.
 
     Args:
         subsets: How many subsets run; at most 2 to the power of the number of segments.

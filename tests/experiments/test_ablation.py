@@ -1,19 +1,22 @@
 """How likely answers are with some segments only, against plain transformers with masks."""
 
 from dataclasses import replace
+from decimal import Decimal, localcontext
 from functools import partial
-from math import log
+from math import log, prod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError
 from anchorlens.experiments.ablation import (
     Ablation,
     Answers,
+    _outcome,
     are_likeliest,
     info_of_answers,
     log_odds_of,
@@ -92,7 +95,7 @@ def misquoted(batch: al.PromptBatch, rows: list[int]) -> al.PromptBatch:
 def plain_log_odds(
     weights: Any, tokens: Tensor, removed: Tensor, predicting: list[int], answer: list[int]
 ) -> float:
-    """log p / (1 - p) of the answer of a prompt without padding, with a mask of four axes."""
+    """log p / (1 - p) of the whole answer of a prompt without padding, with a mask of four axes."""
     count = len(tokens)
     allowed = torch.ones(count, count, dtype=torch.bool).tril()
     allowed[~removed] &= ~removed | torch.eye(count, dtype=torch.bool)[~removed]
@@ -101,8 +104,8 @@ def plain_log_odds(
     with torch.no_grad():
         out = weights(tokens[None], attention_mask=mask[None, None], use_cache=False)
     chances = out.logits[0].softmax(-1)
-    odds = [float(chances[t, token]) for t, token in zip(predicting, answer, strict=True)]
-    return sum(log(p / (1 - p)) for p in odds)
+    p = prod(float(chances[t, token]) for t, token in zip(predicting, answer, strict=True))
+    return log(p / (1 - p))
 
 
 @pytest.mark.every_kind
@@ -271,6 +274,43 @@ def test_log_odds_are_exact_where_a_probability_is_near_0_or_1() -> None:
     assert log_odds_of(rows, [0, 1] * 10).tolist() == [5.0, 3.0] * 10
 
 
+def of_all_digits(odds: list[float]) -> float:
+    """log p - log(1 - p) of the whole answer, with 1,000 digits."""
+    with localcontext(prec=1000):
+        p = prod((1 / (1 + (-Decimal(each)).exp()) for each in odds), start=Decimal(1))
+        return float(p.ln() - (1 - p).ln())
+
+
+def of_context_cite(odds: Tensor) -> Tensor:
+    """aggregate_logit_probs of its utils.py, for tables [subset, token]."""
+    log_probs = logsigmoid(odds).sum(dim=1)
+    return log_probs - torch.log1p(-torch.exp(log_probs))
+
+
+@pytest.mark.with_shapes
+def test_the_odds_are_those_of_the_whole_answer_to_the_last_digit() -> None:
+    """Also where the published functions are infinite, and in any order of the tokens."""
+
+    def ours(table: list[list[float]]) -> Tensor:
+        rows = [torch.tensor([[o, 0.0] for o in odds], dtype=torch.double) for odds in table]
+        given = torch.ones(len(rows), dtype=torch.bool)
+        return _outcome(rows, [[0] * len(odds) for odds in table], given).log_odds
+
+    fours = [log(0.99 / (1 - 0.99))] * 4
+    extreme = [fours, [40.0, 41.0, 39.0], [800.0, 800.0], [-200.0, -300.0, 2.0]]
+    expected = [3.1936869, 38.592394, 799.30685, -500.12693]
+    assert ours(extreme).tolist() == pytest.approx(expected, rel=1e-7)
+    assert of_context_cite(torch.tensor([[800.0, 800.0]]).double()).isinf()
+    random = 8 * torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).double()
+    table = [*extreme, *random.tolist()]
+    exact = [of_all_digits(odds) for odds in table]
+    assert ours(table).tolist() == pytest.approx(exact, rel=1e-15, abs=0)
+    assert ours([odds[::-1] for odds in table]).tolist() == pytest.approx(exact, rel=1e-15, abs=0)
+    torch.testing.assert_close(ours(random.tolist()), of_context_cite(random), rtol=1e-13, atol=0)
+    alone = [[odds] for odds in random.flatten().tolist()]
+    assert torch.equal(ours(alone), random.flatten())
+
+
 @pytest.mark.with_shapes
 def test_the_log_probability_is_a_sum_over_tokens(gpt2: Any, byte_level: Any) -> None:
     batch = written(byte_level, gpt2)
@@ -280,7 +320,7 @@ def test_the_log_probability_is_a_sum_over_tokens(gpt2: Any, byte_level: Any) ->
     for row, logits in enumerate(rows):
         chances = logits.double().softmax(-1)[range(3), answers.tokens[row]]
         assert float(answers.clean.log_prob[row]) == pytest.approx(float(chances.log().sum()))
-        odds = (chances / (1 - chances)).log().sum()
+        odds = (chances.prod() / (1 - chances.prod())).log()
         assert float(answers.clean.log_odds[row]) == pytest.approx(float(odds))
 
 

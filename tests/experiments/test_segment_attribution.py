@@ -5,15 +5,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import Lasso
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, RunError, StoreError
 from anchorlens.hooks import Site, hooks_on_edges
 from anchorlens.passes.forward import logits_at
-from tests.experiments.test_ablation import misquoted, returning, written
+from tests.experiments.test_ablation import misquoted, of_context_cite, returning, written
 from tests.support.asked import ask
 from tests.support.measures import assert_same, does_not_run
 from tests.support.tiny_models import questions
@@ -114,6 +118,32 @@ def test_an_answer_that_is_a_sum_over_segments_has_its_weights_as_scores(
     expected = weights.expand(2, 3)
     torch.testing.assert_close(record.scores_of_prompts, expected, rtol=0, atol=1e-8)
     assert record.info["method"] == method.name and record.info["remove"] == "lower"
+
+
+def test_the_lasso_of_several_tokens_is_context_cites(exact_gpt2: Any, byte_level: Any) -> None:
+    """Their function from odds of tokens to y, and their solver, which fits y by token."""
+    model, [batch] = exact_gpt2, [written(byte_level, exact_gpt2)]
+    names, predicting = ["museum", "shop", "question"], al.losses.span_cross_entropy("answer")
+    lasso = al.subsets.lasso(8)  # all subsets
+    asked = al.SegmentAttribution(replace(lasso, errors=lasso.scores), answer="answer")
+    record = ask(model, [batch], replace(asked, segments=names), **QUIET)
+    masks, y = torch.cartesian_prod(*[torch.tensor([False, True])] * 3), list[Tensor]()
+    at = predicting.positions(batch)
+    segments = torch.stack([al.edges.segment(batch, name) & ~at for name in names], dim=1)
+    answer = batch.tokens[batch.segments == 3].view(2, 3, 1)
+    for mask in masks:
+        removed = (segments & ~mask[:, None]).any(1)
+        cut = al.edges.between(~removed & batch.attention_mask, removed)
+        hooks = al.block_edges(model, batch, cut) if not mask.all() else []
+        chances = torch.stack(logits_at(model, batch, at, hooks)).softmax(-1).gather(2, answer)
+        y.append(of_context_cite((chances / (1 - chances)).log()[..., 0]))
+    for row, outputs in enumerate(torch.stack(y, dim=1).numpy()):
+        scaler, solver = StandardScaler(), Lasso(alpha=0.01, random_state=0, fit_intercept=True)
+        make_pipeline(scaler, solver).fit(masks.numpy().astype(np.float32), outputs / 3)
+        expected = torch.from_numpy(solver.coef_ / scaler.scale_ * 3)
+        assert expected.abs().min() > 0.01
+        torch.testing.assert_close(record.scores_of_prompts[row], expected, rtol=0, atol=1e-6)
+    assert torch.equal(record.errors_of_prompts, record.scores_of_prompts)
 
 
 def test_shapley_values_sum_to_what_all_segments_add(exact_gpt2: Any) -> None:
