@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from .experiments.analysis import analyse as analyse
     from .experiments.head_effects import head_effects as head_effects
     from .experiments.task_vectors import task_vectors as task_vectors
+    from .experiments.label_dependence import label_dependence as label_dependence
     from .experiments.diagnosis import diagnose as diagnose
     from .replication.paper import paper as paper
 

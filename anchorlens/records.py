@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .experiments.generation import GenerationTrace as GenerationTrace
     from .experiments.head_effects import HeadEffectsRecord as HeadEffectsRecord
     from .experiments.integrated_flows import IntegratedFlowsRecord as IntegratedFlowsRecord
+    from .experiments.label_dependence import LabelDependenceRecord as LabelDependenceRecord
     from .experiments.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
     from .experiments.segment_attribution import (
         SegmentAttributionRecord as SegmentAttributionRecord,

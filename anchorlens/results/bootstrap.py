@@ -98,7 +98,8 @@ def with_intervals(
             bounds = torch.stack([of_set.intervals[name] for of_set in records_of_sets])
             intervals[name] = kind.of_sets(values, bounds)
             continue
-        intervals[name] = kind.bounds(Drawn(value, resampled_values, population))
+        telling = replace(population, known=kind.known(everything))
+        intervals[name] = kind.bounds(Drawn(value, resampled_values, telling))
         if name in over_draws:
             without = [getattr(other, name) for other in without_draws]
             stacked = torch.stack(without) if without else resampled_values[:0]

@@ -46,11 +46,11 @@ def of_share(
     """
     share, count, units = share.double(), len(population.unit), population.units
     if units < 2 or (prompts == 1 and units == count):
-        cases = torch.full_like(share, population.independent / prompts)
+        cases = torch.ones_like(share) * population.independent / prompts
         return wilson(share, cases, float(ndtri(0.975)))
     variance = variance_of(resampled) * population.inflation
     least, most = population.independent / prompts, count if prompts == 1 else inf
-    effective = (share * (1 - share) / variance).nan_to_num(0.0).clamp(least, most)
+    effective = (share * (1 - share) / variance).nan_to_num(0.0).clamp(max=most).clamp(min=least)
     return wilson(share, effective, float(stdtrit(population.freedom, 0.975)))
 
 
@@ -124,7 +124,7 @@ def of_mean_between(
     most = share * (1 - share) / units
     least = most / (population.of_variance + 1) / (4 if of_difference else 1)
     variance = torch.maximum(variance / size**2, least)
-    effective = (units * most / variance).nan_to_num(units).clamp(min=units)
+    effective = (units * most / variance).nan_to_num(0.0).clamp(min=units)
     normal = ndtri(0.975) if population.units < 2 else stdtrit(population.freedom, 0.975)
     return low + size * wilson(share, effective, float(normal))
 

@@ -129,6 +129,10 @@ class Kind:
         """The number of one set."""
         raise NotImplementedError
 
+    def known(self, contributions: Contributions) -> Float[Tensor, "*axes"] | float:
+        """The share of prompts that tell the number."""
+        return 1.0
+
     def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
         """The 95 % interval for other prompts or sets."""
         return intervals.percentiles(drawn.resampled, drawn.population)
@@ -158,6 +162,12 @@ class Mean(Kind):
             return _without_nan(values - values[..., self.minus, None], (0,))
         mean = mean_of(self.of, contributions)
         return mean if self.minus is None else mean - mean_of(self.minus, contributions)
+
+    def known(self, contributions: Contributions) -> Float[Tensor, "*axes"] | float:
+        """Those that contribute no NaN under the name of which the number is made."""
+        if not isinstance(self.of, str) or self.of not in contributions:
+            return 1.0
+        return (~values_of(self.of, contributions).isnan()).double().mean(0)
 
     def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
         if self.has_two_ends:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -29,6 +30,7 @@ class Population:
     strata: Sequence[Int[Tensor, " _"]]  # a resample draws each unit from its own stratum
     name: str  # what is drawn
     scope: str = ""  # of what an interval speaks
+    known: Float[Tensor, "*axes"] | float = 1.0  # the share of its units that tell a number
 
     @property
     def units(self) -> int:
@@ -36,16 +38,16 @@ class Population:
         return sum(map(len, self.strata))
 
     @property
-    def independent(self) -> float:
+    def independent(self) -> Any:
         """Size of a single stratum whose mean has the same variance as the mean over the strata.
 
         It is the number of units where the strata are of one size, and less where they are not: a
-        mean over sets of 10 and 90 prompts is as certain as one over 36 prompts.
+        mean over sets of 10 and 90 prompts is as certain as one over 36 prompts. Where some units
+        tell nothing of a number, it is fewer, for each number [*axes].
         """
         sizes = self._sizes()
-        if len(sizes) == 1:
-            return float(sizes)
-        return len(sizes) ** 2 / float((1 / sizes).sum())
+        size = float(sizes) if len(sizes) == 1 else len(sizes) ** 2 / float((1 / sizes).sum())
+        return size * self.known
 
     @property
     def freedom(self) -> float:

@@ -46,6 +46,7 @@ CALLS = {
     "head_effects": "head effects",
     "isolate_labels": "isolate_labels",
     "isolate_random": "isolate_random",
+    "label_dependence": "label dependence",
     "prepare_model": "prepared again",
     "removal.edges": "attribution",
     "removal.text": "attribution",

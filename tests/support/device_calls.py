@@ -370,6 +370,9 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         ),
         "head effects": lambda: al.head_effects(model, held_out, batches, **QUIET),
         "task vectors": lambda: al.task_vectors(model, held_out, batches, **QUIET),
+        "label dependence": lambda: al.label_dependence(
+            model, task, demos, queries[:3], {"flipped": al.relabeling.flipped()}, **QUIET
+        ),
         "integrated": lambda: al.run(model, batches[:1], [al.IntegratedFlows(steps=2)], **QUIET),
         "steps": lambda: al.step_flows(model, written[0].prompt(0), "answer"),
         "trace": lambda: al.trace_generation(model, "Who wrote it?", max_new_tokens=3).flows,

@@ -362,6 +362,20 @@ QUIET: dict[str, Any] = {"resamples": RESAMPLES, "progress": False}
 ISOLATION = al.EdgeSweep.isolation
 SITES = {"first": al.Site(0), "rest": al.Site([1, 2])}
 PIECES, ANSWER = ["question", "fact"], "answer"
+
+
+def dependence(s: Scene) -> Any:
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=1)
+    queries = [example for example in examples if example not in demos][:PROMPTS]
+    labels = {
+        "gold": al.relabeling.gold,
+        "random": al.relabeling.random(),
+        "flipped": al.relabeling.flipped(),
+    }
+    return al.label_dependence(s.model, al.TASKS["trec"], demos, queries, labels, **QUIET)
+
+
 # What can be told to run whole prompts, or does so always.
 WHOLE: dict[str, Callable[[Scene], Any]] = {
     "metrics": lambda s: run(s, *metrics(), share_prefix=False),
@@ -385,7 +399,12 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "trace": lambda s: al.trace_generation(s.model, "Who wrote it?", max_new_tokens=3).flows,
     "suppression": lambda s: ask(s.model, s.first, al.SegmentSuppression(), **QUIET),
     "suppression of answers": lambda s: ask(s.model, s.written, al.SegmentSuppression(), **QUIET),
-    **{"diagnosis": diagnosis, "analysis": analysis, "accuracies": accuracies},
+    **{
+        "dependence on labels": dependence,
+        "diagnosis": diagnosis,
+        "analysis": analysis,
+        "accuracies": accuracies,
+    },
     "effect of a context": effect_of_a_context,
     **{"contexts": contexts, "transfer": transfer, "across models": across_models},
 }

@@ -1,0 +1,180 @@
+"""What predictions follow, against loops over single prompts and predictors whose rule is known."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import binomtest
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, StoreError
+from anchorlens.experiments import label_dependence as experiment
+from anchorlens.runs.study import Study
+from tests.references import states
+from tests.support.measures import assert_same, does_not_run, hooks_on
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+TASK, EXAMPLES = al.TASKS["trec"], al.load_examples("questions")
+DEMOS = al.sample_demonstrations(EXAMPLES, shots=3, seed=1)
+QUERIES = [example for example in EXAMPLES if example not in DEMOS]
+LETTERS = [" A", " B", " C", " D", " E", " F"]
+RELABELINGS = {
+    "gold": al.relabeling.gold,
+    "random": al.relabeling.random(0),
+    "flipped": al.relabeling.flipped(),
+    "symbols": al.relabeling.symbols(LETTERS),
+}
+HALF = al.relabeling.flipped(share=0.5, seed=1)
+
+
+def likeliest(model: Any, prompts: Any, words: torch.Tensor) -> int:
+    [(tokens, *_)] = prompts
+    return int(states.logits_at_end(model, tokens)[words].argmax())
+
+
+def given_classes(demos: Sequence[al.Example], how: Any, label: int | None) -> set[int | None]:
+    """The classes that demonstrations of a class have after a relabeling."""
+    changed = al.relabeling.relabel(demos, TASK, how)[1]
+    pairs = zip(demos, changed, strict=True)
+    return {new.label for old, new in pairs if old.label == label}
+
+
+def shares_by_hand(model: Any, sets: Any, queries: Any, how: Any) -> dict[str, float]:
+    """Each prompt is built and run by itself."""
+    answers: dict[str, list[bool]] = {name: [] for name in ("truth", "prior", "prompt", "override")}
+    tokenizer = model.tokenizer
+    for demos, query in zip(sets, queries, strict=True):
+        plain = al.build_prompts(tokenizer, TASK, demos, [query])
+        task, changed = al.relabeling.relabel(demos, TASK, how)
+        prompt = al.build_prompts(tokenizer, task, changed, [query])
+        z = likeliest(model, states.queries_alone(plain), plain[0].label_token_ids)
+        y = likeliest(model, states.alone(prompt), prompt[0].label_token_ids)
+        answers["truth"].append(y == query.label)
+        answers["prior"].append(y == z)
+        given = given_classes(demos, how, query.label)
+        if len(given) == 1:
+            answers["prompt"].append(given == {y})
+            if given != {query.label}:
+                answers["override"].append(given == {y} and y != z)
+    return {name: sum(of) / len(of) if of else torch.nan for name, of in answers.items()}
+
+
+@pytest.mark.parametrize("shots", [1, 2])
+def test_it_equals_loops_over_single_prompts(shots: int, model: Any) -> None:
+    """A set of demonstrations for each query, and one for all."""
+    queries, seeds = QUERIES[:7], range(7) if shots == 1 else [1] * 7
+    sets = [al.sample_demonstrations(EXAMPLES, shots=shots, seed=seed) for seed in seeds]
+    given, before = sets if shots == 1 else sets[0], hooks_on(model)
+    record = al.label_dependence(model, TASK, given, queries, RELABELINGS, batch_size=3, **QUIET)
+    assert hooks_on(model) == before
+    for k, how in enumerate(RELABELINGS.values()):
+        for name, expected in shares_by_hand(model, sets, queries, how).items():
+            assert float(getattr(record, name)[k]) == pytest.approx(expected, nan_ok=True), name
+    assert torch.equal(record.change, record.truth - record.truth[0])
+    torch.testing.assert_close(record.correct.mean(0), record.truth)
+
+
+Rule = Callable[[int, set[int | None], int], int]  # of g, the classes given to it, and z
+
+
+def answered(
+    monkeypatch: pytest.MonkeyPatch, model: Any, rule: Rule
+) -> al.records.LabelDependenceRecord:
+    """The record of a predictor."""
+    hows, alone = [*RELABELINGS.values(), HALF], (torch.arange(31) % 6).tolist()
+    rows = [alone] + [
+        [
+            rule(query.label or 0, given_classes(DEMOS, how, query.label), z)
+            for query, z in zip(QUERIES[:31], alone, strict=True)
+        ]
+        for how in hows
+    ]
+    answers = iter(map(torch.tensor, rows))
+
+    def predictions(study: Study, alone: bool) -> torch.Tensor:
+        with study.entered():
+            return next(answers)
+
+    monkeypatch.setattr(experiment, "_predictions", predictions)
+    names = {**RELABELINGS, "half": HALF}
+    options: dict[str, Any] = {"resamples": 3, "progress": False}
+    return al.label_dependence(model, TASK, DEMOS, QUERIES[:31], names, **options)
+
+
+def test_predictors_whose_rule_is_known(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gold, random, flipped, symbols, half = range(5)
+    answered_by = partial(answered, monkeypatch, gpt2)
+    ignores = answered_by(lambda g, given, z: z)
+    assert ignores.prior.tolist() == [1] * 5 and ignores.override[flipped] == 0
+    assert ignores.change.tolist() == [0] * 5
+    right = answered_by(lambda g, given, z: g)
+    assert right.truth.tolist() == [1] * 5 and right.prompt[flipped] == 0
+    copies = answered_by(lambda g, given, z: min(given) or 0)  # type: ignore[type-var]
+    assert copies.prompt[flipped] == 1 and copies.truth[flipped] == 0
+    assert float(copies.override[flipped]) == pytest.approx(1 - float(copies.prior[flipped]))
+    assert 0 < float(copies.override[flipped]) < 1
+    for record in (ignores, right, copies):
+        for k in (gold, symbols):
+            assert record.prompt[k] == record.truth[k] and isnan(record.override[k])
+    # Some classes of half flipped labels have one label, and only their queries count.
+    known = sum(len(given_classes(DEMOS, HALF, query.label)) == 1 for query in QUERIES[:31])
+    assert 0 < known < 31 and copies.prompt[half] == 1
+    exact = binomtest(known, known).proportion_ci(method="wilson")
+    assert copies.intervals["prompt"][:, half].tolist() == pytest.approx([exact.low, exact.high])
+    # In 600 random orders a copier is right as often as by chance, with one demonstration a class.
+    demos = al.sample_demonstrations(EXAMPLES, seed=1)
+    hows = map(al.relabeling.random, range(600))
+    share = sum(given_classes(demos, how, 3) == {3} for how in hows) / 600
+    assert abs(share - 1 / 6) < 4 * (1 / 6 * 5 / 6 / 600) ** 0.5 and random == 1
+
+
+def test_a_run_resumes_and_has_a_figure_and_a_table(gpt2: Any, tmp_path: Path) -> None:
+    two = {"gold": al.relabeling.gold, "gold/again": al.relabeling.gold}
+    run = partial(al.label_dependence, gpt2, TASK, DEMOS, folder=tmp_path, progress=False)
+    first = run(QUERIES[:22], two, resamples=20)
+    assert first.info["relabelings"] == [*two] and first.info["compared_with"] == "gold"
+    assert_same(run(QUERIES[:22], two, resamples=20), first, 0)
+    for name in ("truth", "prior", "prompt"):
+        values, bounds = getattr(first, name), first.intervals[name]
+        assert values[0] == values[1] and torch.equal(bounds[:, 0], bounds[:, 1])
+    assert first.change.tolist() == [0, 0] and first.intervals["change"][:, 0].tolist() == [0, 0]
+    folders = sorted(path.name for path in tmp_path.iterdir())
+    assert folders == ["alone", "labels gold", "labels gold%2Fagain"]
+    with pytest.raises(StoreError, match="another run"):
+        run(QUERIES[1:23], two, resamples=0)
+    bars = first.plot().data
+    assert [bar.name for bar in bars] == ["truth", "prior", "prompt", "override"]
+    assert list(bars[1].y) == first.prior.tolist()
+    table = first.table()
+    assert table.loc["gold/again", "prior"] == first.text("prior", 1)
+    assert table.loc["gold", "override"] == "no number" and list(table.columns)[-1] == "change"
+
+
+def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
+    gold: dict[str, Any] = {"gold": al.relabeling.gold}
+    two = al.Task(TASK.template, LETTERS[:2])
+    halves = [al.Example(demo.text, (demo.label or 0) % 2) for demo in DEMOS]
+    of_two = [query for query in QUERIES if query.label in (0, 1)][:3]
+
+    def in_long_prompts(task: al.Task, demos: Any) -> Any:
+        return replace(task, template="Why? " * 99 + task.template), demos
+
+    text = "must keep the number of classes, and the demonstrations in their order"
+    for queries, relabelings, message in (
+        (of_two, {}, r"relabelings are functions by name.*got \[\]"),
+        (of_two, {" ": al.relabeling.gold}, "relabelings are functions by name"),
+        ([al.Example("Who?")], gold, "label_dependence needs the true label of each query"),
+        (of_two, gold | {"back": lambda task, demos: (task, demos[::-1])}, f"'back' {text}"),
+        (of_two, gold | {"two": lambda task, demos: (two, halves)}, f"'two' {text}"),
+        (of_two, gold | {"same": al.relabeling.symbols([" A", " A", *LETTERS[2:]])}, "' A'"),
+        (of_two, gold | {"long": in_long_prompts}, "tokens"),
+    ):
+        with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
+            al.label_dependence(gpt2, TASK, DEMOS, queries, relabelings, **QUIET)
+    with pytest.raises(AnchorlensError, match="resamples"), does_not_run(gpt2):
+        al.label_dependence(gpt2, TASK, DEMOS, of_two, gold, resamples=-1, progress=False)
