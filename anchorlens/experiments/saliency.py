@@ -15,6 +15,7 @@ from ..metrics.edge_sums import (
 )
 from ..metrics.weights import Weight, refuse_values
 from ..models.hooked import HookedModel, check_fits, device_of, refuse_folded_value_biases
+from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
@@ -45,7 +46,7 @@ def saliency(
     norm follows the attention, see ``al.weights.signed``.
 
     Args:
-        model: A prepared model.
+        model: A hooked model; its attention hooks are verified at first use.
         batch: Prompts; they are moved to the model's device.
         loss: Function of (logits, batch) that returns a number for each prompt.
         weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``.
@@ -59,7 +60,7 @@ def saliency(
         MetricError: The loss needs true labels and there are none, or the weight needs values or
             gives no number for each edge.
         PromptError: The prompts do not fit the model.
-        ModelError: The model was not prepared, or its value biases are folded.
+        ModelError: The attention hooks do not act, or value biases are folded.
 
     Examples:
         >>> flows = al.saliency(model, batch)
@@ -68,6 +69,7 @@ def saliency(
         True
     """
     refuse_values(weight, "al.saliency")
+    ensure_prepared(model)
     maps: dict[int, Tensor] = {}
 
     def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:

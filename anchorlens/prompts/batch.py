@@ -103,7 +103,7 @@ class PromptBatch:
     def _repr_html_(self) -> str:
         """The first prompt as token ids, which need no tokenizer."""
         prompt = self.prompt(0)
-        ids, (segments, names) = prompt.tokens[0].tolist(), _segments_to_show(prompt)
+        ids, (segments, names) = prompt.tokens[0].tolist(), segments_to_show(prompt)
         tokens = [f"{token} " for token in ids]
         heading = f"{self!r}: token ids of prompt 0; show(tokenizer) shows its text"
         if left_out := max(0, len(ids) - 2 * _SHOWN):
@@ -131,7 +131,7 @@ class PromptBatch:
         alone = self.prompt(prompt)
         ids = alone.tokens[0].tolist()
         heading = f"Prompt {prompt} of 0 to {len(self) - 1}, {len(ids)} tokens"
-        segments, names = _segments_to_show(alone)
+        segments, names = segments_to_show(alone)
         return PromptView(token_texts(tokenizer, ids), segments, heading, names)
 
     @property
@@ -426,8 +426,8 @@ class PromptBatch:
     def from_segments(
         cls,
         tokens: Int[Tensor, "batch position"],
-        segments: Int[Tensor, "batch position"] | Sequence[Sequence[int]],
-        names: Sequence[str],
+        segments: Int[Tensor, "batch position"] | Sequence[Sequence[int]] | None = None,
+        names: Sequence[str] = ("text",),
         *,
         attention_mask: Int[Tensor, "batch position"]
         | Bool[Tensor, "batch position"]
@@ -442,7 +442,7 @@ class PromptBatch:
         Args:
             tokens: Token ids, padded on either side.
             segments: Segment of each token, an index into ``names``; -1 for tokens of no segment,
-                and under padding.
+                and under padding. By default all tokens are one segment.
             names: Names of the segments, all different.
             attention_mask: 1 or True for a token, 0 or False for padding; all 1 by default.
             target_positions: Where the next token is predicted; the last token of each row by
@@ -460,7 +460,17 @@ class PromptBatch:
             ...     ["question", "step", "answer"])
             >>> batch
             PromptBatch(batch 1, position 6; segments ('question', 'step', 'answer'))
+            >>> al.PromptBatch.from_segments(torch.tensor([[5, 1, 6]]))
+            PromptBatch(batch 1, position 3; segments ('text',))
         """
+        if segments is None:
+            if len(names) != 1:
+                raise PromptError(
+                    f"segments= says which of the segments {list(names)} a token is in; without it "
+                    "all tokens are in one"
+                )
+            mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
+            segments = mask.long() - 1
         return as_batch(
             tokens,
             attention_mask,
@@ -484,7 +494,7 @@ def run_from(batch: PromptBatch, position: int) -> PromptBatch:
     return on_both(batch, lambda each: replace(each, first_query=position))
 
 
-def _segments_to_show(prompt: PromptBatch) -> tuple[list[int], Sequence[str]]:
+def segments_to_show(prompt: PromptBatch) -> tuple[list[int], Sequence[str]]:
     """The segments of a prompt's tokens, and all names, with one more for tokens of no segment."""
     names, segments = prompt.segment_names, prompt.segments[0].tolist()
     if names == SEGMENTS:

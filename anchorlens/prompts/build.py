@@ -132,7 +132,7 @@ def build_prompts(
 @checked
 def build_segments(
     tokenizer: Any,
-    prompts: Sequence[Sequence[TextPiece]],
+    prompts: Sequence[Sequence[TextPiece] | str],
     *,
     batch_size: int = 8,
     padding_side: Literal["left", "right"] = "right",
@@ -148,7 +148,7 @@ def build_segments(
         prompts: For each prompt its pieces in order: (name of the segment, text). Pieces of one
             name are one segment; a piece with the name None is in no segment, and it alone may hold
             special tokens of the tokenizer, such as those around the turns of a chat. A prompt may
-            lack segments that others have.
+            lack segments that others have. A text is one segment, ``text``.
         batch_size: Largest number of prompts in a batch.
         padding_side: Side on which shorter prompts are padded. Results do not depend on it.
 
@@ -173,15 +173,17 @@ def build_segments(
     check_tokenizer(tokenizer, batch_size)
     if not prompts:
         raise PromptError(
-            "prompts is a list of prompts, each a list of (name, text), "
+            "prompts is a list of prompts, each a text or a list of (name, text), "
             f"[[('question', 'Who?'), ('answer', ' Me.')]]; got {prompts!r}"
         )
-    names = tuple(dict.fromkeys(name for pieces in prompts for name, _ in pieces if name))
+    of_prompts = [[("text", each)] if isinstance(each, str) else each for each in prompts]
+    names = tuple(dict.fromkeys(name for pieces in of_prompts for name, _ in pieces if name))
     control = control_tokens(
         tokenizer, cure=", or give it in a piece of its own with the name None"
     )
     written = [
-        _prompt_of_pieces(tokenizer, pieces, names, k, control) for k, pieces in enumerate(prompts)
+        _prompt_of_pieces(tokenizer, pieces, names, k, control)
+        for k, pieces in enumerate(of_prompts)
     ]
     return _batches(tokenizer, written, batch_size, padding_side, segment_names=names)
 

@@ -50,8 +50,7 @@ def read_columns(path: Path, label: str) -> Columns:
             f"{path} cannot be read: {reason}; give a jsonl, csv or parquet file"
         ) from error
     columns = READERS[suffix](data, path)
-    if not any(columns.values()):
-        raise DataError(f"{path} has no rows; expected a text and its class in each row")
+    refuse_no_rows(columns, path)
     if READERS[suffix] is _csv and label in columns:
         cells = columns[label]
         columns = {
@@ -59,6 +58,18 @@ def read_columns(path: Path, label: str) -> Columns:
             label: [int(cell) if cell and _INTEGER.fullmatch(cell) else cell for cell in cells],
         }
     return columns
+
+
+def refuse_no_rows(columns: Columns, source: str | Path) -> None:
+    """Raise an error for columns without a row."""
+    if not any(columns.values()):
+        raise DataError(f"{source} has no rows; expected a text and its class in each row")
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """The columns of rows by name; None where a row lacks one."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _json(data: bytes, path: Path) -> Columns:
@@ -74,8 +85,7 @@ def _json(data: bytes, path: Path) -> Columns:
                 f"row {number} of {path} is not a json object; expected {_EXAMPLE}; "
                 f"got {_short(row)}"
             )
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
+    return columns_of(rows)
 
 
 def _parsed(text: str, path: Path, first_line: int) -> Any:

@@ -11,7 +11,7 @@ Examples:
     False
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -35,6 +35,7 @@ from .random_edges import best_of_all_rows, best_of_each_row, draw_generator, dr
 from .segment_names import FORMAT, SEGMENTS, TEXT
 
 PositionsOfBatch = Callable[[PromptBatch], Positions]
+Pairs = Sequence[tuple[int, int]]
 
 
 @checked
@@ -205,8 +206,91 @@ def query(batch: PromptBatch) -> Positions:
 
 @checked
 def every(batch: PromptBatch) -> EdgeSet:
-    """All edges up to the target position; later tokens cannot influence it."""
+    """All edges to earlier tokens up to the target position; later ones cannot influence it."""
     return edges_between(batch.up_to_target, batch.up_to_target)
+
+
+@checked
+def pairs(batch: PromptBatch, pairs: Pairs | Sequence[Pairs]) -> EdgeSet:
+    """Single edges by number: (query, key) for each of them.
+
+    Args:
+        batch: The prompts.
+        pairs: Positions that count from 0 at the first token of a prompt (its BOS), so that padding
+            does not move them; the key is the earlier one. A list for all prompts, or a list for
+            each prompt of the batch.
+
+    Raises:
+        PromptError: A position lies outside its prompt, a key is not before its query, or there is
+            no pair, or not a list for each prompt.
+
+    Examples:
+        >>> hooks = al.block_edges(model, batch, edges.pairs(batch, [(20, 8)]))
+    """
+    of_prompts: Sequence[Pairs] = pairs  # type: ignore[assignment]
+    if any(isinstance(number, int) for pair in pairs for number in pair):
+        of_prompts = [pairs] * len(batch)  # type: ignore[list-item]
+    if len(of_prompts) != len(batch) or not any(of_prompts):
+        raise PromptError(
+            f"pairs are (query, key) for all {len(batch)} prompts, [(20, 8), (21, 8)], or such a "
+            f"list for each of them; got {pairs!r}"
+        )
+    chosen, prompts = list[tuple[int, int, int]](), batch.on_cpu
+    spans = zip(prompts.starts.tolist(), prompts.attention_mask.sum(1).tolist(), strict=True)
+    for number, ((start, count), of_prompt) in enumerate(zip(spans, of_prompts, strict=True)):
+        for query, key in of_prompt:
+            if not 0 <= key < query < count:
+                raise PromptError(
+                    "a pair is (query, key), numbers of tokens from 0, and the key is the earlier "
+                    f"one; got ({query}, {key}) for prompt {number} of the batch, which has "
+                    f"{count} tokens"
+                )
+            chosen.append((number, start + query, start + key))
+    device, (count, length) = batch.tokens.device, batch.tokens.shape
+    number, query, key = torch.tensor(chosen, device=device).T
+
+    def rows_of(rows: slice) -> Edges:
+        start, stop, _ = rows.indices(length)
+        table = torch.zeros(count, stop - start, length, dtype=torch.bool, device=device)
+        here = (start <= query) & (query < stop)
+        table[number[here], query[here] - start, key[here]] = True
+        return table
+
+    return EdgeSet(rows_of, (count, length, length), device)
+
+
+@checked
+def previous_token(batch: PromptBatch) -> EdgeSet:
+    """Edges from each token to the one before it: what a previous token head attends to."""
+    return _of_equal(batch, batch.positions[None], batch.positions[None] + 1)
+
+
+@checked
+def same_token(batch: PromptBatch) -> EdgeSet:
+    """Edges to earlier tokens of the same id: what a duplicate token head attends to.
+
+    In a prompt of demonstrations most are between tokens of its format.
+    """
+    return _of_equal(batch, batch.tokens, batch.tokens)
+
+
+@checked
+def induction(batch: PromptBatch) -> EdgeSet:
+    """Edges to the token after an earlier one of the same id: what an induction head attends to.
+
+    In "A B ... A" this is the edge from the second A to B. As in TransformerLens's head detector,
+    but for the edge from a token to itself where its id is that of the token before it.
+
+    Examples:
+        >>> flows = al.SaliencyFlows(
+        ...     edges={"induction": edges.induction, "every": edges.every},
+        ...     weight=al.weights.attention)
+        >>> record = al.run(model, [batch], [flows], progress=False, resamples=0)[flows.name]
+        >>> record.per_head.shape == (model.cfg.n_layers, model.cfg.n_heads, 2)
+        True
+    """
+    before = batch.tokens.roll(1, 1).masked_fill(_first(batch), -1)  # no token
+    return _of_equal(batch, batch.tokens, before)
 
 
 @checked
@@ -338,6 +422,16 @@ def random_edges(batch: PromptBatch, edges: Edges | EdgesOfBatch, seed: int) -> 
         True
     """
     return drawn_edges(batch, edges, from_first(batch), seed, best_of_all_rows, (0, 1))
+
+
+def _of_equal(batch: PromptBatch, of_queries: Tensor, of_keys: Tensor) -> EdgeSet:
+    """Edges up to the target position between a query and keys of its number."""
+    of_queries, of_keys, all_edges = of_queries.clone(), of_keys.clone(), every(batch)
+
+    def rows_of(rows: slice) -> Edges:
+        return all_edges.rows(rows) & (of_queries[:, rows, None] == of_keys[:, None])
+
+    return EdgeSet(rows_of, tuple(all_edges.shape), all_edges.device)
 
 
 def _first(batch: PromptBatch) -> Positions:

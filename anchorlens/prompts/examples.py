@@ -7,13 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from itertools import cycle
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ..errors import DataError
 from ..system.arguments import check_from_1, checked
-from .datafiles import READERS, Columns, nested_fields, read_columns
+from .datafiles import (
+    READERS,
+    Columns,
+    columns_of,
+    nested_fields,
+    read_columns,
+    refuse_no_rows,
+)
 
 
 @checked
@@ -78,7 +86,7 @@ _ON_HUB = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 
 @checked
 def load_examples(
-    source: str | Path,
+    source: str | Path | Sequence[Mapping[str, Any]],
     split: str | None = None,
     *,
     text: str = "text",
@@ -92,12 +100,13 @@ def load_examples(
             task of the paper (``"sst2"``, ``"trec"``, ``"agnews"``, ``"emo"``, read from the
             hub), the path of a jsonl, csv or parquet file, or any other data set on the hub. A
             ``Path`` is always a file, and so is a string that names an existing file or ends in
-            the suffix of one. A file is read anew at each call and never cached.
+            the suffix of one. A file is read anew at each call and never cached. Or rows that you
+            have already: a list of dicts, a ``Dataset`` or a ``DataFrame``.
         split: ``"train"`` or ``"test"``; for other data sets on the hub any split that they have.
             Bundled sets are split into halves with all classes in each; without a split all of
-            their examples are read. A file is one split, so it takes none. The default for the
-            hub is ``"train"``.
-        text: Column of the texts (files and other hub data sets).
+            their examples are read. A file is one split, so it takes none, and so are rows. The
+            default for the hub is ``"train"``.
+        text: Column of the texts (files, rows and other hub data sets).
         label: Column of the classes: integers from 0, or the values listed in ``classes``.
         classes: The values of the label column in class order, if they are not 0, 1, ...
 
@@ -112,8 +121,10 @@ def load_examples(
         >>> examples = load_examples("sentiment", split="train")
         >>> sorted({example.label for example in examples})
         [0, 1]
+        >>> load_examples([{"text": "fun", "kind": "good"}], label="kind", classes=["bad", "good"])
+        [Example(text='fun', label=1)]
     """
-    name = str(source)
+    name = str(source) if isinstance(source, str | Path) else "the list of rows"
     if text == label:
         raise DataError(
             f"the texts and the classes are two columns; got {text!r} for both (text= and label=)"
@@ -123,6 +134,13 @@ def load_examples(
             "classes is a list of the different values of the label column, in the order of the "
             f"classes, such as ['bad', 'good']; got {classes!r}"
         )
+    if not isinstance(source, str | Path):
+        if split is not None:
+            raise DataError(
+                f"rows are one split, but split={split!r} came with them; give no split"
+            )
+        refuse_no_rows(columns := columns_of(source), name)
+        return _examples(columns, name, text, label, classes)
     if not isinstance(source, Path) and name in BUNDLED:
         with as_file(files("anchorlens") / "data" / f"{name}.jsonl") as path:
             examples = _examples(read_columns(path, label), name, text, label, classes)
@@ -267,7 +285,8 @@ def _examples(
     expected = others if known is None else f"one of classes={known}"
     examples = []
     for row, (words, value) in enumerate(zip(columns[text], columns[label], strict=True)):
-        fits = value in known if known is not None else type(value) is int and value >= 0
+        is_number = isinstance(value, Integral) and not isinstance(value, bool)
+        fits = value in known if known is not None else is_number and value >= 0
         if not fits or not isinstance(words, str):
             raise DataError(
                 f"row {row} of {source}: expected a text and a class ({expected}); got text "

@@ -1,6 +1,7 @@
 """The flows of one prompt, as a page in which layers, heads and tokens can be chosen.
 
-1. Divide the prompt into parts: label words, the target, and what stands between these.
+1. Divide the prompt into parts: label words, the target, and what stands between these; without
+   label words what is in one segment.
 2. Sum the saliency of all pairs of tokens, parts by parts, in every layer and head.
 3. Store the largest sums, which are drawn as arcs, and the strongest flows between two tokens.
 4. Sum the saliency of each pair of tokens over shallow and over deep layers, for ``figure``.
@@ -21,19 +22,20 @@ from ..errors import AnchorlensError
 from ..experiments.saliency import observe_products, one_batch
 from ..metrics.edge_sums import row_pieces
 from ..metrics.predictions import predicted_class
-from ..models.facts import require_prepared
 from ..models.hooked import (
     HookedModel,
     check_fits,
     device_of,
     refuse_folded_value_biases,
 )
+from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.fused_attention import UseRows, run_fused
+from ..passes.loss_checks import check_loss
 from ..passes.losses import Loss, WordCrossEntropy, label_cross_entropy
-from ..prompts.batch import PromptBatch, check_label_words
-from ..prompts.segment_names import LABEL, QUERY, SEGMENTS, TARGET
+from ..prompts.batch import PromptBatch, segments_to_show
+from ..prompts.segment_names import LABEL, OTHER, QUERY, SEGMENTS, TARGET, TEXT
 from ..prompts.token_texts import token_texts
 from ..results.depth import shallow_and_deep
 from ..runs.way import patterns_are_large, why_patterns
@@ -80,15 +82,16 @@ class PromptFlows(FlowPage):
 
     Attributes:
         tokens: Text of each token.
-        segments: Segment of each token, as in ``PromptBatch.segments``.
+        segments: Segment of each token, an index into ``names``.
+        names: Names of the segments.
         parts: First and last token, kind and text of each part of the prompt: a label word, the
-            target, or what stands between two of these.
+            target, or what stands between two of these; without label words, tokens of one segment.
         layers: The arcs between parts in each layer: of all heads together, then of each head.
         strongest: The strongest flows between two tokens in each layer, of all heads together.
         start: The layer that is shown first: that with the most flow from label words to the
-            target.
-        heading: What the model predicts for this prompt.
-        query: Text of the query.
+            target; without label words with the most flow between parts.
+        heading: What the model predicts for this prompt; without label words what the flows are of.
+        query: Text of the query; without label words of the prompt.
         is_right: Whether the model predicts the true label; None if that is not known.
         source: The model and the number of the prompt, from 0.
         loss: What the flows are of, in words: the loss of the true label, with its name.
@@ -116,7 +119,7 @@ class PromptFlows(FlowPage):
         the saliency of this pair, summed over the layers of its panel: all lines have one scale.
         Label words and lines from or to them have colours, and so has the target. Flows from BOS
         are left out, and the title has their share: they are often larger than all others, and the
-        paper's prompts have no BOS.
+        paper's prompts have no BOS. Without label words all lines and tokens have one colour.
 
         Raises:
             AnchorlensError: The prompt has more than 512 tokens, whose lines nobody could tell
@@ -142,7 +145,13 @@ class PromptFlows(FlowPage):
             share = sums[..., 0].sum() / (sums.sum() or 1.0)
             sums[..., 0] = 0
             title += f", without those from BOS ({share:.0%})"
-        return flow_columns(sums, self.tokens, self.segments, names, title)
+        segments = self.segments if self.has_labels else [OTHER] * len(self.tokens)
+        return flow_columns(sums, self.tokens, segments, names, title)
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the prompt has label words, which have colours of their own."""
+        return self.names == SEGMENTS
 
     def rows(self) -> list[tuple[int, int, str]]:
         """The parts."""
@@ -150,7 +159,8 @@ class PromptFlows(FlowPage):
 
     def values(self) -> dict[str, Any]:
         """The number of heads, and whose flows they are."""
-        return {"n_heads": len(self.layers[0]) - 1, "loss": self.loss}
+        heads = len(self.layers[0]) - 1
+        return {"n_heads": heads, "loss": self.loss, "has_labels": self.has_labels}
 
     def largest(self) -> float:
         """The largest arc of all layers, which sets the scale unless another one is chosen."""
@@ -161,7 +171,8 @@ class PromptFlows(FlowPage):
         position = "<u2" if len(self.tokens) <= 2**16 else "<u4"
         layers = [[arcs.packed(position) for arcs in of_layer] for of_layer in self.layers]
         strongest = [flows.packed(position) for flows in self.strongest]
-        texts = {"source": self.source, "loss": self.loss}
+        ends = "from label words to the target" if self.has_labels else "between parts"
+        texts = {"source": self.source, "loss": self.loss, "ends": ends}
         return {"layers": layers, "strongest": strongest, **texts}
 
 
@@ -184,8 +195,9 @@ def plot_prompt(
     the most flow from label words to the target, and lights the arcs of a token that is pointed at.
 
     Args:
-        model: A prepared model.
-        batch: A batch of prompts with true labels.
+        model: A hooked model; its attention hooks are verified at first use.
+        batch: A batch of prompts with true labels. Prompts without label words need another loss,
+            such as ``al.losses.span_cross_entropy("answer")``, and their parts are segments.
         prompt: Number of the prompt in the batch.
         tokenizer: The tokenizer with which the prompts were built; by default the model's.
         loss: Function of (logits, batch) that returns a number for each prompt.
@@ -199,7 +211,7 @@ def plot_prompt(
         PromptError: There is no such prompt, the batch does not fit the model, or there is no
             tokenizer.
         MetricError: The loss needs true labels and there are none.
-        ModelError: The model was not prepared, or its value biases are folded.
+        ModelError: The attention hooks do not act, or value biases are folded.
 
     Examples:
         >>> flows = al.plot_prompt(model, batch, prompt=1)
@@ -209,13 +221,13 @@ def plot_prompt(
     alone = one_batch(batch).prompt(prompt).to(device_of(model))
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     tokens = token_texts(tokenizer, alone.tokens[0].tolist())
-    require_prepared(model)
+    ensure_prepared(model)
     refuse_folded_value_biases(model)
-    check_label_words([alone])
     check_fits(model, alone)
+    check_loss(loss, [alone], model)
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
-    segments = alone.segments[0].tolist()
-    parts = _parts(tokens, segments, alone.begins_with_bos)
+    segments, names = segments_to_show(alone)
+    parts = _parts(tokens, segments, names, alone.begins_with_bos)
     if n_layers * n_heads > ARCS_OF_HEADS or n_layers * n_heads * len(parts) ** 2 > MOST_SUMS:
         n_heads = 0  # rather than heads without arcs
     lengths = torch.tensor([last + 1 - first for first, last, *_ in parts], device="cpu")
@@ -242,24 +254,31 @@ def plot_prompt(
     logits = _run(model, alone, select, loss, gradient_checkpointing)
     of_head = ARCS_OF_HEADS // (n_layers * n_heads) if n_heads else 0
     counts = [ARCS] + [min(ARCS, of_head)] * n_heads
-    into_target = sums[:, 0, [kind == "target" for *_, kind, _ in parts]]
-    out_of_labels = into_target[..., [kind == "label" for *_, kind, _ in parts]]
+    shown = sums[:, 0].tril(-1)
+    if names == SEGMENTS:
+        shown = sums[:, 0, [kind == "target" for *_, kind, _ in parts]]
+        shown = shown[..., [kind == "label" for *_, kind, _ in parts]]
     return PromptFlows(
         tokens=tokens,
         segments=segments,
+        names=names,
         parts=parts,
         layers=[
             [_largest(table, count) for table, count in zip(of_layer, counts, strict=True)]
             for of_layer in sums
         ],
         strongest=[flows.strongest() for flows in found],
-        start=int(out_of_labels.sum((1, 2)).argmax()),
-        query="".join(t for t, s in zip(tokens, segments, strict=True) if s == QUERY).strip(),
+        start=int(shown.sum((1, 2)).argmax()),
+        query="".join(
+            token
+            for token, segment in zip(tokens, segments, strict=True)
+            if segment == QUERY or names != SEGMENTS
+        ).strip(),
         source=f"{Path(str(model.cfg.model_name)).name}, prompt {prompt}",
         loss=_loss_in_words(loss, alone),
         sums=pairs if size else None,
         begins_with_bos=alone.begins_with_bos,
-        **_predicted(alone, logits.cpu()),
+        **_predicted(alone, logits.cpu(), loss),
     )
 
 
@@ -386,8 +405,12 @@ def _loss_in_words(loss: Loss, batch: PromptBatch) -> str:
     return f"the loss {getattr(loss, '__name__', type(loss).__name__)}"
 
 
-def _predicted(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> dict[str, Any]:
+def _predicted(
+    batch: PromptBatch, logits: Float[Tensor, "batch vocab"], loss: Loss
+) -> dict[str, Any]:
     """What the model predicts, with its probability among the labels, and the true label."""
+    if not batch.has_label_words:
+        return {"heading": f"Flows that {_loss_in_words(loss, batch)} depends on."}
     names = _names_of_classes(batch)
     scores = batch.label_scores(logits)
     answer = int(predicted_class(scores)[0])
@@ -401,18 +424,18 @@ def _predicted(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> dict
 
 
 def _parts(
-    tokens: Sequence[str], segments: Sequence[int], begins_with_bos: bool
+    tokens: Sequence[str], segments: Sequence[int], names: Sequence[str], begins_with_bos: bool
 ) -> list[tuple[int, int, str, str]]:
     """The parts of a prompt; its BOS is a part of its own."""
 
-    def kind(position: int) -> tuple[str, bool]:
-        segment = segments[position]
-        name = SEGMENTS[segment] if segment in (LABEL, TARGET) else "text"
-        return name, begins_with_bos and position == 0
+    def part(position: int) -> tuple[int, bool]:
+        segment, is_bos = segments[position], begins_with_bos and position == 0
+        is_between = names == SEGMENTS and segment not in (LABEL, TARGET)
+        return TEXT if is_between else segment, is_bos
 
     parts = []
-    for (name, _), run in groupby(range(len(tokens)), kind):
-        positions = list(run)
+    for (segment, _), run in groupby(range(len(tokens)), part):
+        positions, name = list(run), SEGMENTS[segment] if names == SEGMENTS else "text"
         text = "".join(tokens[position] for position in positions).strip() or "␣"
         parts.append((positions[0], positions[-1], name, text))
     return parts

@@ -237,7 +237,7 @@ class Record(KeepsRepr):
             if len(of_random):
                 of_draws = f"{name} of random weights"
                 frames.append(self._rows(of_draws, ("draw", *axes), {"value": of_random}))
-        return pd.concat(frames, ignore_index=True)
+        return pd.concat(frames or [pd.DataFrame(columns=["quantity", "value"])], ignore_index=True)
 
     def _rows(
         self, quantity: str, axes: Sequence[str], numbers: Mapping[str, Tensor]

@@ -1,5 +1,7 @@
 """Several records by name, which a notebook shows as a table."""
 
+import pandas as pd
+
 from ..printable import printable
 from .html_tables import note, table, titled
 from .in_short import interval_in_short, values_in_short
@@ -21,6 +23,19 @@ class Results(dict[str, Record]):
     def __missing__(self, name: object) -> Record:
         raise KeyError(f"there is no result {name!r}; the results are {', '.join(self)}")
 
+    def to_frame(self) -> pd.DataFrame:
+        """All numbers as one long table: that of each record, after a column ``result``, its name.
+
+        Examples:
+            >>> results = al.run(model, batches, [al.Accuracy()], progress=False)
+            >>> list(results.to_frame().columns[:2])
+            ['result', 'quantity']
+        """
+        frames = [record.to_frame() for record in self.values()]
+        for name, frame in zip(self, frames, strict=True):
+            frame.insert(0, "result", name)
+        return pd.concat(frames or [pd.DataFrame(columns=["result"])], ignore_index=True)
+
     def __repr__(self) -> str:
         lines = [f"  {printable(name)}: {self[name]!r}" for name in self]
         return "\n".join([self._heading(), *lines])
@@ -30,7 +45,7 @@ class Results(dict[str, Record]):
         return titled(
             self._heading(),
             table(["name", "what it is", "main numbers, with 95 % intervals"], rows),
-            note("each record has to_frame() and plot()"),
+            note("to_frame() has all numbers, and each record has plot()"),
         )
 
     def _heading(self) -> str:

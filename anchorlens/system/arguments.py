@@ -209,6 +209,8 @@ def _rows_of(value: Any) -> Sequence[Any] | None:
 def _as_list(value: Any, hint: Any, origin: Any) -> Any:
     rows = _rows_of(value)
     if rows is None:
+        if isinstance(value, Mapping) and get_origin(hint) is get_origin(Mapping[str, Any]):
+            raise _Unfit("; give its rows: one of several splits, or pandas.DataFrame(columns)")
         raise _Unfit("; write it in brackets" if _fits(value, hint) else "")
     if isinstance(value, set | frozenset) and origin is Sequence:
         raise _Unfit("; a set has no order")

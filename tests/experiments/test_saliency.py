@@ -51,6 +51,26 @@ def test_saliency_equals_plain_transformers(
             assert not outside.any()
 
 
+@pytest.mark.changes_model
+def test_a_model_that_was_not_prepared_is_prepared(exact_gpt2: Any) -> None:
+    """With tokens of one's own, padded on the left as in each prompt alone."""
+    tokens = torch.tensor([[0, 0, 7, 9, 7, 8], [5, 6, 5, 6, 9, 9]])
+    batch = al.PromptBatch.from_segments(tokens, attention_mask=(tokens > 0).long())
+    loss: Any = lambda logits, batch: logits[:, 3]  # noqa: E731
+    expected = al.saliency(exact_gpt2, batch, loss=loss)
+    for row, start in enumerate((2, 0)):
+        alone = al.saliency(exact_gpt2, batch.prompt(row), loss=loss)[0]
+        torch.testing.assert_close(expected[row, :, start:, start:], alone)
+    drawn = al.plot_prompt(exact_gpt2, batch, loss=loss)
+    for function in (al.saliency, al.plot_prompt):
+        al.restore_model(exact_gpt2)
+        given = function(exact_gpt2, batch, loss=loss)
+        if isinstance(given, Tensor):
+            assert torch.equal(given, expected)
+        else:
+            assert given.data() == drawn.data()
+
+
 @pytest.mark.every_kind
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_flows_of_custom_edges_equal_plain_transformers(gpt2: Any, share_prefix: bool) -> None:

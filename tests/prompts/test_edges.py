@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformer_lens import head_detector
 
 import anchorlens as al
-from anchorlens.errors import PromptError
+from anchorlens.errors import AnchorlensError, PromptError
 from anchorlens.prompts import edges
 from anchorlens.prompts.segment_names import SEGMENTS
+from tests.support.measures import patterns_of
+from tests.support.tiny_models import questions
 
 # A rule tells for (batch, row, query, key), with the key before the query, if it is an edge.
 Rule = Callable[[al.PromptBatch, int, int, int], bool]
@@ -106,6 +109,67 @@ def test_every_edge_belongs_to_exactly_one_flow(batch: al.PromptBatch) -> None:
 
 
 @pytest.mark.with_shapes
+@pytest.mark.parametrize("kind", ["previous_token", "same_token", "induction"])
+def test_edges_of_equal_tokens_are_those_of_transformer_lens(
+    batch: al.PromptBatch, kind: str
+) -> None:
+    """In many prompts, of which padding has equal tokens, as in each prompt alone."""
+    detector = {"same_token": "duplicate_token"}.get(kind, kind)
+    pattern = getattr(head_detector, f"get_{detector}_head_detection_pattern")
+    batch = replace(batch, tokens=batch.tokens % 5)
+    found = getattr(edges, kind)(batch)
+    for row, inside in enumerate(batch.attention_mask):
+        # Theirs has induction from a token to itself, which no set of edges has.
+        expected = pattern(batch.tokens[row : row + 1, inside]).tril(-1).bool()
+        assert torch.equal(getattr(edges, kind)(batch.prompt(row))[0], expected)
+        assert torch.equal(found[row][inside][:, inside], expected)
+        assert int(found.counts()[row]) == int(expected.sum()) > 9
+    assert torch.equal(found.rows(slice(3, 9)), found.table()[:, 3:9])
+
+
+@pytest.mark.with_shapes
+def test_pairs_count_from_the_first_token_of_each_prompt(batch: al.PromptBatch) -> None:
+    expected = torch.zeros_like(edges.every(batch).table())
+    for row, start in enumerate(batch.starts.tolist()):
+        expected[row, start + 9, start + 4] = expected[row, start + 3, start] = True
+    found = edges.pairs(batch, [(9, 4), (3, 0)])
+    assert torch.equal(found, expected)
+    assert torch.equal(found.rows(slice(5, 12)), expected[:, 5:12])
+    table: Any = torch.tensor([[[9, 4]], [[3, 0]], [[3, 0]]])
+    own = edges.pairs(batch, table)
+    for row, (query, key) in enumerate([(9, 4), (3, 0), (3, 0)]):
+        assert (own[row].nonzero() - batch.starts[row]).tolist() == [[query, key]]
+    assert edges.pairs(batch, [[], [(3, 0)], []]).counts().tolist() == [0, 1, 0]
+    length = int(batch.attention_mask[0].sum())
+    cases: list[tuple[Any, str]] = [
+        ([(4, 9)], r"the key is the earlier one; got \(4, 9\) for prompt 0 of the batch"),
+        ([(4, 4)], r"got \(4, 4\)"),
+        ([[(1, 0)], [(4, -1)], []], r"got \(4, -1\) for prompt 1"),
+        ([(length, 4)], rf"got \({length}, 4\) for prompt 0 .* has {length} tokens"),
+        ([], "pairs are .* for all 3 prompts"),
+        ([[(4, 1)], [(4, 1)]], "such a list for each of them"),
+        ([[], [], []], "pairs are "),
+        ((4, 1), "pairs of pairs must be a list of pairs of"),
+        ([(4, 1, 0)], "pairs of pairs must be a list of pairs of"),
+    ]
+    for given, message in cases:
+        with pytest.raises(AnchorlensError, match=message):
+            edges.pairs(batch, given)
+
+
+def test_a_blocked_pair_is_the_only_entry_that_changes_its_row(exact_gpt2: Any) -> None:
+    for side in ("left", "right"):
+        [batch] = questions(exact_gpt2, 2, padding_side=side)
+        hooks = al.block_edges(exact_gpt2, batch, edges.pairs(batch, [(20, 8)]), site=0)
+        clean, cut = (patterns_of(exact_gpt2, batch, each)[:, 0] for each in ([], hooks))
+        for row, start in enumerate(batch.starts.tolist()):
+            clean[row, :, start + 20, start + 8] = 0
+            clean[row, :, start + 20] /= clean[row, :, start + 20].sum(-1, keepdim=True)
+            real = batch.attention_mask[row]
+            torch.testing.assert_close(cut[row][:, real], clean[row][:, real])
+
+
+@pytest.mark.with_shapes
 def test_every_token_belongs_to_exactly_one_segment(batch: al.PromptBatch) -> None:
     members = torch.stack([edges.segment(batch, name) for name in SEGMENTS])
     assert torch.equal(members.sum(0), batch.attention_mask.long())
@@ -176,7 +240,8 @@ def test_tokens_after_the_target_have_no_edges() -> None:
         )
         for tokens in (rows, rows[:, :5])
     )
-    for flow in (edges.every, edges.wp, edges.pq, edges.ww, edges.tq):
+    of_tokens = (edges.previous_token, edges.same_token, edges.induction)
+    for flow in (edges.every, edges.wp, edges.pq, edges.ww, edges.tq, *of_tokens):
         assert torch.equal(flow(whole)[:, :5, :5], flow(shortened))
         assert not flow(whole)[:, 5:].any() and not flow(whole)[:, :, 5:].any()
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas as pd
 import pytest
 
 import anchorlens as al
-from anchorlens.errors import DataError
+from anchorlens.errors import AnchorlensError, DataError
 from anchorlens.prompts.examples import BUNDLED, HUB_SOURCES
 
 pytestmark = pytest.mark.with_shapes
@@ -67,6 +68,49 @@ def test_columns_and_classes_may_be_named(tmp_path: Path, suffix: str) -> None:
     assert [example.label for example in swapped] == [1, 0, 0]
     path = write(tmp_path / "file.jsonl", [("a", 7), ("b", 3)])
     assert [example.label for example in al.load_examples(path, classes=[3, 7])] == [1, 0]
+
+
+TABLE: dict[str, Any] = {"sentence": [text for text, _ in ROWS], "verdict": ["bad", "good", "good"]}
+LISTED = [dict(zip(TABLE, row, strict=True)) for row in zip(*TABLE.values(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        LISTED,
+        (row for row in LISTED),
+        pd.DataFrame(TABLE),
+        pd.DataFrame(TABLE).astype({"verdict": "category"}),
+        datasets.Dataset.from_dict(TABLE),
+    ],
+    ids=["list", "generator", "frame", "categories", "dataset"],
+)
+def test_rows_that_are_there_already_give_the_same_examples(rows: Any) -> None:
+    columns: dict[str, Any] = {"text": "sentence", "label": "verdict"}
+    assert al.load_examples(rows, classes=["bad", "good"], **columns) == EXAMPLES
+
+
+def test_rows_with_numbers_need_no_classes_and_wrong_ones_are_told() -> None:
+    numbers: Any = pd.DataFrame(ROWS, columns=["text", "label"])
+    assert al.load_examples(numbers) == EXAMPLES
+    one = al.load_examples([{"text": "a", "label": np.int64(1), "more": None}])
+    assert one == [al.Example("a", 1)] and type(one[0].label) is int
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (numbers, {"split": "test"}, "rows are one split, but split='test' came"),
+        ([], {}, "the list of rows has no rows"),
+        (LISTED, {}, r"the list of rows has the columns \['sentence', 'verdict'\], but not"),
+        (
+            [{"text": "a", "label": 0}, {"text": "b"}],
+            {},
+            "row 1 of the list of rows: .* label None",
+        ),
+        ([{"text": "a", "label": True}], {}, "row 0 .* label True"),
+        (TABLE, {}, "must be .* or a list of dicts; got .*; give its rows: one of several splits"),
+        (["a"], {}, "must be a text or a path or a list of dicts; got "),
+    ]
+    for rows, options, message in cases:
+        with pytest.raises(AnchorlensError, match=message):
+            al.load_examples(rows, **options)
 
 
 NAMES = [

@@ -47,6 +47,25 @@ def test_each_token_is_in_the_segment_of_its_piece(tokenizer: Any, side: Any) ->
 
 
 @pytest.mark.with_shapes
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_text_is_one_segment_and_so_are_tokens_of_ones_own(tokenizer: Any, side: Any) -> None:
+    texts = ["Who wrote it? Nobody knows.", "Why?"]
+    pieces: list[Any] = [[("text", texts[0])], texts[1]]
+    batch, same = (
+        al.build_segments(tokenizer, given, padding_side=side)[0] for given in (texts, pieces)
+    )
+    own = al.PromptBatch.from_segments(batch.tokens, attention_mask=batch.attention_mask)
+    assert batch.segment_names == same.segment_names == own.segment_names == ("text",)
+    assert torch.equal(batch.segments, same.segments) and torch.equal(batch.tokens, same.tokens)
+    assert torch.equal(batch.segments == 0, batch.attention_mask & ~al.edges.bos(batch))
+    assert torch.equal(own.segments, own.attention_mask.long() - 1)
+    assert torch.equal(own.target_positions, batch.target_positions)
+    assert not al.PromptBatch.from_segments(torch.tensor([[5, 6]])).segments.any()
+    with pytest.raises(PromptError, match=r"segments= says which of the segments \['a', 'b'\]"):
+        al.PromptBatch.from_segments(batch.tokens, names=["a", "b"])
+
+
+@pytest.mark.with_shapes
 def test_batches_are_as_large_as_asked(byte_level: Any) -> None:
     batches = al.build_segments(byte_level, [PIECES, SHORT, SHORT], batch_size=2)
     assert [len(batch) for batch in batches] == [2, 1]

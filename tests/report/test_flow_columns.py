@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError
+from anchorlens.errors import AnchorlensError, MetricError
 from anchorlens.report import prompt_flows
 from anchorlens.report.flow_columns import LEVELS
 from anchorlens.results.depth import shallow_and_deep
@@ -71,6 +72,37 @@ def test_lines_are_sums_of_saliency_over_layers_on_one_scale(
     assert len(texts) == 4 and all(len(each.text) == len(flows.tokens) for each in texts)
     words = dict(zip(texts[0].textfont.color, texts[0].text, strict=True))
     assert len(words) == 3  # label words, the target, and others
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_prompt_without_label_words_has_arcs_between_segments(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    pieces: list[tuple[str | None, str]] = [("question", "Who wrote it?"), (None, "\n")]
+    pieces += [("label", " Nobody knows"), ("end", " course.")]
+    [batch] = al.build_segments(model.tokenizer, [pieces])
+    loss = al.losses.span_cross_entropy("label")
+    flows = al.plot_prompt(model, batch, loss=loss)
+    texts = [text for *_, text in flows.parts]
+    first = ["<bos>"] if name == "llama" else []
+    assert texts == [*first, "Who wrote it?", "␣", "Nobody knows", "course."]
+    saliency = al.saliency(model, batch, loss=loss)[0].double().tril(-1)
+    parts = [k for k, (first, last, *_) in enumerate(flows.parts) for _ in range(first, last + 1)]
+    of_parts = one_hot(torch.tensor(parts)).double()
+    expected = (of_parts.T @ saliency @ of_parts).tril(-1)
+    for layer, [arcs, *_] in enumerate(flows.layers):
+        sums = torch.zeros_like(expected[0]).double()
+        sums[arcs.queries, arcs.keys] = torch.tensor(arcs.sizes).double()
+        torch.testing.assert_close(sums, expected[layer], rtol=1e-5, atol=1e-8)
+    assert flows.start == int(expected.sum((1, 2)).argmax()) == (name == "gpt2")
+    assert flows.data()["ends"] == "between parts" and "into a label word" not in flows.page()
+    assert "question" in flows.fragment() and "Who wrote it?\n Nobody" in flows.query
+    traces = flows.figure().data
+    colors = [color for each in traces if each.mode == "text" for color in each.textfont.color]
+    assert len(set(colors)) == 1 == len({line.name for line in traces if line.mode == "lines"})
+    with pytest.raises(MetricError, match=r"give queries with labels .* or another loss"):
+        al.plot_prompt(model, batch)
 
 
 @pytest.mark.with_shapes

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from jaxtyping import Float, Int
@@ -43,6 +44,20 @@ class Means(al.Record):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Other(al.Record):
     mean: Float[Tensor, ""]
+
+
+def test_a_table_of_results_has_the_rows_of_all_records() -> None:
+    records: dict[str, al.Record] = {"a": make_record(), "b": Other(mean=torch.tensor(0.25))}
+    frame, alone = al.Results(records).to_frame(), al.Results(b=records["b"]).to_frame()
+    assert list(frame.columns[:2]) == ["result", "quantity"]
+    assert list(frame.index) == list(range(len(frame)))
+    for name, record in records.items():
+        rows = frame[frame["result"] == name].drop(columns="result").reset_index(drop=True)
+        of_record = record.to_frame()
+        pd.testing.assert_frame_equal(rows[of_record.columns], of_record, check_dtype=False)
+        assert rows.drop(columns=of_record.columns).isna().to_numpy().all()
+    pd.testing.assert_frame_equal(alone.drop(columns="result"), records["b"].to_frame())
+    assert not len(al.Results(none=al.Record()).to_frame()) and not len(al.Results().to_frame())
 
 
 def make_record(**changes: Any) -> Means:

@@ -49,7 +49,7 @@ function viewOfPrompt({ data, find, choice, rows, tokens, elementOf, layer, text
     arcs,
     lit: () => current?.closest("li"),
     title: () => [data.source, choice.value === "0" ? "all heads" : `head ${choice.value - 1}`],
-    why: "shown first as it has the most flow from label words to the target",
+    why: `shown first as it has the most flow ${data.ends}`,
     measure: `|A · ∂L/∂A| summed over all pairs of tokens, L is ${data.loss};`,
     unit: " nats",
     held: () => `The arcs of this layer${choice.value === "0" ? "" : " and head"} hold `
