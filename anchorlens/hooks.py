@@ -6,7 +6,7 @@ model runs. For ``al.run``, make a function of the batch of it:
 ``hooks=lambda batch: al.block_edges(model, batch, al.edges.pq)``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +47,8 @@ class Site:
     Attributes:
         layers: Layers by number; negative numbers count from the end, so that ``range(-5, 0)``
             means the last 5. None for all.
-        heads: Heads in each of these layers; None for all.
+        heads: Heads in each of these layers; None for all. With ``layers`` left out, the heads of
+            each layer by its number: ``al.Site(heads={3: [0, 4], 5: 1})``.
         keep_bos: Leave the edges to BOS as they are. The paper's prompts have no BOS. In prompts
             with a BOS the cut of these edges alone explains much of the effect, so report both.
         renormalize: True acts before the softmax, so that the rest of each row still sums to 1 (the
@@ -60,9 +61,16 @@ class Site:
     """
 
     layers: Iterable[int] | int | None = None
-    heads: Iterable[int] | int | None = None
+    heads: Mapping[int, Iterable[int] | int] | Iterable[int] | int | None = None
     keep_bos: bool = False
     renormalize: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.heads, Mapping) and self.layers is not None:
+            raise HookError(
+                "heads by layer name the layers too; leave layers out, or give heads for all of "
+                f"them; got {self}"
+            )
 
     @checked
     def layers_of(self, model: HookedModel) -> list[int]:
@@ -71,18 +79,21 @@ class Site:
         Raises:
             HookError: A layer does not exist.
         """
-        every = range(model.cfg.n_layers)
+        every = self.heads if isinstance(self.heads, Mapping) else range(model.cfg.n_layers)
         return layer_numbers(model, every if self.layers is None else self.layers)
 
     @checked
-    def heads_of(self, model: HookedModel) -> list[int]:
-        """The heads of this model, as numbers from 0.
+    def heads_of(self, model: HookedModel, layer: int) -> list[int]:
+        """The heads in one of these layers, as numbers from 0.
 
         Raises:
             HookError: A head does not exist.
         """
-        count = model.cfg.n_heads
-        return indices_of("head", range(count) if self.heads is None else self.heads, count)
+        count, heads = model.cfg.n_heads, self.heads
+        if not isinstance(heads, Mapping):
+            return indices_of("head", range(count) if heads is None else heads, count)
+        given = [heads[each] for each in (layer, layer - model.cfg.n_layers) if each in heads]
+        return sorted({head for each in given for head in indices_of("head", each, count)})
 
 
 SiteOrLayers = Site | Iterable[int] | int
@@ -186,8 +197,8 @@ def scale_edges(
     require_prepared(model)
     check_fits(model, batch)
     where, factors = as_site(site), _factors(model, factor)
-    used = factors[where.layers_of(model)][:, where.heads_of(model)]
-    cuts = where.renormalize and bool((used == 0).any())
+    used = [factors[layer, where.heads_of(model, layer)] for layer in where.layers_of(model)]
+    cuts = where.renormalize and bool((torch.cat(used) == 0).any())
     if cuts and factors.requires_grad:
         raise HookError(
             "a factor of 0 has no gradient before the softmax; begin with a small number such "
@@ -232,9 +243,11 @@ def detach_heads(model: HookedModel, site: SiteOrLayers = EVERYWHERE) -> list[Ho
             f"give al.Site(layers, heads); got {where}"
         )
     numbers = where.layers_of(model)
-    detach = DetachedHeads(model.cfg.n_heads, tuple(where.heads_of(model)))
     require_separate_heads(model, numbers)
-    return [(z_name(layer), detach) for layer in numbers]
+    return [
+        (z_name(layer), DetachedHeads(model.cfg.n_heads, tuple(where.heads_of(model, layer))))
+        for layer in numbers
+    ]
 
 
 @checked
@@ -281,7 +294,7 @@ def replace_heads(
             f"{(n_layers, n_heads)}; got {described(outputs)}"
         )
     sites = [Site(layer, head) for layer, head in heads]
-    pairs = [(site.layers_of(model)[0], site.heads_of(model)[0]) for site in sites]
+    pairs = [(site.layers_of(model)[0], site.heads_of(model, 0)[0]) for site in sites]
     if not pairs:
         raise HookError("there is no head to replace; give a list of (layer, head)")
     require_separate_heads(model, [layer for layer, _ in pairs])
@@ -463,12 +476,17 @@ def hooks_on_edges(
             )
         edges = edges & ~edge_sets.from_first(batch)
     name = scores_name if site.renormalize else pattern_name
-    heads = None if site.heads is None else tuple(site.heads_of(model))
+    by_layer = isinstance(site.heads, Mapping)
+    heads = None if by_layer or site.heads is None else tuple(site.heads_of(model, 0))
     hook = EdgeHook(edges.stored(), batch.tokens, site.renormalize, heads)
-    return [
-        (name(layer), hook if factors is None else replace(hook, factors=factors[layer]))
-        for layer in site.layers_of(model)
-    ]
+
+    def of_layer(layer: int) -> EdgeHook:
+        changes: dict[str, Any] = {} if factors is None else {"factors": factors[layer]}
+        if by_layer:
+            changes["heads"] = tuple(site.heads_of(model, layer))
+        return replace(hook, **changes) if changes else hook  # one hook makes one mask
+
+    return [(name(layer), of_layer(layer)) for layer in site.layers_of(model)]
 
 
 def _isolate(

@@ -174,6 +174,10 @@ INVALID_CALLS: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
         r"heads must be numbers from 0 to 1.*got \[99\]",
     ),
     (lambda m, b: al.block_edges(m, b, edges.wp, al.Site(0, heads=[])), "got none"),
+    (lambda m, b: al.block_edges(m, b, edges.wp, al.Site(heads={0: [], 1: 0})), "got none"),
+    (lambda m, b: al.block_edges(m, b, edges.wp, al.Site(heads={1: 2})), r"got \[2\]"),
+    (lambda m, b: al.detach_heads(m, al.Site(heads={3: 0})), r"layers .*got \[3\]"),
+    (lambda m, b: al.Site(0, heads={0: 1}), "leave layers out, or give heads for all of them"),
     (lambda m, b: al.isolate_labels(m, b, al.Site(0, heads=[])), "got none"),
     (lambda m, b: al.detach_heads(m, al.Site(0, keep_bos=True)), "detach_heads cuts no edges"),
     (lambda m, b: al.detach_heads(m, al.Site(0, renormalize=False)), "detach_heads cuts no edges"),
@@ -378,3 +382,25 @@ def test_lists_of_hooks_can_be_joined_and_act_in_order(gpt2: Any, batch: al.Prom
     isolation = al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))
     assert (patterns_of(gpt2, batch, [*isolation, *users_hook])[:, 0][cut] == 1).all()
     assert (patterns_of(gpt2, batch, [*users_hook, *isolation])[:, 0][cut] == 0).all()
+
+
+@pytest.mark.with_shapes
+def test_heads_by_layer_act_as_the_hooks_of_each_layer(gpt2: Any, batch: al.PromptBatch) -> None:
+    factor, parts = torch.arange(6.0).view(3, 2) / 4, [al.Site(0, heads=1), al.Site(2)]
+    site = al.Site(heads={0: [1], 2: [0], -1: 1})
+    for make in (
+        lambda where: al.block_edges(gpt2, batch, edges.wp, where),
+        lambda where: al.scale_edges(gpt2, batch, edges.wp, factor, where),
+        lambda where: al.detach_heads(gpt2, where),
+    ):
+        together: Any = make(site)
+        single = [hook for part in parts for hook in make(part)]
+        assert [name for name, _ in together] == [name for name, _ in single]
+        if together[0][0].endswith("z"):
+            assert [act.heads for _, act in together] == [(1,), (0, 1)]
+            continue
+        assert torch.equal(logits_of(gpt2, batch, together), logits_of(gpt2, batch, single))
+    drawn = [al.sites.random_heads(gpt2, site, seed) for seed in range(20)]
+    assert {len(each.heads_of(gpt2, 0)) for each in drawn} == {1}
+    assert {each.heads_of(gpt2, 0)[0] for each in drawn} == {0, 1}
+    assert all(each.heads_of(gpt2, 2) == [0, 1] and not each.heads_of(gpt2, 1) for each in drawn)

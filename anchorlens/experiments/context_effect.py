@@ -61,7 +61,7 @@ def plot_prefix_pattern(
         >>> figure = al.plot_prefix_pattern(model, batch, layer=1, head=0, effect=compressed)
     """
     effect, site = PrefixEffect() if effect is None else effect, Site(layer, head)
-    [layer], [head] = site.layers_of(model), site.heads_of(model)
+    [layer], [head] = site.layers_of(model), site.heads_of(model, layer)
     alone, terms, rows = _terms(model, one_batch(batch).prompt(prompt), effect, layer)
     selected = rows[0]
     patterns = torch.stack([terms.alone, terms.pattern, terms.expected])[:, 0, head]
@@ -122,7 +122,7 @@ def plot_prefix_directions(
         >>> figure = al.plot_prefix_directions(model, batch, layer=1, head=0, effect=compressed)
     """
     effect, site = PrefixEffect() if effect is None else effect, Site(layer, head)
-    [layer], [head] = site.layers_of(model), site.heads_of(model)
+    [layer], [head] = site.layers_of(model), site.heads_of(model, layer)
     refuse_folded_value_biases(model)
     _, terms, rows = _terms(model, one_batch(batch), effect, layer)
     vectors = terms.taken[:, head][rows]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import HookError
 from ..hooks import Site, hooks_on_edges
-from ..metrics.loyalties import loyalty_contributions, next_tokens
+from ..metrics.loyalties import NextTokens, loyalty_contributions, next_tokens
 from ..metrics.question import Further, Question
 from ..models.batch_hooks import EdgeHook
 from ..models.hooked import Hook, HookedModel
@@ -34,8 +34,10 @@ from ..results.record import Record
 from ..runs.passes import Passes
 from ..system.arguments import check_not_endless, checked
 from ..system.texts import name_of
+from .sites import random_heads
 
-RandomEdges = Callable[[PromptBatch, edge_sets.Edges, int], edge_sets.Edges]
+# Of (batch, edges, seed) to random edges, or ``random_heads``.
+Control = Callable[[Any, Any, int], Any]
 
 
 def whole_wp(batch: PromptBatch) -> EdgeSet:
@@ -77,12 +79,13 @@ _KINDS = ("label", "word")
 class EdgeSweepRecord(Record):
     """Loyalty with edges cut at each site, and with as many random edges cut.
 
-    ``info["sites"]`` has of each site by name the layers, the heads (None: all), whether edges to
-    BOS stay, whether rows are renormalized, and how many layers its passes skipped or why none.
+    ``info["sites"]`` has of each site by name the layers, the heads (None: all; or those of each
+    layer), whether edges to BOS stay, whether rows are renormalized, and how many layers its passes
+    skipped or why none.
 
     Attributes:
-        label_loyalty: Share of prompts whose predicted label is unchanged, from 0 to 1; high means
-            that the cut changes little.
+        label_loyalty: Share of prompts whose predicted label (without label words, the likeliest
+            token) is unchanged, from 0 to 1; high means that the cut changes little.
         word_loyalty: Mean Jaccard similarity of the top 5 next tokens, from 0 to 1; high means
             that the cut changes little.
         kl: Mean KL(clean || cut) of the next token, in nats, ``sum p log(p / q)``, from 0 up; low
@@ -153,6 +156,7 @@ class EdgeSweepRecord(Record):
         draws = [getattr(self, f"random_{kind}_loyalty").T for kind in _KINDS]
         isolated = self.is_isolation
         what, control = ("label words", "words") if isolated else ("edges", "edges")
+        control = "heads" if self.info.get("control") == "random_heads" else control
         done = "isolated" if isolated else "cut"
         return figures.points(
             values,
@@ -209,7 +213,8 @@ class EdgeSweep(Question):
             ``al.edges.random_keys`` has other keys for the same queries, ``al.edges.random_edges``
             any other edges of the prompt, for sets that leave their queries too few other keys.
             Neither draws edges of the set or edges to the first token. A draw depends on the seed,
-            the demonstrations and the edges alone.
+            the demonstrations and the edges alone. With ``al.sites.random_heads`` the same edges
+            are cut, in as many random heads of the same layers.
         draws: Number of random controls. Use about 10: their loyalties vary widely.
         seed: Number of the first draw.
         name: Key of the result.
@@ -247,7 +252,7 @@ class EdgeSweep(Question):
     edges: EdgesOfBatch
     sites: Mapping[str, Site]
     _: KW_ONLY
-    control: RandomEdges = edge_sets.random_keys
+    control: Control = edge_sets.random_keys
     draws: int = 10
     seed: int = 0
     name: str = "edge_sweep"
@@ -372,12 +377,16 @@ class EdgeSweep(Question):
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """The loyalty of each prompt, with the edges cut and with each draw of random edges."""
-        logits = passes.clean(batch)
-        clean = next_tokens(logits, batch.label_scores(logits))
+
+        def predicted(logits: Float[Tensor, "batch vocab"]) -> NextTokens:
+            scores = batch.label_scores(logits) if batch.has_label_words else logits
+            return next_tokens(logits, scores)
+
+        clean = predicted(passes.clean(batch))
 
         def loyalty(name: str, cut: "Cut", draw: int | None) -> dict[str, Tensor]:
             changed = passes.logits(batch, partial(cut.cut, draw), (name, draw))
-            return loyalty_contributions(clean, next_tokens(changed, batch.label_scores(changed)))
+            return loyalty_contributions(clean, predicted(changed))
 
         of_sites: dict[str, list[Tensor]] = {}
         for name, cut in self._cuts(passes.model).items():
@@ -417,9 +426,12 @@ class Cut:
 
     def acts_in(self) -> dict[str, Any]:
         """What the site is, in numbers of this model; heads are None for all of them."""
+        layers = self.site.layers_of(self.model)
+        heads = [self.site.heads_of(self.model, layer) for layer in layers]
+        by_layer = isinstance(self.site.heads, Mapping)
         return {
-            "layers": self.site.layers_of(self.model),
-            "heads": None if self.site.heads is None else self.site.heads_of(self.model),
+            "layers": layers,
+            "heads": None if self.site.heads is None else heads if by_layer else heads[0],
             "keep_bos": self.site.keep_bos,
             "renormalize": self.site.renormalize,
         }
@@ -429,13 +441,15 @@ class Cut:
         return self.site.layers_of(self.model)[0]
 
     def cut(self, draw: int | None, batch: PromptBatch) -> Sequence[Hook]:
-        """Hooks that cut the edges, or as many random ones of a draw."""
-        edges = self._checked(batch, self.sweep.edges(batch))
-        if self.site.keep_bos:  # no other edge is drawn for one that is not cut
+        """Hooks that cut the edges, or as many random ones of a draw, or these in random heads."""
+        site, edges = self.site, self._checked(batch, self.sweep.edges(batch))
+        if site.keep_bos:  # no other edge is drawn for one that is not cut
             edges = edges & ~edge_sets.from_first(batch)
-        if draw is not None:
+        if draw is not None and self.sweep.control is random_heads:
+            site = random_heads(self.model, site, draw)
+        elif draw is not None:
             edges = self._checked(batch, self.sweep.control(batch, edges, draw))
-        return hooks_on_edges(self.model, batch, edges, self.site)
+        return hooks_on_edges(self.model, batch, edges, site)
 
     def _checked(self, batch: PromptBatch, given: edge_sets.Edges) -> EdgeSet:
         # An isolation's edges are right as they are made; a check costs a GPU a wait in each pass.

@@ -1,6 +1,8 @@
 """The usual series of sites (layers and heads) for a sweep, by name."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
 
 from ..errors import HookError
 from ..hooks import Site
@@ -63,3 +65,22 @@ def single_heads(model: HookedModel, layers: Iterable[int] | int) -> dict[str, S
         for layer in layer_numbers(model, layers)
         for head in range(model.cfg.n_heads)
     }
+
+
+@checked
+def random_heads(model: HookedModel, site: Site, seed: int) -> Site:
+    """As many random heads of the same layers as a site has: its control (``EdgeSweep``).
+
+    They are drawn from all heads of each layer, so that the site's own heads may be among them.
+
+    Raises:
+        HookError: A layer or head does not exist.
+
+    Examples:
+        >>> al.sites.random_heads(model, al.Site(heads={0: [0, 1], 2: 1}), seed=0).layers_of(model)
+        [0, 2]
+    """
+    draw, every = Random(seed), range(model.cfg.n_heads)
+    counts = {layer: len(site.heads_of(model, layer)) for layer in site.layers_of(model)}
+    heads = {layer: sorted(draw.sample(every, count)) for layer, count in counts.items()}
+    return replace(site, layers=None, heads=heads)
