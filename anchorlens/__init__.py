@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from .experiments.head_effects import head_effects as head_effects
     from .experiments.task_vectors import task_vectors as task_vectors
     from .experiments.label_dependence import label_dependence as label_dependence
+    from .experiments.retrieval_heads import retrieval_heads as retrieval_heads
     from .experiments.diagnosis import diagnose as diagnose
     from .replication.paper import paper as paper
 

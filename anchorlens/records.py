@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .experiments.integrated_flows import IntegratedFlowsRecord as IntegratedFlowsRecord
     from .experiments.label_dependence import LabelDependenceRecord as LabelDependenceRecord
     from .experiments.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
+    from .experiments.retrieval_heads import RetrievalHeadsRecord as RetrievalHeadsRecord
     from .experiments.segment_attribution import (
         SegmentAttributionRecord as SegmentAttributionRecord,
     )

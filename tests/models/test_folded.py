@@ -52,6 +52,7 @@ CALLS = {
     "removal.text": "attribution",
     "replace_heads": "replace_heads",
     "restore_model": "prepared again",
+    "retrieval_heads": "retrieval heads",
     "reweight_anchors": "reweight_anchors",
     "reweight_demonstrations": "reweighting",
     "saliency": "maps",

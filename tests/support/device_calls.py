@@ -241,6 +241,11 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         path = al.contexts.context_to_peft(prefix, model, folder / "peft")
         return al.contexts.context_from_peft(path, model, batch).logits(model, batch)
 
+    def retrieval() -> Any:
+        null = al.build_prompts(tokenizer, task, demos, ["N/A"] * 6)
+        record = al.retrieval_heads(model, batches, null, **QUIET)
+        return [record, run(record.masking(2, draws=1))]
+
     def sweeps() -> Any:
         sites = al.sites.first_and_last(model, [1])
         swept = run(al.Accuracy(), al.EdgeSweep.isolation(sites, draws=1))
@@ -370,6 +375,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         ),
         "head effects": lambda: al.head_effects(model, held_out, batches, **QUIET),
         "task vectors": lambda: al.task_vectors(model, held_out, batches, **QUIET),
+        "retrieval heads": retrieval,
         "label dependence": lambda: al.label_dependence(
             model, task, demos, queries[:3], {"flipped": al.relabeling.flipped()}, **QUIET
         ),

@@ -376,6 +376,15 @@ def dependence(s: Scene) -> Any:
     return al.label_dependence(s.model, al.TASKS["trec"], demos, queries, labels, **QUIET)
 
 
+def heads_of_demonstrations(s: Scene) -> Any:
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=1)
+    queries = [example for example in examples if example not in demos][:PROMPTS]
+    build = partial(al.build_prompts, s.model.tokenizer, al.TASKS["trec"], demos)
+    record = al.retrieval_heads(s.model, build(queries), build(["N/A"] * PROMPTS), **QUIET)
+    return record, al.run(s.model, s.first, [record.masking(2, draws=2)], **QUIET)
+
+
 # What can be told to run whole prompts, or does so always.
 WHOLE: dict[str, Callable[[Scene], Any]] = {
     "metrics": lambda s: run(s, *metrics(), share_prefix=False),
@@ -401,6 +410,7 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "suppression of answers": lambda s: ask(s.model, s.written, al.SegmentSuppression(), **QUIET),
     **{
         "dependence on labels": dependence,
+        "heads of demonstrations": heads_of_demonstrations,
         "diagnosis": diagnosis,
         "analysis": analysis,
         "accuracies": accuracies,

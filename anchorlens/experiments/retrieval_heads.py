@@ -1,0 +1,279 @@
+"""Heads that read the document that a query asks for: QRHead's score, with a null query.
+
+1. s_j is the mean attention of the query's rows to a token j of a document, minus that of a null
+   query after the same documents.
+2. A head's score of a document is the sum of s_j over its tokens, without outliers below.
+3. A head's score is the mean over prompts of the sum over their right documents.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..errors import MetricError, PromptError
+from ..hooks import Site
+from ..metrics.metric import Metric
+from ..metrics.predictions import require_gold
+from ..metrics.reads import At, Reads, Seen
+from ..models.hooked import HookedModel
+from ..prompts import edges
+from ..prompts.batch import PromptBatch
+from ..prompts.edge_set import EdgeSet
+from ..results import figures
+from ..results.kinds import mean, share
+from ..results.record import Record
+from ..runs.passes import Passes
+from ..runs.run import run
+from ..runs.study import Study, checked_batches, order_of_queries
+from ..system.arguments import check_from_1, checked
+from ..system.processes import fails_together
+from .edge_sweep import EdgeSweep
+from .sites import random_heads
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RetrievalHeadsRecord(Record):
+    """How much the query reads the right documents by each head.
+
+    Attributes:
+        score: Mean score of the right documents, from -1 to 1. High where the query reads them more
+            than the null query does.
+        raw: Mean attention from the query to the right documents, from 0 to 1, without a null query
+            and with all tokens.
+        found: Share of prompts in which a right document has the highest score, from 0 to 1.
+    """
+
+    score: Float[Tensor, "layer head"] = mean("score")
+    raw: Float[Tensor, "layer head"] = mean("raw")
+    found: Float[Tensor, "layer head"] = share("found")
+
+    caption: ClassVar[str] = (
+        "What the query reads of the right documents by each head, minus what a null query reads "
+        "of them. The highest of many heads are partly highest by chance."
+    )
+
+    def plot(self) -> go.Figure:
+        """The scores by layer and head."""
+        titles: dict[str, Any] = {
+            "title": "Heads that read the right documents",
+            "row_title": "head",
+        }
+        titles |= {"bar_title": "attention above the null query", "column_title": "layer"}
+        return figures.heat_map(self.score.T[None], None, None, **titles)
+
+    @checked
+    def top(self, count: int = 16) -> Site:
+        """The heads with the highest scores, as a site of hooks."""
+        check_from_1(MetricError, count=count)
+        heads: dict[int, list[int]] = {}
+        for number in self.score.flatten().argsort(descending=True)[:count].tolist():
+            layer, head = divmod(number, self.score.shape[1])
+            heads.setdefault(layer, []).append(head)
+        return Site(heads=heads)
+
+    @checked
+    def masking(
+        self, top: int = 16, *, query: str = "query", draws: int = 5, seed: int = 0
+    ) -> EdgeSweep:
+        """The question what is lost if the query cannot read documents by the best heads.
+
+        Ask it with ``al.run``, of other prompts than those of the scores. The control cuts the same
+        edges in as many random heads of the same layers.
+        """
+        cut, where = partial(_reads, query), {f"top {top} heads": self.top(top)}
+        options: dict[str, Any] = {"draws": draws, "seed": seed, "name": "retrieval_masking"}
+        return EdgeSweep(cut, where, control=random_heads, **options)
+
+
+@fails_together()
+@checked
+def retrieval_heads(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    null: Sequence[PromptBatch],
+    *,
+    right: Sequence[str | Sequence[str]] | None = None,
+    query: str = "query",
+    resamples: int = 200,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> RetrievalHeadsRecord:
+    r"""Which heads read the document that a query asks for (QRHead's score).
+
+    With Q the rows from the first token of the query to the target, A the attention of a head, and
+    A' and Q' those of the same documents with a null query, a document D has
+
+    $$
+    s_j = \underset{i \in Q}{\text{mean}} \; A_{ij} - \underset{i \in Q'}{\text{mean}} \; A'_{ij}
+    \qquad \text{score}(D) = \sum\limits_{j \in D, \; s_j > \mu - 2 \sigma} s_j ,
+    $$
+
+    where mu and sigma are the mean and standard deviation (n - 1) of s over D.
+
+    Range:
+        Scores -1 to 1, ``raw`` and ``found`` 0 to 1.
+
+    How to read:
+        A head with a high score and a high ``found`` looks for what the query asks. ``raw`` is also
+        high where a head always reads this place. ``record.masking()`` asks what the model loses
+        without the best heads.
+
+    Pitfalls:
+        The best of many heads are partly best by chance: test them on other prompts.
+
+    Source:
+        Zhang et al., *Query-Focused Retrieval Heads Improve Long-Context Reasoning and Re-ranking*
+        (2025, [arXiv 2506.09944](https://arxiv.org/abs/2506.09944)) and its code. There a document
+        of one token has the score 0; here the token counts. ``found`` and the masking are ours.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        batches: Prompts of ``build_segments``, in which all named segments but the query are
+            documents; or of ``build_prompts``, in which each demonstration is one.
+        null: The same prompts in the same order with another query, such as "N/A".
+        right: For each prompt the name of its right document, or several. By default, in prompts of
+            a task, the demonstrations of the query's class.
+        query: The segment with which the query begins, in prompts of segments.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+        folder: Stores what each prompt contributed; the same call after an interruption continues.
+        progress: Show a progress bar.
+
+    Raises:
+        PromptError: ``null`` has other documents or not as many prompts, a prompt has no query, no
+            right or no other document, or a document stands after the query.
+        MetricError: Queries have no true labels. All this is raised before any pass.
+        StoreError: ``folder`` holds another run, or cannot be written into.
+
+    Examples:
+        >>> queries = al.load_examples("questions")[-4:]
+        >>> prompts = al.build_prompts(model.tokenizer, task, demos, queries)
+        >>> null = al.build_prompts(model.tokenizer, task, demos, ["N/A"] * 4)
+        >>> record = al.retrieval_heads(model, prompts, null, resamples=0, progress=False)
+        >>> lost = al.run(model, batches, [record.masking(top=2)], resamples=0, progress=False)
+        >>> bool(lost["retrieval_masking"].kl[0] > 0)
+        True
+    """
+    prompts, nulls = (_alone(checked_batches(model, each)) for each in (batches, null))
+    names = [None] * len(prompts) if right is None else right
+    if not len(prompts) == len(nulls) == len(names):
+        raise PromptError(
+            f"each of {len(prompts)} prompts needs one in null, and an entry in right if it is "
+            f"given; got {len(nulls)} and {len(names)}"
+        )
+    given = enumerate(zip(prompts, nulls, names, strict=True))
+    rights = [_right(query, *each, f"prompt {k}") for k, each in given]
+    rows, null_rows = (max(int(_rows(query, p).sum()) for p in of) for of in (prompts, nulls))
+    with Study(model, nulls, {}, resamples=0, progress=False).entered() as study:
+        passes = study.passes([_Heads(query, null_rows)])
+        asked = _Heads(query, rows, nulls, rights, passes)
+        options: dict[str, Any] = {"folder": folder, "resamples": resamples, "progress": progress}
+        record: Any = run(model, prompts, [asked], **options)[asked.name]
+    return record
+
+
+@dataclass(frozen=True)
+class _Heads(Metric):
+    """The scores of prompts; without ``passes`` what the query reads. A batch is one prompt."""
+
+    query: str
+    rows: int  # the most of any prompt; the last row of others is read several times
+    nulls: Sequence[PromptBatch] = ()
+    rights: Sequence[Bool[Tensor, " document"]] = ()
+    passes: Passes | None = field(default=None, compare=False)  # over the null prompts
+    name: ClassVar = "retrieval_heads"
+    record: ClassVar = RetrievalHeadsRecord
+
+    def reads(self, batch: PromptBatch) -> Reads:
+        first = _rows(self.query, batch).long().argmax(1, keepdim=True)
+        columns = first + torch.arange(self.rows, device=first.device)
+        return {"rows": At("pattern", columns.minimum(batch.target_positions[:, None]))}
+
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        batch, rows = batch.on_cpu, _rows(self.query, batch.on_cpu)
+        read = seen["rows"][:, :, :, : int(rows.sum())].mean(3).double()
+        if self.passes is None:
+            return {"read": read}
+        number, start = int(batch.index), int(rows.long().argmax())
+        null = self.passes.contributions(self.nulls[number].to(seen.logits.device))
+        s = (read[..., :start] - null[f"{self.name}/read"][..., :start])[0]
+        inside, right = _documents(self.query, batch)[1][0, :, :start], self.rights[number]
+        scores = torch.stack([_score(s[..., tokens]) for tokens in inside], dim=-1)
+        others = ~right & inside.any(1)
+        return {
+            "score": scores[..., right].sum(-1)[None],
+            "raw": read[..., :start][..., inside[right].any(0)].sum(-1),
+            "found": (scores[..., right].amax(-1) > scores[..., others].amax(-1))[None],
+        }
+
+
+def _alone(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+    """The prompts in the order of their queries, each a batch whose index is its number."""
+    prompts = [batch.prompt(k) for batch in batches for k in range(len(batch))]
+    chosen = [prompts[k] for k in order_of_queries(batches).tolist()]
+    return [replace(each, index=each.index * 0 + k) for k, each in enumerate(chosen)]
+
+
+def _rows(query: str, batch: PromptBatch) -> edges.Positions:
+    """The positions from the first token of the query to the target."""
+    if batch.has_label_words:
+        return edges.query(batch)
+    return batch.up_to_target & (edges.segment(batch, query).cumsum(1) > 0)
+
+
+def _documents(
+    query: str, batch: PromptBatch
+) -> tuple[list[str], Bool[Tensor, "batch document position"]]:
+    """The names of the documents, and the positions of each."""
+    found = {name: edges.segment(batch, name) for name in batch.segment_names if name != query}
+    if batch.has_label_words:
+        found = {name: of(batch) for name, of in edges.each_demonstration(batch).items()}
+    return [*found], torch.stack([*found.values()], dim=1)
+
+
+def _reads(query: str, batch: PromptBatch) -> EdgeSet:
+    """All that the query reads of documents."""
+    return edges.between(_rows(query, batch), _documents(query, batch)[1].any(1))
+
+
+def _score(s: Float[Tensor, "layer head token"]) -> Float[Tensor, "layer head"]:
+    """The score of a document; one token has no standard deviation, and counts."""
+    if s.shape[-1] > 1:
+        limit = s.mean(-1, keepdim=True) - 2 * s.std(-1, keepdim=True)
+        s = s.where(s > limit, 0)
+    return s.sum(-1)
+
+
+def _right(
+    query: str,
+    prompt: PromptBatch,
+    null: PromptBatch,
+    right: str | Sequence[str] | None,
+    which: str,
+) -> Bool[Tensor, " document"]:
+    """Which documents of a prompt are right; an error where it has no score."""
+    prompt, null = prompt.on_cpu, null.on_cpu
+    names, [inside] = _documents(query, prompt)
+    has, wanted = inside.any(1), {right} if isinstance(right, str) else set(right or ())
+    is_right = torch.tensor([name in wanted for name in names], device="cpu")
+    if right is None and prompt.has_label_words:
+        is_right = prompt.label_classes[0] == require_gold(prompt.gold, "retrieval_heads")
+    start, of_null = (int(_rows(query, each).long().argmax()) for each in (prompt, null))
+    same = torch.equal(prompt.tokens[0, :start], null.tokens[0, :of_null])
+    are_there = is_right.any() and not (is_right & ~has).any() and not wanted - {*names}
+    for fits, expected in (
+        (start and of_null, f"a segment {query!r} after a document, also in null"),
+        (same, "in null the same tokens before the query (the query's piece begins with a space)"),
+        (not inside[:, start:].any(), "no document after the query begins; name other text None"),
+        (are_there, f"right documents among {names}, with tokens; got {right!r}"),
+        ((has & ~is_right).any(), "a document that is not right"),
+    ):
+        if not fits:
+            raise PromptError(f"{which} needs {expected}")
+    return is_right
