@@ -36,7 +36,7 @@ from ..system.arguments import check_not_endless, checked
 from ..system.texts import name_of
 from .sites import random_heads
 
-# Of (batch, edges, seed) to random edges, or ``random_heads``.
+# A function of (batch, edges, seed) to random edges, or ``random_heads`` itself.
 Control = Callable[[Any, Any, int], Any]
 
 

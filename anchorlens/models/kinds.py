@@ -60,15 +60,15 @@ def config_of(model: Any) -> Any:
 def modules_of(model: Any) -> list[torch.nn.Module]:
     """Every module once, also those of the wrapped model that a bridge does not register.
 
-    In the order of ``modules()``, without the names that it makes of thousands of modules.
+    The order is that of ``modules()``, which takes longer: it makes a name for each of thousands.
     """
     found: dict[torch.nn.Module, None] = {}
-    next_ones = [original_of(model), model]
-    while next_ones:
-        module = next_ones.pop()
+    waiting = [original_of(model), model]
+    while waiting:
+        module = waiting.pop()
         if module is not None and module not in found:
             found[module] = None
-            next_ones += reversed([*module.children()])
+            waiting += reversed([*module.children()])
     return list(found)
 
 
