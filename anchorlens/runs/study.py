@@ -499,8 +499,9 @@ class Study:
             if not same_contributions(both, computed):
                 raise StoreError(
                     f"batch {number} gives other numbers than those stored in {store.folder}, so "
-                    "hooks, loss or weights are not those of the stored run; use another folder, "
-                    "or start over in this one (al.forget_run)"
+                    "hooks, loss or weights are not those of the stored run (or, in bfloat16 or "
+                    "float16, a question was added or left out that makes all passes have hooks); "
+                    "use another folder, or start over in this one (al.forget_run)"
                 )
             return
 
