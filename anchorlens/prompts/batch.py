@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import compress
 from reprlib import Repr
-from typing import Any, NamedTuple, cast, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,7 +24,7 @@ from ..system.arguments import checked, is_array
 from ..system.devices import sent
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
-from .prompt_html import NO_SEGMENT, PromptView
+from .prompt_html import NO_SEGMENT, Picture, PromptView
 from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET, of_task
 from .token_texts import token_texts
 from .verbalizer import Verbalizer
@@ -34,14 +34,6 @@ _POSITIONS = ("label_positions", "label_ends", "target_positions", "query_start"
 _SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
 _LABELS = Repr()  # of six labels
 _LABELS.maxstring = 14
-
-
-class Picture(NamedTuple):
-    """An image of a prompt, small, as pages draw it."""
-
-    first: int  # its first token, counted from that of the prompt
-    count: int  # of its tokens
-    source: str  # the image itself, as the address of a page
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +139,8 @@ class PromptBatch:
         ids = alone.tokens[0].tolist()
         heading = f"Prompt {prompt} of 0 to {len(self) - 1}, {len(ids)} tokens"
         segments, names = segments_to_show(alone)
-        return PromptView(token_texts(tokenizer, ids), segments, heading, names)
+        pictures = alone.pictures[0] if alone.pictures else ()
+        return PromptView(token_texts(tokenizer, ids), segments, heading, names, pictures)
 
     @property
     def on_cpu(self) -> "PromptBatch":

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..system.arguments import checked
-from .batch import Picture, PromptBatch, check_prompts, demonstrations_ids, digest
-from .segment_names import IMAGE, PADDING, SEGMENTS
+from .batch import PromptBatch, check_prompts, demonstrations_ids, digest
+from .prompt_html import Picture
+from .segment_names import IMAGE, PADDING, SEGMENTS, of_task
 
 # What a processor gives for each token, which follows from the tokens that are run.
 _OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -229,7 +230,7 @@ def _prompt(
         run, segment = run_of.get(k, [token]), segments_before[k]
         if k in run_of:
             pictures.append(Picture(len(tokens), len(run), _small(shown[len(pictures)])))
-            is_own = segment != PADDING and names[: len(SEGMENTS)] != SEGMENTS
+            is_own = segment != PADDING and not of_task(names)
             segment = segment if is_own else names.index(IMAGE)
         tokens += run
         segments += [segment] * len(run)
