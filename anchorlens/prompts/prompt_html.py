@@ -75,11 +75,11 @@ class Picture(NamedTuple):
     """An image of a prompt, small, as pages draw it in the place of its tokens."""
 
     first: int  # its first token, counted from that of the prompt
-    count: int  # of its tokens
+    length: int  # in tokens
     source: str  # the image itself, as an address of HTML
 
     def __str__(self) -> str:
-        return f"image, {self.count} tokens"
+        return f"image, {self.length} tokens"
 
 
 def token_spans(
@@ -171,7 +171,7 @@ def _joined(
     pictures: Sequence[Picture],
 ) -> Iterator[tuple[int, str | Picture, int]]:
     """First position, text or picture and segment of each element; there are ``count`` segments."""
-    picture_at = {each.first - start + k: each for each in pictures for k in range(each.count)}
+    picture_at = {each.first - start + k: each for each in pictures for k in range(each.length)}
     if len(tokens) != len(segments):
         raise PromptError(
             f"each token has a segment; got {len(tokens)} and {len(segments)} segments"
