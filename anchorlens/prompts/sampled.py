@@ -83,22 +83,18 @@ def prompts_of_draws(
     tokenizer: Any, draws: Sequence[Draw], batch_size: int, processor: Any = None
 ) -> list[PromptBatch]:
     """The prompts of each draw in turn, with the images of the examples if they have some."""
-    return [
-        batch
-        for draw in draws
-        for batch in _with_images(
-            build_prompts(tokenizer, *draw, batch_size=batch_size), draw, processor
-        )
-    ]
-
-
-def _with_images(batches: list[PromptBatch], draw: Draw, processor: Any) -> list[PromptBatch]:
-    shown = [demo.image for demo in draw.demonstrations]
-    if not any([*shown, *(query.image for query in draw.queries)]):
-        return batches
-    if processor is None:
-        raise PromptError(
-            "the examples have images, which need the processor of the model; write the prompts "
-            "with al.build_prompts, and give them and the images to al.with_images"
-        )
-    return with_images(batches, processor, [[*shown, query.image] for query in draw.queries])
+    prompts = list[PromptBatch]()
+    for draw in draws:
+        texts = build_prompts(tokenizer, *draw, batch_size=batch_size)
+        shown = [demo.image for demo in draw.demonstrations]
+        images = [[*shown, query.image] for query in draw.queries]
+        if not any(map(any, images)):
+            prompts += texts
+            continue
+        if processor is None:
+            raise PromptError(
+                "the examples have images, which need the processor of the model; write the "
+                "prompts with al.build_prompts, and give them and the images to al.with_images"
+            )
+        prompts += with_images(texts, processor, images)
+    return prompts

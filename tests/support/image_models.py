@@ -7,6 +7,7 @@ import torch
 import transformers as hf
 from PIL import Image
 
+import anchorlens as al
 from tests.support.tiny_models import randomize, sentencepiece_like_tokenizer
 
 SIDE, PATCH = 8, 4  # pixels
@@ -32,6 +33,8 @@ QWEN: dict[str, Any] = {
     "patch_size": PATCH,
     "temporal_patch_size": 2,
     "spatial_merge_size": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
     "out_hidden_size": 32,
 }
 GRID = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]  # sizes that are cut into tiles
@@ -94,17 +97,16 @@ def _llava_next() -> tuple[Any, Any]:
     return hf.LlavaNextForConditionalGeneration(config), processor
 
 
-class _WithoutVideos(hf.LlavaOnevisionProcessor):
-    """Its part for images, which needs no torchvision."""
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        return type(argument)
+def _without_videos(kind: Any) -> Any:
+    """A processor's part for images, which needs no torchvision."""
+    accepted = lambda self, name, argument: type(argument)  # noqa: E731
+    return type("Images", (kind,), {"check_argument_for_proper_class": accepted})
 
 
 def _llava_onevision() -> tuple[Any, Any]:
     words = tokenizer({"image_token": "<image>", "video_token": "<video>"})
     pixels = hf.LlavaOnevisionImageProcessorPil(**_sizes(), image_grid_pinpoints=GRID)
-    processor = _WithoutVideos(
+    processor = _without_videos(hf.LlavaOnevisionProcessor)(
         pixels, words, num_image_tokens=4, vision_feature_select_strategy="full"
     )
     config = hf.LlavaOnevisionConfig(
@@ -157,49 +159,36 @@ def _idefics3() -> tuple[Any, Any]:
     return hf.Idefics3ForConditionalGeneration(config), processor
 
 
-def _qwen(version: str, sight: dict[str, Any], rope: dict[str, Any]) -> tuple[Any, Any]:
-    from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as of_25
-    from transformers.models.qwen3_vl import configuration_qwen3_vl as of_3
-
+def _qwen(name: str, text_config: Any, sight: dict[str, Any]) -> tuple[Any, Any]:
     words = tokenizer(_OF_QWEN)
-    ids = {f"{name}_id": getattr(words, f"{name}_id") for name in _OF_QWEN}
-    pixels = hf.Qwen2VLImageProcessor(
+    ids = {f"{token}_id": getattr(words, f"{token}_id") for token in _OF_QWEN}
+    pixels = hf.Qwen2VLImageProcessorPil(
         patch_size=PATCH,
         merge_size=2,
         temporal_patch_size=2,
         size={"shortest_edge": 128, "longest_edge": 256},
     )
-    of_text = of_25.Qwen2_5_VLTextConfig if version == "2_5" else of_3.Qwen3VLTextConfig
-    text = of_text(vocab_size=len(words), rope_parameters=rope, head_dim=8, **TEXT)
-    config = getattr(hf, f"Qwen{version}VLConfig".replace("2_5", "2_5_"))(
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = text_config(vocab_size=len(words), rope_parameters=rope, head_dim=8, **TEXT)
+    config = getattr(hf, f"{name}Config")(
         text_config=text.to_dict(), vision_config=QWEN | sight, **ids
     )
-    name = "Qwen2_5_VL" if version == "2_5" else "Qwen3VL"
-    videos = {"2_5": "Qwen2VLVideoProcessor", "3": "Qwen3VLVideoProcessor"}[version]
-    processor = getattr(hf, f"{name}Processor")(pixels, words, getattr(hf, videos)())
+    processor = _without_videos(getattr(hf, f"{name}Processor"))(pixels, words)
     return getattr(hf, f"{name}ForConditionalGeneration")(config), processor
 
 
 def _qwen25() -> tuple[Any, Any]:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    sight = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-    }
-    return _qwen("2_5", sight, rope)
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+
+    sight = {"window_size": 16, "fullatt_block_indexes": [1]}
+    return _qwen("Qwen2_5_VL", Qwen2_5_VLTextConfig, sight)
 
 
 def _qwen3() -> tuple[Any, Any]:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    sight = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "deepstack_visual_indexes": [0, 1],
-        "num_position_embeddings": 16,
-    }
-    return _qwen("3", sight, rope)
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+
+    sight = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+    return _qwen("Qwen3VL", Qwen3VLTextConfig, sight)
 
 
 MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
@@ -208,15 +197,17 @@ MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "LLaVA-OneVision": _llava_onevision,
     "Gemma 3": _gemma3,
     "Idefics 3": _idefics3,
+    "Qwen2.5-VL": _qwen25,
+    "Qwen3-VL": _qwen3,
 }
-# TransformerLens and transformers load these only beside torchvision.
-WITH_TORCHVISION = {"Qwen2.5-VL": _qwen25, "Qwen3-VL": _qwen3}
+# TransformerLens refuses these without torchvision, which their processors of videos need.
+NEED_TORCHVISION = ("Qwen2.5-VL", "Qwen3-VL")
 
 
 def image_model(name: str) -> tuple[Any, Any]:
     """A model of transformers with random weights, which attends eagerly, and its processor."""
     with torch.random.fork_rng(devices=[]):
-        weights, processor = (MODELS | WITH_TORCHVISION)[name]()
+        weights, processor = MODELS[name]()
     randomize(weights)
     weights.set_attn_implementation("eager")
     return weights, processor
@@ -227,3 +218,24 @@ def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
     return Image.fromarray(pixels.numpy())
+
+
+def place_in(processor: Any) -> str:
+    """What stands for an image in the text of a prompt."""
+    return str(getattr(processor, "boi_token", None) or processor.image_token)
+
+
+def written(processor: Any, **options: Any) -> tuple[list[al.PromptBatch], list[list[Any]]]:
+    """Three prompts of two demonstrations with an image each, as texts, and their images."""
+    task = al.Task(
+        f"See {place_in(processor)} and {{text}} ->{{label}}", labels=(" Human", " Location")
+    )
+    demos = [al.Example("Who was he?", 0), al.Example("Where to?", 1)]
+    queries = [
+        al.Example("In which town was it?", 1),
+        al.Example("When?", 0),
+        al.Example("Who?", 0),
+    ]
+    texts = al.build_prompts(processor.tokenizer, task, demos, queries, **options)
+    shown = [picture(0), picture(1, 2 * SIDE, SIDE)]
+    return texts, [[*shown, picture(2 + k, SIDE, (1 + k % 2) * SIDE)] for k in range(3)]
