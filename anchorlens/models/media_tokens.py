@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..prompts.batch import PromptBatch, all_on_cpu
+from ..system.package import installed_version
 from .hooked import HookedModel
 from .kinds import config_of, takes_argument
 
@@ -61,6 +62,11 @@ def check_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
             raise PromptError(
                 f"the prompts have images, and {model.cfg.model_name} takes none; load a model of "
                 "images, such as LLaVA"
+            )
+        if batch.inputs and installed_version("transformer-lens").startswith("3."):
+            raise PromptError(
+                "images need transformer-lens 4: its line 3 computes other numbers from the images "
+                "of some models, such as Gemma 3; install a newer version"
             )
         has_images = [bool(each) for each in batch.inputs] or [False] * len(batch)
         _refuse(batch, [not each for each in has_images], names, _LACKS)

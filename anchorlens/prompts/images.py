@@ -1,8 +1,8 @@
-"""Prompts with images: each place of an image becomes the tokens that the processor writes for it.
+"""Prompts with images: a placeholder becomes the tokens that the processor writes for the image.
 
 1. The processor writes all images of a prompt in one call, between tokens that tell them apart: how
    many tokens an image has can depend on the others.
-2. The tokens of each image stand where its place was, and all positions move with them.
+2. The tokens of each image stand where its placeholder was, and all positions move with them.
 3. What the processor gives beside tokens are the ``inputs`` of the prompt.
 """
 
@@ -35,10 +35,10 @@ def with_images(
 ) -> list[PromptBatch]:
     """The same prompts with images, whose tokens are the segment ``image``.
 
-    Write the processor's place of an image (``processor.image_token``, in Gemma 3
+    Write the processor's placeholder (``processor.image_token``, in Gemma 3
     ``processor.boi_token``) where each image belongs: in the template of a task, so that each
-    demonstration and the query has one, or with ``build_segments`` in a piece of its own without a
-    name. A piece that has a name keeps it.
+    demonstration and the query has one, or with ``build_segments`` in a piece without a name. In a
+    segment of your own its tokens belong to that segment.
 
     All passes, edges, hooks and metrics take these prompts. They run whole: no tokens are shared,
     and what goes on from a key-value cache (contexts, words of several tokens in the loss) is
@@ -49,7 +49,7 @@ def with_images(
             ``processor.tokenizer``.
         processor: The processor of the model (``transformers.AutoProcessor.from_pretrained``).
         images: For each prompt, by its ``index``, the images of the whole prompt in the order of
-            their places: those of the demonstrations, then that of the query. An image is one of
+            their placeholders: those of the demonstrations, then that of the query. An image is one of
             Pillow, or the path of a file.
 
     Returns:
@@ -57,17 +57,18 @@ def with_images(
         demonstrations have other images are other sets of demonstrations.
 
     Raises:
-        PromptError: A prompt has more or fewer places than images, there is no list of images for
+        PromptError: A prompt has more or fewer placeholders than images, there is no list of images for
             it, an image cannot be read, Pillow is missing, ``processor`` is none of images (such as
-            a tokenizer), the tokenizer does not know the place as one token, or the text around a
-            place would merge with the tokens of the image.
+            a tokenizer), the tokenizer does not know the placeholder as one token, or the text around
+            it would merge with the tokens of the image.
 
     Examples:
-        >>> processor = transformers.AutoProcessor.from_pretrained(folder)  # doctest: +SKIP
-        >>> texts = al.build_prompts(processor.tokenizer, task, demos, queries)  # doctest: +SKIP
-        >>> shown = [demo.image for demo in demos]  # doctest: +SKIP
-        >>> batches = al.with_images(  # doctest: +SKIP
-        ...     texts, processor, [[*shown, query.image] for query in queries])
+        >>> asked = al.Task("<image> {text} ->{label}", labels=[" Human", " Location"])
+        >>> pair = [al.Example("Who?", 0), al.Example("Where?", 1)]
+        >>> texts = al.build_prompts(processor.tokenizer, asked, pair, ["Who is it?"])
+        >>> [shown] = al.with_images(texts, processor, [[picture, picture, picture]])
+        >>> shown.segment_names[-1], int(al.edges.segment(shown, "image").sum())
+        ('image', 12)
     """
     writer = _Writer.of(processor)
     return [_expanded(batch, writer, images) for batch in batches]
@@ -156,7 +157,7 @@ class _Writer(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """A prompt whose places became the tokens of images."""
+    """A prompt whose placeholders became the tokens of images."""
 
     tokens: list[int]
     segments: list[int]
@@ -218,7 +219,7 @@ def _prompt(
     if number >= len(images) or len(places) != len(images[number]):
         given = len(images[number]) if number < len(images) else "no list of"
         raise PromptError(
-            f"prompt {number} has {len(places)} places for images ({writer.place!r} in its text), "
+            f"prompt {number} has {len(places)} placeholders of images ({writer.place!r} in its text), "
             f"but {given} images; give for each query the images of its whole prompt, also of the "
             "demonstrations"
         )

@@ -1,9 +1,12 @@
 """Seven classes of models of images equal plain transformers, on tiny random weights."""
 
 import copy
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +16,12 @@ from torch.nn.functional import cross_entropy
 
 import anchorlens as al
 from anchorlens.errors import ModelError, PromptError
+from anchorlens.models import media_tokens
 from anchorlens.models.twin import twin_of
 from anchorlens.passes.shortcuts import why_not_late
 from anchorlens.runs import way
+from tests.references.architecture_row import LINE
+from tests.references.comparison import precise
 from tests.support.asked import ask
 from tests.support.image_models import (
     MODELS,
@@ -50,10 +56,11 @@ def llava() -> Case:
     return case_of("LLaVA")
 
 
-def case_of(name: str) -> Case:
+def case_of(name: str, dtype: torch.dtype = torch.float32) -> Case:
     from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 
     weights, processor = image_model(name)
+    weights = weights.to(dtype)
     plain = copy.deepcopy(weights)
     with pytest.MonkeyPatch.context() as patch:
         # Their models need no torchvision, only their processors of videos do.
@@ -73,6 +80,8 @@ def plain_numbers(case: Case, row: int) -> tuple[Tensor, Tensor]:
         add_special_tokens=False,
         return_tensors="pt",
     )
+    if "pixel_values" in made:
+        made["pixel_values"] = made["pixel_values"].to(case.plain.dtype)
     output = case.plain(**made, output_attentions=True, use_cache=False)
     logits, gold = output.logits[:, -1], case.batch.gold[row : row + 1]  # type: ignore[index]
     loss = cross_entropy(logits[:, case.batch.label_token_ids], gold)
@@ -115,6 +124,45 @@ def test_logits_and_saliency_are_those_of_plain_transformers(case: Case) -> None
             assert difference(saliency[row][:, :length, :length], maps) < 2e-5
     modules = case.model.original_model.modules()
     assert all(vars(each).get("rope_deltas") is None for each in modules)  # of Qwen
+
+
+@pytest.mark.published_table
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_the_published_table(name: str, dtype: torch.dtype, request: Any) -> None:
+    with precise(dtype):
+        case = case_of(name, dtype)
+        expected = [plain_numbers(case, row) for row in range(3)]
+        logits, saliency = logits_of(case, case.batch), al.saliency(case.model, case.batch)
+    numbers = {
+        "logits": max(difference(logits[row], expected[row][0]) for row in range(3)),
+        "saliency": max(
+            difference(saliency[row][:, : maps.shape[1], : maps.shape[1]], maps)
+            for row, (_, maps) in enumerate(expected)
+        ),
+    }
+    case_of_table = {
+        "architecture": "Gemma 3 (images)" if name == "Gemma 3" else name,
+        "special": f"images{SPECIAL.get(name, '')}",
+        "line": LINE,
+        "versions": {each: version(each) for each in ("transformer-lens", "transformers", "torch")},
+        "kind": "bridge",
+        "dtype": str(dtype).removeprefix("torch."),
+        "differences": numbers,
+        "native": True,
+    }
+    with Path(request.config.getoption("--matrix-results")).open("a") as file:
+        file.write(json.dumps(case_of_table) + "\n")
+
+
+SPECIAL = {
+    "LLaVA-NeXT": " in tiles",
+    "LLaVA-OneVision": " in tiles",
+    "Idefics 3": " in tiles",
+    "Gemma 3": ", whose tokens see one another",
+    "Qwen2.5-VL": ", whose positions are in rows and columns",
+    "Qwen3-VL": ", as Qwen2.5-VL, also in later layers",
+}
 
 
 def test_without_edges_to_images_logits_do_not_depend_on_pixels(case: Case) -> None:
@@ -195,6 +243,14 @@ def test_a_prompt_that_lacks_its_image_is_refused(llava: Case) -> None:
         al.target_logits(llava.model, [replace(llava.batch, inputs=({}, *rest))], progress=False)
     with pytest.raises(PromptError, match=r"prompt 0 holds the token .* came without the image"):
         al.target_logits(llava.model, [replace(llava.batch, inputs=())], progress=False)
+
+
+def test_line_3_of_transformer_lens_takes_no_images(
+    llava: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media_tokens, "installed_version", lambda name: "3.9.0")
+    with pytest.raises(PromptError, match="images need transformer-lens 4"):
+        al.target_logits(llava.model, [llava.batch], progress=False)
 
 
 def test_models_of_texts_take_no_images(gpt2: Any, llava: Case) -> None:

@@ -132,9 +132,10 @@ def test_wrong_images_are_refused(llava: Built, tmp_path: Path) -> None:
             al.with_images([texts], given, images)
 
     refused(
-        "prompt 1 has 3 places for images .*, but 2 images", [images[0], images[1][:2], images[2]]
+        "prompt 1 has 3 placeholders of images .*, but 2 images",
+        [images[0], images[1][:2], images[2]],
     )
-    refused("prompt 2 has 3 places for images .*, but no list of images", images[:2])
+    refused("prompt 2 has 3 placeholders of images .*, but no list of images", images[:2])
     refused("a processor of images has a tokenizer", given=processor.tokenizer)
     refused("an image is one of Pillow, or the path of a file; got a int", [[1, 2, 3]] * 3)
     (tmp_path / "text.png").write_text("no image")
