@@ -49,18 +49,18 @@ def with_images(
             ``processor.tokenizer``.
         processor: The processor of the model (``transformers.AutoProcessor.from_pretrained``).
         images: For each prompt, by its ``index``, the images of the whole prompt in the order of
-            their placeholders: those of the demonstrations, then that of the query. An image is one of
-            Pillow, or the path of a file.
+            their placeholders: those of the demonstrations, then that of the query. An image is one
+            of Pillow, or the path of a file.
 
     Returns:
         The batches with the tokens of the images, with ``inputs`` and ``pictures``. Prompts whose
         demonstrations have other images are other sets of demonstrations.
 
     Raises:
-        PromptError: A prompt has more or fewer placeholders than images, there is no list of images for
-            it, an image cannot be read, Pillow is missing, ``processor`` is none of images (such as
-            a tokenizer), the tokenizer does not know the placeholder as one token, or the text around
-            it would merge with the tokens of the image.
+        PromptError: A prompt has more or fewer placeholders than images, there is no list of images
+            for it, an image cannot be read, Pillow is missing, ``processor`` is none of images
+            (such as a tokenizer), the tokenizer does not know the placeholder as one token, or the
+            text around it would merge with the tokens of the image.
 
     Examples:
         >>> asked = al.Task("<image> {text} ->{label}", labels=[" Human", " Location"])
@@ -219,8 +219,8 @@ def _prompt(
     if number >= len(images) or len(places) != len(images[number]):
         given = len(images[number]) if number < len(images) else "no list of"
         raise PromptError(
-            f"prompt {number} has {len(places)} placeholders of images ({writer.place!r} in its text), "
-            f"but {given} images; give for each query the images of its whole prompt, also of the "
+            f"prompt {number} has {len(places)} placeholders of images ({writer.place!r} in its "
+            f"text), but {given} images; give for each query the images of its whole prompt, also of the "
             "demonstrations"
         )
     shown = [image_of(image) for image in images[number]]
