@@ -51,7 +51,7 @@ def load_tiny(model_folder: Path) -> Callable[..., Any]:
     load, models = al.load_model, dict[str, Any]()
 
     def load_tiny(name: str, **options: Any) -> Any:
-        if name not in models and "llava" in name:
+        if name not in models and "llava" in str(name):
             weights, processor = image_model("LLaVA")
             models[name] = load(weights, tokenizer=processor.tokenizer)
         elif name not in models:

@@ -220,8 +220,8 @@ def _prompt(
         given = len(images[number]) if number < len(images) else "no list of"
         raise PromptError(
             f"prompt {number} has {len(places)} placeholders of images ({writer.place!r} in its "
-            f"text), but {given} images; give for each query the images of its whole prompt, also of the "
-            "demonstrations"
+            f"text), but {given} images; give for each query the images of its whole prompt, also "
+            "of the demonstrations"
         )
     shown = [image_of(image) for image in images[number]]
     runs, inputs = writer.write(shown)
