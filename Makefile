@@ -115,7 +115,7 @@ bench-gpu: $(VENV)/.stamp-dev
 # Both lines of TransformerLens, each with a transformers of its time.
 architectures: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	rm -f $(MATRIX)
-	$(BIN)/python -m pytest -q tests/models/test_matrix.py --matrix-results $(MATRIX)
+	$(BIN)/python -m pytest -q tests/models/test_matrix.py tests/models/test_images.py --matrix-results $(MATRIX)
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest -q tests/models/test_matrix.py --matrix-results $(MATRIX)
 	$(BIN)/python benchmarks/architecture_table.py $(MATRIX)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .prompts.sampled import sample_prompts as sample_prompts
     from .prompts.build import build_prompts as build_prompts
     from .prompts.build import build_segments as build_segments
+    from .prompts.images import with_images as with_images
     from .prompts.batch import PromptBatch as PromptBatch
     from .prompts import edges as edges
     from .prompts import relabeling as relabeling
@@ -95,8 +96,6 @@ if TYPE_CHECKING:
     from .contexts.prefix import train_prefix as train_prefix
     from .contexts.soft_prompt import train_soft_prompt as train_soft_prompt
     from .contexts.hard_prompt_search import train_hard_prompt as train_hard_prompt
-    from .experiments.context_effect import plot_prefix_directions as plot_prefix_directions
-    from .experiments.context_effect import plot_prefix_pattern as plot_prefix_pattern
 
     # a few prompts, looked at closely
     from .experiments.saliency import saliency as saliency

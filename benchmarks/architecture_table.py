@@ -49,6 +49,9 @@ error, for the reason in the cell. *wrong* means that a model which TransformerL
 computes something else than the original; anchorlens has no original to compare it with, so there
 is no error. *none* means that this line of TransformerLens does not make such a model.
 
+Rows of *images* are models that read images, with three images in each of three prompts and padding
+on the right: logits and saliency alone, and only on line 4 of TransformerLens.
+
 This page is generated from the results of the tests by `make architectures`.
 """
 

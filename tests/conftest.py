@@ -5,6 +5,7 @@ Models are imported where they are used: the process that only hands out tests n
 
 import gc
 import logging
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -214,6 +215,20 @@ def exact_model(request: pytest.FixtureRequest, hooked: Any) -> Any:
     tokenizer = request.getfixturevalue(name)
     make = getattr(tiny_models, f"tiny_{request.param}")
     return hooked(make(len(tokenizer)).double(), tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerLens installs torchvision for some models, which breaks an environment."""
+    run = subprocess.Popen.__init__
+
+    def guarded(process: Any, command: Any, *args: Any, **kwargs: Any) -> None:
+        words = command.split() if isinstance(command, str) else [*map(str, command)]
+        if "pip" in words and "install" in words:
+            raise AssertionError(f"a test runs an installer: {words}")
+        run(process, command, *args, **kwargs)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", guarded)
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,12 @@ import pytest
 import torch
 import typer
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoProcessor
 
 import anchorlens as al
 from anchorlens.cli import commands
 from anchorlens.report.claims import Verdict
+from tests.support.image_models import image_model
 from tests.support.printed_code import FENCE, MODULES, ROOT, blocks_of, run_page
 from tests.support.public import public
 
@@ -50,7 +51,10 @@ def load_tiny(model_folder: Path) -> Callable[..., Any]:
     load, models = al.load_model, dict[str, Any]()
 
     def load_tiny(name: str, **options: Any) -> Any:
-        if name not in models:
+        if name not in models and "llava" in str(name):
+            weights, processor = image_model("LLaVA")
+            models[name] = load(weights, tokenizer=processor.tokenizer)
+        elif name not in models:
             models[name] = load(str(model_folder))
         return models[name]
 
@@ -70,6 +74,7 @@ def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path)
         lambda name, **options: load_plain(str(model_folder), **options),
     )
     monkeypatch.setattr(al, "load_model", load_tiny)
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda name: image_model("LLaVA")[1])
     sample, sample_prompts = al.sample_queries, al.sample_prompts
     monkeypatch.setattr(
         al,

@@ -5,6 +5,7 @@ import importlib.metadata
 import re
 import tomllib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ACCEPTED = {
     canonicalize_name(required.name): required
-    for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["peft"]
+    for text in [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
     for required in [Requirement(text)]
 }
 # Too large to be installed twice.

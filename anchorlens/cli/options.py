@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ..errors import DataError
+from ..prompts.task_file import COLUMNS
 from ..prompts.tasks import TASKS
 from .output import Output
 
@@ -136,6 +137,7 @@ Chat = Annotated[
     bool | None, _task("--chat/--no-chat", metavar="", help="Write prompts as a chat.")
 ]
 TextColumn = Annotated[str | None, _task(help="Column of the texts in DATA.")]
+ImageColumn = Annotated[str | None, _task(help="Column of the paths of images in DATA, one a row.")]
 LabelColumn = Annotated[str | None, _task(help="Column of the classes in DATA.")]
 _CLASSES = "The values of that column in class order; repeat, or separate by commas."
 Classes = Annotated[list[str] | None, _list(callback=_words, help=_CLASSES)]
@@ -188,8 +190,8 @@ class Demo(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(OfTask):
-    """The options of `anchorlens run`."""
+class OfClaims(OfTask):
+    """What the commands have that test the claims of the paper."""
 
     task: OneTask = None
     queries: Queries = None
@@ -205,6 +207,13 @@ class Run(OfTask):
         bool, _flag("--gradient-checkpointing", help="For long prompts: less memory, more time.")
     ] = False
     out: Out = Path("anchorlens-output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(OfClaims):
+    """The options of `anchorlens run`."""
+
+    image_column: ImageColumn = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +251,7 @@ class Contexts(OfTask):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Across(Run):
+class Across(OfClaims):
     """The options of `anchorlens across`."""
 
     model: Annotated[list[str], typer.Argument(help=A_MODEL)]  # type: ignore[assignment]
@@ -279,7 +288,7 @@ def full_command(name: str, options: OfTask, task: str, *, is_whole: bool = Fals
     for each in ("fresh", "quiet", "as_json", "tasks"):
         given.pop(each, None)
     if is_whole:
-        given |= dict.fromkeys(("data", "chat", "text_column", "label_column", "classes"))
+        given |= dict.fromkeys(("data", "chat", *COLUMNS))
     data = given.pop("data")
     words = ["anchorlens", name, *([str(data)] if data else [])]
     if given["chat"] is False:

@@ -6,17 +6,21 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import DataError, PromptError, StoreError
 from ..models.quiet_libraries import quiet_datasets
+from ..models.read_weights import read_processor
+from ..prompts.chat import ChatTask
 from ..prompts.datafiles import READERS
 from ..prompts.demonstration_sets import Examples
 from ..prompts.documents import Pieces, read_documents
 from ..prompts.examples import HUB_SOURCES, load_examples
+from ..prompts.images import place_of
 from ..prompts.own_data import entries_for, in_toml, layout_of, problems_of, told_apart
-from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
+from ..prompts.task_file import COLUMNS, entries_of, examples_of, read_entries, task_of
 from ..prompts.tasks import TASKS, Task
 from ..system.files import write_text
 from ..system.processes import is_main
@@ -35,6 +39,7 @@ class ChosenTask(NamedTuple):
         given: What named it.
         is_proposed: Whether they were found in the data, so that label words may change.
         columns: Which columns were taken then, and which others may be meant.
+        processor: The processor of the images of the examples; None if they have none.
     """
 
     name: str
@@ -44,6 +49,7 @@ class ChosenTask(NamedTuple):
     given: str
     is_proposed: bool = False
     columns: str = ""
+    processor: Any = None
 
     def source(self, out: Path) -> str:
         """What names the task in a command: its name, or its file."""
@@ -62,6 +68,26 @@ class ChosenTask(NamedTuple):
         except PromptError as error:
             raise PromptError(f"{error}; {self.columns}") from error
         return self._replace(task=task, entries={**self.entries, "labels": list(task.labels)})
+
+    def for_images(self, model: str) -> "ChosenTask":
+        """The task with the processor of a model, if the examples have images.
+
+        The place of the image stands before the text, unless the template has it already.
+        """
+        if "image_column" not in self.entries:
+            return self
+        if isinstance(self.task, ChatTask):
+            raise PromptError("prompts of a chat have no images yet; leave chat out")
+        processor = read_processor(model)
+        place, template = place_of(processor), self.task.template
+        if place not in template:
+            around = [getattr(processor, f"vision_{end}_token", "") for end in ("start", "end")]
+            template = template.replace("{text}", f"{place.join(around)} {{text}}", 1)
+        return self._replace(
+            task=replace(self.task, template=template),
+            entries={**self.entries, "template": template},
+            processor=processor,
+        )
 
     def store(self, path: Path, fresh: bool) -> None:
         """Write the entries as a task file, but over no other task."""
@@ -95,6 +121,13 @@ def chosen_tasks(names: Sequence[str] | None, options: OfTask, shots: int = 1) -
     for name in names:
         _refuse_no_task(name)
     chosen = [_named(name, options) for name in names]
+    if not hasattr(options, "image_column"):
+        for each in chosen:
+            if "image_column" in each.entries:
+                raise DataError(
+                    f"the task {each.name} has images (image_column), which anchorlens run alone "
+                    "takes"
+                )
     folders = [task.name for task in chosen]
     if twice := sorted({name for name in folders if folders.count(name) > 1}):
         raise DataError(f"two task files are named {twice[0]}, and so would be their folders")
@@ -117,13 +150,15 @@ def documents_of(options: OfTask) -> list[Pieces] | None:
 
 def _proposed(data: Path, options: OfTask, shots: int) -> ChosenTask:
     """The task that a data file seems to hold; all its problems are one error."""
-    layout = layout_of(data, options.text_column, options.label_column)
+    image = getattr(options, "image_column", None)
+    layout = layout_of(data, options.text_column, options.label_column, image)
     given = None if options.classes is None else list(map(_class, options.classes))
     classes = given or list(layout.counts)
     if problems := problems_of(layout, classes, shots, options.queries):
         lines = [f"{data} cannot be used as it is:", *problems, str(layout)]
         raise DataError("\n  - ".join(lines))
     entries = {**entries_for(layout, given, bool(options.chat)), "data": data}
+    entries |= {} if image is None else {"image_column": image}
     task = task_of(entries, str(data))
     name = _folder_name(data)
     examples = examples_of(entries, task)
@@ -154,12 +189,13 @@ def _named(name: str, options: OfTask) -> ChosenTask:
         "data": None if is_folder else data,
         "text_column": options.text_column,
         "label_column": options.label_column,
+        "image_column": getattr(options, "image_column", None),
         "classes": options.classes and [_class(word) for word in options.classes],
     }
     entries |= {entry: value for entry, value in replaced.items() if value is not None}
     task = task_of(entries, name)
     if is_folder and data is not None:
-        names = ("text_column", "text"), ("label_column", "label"), ("classes", "classes")
+        names = [(name, name.removesuffix("_column")) for name in COLUMNS]
         columns = {part: entries[name] for name, part in names if name in entries}
         halves = [data / folder / f"{half}.jsonl" for half in ("train", "test")]
         examples = Examples(*(load_examples(half, **columns) for half in halves))
@@ -212,7 +248,7 @@ def _class(word: str) -> str | int:
 
 def queries_that_fit(chosen: ChosenTask, used: int, wanted: int | None, most: int) -> int:
     """``--queries``, or else all examples beside those that are used, at most ``most``."""
-    texts = [example.text for example in chosen.examples.tests]
-    # An example that is used takes all examples with its text.
+    texts = [(example.text, example.image) for example in chosen.examples.tests]
+    # An example that is used takes all examples with its text and image.
     repeats = sorted(Counter(texts).values(), reverse=True)
     return wanted or max(1, min(most, len(texts) - sum(repeats[:used])))

@@ -15,6 +15,7 @@ _OPTIONS = {
     "folder=": "--out",
     "gradient_checkpointing=": "--gradient-checkpointing",
     "held_out=": "--held-out",
+    "image=": "--image-column",
     "label=": "--label-column",
     "length=": "--length",
     "queries=": "--queries",

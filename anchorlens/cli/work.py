@@ -87,7 +87,7 @@ def demo(options: Demo) -> None:
 def run(options: Run) -> None:
     """Analyse a model on a task."""
     chosen = chosen_tasks(options.task and [options.task], options, options.shots)
-    _analyse(options, chosen)
+    _analyse(options, [each.for_images(options.model) for each in chosen])
 
 
 def _analyse(options: Run, chosen: Sequence[ChosenTask]) -> None:
@@ -379,7 +379,7 @@ def _prompts(
     for each, (name, drawn) in zip(chosen, draws.items(), strict=True):
         task = each.for_tokenizer(tokenizer).task
         of_task = [draw._replace(task=task) for draw in drawn]
-        prompts[name] = prompts_of_draws(tokenizer, of_task, batch_size)
+        prompts[name] = prompts_of_draws(tokenizer, of_task, batch_size, each.processor)
     return prompts
 
 

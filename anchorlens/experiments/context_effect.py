@@ -1,11 +1,16 @@
-"""Figures of what a prefix does to the attention of one head."""
+"""Figures of what a prefix does to the attention of one head; see ``PrefixEffect``."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import plotly.graph_objects as go
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from ..contexts.hard_prompt import HardPrompt
 from ..contexts.prefix import PrefixContext
+from ..contexts.protocol import QueryPass
 from ..hooks import Site
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
 from ..models.load import ensure_prepared
@@ -15,52 +20,27 @@ from ..prompts.batch import PromptBatch
 from ..prompts.token_texts import token_texts
 from ..results import figures
 from ..results.figure_parts import visible
-from ..system.arguments import checked
-from .prefix_effect import PrefixEffect
 from .prefix_terms import LayerTerms, prefix_runs
 from .saliency import one_batch
 
 
-@checked
-def plot_prefix_pattern(
-    model: HookedModel,
-    batch: PromptBatch,
-    layer: int,
-    head: int,
-    *,
-    prompt: int = 0,
-    effect: PrefixEffect | None = None,
+@runtime_checkable
+class Effect(Protocol):
+    """What the figures need of a ``PrefixEffect``."""
+
+    @property
+    def context(self) -> Any: ...
+    def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment key"]: ...
+    def rows_of(self, batch: PromptBatch) -> edges.Positions: ...
+    def check_prompts(self, model: HookedModel, batches: Sequence[PromptBatch]) -> None: ...
+    def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass: ...
+
+
+def prefix_pattern(
+    effect: Effect, model: HookedModel, batch: PromptBatch, layer: int, head: int, prompt: int
 ) -> go.Figure:
-    """A head's attention in the query's rows without a prefix, with it, and rescaled.
-
-    The prefix is the demonstrations of the prompt, or a context that stands in their place.
-
-    Divided by 1 - m, the attention to tokens outside the prefix is that of the first panel: a
-    prefix cannot change which of them a row prefers (I1 of ``PrefixEffect``). The first panel is
-    measured, with the input that the layer has with the prefix.
-
-    Args:
-        model: A hooked model with its tokenizer; its attention hooks are verified at first use.
-        batch: Prompts; they are moved to the model's device.
-        layer: The layer; negative numbers count from the end.
-        head: The head.
-        prompt: Number of the prompt in the batch.
-        effect: Its ``keys``, ``rows`` and ``context`` are used; by default all tokens before the
-            query but BOS, and the query.
-
-    Raises:
-        MetricError: As ``PrefixEffect``.
-        HookError: The layer or head does not exist.
-        PromptError: The prompts do not fit the model or the context, or there is no such prompt.
-        ModelError: The model's hooks do not act, it takes no key-value cache, or the context was
-            made with another model.
-
-    Examples:
-        >>> figure = al.plot_prefix_pattern(model, batch, layer=1, head=0)
-        >>> compressed = al.PrefixEffect(context=al.compress(model, batch))
-        >>> figure = al.plot_prefix_pattern(model, batch, layer=1, head=0, effect=compressed)
-    """
-    effect, site = PrefixEffect() if effect is None else effect, Site(layer, head)
+    """See ``PrefixEffect.plot_pattern``."""
+    site = Site(layer, head)
     [layer], [head] = site.layers_of(model), site.heads_of(model, layer)
     alone, terms, rows = _terms(model, one_batch(batch).prompt(prompt), effect, layer)
     selected = rows[0]
@@ -86,42 +66,11 @@ def plot_prefix_pattern(
     )
 
 
-@checked
-def plot_prefix_directions(
-    model: HookedModel,
-    batch: PromptBatch,
-    layer: int,
-    head: int,
-    *,
-    effect: PrefixEffect | None = None,
+def prefix_directions(
+    effect: Effect, model: HookedModel, batch: PromptBatch, layer: int, head: int
 ) -> go.Figure:
-    """What each row takes from the prefix, ``D = z+ - (1 - m) z~ = m b``, in two dimensions.
-
-    The axes are the first two singular directions of D over all rows. A prefix of one token moves
-    every row along one line. The raw difference ``z+ - z0`` lies on no line, because it also has
-    ``-m z~``, which differs from row to row.
-
-    Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        batch: Prompts; they are moved to the model's device.
-        layer: The layer; negative numbers count from the end.
-        head: The head.
-        effect: Its ``keys``, ``rows`` and ``context`` are used; by default all tokens before the
-            query but BOS, and the query.
-
-    Raises:
-        MetricError: As ``PrefixEffect``.
-        HookError: The layer or head does not exist.
-        PromptError: The prompts do not fit the model or the context.
-        ModelError: The model's hooks do not act, it takes no key-value cache, its value biases are
-            folded, or the context was made with another model.
-
-    Examples:
-        >>> figure = al.plot_prefix_directions(model, batch, layer=1, head=0)
-        >>> compressed = al.PrefixEffect(context=al.compress(model, batch))
-        >>> figure = al.plot_prefix_directions(model, batch, layer=1, head=0, effect=compressed)
-    """
-    effect, site = PrefixEffect() if effect is None else effect, Site(layer, head)
+    """See ``PrefixEffect.plot_directions``."""
+    site = Site(layer, head)
     [layer], [head] = site.layers_of(model), site.heads_of(model, layer)
     refuse_folded_value_biases(model)
     _, terms, rows = _terms(model, one_batch(batch), effect, layer)
@@ -139,7 +88,7 @@ def plot_prefix_directions(
 
 
 def _terms(
-    model: HookedModel, batch: PromptBatch, effect: PrefixEffect, layer: int
+    model: HookedModel, batch: PromptBatch, effect: Effect, layer: int
 ) -> tuple[PromptBatch, LayerTerms, Tensor]:
     """The prompts, or queries after a context; the terms of a layer; the rows that count."""
     ensure_prepared(model)

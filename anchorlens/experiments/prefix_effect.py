@@ -26,6 +26,7 @@ from ..results.kinds import mean, table
 from ..results.record import Record
 from ..runs.passes import Passes
 from ..system.arguments import checked
+from .context_effect import prefix_directions, prefix_pattern
 from .prefix_terms import LayerTerms, prefix_runs
 
 # The most positions of a prefix whose weights are stored, to bound the size of a contribution.
@@ -336,6 +337,68 @@ class PrefixEffect(Question):
             spread=mean_over_sets(lambda each: _spread(each["within"]), prefixes),
             info={"segment_names": tuple(self.keys)},
         )
+
+    @checked
+    def plot_pattern(
+        self, model: HookedModel, batch: PromptBatch, layer: int, head: int, *, prompt: int = 0
+    ) -> go.Figure:
+        """A head's attention in the query's rows without a prefix, with it, and rescaled.
+
+        The prefix is the demonstrations of the prompt, or a context that stands in their place.
+
+        Divided by 1 - m, the attention to tokens outside the prefix is that of the first panel: a
+        prefix cannot change which of them a row prefers (I1). The first panel is measured, with
+        the input that the layer has with the prefix.
+
+        Args:
+            model: A hooked model with its tokenizer; its attention hooks are verified at first use.
+            batch: Prompts; they are moved to the model's device.
+            layer: The layer; negative numbers count from the end.
+            head: The head.
+            prompt: Number of the prompt in the batch.
+
+        Raises:
+            MetricError: As in a run.
+            HookError: The layer or head does not exist.
+            PromptError: The prompts do not fit the model or the context, or there is no such
+                prompt.
+            ModelError: The model's hooks do not act, it takes no key-value cache, or the context
+                was made with another model.
+
+        Examples:
+            >>> figure = al.PrefixEffect().plot_pattern(model, batch, layer=1, head=0)
+            >>> compressed = al.PrefixEffect(context=al.compress(model, batch))
+            >>> figure = compressed.plot_pattern(model, batch, layer=1, head=0)
+        """
+        return prefix_pattern(self, model, batch, layer, head, prompt)
+
+    @checked
+    def plot_directions(
+        self, model: HookedModel, batch: PromptBatch, layer: int, head: int
+    ) -> go.Figure:
+        """What each row takes from the prefix, ``D = z+ - (1 - m) z~ = m b``, in two dimensions.
+
+        The axes are the first two singular directions of D over all rows. A prefix of one token
+        moves every row along one line. The raw difference ``z+ - z0`` lies on no line, because it
+        also has ``-m z~``, which differs from row to row.
+
+        Args:
+            model: A hooked model; its attention hooks are verified at first use.
+            batch: Prompts; they are moved to the model's device.
+            layer: The layer; negative numbers count from the end.
+            head: The head.
+
+        Raises:
+            MetricError: As in a run.
+            HookError: The layer or head does not exist.
+            PromptError: The prompts do not fit the model or the context.
+            ModelError: The model's hooks do not act, it takes no key-value cache, its value biases
+                are folded, or the context was made with another model.
+
+        Examples:
+            >>> figure = al.PrefixEffect().plot_directions(model, batch, layer=1, head=0)
+        """
+        return prefix_directions(self, model, batch, layer, head)
 
     @checked
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment key"]:

@@ -95,6 +95,11 @@ def text(
     removed = _inside(batch, removed)
     if not removed.any():
         return batch, []
+    if batch.inputs:
+        raise PromptError(
+            "the text of prompts with images is not removed, because their images would belong to "
+            "other tokens; cut the edges from it with al.removal.edges"
+        )
     device, given, removed = batch.tokens.device, batch.on_cpu, removed.cpu()
     stays = given.attention_mask & ~removed
     if not stays.gather(1, given.target_positions[:, None]).all():

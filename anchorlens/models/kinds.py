@@ -81,10 +81,13 @@ def cached_heads(model: Any, count: int) -> Int[Tensor, " head"]:
 
 def name_of_cache(model: Any) -> str:
     """The argument by which the transformers model in a bridge takes its key-value cache."""
-    return "cache" if _takes(model, "cache") else "past_key_values"  # until transformers 5.23
+    return (
+        "cache" if takes_argument(model, "cache") else "past_key_values"
+    )  # until transformers 5.23
 
 
-def _takes(model: Any, name: str) -> bool:
+def takes_argument(model: Any, name: str) -> bool:
+    """Whether the forward of the transformers model in a bridge has an argument of this name."""
     return _has_argument(type(original_of(model)), name)
 
 
@@ -132,7 +135,7 @@ def inputs_with_cache(
         cache.update(key, value, entry)
     whole = torch.cat([before.expand(len(mask), -1), mask], dim=1)
     inputs = {name_of_cache(model): cache, "use_cache": True, "attention_mask": whole.long()}
-    if _takes(model, "position_ids"):
+    if takes_argument(model, "position_ids"):
         inputs["position_ids"] = start + (mask.long().cumsum(1) - 1).clamp(min=0)
     return inputs, cache
 

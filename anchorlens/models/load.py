@@ -325,6 +325,8 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
         if is_own_mistake(error):
             raise
         reason = in_a_line(error).partition(" Available architectures")[0]  # more than a hundred
+        if "torchvision" in reason:
+            reason += " It has to be torchvision of the same build as your torch"
         raise ModelError(
             f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {reason}; "
             "passes that you make with transformers can go into al.caches.from_caches"

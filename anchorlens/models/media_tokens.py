@@ -1,26 +1,41 @@
-"""Tokens that stand for an image, a sound or a video, which the passes of this package do not have.
+"""Tokens that stand for an image, a sound or a video, and what a model takes for those of images.
 
 A multimodal model replaces their embeddings by those of the image. Without it, every number would
-be that of another input.
+be that of another input. What the model takes beside tokens and masks is given in one place,
+``inputs_of_images``.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ..errors import PromptError
 from ..prompts.batch import PromptBatch, all_on_cpu
+from ..system.package import installed_version
 from .hooked import HookedModel
-from .kinds import config_of
+from .kinds import config_of, takes_argument
 
+_LACKS = (
+    "It came without the image, so that every number would be that of another input: build the "
+    "prompts with al.with_images (sounds and videos have no such function), or run the model "
+    "yourself (with pixel_values=... and the like) and give its caches to al.caches.from_caches"
+)
+_WHOLE = (
+    "Prompts with images run whole: what writes tokens, or goes on from a key-value cache "
+    "(contexts, losses of words of several tokens), has no images"
+)
 # Names of settings in the configurations of transformers: image_token_id, image_token_index,
 # vision_start_token_id, boi_token_id (begin of image), eoa_token_index (end of audio), ...
 _KINDS = "image|images|img|video|audio|vision|visual|frame|speech|media|[be]o[iav]"
 _SETTING = re.compile(rf"(^|_)({_KINDS})(_.*)?_(token|tokens|pad)_(id|ids|index|indices)$")
+_OF_IMAGES = re.compile("im(age|g)|vision|visual|[be]oi")
+_IMAGE = re.compile("image_token_(id|index)")  # of the tokens that get the image's embeddings
+# What the forward of some models takes for each token: 1 where it is of an image.
+_TYPES_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 _OF_TEXTS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -38,24 +53,75 @@ def media_tokens(model: Any) -> dict[int, str]:
     }
 
 
-def refuse_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
-    """Raise an error for prompts that hold such a token among those that are run."""
-    if not (names := media_tokens(model)):
-        return
-    tokens = torch.tensor(sorted(names), device="cpu")
+def check_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
+    """Raise an error for prompts with such tokens that lack the image, or with images for none."""
+    names = media_tokens(model)
+    others = {token: name for token, name in names.items() if not _OF_IMAGES.search(name)}
     for batch in all_on_cpu(batches):
-        rows = batch.query_rows
-        found = torch.isin(batch.tokens[:, rows], tokens) & batch.attention_mask[:, rows]
-        if found.any():
-            prompt, column = found.nonzero()[0].tolist()
-            token = int(batch.tokens[:, rows][prompt, column])
+        if batch.inputs and not any(map(_IMAGE.fullmatch, names.values())):
             raise PromptError(
-                f"prompt {prompt} holds the token {token}, the {names[token]} of the model's "
-                "configuration, which stands for an image, a sound or a video. The passes of "
-                "anchorlens have tokens alone, so that every number would be that of another "
-                "input: give prompts of text, or run the model yourself (with pixel_values=... and "
-                "the like) and give its caches to al.caches.from_caches"
+                f"the prompts have images, and {model.cfg.model_name} takes none; load a model of "
+                "images, such as LLaVA"
             )
+        if batch.inputs and installed_version("transformer-lens").startswith("3."):
+            raise PromptError(
+                "images need transformer-lens 4: its line 3 computes other numbers from the images "
+                "of some models, such as Gemma 3; install a newer version"
+            )
+        has_images = [bool(each) for each in batch.inputs] or [False] * len(batch)
+        _refuse(batch, [not each for each in has_images], names, _LACKS)
+        _refuse(batch, has_images, others, _LACKS)
+
+
+def refuse_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
+    """Raise an error for prompts with such tokens, with an image or without it.
+
+    For what writes tokens anew, or goes on after a key-value cache.
+    """
+    names = media_tokens(model)
+    for batch in all_on_cpu(batches):
+        _refuse(batch, [True] * len(batch), names, _WHOLE if batch.inputs else _LACKS)
+
+
+def inputs_of_images(model: HookedModel, batch: PromptBatch) -> dict[str, Any]:
+    """Arguments of the model's forward for the images of whole prompts; none for texts."""
+    if not batch.inputs:
+        return {}
+    check_media_tokens(model, batch)
+    dtype = next(iter(model.parameters())).dtype  # type: ignore[attr-defined]
+    inputs: dict[str, Any] = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in batch.forward_inputs.items()
+    }
+    of_images = [token for token, name in media_tokens(model).items() if _IMAGE.fullmatch(name)]
+    tokens = torch.tensor(of_images, device=batch.tokens.device)
+    is_image = torch.isin(batch.tokens, tokens) & batch.attention_mask
+    return inputs | types_of_tokens(model, is_image)
+
+
+def types_of_tokens(
+    model: HookedModel, is_image: Bool[Tensor, "batch position"]
+) -> dict[str, Tensor]:
+    """Arguments of the model's forward that say which tokens are of images, if it takes them."""
+    return {name: is_image.long() for name in _TYPES_OF_TOKENS if takes_argument(model, name)}
+
+
+def _refuse(
+    batch: PromptBatch, prompts: Sequence[bool], names: Mapping[int, str], why: str
+) -> None:
+    """Raise an error if some prompts hold one of these tokens among those that are run."""
+    if not names:
+        return
+    rows, chosen = batch.query_rows, torch.tensor(prompts, device="cpu")[:, None]
+    found = torch.isin(batch.tokens[:, rows], torch.tensor(sorted(names), device="cpu"))
+    found &= batch.attention_mask[:, rows] & chosen
+    if found.any():
+        prompt, column = found.nonzero()[0].tolist()
+        token = int(batch.tokens[:, rows][prompt, column])
+        raise PromptError(
+            f"prompt {prompt} holds the token {token}, the {names[token]} of the model's "
+            f"configuration, which stands for an image, a sound or a video. {why}"
+        )
 
 
 def without_media_tokens(model: HookedModel, tokens: Int[Tensor, "*_"]) -> Int[Tensor, "*_"]:

@@ -45,6 +45,8 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
             if parameter.requires_grad
         ]
 
+        # Qwen's models keep there how far the images of a pass moved the positions.
+        deltas = [(vars(m), m.rope_deltas) for m in modules if "rope_deltas" in vars(m)]
         modes_as_found, as_found = torch_modes(), warnings_as_found()
 
         def restore() -> None:
@@ -54,6 +56,8 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
                 parameter.requires_grad_(True)
             for module in training:
                 module.training = True
+            for attributes, delta in deltas:
+                attributes["rope_deltas"] = delta
 
         with put_back(restore):
             for parameter in trained:

@@ -43,7 +43,14 @@ def read_weights(
     name: str, tokenizer: Any, dtype: torch.dtype | None, revision: str | None = None
 ) -> tuple[Any, Any]:
     """Weights and tokenizer of a hub name, a folder or a .gguf file."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )
 
     if name.endswith(".gguf"):
         dtype = dtype or torch.float32
@@ -56,7 +63,12 @@ def read_weights(
         # The fused kernels never form the pattern that the hooks need. It is set here because
         # transformers first verifies the value of the folder, which this machine may not have.
         config._attn_implementation = "eager"
-        result: Any = AutoModelForCausalLM.from_pretrained(
+        of_images = (
+            type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        )
+        kind = AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+        result: Any = kind.from_pretrained(
             source,
             config=config,
             dtype=dtype or "auto",
@@ -68,6 +80,22 @@ def read_weights(
     weights, report = result
     _refuse_other_weights(name, weights, report)
     return weights, tokenizer
+
+
+def read_processor(name: str) -> Any:
+    """The processor of images of a hub name or a folder."""
+    from transformers import AutoProcessor
+
+    try:
+        source, options = _source(name)
+        return AutoProcessor.from_pretrained(source, **options)
+    except Exception as error:  # as in _reading
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        cure = "" if "install" in reason else "give a model that is stored with its processor"
+        raise ModelError(
+            f"the processor of images of {name!r} cannot be read: {reason}; "
+            f"{cure or 'torchvision has to be of the same build as torch'}"
+        ) from error
 
 
 def read_tokenizer(tokenizer: Any) -> Any:

@@ -81,6 +81,10 @@ class Twin:
         }
         forwards[id(head)] = self._run_head
         own = {id(module) for module in (original, *attentions)} | forwards.keys()
+        config = config_of(model)
+        parts = [getattr(config, name, None) for name in config.sub_configs]
+        # Of what encodes images: transformers installs hooks in it at its first call, once.
+        self._other_configs = {id(part) for part in parts} - {id(config.get_text_config())}
         self._configs: dict[int, Any] = {}
         self.model = self._twin_of(original, own, forwards)
         self._layers = {id(self._twins[id(each)]()): n for n, each in enumerate(attentions)}
@@ -88,6 +92,9 @@ class Twin:
     def _twin_of(self, module: nn.Module, own: Any, forwards: Mapping[int, Any]) -> Any:
         """A copy of a module, where the bridge has wrappers inside; otherwise the module."""
         module = _unwrapped(module)
+        if id(module) not in self._twins and id(vars(module).get("config")) in self._other_configs:
+            self._twins[id(module)] = ref(module)
+            return module
         if id(module) not in self._twins:
             inner = {n: self._twin_of(m, own, forwards) for n, m in _children(module)}
             if id(module) not in own and all(inner[n] is m for n, m in _children(module)):

@@ -26,7 +26,7 @@ from ..models.hooked import (
 )
 from ..models.kinds import inputs_without_cache
 from ..models.kv_cache import Graph, KeyValues, check_rotation, inputs_after, prefix_of
-from ..models.media_tokens import refuse_media_tokens
+from ..models.media_tokens import check_media_tokens, inputs_of_images, refuse_media_tokens
 from ..models.replaced_attention import Attend
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
@@ -96,7 +96,8 @@ class Pass:
                 "gradient_checkpointing=True does not store; leave it out, or take another loss"
             )
         check_fits(self.model, self.batch)
-        refuse_media_tokens(self.model, self.batch)
+        after_cache = self.prefix is not None or isinstance(self.loss, WordCrossEntropy)
+        (refuse_media_tokens if after_cache else check_media_tokens)(self.model, self.batch)
         if isinstance(self.loss, WordCrossEntropy):
             continuations_of(self.loss, self.batch, self.model)
         cached = 0 if self.prefix is None else len(self.prefix)
@@ -235,6 +236,7 @@ def run_prefix(
     a loss, with the gradient [batch, ...] of its prompts at a hook point's output.
     """
     require_prepared(model)
+    refuse_media_tokens(model, batch)
     narrowed = all(_is_in_a_block(name) for name, _ in (*observers, *backward_hooks))
     changes, observed = _watched(hooks), _watched(observers)
     points: list[tuple[Tensor, HookFunction]] = []
@@ -413,7 +415,8 @@ def _inputs(
     first = batch.first_query
     tokens, mask = batch.tokens[:, first:], batch.attention_mask[:, first:]
     if prefix is None and not continues:
-        return tokens, inputs_without_cache(model, mask), None
+        images = inputs_of_images(model, batch)
+        return tokens, inputs_without_cache(model, mask) | images, None
     return tokens, *inputs_after(model, mask, prefix, copies)
 
 

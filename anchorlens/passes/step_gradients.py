@@ -31,7 +31,7 @@ from ..models.hooked import (
     z_name,
 )
 from ..models.kinds import cached_heads, inputs_without_cache
-from ..models.media_tokens import refuse_media_tokens
+from ..models.media_tokens import check_media_tokens, inputs_of_images
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
 from ..system.devices import wide
@@ -60,7 +60,7 @@ def step_gradients(
     require_prepared(model)
     refuse_folded_value_biases(model)
     check_fits(model, batch)
-    refuse_media_tokens(model, batch)
+    check_media_tokens(model, batch)
     layers = range(model.cfg.n_layers)
     patterns: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
@@ -82,6 +82,7 @@ def step_gradients(
         ]
         with added_hooks(model, hooks):
             inputs = inputs_without_cache(model, batch.attention_mask)
+            inputs |= inputs_of_images(model, batch)
             logits = model(batch.tokens, **inputs)[0]
         logits = wide(logits)
         if not torch.stack(logits.aminmax()).isfinite().all():

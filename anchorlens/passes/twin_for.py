@@ -7,7 +7,7 @@
    with one another are all native, or all have hooks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..models.facts import fact, facts_of
 from ..models.hooked import Hook, HookedModel, pattern_name
 from ..models.kinds import inputs_without_cache, pairs_in
 from ..models.kv_cache import inputs_after
+from ..models.media_tokens import types_of_tokens
 from ..models.tiny_pass import shrunk_windows, tiny_passes, tiny_prompts
 from ..models.twin import Twin, twin_of
 from ..prompts.batch import PromptBatch
@@ -56,6 +57,8 @@ def twin_for(
     twin = twin_of(model)
     if twin.is_suspended or (twin.is_low and not twin.is_trusted):
         return None
+    if batch.inputs and why_no_native_images(model):
+        return None
     can = not why_hooks_need_a_bridge(model, changes, observers, backward)
     if can and _is_padded_right(batch) and not twin.why_not_now(model):
         return twin
@@ -76,16 +79,33 @@ def why_not_native(model: HookedModel) -> str:
     twin = twin_of(model)
     if twin.why:
         return twin.why
+    return _tried(model, {})
+
+
+@fact
+def why_no_native_images(model: HookedModel) -> str:
+    """Why the twin cannot run prompts with images, if it can run texts; empty if it can.
+
+    Tokens of images may see one another both ways, which a model reads from the types of tokens.
+    """
+    batch = tiny_prompts(model)
+    is_image = (batch.positions > 1) & (batch.positions < 6) & batch.attention_mask
+    reason = _tried(model, types) if (types := types_of_tokens(model, is_image)) else ""
+    return f"prompts have images, and {reason}" if reason else ""
+
+
+def _tried(model: HookedModel, more: Mapping[str, Tensor]) -> str:
+    """Why tiny prompts with more inputs are not native; empty if they can be."""
     with tiny_passes(model), shrunk_windows(model):
         try:
-            return _compare(model, twin, tiny_prompts(model))
+            return _compare(model, twin_of(model), tiny_prompts(model), more)
         except Exception as error:
             return reason_of(error)
 
 
-def _compare(model: HookedModel, twin: Twin, batch: PromptBatch) -> str:
-    expected, whole = _logits_and_products(model, None, batch)
-    logits, ours = _logits_and_products(model, twin, batch)
+def _compare(model: HookedModel, twin: Twin, batch: PromptBatch, more: Mapping[str, Tensor]) -> str:
+    expected, whole = _logits_and_products(model, None, batch, more)
+    logits, ours = _logits_and_products(model, twin, batch, more)
     pair = logits, expected, expected
     limit = tolerance(model)
     if reason := why_not_equal("logits", limit, pair, whole="passes with hooks"):
@@ -114,7 +134,7 @@ def _shapes_in_cache(model: HookedModel, twin: Twin | None, batch: PromptBatch) 
 
 
 def _logits_and_products(
-    model: HookedModel, twin: Twin | None, batch: PromptBatch
+    model: HookedModel, twin: Twin | None, batch: PromptBatch, more: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """The logits of real tokens, and A * dL/dA of each layer."""
     patterns, products = dict[int, Tensor](), dict[int, Tensor]()
@@ -142,7 +162,7 @@ def _logits_and_products(
         running(model, batch, twin, Inside(forward, [*map(multiply, layers)])) as run,
     ):
         inputs = inputs_without_cache(model, batch.attention_mask)
-        logits = run(batch.tokens, **inputs)[batch.attention_mask]
+        logits = run(batch.tokens, **inputs, **more)[batch.attention_mask]
         logits = wide(logits)
         (logits.logsumexp(-1) - logits[:, 0]).sum().backward(inputs=leaves)
     if len(patterns) < model.cfg.n_layers:

@@ -24,8 +24,8 @@ from ..system.arguments import checked, is_array
 from ..system.devices import sent
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
-from .prompt_html import NO_SEGMENT, PromptView
-from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET
+from .prompt_html import NO_SEGMENT, Picture, PromptView
+from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET, of_task
 from .token_texts import token_texts
 from .verbalizer import Verbalizer
 
@@ -66,6 +66,10 @@ class PromptBatch:
         begins_with_bos: Whether the tokenizer put a BOS before each prompt.
         first_query: Position of the first token that is run: 0, or after a cached prefix. See
             ``after``.
+        inputs: For each prompt what the model's forward takes beside tokens, such as
+            ``pixel_values``, with images or patches along the first axis; empty for texts. See
+            ``al.with_images`` and ``forward_inputs``.
+        pictures: For each prompt its images, as pages draw them; empty if they are not known.
     """
 
     tokens: Int[Tensor, "batch position"]
@@ -84,6 +88,8 @@ class PromptBatch:
     segment_names: tuple[str, ...] = SEGMENTS
     begins_with_bos: bool = False
     first_query: int = 0
+    inputs: tuple[Mapping[str, Tensor], ...] = ()
+    pictures: tuple[tuple[Picture, ...], ...] = ()
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -94,9 +100,10 @@ class PromptBatch:
         if self.has_label_words:
             parts[0] += f", anchor {self.label_positions.shape[1]}"
             parts[0] += f", class {len(self.label_token_ids)}"
-        if self.segment_names != SEGMENTS:
+        if not of_task(self.segment_names):
             parts += [f"segments {_LABELS.repr(self.segment_names)}"]
         parts += [f"labels {_LABELS.repr(self.labels)}"] if self.labels else []
+        parts += [f"inputs {', '.join(self._input_names)}"] if self.inputs else []
         parts += [f"run from position {self.first_query}"] if self.first_query else []
         return printable(f"{type(self).__name__}({'; '.join(parts)})")
 
@@ -132,7 +139,8 @@ class PromptBatch:
         ids = alone.tokens[0].tolist()
         heading = f"Prompt {prompt} of 0 to {len(self) - 1}, {len(ids)} tokens"
         segments, names = segments_to_show(alone)
-        return PromptView(token_texts(tokenizer, ids), segments, heading, names)
+        pictures = alone.pictures[0] if alone.pictures else ()
+        return PromptView(token_texts(tokenizer, ids), segments, heading, names, pictures)
 
     @property
     def on_cpu(self) -> "PromptBatch":
@@ -219,6 +227,31 @@ class PromptBatch:
         return cast(Verbalizer, self.verbalizer).scores(logits)
 
     @property
+    def _input_names(self) -> list[str]:
+        return list(dict.fromkeys(name for each in self.inputs for name in each))
+
+    @property
+    def forward_inputs(self) -> dict[str, Tensor]:
+        """The ``inputs`` of all prompts in one call of the model, on the device of the tokens.
+
+        They are joined along their first axis. The other axes are widened with zeros to the
+        longest, as the processors of transformers do with images of several sizes.
+
+        Examples:
+            >>> pixels = [{"pixel_values": torch.ones(n, 3, 8, 8)} for n in (1, 2)]
+            >>> pair = dataclasses.replace(batch.prompts(0, 2), inputs=tuple(pixels))
+            >>> pair.forward_inputs["pixel_values"].shape
+            torch.Size([3, 3, 8, 8])
+        """
+        return {
+            name: sent(
+                _one_after_another([each[name] for each in self.inputs if name in each]),
+                self.tokens.device,
+            )
+            for name in self._input_names
+        }
+
+    @property
     def is_whole(self) -> bool:
         """Whether all tokens are run, and not only those after a cached prefix."""
         return self.first_query == 0
@@ -273,6 +306,8 @@ class PromptBatch:
             rows: dict[str, Any] = {
                 name: value[start:stop:step] for name, value in batch._tensors().items()
             }
+            for name in ("inputs", "pictures"):
+                rows[name] = getattr(batch, name)[start:stop:step]
             return replace(batch, **rows)._with(lambda value: value[:, first : last + 1], first)
 
         return on_both(self, chosen)
@@ -481,6 +516,17 @@ class PromptBatch:
         ).to(tokens.device)
 
 
+def _one_after_another(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors joined along the first axis; the others are widened with zeros."""
+    widest = [max(sizes) for sizes in zip(*(each.shape[1:] for each in tensors), strict=True)]
+    joined = tensors[0].new_zeros(sum(map(len, tensors)), *widest)
+    start = 0
+    for each in tensors:
+        joined[(slice(start, start + len(each)), *map(slice, each.shape[1:]))] = each
+        start += len(each)
+    return joined
+
+
 def on_both(batch: PromptBatch, change: Callable[[PromptBatch], PromptBatch]) -> PromptBatch:
     """A change of a batch on its device, and of ``batch.on_cpu``, so that neither is copied."""
     changed = change(batch)
@@ -497,7 +543,7 @@ def run_from(batch: PromptBatch, position: int) -> PromptBatch:
 def segments_to_show(prompt: PromptBatch) -> tuple[list[int], Sequence[str]]:
     """The segments of a prompt's tokens, and all names, with one more for tokens of no segment."""
     names, segments = prompt.segment_names, prompt.segments[0].tolist()
-    if names == SEGMENTS:
+    if of_task(names):
         return segments, names
     return [len(names) if k == PADDING else k for k in segments], (*names, NO_SEGMENT)
 
@@ -657,6 +703,13 @@ def _check_prompts(batch: PromptBatch) -> None:
             "tokens must be whole numbers from 0, also under padding; got "
             f"{int(batch.tokens.min())}"
         )
+    for name in ("inputs", "pictures"):
+        if (count := len(getattr(batch, name))) not in (0, len(batch)):
+            raise PromptError(
+                f"{name} of a batch are one for each of its {len(batch)} prompts, or none; got "
+                f"{count}"
+            )
+    _check_inputs(batch)
     _check_segments(batch)
     check_inside(batch, "target_positions")
     if batch.has_label_words or batch.label_positions.numel():
@@ -722,6 +775,23 @@ def check_inside(
             raise PromptError(
                 f"{name} of prompt {row} has a position {fault}: {positions[row].tolist()}; "
                 f"its tokens are at {int(tokens[0])} to {int(tokens[-1])}"
+            )
+
+
+def _check_inputs(batch: PromptBatch) -> None:
+    """Check that the inputs of all prompts can be joined."""
+    if not all(isinstance(each, Mapping) for each in batch.inputs):
+        raise PromptError(
+            "inputs of a batch are what the model's forward takes for each prompt, by name, such "
+            f"as {{'pixel_values': tensor}}; got {batch.inputs[0]!r}"
+        )
+    for name in batch._input_names:
+        values = [each[name] for each in batch.inputs if name in each]
+        kinds = {(each.ndim, each.dtype) if isinstance(each, Tensor) else () for each in values}
+        if len(kinds) > 1 or not next(iter(kinds)) or not values[0].ndim:
+            raise PromptError(
+                f"inputs {name!r} of the prompts must be tensors of one type and one number of "
+                f"axes; got {', '.join(map(described, values[:3]))}"
             )
 
 

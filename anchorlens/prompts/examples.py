@@ -4,7 +4,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from itertools import cycle
 from numbers import Integral
@@ -27,10 +27,14 @@ from .datafiles import (
 @checked
 @dataclass(frozen=True)
 class Example:
-    """A text and its class, or ``None`` if the class is not known."""
+    """A text and its class, or ``None`` if the class is not known.
+
+    ``image`` is the path of its image, if it has one, which ``al.with_images`` takes.
+    """
 
     text: str
     label: int | None = None
+    image: str | None = None
 
     @classmethod
     @checked
@@ -91,6 +95,7 @@ def load_examples(
     *,
     text: str = "text",
     label: str = "label",
+    image: str | None = None,
     classes: Sequence[str | int | bool] | None = None,
 ) -> list[Example]:
     """Read labelled examples.
@@ -108,6 +113,8 @@ def load_examples(
             default for the hub is ``"train"``.
         text: Column of the texts (files, rows and other hub data sets).
         label: Column of the classes: integers from 0, or the values listed in ``classes``.
+        image: Column of the paths of images, one a row; relative ones begin at the folder of the
+            file. By default there are no images.
         classes: The values of the label column in class order, if they are not 0, 1, ...
 
     Returns:
@@ -140,7 +147,12 @@ def load_examples(
                 f"rows are one split, but split={split!r} came with them; give no split"
             )
         refuse_no_rows(columns := columns_of(source), name)
-        return _examples(columns, name, text, label, classes)
+        return _with_images(_examples(columns, name, text, label, classes), columns, name, image)
+    if image is not None and not _is_file(source):
+        raise DataError(
+            f"image={image!r} names a column of paths, which only a file or rows have; {name} is "
+            "neither"
+        )
     if not isinstance(source, Path) and name in BUNDLED:
         with as_file(files("anchorlens") / "data" / f"{name}.jsonl") as path:
             examples = _examples(read_columns(path, label), name, text, label, classes)
@@ -157,7 +169,9 @@ def load_examples(
                 f"a file is one split, but split={split!r} came with {name}; "
                 "pass the file of the split that you want, and no split"
             )
-        return _examples(read_columns(Path(source), label), name, text, label, classes)
+        columns = read_columns(Path(source), label)
+        examples, folder = _examples(columns, name, text, label, classes), Path(source).parent
+        return _with_images(examples, columns, name, image, folder)
     hub = HUB_SOURCES.get(name) or HubSource(name, text, label)
     if name in HUB_SOURCES and (text, label) != ("text", "label"):
         raise DataError(
@@ -226,7 +240,8 @@ def sample_queries(
         examples: Examples to draw from.
         count: Number of queries.
         seed: Seed of a separate generator; the global random state is not touched.
-        exclude: Examples whose texts must not be drawn, such as the demonstrations.
+        exclude: Examples whose texts (with their images) must not be drawn, such as the
+            demonstrations.
 
     Raises:
         DataError: There are fewer than ``count`` examples left, or ``count`` is below 1.
@@ -238,8 +253,8 @@ def sample_queries(
         5
     """
     check_from_1(DataError, count=count)
-    excluded = {example.text for example in exclude}
-    pool = [example for example in examples if example.text not in excluded]
+    excluded = {(example.text, example.image) for example in exclude}
+    pool = [example for example in examples if (example.text, example.image) not in excluded]
     if len(pool) < count:
         raise DataError(
             f"{count} queries are asked for, but only {len(pool)} examples are left without the "
@@ -294,3 +309,28 @@ def _examples(
             )
         examples.append(Example(words, value if known is None else known.index(value)))
     return examples
+
+
+def _with_images(
+    examples: list[Example],
+    columns: Columns,
+    source: str,
+    image: str | None,
+    folder: Path = Path(),
+) -> list[Example]:
+    """The examples with the paths of a column."""
+    if image is None:
+        return examples
+    if image not in columns:
+        raise DataError(
+            f"{source} has the columns {list(columns)}, but not {image!r}; name the one of the "
+            "paths of images (image=)"
+        )
+    for row, path in enumerate(columns[image]):
+        if not isinstance(path, str) or not (folder / path).is_file():
+            raise DataError(
+                f"row {row} of {source}: expected the path of an image in the column {image} "
+                f"(image=); got {path!r}, which is no file in {folder.resolve()}"
+            )
+    pairs = zip(examples, columns[image], strict=True)
+    return [replace(example, image=str(folder / path)) for example, path in pairs]

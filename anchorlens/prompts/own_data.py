@@ -64,13 +64,19 @@ class Layout(NamedTuple):
         )
 
 
-def layout_of(path: Path, text: str | None = None, label: str | None = None) -> Layout:
+def layout_of(
+    path: Path, text: str | None = None, label: str | None = None, image: str | None = None
+) -> Layout:
     """The columns that are named, or else those that look like texts and classes.
+
+    ``image`` names the column of paths of images, which is neither.
 
     Raises:
         DataError: There are no such columns.
     """
-    columns = read_columns(path, label or "")
+    columns = {
+        name: cells for name, cells in read_columns(path, label or "").items() if name != image
+    }
     missing = [name for name in (text, label) if name is not None and name not in columns]
     problems = [f"there is no column {name!r}" for name in missing]
     if unfit := [value for value in columns.get(label or "", ()) if not _may_be_class(value)]:

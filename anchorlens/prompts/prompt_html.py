@@ -9,10 +9,22 @@ style sheets ``strong`` and ``mark`` remain.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 from ..errors import PromptError
 from ..printable import printable
-from .segment_names import FORMAT, LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET, TEXT
+from .segment_names import (
+    FORMAT,
+    IMAGE,
+    LABEL,
+    OTHER,
+    PADDING,
+    QUERY,
+    SEGMENTS,
+    TARGET,
+    TEXT,
+    of_task,
+)
 
 PROMPT_CSS = """\
 .al-tokens { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.8; }
@@ -25,6 +37,8 @@ PROMPT_CSS = """\
 .al-target { background: rgb(207 44 0 / 33%); font-weight: bold; outline: 2px solid;
 margin: 0 .15em; padding: 1px .2em; }
 .al-other { background: none; }
+.al-image { background: rgb(187 100 240 / 37%); border-radius: 2px; padding: 1px 0; }
+.al-tokens img { height: 2.6em; margin: 0 .2em; vertical-align: middle; border-radius: 2px; }
 .al-segment { color: inherit; border-radius: 2px; padding: 1px 0; }
 .al-segment-0 { background: rgb(5 76 130 / 39%); }
 .al-segment-1 { background: rgb(247 191 0 / 30%); }
@@ -48,6 +62,7 @@ _MEANING = {
     QUERY: "query",
     TARGET: "target",
     OTHER: "other (BOS, instructions)",
+    len(SEGMENTS): IMAGE,
 }
 _COLORS = 6  # of segments with names of one's own
 _ELEMENT = {LABEL: "strong", TARGET: "mark"}
@@ -56,35 +71,52 @@ _PART = "\ufffd"  # a token that is only a part of a character
 _CONTROL = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡", 9: "⇥\t", 10: "↵<br>"}
 
 
+class Picture(NamedTuple):
+    """An image of a prompt, small, as pages draw it in the place of its tokens."""
+
+    first: int  # its first token, counted from that of the prompt
+    length: int  # in tokens
+    source: str  # the image itself, as an address of HTML
+
+    def __str__(self) -> str:
+        return f"image, {self.length} tokens"
+
+
 def token_spans(
     tokens: Sequence[str],
     segments: Sequence[int],
     names: Sequence[str] = SEGMENTS,
     start: int = 0,
+    pictures: Sequence[Picture] = (),
 ) -> str:
     """Tokens as HTML elements that show their segment; ``PROMPT_CSS`` has their style.
 
     The first token has the position ``start``.
 
     Tokens without a text of their own (bytes of one character) are joined with the next token of
-    their segment, and padding is left out. All texts are escaped.
+    their segment, and padding is left out. All texts are escaped. An image stands in the place of
+    its tokens.
 
     Examples:
         >>> token_spans(["dull", " Bad", "\\n"], [1, 2, 3])[:55]
         '<span class="al-text" data-token="0">dull</span><strong'
     """
     return "".join(
-        _element(
-            segment, escape(text).translate(_CONTROL), names, f' data-token="{start + position}"'
-        )
-        for position, text, segment in _joined(tokens, segments, len(names))
+        _element(segment, _html(text), names, f' data-token="{start + position}"')
+        for position, text, segment in _joined(tokens, segments, len(names), start, pictures)
     )
+
+
+def _html(text: str | Picture) -> str:
+    if isinstance(text, Picture):
+        return f'<img src="{escape(text.source)}" alt="">{text}'
+    return escape(text).translate(_CONTROL)
 
 
 def segment_class(segment: int, names: Sequence[str]) -> str:
     """The class of the elements of a segment, which gives them its colours."""
-    if names == SEGMENTS:
-        return f"al-{SEGMENTS[segment]}"
+    if of_task(names):
+        return f"al-{names[segment]}"
     color = segment % _COLORS if names[segment] != NO_SEGMENT else "none"
     return f"al-segment al-segment-{color}"
 
@@ -92,7 +124,7 @@ def segment_class(segment: int, names: Sequence[str]) -> str:
 def prompt_legend(segments: Iterable[int], names: Sequence[str] = SEGMENTS) -> str:
     """The segments that occur, each in its own colours, as HTML."""
     present = set(segments)
-    meanings = _MEANING if names == SEGMENTS else dict(enumerate(names))
+    meanings = _MEANING if of_task(names) else dict(enumerate(names))
     return " ".join(
         _element(segment, escape(text), names)
         for segment, text in meanings.items()
@@ -108,29 +140,38 @@ class PromptView:
     segments: Sequence[int]
     heading: str = ""
     names: Sequence[str] = SEGMENTS
+    pictures: Sequence[Picture] = ()
 
     def __repr__(self) -> str:
         """The text of the prompt, with ◆ before each label word and ■ before the target."""
         parts: list[str] = []
         before: int | None = None
-        signs = _SIGN if self.names == SEGMENTS else {}
-        for _, text, segment in _joined(self.tokens, self.segments, len(self.names)):
+        signs = _SIGN if of_task(self.names) else {}
+        joined = _joined(self.tokens, self.segments, len(self.names), 0, self.pictures)
+        for _, text, segment in joined:
             parts += [signs[segment]] if segment in signs and segment != before else []
-            parts, before = [*parts, text], segment
+            parts.append(f"[{text}]" if isinstance(text, Picture) else text)
+            before = segment
         return printable("".join(parts))
 
     def _repr_html_(self) -> str:
+        spans = token_spans(self.tokens, self.segments, self.names, 0, self.pictures)
         return (
             f"<style>{PROMPT_CSS}</style><div><p>{escape(self.heading)}</p>"
             f"<p>{prompt_legend(self.segments, self.names)}</p>"
-            f'<p class="al-tokens">{token_spans(self.tokens, self.segments, self.names)}</p></div>'
+            f'<p class="al-tokens">{spans}</p></div>'
         )
 
 
 def _joined(
-    tokens: Sequence[str], segments: Sequence[int], count: int
-) -> Iterator[tuple[int, str, int]]:
-    """First position, text and segment of each element; there are ``count`` segments."""
+    tokens: Sequence[str],
+    segments: Sequence[int],
+    count: int,
+    start: int,
+    pictures: Sequence[Picture],
+) -> Iterator[tuple[int, str | Picture, int]]:
+    """First position, text or picture and segment of each element; there are ``count`` segments."""
+    picture_at = {each.first - start + k: each for each in pictures for k in range(each.length)}
     if len(tokens) != len(segments):
         raise PromptError(
             f"each token has a segment; got {len(tokens)} and {len(segments)} segments"
@@ -141,6 +182,11 @@ def _joined(
         )
     first = 0
     for position, (text, segment) in enumerate(zip(tokens, segments, strict=True)):
+        if (picture := picture_at.get(position)) is not None:
+            if position == picture.first - start:
+                yield position, picture, segment
+            first = position + 1
+            continue
         following = segments[position + 1 : position + 2]
         if not text and list(following) == [segment]:
             continue
@@ -150,5 +196,5 @@ def _joined(
 
 
 def _element(segment: int, html: str, names: Sequence[str], attributes: str = "") -> str:
-    element = _ELEMENT.get(segment, "span") if names == SEGMENTS else "span"
+    element = _ELEMENT.get(segment, "span") if of_task(names) else "span"
     return f'<{element} class="{segment_class(segment, names)}"{attributes}>{html}</{element}>'

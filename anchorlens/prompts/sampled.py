@@ -9,6 +9,7 @@ from .batch import PromptBatch
 from .build import build_prompts
 from .demonstration_sets import Draw, Examples, draws_of, examples_of_task, task_of_name
 from .examples import Example
+from .images import with_images
 from .tasks import Task
 
 
@@ -78,8 +79,22 @@ def sample_draws(
     return draws_of(chosen, Examples(*both), shots, queries, seeds)
 
 
-def prompts_of_draws(tokenizer: Any, draws: Sequence[Draw], batch_size: int) -> list[PromptBatch]:
-    """The prompts of each draw in turn."""
-    return [
-        batch for draw in draws for batch in build_prompts(tokenizer, *draw, batch_size=batch_size)
-    ]
+def prompts_of_draws(
+    tokenizer: Any, draws: Sequence[Draw], batch_size: int, processor: Any = None
+) -> list[PromptBatch]:
+    """The prompts of each draw in turn, with the images of the examples if they have some."""
+    prompts = list[PromptBatch]()
+    for draw in draws:
+        texts = build_prompts(tokenizer, *draw, batch_size=batch_size)
+        shown = [demo.image for demo in draw.demonstrations]
+        images = [[*shown, query.image] for query in draw.queries]
+        if not any(map(any, images)):
+            prompts += texts
+            continue
+        if processor is None:
+            raise PromptError(
+                "the examples have images, which need the processor of the model; write the "
+                "prompts with al.build_prompts, and give them and the images to al.with_images"
+            )
+        prompts += with_images(texts, processor, images)
+    return prompts

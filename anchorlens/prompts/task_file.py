@@ -20,7 +20,7 @@ from .examples import load_examples
 from .tasks import Task
 
 _PARTS = ("template", "labels", "separator", "instructions")
-_COLUMNS = ("text_column", "label_column", "classes")
+COLUMNS = ("text_column", "label_column", "image_column", "classes")
 _SPLITS = ("split", "query_split")
 _TYPES: dict[str, type] = {
     "task": str,
@@ -31,7 +31,7 @@ _TYPES: dict[str, type] = {
     "date": str,
     "data": str,
     "dataset": str,
-    **dict.fromkeys((*_COLUMNS, *_SPLITS), str),
+    **dict.fromkeys((*COLUMNS, *_SPLITS), str),
     "classes": list,
 }
 _IN_WORDS = {
@@ -49,9 +49,9 @@ def read_task(path: str | Path) -> tuple[Task, Examples]:
     The entries are ``template``, ``labels``, ``separator`` and ``instructions``, as in ``Task``;
     ``chat`` (true for a ``ChatTask``), with its ``options`` and ``date``; ``data``, a jsonl, csv or
     parquet file, or ``dataset``, a data set on the hub, with ``split`` for demonstrations and
-    ``query_split`` for queries; and ``text_column``, ``label_column`` and ``classes``, which are
-    ``text=``, ``label=`` and ``classes=`` of ``load_examples``. ``task`` names a task of ``TASKS``,
-    of which the other entries replace parts.
+    ``query_split`` for queries; and ``text_column``, ``label_column``, ``image_column`` and
+    ``classes``, which are ``text=``, ``label=``, ``image=`` and ``classes=`` of ``load_examples``.
+    ``task`` names a task of ``TASKS``, of which the other entries replace parts.
 
     Args:
         path: The toml file. A relative path of ``data`` begins at the folder of this file.
@@ -145,7 +145,7 @@ def examples_of(entries: Mapping[str, Any], task: Task) -> Examples:
                 "a task of your own needs examples: give data, a jsonl, csv or parquet file, or "
                 "dataset, a data set of the hub"
             )
-        if unused := [name for name in _COLUMNS if name in entries]:
+        if unused := [name for name in COLUMNS if name in entries]:
             raise DataError(
                 f"{', '.join(unused)} came without data or dataset, but the examples of the task "
                 f"{entries['task']} are read as they are"
@@ -161,6 +161,7 @@ def examples_of(entries: Mapping[str, Any], task: Task) -> Examples:
     columns = {
         "text": entries.get("text_column", "text"),
         "label": entries.get("label_column", "label"),
+        "image": entries.get("image_column"),
         "classes": classes,
     }
     if "data" in entries:

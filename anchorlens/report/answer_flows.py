@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 from ..errors import MetricError
 from ..experiments.step_flows import StepFlowsRecord
 from ..prompts.prompt_html import NO_SEGMENT, prompt_legend
-from ..prompts.segment_names import PADDING, SEGMENTS
+from ..prompts.segment_names import PADDING, of_task
 from ..system.arguments import checked
 from .flow_page import FlowPage, rounded
 
@@ -140,7 +140,7 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
         )
     names = tuple(flows.axis_names("segment") or ())
     segments = [len(names) if k == PADDING else k for k in flows.segment_of_tokens.tolist()]
-    names = names if names == SEGMENTS and len(names) not in segments else (*names, NO_SEGMENT)
+    names = names if of_task(names) and len(names) not in segments else (*names, NO_SEGMENT)
     parts = one_hot(torch.tensor(segments, device="cpu"), len(names)).double()[
         :, sorted(set(segments))
     ]

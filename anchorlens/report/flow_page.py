@@ -11,7 +11,7 @@ import numpy as np
 from markupsafe import Markup
 
 from ..printable import printable
-from ..prompts.prompt_html import PROMPT_CSS, prompt_legend, token_spans
+from ..prompts.prompt_html import PROMPT_CSS, Picture, prompt_legend, token_spans
 from ..prompts.segment_names import SEGMENTS
 from ..system.files import write_text
 from .templates import as_json, static, template
@@ -27,6 +27,7 @@ class FlowPage:
     layers: Sequence[Sequence[Any]]
     heading: str
     start: int = 0
+    pictures: Sequence[Picture] = ()
     template: ClassVar[str]
 
     def __repr__(self) -> str:
@@ -69,7 +70,7 @@ class FlowPage:
 
     def _spans(self, first: int, end: int) -> Markup:
         tokens, segments = self.tokens[first:end], self.segments[first:end]
-        return Markup(token_spans(tokens, segments, self.names, first))
+        return Markup(token_spans(tokens, segments, self.names, first, self.pictures))
 
     def page(self) -> str:
         """One HTML page, which needs no other file and no network."""

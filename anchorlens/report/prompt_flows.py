@@ -35,7 +35,15 @@ from ..passes.fused_attention import UseRows, run_fused
 from ..passes.loss_checks import check_loss
 from ..passes.losses import Loss, WordCrossEntropy, label_cross_entropy
 from ..prompts.batch import PromptBatch, segments_to_show
-from ..prompts.segment_names import LABEL, OTHER, QUERY, SEGMENTS, TARGET, TEXT
+from ..prompts.segment_names import (
+    LABEL,
+    OTHER,
+    QUERY,
+    SEGMENTS,
+    TARGET,
+    TEXT,
+    of_task,
+)
 from ..prompts.token_texts import token_texts
 from ..results.depth import shallow_and_deep
 from ..runs.way import patterns_are_large, why_patterns
@@ -85,7 +93,8 @@ class PromptFlows(FlowPage):
         segments: Segment of each token, an index into ``names``.
         names: Names of the segments.
         parts: First and last token, kind and text of each part of the prompt: a label word, the
-            target, or what stands between two of these; without label words, tokens of one segment.
+            target, images, or what stands between two of these; without label words, tokens of one
+            segment.
         layers: The arcs between parts in each layer: of all heads together, then of each head.
         strongest: The strongest flows between two tokens in each layer, of all heads together.
         start: The layer that is shown first: that with the most flow from label words to the
@@ -151,7 +160,7 @@ class PromptFlows(FlowPage):
     @property
     def has_labels(self) -> bool:
         """Whether the prompt has label words, which have colours of their own."""
-        return self.names == SEGMENTS
+        return of_task(self.names)
 
     def rows(self) -> list[tuple[int, int, str]]:
         """The parts."""
@@ -255,7 +264,7 @@ def plot_prompt(
     of_head = ARCS_OF_HEADS // (n_layers * n_heads) if n_heads else 0
     counts = [ARCS] + [min(ARCS, of_head)] * n_heads
     shown = sums[:, 0].tril(-1)
-    if names == SEGMENTS:
+    if of_task(names):
         shown = sums[:, 0, [kind == "target" for *_, kind, _ in parts]]
         shown = shown[..., [kind == "label" for *_, kind, _ in parts]]
     return PromptFlows(
@@ -272,12 +281,13 @@ def plot_prompt(
         query="".join(
             token
             for token, segment in zip(tokens, segments, strict=True)
-            if segment == QUERY or names != SEGMENTS
+            if segment == QUERY or not of_task(names)
         ).strip(),
         source=f"{Path(str(model.cfg.model_name)).name}, prompt {prompt}",
         loss=_loss_in_words(loss, alone),
         sums=pairs if size else None,
         begins_with_bos=alone.begins_with_bos,
+        pictures=alone.pictures[0] if alone.pictures else (),
         **_predicted(alone, logits.cpu(), loss),
     )
 
@@ -430,12 +440,12 @@ def _parts(
 
     def part(position: int) -> tuple[int, bool]:
         segment, is_bos = segments[position], begins_with_bos and position == 0
-        is_between = names == SEGMENTS and segment not in (LABEL, TARGET)
+        is_between = of_task(names) and segment not in (LABEL, TARGET, len(SEGMENTS))
         return TEXT if is_between else segment, is_bos
 
     parts = []
     for (segment, _), run in groupby(range(len(tokens)), part):
-        positions, name = list(run), SEGMENTS[segment] if names == SEGMENTS else "text"
+        positions, name = list(run), names[segment] if of_task(names) else "text"
         text = "".join(tokens[position] for position in positions).strip() or "␣"
         parts.append((positions[0], positions[-1], name, text))
     return parts

@@ -22,7 +22,7 @@ from ..errors import MetricError, PromptError, StoreError
 from ..metrics.question import HooksOfBatch, Question, no_hooks
 from ..models.hooked import HookedModel, check_fits, device_of
 from ..models.load import ensure_prepared
-from ..models.media_tokens import refuse_media_tokens
+from ..models.media_tokens import check_media_tokens
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
@@ -584,7 +584,7 @@ def checked_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> list[
     require_batches(batches)
     check_prompts(*batches)
     check_fits(model, *batches)
-    refuse_media_tokens(model, *batches)
+    check_media_tokens(model, *batches)
     for batch in batches:
         if batch.verbalizer != batches[0].verbalizer:
             raise PromptError(

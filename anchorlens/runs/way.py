@@ -56,7 +56,7 @@ from ..passes.shortcuts import (
     why_not_shared,
     why_not_shared_with_gradient,
 )
-from ..passes.twin_for import why_not_native
+from ..passes.twin_for import why_no_native_images, why_not_native
 from ..prompts.batch import PromptBatch, after_shared, all_on_cpu, longest_prompt, only_sets
 from ..system.free_memory import free_for_layers
 from ..system.processes import gather_from_processes
@@ -73,6 +73,7 @@ _STARTED_BY_A_PASS, _STARTED_BY_A_SECOND_GRAPH = 25, 60
 # microseconds with autograd, measured on an H100, at 25e12 a second in float32. Of a CPU: about 8
 # microseconds at 25e9 a second, estimated for one core.
 WORK_OF_A_START = {"cpu": 2e5, "cuda": 6e8}
+IMAGES = "prompts have images, whose positions not every model counts in tokens"
 HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts and all layers"
 
 
@@ -157,8 +158,12 @@ def _how_passes_run(
         why_hooks_need_a_bridge(model, change(shortest), (), ()) for change in changes
     )
     seen = [Observation.of(Layers.of(model), each, shortest.prompt(0)) for each in questions]
+    why_no_images = why_no_native_images if any(b.inputs for b in batches) else lambda _: ""
     reasons = chain(
-        [why_not_native(model) or twin_of(model).why_not_now(model), of_run],
+        [
+            why_not_native(model) or why_no_images(model) or twin_of(model).why_not_now(model),
+            of_run,
+        ],
         starmap(why_hooks_are_whole, reads.items()),
         (why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks) for each in seen),
     )
@@ -253,6 +258,8 @@ def why_patterns(
     """Why whole prompts need patterns, and cannot run with a fused attention; empty if they can."""
     if has_user_hooks(model):
         return "hooks may act on them"
+    if any(batch.inputs for batch in batches):
+        return IMAGES
     if isinstance(loss, WordCrossEntropy):
         return "the words of the loss continue the prompts"
     shortest = _shortest(batches).to(device_of(model))
@@ -328,6 +335,8 @@ def _why_not_shared(
 ) -> Iterator[str]:
     """Why shared tokens cannot run once for all prompts of a set."""
     yield from starmap(why_whole, reads.items())
+    if any(batch.inputs for batch in batches):
+        yield IMAGES
     if has_user_hooks(model):
         yield HOOKS_OF_USER
     if not lengths:

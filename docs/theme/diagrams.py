@@ -100,7 +100,26 @@ def compression() -> None:
     svg("compression", 690, 112, parts)
 
 
+def images() -> None:
+    """Which tokens of a prompt with images read which image."""
+    texts = ["image 1", "what?", "red", "image 2", "what?", "blue", "image 3", "what?", ":"]
+    parts, centres, x = [], [], 8.0
+    for text in texts:
+        width = 66.0 if "image" in text else 18 + 7.5 * len(text)
+        fill = GREEN if "image" in text else BLUE if text in ("red", "blue") else GREY
+        parts.append(box(x, 84, (width, 30), RED if text == ":" else fill, text))
+        centres.append(x + width / 2)
+        x += width + 6
+    for key, query, colour in ((0, 2, BLUE), (3, 5, BLUE), (2, 8, RED), (5, 8, RED), (6, 8, GREEN)):
+        start, end = centres[key], centres[query]
+        top = 80 - min(76, (end - start) / 5)
+        line = f'd="M{start} 82 C{start} {top},{end} {top},{end} 82"'
+        parts.append(f'<path {line} fill="none" stroke="{colour}" stroke-width="2"/>')
+    svg("images", int(x) + 2, 122, parts)
+
+
 if __name__ == "__main__":
+    images()
     edges()
     isolation()
     compression()

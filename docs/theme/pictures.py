@@ -25,7 +25,7 @@ from plotly.offline import get_plotlyjs
 DOCS = Path(__file__).resolve().parents[1]
 PARTS = re.compile(r"^```python\n(.*?)^```|\]\((?:\.\./)*(images/\S+)\)", re.MULTILINE | re.DOTALL)
 ALONE = {"gallery.md"}
-DIAGRAMS = {"images/edges.svg", "images/isolation.svg", "images/compression.svg"}
+DIAGRAMS = {f"images/{name}.svg" for name in ("edges", "isolation", "compression", "images")}
 MEASURED = {"images/faithfulness.svg"}  # the figure of examples/faithfulness.py on real models
 WIDTH = 900  # pixels
 FONT = "Arial, Helvetica, sans-serif"

@@ -10,6 +10,7 @@ import torch
 
 import anchorlens as al
 from tests.support.chromium import Visit, serious_violations
+from tests.support.image_models import image_model, written
 from tests.support.screens import WIDE
 from tests.support.tiny_models import questions
 
@@ -20,6 +21,23 @@ def test_the_page_of_one_prompt_is_accessible(
     flows = al.plot_prompt(gpt2, questions(gpt2, count=1)[0])
     with Visit(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
         assert page.locator(".rows li").count() > 3
+        assert not serious_violations(page)
+
+
+def test_images_are_drawn_in_their_place(browser: Any, screen: Any, tmp_path: Path) -> None:
+    weights, processor = image_model("LLaVA")
+    model = al.load_model(weights, tokenizer=processor.tokenizer)
+    texts, images = written(processor)
+    [batch] = al.with_images(texts, processor, images)
+    flows = al.plot_prompt(model, batch)
+    with Visit(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= screen[0]["width"]
+        drawn = page.locator(".rows li.image img")
+        widths = drawn.evaluate_all("all => all.map(each => [each.naturalWidth, each.clientWidth])")
+        assert [natural for natural, _ in widths] == [8, 16, 8]
+        assert all(shown > 20 for _, shown in widths)
+        page.locator(".rows li.image [data-token]").first.hover()
+        assert "reads from" in page.locator(".detail").inner_text()
         assert not serious_violations(page)
 
 

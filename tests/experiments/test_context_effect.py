@@ -119,27 +119,27 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any, llama: Any) -> None:
         ask(gpt2, batches, asked, **QUIET)
     with pytest.raises(ModelError, match="made with"):
         ask(llama, questions(llama, 3), al.PrefixEffect(context=context), **QUIET)
-    for draw in (al.plot_prefix_pattern, al.plot_prefix_directions):
+    for draw in (al.PrefixEffect.plot_pattern, al.PrefixEffect.plot_directions):
         with pytest.raises(ModelError, match="made with"):
-            draw(llama, questions(llama, 3)[0], 0, 0, effect=al.PrefixEffect(context=context))
+            draw(al.PrefixEffect(context=context), llama, questions(llama, 3)[0], 0, 0)
         with pytest.raises(MetricError, match="there is no prefix"):
-            draw(gpt2, batches[0], 0, 0, effect=al.PrefixEffect(context=al.contexts.NoContext()))
+            draw(al.PrefixEffect(context=al.contexts.NoContext()), gpt2, batches[0], 0, 0)
 
 
 @pytest.mark.every_kind
 def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(model: Any) -> None:
     batch = questions(model, 4)[0]
     context = al.compress(model, batch, select=al.contexts.selection.everything)
-    expected = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2)
+    expected = al.PrefixEffect().plot_pattern(model, batch, 1, 1, prompt=2)
     of_context = al.PrefixEffect(context=context)
-    figure = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2, effect=of_context)
+    figure = of_context.plot_pattern(model, batch, 1, 1, prompt=2)
     for panel, panel_expected in zip(figure.data, expected.data, strict=True):
         values, wanted = (torch.tensor(p.z, dtype=torch.double) for p in (panel, panel_expected))
         assert values.allclose(wanted, atol=1e-5, equal_nan=True)
     assert figure.layout.xaxis.ticktext == expected.layout.xaxis.ticktext
     assert figure.layout.yaxis.ticktext == expected.layout.yaxis.ticktext
-    (dots,) = al.plot_prefix_directions(model, batch, -1, 0, effect=of_context).data
-    (wanted_dots,) = al.plot_prefix_directions(model, batch, -1, 0).data
+    (dots,) = of_context.plot_directions(model, batch, -1, 0).data
+    (wanted_dots,) = al.PrefixEffect().plot_directions(model, batch, -1, 0).data
     scale = max(map(abs, wanted_dots.x))
     # The sign of a singular direction is arbitrary.
     assert [*map(abs, dots.x)] == pytest.approx([*map(abs, wanted_dots.x)], abs=1e-4 * scale)
@@ -156,7 +156,7 @@ def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
     names = []
     for context in (learned, tokens):
         asked = al.PrefixEffect(context=context)
-        figure = al.plot_prefix_pattern(llama, batches[0], 1, 1, effect=asked)
+        figure = asked.plot_pattern(llama, batches[0], 1, 1)
         names.append(figure.layout.xaxis.ticktext[:3:2])  # every second one is written
         stolen = torch.tensor(figure.data[1].z)[:, 1:3].sum(1)
         effect = ask(llama, batches[:1], asked, **QUIET)
@@ -167,5 +167,5 @@ def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
         llama, batches[:1], training=al.contexts.Training(steps=0), held_out=batches[1:], length=1
     )
     of_one = al.PrefixEffect(context=one)
-    (dots,) = al.plot_prefix_directions(llama, batches[0], -1, 0, effect=of_one).data
+    (dots,) = of_one.plot_directions(llama, batches[0], -1, 0).data
     assert max(map(abs, dots.y)) < 1e-6 * max(map(abs, dots.x))

@@ -296,7 +296,7 @@ def test_the_figures_show_the_numbers(llama: Any) -> None:
     ]
     without, with_prefix, rescaled = (
         torch.tensor(panel.z, dtype=torch.double)
-        for panel in al.plot_prefix_pattern(llama, batch, 1, 2, prompt=1).data
+        for panel in al.PrefixEffect().plot_pattern(llama, batch, 1, 2, prompt=1).data
     )
     prompt = batch.prompt(1)
     inside = al.edges.demonstrations(prompt)[0]
@@ -310,10 +310,10 @@ def test_the_figures_show_the_numbers(llama: Any) -> None:
 def test_what_one_token_moves_lies_on_a_line_in_the_figure(llama: Any) -> None:
     batch = questions(llama, 4)[0]
     one = al.PrefixEffect(keys={"one": first_anchors})
-    (dots,) = al.plot_prefix_directions(llama, batch, -1, 0, effect=one).data
+    (dots,) = one.plot_directions(llama, batch, -1, 0).data
     assert len(dots.x) == int(al.edges.query(batch).sum())
     assert max(map(abs, dots.y)) < 1e-6 * max(map(abs, dots.x))
-    (dots,) = al.plot_prefix_directions(llama, batch, -1, 0).data
+    (dots,) = al.PrefixEffect().plot_directions(llama, batch, -1, 0).data
     assert max(map(abs, dots.y)) > 1e-2 * max(map(abs, dots.x))
 
 
@@ -357,6 +357,6 @@ def test_wrong_options_and_changed_runs_are_refused(gpt2: Any) -> None:
     with pytest.raises(MetricError, match="passes of its own"):
         al.run(gpt2, batches, [al.PrefixEffect()], **options)
     with pytest.raises(HookError, match="heads must be numbers from 0 to 1"):
-        al.plot_prefix_pattern(gpt2, batches[0], 0, 7)
+        al.PrefixEffect().plot_pattern(gpt2, batches[0], 0, 7)
     with pytest.raises(PromptError, match="the batch has the prompts 0 to 2"):
-        al.plot_prefix_pattern(gpt2, batches[0], 0, 0, prompt=3)
+        al.PrefixEffect().plot_pattern(gpt2, batches[0], 0, 0, prompt=3)

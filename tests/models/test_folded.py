@@ -120,11 +120,11 @@ def calls_here(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     of_head: dict[str, Any] = {"layer": 1, "head": 0}
     yield (
         "plot_prefix_pattern",
-        lambda: numbers(al.plot_prefix_pattern(model, batches[0], **of_head)),
+        lambda: numbers(al.PrefixEffect().plot_pattern(model, batches[0], **of_head)),
     )
     yield (
         "plot_prefix_directions",
-        lambda: numbers(al.plot_prefix_directions(model, batches[0], **of_head)),
+        lambda: numbers(al.PrefixEffect().plot_directions(model, batches[0], **of_head)),
     )
     yield "plot_prompt", lambda: al.plot_prompt(model, batches[0].prompt(0)).layers
     yield (

@@ -88,7 +88,7 @@ CALLS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "Study": lambda m, b: Study(m, [b], {}, **QUIET).entered().__enter__(),
     "plot_prompt": lambda m, b: al.plot_prompt(m, with_demonstrations(m)),
     "compress": lambda m, b: al.compress(m, with_demonstrations(m)),
-    "a prefix": lambda m, b: al.plot_prefix_pattern(m, with_demonstrations(m), 0, 0),
+    "a prefix": lambda m, b: al.PrefixEffect().plot_pattern(m, with_demonstrations(m), 0, 0),
 }
 
 

@@ -385,8 +385,8 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "pictures": lambda: [
             al.plot_prompt(model, batch.prompt(0)).layers,
             al.plot_answer(al.step_flows(model, written[0].prompt(0), "answer")) is None,
-            al.plot_prefix_pattern(model, batch, 0, 0) is None,
-            al.plot_prefix_directions(model, batch, 0, 0) is None,
+            al.PrefixEffect().plot_pattern(model, batch, 0, 0) is None,
+            al.PrefixEffect().plot_directions(model, batch, 0, 0) is None,
         ],
         "caches": caches,
         "caches on the CPU": lambda: caches(device="cpu"),

@@ -1,6 +1,7 @@
 """The code that is printed: blocks of the README and the documentation, examples in docstrings."""
 
 import contextlib
+import dataclasses
 import doctest
 import importlib
 import io
@@ -55,8 +56,13 @@ def names_of_examples(folder: Path, device: str = "cpu") -> dict[str, Any]:
     task, examples = al.TASKS["trec"], al.load_examples("questions")
     demos = al.sample_demonstrations(examples, seed=42)
     batches = al.build_prompts(model.tokenizer, task, demos, examples[-14:])
+    from tests.support.image_models import image_model, picture
+
     return {
         "al": al,
+        "dataclasses": dataclasses,
+        "processor": image_model("LLaVA")[1],
+        "picture": picture(0),
         "torch": torch,
         "edges": al.edges,
         "folder": folder,

@@ -1,0 +1,279 @@
+"""Prompts with images: a placeholder becomes the tokens that the processor writes for the image.
+
+1. The processor writes all images of a prompt in one call, between tokens that tell them apart: how
+   many tokens an image has can depend on the others.
+2. The tokens of each image stand where its placeholder was, and all positions move with them.
+3. What the processor gives beside tokens are the ``inputs`` of the prompt.
+"""
+
+import hashlib
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import PromptError
+from ..system.arguments import checked
+from .batch import PromptBatch, check_prompts, demonstrations_ids, digest
+from .prompt_html import Picture
+from .segment_names import IMAGE, PADDING, SEGMENTS, of_task
+
+# What a processor gives for each token, which follows from the tokens that are run.
+_OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_SIDE = 96  # pixels of an image that a page draws, at most
+_CURE = "install Pillow: pip install 'anchorlens[images]'"
+
+
+@checked
+def with_images(
+    batches: Sequence[PromptBatch], processor: Any, images: Sequence[Sequence[Any]]
+) -> list[PromptBatch]:
+    """The same prompts with images, whose tokens are the segment ``image``.
+
+    Write the processor's placeholder (``processor.image_token``, in Gemma 3
+    ``processor.boi_token``) where each image belongs: in the template of a task, so that each
+    demonstration and the query has one, or with ``build_segments`` in a piece without a name. In a
+    segment of your own its tokens belong to that segment.
+
+    All passes, edges, hooks and metrics take these prompts. They run whole: no tokens are shared,
+    and what goes on from a key-value cache (contexts, words of several tokens in the loss) is
+    refused.
+
+    Args:
+        batches: Prompts of texts, of ``build_prompts`` or ``build_segments``, built with
+            ``processor.tokenizer``.
+        processor: The processor of the model (``transformers.AutoProcessor.from_pretrained``).
+        images: For each prompt, by its ``index``, the images of the whole prompt in the order of
+            their placeholders: those of the demonstrations, then that of the query. An image is one
+            of Pillow, or the path of a file.
+
+    Returns:
+        The batches with the tokens of the images, with ``inputs`` and ``pictures``. Prompts whose
+        demonstrations have other images are other sets of demonstrations.
+
+    Raises:
+        PromptError: A prompt has more or fewer placeholders than images, there is no list of images
+            for it, an image cannot be read, Pillow is missing, ``processor`` is none of images
+            (such as a tokenizer), the tokenizer does not know the placeholder as one token, or the
+            text around it would merge with the tokens of the image.
+
+    Examples:
+        >>> asked = al.Task("<image> {text} ->{label}", labels=[" Human", " Location"])
+        >>> pair = [al.Example("Who?", 0), al.Example("Where?", 1)]
+        >>> texts = al.build_prompts(processor.tokenizer, asked, pair, ["Who is it?"])
+        >>> [shown] = al.with_images(texts, processor, [[picture, picture, picture]])
+        >>> shown.segment_names[-1], int(al.edges.segment(shown, "image").sum())
+        ('image', 12)
+    """
+    writer = _Writer.of(processor)
+    return [_expanded(batch, writer, images) for batch in batches]
+
+
+def place_of(processor: Any) -> str:
+    """The text that stands for an image in a prompt."""
+    place = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
+    if not isinstance(place, str) or not hasattr(processor, "tokenizer"):
+        raise PromptError(
+            "a processor of images has a tokenizer and an image_token, as "
+            "transformers.AutoProcessor gives it; got a "
+            f"{type(processor).__name__}"
+        )
+    return place
+
+
+def image_of(source: Any) -> Any:
+    """An image of Pillow, of a path or as it is; a PromptError if it cannot be read."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise PromptError(f"images need Pillow, which is not installed; {_CURE}") from error
+    if isinstance(source, Image.Image):
+        return source.convert("RGB")
+    if not isinstance(source, str | Path):
+        raise PromptError(
+            f"an image is one of Pillow, or the path of a file; got a {type(source).__name__}"
+        )
+    try:
+        with Image.open(source) as image:
+            return image.convert("RGB")
+    except Exception as error:  # Pillow has several for files that hold no image
+        raise PromptError(f"the image {source} cannot be read: {error}") from error
+
+
+class _Writer(NamedTuple):
+    """How a processor writes images."""
+
+    processor: Any
+    place: str
+    place_id: int
+    between: tuple[str, int]  # a token that stands between images, and in none
+
+    @classmethod
+    def of(cls, processor: Any) -> "_Writer":
+        place, tokenizer = place_of(processor), processor.tokenizer
+        written = tokenizer(place, add_special_tokens=False)["input_ids"]
+        if len(written) != 1:
+            raise PromptError(
+                f"the tokenizer reads {place!r}, which stands for an image, as {len(written)} "
+                "tokens; take the tokenizer of the processor, which has it as a special token"
+            )
+        others = [
+            (name, number)
+            for name, number in zip(
+                tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True
+            )
+            if name in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token)
+            and number != written[0]
+        ]
+        if not others:
+            raise PromptError("the tokenizer of the processor has no special token of texts")
+        return cls(processor, place, written[0], others[0])
+
+    def write(self, images: Sequence[Any]) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """The tokens of each image, and what the forward takes for all of them."""
+        if not images:
+            return [], {}
+        name, number = self.between
+        text = name.join([self.place] * len(images))
+        made = self.processor(
+            text=[text], images=[list(images)], add_special_tokens=False, return_tensors="pt"
+        )
+        runs: list[list[int]] = [[]]
+        for token in made["input_ids"][0].tolist():
+            if token == number:
+                runs.append([])
+            else:
+                runs[-1].append(token)
+        if len(runs) != len(images):
+            raise PromptError(
+                f"the processor writes {len(runs)} images where there are {len(images)}"
+            )
+        return runs, {name: value for name, value in made.items() if name not in _OF_TOKENS}
+
+
+class _Prompt(NamedTuple):
+    """A prompt whose placeholders became the tokens of images."""
+
+    tokens: list[int]
+    segments: list[int]
+    counts: list[int]  # of the tokens that each token became
+    inputs: dict[str, Tensor]
+    pictures: tuple[Picture, ...]
+    of_set: list[int]  # a digest of the images of its demonstrations
+
+
+def _expanded(batch: PromptBatch, writer: _Writer, images: Sequence[Sequence[Any]]) -> PromptBatch:
+    given = batch.on_cpu
+    places = (given.tokens == writer.place_id) & given.attention_mask
+    if not places.any() and not any(map(len, images)):
+        return batch
+    names = given.segment_names
+    unnamed = bool((given.segments[places] == PADDING).any())
+    if IMAGE not in names and (names == SEGMENTS or unnamed):
+        names = (*names, IMAGE)
+    prompts = [_prompt(given, row, names, writer, images) for row in range(len(given))]
+    width = max(len(prompt.tokens) for prompt in prompts)
+    counts = torch.zeros_like(given.tokens)
+    counts[given.attention_mask] = torch.tensor([n for each in prompts for n in each.counts])
+    after = counts.cumsum(1)  # the tokens up to each column, with it
+
+    def moved(positions: Tensor, to: Tensor) -> Tensor:
+        return to.gather(1, positions.view(len(given), -1)).view_as(positions)
+
+    changed = replace(
+        given,
+        tokens=_table([each.tokens for each in prompts], width, 0),
+        attention_mask=_table([[1] * len(each.tokens) for each in prompts], width, 0).bool(),
+        segments=_table([each.segments for each in prompts], width, PADDING),
+        segment_names=names,
+        label_positions=moved(given.label_positions, after - counts),
+        label_ends=moved(given.label_ends, after - 1),
+        target_positions=moved(given.target_positions, after - 1),
+        query_start=moved(given.query_start, after - counts),
+        inputs=tuple(each.inputs for each in prompts),
+        pictures=tuple(each.pictures for each in prompts),
+    )
+    check_prompts(changed)
+    ids = zip(demonstrations_ids(changed).tolist(), prompts, strict=True)
+    own = [digest([number, *each.of_set]) if each.of_set else number for number, each in ids]
+    own_ids = torch.tensor(own, device="cpu")
+    return replace(changed, demonstrations_id=own_ids).to(batch.tokens.device)
+
+
+def _prompt(
+    batch: PromptBatch,
+    row: int,
+    names: Sequence[str],
+    writer: _Writer,
+    images: Sequence[Sequence[Any]],
+) -> _Prompt:
+    inside, number = batch.attention_mask[row], int(batch.index[row])
+    before: list[int] = batch.tokens[row, inside].tolist()
+    segments_before: list[int] = batch.segments[row, inside].tolist()
+    places = [k for k, token in enumerate(before) if token == writer.place_id]
+    if number >= len(images) or len(places) != len(images[number]):
+        given = len(images[number]) if number < len(images) else "no list of"
+        raise PromptError(
+            f"prompt {number} has {len(places)} placeholders of images ({writer.place!r} in its "
+            f"text), but {given} images; give for each query the images of its whole prompt, also "
+            "of the demonstrations"
+        )
+    shown = [image_of(image) for image in images[number]]
+    runs, inputs = writer.write(shown)
+    run_of = dict(zip(places, runs, strict=True))
+    tokens, segments, counts, pictures = list[int](), list[int](), list[int](), list[Picture]()
+    for k, token in enumerate(before):
+        run, segment = run_of.get(k, [token]), segments_before[k]
+        if k in run_of:
+            pictures.append(Picture(len(tokens), len(run), _small(shown[len(pictures)])))
+            is_own = segment != PADDING and not of_task(names)
+            segment = segment if is_own else names.index(IMAGE)
+        tokens += run
+        segments += [segment] * len(run)
+        counts.append(len(run))
+    if _encodes_back(writer.processor.tokenizer, before):
+        _refuse_merged(writer, tokens, number)
+    last = len(before)
+    if batch.has_label_words:
+        last = int(batch.label_ends[row].max() - batch.starts[row])
+    of_set = [_digest(image) for place, image in zip(places, shown, strict=True) if place <= last]
+    return _Prompt(tokens, segments, counts, inputs, tuple(pictures), of_set)
+
+
+def _refuse_merged(writer: _Writer, tokens: Sequence[int], number: int) -> None:
+    """Raise an error for tokens that the processor would not write for the text of a prompt."""
+    if not _encodes_back(writer.processor.tokenizer, tokens):
+        raise PromptError(
+            f"in prompt {number} the tokenizer joins the text beside an image with the tokens of "
+            f"the image; write a space before {writer.place!r}, or another text around it"
+        )
+
+
+def _encodes_back(tokenizer: Any, tokens: Sequence[int]) -> bool:
+    text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    again: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return again == list(tokens)
+
+
+def _table(rows: Sequence[Sequence[int]], width: int, padding: int) -> Tensor:
+    padded = [[*row, *[padding] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, device="cpu")
+
+
+def _digest(image: Any) -> int:
+    """A number for the pixels of an image."""
+    pixels = hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()
+    return int.from_bytes(pixels[:7], "big")
+
+
+def _small(image: Any) -> str:
+    """A small copy of an image, as the address that a page loads it from without a file."""
+    copy, written = image.copy(), BytesIO()
+    copy.thumbnail((_SIDE, _SIDE))
+    copy.save(written, "PNG")
+    return f"data:image/png;base64,{b64encode(written.getvalue()).decode()}"

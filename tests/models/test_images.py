@@ -1,0 +1,282 @@
+"""Seven classes of models of images equal plain transformers, on tiny random weights."""
+
+import copy
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import anchorlens as al
+from anchorlens.errors import ModelError, PromptError
+from anchorlens.models import media_tokens
+from anchorlens.models.twin import twin_of
+from anchorlens.passes.shortcuts import why_not_late
+from anchorlens.runs import way
+from tests.references.architecture_row import LINE
+from tests.references.comparison import precise
+from tests.support.asked import ask
+from tests.support.image_models import (
+    MODELS,
+    NEED_TORCHVISION,
+    image_model,
+    picture,
+    written,
+)
+from tests.support.measures import difference, does_not_run
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    name: str
+    model: Any
+    plain: Any
+    processor: Any
+    text: al.PromptBatch
+    batch: al.PromptBatch
+    images: list[list[Any]]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: Any) -> Any:
+    return case_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def llava() -> Case:
+    return case_of("LLaVA")
+
+
+def case_of(name: str, dtype: torch.dtype = torch.float32) -> Case:
+    from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
+
+    weights, processor = image_model(name)
+    weights = weights.to(dtype)
+    plain = copy.deepcopy(weights)
+    with pytest.MonkeyPatch.context() as patch:
+        # Their models need no torchvision, only their processors of videos do.
+        patch.setattr(ArchitectureAdapter, "_check_required_libraries", lambda self: None)
+        model = al.load_model(weights, tokenizer=processor.tokenizer)
+    [text], images = written(processor)
+    [batch] = al.with_images([text], processor, images)
+    return Case(name, model, plain, processor, text, batch, images)
+
+
+def plain_numbers(case: Case, row: int) -> tuple[Tensor, Tensor]:
+    """Logits at the target and saliency of one prompt, of the processor and plain transformers."""
+    tokens = case.text.tokens[row][case.text.attention_mask[row]].tolist()
+    made = case.processor(
+        text=[case.processor.tokenizer.decode(tokens)],
+        images=[case.images[int(case.batch.index[row])]],
+        add_special_tokens=False,
+        return_tensors="pt",
+    )
+    if "pixel_values" in made:
+        made["pixel_values"] = made["pixel_values"].to(case.plain.dtype)
+    output = case.plain(**made, output_attentions=True, use_cache=False)
+    logits, gold = output.logits[:, -1], case.batch.gold[row : row + 1]  # type: ignore[index]
+    loss = cross_entropy(logits[:, case.batch.label_token_ids], gold)
+    slopes = torch.autograd.grad(loss, output.attentions)
+    pairs = zip(output.attentions, slopes, strict=True)
+    return logits[0].detach(), torch.stack([(a * d)[0].sum(0).abs().detach() for a, d in pairs])
+
+
+def logits_of(case: Case, batch: al.PromptBatch, hooks: Any = None) -> Tensor:
+    """The logits of each prompt in the order of the batch."""
+    logits = al.target_logits(case.model, [batch], hooks=hooks, progress=False)
+    return logits[batch.index.argsort().argsort()]
+
+
+def to_images(case: Case) -> Callable[[al.PromptBatch], Any]:
+    def hooks(batch: al.PromptBatch) -> Any:
+        images = al.edges.segment(batch, "image")
+        edges = al.edges.between(batch.attention_mask & ~images, images)
+        return al.block_edges(case.model, batch, edges)
+
+    return hooks
+
+
+def test_logits_and_saliency_are_those_of_plain_transformers(case: Case) -> None:
+    expected = [plain_numbers(case, row) for row in range(3)]
+    results = al.run(case.model, [case.batch], [al.SaliencyFlows()], **QUIET)
+    info = results["saliency_flows"].info
+    assert "prompts have images" in info["shared_prefix"]
+    if case.name == "Gemma 3":  # whose tokens of an image see one another both ways
+        assert info["passes"].startswith("with hooks: prompts have images")
+    else:
+        assert info["passes"] == "native"
+    for way_of_passes in (nullcontext(), twin_of(case.model).suspended()):
+        with way_of_passes:
+            logits = logits_of(case, case.batch)
+            saliency = al.saliency(case.model, case.batch)
+        for row, (of_plain, maps) in enumerate(expected):
+            assert difference(logits[row], of_plain) < 2e-6
+            length = maps.shape[-1]
+            assert difference(saliency[row][:, :length, :length], maps) < 2e-5
+    modules = case.model.original_model.modules()
+    assert all(vars(each).get("rope_deltas") is None for each in modules)  # of Qwen
+
+
+@pytest.mark.published_table
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_the_published_table(name: str, dtype: torch.dtype, request: Any) -> None:
+    with precise(dtype):
+        case = case_of(name, dtype)
+        expected = [plain_numbers(case, row) for row in range(3)]
+        logits, saliency = logits_of(case, case.batch), al.saliency(case.model, case.batch)
+    numbers = {
+        "logits": max(difference(logits[row], expected[row][0]) for row in range(3)),
+        "saliency": max(
+            difference(saliency[row][:, : maps.shape[1], : maps.shape[1]], maps)
+            for row, (_, maps) in enumerate(expected)
+        ),
+    }
+    case_of_table = {
+        "architecture": "Gemma 3 (images)" if name == "Gemma 3" else name,
+        "special": f"images{SPECIAL.get(name, '')}",
+        "line": LINE,
+        "versions": {each: version(each) for each in ("transformer-lens", "transformers", "torch")},
+        "kind": "bridge",
+        "dtype": str(dtype).removeprefix("torch."),
+        "differences": numbers,
+        "native": True,
+    }
+    with Path(request.config.getoption("--matrix-results")).open("a") as file:
+        file.write(json.dumps(case_of_table) + "\n")
+
+
+SPECIAL = {
+    "LLaVA-NeXT": " in tiles",
+    "LLaVA-OneVision": " in tiles",
+    "Idefics 3": " in tiles",
+    "Gemma 3": ", whose tokens see one another",
+    "Qwen2.5-VL": ", whose positions are in rows and columns",
+    "Qwen3-VL": ", as Qwen2.5-VL, also in later layers",
+}
+
+
+def test_without_edges_to_images_logits_do_not_depend_on_pixels(case: Case) -> None:
+    others = [[picture(90 + k, *image.size) for k, image in enumerate(of)] for of in case.images]
+    [batch] = al.with_images([case.text], case.processor, others)
+    assert (logits_of(case, batch) - logits_of(case, case.batch)).abs().max() > 0.1
+    cut = [logits_of(case, each, to_images(case)) for each in (batch, case.batch)]
+    assert cut[0].equal(cut[1])
+
+
+def test_prompts_are_independent_of_one_another_and_of_padding(case: Case) -> None:
+    expected = logits_of(case, case.batch)
+    alone = torch.cat([logits_of(case, case.batch.prompt(row)) for row in range(3)])
+    assert difference(alone, expected) < 2e-6
+    assert logits_of(case, case.batch.padded_left()).equal(expected)
+    permuted = [case.batch.prompts(2, 3), case.batch.prompts(0, 2)]
+    logits = al.target_logits(case.model, permuted, progress=False)
+    assert difference(logits, expected[case.batch.index.argsort()]) < 2e-6
+
+
+def test_late_starts_sweeps_steps_and_checkpoints_hold(llava: Case) -> None:
+    model, batch = llava.model, llava.batch
+    assert not why_not_late(model, 2)
+
+    def edges(each: al.PromptBatch) -> Any:
+        images = al.edges.segment(each, "image")
+        return al.edges.between(each.attention_mask & ~images, images)
+
+    sweep = ask(model, [batch], al.EdgeSweep(edges, {"deep": al.Site(2)}), **QUIET)
+    cut = logits_of(llava, batch, lambda each: al.block_edges(model, each, edges(each), al.Site(2)))
+    clean = logits_of(llava, batch).log_softmax(-1)
+    kl = (clean.exp() * (clean - cut.log_softmax(-1))).sum(-1).mean()
+    assert float(sweep.kl[0]) == pytest.approx(float(kl), rel=1e-4)
+    whole, again = (
+        al.run(model, [batch], [al.SaliencyFlows()], gradient_checkpointing=on, **QUIET)
+        for on in (False, True)
+    )
+    assert difference(again["saliency_flows"].flows, whole["saliency_flows"].flows) < 1e-5
+
+
+def test_long_prompts_have_whole_patterns(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = al.run(llava.model, [llava.batch], [al.SaliencyFlows()], **QUIET)
+    monkeypatch.setattr(way, "LARGE", 0)
+    results = al.run(llava.model, [llava.batch], [al.SaliencyFlows()], **QUIET)
+    assert (
+        "whole patterns, because prompts have images" in results["saliency_flows"].info["attention"]
+    )
+    assert difference(results["saliency_flows"].flows, expected["saliency_flows"].flows) < 1e-6
+
+
+REFUSED: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
+    "compress": lambda m, b: al.compress(m, b),
+    "prefix effect": lambda m, b: al.run(m, [b], [al.PrefixEffect()], **QUIET),
+    "context": lambda m, b: ask(m, [b], al.ContextComparison({"no": NONE}), **QUIET),
+    "hard prompt": lambda m, b: al.contexts.hard_prompts.of_tokens(m, [300], held_out=[b]),
+    "words": lambda m, b: al.saliency(m, b, loss=al.losses.word_cross_entropy()),
+}
+NONE = al.contexts.NoContext()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_goes_on_from_a_cache_is_refused(name: str, llava: Case) -> None:
+    with pytest.raises(al.AnchorlensError, match="Prompts with images run whole"):
+        REFUSED[name](llava.model, llava.batch)
+
+
+def test_text_is_not_removed_from_prompts_with_images(llava: Case) -> None:
+    with pytest.raises(PromptError, match=r"cut the edges from it with al\.removal\.edges"):
+        al.removal.text(llava.model, llava.batch, al.edges.demonstration(llava.batch, 0))
+
+
+def test_a_prompt_that_lacks_its_image_is_refused(llava: Case) -> None:
+    _, *rest = llava.batch.inputs
+    with (
+        pytest.raises(PromptError, match=r"prompt 0 holds the token .* came without the image"),
+        does_not_run(llava.model),
+    ):
+        al.target_logits(llava.model, [replace(llava.batch, inputs=({}, *rest))], progress=False)
+    with pytest.raises(PromptError, match=r"prompt 0 holds the token .* came without the image"):
+        al.target_logits(llava.model, [replace(llava.batch, inputs=())], progress=False)
+
+
+def test_line_3_of_transformer_lens_takes_no_images(
+    llava: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media_tokens, "installed_version", lambda name: "3.9.0")
+    with pytest.raises(PromptError, match="images need transformer-lens 4"):
+        al.target_logits(llava.model, [llava.batch], progress=False)
+
+
+def test_models_of_texts_take_no_images(gpt2: Any, llava: Case) -> None:
+    with pytest.raises(PromptError, match="takes none; load a model of images"):
+        al.target_logits(
+            gpt2, [replace(llava.batch, tokens=llava.batch.tokens.clamp(max=99))], progress=False
+        )
+
+
+@pytest.mark.parametrize("name", NEED_TORCHVISION)
+def test_models_that_need_torchvision_say_which(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    weights, processor = image_model(name)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *o: None if n == "torchvision" else found(n, *o)
+    )
+    with pytest.raises(ModelError, match=r"torchvision.* of the same build as your torch"):
+        al.load_model(weights, tokenizer=processor.tokenizer)
+
+
+def test_a_folder_of_a_model_of_images_is_loaded(llava: Case, tmp_path: Any) -> None:
+    llava.plain.save_pretrained(tmp_path)
+    llava.processor.save_pretrained(tmp_path)
+    model = al.load_model(tmp_path, device="cpu")
+    logits = al.target_logits(model, [llava.batch], progress=False)
+    expected = al.target_logits(llava.model, [llava.batch], progress=False)
+    assert difference(logits, expected) < 1e-6
