@@ -289,7 +289,7 @@ def _examples(
     if missing:
         raise DataError(
             f"{source} has the columns {list(columns)}, but not {missing}; name the right ones "
-            f"(text= and label=) or rename them{nested_fields(columns)}"
+            f"(text= and label=) or rename them{nested_fields(columns, source)}"
         )
     known = None if classes is None else list(classes)  # a list, because labels can be unhashable
     others = "an integer from 0; list others with classes="

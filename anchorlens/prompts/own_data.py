@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ..errors import DataError, PromptError
 from ..printable import printable
 from .chat import ChatTask
-from .datafiles import nested_fields, read_columns
+from .datafiles import classes_in, nested_fields, read_columns
 from .tasks import Task
 
 _MOST_CLASSES = 100
@@ -96,9 +96,9 @@ def layout_of(path: Path, text: str | None = None, label: str | None = None) -> 
         found = "; ".join(f"{name} ({len(_counts(columns[name]))})" for name in columns)
         raise DataError(
             f"{path}: {'; '.join(problems)}. Columns, with how many different values: {found}"
-            f"{nested_fields(columns)}"
+            f"{nested_fields(columns, path)}"
         )
-    values = read_columns(path, label)[label]  # a whole number is read as one there
+    values = classes_in(columns, label, path)
     counts = sorted(_counts(values).items(), key=lambda each: (isinstance(each[0], str), each[0]))
     return Layout(
         text,

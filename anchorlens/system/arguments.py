@@ -34,8 +34,10 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-def checked(function: Checked) -> Checked:
+def checked(function: Checked, described: Any = None) -> Checked:
     """A function or class whose arguments are compared with its annotations at each call.
+
+    ``described`` has the docstring that describes them, if the function itself has not.
 
     Examples:
         >>> @checked
@@ -46,13 +48,8 @@ def checked(function: Checked) -> Checked:
         anchorlens.errors.ArgumentError: times of repeated must be a whole number; got '2' (a str)
     """
     if inspect.isclass(function):
-        function.__init__ = _checked(function.__init__, function)  # type: ignore[method-assign]
+        function.__init__ = checked(function.__init__, function)  # type: ignore[method-assign]
         return function
-    return _checked(function, function)
-
-
-def _checked(function: Checked, described: Any) -> Checked:
-    """A function that compares its arguments; a class has their description for its ``__init__``."""
     signature = inspect.signature(function)
     name = function.__qualname__.removesuffix(".__init__")
     fitting: set[Any] = set()  # types of arguments that fit, where types decide; for speed
@@ -65,7 +62,7 @@ def _checked(function: Checked, described: Any) -> Checked:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            _refuse_unknown(name, signature, described.__doc__ or "", kwargs)
+            _refuse_unknown(name, signature, (described or function).__doc__ or "", kwargs)
             return function(*args, **kwargs)  # Python says which argument is missing
         _refuse_no_folder(name, bound.arguments.get("folder"))
         types_decide = "folder" not in bound.arguments
@@ -129,9 +126,7 @@ def _refuse_unknown(
         meant = get_close_matches(word, names, 1) or sorted(places, key=lambda key: places[key])
         text = texts.get(meant[0], "") if meant else ""
         cure = f"write {meant[0]}={f' ({text})' * bool(text)}; it takes" if meant else "it takes"
-        raise ArgumentError(
-            f"{name} has no argument {word!r}; {cure} {', '.join(names) or 'no arguments'}"
-        )
+        raise ArgumentError(f"{name} has no argument {word!r}; {cure} {', '.join(names)}")
 
 
 @cache
@@ -316,7 +311,7 @@ def _as_tensor(value: Any, hint: Any) -> Any:
     is_list = isinstance(value, list | tuple)
     is_array = is_list or type(value).__module__ == "numpy"
     cure = "; convert it with torch.as_tensor" if is_array else ""
-    if is_list and "bool" in getattr(hint, "dtypes", ()) and hint.dim_str in _EDGES:
+    if is_list and hint.__name__.startswith("Bool") and hint.dim_str in _EDGES:
         cure = "; write edges by number as al.edges.pairs(batch, [(query, key), ...])"
     return _require(value, torch is not None and isinstance(value, torch.Tensor), cure)
 

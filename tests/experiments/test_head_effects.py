@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, StoreError
+from anchorlens.errors import AnchorlensError, HookError, StoreError
 from anchorlens.passes import shared_prefix
 from tests.references import states
 from tests.support.measures import assert_same, does_not_run, hooks_on
@@ -158,11 +158,19 @@ def test_a_run_resumes_and_refuses_other_prompts(gpt2: Any, tmp_path: Path) -> N
     ("outputs", "site", "message"),
     [
         ((3, 2, 12), [], "layers must be .*got none"),
-        ((3, 2, 12), [(0, 1)], r"got \[\(0, 1\)\] \(a list\); write al.Site.of_heads\(\[\(0, 1\)\]\)"),
+        (
+            (3, 2, 12),
+            [(0, 1)],
+            r"got \[\(0, 1\)\] \(a list\); write al.Site.of_heads\(\[\(0, 1\)\]\)",
+        ),
         ((3, 2, 12), al.Site(3, 0), r"layers must be numbers from 0 to 2.*got \[3\]"),
         ((3, 2, 12), al.Site(0, 2), r"heads must be numbers from 0 to 1.*got \[2\]"),
         ((3, 2, 12), al.Site(0, 0, keep_bos=True), "replace_heads cuts no edges"),
-        ((2, 2, 12), al.Site(0, 0), r"beginning with \(3, 2\); got torch.float32 of the shape \(2,"),
+        (
+            (2, 2, 12),
+            al.Site(0, 0),
+            r"beginning with \(3, 2\); got torch.float32 of the shape \(2,",
+        ),
     ],
 )
 def test_heads_that_cannot_be_replaced(outputs: Any, site: Any, message: str, gpt2: Any) -> None:
