@@ -227,25 +227,24 @@ def nested_fields(columns: Columns, source: str | Path) -> str:
     }
     if not any(nested.values()):
         return ""
-    path = Path(source)
-    read, write = "rows", ""
+    path, flat = Path(source), str(Path(source).with_suffix("")) + "-flat"
+    read, write = "", ""
     if READERS.get(path.suffix.lower()) is _json:
-        lines = ", lines=True" * (not path.read_bytes().lstrip(b" \t\r\n").startswith(b"["))
-        read = f"pandas.read_json({str(path)!r}{lines}, dtype=False).to_dict('records')"
-        write = f".to_json({str(_flat(path))!r}, orient='records'{lines})"
+        opened = f"open({str(path)!r}, encoding='utf-8-sig')"
+        is_array = path.read_bytes().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        rows = f"[json.loads(line) for line in {opened} if line.strip()]"
+        read = f"import json, pandas; rows = {f'json.load({opened})' if is_array else rows}; "
+        lines = ", lines=True" * (not is_array)
+        write = f".to_json({flat + path.suffix!r}, orient='records'{lines})"
     elif READERS.get(path.suffix.lower()) is _parquet:
-        read = f"pandas.read_parquet({str(path)!r}).to_dict('records')"
-        write = f".to_parquet({str(_flat(path))!r})"
+        read = f"import pandas; rows = pandas.read_parquet({str(path)!r}).to_dict('records'); "
+        write = f".to_parquet({flat + path.suffix!r})"
     first = next(filter(None, nested.values()))
     return (
         f". The fields inside {', '.join(name for name, field in nested.items() if field)} are "
-        f"nested and cannot be read. This makes each a column, of which the first is {first!r}: "
-        f"pandas.json_normalize({read}){write}"
+        f"nested and cannot be read. This line of Python makes each a column, of which the first is "
+        f"{first!r}: {read}pandas.json_normalize(rows){write}"
     )
-
-
-def _flat(path: Path) -> Path:
-    return path.with_name(f"{path.stem}-flat{path.suffix}")
 
 
 def _short(value: Any) -> str:
