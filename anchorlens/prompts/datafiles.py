@@ -25,7 +25,9 @@ _NO_TEXT = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 _WIDE = {"UTF-16LE": "utf-16-le", "UTF-16BE": "utf-16-be"}
 _NARROW = {"WINDOWS-1252": "cp1252", "MACINTOSH": "mac_roman"}
 # Letters with accents inside words, and marks, as they stand in texts that are read rightly.
-_WRITTEN = re.compile(r"[a-zß-öø-ÿœ][ß-öø-ÿœ’]|[À-ÖØ-ÿœ’][a-zß-öø-ÿœ]|[“”„«»–€]")
+_WRITTEN = re.compile(
+    r"[a-zß-öø-ÿœ][ß-öø-ÿœ\u2019]|[À-ÖØ-ÿœ\u2019][a-zß-öø-ÿœ]|[\u201c\u201d\u201e«»\u2013€]"
+)
 # The first bytes of compressed files, and what unpacks them.
 _PACKED = {b"\x1f\x8b": "gunzip", b"PK": "unzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz"}
 # At most 18 digits, so that a number fits 64 bits: Python raises an error for very long ones.
@@ -230,19 +232,20 @@ def nested_fields(columns: Columns, source: str | Path) -> str:
     path, flat = Path(source), str(Path(source).with_suffix("")) + "-flat"
     read, write = "", ""
     if READERS.get(path.suffix.lower()) is _json:
-        opened = f"open({str(path)!r}, encoding='utf-8-sig')"
+        text = f"pathlib.Path({str(path)!r}).read_text('utf-8-sig')"
         is_array = path.read_bytes().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-        rows = f"[json.loads(line) for line in {opened} if line.strip()]"
-        read = f"import json, pandas; rows = {f'json.load({opened})' if is_array else rows}; "
-        lines = ", lines=True" * (not is_array)
-        write = f".to_json({flat + path.suffix!r}, orient='records'{lines})"
+        lines = f"[json.loads(line) for line in {text}.split('\\n') if line.strip()]"
+        rows = f"json.loads({text})" if is_array else lines
+        read = f"import json, pandas, pathlib; rows = {rows}; "
+        by_line = ", lines=True" * (not is_array)
+        write = f".to_json({flat + path.suffix!r}, orient='records'{by_line})"
     elif READERS.get(path.suffix.lower()) is _parquet:
         read = f"import pandas; rows = pandas.read_parquet({str(path)!r}).to_dict('records'); "
         write = f".to_parquet({flat + path.suffix!r})"
     first = next(filter(None, nested.values()))
     return (
         f". The fields inside {', '.join(name for name, field in nested.items() if field)} are "
-        f"nested and cannot be read. This line of Python makes each a column, of which the first is "
+        f"nested and cannot be read. This line of Python makes each a column, the first of them "
         f"{first!r}: {read}pandas.json_normalize(rows){write}"
     )
 

@@ -27,9 +27,9 @@ _MOST_CLASSES = 100
 _FEW_GAPS = 0.05  # of the rows; a column with more of them says something of some rows only
 _CELLS = str | int | float | None
 # Words that say nothing of a class where others are left out or come after them.
-_SAY_NOTHING = frozenset(
-    "a all an and any are as at be by for from in is it its my no non not of off on or other our "
-    "out over per than that the their this to under up via with without your".split()
+_SAY_NOTHING = (
+    " a all an and any are as at be by for from in is it its my no non not of off on or other our "
+    "out over per than that the their this to under up via with without your "
 )
 # Names of columns, in the order in which they are taken; other names come after these.
 _TEXTS = ("text", "sentence", "review", "message", "body", "content", "question", "description")
@@ -244,7 +244,7 @@ def words_that_say_nothing(entries: Mapping[str, Any]) -> list[str]:
 
 
 def _says_nothing(word: str) -> bool:
-    return word.lower() in _SAY_NOTHING or (len(word) == 1 and word.isalpha())
+    return f" {word.lower()} " in _SAY_NOTHING or (len(word) == 1 and word.isalpha())
 
 
 def _first_token(tokenizer: Any, before: str, word: str) -> int | None:
