@@ -65,6 +65,33 @@ class Site:
     keep_bos: bool = False
     renormalize: bool = True
 
+    @classmethod
+    @checked
+    def of_heads(cls, heads: Iterable[tuple[int, int]]) -> "Site":
+        """The site of single heads, given as (layer, head).
+
+        Raises:
+            HookError: There is no head.
+
+        Examples:
+            >>> al.Site.of_heads([(0, 1), (2, 0), (2, 1)]).heads
+            {0: [1], 2: [0, 1]}
+        """
+        by_layer: dict[int, list[int]] = {}
+        for layer, head in heads:
+            by_layer.setdefault(layer, []).append(head)
+        if not by_layer:
+            raise HookError("there is no head; give a list of (layer, head)")
+        return cls(heads=by_layer)
+
+    @staticmethod
+    def _in_place_of(value: Any) -> str:
+        """What to write in place of a list of heads."""
+        are_pairs = isinstance(value, list | tuple) and all(
+            isinstance(each, tuple | list) and len(each) == 2 for each in value
+        )
+        return f"write al.Site.of_heads({value!r})" if are_pairs and value else ""
+
     def __post_init__(self) -> None:
         if isinstance(self.heads, Mapping) and self.layers is not None:
             raise HookError(
@@ -236,12 +263,7 @@ def detach_heads(model: HookedModel, site: SiteOrLayers = EVERYWHERE) -> list[Ho
         ...     hooks=lambda batch: al.detach_heads(model, al.Site(1, heads=0)))
     """
     require_prepared(model)
-    where = as_site(site)
-    if where.keep_bos or not where.renormalize:
-        raise HookError(
-            "detach_heads cuts no edges, so that it neither keeps BOS nor acts after the softmax; "
-            f"give al.Site(layers, heads); got {where}"
-        )
+    where = _site_of_heads("detach_heads", site)
     numbers = where.layers_of(model)
     require_separate_heads(model, numbers)
     return [
@@ -255,7 +277,7 @@ def replace_heads(
     model: HookedModel,
     batch: PromptBatch,
     outputs: Float[Tensor, "layer head d_head"],
-    heads: Iterable[tuple[int, int]],
+    site: SiteOrLayers = EVERYWHERE,
 ) -> list[Hook]:
     """Hooks that replace what heads give out at the target, before the output projection.
 
@@ -267,20 +289,22 @@ def replace_heads(
         outputs: What is written, for every head of the model: a mean over other prompts
             (``HeadEffectsRecord.outputs``), or zeros to cut heads. Where layers have heads of
             several widths (Gemma 4), zeros follow the numbers of narrow heads.
-        heads: The heads that are replaced, (layer, head) each; negative numbers count from the end.
+        site: Layers, or an ``al.Site`` with heads, such as ``al.Site.of_heads([(0, 1), (2, 0)])``;
+            all layers and heads by default.
 
     Returns:
         Hooks for ``run_with_hooks``, one for each layer that has such a head.
 
     Raises:
-        HookError: A layer or head does not exist, there is none, or ``outputs`` do not fit.
+        HookError: A layer or head does not exist, ``outputs`` do not fit, or the site has
+            ``keep_bos`` or ``renormalize=False``, which say how edges are cut.
         PromptError: The prompts do not fit the model.
         ModelError: As for ``detach_heads``, or the value biases of the model are folded: its heads
             give out other numbers then.
 
     Examples:
         >>> zeros = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
-        >>> cut = al.replace_heads(model, batch, zeros, [(0, 1), (2, 0)])
+        >>> cut = al.replace_heads(model, batch, zeros, al.Site.of_heads([(0, 1), (2, 0)]))
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
     """
     require_prepared(model)
@@ -293,15 +317,14 @@ def replace_heads(
             "outputs must have the shape (layer, head, d_head), beginning with "
             f"{(n_layers, n_heads)}; got {described(outputs)}"
         )
-    sites = [Site(layer, head) for layer, head in heads]
-    pairs = [(site.layers_of(model)[0], site.heads_of(model, 0)[0]) for site in sites]
-    if not pairs:
-        raise HookError("there is no head to replace; give a list of (layer, head)")
-    require_separate_heads(model, [layer for layer, _ in pairs])
+    where = _site_of_heads("replace_heads", site)
+    numbers = where.layers_of(model)
+    heads = {layer: where.heads_of(model, layer) for layer in numbers}
+    require_separate_heads(model, numbers)
     rows = torch.arange(len(batch), device=batch.tokens.device)[:, None]
 
     def hook_of(layer: int) -> Hook:
-        chosen = sorted({head for of_layer, head in pairs if of_layer == layer})
+        chosen = heads[layer]
 
         def replace_outputs(z: Tensor, hook: Any) -> Tensor:
             by_head = separate_heads(z, n_heads).clone()
@@ -317,7 +340,7 @@ def replace_heads(
 
         return z_name(layer), TargetHook(replace_outputs, batch.tokens)
 
-    return [hook_of(layer) for layer in sorted({layer for layer, _ in pairs})]
+    return [hook_of(layer) for layer in numbers]
 
 
 @checked
@@ -502,6 +525,17 @@ def _isolate(
 
 def as_site(site: SiteOrLayers) -> Site:
     return site if isinstance(site, Site) else Site(site)
+
+
+def _site_of_heads(name: str, site: SiteOrLayers) -> Site:
+    """The site of a function that acts on the outputs of heads."""
+    where = as_site(site)
+    if where.keep_bos or not where.renormalize:
+        raise HookError(
+            f"{name} cuts no edges, so that it neither keeps BOS nor acts after the softmax; "
+            f"give al.Site(layers, heads); got {where}"
+        )
+    return where
 
 
 def _checked_edges(

@@ -74,7 +74,8 @@ def main() -> None:
     batches = prompts(held_out)
     everything: dict[str, list[Any]] = {"none": []} | chosen
     for name, heads in everything.items():
-        cut = partial(al.replace_heads, model, outputs=effects.outputs, heads=heads)
+        site = al.Site.of_heads(heads) if heads else al.Site()
+        cut = partial(al.replace_heads, model, outputs=effects.outputs, site=site)
         metrics = [al.Accuracy(), al.Loyalty()] if heads else [al.Accuracy()]
         results = al.run(model, batches, metrics, hooks=cut if heads else None)
         text = f"{name} at their means: accuracy {results['accuracy'].estimate('accuracy'):.2f}"

@@ -5,6 +5,7 @@ Nothing runs, because an argument is refused before the function begins.
 """
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -120,6 +121,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 FUNCTIONS = public_functions()
+api: Any = al  # for calls with wrong arguments
 
 
 def is_checked(function: Callable[..., Any]) -> bool:
@@ -308,10 +310,85 @@ def test_labels_of_a_table_are_those_of_examples() -> None:
     drawn = al.sample_demonstrations(setup.demos, seed=seed)
     for table in tables:
         assert al.sample_demonstrations(table, seed=3) == drawn
-    with pytest.raises(
-        al.AnchorlensError, match=r"columns are text and label; got .*rename or drop"
-    ):
-        al.sample_demonstrations(tables[0].assign(source="x"))
+    assert al.sample_demonstrations(tables[0].assign(source="x"), seed=3) == drawn
+    for other in (tables[0].rename(columns={"label": "kind"}), tables[0][["label"]]):
+        with pytest.raises(
+            al.AnchorlensError, match=r"its columns text and label; got .*load_exam"
+        ):
+            al.sample_demonstrations(other)
+    # Texts are examples without a class.
+    assert al.sample_queries(["a", "a"], 1) == [al.Example("a")]
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        (
+            al.block_edges,
+            "layers",
+            r"write site= \(Layers, or an al.Site with .*; it takes model, ",
+        ),
+        (al.isolate_labels, "layer", r"write site= \(Layers"),
+        (al.replace_heads, "layers", r"write site= \(Layers"),
+        (al.EdgeSweep, "layers", r"write sites= \(Layers and heads"),
+        (al.Site, "head", r"write heads= \(Heads"),
+        (al.Site.of_heads, "pairs", r"of_heads has no argument 'pairs'; it takes heads$"),
+        (al.sample_prompts, "seed", "write seeds="),
+        (al.sample_prompts, "n", r"'n'; it takes model, task, examples, queries, shots, seeds, ba"),
+        (al.load_model, "model", "write source="),
+    ],
+)
+def test_an_unknown_argument_names_the_one_that_is_meant(
+    function: Any, given: str, message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=rf"has no argument '{given}'; ") as error:
+        function(**{given: 0})
+    assert re.search(message, str(error.value))
+
+
+def test_every_public_function_refuses_an_unknown_argument() -> None:
+    for function in FUNCTIONS.values():
+        kinds = {each.kind for each in inspect.signature(function).parameters.values()}
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            with pytest.raises(ArgumentError, match=r"has no argument 'no_such'; "):
+                function(no_such=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "cure"),
+    [
+        (
+            lambda model: api.saliency(model, "a text"),
+            r"write al.build_segments\(model.tokenizer, ",
+        ),
+        (
+            lambda model: api.run(model, ["a text"], []),
+            r"write al.build_segments\(model.tokenizer, ",
+        ),
+        (
+            lambda model: api.saliency(model, torch.ones(1, 3)),
+            r"write al.PromptBatch.from_segments\(tok",
+        ),
+        (
+            lambda model: api.block_edges(model, scene_without_warnings().batch, [(3, 1)]),
+            r"write edges by number as al.edges.pairs",
+        ),
+        (lambda _: api.edges.between([3], [1]), r"write edges by number as al.edges.pairs"),
+        (lambda _: api.PromptBatch.from_segments([[3]]), r"convert it with torch.as_tensor"),
+        (
+            lambda _: api.sample_prompts(None, "sst2", "a.csv"),
+            r"read it: al.load_examples\('a.csv'\)",
+        ),
+        (
+            lambda _: api.sample_prompts(None, "sst2", "sst2"),
+            r"read it: al.load_examples\('sst2'\)",
+        ),
+        (lambda _: api.sample_queries({"train": []}, 1), "give its rows: one of several splits"),
+    ],
+)
+def test_what_stands_in_place_of_an_argument_has_its_cure(call: Any, cure: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"got .*; {cure}"):
+        call(scene_without_warnings().model)
 
 
 @pytest.mark.parametrize(

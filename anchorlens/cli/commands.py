@@ -70,6 +70,10 @@ def _stoppable(function: Callable[[C], None]) -> Callable[[C], None]:
         number = 0
         try:
             with signals_raise():
+                if not was_launched():
+                    from .tasks import check_data
+
+                    check_data(options)
                 function(options)
         except Stopped as stop:
             number = stop.number

@@ -24,7 +24,7 @@ from ..prompts.task_file import COLUMNS, entries_of, examples_of, read_entries, 
 from ..prompts.tasks import TASKS, Task
 from ..system.files import write_text
 from ..system.processes import is_main
-from .options import OfTask, full_command
+from .options import Faithfulness, OfTask, full_command
 from .wording import in_words_of_the_command
 
 
@@ -132,6 +132,15 @@ def chosen_tasks(names: Sequence[str] | None, options: OfTask, shots: int = 1) -
     if twice := sorted({name for name in folders if folders.count(name) > 1}):
         raise DataError(f"two task files are named {twice[0]}, and so would be their folders")
     return chosen
+
+
+def check_data(options: Any) -> None:
+    """Raise the errors of a data file that stands alone, before PyTorch is imported."""
+    data, task = getattr(options, "data", None), getattr(options, "task", None)
+    if data is None or data.is_dir() or task or getattr(options, "tasks", None):
+        return
+    if not (isinstance(options, Faithfulness) and documents_of(options)):
+        chosen_tasks(None, options, getattr(options, "shots", 1))
 
 
 def documents_of(options: OfTask) -> list[Pieces] | None:

@@ -27,7 +27,10 @@ _OPTIONS = {
     "text=": "--text-column",
     "top=": "--top",
 }
-_ONLY_IN_PYTHON = r", or (resamples=0 for no intervals|AnchorDistances\(directions=\d+\))"
+_ONLY_IN_PYTHON = (
+    r", or (resamples=0 for no intervals|AnchorDistances\(directions=\d+\)"
+    r"|build_prompts\(.*?drop_too_long=True\))"
+)
 # What needs less memory, by the option that does it.
 _NEEDS_LESS_MEMORY = {
     "--dtype": "a smaller --dtype",

@@ -27,7 +27,7 @@ from ..prompts.build import build_prompts, build_segments
 from ..prompts.demonstration_sets import Draw, draws_of
 from ..prompts.documents import ANSWER, QUESTION, Pieces
 from ..prompts.examples import Example
-from ..prompts.own_data import in_toml
+from ..prompts.own_data import in_toml, label_words, words_that_say_nothing
 from ..prompts.sampled import prompts_of_draws
 from ..replication.figures import paper_figures
 from ..replication.models_compared import across_models
@@ -43,6 +43,7 @@ from ..runs.store import forget_run
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
+from ..system.warn import warn_user
 from .analysis import analysed, file_name, forget_analysis, make_folders, pictures
 from .before_weights import check_depth, check_length, checked_tokenizer
 from .options import (
@@ -435,10 +436,18 @@ def _settled(
             output.note(
                 f"{options.data}: {len(each.examples.pool)} rows, understood as\n"
                 + indent(in_toml(each.entries), "  ")
+                + label_words(each.entries)
                 + f"{each.columns[:1].upper()}{each.columns[1:]}.\n"
                 + f"This is {path}; change it there, and run\n"
                 + f"  {each.command(command, settled, options.out)}"
             )
+            if empty := words_that_say_nothing(each.entries):
+                named = ", ".join(map(repr, empty[:5])) + ", ..." * (len(empty) > 5)
+                warn_user(
+                    f"the label words {named} begin with a word that says "
+                    f"nothing of their class, and this word is what the model predicts; write "
+                    f"others into labels of {path}"
+                )
     return settled, final
 
 

@@ -208,7 +208,7 @@ class EdgeSweep(Question):
 
     Args:
         edges: Function of a batch to the edges to cut, as those of ``al.edges``.
-        sites: Where to cut, by name: from functions of ``al.sites``, or written by hand.
+        sites: Layers and heads to cut in, by name: from functions of ``al.sites``, or by hand.
         control: Function (batch, edges, seed) to as many random edges, the same in all layers:
             ``al.edges.random_keys`` has other keys for the same queries, ``al.edges.random_edges``
             any other edges of the prompt, for sets that leave their queries too few other keys.

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..hooks import replace_heads
+from ..hooks import Site, replace_heads
 from ..metrics.predictions import require_gold
 from ..metrics.question import Further, Question
 from ..models.head_outputs import require_separate_heads, separate_heads
@@ -116,7 +116,8 @@ class HeadEffectsRecord(Record):
             >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
             >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
             >>> writers = record.largest(3).query("sign > 0")[["layer", "head"]].values.tolist()
-            >>> cut = al.replace_heads(model, batch, torch.zeros_like(record.outputs), writers)
+            >>> zeros, site = torch.zeros_like(record.outputs), al.Site.of_heads(writers)
+            >>> cut = al.replace_heads(model, batch, zeros, site)
         """
         check_from_1(MetricError, count=count)
         table = self.to_frame().query("quantity == 'effect'").rename(columns={"value": "effect"})
@@ -250,7 +251,7 @@ class HeadEffects(Question):
     def _replaced(
         self, model: HookedModel, layer: int, head: int, batch: PromptBatch
     ) -> Sequence[Hook]:
-        return replace_heads(model, batch, self.outputs, [(layer, head)])
+        return replace_heads(model, batch, self.outputs, Site(layer, head))
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """The log-odds of the right answer, clean and with each head replaced."""

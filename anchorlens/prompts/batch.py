@@ -91,6 +91,15 @@ class PromptBatch:
     inputs: tuple[Mapping[str, Tensor], ...] = ()
     pictures: tuple[tuple[Picture, ...], ...] = ()
 
+    @staticmethod
+    def _in_place_of(value: Any) -> str:
+        """What to write in place of a text or of tokens."""
+        if isinstance(value, str):
+            return "write al.build_segments(model.tokenizer, [text])"
+        if isinstance(value, Tensor):
+            return "write al.PromptBatch.from_segments(tokens)"
+        return ""
+
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
@@ -395,9 +404,9 @@ class PromptBatch:
         cls,
         tokens: Int[Tensor, "batch position"],
         *,
-        label_positions: Int[Tensor, "batch anchor"] | Sequence[Sequence[int]],
-        label_classes: Int[Tensor, "batch anchor"] | Sequence[Sequence[int]],
-        label_token_ids: Int[Tensor, " class"] | Sequence[int] | Verbalizer,
+        label_positions: Int[Tensor, "batch anchor"] | Sequence[Sequence[int]] | None = None,
+        label_classes: Int[Tensor, "batch anchor"] | Sequence[Sequence[int]] | None = None,
+        label_token_ids: Int[Tensor, " class"] | Sequence[int] | Verbalizer | None = None,
         gold: Int[Tensor, " batch"] | Sequence[int] | None = None,
         attention_mask: Int[Tensor, "batch position"]
         | Bool[Tensor, "batch position"]
@@ -409,7 +418,8 @@ class PromptBatch:
 
         Args:
             tokens: Token ids, padded on either side.
-            label_positions: Position of each label word, in order of appearance.
+            label_positions: Position of each label word, in order of appearance. Without label
+                words leave this, the next two and gold out: it is ``from_segments(tokens)`` then.
             label_classes: Class of each label word.
             label_token_ids: First token of each class's label word, all different; an
                 ``al.prompts.Verbalizer`` where classes have several words.
@@ -435,6 +445,19 @@ class PromptBatch:
             >>> batch.target_positions.tolist()
             [5]
         """
+        of_words = (label_positions, label_classes, label_token_ids)
+        if all(each is None for each in (*of_words, gold)):
+            return cls.from_segments(
+                tokens,
+                attention_mask=attention_mask,
+                target_positions=target_positions,
+                begins_with_bos=begins_with_bos,
+            )
+        if label_positions is None or label_classes is None or label_token_ids is None:
+            raise PromptError(
+                "label words are label_positions, label_classes and label_token_ids together; give "
+                "all three, or neither these nor gold"
+            )
         if not isinstance(label_token_ids, Verbalizer):
             label_token_ids = Verbalizer([[int(token)] for token in label_token_ids])
         batch = as_batch(

@@ -9,7 +9,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -78,11 +78,11 @@ def build_prompts(
     """
     check_tokenizer(tokenizer, batch_size)
     check_from_1(PromptError, max_length=max_length)
-    sets = demonstrations_by_query(task, demonstrations, queries)
+    examples = cast(Sequence[Example], queries)  # a text became one in @checked
+    sets = demonstrations_by_query(task, demonstrations, examples)
     control = task.control_tokens(tokenizer)
     words_of_classes = chain.from_iterable(task.words)
     refuse_control_tokens(tokenizer, control._replace(cure=""), *words_of_classes)
-    examples = [Example(query) if isinstance(query, str) else query for query in queries]
     written: list[WrittenPrompt] = []
     for index, (demos, query) in enumerate(zip(sets, examples, strict=True)):
         pieces = task.write(tokenizer, demos, query.text)

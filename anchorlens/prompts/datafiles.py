@@ -20,7 +20,14 @@ Columns = Mapping[str, Sequence[Any]]
 _EXAMPLE = '{"text": "...", "label": 0}'
 _LINE_END = r"\r\n|\r|\n"
 # Characters that no text of a data file has: control characters, but for tabs and line ends.
-_NO_TEXT = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
+_NO_TEXT = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")
+# What a file may be that is not UTF-8, by the names of iconv and of Python; the likeliest first.
+_WIDE = {"UTF-16LE": "utf-16-le", "UTF-16BE": "utf-16-be"}
+_NARROW = {"WINDOWS-1252": "cp1252", "MACINTOSH": "mac_roman"}
+# Letters with accents inside words, and marks, as they stand in texts that are read rightly.
+_WRITTEN = re.compile(
+    r"[a-zß-öø-ÿœ][ß-öø-ÿœ\u2019]|[À-ÖØ-ÿœ\u2019][a-zß-öø-ÿœ]|[\u201c\u201d\u201e«»\u2013€]"
+)
 # The first bytes of compressed files, and what unpacks them.
 _PACKED = {b"\x1f\x8b": "gunzip", b"PK": "unzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz"}
 # At most 18 digits, so that a number fits 64 bits: Python raises an error for very long ones.
@@ -51,13 +58,16 @@ def read_columns(path: Path, label: str) -> Columns:
         ) from error
     columns = READERS[suffix](data, path)
     refuse_no_rows(columns, path)
-    if READERS[suffix] is _csv and label in columns:
-        cells = columns[label]
-        columns = {
-            **columns,
-            label: [int(cell) if cell and _INTEGER.fullmatch(cell) else cell for cell in cells],
-        }
-    return columns
+    return {**columns, label: classes_in(columns, label, path)} if label in columns else columns
+
+
+def classes_in(columns: Columns, label: str, path: Path) -> Sequence[Any]:
+    """The cells of the column of the classes; in csv, whole numbers become integers."""
+    cells = columns[label]
+    if READERS[path.suffix.lower()] is not _csv:
+        return cells
+    is_text = (isinstance(cell, str) and _INTEGER.fullmatch(cell) for cell in cells)
+    return [int(cell) if number else cell for cell, number in zip(cells, is_text, strict=True)]
 
 
 def refuse_no_rows(columns: Columns, source: str | Path) -> None:
@@ -156,7 +166,14 @@ def _text(data: bytes, path: Path) -> str:
     """The bytes as text: UTF-8, or UTF-16 or UTF-32, which their first bytes show."""
     encoding = json.detect_encoding(data)
     try:
-        return data.decode(encoding)
+        text = data.decode(encoding)
+        if "\0" in text:
+            number = len(re.findall(_LINE_END, text[: text.index("\0")])) + 1
+            raise DataError(
+                f"{path} is not UTF-8 text: line {number} has a zero byte; "
+                f"{_cure_of_encoding(data, path)}"
+            )
+        return text
     except UnicodeDecodeError as error:
         if not encoding.startswith("utf-8"):
             raise DataError(
@@ -171,24 +188,38 @@ def _text(data: bytes, path: Path) -> str:
 
 
 def _cure_of_encoding(data: bytes, path: Path) -> str:
-    """How bytes that are not UTF-8 become UTF-8; a conversion is tried before it is advised."""
+    """How bytes that are not UTF-8 become UTF-8; a conversion is tried before it is advised.
+
+    Of several, that is advised which gives more ASCII, and then more letters inside words.
+    """
     if program := next((name for magic, name in _PACKED.items() if data.startswith(magic)), None):
         return f"it is compressed: unpack it with {program}"
-    cure = "save it as UTF-8 (in Excel, as the file type 'CSV UTF-8')"
-    try:
-        is_text = _NO_TEXT.search(data.decode("cp1252")) is None
-    except UnicodeDecodeError:  # 5 bytes mean nothing there
-        is_text = False
-    if not is_text:
+    cure = "save it as UTF-8 (in Excel: Save As, 'CSV UTF-8 (Comma delimited)')"
+    texts: dict[str, str] = {}
+    for name, encoding in (_WIDE if b"\0" in data else _NARROW).items():
+        try:
+            texts[name] = data.decode(encoding)
+        except UnicodeDecodeError:  # bytes that mean nothing there
+            continue
+    texts = {name: text for name, text in texts.items() if not _NO_TEXT.search(text)}
+    if not texts:
         return f"{cure} in the program that wrote it"
+
+    def likeness(name: str) -> tuple[int, int]:
+        letters = texts[name]
+        return sum(map(str.isascii, letters)), len(_WRITTEN.findall(letters))
+
+    name = max(texts, key=likeness)
+    line = next(line for line in re.split(_LINE_END, texts[name]) if not line.isascii())
+    shown = line if len(line) <= 60 else f"{line[:60]}..."
     converted = path.with_name(f"{path.stem}-utf8{path.suffix}")
     return (
-        f"{cure}, or, if it was written in Western European Windows, convert it: "
-        f"iconv -f WINDOWS-1252 -t UTF-8 {quote(str(path))} > {quote(str(converted))}"
+        f"{cure}, or convert it, after which a line reads {shown!r}: "
+        f"iconv -f {name} -t UTF-8 {quote(str(path))} > {quote(str(converted))}"
     )
 
 
-def nested_fields(columns: Columns) -> str:
+def nested_fields(columns: Columns, source: str | Path) -> str:
     """What to do about columns that hold fields of their own, in words; nothing without them."""
     nested = {
         name: next(
@@ -198,11 +229,24 @@ def nested_fields(columns: Columns) -> str:
     }
     if not any(nested.values()):
         return ""
+    path, flat = Path(source), str(Path(source).with_suffix("")) + "-flat"
+    read, write = "", ""
+    if READERS.get(path.suffix.lower()) is _json:
+        text = f"pathlib.Path({str(path)!r}).read_text('utf-8-sig')"
+        is_array = path.read_bytes().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        lines = f"[json.loads(line) for line in {text}.split('\\n') if line.strip()]"
+        rows = f"json.loads({text})" if is_array else lines
+        read = f"import json, pandas, pathlib; rows = {rows}; "
+        by_line = ", lines=True" * (not is_array)
+        write = f".to_json({flat + path.suffix!r}, orient='records'{by_line})"
+    elif READERS.get(path.suffix.lower()) is _parquet:
+        read = f"import pandas; rows = pandas.read_parquet({str(path)!r}).to_dict('records'); "
+        write = f".to_parquet({flat + path.suffix!r})"
     first = next(filter(None, nested.values()))
     return (
-        f". The fields inside {', '.join(name for name, field in nested.items() if field)} cannot "
-        "be read: make each a column of its own, for example with pandas.json_normalize, which "
-        f"names the first {first!r}"
+        f". The fields inside {', '.join(name for name, field in nested.items() if field)} are "
+        f"nested and cannot be read. This line of Python makes each a column, the first of them "
+        f"{first!r}: {read}pandas.json_normalize(rows){write}"
     )
 
 

@@ -70,12 +70,12 @@ def refuse_rare_classes(task: Task, pool: Sequence[Example], shots: int) -> None
 def demonstrations_by_query(
     task: Task,
     demonstrations: Sequence[Example] | Sequence[Sequence[Example]],
-    queries: Sequence[Example | str],
+    queries: Sequence[Example],
 ) -> list[Sequence[Example]]:
     """The demonstrations of each query; they and the queries are checked against the task."""
     if not queries:
         raise PromptError("there are no queries to build prompts for")
-    labels = [None if isinstance(query, str) else query.label for query in queries]
+    labels = [query.label for query in queries]
     for index, label in enumerate(labels):
         if label is not None and not 0 <= label < len(task.labels):
             raise PromptError(

@@ -41,19 +41,30 @@ class Example:
     def from_row(cls, row: Mapping[str, Any]) -> "Example":
         """A row of a table that has the columns ``text`` and, where it is known, ``label``.
 
+        Other columns beside these two are left out.
+
         Raises:
-            DataError: There are other columns, or no text.
+            DataError: There is no text, or there are other columns but no label.
 
         Examples:
             >>> al.Example.from_row({"text": "fun", "label": 1})
             Example(text='fun', label=1)
         """
-        if "text" not in row or not set(row) <= {"text", "label"}:
+        if "text" not in row or ("label" not in row and len(row) > 1):
             raise DataError(
-                "a row of a table becomes an example where its columns are text and label; got "
-                f"{list(row)}; rename or drop columns, or give al.Example(text, label)"
+                "a row of a table becomes an example by its columns text and label; got "
+                f"{list(row)}; name the columns: "
+                'al.load_examples(rows, text="...", label="...", classes=[...])'
             )
-        return cls(**row)
+        return cls(**{name: row[name] for name in ("text", "label") if name in row})
+
+    @staticmethod
+    def _in_place_of(value: Any) -> str:
+        """What to write in place of the name of a file or of examples."""
+        if not isinstance(value, str | Path):
+            return ""
+        is_name = Path(value).suffix.lower() in READERS or value in (*BUNDLED, *HUB_SOURCES)
+        return f"read it: al.load_examples({str(value)!r})" if is_name else ""
 
 
 @dataclass(frozen=True)
@@ -293,7 +304,7 @@ def _examples(
     if missing:
         raise DataError(
             f"{source} has the columns {list(columns)}, but not {missing}; name the right ones "
-            f"(text= and label=) or rename them{nested_fields(columns)}"
+            f"(text= and label=) or rename them{nested_fields(columns, source)}"
         )
     known = None if classes is None else list(classes)  # a list, because labels can be unhashable
     others = "an integer from 0; list others with classes="

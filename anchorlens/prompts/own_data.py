@@ -3,7 +3,8 @@
 1. Classes are in a column with few different values; texts are in the column with the longest,
    which mostly differ. Columns that many rows leave empty come last.
 2. The template names both columns, and the name of a class is its label word.
-3. If a tokenizer cannot tell these words apart, other words take their place.
+3. If a tokenizer cannot tell these words apart, other words take their place. Those are listed,
+   and a warning names words that say nothing of their class.
 """
 
 import json
@@ -13,18 +14,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
-from string import ascii_uppercase
+from string import ascii_letters
 from typing import Any, NamedTuple
 
 from ..errors import DataError, PromptError
 from ..printable import printable
 from .chat import ChatTask
-from .datafiles import nested_fields, read_columns
+from .datafiles import classes_in, nested_fields, read_columns
 from .tasks import Task
 
 _MOST_CLASSES = 100
 _FEW_GAPS = 0.05  # of the rows; a column with more of them says something of some rows only
 _CELLS = str | int | float | None
+# Words that say nothing of a class where others are left out or come after them.
+_SAY_NOTHING = (
+    " a all an and any are as at be by for from in is it its my no non not of off on or other our "
+    "out over per than that the their this to under up via with without your "
+)
 # Names of columns, in the order in which they are taken; other names come after these.
 _TEXTS = ("text", "sentence", "review", "message", "body", "content", "question", "description")
 _CLASSES = ("label", "class", "category", "target", "topic", "intent", "sentiment", "type", "kind")
@@ -102,9 +108,9 @@ def layout_of(
         found = "; ".join(f"{name} ({len(_counts(columns[name]))})" for name in columns)
         raise DataError(
             f"{path}: {'; '.join(problems)}. Columns, with how many different values: {found}"
-            f"{nested_fields(columns)}"
+            f"{nested_fields(columns, path)}"
         )
-    values = read_columns(path, label)[label]  # a whole number is read as one there
+    values = classes_in(columns, label, path)
     counts = sorted(_counts(values).items(), key=lambda each: (isinstance(each[0], str), each[0]))
     return Layout(
         text,
@@ -199,11 +205,12 @@ def told_apart(tokenizer: Any, task: Task) -> Task:
     names = [word.strip() for word in task.first_words]
     parts: dict[int | None, str] = {}  # of each name the whole, or its first word that differs
     for name in names:
-        words = [_spelled(part, is_chat) for part in (name, *name.split())]
+        telling_first = sorted(name.split(), key=_says_nothing)
+        words = [_spelled(part, is_chat) for part in (name, *telling_first)]
         tokens = [_first_token(tokenizer, before, word) for word in words]
         new = [k for k, token in enumerate(tokens) if token is not None and token not in parts]
         parts |= {tokens[k]: words[k] for k in new[:1]}
-    letters = list(ascii_uppercase[: len(names)])
+    letters = list((ascii_letters[26:] + ascii_letters[:26])[: len(names)])
     capital = [name[:1].upper() + name[1:] for name in names]
     spelled = [[_spelled(word, is_chat) for word in words] for words in (names, capital, letters)]
     for labels in (*spelled[:2], names, list(parts.values()), spelled[2], letters):
@@ -214,6 +221,36 @@ def told_apart(tokenizer: Any, task: Task) -> Task:
         f"of the names of the {len(names)} classes some begin with the same token, and so do "
         "their words; give a task file with label words that begin differently"
     )
+
+
+def label_words(entries: Mapping[str, Any]) -> str:
+    """Which classes have a label word that is not their name, as a table; nothing if none has."""
+    pairs = [
+        (str(value), word)
+        for value, word in zip(entries["classes"], entries["labels"], strict=True)
+    ]
+    others = [
+        (name, word) for name, word in pairs if word.strip().lower() != _spelled(name, True).lower()
+    ]
+    width = max((len(name) for name, _ in others), default=0)
+    rows = "".join(f"    {name:{width}}  {word!r}\n" for name, word in others)
+    return rows and (
+        f"  {len(others)} of {len(pairs)} classes have a label word that is not their name, as no "
+        f"two may begin with the same token:\n{rows}"
+    )
+
+
+def words_that_say_nothing(entries: Mapping[str, Any]) -> list[str]:
+    """The label words whose first word, which is what is predicted, says nothing of the class."""
+    return [
+        word
+        for value, word in zip(entries["classes"], entries["labels"], strict=True)
+        if word.strip().lower() != str(value).strip().lower() and _says_nothing(word.split()[0])
+    ]
+
+
+def _says_nothing(word: str) -> bool:
+    return f" {word.lower()} " in _SAY_NOTHING or (len(word) == 1 and word.isalpha())
 
 
 def _first_token(tokenizer: Any, before: str, word: str) -> int | None:

@@ -2,15 +2,19 @@
 
 ``checked`` reads the annotations of a function, and before each call it
 
-1. takes what plainly means the same: whole numbers of NumPy, generators, the rows of a table;
-2. raises an ``ArgumentError`` for all else: texts and flags as numbers, one value for a list;
+1. takes what plainly means the same: whole numbers of NumPy, generators, the rows of a table, texts
+   as examples;
+2. raises an ``ArgumentError`` for all else: texts and flags as numbers, one value for a list, an
+   argument that there is not;
 3. leaves ranges, shapes and what values mean to the function.
 """
 
 import inspect
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache, wraps
 from numbers import Real
 from operator import index
@@ -25,12 +29,15 @@ Checked = TypeVar("Checked", bound=Callable[..., Any])
 
 _LISTS = (Sequence, Collection, Iterable)
 _NO_LISTS = (str, bytes, Mapping)
+_EDGES = ("batch query key", "batch position")  # the axes of edges, and of positions at their ends
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-def checked(function: Checked) -> Checked:
+def checked(function: Checked, described: Any = None) -> Checked:
     """A function or class whose arguments are compared with its annotations at each call.
+
+    ``described`` has the docstring that describes them, if the function itself has not.
 
     Examples:
         >>> @checked
@@ -41,7 +48,7 @@ def checked(function: Checked) -> Checked:
         anchorlens.errors.ArgumentError: times of repeated must be a whole number; got '2' (a str)
     """
     if inspect.isclass(function):
-        function.__init__ = checked(function.__init__)  # type: ignore[method-assign]
+        function.__init__ = checked(function.__init__, function)  # type: ignore[method-assign]
         return function
     signature = inspect.signature(function)
     name = function.__qualname__.removesuffix(".__init__")
@@ -55,7 +62,8 @@ def checked(function: Checked) -> Checked:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            return function(*args, **kwargs)  # Python says which argument is missing or unknown
+            _refuse_unknown(name, signature, (described or function).__doc__ or "", kwargs)
+            return function(*args, **kwargs)  # Python says which argument is missing
         _refuse_no_folder(name, bound.arguments.get("folder"))
         types_decide = "folder" not in bound.arguments
         for argument, hint in _hints_of(function).items():
@@ -88,6 +96,37 @@ def _refuse_no_folder(name: str, folder: Any) -> None:
             f"folder of {name} must be the name of a folder; got {folder!r}. Write "
             'folder="results", or folder="." for the current one'
         )
+
+
+def _refuse_unknown(
+    name: str, signature: inspect.Signature, description: str, given: Iterable[str]
+) -> None:
+    """Raise an error for a name that is none of a function's arguments, with the one that is meant.
+
+    It is the argument with nearly this name, or else that whose description has the word earliest.
+    """
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = signature.parameters.values()
+    names = [each.name for each in parameters if each.kind not in several]
+    names = [each for each in names if each not in ("self", "cls")]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(description), re.M)
+    texts = {
+        key: re.split(r"\. ", " ".join(text.replace("``", "").split()))[0].rstrip(".")
+        for key, text in entries
+        if key in names
+    }
+    for word in given:
+        if word in names:
+            continue
+        places = {
+            key: found.start()
+            for key, text in texts.items()
+            if (found := re.search(rf"\b{re.escape(word.rstrip('s'))}s?\b", text, re.IGNORECASE))
+        }
+        meant = get_close_matches(word, names, 1) or sorted(places, key=lambda key: places[key])
+        text = texts.get(meant[0], "") if meant else ""
+        cure = f"write {meant[0]}={f' ({text})' * bool(text)}; it takes" if meant else "it takes"
+        raise ArgumentError(f"{name} has no argument {word!r}; {cure} {', '.join(names)}")
 
 
 @cache
@@ -133,16 +172,22 @@ def as_hint(value: Any, hint: Any) -> Any:
     if hint in _PLAIN:
         return _PLAIN[hint][0](value)
     if is_array(hint):
-        return _as_tensor(value)
+        return _as_tensor(value, hint)
     if _is_protocol(hint):
         return _as_protocol(value, hint)
-    if isinstance(value, Mapping) and hasattr(hint, "from_row"):
-        return hint.from_row(value)
+    if isinstance(value, Mapping | str) and hasattr(hint, "from_row"):
+        return hint(value) if isinstance(value, str) else hint.from_row(value)
     is_class = isinstance(value, type) and issubclass(value, hint)
     is_list = isinstance(value, list | tuple) and any(isinstance(each, hint) for each in value)
     cure = f"; an instance is needed, {value.__name__}()" if is_class else ""
     cure = "; give one element of the list" if is_list else cure
-    return _require(value, isinstance(value, hint), cure)
+    return _require(value, isinstance(value, hint), _cure_of(hint, value) or cure)
+
+
+def _cure_of(hint: Any, value: Any) -> str:
+    """What a class says to write in place of a value; nothing if it says nothing."""
+    words: str = getattr(hint, "_in_place_of", lambda value: "")(value)
+    return words and f"; {words}"
 
 
 def _cure_of_hooks(value: Any) -> str:
@@ -209,9 +254,12 @@ def _rows_of(value: Any) -> Sequence[Any] | None:
 def _as_list(value: Any, hint: Any, origin: Any) -> Any:
     rows = _rows_of(value)
     if rows is None:
-        if isinstance(value, Mapping) and get_origin(hint) is get_origin(Mapping[str, Any]):
+        takes_rows = get_origin(hint) is get_origin(Mapping[str, Any]) or hasattr(hint, "from_row")
+        if isinstance(value, Mapping) and takes_rows:
             raise _Unfit("; give its rows: one of several splits, or pandas.DataFrame(columns)")
-        raise _Unfit("; write it in brackets" if _fits(value, hint) else "")
+        raise _Unfit(
+            _cure_of(hint, value) or ("; write it in brackets" if _fits(value, hint) else "")
+        )
     if isinstance(value, set | frozenset) and origin is Sequence:
         raise _Unfit("; a set has no order")
     converted = [as_hint(row, hint) for row in rows]
@@ -258,10 +306,13 @@ def _as_protocol(value: Any, protocol: Any) -> Any:
     return _require(value, not missing, lacks + (protocol.__doc__ or "").splitlines()[0])
 
 
-def _as_tensor(value: Any) -> Any:
+def _as_tensor(value: Any, hint: Any) -> Any:
     torch = sys.modules.get("torch")
-    is_array = type(value).__module__ == "numpy"
+    is_list = isinstance(value, list | tuple)
+    is_array = is_list or type(value).__module__ == "numpy"
     cure = "; convert it with torch.as_tensor" if is_array else ""
+    if is_list and hint.__name__.startswith("Bool") and hint.dim_str in _EDGES:
+        cure = "; write edges by number as al.edges.pairs(batch, [(query, key), ...])"
     return _require(value, torch is not None and isinstance(value, torch.Tensor), cure)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 import pandas as pd
@@ -16,7 +17,12 @@ from anchorlens.cli.options import Run
 from anchorlens.cli.summary import Summary
 from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import DataError
-from anchorlens.prompts.own_data import layout_of, told_apart
+from anchorlens.prompts.own_data import (
+    label_words,
+    layout_of,
+    told_apart,
+    words_that_say_nothing,
+)
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 from tests.cli.test_cli import call, error_of
 from tests.support.chat_tokenizers import chat_tokenizer
@@ -285,13 +291,45 @@ def test_a_file_without_a_task_is_an_error(
         (["alpha", "beta"], [" alpha", " beta"]),
         # Their first words are the same, so the next ones stand for them.
         (["delivery late", "delivery lost"], [" delivery late", " lost"]),
+        (["delivery of mail", "delivery of goods"], [" delivery of mail", " goods"]),
         (["same", "same same"], [" A", " B"]),
+        (["same" + " same" * k for k in range(30)], [f" {k}" for k in f"{ascii_uppercase}abcd"]),
     ],
 )
 def test_words_that_begin_alike_are_replaced(names: list[str], labels: list[str]) -> None:
     tokenizer = chat_tokenizer("byte-level")
     task = al.Task("T: {text}\nL:{label}", labels=[f" {name}" for name in names])
     assert list(told_apart(tokenizer, task).labels) == labels
+
+
+def test_label_words_that_are_not_the_names_are_a_table_and_empty_ones_are_named() -> None:
+    entries = {
+        "classes": ["lost_card", "Top", "via bank", "not", "not spam", 5, "a", "cat"],
+        "labels": [" lost card", " top", " via", "not", " not spam", "5", " A", " B"],
+    }
+    assert label_words(entries) == (
+        "  2 of 8 classes have a label word that is not their name, as no two may begin with the "
+        "same token:\n    via bank  ' via'\n    cat       ' B'\n"
+    )
+    assert words_that_say_nothing(entries) == [" via", " not spam", " B"]
+    whole = {"classes": ["no", 1], "labels": [" no", "1"]}
+    assert label_words(whole) == "" and words_that_say_nothing(whole) == []
+
+
+@pytest.mark.filterwarnings("ignore:no result for", "ignore:in . of . sets", "ignore:intervals of")
+def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(work, "analysed", lambda *_: Page({}, Summary((), {}, False, False)))
+    monkeypatch.chdir(tmp_path)
+    commas(frame(["same", "same same"]), Path("a.csv"))
+    given = ["a.csv", "--model", str(shallow_folder), "--queries", "4"]
+    with pytest.warns(
+        UserWarning, match="words ' A', ' B' begin with .* into labels of anch.*/a.t"
+    ):
+        assert call(monkeypatch, "run", *given) == 0
+    printed = capsys.readouterr().err
+    assert "2 of 2 classes have a label word" in printed and "same same  ' B'" in printed
 
 
 def test_a_task_file_that_was_changed_is_not_written_over(

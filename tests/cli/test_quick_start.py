@@ -55,6 +55,23 @@ def test_the_test_sees_a_heavy_package() -> None:
     assert completed.stderr.splitlines()[-1] == "['torch']"
 
 
+@pytest.mark.parametrize("content", [None, b"text,label\n\xe9,0\n", b"text,label\na b,0\n"])
+@pytest.mark.parametrize("command", ["run", "paper", "contexts", "faithfulness"])
+def test_a_mistake_in_a_data_file_is_said_before_pytorch_is_imported(
+    tmp_path: Path, content: bytes | None, command: str
+) -> None:
+    if content:
+        (tmp_path / "own.csv").write_bytes(content)
+    completed = subprocess.run(
+        [sys.executable, "-c", CODE.format(heavy=("torch",)), command, "own.csv", "--model", "x"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert completed.returncode == 1 and completed.stderr.startswith("error: ")
+    assert "own.csv" in completed.stderr and completed.stderr.splitlines()[-1] == "[]"
+
+
 def test_a_shell_completes_commands_and_tasks() -> None:
     def completed(words: str) -> list[str]:
         environment = {"_ANCHORLENS_COMPLETE": "complete_bash", "COMP_WORDS": words}

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.with_shapes
         ("(text= and label=) or rename", "--text-column", "(--text-column and label=) or rename"),
         ("one of classes=['a', 'b'])", "--classes", "one of --classes ['a', 'b'])"),
         ("my.label=3 and new_label=3", "--label-column", ""),
+        ("fewer, or build_prompts(..., drop_too_long=True)", "--shots", "fewer"),
     ],
 )
 def test_an_argument_is_told_as_the_option_that_a_command_has(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, StoreError
+from anchorlens.errors import AnchorlensError, HookError, StoreError
 from anchorlens.passes import shared_prefix
 from tests.references import states
 from tests.support.measures import assert_same, does_not_run, hooks_on
@@ -155,29 +155,45 @@ def test_a_run_resumes_and_refuses_other_prompts(gpt2: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("outputs", "heads", "message"),
+    ("outputs", "site", "message"),
     [
-        ((3, 2, 12), [], "no head to replace"),
-        ((3, 2, 12), [(3, 0)], r"layers must be numbers from 0 to 2.*got \[3\]"),
-        ((3, 2, 12), [(0, 2)], r"heads must be numbers from 0 to 1.*got \[2\]"),
-        ((2, 2, 12), [(0, 0)], r"beginning with \(3, 2\); got torch.float32 of the shape \(2,"),
+        ((3, 2, 12), [], "layers must be .*got none"),
+        (
+            (3, 2, 12),
+            [(0, 1)],
+            r"got \[\(0, 1\)\] \(a list\); write al.Site.of_heads\(\[\(0, 1\)\]\)",
+        ),
+        ((3, 2, 12), al.Site(3, 0), r"layers must be numbers from 0 to 2.*got \[3\]"),
+        ((3, 2, 12), al.Site(0, 2), r"heads must be numbers from 0 to 1.*got \[2\]"),
+        ((3, 2, 12), al.Site(0, 0, keep_bos=True), "replace_heads cuts no edges"),
+        (
+            (2, 2, 12),
+            al.Site(0, 0),
+            r"beginning with \(3, 2\); got torch.float32 of the shape \(2,",
+        ),
     ],
 )
-def test_heads_that_cannot_be_replaced(outputs: Any, heads: Any, message: str, gpt2: Any) -> None:
+def test_heads_that_cannot_be_replaced(outputs: Any, site: Any, message: str, gpt2: Any) -> None:
     [batch] = prompts(gpt2, slice(1))
     with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        al.replace_heads(gpt2, batch, torch.zeros(outputs), heads)
+        al.replace_heads(gpt2, batch, torch.zeros(outputs), site)
+
+
+def test_a_site_of_single_heads_needs_one() -> None:
+    assert al.Site.of_heads([(2, 1), (0, 1), (2, 0)]).heads == {2: [1, 0], 0: [1]}
+    with pytest.raises(HookError, match="there is no head"):
+        al.Site.of_heads([])
 
 
 def test_outputs_of_another_width_are_refused(gpt2: Any) -> None:
     [batch] = prompts(gpt2, slice(1))
     for outputs in (torch.zeros(3, 2, 11), torch.ones(3, 2, 13)):
         with pytest.raises(AnchorlensError, match=r"layer 1 gives out 12 numbers; got 1[13]"):
-            [(_, write)] = al.replace_heads(gpt2, batch, outputs, [(1, 0)])
+            [(_, write)] = al.replace_heads(gpt2, batch, outputs, al.Site(1, 0))
             write(torch.zeros(1, batch.tokens.shape[1], 2, 12), hook=None)
     padded = torch.nn.functional.pad(torch.ones(3, 2, 12), (0, 4))
     exact, wider = (
-        al.replace_heads(gpt2, batch, values, [(-2, 0), (1, 1)])
+        al.replace_heads(gpt2, batch, values, al.Site.of_heads([(-2, 0), (1, 1)]))
         for values in (torch.ones(3, 2, 12), padded)
     )
     assert [name for name, _ in exact] == ["blocks.1.attn.hook_z"]

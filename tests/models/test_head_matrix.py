@@ -208,8 +208,7 @@ def assert_own_outputs_change_nothing(model: Any, batch: al.PromptBatch, name: s
         assert difference(total if bias is None else total + bias.detach(), expected) <= 1e-6
     prompt = batch.prompt(1)
     own = mean_at_target(model, prompt, z_name, split=split)[:, 0]
-    every = [(layer, head) for layer in range(len(own)) for head in range(own.shape[1])]
-    hooks = al.replace_heads(model, prompt, own, every)
+    hooks = al.replace_heads(model, prompt, own)
     assert torch.equal(run_pass(model, prompt, hooks=hooks), run_pass(model, prompt))
 
 
@@ -234,7 +233,7 @@ def test_logits_are_equal_and_detached_heads_have_no_gradient(name: str, kind: s
         with pytest.raises(ModelError, match=unknown):
             al.detach_heads(model, al.Site(layer, heads=heads))
         with pytest.raises(ModelError, match=unknown):
-            al.replace_heads(model, batch, torch.zeros(model.cfg.n_layers, 4, 8), [(layer, 1)])
+            al.replace_heads(model, batch, torch.zeros(model.cfg.n_layers, 4, 8), al.Site(layer, 1))
         return
     assert_own_outputs_change_nothing(model, batch, name)
     hooks = al.detach_heads(model, al.Site(layer, heads=heads))

@@ -37,6 +37,25 @@ def rows(values: Tensor) -> list[Any]:
 
 
 @pytest.mark.with_shapes
+def test_tokens_without_label_words_are_one_segment() -> None:
+    tokens, of_text = torch.tensor(RIGHT), {"attention_mask": torch.tensor(RIGHT) != 0}
+    batch = al.PromptBatch.from_positions(tokens, target_positions=[3, 5], **of_text)
+    same = al.PromptBatch.from_segments(tokens, target_positions=[3, 5], **of_text)
+    assert repr(batch) == repr(same) and not batch.has_label_words
+    assert all(
+        map(
+            torch.equal,
+            (batch.segments, batch.target_positions),
+            (same.segments, same.target_positions),
+        )
+    )
+    for given in ({"gold": [0, 1]}, {"label_token_ids": [21, 22]}, {"label_positions": [[1], [1]]}):
+        words: Any = given
+        with pytest.raises(PromptError, match="give all three, or neither these nor gold"):
+            al.PromptBatch.from_positions(tokens, **of_text, **words)
+
+
+@pytest.mark.with_shapes
 def test_arguments_that_are_not_given_are_filled_in() -> None:
     batch = al.PromptBatch.from_positions(
         torch.tensor([[5, 1, 6, 2, 7, 8]]),

@@ -37,14 +37,20 @@ def as_bytes(suffix: str, encoding: str) -> bytes:
     return (lines if suffix == ".jsonl" else TABLE.to_csv(index=False)).encode(encoding)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "named"), [("cp1252", "WINDOWS-1252"), ("mac_roman", "MACINTOSH")]
+)
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_the_command_for_a_windows_file_gives_its_texts(tmp_path: Path, suffix: str) -> None:
+def test_the_command_for_another_encoding_gives_its_texts(
+    tmp_path: Path, suffix: str, encoding: str, named: str
+) -> None:
     path = tmp_path / f"my file{suffix}"
-    path.write_bytes(as_bytes(suffix, "cp1252"))
+    path.write_bytes(as_bytes(suffix, encoding))
     message = error_of(path)
-    assert "'CSV UTF-8'" in message
+    assert "in Excel: Save As, 'CSV UTF-8 (Comma delimited)'" in message
+    assert re.search(rf"a line reads '.*{TEXTS[0]}", message)
     command = re.search(r"iconv -f (\S+) -t (\S+) .*", message)
-    assert command is not None
+    assert command is not None and command[1] == named
     if shutil.which("iconv"):
         subprocess.run(command[0], shell=True, check=True)
     else:  # what the command would do
@@ -55,6 +61,38 @@ def test_the_command_for_a_windows_file_gives_its_texts(tmp_path: Path, suffix: 
     assert not any("\x7f" <= letter < "\xa0" for example in read for letter in example.text)
 
 
+OF_EUROPE = [
+    "l\u2019été à Noël",
+    "café",
+    "¿Qué pasó, señor?",
+    "på Åland",
+    "it\u2019s \u201cfine\u201d",
+]
+OF_EUROPE += ["rødgrød med fløde", "não são informações", "Österreich, Übergröße", "5 \u2013 7 €"]
+
+
+@pytest.mark.parametrize("text", OF_EUROPE)
+@pytest.mark.parametrize(
+    ("encoding", "named"), [("cp1252", "WINDOWS-1252"), ("mac_roman", "MACINTOSH")]
+)
+def test_an_encoding_is_known_by_its_letters(
+    tmp_path: Path, text: str, encoding: str, named: str
+) -> None:
+    (tmp_path / "f.csv").write_bytes(f'text,label\n"{text}",0\n'.encode(encoding))
+    assert f"iconv -f {named} " in error_of(tmp_path / "f.csv")
+
+
+@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-16BE"])
+def test_utf_16_without_its_first_mark_is_read_or_named(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "f.csv"
+    path.write_bytes(TABLE.to_csv(index=False).encode(encoding))
+    assert al.load_examples(path) == EXPECTED
+    # Letters at the begin hide it.
+    path.write_bytes("дни,жизнь\nдни,жизнь\n".encode(encoding))
+    message = error_of(path)
+    assert f"reads 'дни,жизнь': iconv -f {encoding} " in message and "a zero byte" in message
+
+
 @pytest.mark.parametrize(
     ("data", "advice"),
     [
@@ -63,11 +101,9 @@ def test_the_command_for_a_windows_file_gives_its_texts(tmp_path: Path, suffix: 
             r"it is compressed: unpack it with gunzip$",
         ),
         (b"PK\x03\x04\xff", r"it is compressed: unpack it with unzip$"),
-        (
-            b"text,label\n\x81,0\n",
-            r"'CSV UTF-8'\) in the program that wrote it$",
-        ),  # no letter there
+        (b"text,label\n\x81\x7f,0\n", r"delimited\)'\) in the program that wrote it$"),
         (b"text,label\n\xe9\x00\x01,0\n", r"in the program that wrote it$"),
+        (b"text,label\n\x00,0\n", r"line 2 has a zero byte; .* in the program that wrote it$"),
     ],
 )
 def test_no_conversion_is_advised_that_would_give_no_text(
@@ -170,20 +206,23 @@ def test_fields_inside_a_field_are_named_and_the_advice_helps(
 ) -> None:
     texts = [f"text {k}" for k in range(4)]
     rows = [{"data": {"content": text}, "meta": {"y": k % 2}} for k, text in enumerate(texts)]
-    path, flat = tmp_path / f"f{suffix}", tmp_path / f"flat{suffix}"
+    path, flat = tmp_path / f"f{suffix}", tmp_path / f"f-flat{suffix}"
     if suffix == ".parquet":
         pd.DataFrame(rows).to_parquet(path)
     else:
         lines = [json.dumps(row) for row in rows]
         path.write_text(json.dumps(rows) if suffix == ".json" else "\n".join(lines))
-    with raises(match=r"fields inside data, meta cannot be read.*json_normalize.*'data\.content'$"):
+    with raises(match=r"fields inside data, meta are nested and .*'data\.content': ") as error:
         read(path, "data.content", "meta.y")
-    table = pd.json_normalize(rows)
-    if suffix == ".parquet":
-        table.to_parquet(flat)
-    else:
-        table.to_json(flat, orient="records", lines=suffix == ".jsonl")
+    exec(str(error.value).partition("'data.content': ")[2], {})  # a line of Python
     assert read(flat, "data.content", "meta.y") == texts
     with raises(match="'data'") as error:
         read(flat, "data", "meta")
     assert "fields inside" not in str(error.value)
+
+
+def test_rows_with_fields_inside_name_the_call_that_flattens_them() -> None:
+    rows = [{"data": {"content": "a"}, "label": 0}]
+    with raises(match=r"'data\.content': pandas\.json_normalize\(rows\)$"):
+        al.load_examples(rows)
+    assert al.load_examples(pd.json_normalize(rows), text="data.content")[0].text == "a"

@@ -334,7 +334,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "reweight_anchors": lambda: hooked(lambda each: al.reweight_anchors(model, each, factors)),
         "replace_heads": lambda: hooked(
             lambda each: al.replace_heads(
-                model, each, factors[..., :1].expand(-1, -1, model.cfg.d_head), [(0, 1)]
+                model, each, factors[..., :1].expand(-1, -1, model.cfg.d_head), al.Site(0, 1)
             )
         ),
         "detach_heads": lambda: al.run(
