@@ -101,7 +101,7 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
         progress=not options.quiet,
     )
     summary = summarised(task, records)
-    output.tables(summary.tables)
+    output.answer(task, summary.answer, summary.tables)
     prompts = pictures(model, batches, PICTURES, options.gradient_checkpointing)
     return Page({**prompts, **records}, summary)
 

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import typer
 
 from ..printable import printable
+from ..results.answer import Answer
 from ..results.text_tables import Section
 from ..system.processes import is_main
 from ..system.put_back import put_back, safe_context
@@ -30,6 +31,10 @@ class Output:
         if not self.quiet:
             say(text, err=True)
 
+    def answer(self, of: str, answer: Answer, tables: Iterable[Section]) -> None:
+        """Print what was found: the answer first, then tables."""
+        self.tables([answer.section(of), *tables])
+
     def tables(self, tables: Iterable[Section]) -> None:
         """Print results as tables that fit the terminal, or else 80 columns."""
         if not self.as_json:
@@ -41,8 +46,11 @@ class Output:
         if self.as_json:
             say(json.dumps(_finite(values), indent=1, default=str))
 
-    def last_line(self, text: str) -> None:
-        """Print where the results are and what to try next."""
+    def last_line(
+        self, after: str, report: object = "", what: str = "open it in a browser"
+    ) -> None:
+        """Print where the results are, and what to try next."""
+        text = f"report: {report} ({what})\n" * bool(report) + f"Next: {after}"
         if self.as_json:
             self.note(text)
         else:

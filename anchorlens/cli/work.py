@@ -20,6 +20,7 @@ from ..experiments import faithfulness as scores
 from ..experiments import removal
 from ..experiments.analysis import DEPTH, depth_of
 from ..experiments.context_comparison import ContextComparison
+from ..metrics.accuracy import Accuracy
 from ..models.load import load_model
 from ..models.quiet_libraries import quiet_libraries
 from ..prompts.batch import PromptBatch
@@ -33,9 +34,13 @@ from ..replication.figures import paper_figures
 from ..replication.models_compared import across_models
 from ..replication.paper import TRAINING, check_examples, setting_of
 from ..replication.paper import paper as paper_numbers
+from ..replication.paper_answer import paper_answer
 from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
 from ..replication.tables import paper_sections, paper_tables, task_name
+from ..report.answer import answer_of
 from ..report.page import write_report
+from ..results.answer import Answer
+from ..results.record import Record
 from ..results.text_tables import Section
 from ..runs.identity import versions
 from ..runs.run import run as answer
@@ -56,7 +61,7 @@ from .options import (
     Paper,
     Run,
 )
-from .summary import Summary, with_ends
+from .summary import Summary, values_of_answer, with_ends
 from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
     COMPARED,
@@ -110,13 +115,20 @@ def _analyse(options: Run, chosen: Sequence[ChosenTask]) -> None:
             forget_analysis(out / name)
         pages[name] = analysed(loaded, name, batches[name], options)
     settings = _settings(options, chosen)
-    report = _report({name: page.results for name, page in pages.items()}, out, settings)
-    values = [page.summary.values for page in pages.values()]
-    output.document({"model": model, "tasks": values, "report": report})
-    steps = (_next(options, each, pages[each.name].summary) for each in chosen)
     paper = f"the paper's figures and tables for this model:\n  {_command('paper', model)}"
-    after = next(filter(None, steps), paper)
-    output.last_line(f"report: {report} (open it in a browser)\nNext: {after}")
+    steps = {each.name: _next(options, each, pages[each.name].summary) for each in chosen}
+    answers = {
+        name: replace(page.summary.answer, next=steps[name] or paper)
+        for name, page in pages.items()
+    }
+    results = {name: page.results for name, page in pages.items()}
+    report = _report(results, out, settings, answers=answers)
+    values = [
+        {**page.summary.values, "answer": values_of_answer(answers[name])}
+        for name, page in pages.items()
+    ]
+    output.document({"model": model, "tasks": values, "report": report})
+    output.last_line(next(filter(None, steps.values()), paper), report)
 
 
 def _command(name: str, model: str, *words: str) -> str:
@@ -196,7 +208,11 @@ def paper(options: Paper) -> None:
         folder=out / "rows",
         progress=not options.quiet,
     )
-    output.tables(paper_sections(numbers))
+    named = chosen[0].is_proposed or options.data is None
+    task = ["--task", chosen[0].source(out)] if named else ["YOURS.csv"]
+    after = f"claims and flows of one task:\n  {_command('run', options.model, *task)}"
+    found = replace(paper_answer(numbers), next=after)
+    output.answer("", found, paper_sections(numbers))
     figures_1 = dict[str, Any]()
     for each in chosen:
         setting = setting_of(
@@ -212,13 +228,12 @@ def paper(options: Paper) -> None:
         title=f"The figures and tables of 'Label Words are Anchors' for {options.model}",
         figures=figures_1 | paper_figures(numbers),
         summary=paper_tables(numbers),
+        answers={"": found},
     )
-    values = {"model": options.model, "numbers": numbers.to_dict("records"), "report": report}
-    output.document(values)
-    named = chosen[0].is_proposed or options.data is None
-    task = ["--task", chosen[0].source(out)] if named else ["YOURS.csv"]
-    after = f"claims and flows of one task: {_command('run', options.model, *task)}"
-    output.last_line(f"report: {report} (all numbers: numbers.csv beside it)\nNext: {after}")
+    values = {"model": options.model, "answer": values_of_answer(found)}
+    numbers_by_row = numbers.to_dict("records")
+    output.document({**values, "numbers": numbers_by_row, "report": report})
+    output.last_line(after, report, "all numbers: numbers.csv beside it")
 
 
 @fails_together()
@@ -245,26 +260,36 @@ def contexts(options: Contexts) -> None:
     parts.begin(COMPARED, f"{task}, {queries} queries, {len(compared)} contexts: ")
     asked, progress = ContextComparison(compared), not options.quiet
     answers = answer(
-        loaded, batches["queries"], [asked], folder=rows / "contexts", progress=progress
+        loaded, batches["queries"], [asked, Accuracy()], folder=rows / "contexts", progress=progress
     )
     record = answers[asked.name]
     if is_main():
         record.save(out / task / "contexts.safetensors")
         for name, context in trained.items():
             context.save(out / task / f"{file_name(name)}.safetensors")
-    output.tables([_section(f"{task}, contexts", record)])
-    texts = texts_of(trained)
-    for name, text in texts.items():
-        output.note(f"{name}: {text!r}")
-    results = {task: {"contexts": record, **training_records(trained)}}
-    title = f"What stands before a query: contexts for {options.model}"
-    report = _report(results, out, _settings(options, [chosen]), title=title)
-    values = {"task": task, "contexts": with_ends(record), "texts": texts}
-    output.document({"model": options.model, **values, "report": report})
     shared = {each.name: getattr(options, each.name) for each in fields(OfTask)}
     of_run = Run(**shared | {"out": Run.out}, shots=options.shots, seed=[options.seed])
     after = f"the flows of the task:\n  {chosen.command('run', of_run, out)}"
-    output.last_line(f"report: {report} (open it in a browser)\nNext: {after}")
+    found = _answer(answers, after)
+    output.answer(task, found, [_section(f"{task}, contexts", record)])
+    texts = texts_of(trained)
+    for name, text in texts.items():
+        output.note(f"{name}: {text!r}")
+    results = {task: {**answers, **training_records(trained)}}
+    title = f"What stands before a query: contexts for {options.model}"
+    settings = _settings(options, [chosen])
+    report = _report(results, out, settings, title=title, answers={task: found})
+    values = {"task": task, "answer": values_of_answer(found), "contexts": with_ends(record)}
+    output.document({"model": options.model, **values, "texts": texts, "report": report})
+    output.last_line(after, report)
+
+
+def _answer(records: Mapping[str, Record], after: str) -> Answer:
+    """What the records of a command say first, and what to try next."""
+    every = [*records.values()]
+    found = answer_of(every, [])
+    assert found is not None
+    return replace(found, next=after)
 
 
 @fails_together()
@@ -300,17 +325,24 @@ def faithfulness(options: Faithfulness) -> None:
         forget_run(rows)
     remove = removal.text if options.remove_text else removal.edges
     asked = scores.Faithfulness(**compared, remove=remove)
-    answers = answer(loaded, batches[name], [asked], folder=rows, progress=not options.quiet)
+    questions = [asked, *([Accuracy()] if chosen else [])]
+    answers = answer(loaded, batches[name], questions, folder=rows, progress=not options.quiet)
     record = answers[asked.name]
     if is_main():
         record.save(out / name / "faithfulness.safetensors")
-    output.tables([_section(f"{name}, what scores are worth", record)])
+    after = f"the flows of a task of your own:\n  {_command('run', options.model, 'YOURS.csv')}"
+    if chosen:
+        shared = {each.name: getattr(options, each.name) for each in fields(OfTask)}
+        of_run = Run(**shared | {"out": Run.out}, shots=options.shots, seed=options.seed)
+        after = f"the flows of the task:\n  {chosen[0].command('run', of_run, out)}"
+    found = _answer(answers, after)
+    output.answer(name, found, [_section(f"{name}, what scores are worth", record)])
     title = f"What scores of segments are worth, for {options.model}"
-    results = {name: {"faithfulness": record}}
-    report = _report(results, out, _settings(options, chosen), title=title)
-    values = {"task": name, "faithfulness": with_ends(record)}
+    settings = _settings(options, chosen)
+    report = _report({name: answers}, out, settings, title=title, answers={name: found})
+    values = {"task": name, "answer": values_of_answer(found), "faithfulness": with_ends(record)}
     output.document({"model": options.model, **values, "report": report})
-    output.last_line(f"report: {report} (open it in a browser)")
+    output.last_line(after, report)
 
 
 @fails_together()
@@ -337,12 +369,17 @@ def across(options: Across) -> None:
         folder=out / "rows",
         progress=not options.quiet,
     )
-    output.tables([record.section()])
+    shared = {each.name: getattr(options, each.name) for each in fields(Run)}
+    first = Run(**shared | {"model": options.model[0], "out": Run.out})
+    after = f"flows and figures of one of them:\n  {chosen.command('run', first, out)}"
+    found = _answer({"claims": record}, after)
+    output.answer(name, found, [record.section()])
     settings = _settings(replace(options, queries=queries), [chosen])
     title = f"The paper's claims in {len(options.model)} models"
-    report = _report({"claims": record}, out, settings, title=title)
-    output.document({"claims": record.to_frame().to_dict("records"), "report": report})
-    output.last_line(f"report: {report} (open it in a browser)")
+    report = _report({"claims": record}, out, settings, title=title, answers={"": found})
+    values = {"answer": values_of_answer(found), "claims": record.to_frame().to_dict("records")}
+    output.document({**values, "report": report})
+    output.last_line(after, report)
     if record.number.isnan().all():
         raise ModelError("no model could be analysed; the table says why")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,6 +29,7 @@ from ..prompts.examples import Example
 from ..prompts.tasks import Task
 from ..report.claims import (
     LIMITS,
+    NEEDED,
     SIGNS,
     Claim,
     Verdict,
@@ -37,6 +38,7 @@ from ..report.claims import (
     reason_against_ability,
 )
 from ..results import figures
+from ..results.answer import Answer, cannot_tell, listed, speaks_of
 from ..results.estimate import Estimate
 from ..results.html_tables import note, table, titled
 from ..results.population import check_resamples
@@ -90,7 +92,7 @@ class AcrossModelsRecord(Record):
         columns = {"accuracy": [str(self.estimate("accuracy", k)) for k, _ in self._names("model")]}
         for claim, statement in self._names("claim"):
             columns[statement.rstrip(".")] = [
-                f"{SIGNS[self._verdict(model, claim)]} {self.estimate('number', model, claim)}"
+                f"{SIGNS[self._verdict(model, claim)]} {self._number(model, claim)}"
                 for model, _ in self._names("model")
             ]
         models = [name for _, name in self._names("model")]
@@ -108,12 +110,46 @@ class AcrossModelsRecord(Record):
             for model, name in self._names("model"):
                 verdict = self._verdict(model, claim)
                 rows[statement, name] = {
-                    _NUMBER: str(self.estimate("number", model, claim)),
+                    _NUMBER: self._number(model, claim),
                     "verdict": f"{SIGNS[verdict]} {verdict}",
                 }
         missing = self.info.get("missing", {})
         names = [name for _, name in self._names("model") if name in missing]
         return Section(_TITLE, rows, "\n".join(f"{name}: {missing[name]}" for name in names))
+
+    def answer(self, unable: str) -> Answer:
+        """In how many of the models that do the task predictions need what label words gather."""
+        missing, names = self.info.get("missing", {}), dict(self._names("model"))
+        able = [k for k, name in names.items() if name not in missing]
+        limits = (
+            f"{speaks_of(self.info)} It speaks of these models, not of others. With many models, "
+            "up to 5 of 100 verdicts agree although the claim is false."
+        )
+        asked = "In which models are label words anchors?"
+        if not able:
+            reason = "no model clearly does the task, or could be run"
+            return Answer(asked, cannot_tell(reason), limits)
+        needed = self.info["claims"].index(NEEDED)
+        number = {k: self.estimate("number", k, needed) for k in able}
+        told = {
+            verdict: [k for k in able if self._verdict(k, needed) == verdict] for verdict in SIGNS
+        }
+        words = {
+            Verdict.AGREES: "yes",
+            Verdict.DOES_NOT_AGREE: "no",
+            Verdict.CANNOT_TELL: "not sure",
+        }
+        texts = [
+            f"{words[verdict]} for {listed([f'{names[k]} ({number[k]})' for k in of])}"
+            for verdict, of in told.items()
+            if of
+        ]
+        sentence = (
+            f"Of {len(names)} models {len(able)} do{'es' * (len(able) == 1)} the task. Isolating "
+            "the label words in the first layers changes a larger share of predictions than "
+            f"isolating random words: {'; '.join(texts)}."
+        )
+        return Answer(asked, sentence, limits, number[able[0]])
 
     def to_frame(self) -> pd.DataFrame:
         """All numbers as one long table; verdicts and their reasons are texts beside them."""
@@ -158,6 +194,15 @@ class AcrossModelsRecord(Record):
         """The index and the name of each entry along an axis."""
         numbers = range(self.number.shape[axis == "claim"])
         return [*enumerate(self.axis_names(axis) or map(str, numbers))]
+
+    def _number(self, model: int, claim: int) -> str:
+        """A number with its interval, or why there is none."""
+        number, name = self.estimate("number", model, claim), dict(self._names("model"))[model]
+        if not isnan(number.value):
+            return str(number)
+        missing = self.info.get("missing", {}).get(name, "")
+        failed = missing.startswith("failed")
+        return f"no number: {'the model failed' if failed else self.info['reasons'][model][claim]}"
 
     def _verdict(self, model: int, claim: int) -> Verdict:
         return _VERDICTS[int(self.verdict[model, claim])]

@@ -62,7 +62,8 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     assert call(monkeypatch, "run", *arguments, *QUICK, "--quiet") == 0
     printed = capsys.readouterr()
     assert all(line.startswith("warning: ") for line in printed.err.splitlines())
-    assert printed.out.splitlines()[0] == "questions, claims of the paper"
+    first, asked = printed.out.splitlines(), "Does the model use its label words as anchors?"
+    assert first[0] == f"questions: {asked}" and first[1].startswith("This cannot be told: the acc")
     assert max(map(len, printed.out.partition("report: ")[0].splitlines())) <= 80
     report = printed.out.partition("report: ")[2].splitlines()
     assert report[0] == f"{tmp_path / 'report.html'} (open it in a browser)"

@@ -18,6 +18,7 @@ from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import DataError
 from anchorlens.prompts.own_data import layout_of, told_apart
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
+from anchorlens.results.answer import Answer
 from tests.cli.test_cli import call, error_of
 from tests.support.chat_tokenizers import chat_tokenizer
 
@@ -103,7 +104,7 @@ def test_a_file_is_analysed_and_the_printed_command_does_the_same(
     def analysed(model: Any, task: str, batches: list[Any], options: Run) -> Page:
         prompts.append([batch.tokens.tolist() for batch in batches])
         if len(prompts) > {"names.csv": 2, "twenty.csv": 1}.get(name, 0):
-            return Page({}, Summary((), {}, is_able=False, is_sure=False))
+            return Page({}, Summary(Answer("", ""), (), {}, is_able=False, is_sure=False))
         return analysis.analysed(model, task, batches, options)
 
     monkeypatch.setattr(work, "analysed", analysed)

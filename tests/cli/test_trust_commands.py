@@ -32,7 +32,10 @@ def test_across_prints_and_reports_each_model_and_resumes(
     assert call(monkeypatch, *arguments) == 0
     printed = capsys.readouterr()
     record = al.records.AcrossModelsRecord.load(tmp_path / "claims.safetensors")
-    assert printed.out.startswith(f"{record}\n\nreport: {tmp_path}/report.html")
+    assert f"\n\n{record}\n\nreport: {tmp_path}/report.html" in printed.out
+    first = " ".join(printed.out.partition("\n\n")[0].split())
+    assert first.startswith("sentiment: In which models are label words anchors? This cannot be ")
+    assert "Next: flows and figures of one of them" in printed.out
     assert max(map(len, str(record).splitlines())) <= 80
     assert record.info["models"] == [shallow_folder.name, "no/such model"]
     assert "failed: there is no folder 'no/such model'" in " ".join(printed.out.split())
@@ -129,7 +132,10 @@ def test_faithfulness_explains_what_the_model_writes(
     assert call(monkeypatch, *arguments) == 0
     printed = capsys.readouterr()
     record = al.records.FaithfulnessRecord.load(out / "documents" / "faithfulness.safetensors")
-    lines = printed.out.splitlines()
+    answer, _, rest = printed.out.partition("\n\n")
+    assert answer.startswith("documents: Which scores say what the answer loses without a segment?")
+    assert "Random scores have" in " ".join(answer.split()) and "\nNext: " in rest
+    lines = rest.splitlines()
     assert lines[0] == "documents, what scores are worth [95 % intervals]"
     assert max(map(len, lines[: lines.index("")])) <= 80
     assert [*record.info["segment_names"]] == ["document 1", "document 2", "document 3"]
