@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from pandas import DataFrame
 
-from ..errors import ModelError, PromptError
+from ..errors import AnchorlensError, ModelError, PromptError
 from ..experiments import faithfulness as scores
 from ..experiments import removal
 from ..experiments.analysis import DEPTH, depth_of
@@ -48,7 +48,8 @@ from ..runs.store import forget_run
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
-from .analysis import analysed, file_name, forget_analysis, make_folders, pictures
+from ..system.steps import planned, step
+from .analysis import analysed, file_name, forget_analysis, make_folders, pictures, steps_of
 from .before_weights import check_depth, check_length, checked_tokenizer
 from .options import (
     PAPER_TASKS,
@@ -110,10 +111,11 @@ def _analyse(options: Run, chosen: Sequence[ChosenTask]) -> None:
     loaded, batches = _loaded(options, partial(_prompts, chosen, draws, options.batch_size))
     options, chosen = _settled("run", options, chosen, loaded, min(counts))
     pages = {}
-    for name in draws:
-        if options.fresh:
-            forget_analysis(out / name)
-        pages[name] = analysed(loaded, name, batches[name], options)
+    with planned(steps_of(loaded, batches, options)):
+        for name in draws:
+            if options.fresh:
+                forget_analysis(out / name)
+            pages[name] = analysed(loaded, name, batches[name], options)
     settings = _settings(options, chosen)
     paper = f"the paper's figures and tables for this model:\n  {_command('paper', model)}"
     steps = {each.name: _next(options, each, pages[each.name].summary) for each in chosen}
@@ -188,7 +190,7 @@ def paper(options: Paper) -> None:
         forget_run(out / "rows")
 
     less = "fewer of --task, --seed, --queries and --draws take less"
-    output.note(f"the bar counts all parts of all tasks and seeds; {less}")
+    output.note(f"each part of each task and seed has a bar; {less}")
 
     def save(numbers: DataFrame) -> None:
         _save_settings(settings, out)
@@ -218,7 +220,7 @@ def paper(options: Paper) -> None:
         setting = setting_of(
             loaded, each.name, each.examples, queries, options.seeds[0], {each.name: each.task}
         )
-        for picture in pictures(loaded, setting.prompts()[:1], 1).values():
+        for picture in pictures(loaded, setting.prompts()[:1], 1, options).values():
             if picture.sums is not None:
                 figures_1[f"{task_name(each.name)}: Figure 1"] = picture.figure()
     report = _report(
@@ -254,14 +256,17 @@ def contexts(options: Contexts) -> None:
     if options.fresh:
         forget_contexts(out / task)
     parts = Parts.of(loaded, batches, options)
-    trained = trained_contexts(loaded, batches, parts, rows)
-    factors = reweighted(loaded, batches, parts, rows)
-    compared = {**untrained_contexts(options.draws), "re-weighted": factors, **trained}
-    parts.begin(COMPARED, f"{task}, {queries} queries, {len(compared)} contexts: ")
-    asked, progress = ContextComparison(compared), not options.quiet
-    answers = answer(
-        loaded, batches["queries"], [asked, Accuracy()], folder=rows / "contexts", progress=progress
-    )
+    with planned(parts.steps):
+        trained = trained_contexts(loaded, batches, parts, rows)
+        factors = reweighted(loaded, batches, parts, rows)
+        compared = {**untrained_contexts(options.draws), "re-weighted": factors, **trained}
+        output.note(f"{task}, {queries} queries, {len(compared)} contexts")
+        asked, progress = ContextComparison(compared), not options.quiet
+        questions, folder = [asked, Accuracy()], rows / "contexts"
+        with step(COMPARED):
+            answers = answer(
+                loaded, batches["queries"], questions, folder=folder, progress=progress
+            )
     record = answers[asked.name]
     if is_main():
         record.save(out / task / "contexts.safetensors")
@@ -311,6 +316,14 @@ def faithfulness(options: Faithfulness) -> None:
         prompts = partial(_prompts, chosen, {name: draws}, options.batch_size)
     segments = options.shots * len(chosen[0].task.labels) if chosen else len(documents)
     scores.Comparison(segments, options.subsets, options.top, seed=0).check()
+    if segments < scores.FEWEST:
+        more = (
+            "--shots 2 gives two demonstrations of each class" if chosen else "give more documents"
+        )
+        output.note(
+            f"there are {segments} segments, and a rank correlation (LDS) needs {scores.FEWEST}: "
+            f"only drops are computed; {more}"
+        )
     make_folders(out, [name])
     loaded, batches = _loaded(options, prompts)
     options, chosen = _settled("faithfulness", options, chosen, loaded, queries)
@@ -353,12 +366,14 @@ def across(options: Across) -> None:
     [chosen] = chosen_tasks(options.task and [options.task], options, options.shots)
     name, queries, draws = _drawn(chosen, options, 100)
     make_folders(out)
+    by_task = partial(_prompts, [chosen], {name: draws}, options.batch_size)
+    _refuse_models(options, lambda tokenizer: by_task(tokenizer)[name])
     if options.fresh:
         for rows in (out / "rows").glob("*/*"):
             forget_run(rows)
     record = across_models(
         options.model,
-        lambda tokenizer: _prompts([chosen], {name: draws}, options.batch_size, tokenizer)[name],
+        lambda tokenizer: by_task(tokenizer)[name],
         device=options.device,
         dtype=_dtype(options),
         depth=options.depth,
@@ -382,6 +397,19 @@ def across(options: Across) -> None:
     output.last_line(after, report)
     if record.number.isnan().all():
         raise ModelError("no model could be analysed; the table says why")
+
+
+def _refuse_models(options: Across, prompts: Callable[[Any], list[PromptBatch]]) -> None:
+    """Raise one error for all models that can be refused before the weights of any are loaded."""
+    problems = []
+    for model in options.model:
+        try:
+            checked_tokenizer(model, options.device, options.depth, prompts)
+        except AnchorlensError as error:
+            problems.append(f"{model}: {error}")
+    if problems:
+        count = f"{len(problems)} of {len(options.model)} models cannot be analysed"
+        raise ModelError("\n  - ".join([f"{count}; mend them, or leave them out:", *problems]))
 
 
 def _drawn(chosen: ChosenTask, options: Any, most: int) -> tuple[str, int, list[Draw]]:

@@ -7,7 +7,6 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from math import isnan, nan
@@ -52,8 +51,8 @@ from ..system.arguments import check_from_1, check_not_endless, checked
 from ..system.hidden_warnings import warnings_kept
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
+from ..system.steps import planned, step
 from ..system.warn import warn_user
-from .paper import PassesBar
 
 _VERDICTS = tuple(Verdict)
 _COLORS = (figures.PALETTE[2], figures.PALETTE[1], figures.OTHER)
@@ -271,7 +270,7 @@ def across_models(
         folder: Stores what each batch of each model contributed; after an interruption, or with
             more models, the same call goes on from there. Models are loaded again, to compare them.
             What is stored of another run is not used: the row of its model fails, with the reason.
-        progress: Show a bar of the passes. Their total is known after the first model.
+        progress: Show progress bars, and the time that all models take.
 
     Returns:
         The claims of each model, in the order of ``models``.
@@ -306,17 +305,15 @@ def across_models(
         random_weights=random_weights,
         gradient_checkpointing=gradient_checkpointing,
         resamples=resamples,
-        progress=False,
+        progress=progress,
     )
     rows: dict[str, _Row] = {}
-    with closing(PassesBar([*sources], quiet=not (progress and is_main()))) as bar:
+    with planned(dict.fromkeys(sources, 1.0)):
         for name, load in sources.items():
             of_model = folder_of(folder, name)
-            with bar.part(f"{name} ({len(rows) + 1} of {len(sources)} models)"):
+            with step(name):
                 rows[name] = _row(load, make_prompts, partial(run, folder=of_model))
             free_memory()  # the references of a model form cycles, which are freed only here
-            if rows[name].warnings:
-                bar.bar.clear()  # so that a warning begins on a new line
             for warning in rows[name].warnings:
                 warn_user(f"{name}: {warning}")
             record = _record(rows)

@@ -52,7 +52,7 @@ def speaks_of(info: Mapping[str, Any]) -> str:
         return ""
     count, sets = info["prompts"], info.get("demonstration_sets", 1)
     prompts = f"From {count} prompt{'s' * (count != 1)}"
-    if not info.get("labels"):
+    if "labels" in info and not info["labels"]:
         return f"{prompts}: intervals speak of other prompts of this kind, not of other data."
     if sets == 1:
         after = "one set of demonstrations: intervals do not speak of other sets"
