@@ -6,6 +6,7 @@
    for each unit of cost as what has run so far.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class Step:
             every = sum(each.cost for each in self.inner)
             return sum(each.cost * each.computed for each in self.inner) / every
         if self.bar is None:
-            return 0.0
+            return 1.0 if self.began is None else 0.0
         return 1 - self.bar.initial / self.bar.total if self.bar.total else 1.0
 
     def left(self) -> float | None:
@@ -138,11 +139,11 @@ def expect(name: str, cost: float) -> None:
             each.cost = cost
 
 
-class Bar(tqdm):  # type: ignore[type-arg]
+class Bar(tqdm):
     """A bar with the name of its step, and the time that all steps take."""
 
     def __init__(self, *, title: str, **options: Any) -> None:
-        step = _running.get()
+        step = None if options.get("disable") else _running.get()
         self.step = step if step is not None and not step.inner else None
         if self.step is not None:
             self.step.bar, title = self, self.step.title()
@@ -157,7 +158,7 @@ class Bar(tqdm):  # type: ignore[type-arg]
         return (perf_counter() - self.begun) / max(done, 1) * max(0, self.total - self.n)
 
     def update(self, n: float | None = 1) -> bool | None:
-        if self.step is not None and not self.disable:
+        if self.step is not None:
             self.n += n or 0  # counted in the time that is left
             self._show_all(self.step.path()[0])
             self.n -= n or 0
@@ -171,8 +172,8 @@ class Bar(tqdm):  # type: ignore[type-arg]
         share, rest = whole.elapsed / (seconds or 1), self.format_interval(left)
         self.set_postfix_str(f"all: {100 * share:.0f}%, {rest} left", refresh=False)
         if not whole.is_told and seconds > _SHORT:
-            self.clear()
-            self.write(f"everything takes {in_words(seconds)}, as far as the first step tells")
+            told = f"everything takes {in_words(seconds)}, as far as the first step tells"
+            self.write(told, file=sys.stderr)
         whole.is_told = True
 
 
