@@ -161,9 +161,9 @@ def test_faithfulness_explains_what_the_model_writes(
     assert call(monkeypatch, *arguments) == 0
     printed = capsys.readouterr()
     record = al.records.FaithfulnessRecord.load(out / "documents" / "faithfulness.safetensors")
-    answer, _, rest = printed.out.partition("\n\n")
-    assert answer.startswith("documents: Which scores say what the answer loses without a segment?")
-    assert "Random scores have" in " ".join(answer.split()) and "\nNext: " in rest
+    said, _, rest = printed.out.partition("\n\n")
+    assert said.startswith("documents: Which scores say what the answer loses without a segment?")
+    assert "Random scores have" in " ".join(said.split()) and "\nNext: " in rest
     lines = rest.splitlines()
     assert lines[0] == "documents, what scores are worth [95 % intervals]"
     assert max(map(len, lines[: lines.index("")])) <= 80
