@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
+from textwrap import shorten
 from typing import Any
 
 from ..printable import printable
@@ -33,7 +34,7 @@ class Answer:
     next: str = ""
 
     def __repr__(self) -> str:
-        return printable(f"Answer({self.sentence or self.question})")
+        return printable(f"Answer({shorten(self.sentence or self.question, 180)})")
 
     def section(self, of: str = "") -> Section:
         """The answer as text for a terminal, under the name of what it is of."""
