@@ -227,7 +227,7 @@ def paper(options: Paper) -> None:
         {},
         out,
         settings,
-        title=f"The figures and tables of 'Label Words are Anchors' for {options.model}",
+        title="The figures and tables of 'Label Words are Anchors'",
         figures=figures_1 | paper_figures(numbers),
         summary=paper_tables(numbers),
         answers={"": found},
@@ -281,7 +281,7 @@ def contexts(options: Contexts) -> None:
     for name, text in texts.items():
         output.note(f"{name}: {text!r}")
     results = {task: {**answers, **training_records(trained)}}
-    title = f"What stands before a query: contexts for {options.model}"
+    title = "What can stand before a query"
     settings = _settings(options, [chosen])
     report = _report(results, out, settings, title=title, answers={task: found})
     values = {"task": task, "answer": values_of_answer(found), "contexts": with_ends(record)}
@@ -350,7 +350,7 @@ def faithfulness(options: Faithfulness) -> None:
         after = f"the flows of the task:\n  {chosen[0].command('run', of_run, out)}"
     found = _answer(answers, after)
     output.answer(name, found, [_section(f"{name}, what scores are worth", record)])
-    title = f"What scores of segments are worth, for {options.model}"
+    title = "What scores of segments are worth"
     settings = _settings(options, chosen)
     report = _report({name: answers}, out, settings, title=title, answers={name: found})
     values = {"task": name, "answer": values_of_answer(found), "faithfulness": with_ends(record)}

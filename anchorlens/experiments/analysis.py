@@ -34,7 +34,7 @@ from .sites import first_and_last
 METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances())
 MODEL, ISOLATION = "the model", "isolation"  # the first and the last step
 # A forward pass of a prompt, and one of its query alone with edges cut, over the first step of it.
-ONE_RUN, ONE_ISOLATED = 0.4, 0.25
+ONE_RUN, ONE_ISOLATED = 0.4, 0.12
 DEPTH = 5  # layers at each end, if a model has twice as many
 
 

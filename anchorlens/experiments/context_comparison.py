@@ -204,7 +204,7 @@ class ContextsRecord(Record):
             gain = self.estimate("gain_over_demonstrations", k)
             if not self._is_whole(k):
                 which = "more" * (gain.low > 0) or "fewer" * (gain.high < 0)
-                groups[which].append(f"{name} ({gain.percent(unit='')})")
+                groups[which].append(f"{name} ({gain.percent(unit='')})" if which else name)
         told = [
             f"{which} are right after {listed(group)}"
             if which
@@ -219,11 +219,14 @@ class ContextsRecord(Record):
     def _is_whole(self, context: int) -> bool:
         """Whether a context gives the same numbers as the demonstrations, as they themselves do."""
         is_same = self.word_overlap[:, context].eq(1).all() and self.label_kept[:, context].all()
-        return bool(is_same) and float(self.kl[context]) < rounding_of(torch.float32)
+        # Logits differ by rounding, and a KL by its square.
+        rounding = rounding_of(getattr(torch, self.info.get("dtype", "float32")))
+        return bool(is_same) and float(self.kl[context]) < rounding**2
 
     def _known(self, name: str, context: int) -> str:
         """A number that is known by its definition, as text; "" for others."""
-        if name == "gain_over_first" and context == 0:
+        takes_nothing = name == "stolen" and not self.bytes_stored[context]
+        if takes_nothing or (name == "gain_over_first" and context == 0):
             return "0"
         known = {"gain_over_demonstrations": "0", "label_loyalty": "1", "word_loyalty": "1"}
         return known.get(name, "") if self._is_whole(context) else ""

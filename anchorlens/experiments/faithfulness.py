@@ -105,6 +105,7 @@ class FaithfulnessRecord(Record):
                 for k, name in enumerate(names)
             ]
             for column, field in zip(columns, fields, strict=True)
+            if field != "lds_gap" or not self.lds.isnan().all()
         }
         return TextFrame(texts, index=pd.Index(names, name="score"))
 
