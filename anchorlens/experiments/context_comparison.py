@@ -205,16 +205,13 @@ class ContextsRecord(Record):
             if not self._is_whole(k):
                 which = "more" * (gain.low > 0) or "fewer" * (gain.high < 0)
                 groups[which].append(f"{name} ({gain.percent(unit='')})" if which else name)
-        told = [
-            f"{which} are right after {listed(group)}"
-            if which
-            else f"for {listed(group)} no difference can be told"
-            for which, group in groups.items()
-            if group
-        ]
-        sentence = f"After the demonstrations {whole.percent()} of the queries are answered right"
-        compared = f"; compared with that, in percentage points, {'; '.join(told)}" if told else ""
-        return Answer(asked, f"{sentence}{compared}.", limits, whole)
+        told = [f"After the demonstrations {whole.percent()} of the queries are answered right."]
+        for which, group in groups.items():
+            if group and which:
+                told.append(f"In percentage points, {which} are after {listed(group)}.")
+            elif group:
+                told.append(f"No difference can be told after {listed(group, most=3)}.")
+        return Answer(asked, " ".join(told), limits, whole)
 
     def _is_whole(self, context: int) -> bool:
         """Whether a context gives the same numbers as the demonstrations, as they themselves do."""
@@ -239,7 +236,13 @@ class ContextsRecord(Record):
         fields = ("accuracy", "label_loyalty", "word_loyalty", "stolen")
         groups = list(self.info["contexts"])
         estimates = [[self.estimate(name, k) for name in fields] for k in range(len(groups))]
-        ends = [[(each.low, each.value, each.high) for each in of_one] for of_one in estimates]
+        ends = [
+            [
+                (each.value,) * 3 if self._known(name, k) else (each.low, each.value, each.high)
+                for name, each in zip(fields, of_one, strict=True)
+            ]
+            for k, of_one in enumerate(estimates)
+        ]
         if len(self.random_accuracy):
             draws = [getattr(self, f"random_{name}") for name in fields[:3]]
             best = [float(getattr(self, f"top_{name}")) for name in fields[:3]]

@@ -121,12 +121,17 @@ class AcrossModelsRecord(Record):
         missing, names = self.info.get("missing", {}), dict(self._names("model"))
         able = [k for k, name in names.items() if name not in missing]
         limits = (
-            f"{speaks_of(self.info)} It speaks of these models, not of others. With many models, "
-            "up to 5 of 100 verdicts agree although the claim is false."
+            f"{speaks_of(self.info)} It speaks of these models, not of others; up to 5 of 100 "
+            "verdicts agree although the claim is false."
         )
         asked = "In which models are label words anchors?"
         if not able:
-            reason = "no model clearly does the task, or could be run"
+            told = [
+                f"{name} ({'failed' if isnan(right.value) else f'{right.percent()} right'})"
+                for k, name in names.items()
+                if (right := self.estimate("accuracy", k))
+            ]
+            reason = f"no model is clearly better than naming the commonest class: {listed(told)}"
             return Answer(asked, cannot_tell(reason), limits)
         needed = self.info["claims"].index(NEEDED)
         number = {k: self.estimate("number", k, needed) for k in able}
@@ -201,7 +206,8 @@ class AcrossModelsRecord(Record):
             return str(number)
         missing = self.info.get("missing", {}).get(name, "")
         failed = missing.startswith("failed")
-        return f"no number: {'the model failed' if failed else self.info['reasons'][model][claim]}"
+        reason = self.info["reasons"][model][claim].partition("; for ")[0]  # without the scope
+        return f"no number: {'the model failed' if failed else reason}"
 
     def _verdict(self, model: int, claim: int) -> Verdict:
         return _VERDICTS[int(self.verdict[model, claim])]
