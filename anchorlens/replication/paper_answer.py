@@ -1,7 +1,7 @@
 """What the numbers of ``paper`` say first: whether label words are anchors in the tasks it does."""
 
 from collections.abc import Mapping
-from math import nan, sqrt
+from math import isnan, nan, sqrt
 
 import pandas as pd
 from scipy.special import stdtrit
@@ -32,9 +32,10 @@ def paper_answer(numbers: pd.DataFrame) -> Answer:
         reason = (
             "Figure 4 has no numbers for the tasks that the model does; a warning says why"
             if able
-            else f"of {len(of_tasks)} tasks the model clearly does none: {_accuracies(of_tasks)}"
+            else f"the model clearly does none of these tasks: {_accuracies(of_tasks)}"
         )
-        return Answer(ARE_ANCHORS, cannot_tell(reason), limits)
+        shown = f"{task_name(next(iter(of_tasks), ''))}: Figure 4"
+        return Answer(ARE_ANCHORS, cannot_tell(reason), limits, figure=shown)
     label, control = (
         Estimate(sum(of_task[words].mean() for of_task in known.values()) / len(known))
         for words in ("label", "random")
@@ -59,23 +60,30 @@ def _table_1(rows: pd.DataFrame, row: str, part: str = "Table 1") -> float:
     return float(of_row["value"].mean())
 
 
-def _is_able(rows: pd.DataFrame) -> bool:
-    """Whether the 95 % interval (Wilson) of a task's accuracy is above the commonest class."""
-    accuracy, commonest = _table_1(rows, "vanilla"), _table_1(rows, COMMONEST)
+def _accuracy(rows: pd.DataFrame) -> Estimate:
+    """A task's accuracy over all seeds, with its 95 % interval over queries (Wilson's)."""
+    accuracy = _table_1(rows, "vanilla")
     count = _table_1(rows, "queries", "Table 1, queries") * rows["seed"].nunique()
     z = 1.96
     half = z * sqrt(max(0.0, accuracy * (1 - accuracy)) / count + z**2 / (4 * count**2))
-    return (accuracy + z**2 / (2 * count) - half) / (1 + z**2 / count) > commonest
+    low, high = (
+        (accuracy + z**2 / (2 * count) + end) / (1 + z**2 / count) for end in (-half, half)
+    )
+    return Estimate(accuracy, low, high)
+
+
+def _is_able(rows: pd.DataFrame) -> bool:
+    """Whether a task's accuracy is clearly above that of naming the commonest class."""
+    return _accuracy(rows).low > _table_1(rows, COMMONEST)
 
 
 def _accuracies(of_tasks: Mapping[str, pd.DataFrame]) -> str:
     """The accuracy of each task, beside that of naming the commonest class."""
     texts = []
     for task, rows in of_tasks.items():
-        accuracy, commonest = _table_1(rows, "vanilla"), _table_1(rows, COMMONEST)
-        is_known = accuracy == accuracy
-        shares = f"{100 * accuracy:.0f} % right, naming the commonest class {100 * commonest:.0f} %"
-        texts.append(f"{task_name(task)} ({shares if is_known else 'no accuracy'})")
+        accuracy, commonest = _accuracy(rows), 100 * _table_1(rows, COMMONEST)
+        shares = f"{accuracy.percent()} right, the commonest class is {commonest:.0f} %"
+        texts.append(f"{task_name(task)} ({'no accuracy' if isnan(accuracy.value) else shares})")
     return listed(texts)
 
 
