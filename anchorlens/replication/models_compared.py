@@ -126,12 +126,12 @@ class AcrossModelsRecord(Record):
         )
         asked = "In which models are label words anchors?"
         if not able:
-            told = [
+            rights = [
                 f"{name} ({'failed' if isnan(right.value) else f'{right.percent()} right'})"
                 for k, name in names.items()
                 if (right := self.estimate("accuracy", k))
             ]
-            reason = f"no model is clearly better than naming the commonest class: {listed(told)}"
+            reason = f"no model is clearly better than naming the commonest class: {listed(rights)}"
             return Answer(asked, cannot_tell(reason), limits)
         needed = self.info["claims"].index(NEEDED)
         number = {k: self.estimate("number", k, needed) for k in able}

@@ -5,10 +5,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 import anchorlens as al
 from anchorlens.replication.paper_answer import paper_answer
 from anchorlens.report.answer import answer_of
+from anchorlens.report.claims import LIMITS, NEEDED
 from anchorlens.results.answer import Answer
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
@@ -41,10 +43,10 @@ def test_nothing_is_told_of_random_weights(make: Any, byte_level: Any, hooked: A
     assert first is not None and first.sentence.startswith("This cannot be told")
     contexts, faithfulness = records["contexts"], records["faithfulness"]
     # Of a model that does the task, the same records tell.
-    assert contexts.answer("").sentence.startswith(
-        f"After the demonstrations {contexts.estimate('whole_accuracy').percent()} of the queries"
-    )
-    told = faithfulness.answer("").sentence
+    sentences = [each.answer("") for each in (contexts, faithfulness)]
+    said, told = (answer.sentence for answer in sentences if answer is not None)
+    whole = contexts.estimate("whole_accuracy").percent()
+    assert said.startswith(f"After the demonstrations {whole} of the queries")
     assert f"one by one {faithfulness.estimate('lds', 0)}" in told and "Random scores have" in told
 
 
@@ -84,6 +86,39 @@ def test_the_paper_answers_for_the_tasks_that_the_model_does() -> None:
     one = paper_answer(paper_numbers(0.9, [0.4], [0.8]))
     assert one.sentence.startswith("Not sure") and "without an interval" in one.limits
     assert str(one.estimate) == "0.40"
+
+
+def test_across_models_the_answer_names_the_models_that_do_the_task() -> None:
+    count, statements = 4, list(LIMITS)
+    number = torch.full((count, len(statements)), 0.25, dtype=torch.double)
+    verdict = torch.full_like(number, 2).long()
+    verdict[:2, statements.index(NEEDED)] = torch.tensor([0, 1])
+    record = al.records.AcrossModelsRecord(
+        number=number,
+        verdict=verdict,
+        limit=torch.zeros(len(statements)),
+        accuracy=torch.tensor([0.9, 0.8, 0.5, torch.nan]),
+        intervals={"number": torch.stack([number - 0.125, number + 0.125])},
+        info={
+            "models": ["a", "b", "c", "d"],
+            "claims": statements,
+            "reasons": [["why; for others"] * len(statements)] * count,
+            "missing": {"c": "unable", "d": "failed: no file"},
+        },
+    )
+    answer = record.answer("")
+    assert answer.sentence.endswith(
+        "Of 4 models 2 do the task. Isolating the label words in the first layers changes a larger "
+        "share of predictions than isolating random words: yes for a (0.25 [0.12, 0.38]); no for b "
+        "(0.25 [0.12, 0.38])."
+    )
+    record.info["missing"] |= {"a": "unable", "b": "unable"}
+    assert record.answer("").sentence.endswith(
+        "naming the commonest class: a (90 % right), b (80 % right), c (50 % right) and d (failed)."
+    )
+    record.number[2:] = torch.nan
+    cells = [record.table().iloc[k, 1] for k in (2, 3)]
+    assert cells == ["? no number: why", "? no number: the model failed"]
 
 
 def test_a_report_begins_with_the_answer_that_is_given_or_that_of_a_record(
