@@ -272,21 +272,40 @@ def contexts(options: Contexts) -> None:
         record.save(out / task / "contexts.safetensors")
         for name, context in trained.items():
             context.save(out / task / f"{file_name(name)}.safetensors")
-    shared = {each.name: getattr(options, each.name) for each in fields(OfTask)}
-    of_run = Run(**shared | {"out": Run.out}, shots=options.shots, seed=[options.seed])
-    after = f"the flows of the task:\n  {chosen.command('run', of_run, out)}"
-    found = _answer(answers, after)
+    found = _answer(answers, _flows_next(options, chosen, [options.seed]))
     output.answer(task, found, [_section(f"{task}, contexts", record)])
     texts = texts_of(trained)
     for name, text in texts.items():
         output.note(f"{name}: {text!r}")
     results = {task: {**answers, **training_records(trained)}}
     title = "What can stand before a query"
-    settings = _settings(options, [chosen])
-    report = _report(results, out, settings, title=title, answers={task: found})
-    values = {"task": task, "answer": values_of_answer(found), "contexts": with_ends(record)}
-    output.document({"model": options.model, **values, "texts": texts, "report": report})
-    output.last_line(after, report)
+    values = {"task": task, "contexts": with_ends(record), "texts": texts}
+    _end(options, [chosen], {task: found}, results, title, values)
+
+
+def _flows_next(
+    options: Contexts | Faithfulness | Across, chosen: ChosenTask, seeds: list[int], **changes: Any
+) -> str:
+    """What to try next: the flows of the task, with the command."""
+    shared = {each.name: getattr(options, each.name) for each in fields(OfTask)}
+    of_run = Run(**shared | {"out": Run.out} | changes, shots=options.shots, seed=seeds)
+    return f"the flows of the task:\n  {chosen.command('run', of_run, options.out)}"
+
+
+def _end(
+    options: Contexts | Faithfulness | Across,
+    chosen: Sequence[ChosenTask],
+    answers: Mapping[str, Answer],
+    results: dict[str, Any],
+    title: str,
+    values: Mapping[str, Any],
+) -> None:
+    """Write the report of an answer, print its document, and say what is next."""
+    [answer], output = answers.values(), options.output
+    report = _report(results, options.out, _settings(options, chosen), title=title, answers=answers)
+    known = {"model": options.model, **values, "answer": values_of_answer(answer)}
+    output.document({**known, "report": report})
+    output.last_line(answer.next, report)
 
 
 def _answer(records: Mapping[str, Record], after: str) -> Answer:
@@ -345,17 +364,12 @@ def faithfulness(options: Faithfulness) -> None:
         record.save(out / name / "faithfulness.safetensors")
     after = f"the flows of a task of your own:\n  {_command('run', options.model, 'YOURS.csv')}"
     if chosen:
-        shared = {each.name: getattr(options, each.name) for each in fields(OfTask)}
-        of_run = Run(**shared | {"out": Run.out}, shots=options.shots, seed=options.seed)
-        after = f"the flows of the task:\n  {chosen[0].command('run', of_run, out)}"
+        after = _flows_next(options, chosen[0], options.seed)
     found = _answer(answers, after)
     output.answer(name, found, [_section(f"{name}, what scores are worth", record)])
     title = "What scores of segments are worth"
-    settings = _settings(options, chosen)
-    report = _report({name: answers}, out, settings, title=title, answers={name: found})
-    values = {"task": name, "answer": values_of_answer(found), "faithfulness": with_ends(record)}
-    output.document({"model": options.model, **values, "report": report})
-    output.last_line(after, report)
+    values = {"task": name, "faithfulness": with_ends(record)}
+    _end(options, chosen, {name: found}, {name: answers}, title, values)
 
 
 @fails_together()
@@ -384,17 +398,13 @@ def across(options: Across) -> None:
         folder=out / "rows",
         progress=not options.quiet,
     )
-    shared = {each.name: getattr(options, each.name) for each in fields(Run)}
-    first = Run(**shared | {"model": options.model[0], "out": Run.out})
-    after = f"flows and figures of one of them:\n  {chosen.command('run', first, out)}"
+    after = _flows_next(options, chosen, options.seed, model=options.model[0])
     found = _answer({"claims": record}, after)
     output.answer(name, found, [record.section()])
-    settings = _settings(replace(options, queries=queries), [chosen])
     title = f"The paper's claims in {len(options.model)} models"
-    report = _report({"claims": record}, out, settings, title=title, answers={"": found})
-    values = {"answer": values_of_answer(found), "claims": record.to_frame().to_dict("records")}
-    output.document({**values, "report": report})
-    output.last_line(after, report)
+    values = {"claims": record.to_frame().to_dict("records")}
+    used = replace(options, queries=queries)
+    _end(used, [chosen], {"": found}, {"claims": record}, title, values)
     if record.number.isnan().all():
         raise ModelError("no model could be analysed; the table says why")
 

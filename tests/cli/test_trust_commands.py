@@ -38,7 +38,7 @@ def test_across_prints_and_reports_each_model_and_resumes(
     assert f"\n\n{record}\n\nreport: {tmp_path}/report.html" in printed.out
     first = " ".join(printed.out.partition("\n\n")[0].split())
     assert first.startswith("sentiment: In which models are label words anchors? This cannot be ")
-    assert "Next: flows and figures of one of them" in printed.out
+    assert "Next: the flows of the task:\n  anchorlens run --model" in printed.out
     assert max(map(len, str(record).splitlines())) <= 80
     assert record.info["models"] == [shallow_folder.name, "no weights"]
     text = " ".join(printed.out.split())
