@@ -112,7 +112,7 @@ def test_across_models_the_answer_names_the_models_that_do_the_task() -> None:
         "share of predictions than isolating random words: yes for a (0.25 [0.12, 0.38]); no for b "
         "(0.25 [0.12, 0.38])."
     )
-    record.info["missing"] |= {"a": "unable", "b": "unable"}
+    record.info["missing"].update({"a": "unable", "b": "unable"})
     assert record.answer("").sentence.endswith(
         "naming the commonest class: a (90 % right), b (80 % right), c (50 % right) and d (failed)."
     )
