@@ -251,7 +251,7 @@ def test_models_of_any_name_and_error_are_compared_without_commands(
     try:
         with pytest.warns(UserWarning) as warned:
             record = al.replication.across_models(
-                {COMMANDS: load, "ok": gpt2}, "questions", **options
+                {COMMANDS: load, f"ok {COMMANDS}": gpt2}, "questions", **options
             )
     finally:
         log.handlers = handlers

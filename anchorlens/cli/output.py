@@ -8,15 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from shutil import get_terminal_size
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
 from ..printable import printable
-from ..results.answer import Answer
 from ..results.text_tables import Section
 from ..system.processes import is_main
 from ..system.put_back import put_back, safe_context
+
+if TYPE_CHECKING:  # it imports what takes seconds
+    from ..results.answer import Answer
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Output:
         if not self.quiet:
             say(text, err=True)
 
-    def answer(self, of: str, answer: Answer, tables: Iterable[Section]) -> None:
+    def answer(self, of: str, answer: "Answer", tables: Iterable[Section]) -> None:
         """Print what was found: the answer first, then tables."""
         self.tables([answer.section(of), *tables])
 

@@ -192,6 +192,7 @@ class ContextsRecord(Record):
                 cells += texts_of_draws(column.replace(" ", "_"))
         return TextFrame(columns, index=pd.Index(names, name="context"))
 
+    @checked
     def answer(self, unable: str) -> Answer:
         """What answers as many queries right as the demonstrations, and what fewer or more."""
         whole, names = self.estimate("whole_accuracy"), self.info["contexts"]

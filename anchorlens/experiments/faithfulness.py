@@ -109,6 +109,7 @@ class FaithfulnessRecord(Record):
         }
         return TextFrame(texts, index=pd.Index(names, name="score"))
 
+    @checked
     def answer(self, unable: str) -> Answer:
         """Which scores tell more than random ones what the answer loses without a segment.
 

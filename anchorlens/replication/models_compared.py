@@ -116,6 +116,7 @@ class AcrossModelsRecord(Record):
         names = [name for _, name in self._names("model") if name in missing]
         return Section(_TITLE, rows, "\n".join(f"{name}: {missing[name]}" for name in names))
 
+    @checked
     def answer(self, unable: str) -> Answer:
         """In how many of the models that do the task predictions need what label words gather."""
         missing, names = self.info.get("missing", {}), dict(self._names("model"))

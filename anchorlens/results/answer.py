@@ -7,10 +7,12 @@ from textwrap import shorten
 from typing import Any
 
 from ..printable import printable
+from ..system.arguments import checked
 from .estimate import Estimate
 from .text_tables import Section
 
 
+@checked
 @dataclass(frozen=True)
 class Answer:
     """What stands before all numbers: a sentence, its limits, the picture of it, and what is next.
@@ -36,6 +38,7 @@ class Answer:
     def __repr__(self) -> str:
         return printable(f"Answer({shorten(self.sentence or self.question, 180)})")
 
+    @checked
     def section(self, of: str = "") -> Section:
         """The answer as text for a terminal, under the name of what it is of."""
         title = f"{of}: {self.question}" if of else self.question

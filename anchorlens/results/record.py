@@ -207,6 +207,7 @@ class Record(KeepsRepr):
             return "< 0.01" if not number.high >= 0.005 else f"< 0.01 [0.00, {number.high:.2f}]"
         return format(number, "+.2f" if number.is_difference else ".2f")
 
+    @checked
     def answer(self, unable: str) -> Answer | None:
         """What a report says before all numbers; None where it has no one answer.
 
