@@ -37,5 +37,6 @@ if TYPE_CHECKING:
     from .report.answer_flows import AnswerFlows as AnswerFlows
     from .report.claims import Claim as Claim
     from .report.prompt_flows import PromptFlows as PromptFlows
+    from .results.answer import Answer as Answer
 
 __getattr__, __dir__, __all__ = imported_at_first_use(__name__, __file__)

@@ -23,6 +23,7 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import ArgumentError
+from anchorlens.results.estimate import Estimate
 from anchorlens.system.arguments import as_hint, checked
 from tests.attack.attack_scene import Scene, scene
 from tests.support.public import public
@@ -233,7 +234,7 @@ def examples_of_types() -> dict[Any, Any]:
     values += [al.reads.EdgeSets([al.edges.ww(setup.batch)])]
     values += [al.PrefixEffect(), al.contexts.Training(), *setup.results.values()]
     values += [torch.Generator(), al.subsets.one_by_one, al.Contributions({"right": torch.ones(1)})]
-    values += [al.step_flows(setup.model, setup.batch.prompt(0), "query")]
+    values += [al.step_flows(setup.model, setup.batch.prompt(0), "query"), Estimate(0.5)]
     values += [al.contexts.hard_prompts.of_tokens(setup.model, [300], held_out=[setup.batch])]
     by_type: dict[Any, Any] = {type(value): value for value in values}
     hooked = {hint: setup.model for hint in _protocols() if "hook" in hint.__name__.lower()}

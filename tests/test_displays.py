@@ -117,7 +117,7 @@ def instances(model: Any) -> Iterator[Any]:
     yield from (how, prompt, prompt.prefix)
     yield al.contexts.hard_prompts.of_tokens(model, [300] * 99, held_out=[held_out])
     flows = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
-    yield from (*al.claims(flows), Verdict.AGREES)
+    yield from (*al.claims(flows), Verdict.AGREES, al.records.Answer("What?", "words " * 99))
     yield al.plot_prompt(model, batch)
     yield al.plot_answer(al.step_flows(model, batch.prompt(0), "text"))
     yield al.replication.PaperNumber("Entropy", "next token", "nats", 2.5)
@@ -251,7 +251,7 @@ def test_models_of_any_name_and_error_are_compared_without_commands(
     try:
         with pytest.warns(UserWarning) as warned:
             record = al.replication.across_models(
-                {COMMANDS: load, "ok": gpt2}, "questions", **options
+                {COMMANDS: load, f"ok {COMMANDS}": gpt2}, "questions", **options
             )
     finally:
         log.handlers = handlers

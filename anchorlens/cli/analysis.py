@@ -1,21 +1,23 @@
 """The analyses of one task for a command: records that are saved at once, and a summary."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from ..errors import AnchorlensError, StoreError
-from ..experiments.analysis import analyse
+from ..experiments.analysis import analyse, costs_of
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
 from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..runs.store import forget_run
 from ..system.processes import is_main
-from .options import Run
+from ..system.steps import Bar, step
+from .options import Paper, Run
 from .output import say
 from .summary import Summary, summarised
 
@@ -89,41 +91,64 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
         if is_main():
             record.save(folder / f"{name}.safetensors")
 
-    records = analyse(
-        model,
-        batches,
-        depth=options.depth,
-        draws=options.draws,
-        random_weights=options.random_weights or None,
-        gradient_checkpointing=options.gradient_checkpointing,
-        keep=save,
-        folder=folder / "rows",
-        progress=not options.quiet,
-    )
+    with step(task):
+        records = analyse(
+            model,
+            batches,
+            depth=options.depth,
+            draws=options.draws,
+            random_weights=options.random_weights or None,
+            gradient_checkpointing=options.gradient_checkpointing,
+            keep=save,
+            folder=folder / "rows",
+            progress=not options.quiet,
+        )
     summary = summarised(task, records)
-    output.tables(summary.tables)
-    prompts = pictures(model, batches, PICTURES, options.gradient_checkpointing)
+    output.answer(task, summary.answer, summary.tables)
+    with step(f"{task}, figures"):
+        prompts = pictures(model, batches, PICTURES, options)
     return Page({**prompts, **records}, summary)
 
 
+def steps_of(
+    model: Any, batches: Mapping[str, list[PromptBatch]], options: Run
+) -> dict[str, float]:
+    """What each task and its figures cost, in tokens."""
+    costs = dict[str, float]()
+    for name, of_task in batches.items():
+        length = fmean(float(batch.attention_mask.sum(1).double().mean()) for batch in of_task)
+        of_analysis = costs_of(
+            model,
+            of_task,
+            depth=options.depth,
+            draws=options.draws,
+            random_weights=options.random_weights or None,
+        )
+        costs[name] = length * sum(of_analysis.values())
+        costs[f"{name}, figures"] = length * PICTURES
+    return costs
+
+
 def pictures(
-    model: Any, batches: list[PromptBatch], most: int, gradient_checkpointing: bool = False
+    model: Any, batches: list[PromptBatch], most: int, options: Run | Paper
 ) -> dict[str, PromptFlows]:
     """Pictures of the first prompts; a warning where one fails, as all else is computed."""
     first = [(batch, number) for batch in batches for number in range(len(batch))][:most]
     drawn: dict[str, PromptFlows] = {}
-    for count, (batch, number) in enumerate(first):
-        try:
-            picture = plot_prompt(
-                model, batch, number, gradient_checkpointing=gradient_checkpointing
-            )
-            # Its number is that among all prompts, as in its heading, and not that in a batch.
-            picture = replace(picture, source=f"{picture.source.rpartition(' ')[0]} {count}")
-        except Exception as error:
-            if not isinstance(error, AnchorlensError) and not is_out_of_memory(error):
-                raise
-            text = str(error).partition("\n")[0]
-            say(f"warning: no picture of prompt {count}: {text}", err=True)
-            break
-        drawn[f"prompt {count}"] = picture
+    saving = getattr(options, "gradient_checkpointing", False)
+    disable = options.quiet or not is_main()
+    with Bar(title="figures", total=len(first), unit=" prompts", disable=disable) as bar:
+        for count, (batch, number) in enumerate(first):
+            try:
+                picture = plot_prompt(model, batch, number, gradient_checkpointing=saving)
+                # Its number is that among all prompts, as in its heading, and not that in a batch.
+                picture = replace(picture, source=f"{picture.source.rpartition(' ')[0]} {count}")
+            except Exception as error:
+                if not isinstance(error, AnchorlensError) and not is_out_of_memory(error):
+                    raise
+                text = str(error).partition("\n")[0]
+                say(f"warning: no picture of prompt {count}: {text}", err=True)
+                break
+            drawn[f"prompt {count}"] = picture
+            bar.update()
     return drawn

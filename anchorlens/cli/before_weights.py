@@ -7,7 +7,7 @@ from ..contexts.protocol import bos_of, longest_query
 from ..errors import HookError, PromptError
 from ..models.hooked import refuse_longer_than
 from ..models.load import refuse_encoder_decoder
-from ..models.read_weights import read_model_files, refuse_device
+from ..models.read_weights import read_model_files, refuse_device, refuse_no_file
 from ..prompts.batch import PromptBatch, longest_prompt
 
 BuildPrompts = Callable[[Any], Iterable[PromptBatch]]
@@ -30,6 +30,7 @@ def checked_tokenizer(
     if device is not None:
         refuse_device(device)
     if model.endswith(".gguf"):
+        refuse_no_file(model)
         return None
     config, tokenizer = read_model_files(model)
     refuse_encoder_decoder(model, config)

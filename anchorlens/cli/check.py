@@ -76,7 +76,7 @@ def check(options: Check) -> None:
     output.document({"model": model, **everything})
     if all(reasons):
         raise ModelError(f"no analysis works on {model}: {'; '.join(dict.fromkeys(reasons))}")
-    output.last_line(f"Next: anchorlens run --model {shlex.quote(model)} --task sentiment")
+    output.last_line(f"anchorlens run --model {shlex.quote(model)} --task sentiment")
 
 
 def known(model: Any) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..report.answer import headline, sentences, surprises
+from ..report.answer import answer_of, sentences, surprises
 from ..report.claims import Verdict, accuracy_of, claims, reason_against_ability
+from ..results.answer import Answer
 from ..results.estimate import Estimate
 from ..results.record import Record
 from ..results.text_tables import Section, TextTable
@@ -18,12 +19,14 @@ class Summary:
     """The numbers of a task that matter most.
 
     Attributes:
+        answer: What stands before all numbers.
         tables: The claims with what the numbers say, and the isolations.
         values: The same and more by name, such as ``{"value": 1, "interval": [0, 2]}``.
         is_able: Whether the model may do the task, which more queries could show.
         is_sure: Whether it does, and no interval includes the limit of its claim.
     """
 
+    answer: Answer
     tables: tuple[Section, ...]
     values: Values
     is_able: bool
@@ -35,20 +38,18 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     every, judged = [*records.values()], claims(records)
     isolation = records["isolation"]
     verdicts: TextTable = {
-        ("", claim.statement): {"this model": str(claim.estimate), "verdict": claim.verdict}
+        ("", claim.statement): {"this model": claim.number, "verdict": claim.verdict}
         for claim in judged
     }
     unable, accuracy = reason_against_ability(every), accuracy_of(every)
     reasons = [
         f"Cannot tell: {claim.statement} {claim.reason[:1].upper()}{claim.reason[1:]}."
         for claim in judged
-        if claim.verdict == Verdict.CANNOT_TELL and claim.reason != unable
+        if claim.verdict == Verdict.CANNOT_TELL
+        and claim.reason != unable
+        and claim.reason not in claim.number
     ]
-    lines = [
-        line
-        for line in (headline(every, judged), *sentences(every), *surprises(every), *reasons)
-        if line
-    ]
+    lines = [*sentences(every), *surprises(every), *reasons]
     loyalties: TextTable = {
         ("", f"{words}, {site}"): {
             f"{kind} loyalty": str(isolation.estimate(f"{of}{kind}_loyalty", number))
@@ -61,6 +62,8 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
         Section(f"{task}, claims of the paper", verdicts, "\n".join(lines)),
         Section(f"{task}, isolation", loyalties, corner="isolated"),
     )
+    answer = answer_of(every, judged)
+    assert answer is not None  # of the isolation, there is a claim
     values = {
         "task": task,
         "claims": [
@@ -74,7 +77,7 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     )
     # Where all queries are of one class, no accuracy is above that of naming this class.
     is_able = accuracy is None or accuracy[1] == 1 or accuracy[0].value > accuracy[1]
-    return Summary(tables, values, is_able, is_sure)
+    return Summary(answer, tables, values, is_able, is_sure)
 
 
 def with_ends(record: Record) -> Values:
@@ -91,6 +94,12 @@ def with_ends(record: Record) -> Values:
         elif axes[0] == "draw":
             numbers[name] = getattr(record, name).tolist()
     return numbers
+
+
+def values_of_answer(answer: Answer) -> Values:
+    """The answer by name, and the number of its sentence."""
+    texts = {name: getattr(answer, name) for name in ("question", "sentence", "limits", "next")}
+    return texts | values_of(answer.estimate)
 
 
 def values_of(estimate: Estimate) -> Values:

@@ -26,6 +26,7 @@ from ..prompts.demonstration_sets import Draw, Examples, refuse_rare_classes
 from ..prompts.examples import sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..runs.store import forget_run
+from ..system.steps import in_words, step
 from .analysis import forget_files
 from .options import Contexts
 
@@ -90,31 +91,18 @@ class Parts:
         }
         parts = cls(options, _seconds_of_a_step(model, prompts, options), steps)
         lower = f"; --steps {max(1, options.steps // 4)} takes about a quarter"
-        options.output.note(f"this takes {parts.time_after(0)}{lower * (options.steps > 20)}")
+        everything = in_words(parts.seconds * sum(steps.values()))
+        options.output.note(f"this takes {everything}{lower * (options.steps > 20)}")
         return parts
 
-    def time_after(self, done: int) -> str:
-        """The time that is left after so many parts, in words."""
-        minutes = self.seconds * sum([*self.steps.values()][done:]) / 60
-        return f"about {minutes:.0f} minutes" if minutes >= 1.5 else "a minute or two"
-
     def training(self, name: str, folder: Path) -> Training:
-        """How a context is trained, after a note that this begins."""
-        self.begin(name, "training: ")
+        """How a context is trained."""
         options = self.options
         return Training(
             steps=options.steps,
             seed=options.seed,
             folder=folder / name.replace(" ", "_"),
             progress=not options.quiet,
-        )
-
-    def begin(self, name: str, what: str = "") -> None:
-        """Say which part begins."""
-        number = [*self.steps].index(name)
-        left = self.time_after(number)
-        self.options.output.note(
-            f"part {number + 1} of {len(self.steps)}, {what}{name}; {left} left"
         )
 
 
@@ -136,7 +124,8 @@ def _seconds_of_a_step(model: HookedModel, prompts: Prompts, options: Contexts) 
 def reweighted(model: HookedModel, prompts: Prompts, parts: Parts, folder: Path) -> MakeContext:
     """Demonstrations whose label words are re-weighted, trained on one prompt a step."""
     steps = [batch.prompt(row) for batch in prompts["training"] for row in range(len(batch))]
-    beta = train_reweighting(model, steps, parts.training(FACTORS, folder))
+    with step(FACTORS):
+        beta = train_reweighting(model, steps, parts.training(FACTORS, folder))
     return partial(reweight_demonstrations, beta=beta)
 
 
@@ -164,7 +153,8 @@ def trained_contexts(
         if name == "hard prompt" and long:
             parts.options.output.note("the search starts from the first token of each label word")
         try:
-            contexts[name] = train(model, batches, training, held_out=prompts["held out"])
+            with step(name):
+                contexts[name] = train(model, batches, training, held_out=prompts["held out"])
         # Learned positions cannot be moved, or a token is no start of a search, for example.
         except (ModelError, PromptError) as error:
             parts.options.output.note(f"no {name}: {error}")

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 import torch
 from pandas import DataFrame
 
-from ..errors import ModelError, PromptError
+from ..errors import AnchorlensError, ModelError, PromptError
 from ..experiments import faithfulness as scores
 from ..experiments import removal
 from ..experiments.analysis import DEPTH, depth_of
 from ..experiments.context_comparison import ContextComparison
+from ..metrics.accuracy import Accuracy
 from ..models.load import load_model
 from ..models.quiet_libraries import quiet_libraries
 from ..prompts.batch import PromptBatch
@@ -33,9 +34,13 @@ from ..replication.figures import paper_figures
 from ..replication.models_compared import across_models
 from ..replication.paper import TRAINING, check_examples, setting_of
 from ..replication.paper import paper as paper_numbers
+from ..replication.paper_answer import paper_answer
 from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
 from ..replication.tables import paper_sections, paper_tables, task_name
+from ..report.answer import answer_of
 from ..report.page import write_report
+from ..results.answer import Answer
+from ..results.record import Record
 from ..results.text_tables import Section
 from ..runs.identity import versions
 from ..runs.run import run as answer
@@ -43,8 +48,9 @@ from ..runs.store import forget_run
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
+from ..system.steps import planned, step
 from ..system.warn import warn_user
-from .analysis import analysed, file_name, forget_analysis, make_folders, pictures
+from .analysis import analysed, file_name, forget_analysis, make_folders, pictures, steps_of
 from .before_weights import check_depth, check_length, checked_tokenizer
 from .options import (
     PAPER_TASKS,
@@ -57,7 +63,7 @@ from .options import (
     Paper,
     Run,
 )
-from .summary import Summary, with_ends
+from .summary import Summary, values_of_answer, with_ends
 from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
     COMPARED,
@@ -106,18 +112,26 @@ def _analyse(options: Run, chosen: Sequence[ChosenTask]) -> None:
     loaded, batches = _loaded(options, partial(_prompts, chosen, draws, options.batch_size))
     options, chosen = _settled("run", options, chosen, loaded, min(counts))
     pages = {}
-    for name in draws:
-        if options.fresh:
-            forget_analysis(out / name)
-        pages[name] = analysed(loaded, name, batches[name], options)
+    with planned(steps_of(loaded, batches, options)):
+        for name in draws:
+            if options.fresh:
+                forget_analysis(out / name)
+            pages[name] = analysed(loaded, name, batches[name], options)
     settings = _settings(options, chosen)
-    report = _report({name: page.results for name, page in pages.items()}, out, settings)
-    values = [page.summary.values for page in pages.values()]
-    output.document({"model": model, "tasks": values, "report": report})
-    steps = (_next(options, each, pages[each.name].summary) for each in chosen)
     paper = f"the paper's figures and tables for this model:\n  {_command('paper', model)}"
-    after = next(filter(None, steps), paper)
-    output.last_line(f"report: {report} (open it in a browser)\nNext: {after}")
+    steps = {each.name: _next(options, each, pages[each.name].summary) for each in chosen}
+    answers = {
+        name: replace(page.summary.answer, next=steps[name] or paper)
+        for name, page in pages.items()
+    }
+    results = {name: page.results for name, page in pages.items()}
+    report = _report(results, out, settings, answers=answers)
+    values = [
+        {**page.summary.values, "answer": values_of_answer(answers[name])}
+        for name, page in pages.items()
+    ]
+    output.document({"model": model, "tasks": values, "report": report})
+    output.last_line(next(filter(None, steps.values()), paper), report)
 
 
 def _command(name: str, model: str, *words: str) -> str:
@@ -177,7 +191,7 @@ def paper(options: Paper) -> None:
         forget_run(out / "rows")
 
     less = "fewer of --task, --seed, --queries and --draws take less"
-    output.note(f"the bar counts all parts of all tasks and seeds; {less}")
+    output.note(f"each part of each task and seed has a bar; {less}")
 
     def save(numbers: DataFrame) -> None:
         _save_settings(settings, out)
@@ -197,29 +211,32 @@ def paper(options: Paper) -> None:
         folder=out / "rows",
         progress=not options.quiet,
     )
-    output.tables(paper_sections(numbers))
+    named = chosen[0].is_proposed or options.data is None
+    task = ["--task", chosen[0].source(out)] if named else ["YOURS.csv"]
+    after = f"claims and flows of one task:\n  {_command('run', options.model, *task)}"
+    found = replace(paper_answer(numbers), next=after)
+    output.answer("", found, paper_sections(numbers))
     figures_1 = dict[str, Any]()
     for each in chosen:
         setting = setting_of(
             loaded, each.name, each.examples, queries, options.seeds[0], {each.name: each.task}
         )
-        for picture in pictures(loaded, setting.prompts()[:1], 1).values():
+        for picture in pictures(loaded, setting.prompts()[:1], 1, options).values():
             if picture.sums is not None:
                 figures_1[f"{task_name(each.name)}: Figure 1"] = picture.figure()
     report = _report(
         {},
         out,
         settings,
-        title=f"The figures and tables of 'Label Words are Anchors' for {options.model}",
+        title="The figures and tables of 'Label Words are Anchors'",
         figures=figures_1 | paper_figures(numbers),
         summary=paper_tables(numbers),
+        answers={"": found},
     )
-    values = {"model": options.model, "numbers": numbers.to_dict("records"), "report": report}
-    output.document(values)
-    named = chosen[0].is_proposed or options.data is None
-    task = ["--task", chosen[0].source(out)] if named else ["YOURS.csv"]
-    after = f"claims and flows of one task: {_command('run', options.model, *task)}"
-    output.last_line(f"report: {report} (all numbers: numbers.csv beside it)\nNext: {after}")
+    values = {"model": options.model, "answer": values_of_answer(found)}
+    numbers_by_row = numbers.to_dict("records")
+    output.document({**values, "numbers": numbers_by_row, "report": report})
+    output.last_line(after, report, "all numbers: numbers.csv beside it")
 
 
 @fails_together()
@@ -240,32 +257,64 @@ def contexts(options: Contexts) -> None:
     if options.fresh:
         forget_contexts(out / task)
     parts = Parts.of(loaded, batches, options)
-    trained = trained_contexts(loaded, batches, parts, rows)
-    factors = reweighted(loaded, batches, parts, rows)
-    compared = {**untrained_contexts(options.draws), "re-weighted": factors, **trained}
-    parts.begin(COMPARED, f"{task}, {queries} queries, {len(compared)} contexts: ")
-    asked, progress = ContextComparison(compared), not options.quiet
-    answers = answer(
-        loaded, batches["queries"], [asked], folder=rows / "contexts", progress=progress
-    )
+    with planned(parts.steps):
+        trained = trained_contexts(loaded, batches, parts, rows)
+        factors = reweighted(loaded, batches, parts, rows)
+        compared = {**untrained_contexts(options.draws), "re-weighted": factors, **trained}
+        output.note(f"{task}, {queries} queries, {len(compared)} contexts")
+        asked, progress = ContextComparison(compared), not options.quiet
+        questions, folder = [asked, Accuracy()], rows / "contexts"
+        with step(COMPARED):
+            answers = answer(
+                loaded, batches["queries"], questions, folder=folder, progress=progress
+            )
     record = answers[asked.name]
     if is_main():
         record.save(out / task / "contexts.safetensors")
         for name, context in trained.items():
             context.save(out / task / f"{file_name(name)}.safetensors")
-    output.tables([_section(f"{task}, contexts", record)])
+    found = _answer(answers, _flows_next(options, chosen, [options.seed]))
+    output.answer(task, found, [_section(f"{task}, contexts", record)])
     texts = texts_of(trained)
     for name, text in texts.items():
         output.note(f"{name}: {text!r}")
-    results = {task: {"contexts": record, **training_records(trained)}}
-    title = f"What stands before a query: contexts for {options.model}"
-    report = _report(results, out, _settings(options, [chosen]), title=title)
+    results = {task: {**answers, **training_records(trained)}}
+    title = "What can stand before a query"
     values = {"task": task, "contexts": with_ends(record), "texts": texts}
-    output.document({"model": options.model, **values, "report": report})
+    _end(options, [chosen], {task: found}, results, title, values)
+
+
+def _flows_next(
+    options: Contexts | Faithfulness | Across, chosen: ChosenTask, seeds: list[int], **changes: Any
+) -> str:
+    """What to try next: the flows of the task, with the command."""
     shared = {each.name: getattr(options, each.name) for each in fields(OfTask)}
-    of_run = Run(**shared | {"out": Run.out}, shots=options.shots, seed=[options.seed])
-    after = f"the flows of the task:\n  {chosen.command('run', of_run, out)}"
-    output.last_line(f"report: {report} (open it in a browser)\nNext: {after}")
+    of_run = Run(**shared | {"out": Run.out} | changes, shots=options.shots, seed=seeds)
+    return f"the flows of the task:\n  {chosen.command('run', of_run, options.out)}"
+
+
+def _end(
+    options: Contexts | Faithfulness | Across,
+    chosen: Sequence[ChosenTask],
+    answers: Mapping[str, Answer],
+    results: dict[str, Any],
+    title: str,
+    values: Mapping[str, Any],
+) -> None:
+    """Write the report of an answer, print its document, and say what is next."""
+    [answer], output = answers.values(), options.output
+    report = _report(results, options.out, _settings(options, chosen), title=title, answers=answers)
+    known = {"model": options.model, **values, "answer": values_of_answer(answer)}
+    output.document({**known, "report": report})
+    output.last_line(answer.next, report)
+
+
+def _answer(records: Mapping[str, Record], after: str) -> Answer:
+    """What the records of a command say first, and what to try next."""
+    every = [*records.values()]
+    found = answer_of(every, [])
+    assert found is not None
+    return replace(found, next=after)
 
 
 @fails_together()
@@ -287,6 +336,14 @@ def faithfulness(options: Faithfulness) -> None:
         prompts = partial(_prompts, chosen, {name: draws}, options.batch_size)
     segments = options.shots * len(chosen[0].task.labels) if chosen else len(documents)
     scores.Comparison(segments, options.subsets, options.top, seed=0).check()
+    if segments < scores.FEWEST:
+        more = (
+            "--shots 2 gives two demonstrations of each class" if chosen else "give more documents"
+        )
+        output.note(
+            f"there are {segments} segments, and a rank correlation (LDS) needs {scores.FEWEST}: "
+            f"only drops are computed; {more}"
+        )
     make_folders(out, [name])
     loaded, batches = _loaded(options, prompts)
     options, chosen = _settled("faithfulness", options, chosen, loaded, queries)
@@ -301,17 +358,19 @@ def faithfulness(options: Faithfulness) -> None:
         forget_run(rows)
     remove = removal.text if options.remove_text else removal.edges
     asked = scores.Faithfulness(**compared, remove=remove)
-    answers = answer(loaded, batches[name], [asked], folder=rows, progress=not options.quiet)
+    questions = [asked, *([Accuracy()] if chosen else [])]
+    answers = answer(loaded, batches[name], questions, folder=rows, progress=not options.quiet)
     record = answers[asked.name]
     if is_main():
         record.save(out / name / "faithfulness.safetensors")
-    output.tables([_section(f"{name}, what scores are worth", record)])
-    title = f"What scores of segments are worth, for {options.model}"
-    results = {name: {"faithfulness": record}}
-    report = _report(results, out, _settings(options, chosen), title=title)
+    after = f"the flows of a task of your own:\n  {_command('run', options.model, 'YOURS.csv')}"
+    if chosen:
+        after = _flows_next(options, chosen[0], options.seed)
+    found = _answer(answers, after)
+    output.answer(name, found, [_section(f"{name}, what scores are worth", record)])
+    title = "What scores of segments are worth"
     values = {"task": name, "faithfulness": with_ends(record)}
-    output.document({"model": options.model, **values, "report": report})
-    output.last_line(f"report: {report} (open it in a browser)")
+    _end(options, chosen, {name: found}, {name: answers}, title, values)
 
 
 @fails_together()
@@ -322,12 +381,14 @@ def across(options: Across) -> None:
     [chosen] = chosen_tasks(options.task and [options.task], options, options.shots)
     name, queries, draws = _drawn(chosen, options, 100)
     make_folders(out)
+    by_task = partial(_prompts, [chosen], {name: draws}, options.batch_size)
+    _refuse_models(options, lambda tokenizer: by_task(tokenizer)[name])
     if options.fresh:
         for rows in (out / "rows").glob("*/*"):
             forget_run(rows)
     record = across_models(
         options.model,
-        lambda tokenizer: _prompts([chosen], {name: draws}, options.batch_size, tokenizer)[name],
+        lambda tokenizer: by_task(tokenizer)[name],
         device=options.device,
         dtype=_dtype(options),
         depth=options.depth,
@@ -338,14 +399,28 @@ def across(options: Across) -> None:
         folder=out / "rows",
         progress=not options.quiet,
     )
-    output.tables([record.section()])
-    settings = _settings(replace(options, queries=queries), [chosen])
+    after = _flows_next(options, chosen, options.seed, model=options.model[0])
+    found = _answer({"claims": record}, after)
+    output.answer(name, found, [record.section()])
     title = f"The paper's claims in {len(options.model)} models"
-    report = _report({"claims": record}, out, settings, title=title)
-    output.document({"claims": record.to_frame().to_dict("records"), "report": report})
-    output.last_line(f"report: {report} (open it in a browser)")
+    values = {"claims": record.to_frame().to_dict("records")}
+    used = replace(options, queries=queries)
+    _end(used, [chosen], {"": found}, {"claims": record}, title, values)
     if record.number.isnan().all():
         raise ModelError("no model could be analysed; the table says why")
+
+
+def _refuse_models(options: Across, prompts: Callable[[Any], list[PromptBatch]]) -> None:
+    """Raise one error for all models that can be refused before the weights of any are loaded."""
+    problems = []
+    for model in options.model:
+        try:
+            checked_tokenizer(model, options.device, options.depth, prompts)
+        except AnchorlensError as error:
+            problems.append(f"{model}: {error}")
+    if problems:
+        count = f"{len(problems)} of {len(options.model)} models cannot be analysed"
+        raise ModelError("\n  - ".join([f"{count}; mend them, or leave them out:", *problems]))
 
 
 def _drawn(chosen: ChosenTask, options: Any, most: int) -> tuple[str, int, list[Draw]]:

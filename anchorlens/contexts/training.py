@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.optim import Optimizer
-from tqdm.auto import tqdm
 
 from ..errors import MetricError, NotFiniteError, PromptError, StoreError
 from ..metrics.predictions import predicted_class, require_gold
@@ -38,6 +37,7 @@ from ..system.arguments import check_not_endless, checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import bytes_of, write_atomically
 from ..system.processes import gather_from_processes, is_main
+from ..system.steps import Bar
 from ..system.texts import name_of
 from ..system.torch_state import gradient_mode
 from ..system.warn import warn_user
@@ -362,7 +362,8 @@ class TrainingRun:
                 state = stored.state
                 file.put(stored, trainable, optimizer)
             done = len(state.losses)
-            with tqdm(total=self.steps, initial=done, disable=quiet, desc="training steps") as bar:
+            shown: dict[str, Any] = {"title": "training", "unit": " steps", "disable": quiet}
+            with Bar(total=self.steps, initial=done, **shown) as bar:
                 while (step := len(state.losses)) < self.steps and not state.diverges(window):
                     if step == done or step % count == 0:
                         order = trainable.order(step // count, count, seed)

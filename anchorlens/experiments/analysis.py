@@ -25,12 +25,16 @@ from ..runs.run import run
 from ..runs.study import checked_batches
 from ..system.arguments import checked
 from ..system.processes import fails_together, is_main
+from ..system.steps import planned, step
 from ..system.warn import warn_user
 from .edge_sweep import EdgeSweep
-from .random_weights import with_random_models
+from .random_weights import random_steps, with_random_models
 from .sites import first_and_last
 
 METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances())
+MODEL, ISOLATION = "the model", "isolation"  # the first and the last step
+# A forward pass of a prompt, and one of its query alone with edges cut, over the first step of it.
+ONE_RUN, ONE_ISOLATED = 0.4, 0.12
 DEPTH = 5  # layers at each end, if a model has twice as many
 
 
@@ -92,19 +96,37 @@ def analyse(
     folders = [store and store / name for name in ("metrics", "isolation")]
     options: dict[str, Any] = {"resamples": resamples, "progress": progress}
     memory = {"gradient_checkpointing": gradient_checkpointing}
-    results = run_possible(model, batches, folder=folders[0], **memory, **options)
-    for name, record in results.items():  # before anything can end the process
-        keep(name, record)
-    results = with_random_models(
-        model, batches, METRICS, results, asked=random_weights, folder=store, progress=progress
-    )
-    for name, record in results.items():
-        keep(name, record)
-    sweep = EdgeSweep.isolation(sites, draws=draws)
-    isolation = run(model, batches, [sweep], folder=folders[1], **options)
-    for name, record in isolation.items():
-        keep(name, record)
+    costs = costs_of(model, batches, depth=depth, draws=draws, random_weights=random_weights)
+    with planned(costs):
+        with step(MODEL):
+            results = run_possible(model, batches, folder=folders[0], **memory, **options)
+        for name, record in results.items():  # before anything can end the process
+            keep(name, record)
+        results = with_random_models(
+            model, batches, METRICS, results, asked=random_weights, folder=store, progress=progress
+        )
+        for name, record in results.items():
+            keep(name, record)
+        sweep = EdgeSweep.isolation(sites, draws=draws)
+        with step(ISOLATION):
+            isolation = run(model, batches, [sweep], folder=folders[1], **options)
+        for name, record in isolation.items():
+            keep(name, record)
     return Results({**results, **isolation})
+
+
+def costs_of(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    *,
+    depth: int | None,
+    draws: int,
+    random_weights: bool | None,
+) -> dict[str, float]:
+    """What each step of ``analyse`` costs, in prompts of the first one."""
+    count, runs = sum(map(len, batches)), len(both_ends(model, batches, depth)) * (1 + draws)
+    drawn = random_steps(model, batches, random_weights)
+    return {MODEL: count, **drawn, ISOLATION: count * (ONE_RUN + ONE_ISOLATED * runs)}
 
 
 def depth_of(wanted: int | None, layers: int) -> int:

@@ -35,6 +35,7 @@ from ..models.hooked import HookedModel, device_of, hooks_by_layer, pattern_name
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, only_set
 from ..results import figures
+from ..results.answer import Answer, cannot_tell, listed, speaks_of
 from ..results.contributions import Contributions
 from ..results.kinds import (
     derived,
@@ -51,6 +52,7 @@ from ..results.text_frame import TextFrame
 from ..runs.passes import Passes
 from ..system.arguments import check_not_endless, checked
 from ..system.processes import gather_from_processes
+from ..system.rounding import rounding_of
 from ..system.texts import name_of
 
 MakeContext = Callable[[HookedModel, PromptBatch], Context]
@@ -161,7 +163,8 @@ class ContextsRecord(Record):
         """
 
         def texts(name: str) -> list[str]:
-            return [self.text(name, k) for k in range(len(self.accuracy))]
+            fixed = {k: value for k in range(len(self.accuracy)) if (value := self._known(name, k))}
+            return [fixed.get(k) or self.text(name, k) for k in range(len(self.accuracy))]
 
         def texts_of_draws(name: str) -> list[str]:
             if f"random_{name}" not in self.axes() or f"top_{name}" not in self.axes():
@@ -177,7 +180,7 @@ class ContextsRecord(Record):
             "word loyalty": texts("word_loyalty"),
             "KL in nats": texts("kl"),
             "KB stored": [f"{value:.0f}" for value in kilobytes.tolist()],
-            "ms a query": [f"{value:.1f}" for value in milliseconds.tolist()],
+            "ms a query": [f"{t:.1f}" if t == t else "not timed" for t in milliseconds.tolist()],
             "stolen attention": texts("stolen"),
         }
         names = list(self.info["contexts"])
@@ -189,6 +192,43 @@ class ContextsRecord(Record):
                 cells += texts_of_draws(column.replace(" ", "_"))
         return TextFrame(columns, index=pd.Index(names, name="context"))
 
+    @checked
+    def answer(self, unable: str) -> Answer:
+        """What answers as many queries right as the demonstrations, and what fewer or more."""
+        whole, names = self.estimate("whole_accuracy"), self.info["contexts"]
+        limits = f"{speaks_of(self.info)} A trained context is one training, and no other."
+        asked = "What can stand in place of the demonstrations?"
+        if unable:
+            return Answer(asked, cannot_tell(unable), limits)
+        groups: dict[str, list[str]] = {"more": [], "fewer": [], "": []}
+        for k, name in enumerate(names):
+            gain = self.estimate("gain_over_demonstrations", k)
+            if not self._is_whole(k):
+                which = "more" * (gain.low > 0) or "fewer" * (gain.high < 0)
+                groups[which].append(f"{name} ({gain.percent(unit='')})" if which else name)
+        told = [f"After the demonstrations {whole.percent()} of the queries are answered right."]
+        for which, group in groups.items():
+            if group and which:
+                told.append(f"In percentage points, {which} are after {listed(group)}.")
+            elif group:
+                told.append(f"No difference can be told after {listed(group, most=3)}.")
+        return Answer(asked, " ".join(told), limits, whole)
+
+    def _is_whole(self, context: int) -> bool:
+        """Whether a context gives the same numbers as the demonstrations, as they themselves do."""
+        is_same = self.word_overlap[:, context].eq(1).all() and self.label_kept[:, context].all()
+        # Logits differ by rounding, and a KL by its square.
+        rounding = rounding_of(getattr(torch, self.info.get("dtype", "float32")))
+        return bool(is_same) and float(self.kl[context]) < rounding**2
+
+    def _known(self, name: str, context: int) -> str:
+        """A number that is known by its definition, as text; "" for others."""
+        takes_nothing = name == "stolen" and not self.bytes_stored[context]
+        if takes_nothing or (name == "gain_over_first" and context == 0):
+            return "0"
+        known = {"gain_over_demonstrations": "0", "label_loyalty": "1", "word_loyalty": "1"}
+        return known.get(name, "") if self._is_whole(context) else ""
+
     def plot(self) -> go.Figure:
         """Accuracy, loyalties and stolen attention of each context, as bars with intervals.
 
@@ -197,7 +237,13 @@ class ContextsRecord(Record):
         fields = ("accuracy", "label_loyalty", "word_loyalty", "stolen")
         groups = list(self.info["contexts"])
         estimates = [[self.estimate(name, k) for name in fields] for k in range(len(groups))]
-        ends = [[(each.low, each.value, each.high) for each in of_one] for of_one in estimates]
+        ends = [
+            [
+                (each.value,) * 3 if self._known(name, k) else (each.low, each.value, each.high)
+                for name, each in zip(fields, of_one, strict=True)
+            ]
+            for k, of_one in enumerate(estimates)
+        ]
         if len(self.random_accuracy):
             draws = [getattr(self, f"random_{name}") for name in fields[:3]]
             best = [float(getattr(self, f"top_{name}")) for name in fields[:3]]

@@ -28,6 +28,7 @@ from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
+from ..results.answer import Answer, cannot_tell, listed, speaks_of
 from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
@@ -95,21 +96,59 @@ class FaithfulnessRecord(Record):
         fields = ("lds", "lds_gap", "drop", "drop_gap")
         columns = ("LDS", f"minus {names[0]}", "drop in nats", f"drop minus {names[0]}")
         texts = {
-            column: [self.text(field, k) for k in range(len(names))]
+            column: [
+                f"no number: {self._missing(field, k, name)}"
+                if getattr(self, field)[k].isnan()
+                else "0"
+                if field.endswith("_gap") and k == 0  # the difference of a number from itself
+                else self.text(field, k)
+                for k, name in enumerate(names)
+            ]
             for column, field in zip(columns, fields, strict=True)
+            if field != "lds_gap" or not self.lds.isnan().all()
         }
-        if any(missing := [self._missing(k, name) for k, name in enumerate(names)]):
-            texts["what is missing"] = missing
         return TextFrame(texts, index=pd.Index(names, name="score"))
 
-    def _missing(self, number: int, name: str) -> str:
-        """Why a score has no LDS or no drop; "" if it has both."""
-        reasons, told = self.info.get("reasons", {}), []
-        for what, value in (("LDS", self.lds[number]), ("drop", self.drop[number])):
-            known = [reasons.get(key) for key in (what, f"{what} of {name}", name)]
-            reason = next(filter(None, known), "it is not known in any prompt")
-            told += [f"no {what}: {reason}"] if value.isnan() else []
-        return "; ".join(told)
+    @checked
+    def answer(self, unable: str) -> Answer:
+        """Which scores tell more than random ones what the answer loses without a segment.
+
+        By LDS, or by drop where no prompt has an LDS. Only intervals that do not meet count.
+        """
+        limits = f"{speaks_of(self.info)} It is about this way of removing segments."
+        asked = "Which scores say what the answer loses without a segment?"
+        field = "drop" if self.lds.isnan().all() else "lds"
+        what = {"lds": "rank correlation with what removals do (LDS)", "drop": "drop in nats"}[
+            field
+        ]
+        if unable and self.info.get("labels"):  # a text that the model wrote needs no ability
+            return Answer(asked, cannot_tell(unable), limits)
+        if getattr(self, field).isnan().all():
+            missing = self._missing(field, -2, RANDOM)
+            return Answer(asked, cannot_tell(missing), limits)
+        *scores, random, best = (self.estimate(field, k) for k in range(len(self.lds)))
+        order = sorted(range(len(scores)), key=lambda k: -scores[k].value)
+        names = self.axis_names("score") or ()
+        texts = [f"{name} {score}" for name, score in zip(names, scores, strict=False)]
+        above = [k for k in order if scores[k].low > random.high]
+        rest = [k for k in order if k not in above]
+        told = []
+        if above:
+            told.append(f"more than random scores: {listed([texts[k] for k in above])}")
+        if rest:
+            told.append(f"not clearly more: {listed([texts[k] for k in rest])}")
+        sentence = f"By {what}, {'; '.join(told)}. Random scores have {random}"
+        number = scores[order[0]]
+        return Answer(asked, f"{sentence}, the best possible ones {best}.", limits, number)
+
+    def _missing(self, field: str, number: int, name: str) -> str:
+        """Why a score lacks this number."""
+        reasons, what = self.info.get("reasons", {}), "LDS" if field.startswith("lds") else "drop"
+        known = [reasons.get(key) for key in (what, f"{what} of {name}", name)]
+        if field.endswith("_gap") and not getattr(self, what.lower())[number].isnan():
+            first = (self.axis_names("score") or [""])[0]
+            return f"{first} has none"
+        return next(filter(None, known), "it is not known in any prompt")
 
     def plot(self) -> go.Figure:
         """LDS and drop of every score, with intervals; a sentence in place of an empty panel."""
@@ -117,7 +156,8 @@ class FaithfulnessRecord(Record):
         values = self.tensors()
         known = {name: text for name, text in panels.items() if not values[name].isnan().all()}
         # Random scores have a number wherever any score has one.
-        missing = f"There is {self._missing(-2, RANDOM)}."
+        reason = self._missing("drop" if "lds" in known else "lds", -2, RANDOM)
+        missing = f"There is no {'drop' if 'lds' in known else 'LDS'}: {reason}."
         if not known:
             return figures.sentence(missing, title=title)
         figure = figures.bars(

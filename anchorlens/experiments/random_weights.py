@@ -26,11 +26,13 @@ from ..runs.checks import possible
 from ..runs.run import run
 from ..system.hidden_warnings import hidden_warnings
 from ..system.processes import fails_together, is_main
+from ..system.steps import step
 from ..system.torch_state import default_device, own_random_state
 from ..system.warn import warn_user
 
 SEEDS = (0, 1, 2)
 PROMPTS = 12  # as many as anchor distances need
+DRAWING = 36  # prompts that take as long as drawing weights does
 MOST_PARAMETERS = 300_000_000  # a second model of so many takes 1.2 GB in float32
 
 
@@ -63,7 +65,8 @@ def with_random_models(
         try:
             for seed in SEEDS:
                 store = None if folder is None else folder / f"random weights {seed}"
-                with fails_together():  # all processes have these numbers, or none has
+                # All processes have these numbers, or none has.
+                with fails_together(), step(_name(seed)):
                     found.append(_run(model, few, metrics, seed, folder=store, **options))
         except (AnchorlensError, RuntimeError, MemoryError) as error:
             if not isinstance(error, AnchorlensError) and not is_out_of_memory(error):
@@ -79,6 +82,19 @@ def with_random_models(
         named = {RANDOM_MODELS: numbers} if numbers else {}
         shown[name] = replace(record, info={**record.info, **used, **named})
     return shown
+
+
+def random_steps(
+    model: HookedModel, batches: Sequence[PromptBatch], asked: bool | None
+) -> dict[str, float]:
+    """The step of each random model, and what it costs in prompts of the model itself."""
+    if asked is False or _why_not(model, asked is True):
+        return {}
+    return dict.fromkeys(map(_name, SEEDS), DRAWING + sum(map(len, _few(batches))))
+
+
+def _name(seed: int) -> str:
+    return f"random weights, seed {seed}"
 
 
 def _why_not(model: HookedModel, asked: bool) -> str:

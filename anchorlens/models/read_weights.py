@@ -129,14 +129,19 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {"trust_remote_code": False}
     path = Path(name)
     if name.endswith(".gguf"):
-        if not path.is_file():
-            raise ModelError(f"there is no file {name}")
+        refuse_no_file(name)
         return str(path.parent), options | {"gguf_file": path.name}
     if name and path.is_dir():
         _refuse_folder_without_model(path)
     elif not _HUB_NAME.fullmatch(name):
         raise ModelError(f"there is no folder {name!r}, and the hub has no such names")
     return name, options
+
+
+def refuse_no_file(name: str) -> None:
+    """Raise an error for a .gguf file that is not there."""
+    if not Path(name).is_file():
+        raise ModelError(f"there is no file {name}")
 
 
 def refuse_revision(model: Any) -> None:

@@ -80,8 +80,12 @@ def _isolation(parts: Parts) -> Any:
 
 
 def _attention(parts: Parts) -> Any:
-    title = "Attention to label words against the prediction"
-    return _lines(parts["Figure 5"], title, "AUCROC_l, R_l", dashed=["R_l"], reference=0.5)
+    rows, title = parts["Figure 5"], "Attention to label words against the prediction"
+    areas, shares = (rows[rows["row"] == name] for name in ("AUCROC_l", "R_l"))
+    return figures.stacked(
+        _lines(areas, title, "AUCROC_l", reference=0.5, height=340),
+        _lines(shares, title, "R_l", height=280),
+    )
 
 
 def _calibration(parts: Parts) -> Any:

@@ -7,10 +7,9 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,6 +28,7 @@ from ..prompts.examples import Example
 from ..prompts.tasks import Task
 from ..report.claims import (
     LIMITS,
+    NEEDED,
     SIGNS,
     Claim,
     Verdict,
@@ -37,6 +37,7 @@ from ..report.claims import (
     reason_against_ability,
 )
 from ..results import figures
+from ..results.answer import Answer, cannot_tell, listed, speaks_of
 from ..results.estimate import Estimate
 from ..results.html_tables import note, table, titled
 from ..results.population import check_resamples
@@ -50,8 +51,8 @@ from ..system.arguments import check_from_1, check_not_endless, checked
 from ..system.hidden_warnings import warnings_kept
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
+from ..system.steps import planned, step
 from ..system.warn import warn_user
-from .paper import PassesBar
 
 _VERDICTS = tuple(Verdict)
 _COLORS = (figures.PALETTE[2], figures.PALETTE[1], figures.OTHER)
@@ -90,7 +91,7 @@ class AcrossModelsRecord(Record):
         columns = {"accuracy": [str(self.estimate("accuracy", k)) for k, _ in self._names("model")]}
         for claim, statement in self._names("claim"):
             columns[statement.rstrip(".")] = [
-                f"{SIGNS[self._verdict(model, claim)]} {self.estimate('number', model, claim)}"
+                f"{SIGNS[self._verdict(model, claim)]} {self._number(model, claim)}"
                 for model, _ in self._names("model")
             ]
         models = [name for _, name in self._names("model")]
@@ -108,12 +109,52 @@ class AcrossModelsRecord(Record):
             for model, name in self._names("model"):
                 verdict = self._verdict(model, claim)
                 rows[statement, name] = {
-                    _NUMBER: str(self.estimate("number", model, claim)),
+                    _NUMBER: self._number(model, claim),
                     "verdict": f"{SIGNS[verdict]} {verdict}",
                 }
         missing = self.info.get("missing", {})
         names = [name for _, name in self._names("model") if name in missing]
         return Section(_TITLE, rows, "\n".join(f"{name}: {missing[name]}" for name in names))
+
+    @checked
+    def answer(self, unable: str) -> Answer:
+        """In how many of the models that do the task predictions need what label words gather."""
+        missing, names = self.info.get("missing", {}), dict(self._names("model"))
+        able = [k for k, name in names.items() if name not in missing]
+        limits = (
+            f"{speaks_of(self.info)} It speaks of these models, not of others; up to 5 of 100 "
+            "verdicts agree although the claim is false."
+        )
+        asked = "In which models are label words anchors?"
+        if not able:
+            rights = [
+                f"{name} ({'failed' if isnan(right.value) else f'{right.percent()} right'})"
+                for k, name in names.items()
+                if (right := self.estimate("accuracy", k))
+            ]
+            reason = f"no model is clearly better than naming the commonest class: {listed(rights)}"
+            return Answer(asked, cannot_tell(reason), limits)
+        needed = self.info["claims"].index(NEEDED)
+        number = {k: self.estimate("number", k, needed) for k in able}
+        told = {
+            verdict: [k for k in able if self._verdict(k, needed) == verdict] for verdict in SIGNS
+        }
+        words = {
+            Verdict.AGREES: "yes",
+            Verdict.DOES_NOT_AGREE: "no",
+            Verdict.CANNOT_TELL: "not sure",
+        }
+        texts = [
+            f"{words[verdict]} for {listed([f'{names[k]} ({number[k]})' for k in of])}"
+            for verdict, of in told.items()
+            if of
+        ]
+        sentence = (
+            f"Of {len(names)} models {len(able)} do{'es' * (len(able) == 1)} the task. Isolating "
+            "the label words in the first layers changes a larger share of predictions than "
+            f"isolating random words: {'; '.join(texts)}."
+        )
+        return Answer(asked, sentence, limits, number[able[0]])
 
     def to_frame(self) -> pd.DataFrame:
         """All numbers as one long table; verdicts and their reasons are texts beside them."""
@@ -158,6 +199,16 @@ class AcrossModelsRecord(Record):
         """The index and the name of each entry along an axis."""
         numbers = range(self.number.shape[axis == "claim"])
         return [*enumerate(self.axis_names(axis) or map(str, numbers))]
+
+    def _number(self, model: int, claim: int) -> str:
+        """A number with its interval, or why there is none."""
+        number, name = self.estimate("number", model, claim), dict(self._names("model"))[model]
+        if not isnan(number.value):
+            return str(number)
+        missing = self.info.get("missing", {}).get(name, "")
+        failed = missing.startswith("failed")
+        reason = self.info["reasons"][model][claim].partition("; for ")[0]  # without the scope
+        return f"no number: {'the model failed' if failed else reason}"
 
     def _verdict(self, model: int, claim: int) -> Verdict:
         return _VERDICTS[int(self.verdict[model, claim])]
@@ -226,7 +277,7 @@ def across_models(
         folder: Stores what each batch of each model contributed; after an interruption, or with
             more models, the same call goes on from there. Models are loaded again, to compare them.
             What is stored of another run is not used: the row of its model fails, with the reason.
-        progress: Show a bar of the passes. Their total is known after the first model.
+        progress: Show progress bars, and the time that all models take.
 
     Returns:
         The claims of each model, in the order of ``models``.
@@ -261,17 +312,15 @@ def across_models(
         random_weights=random_weights,
         gradient_checkpointing=gradient_checkpointing,
         resamples=resamples,
-        progress=False,
+        progress=progress,
     )
     rows: dict[str, _Row] = {}
-    with closing(PassesBar([*sources], quiet=not (progress and is_main()))) as bar:
+    with planned(dict.fromkeys(sources, 1.0)):
         for name, load in sources.items():
             of_model = folder_of(folder, name)
-            with bar.part(f"{name} ({len(rows) + 1} of {len(sources)} models)"):
+            with step(name):
                 rows[name] = _row(load, make_prompts, partial(run, folder=of_model))
             free_memory()  # the references of a model form cycles, which are freed only here
-            if rows[name].warnings:
-                bar.bar.clear()  # so that a warning begins on a new line
             for warning in rows[name].warnings:
                 warn_user(f"{name}: {warning}")
             record = _record(rows)

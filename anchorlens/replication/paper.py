@@ -1,8 +1,8 @@
 """``paper``: the paper's figures and tables for a model, as one long table of numbers."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..errors import AnchorlensError, DataError, HookError, PromptError, StoreError
 from ..metrics.distances import AnchorDistances
@@ -22,7 +21,6 @@ from ..models.hooked import HookedModel, layer_numbers
 from ..models.load import ensure_prepared
 from ..models.model_identity import tokenizer_identity
 from ..passes.forward import after_each_pass
-from ..printable import printable
 from ..prompts.demonstration_sets import demonstrations_by_query, task_of_name
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
@@ -32,7 +30,8 @@ from ..runs.store import Store, same_contributions
 from ..system.arguments import check_not_endless, checked
 from ..system.hidden_warnings import recorded_warnings, warnings_kept
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
-from ..system.put_back import each_call_inside, safe_context
+from ..system.put_back import each_call_inside
+from ..system.steps import Bar, expect, planned, step
 from ..system.warn import warn_user
 from .paper_parts import PAPER_PARTS, SPEED_UP, PaperNumber, PaperSetting, Part
 from .tables import AVERAGE, with_averages
@@ -123,19 +122,24 @@ def paper(
     )[0]
     outcomes = [_Outcome.of(rows) if rows else None for rows in stored]
     _check_number(folder, todo, outcomes)
-    names = [
-        _name(part) for (_, _, part), known in zip(todo, outcomes, strict=True) if known is None
-    ]
-    with closing(PassesBar(names, quiet=not (progress and is_main()))) as bar:
-        for k, (name, setting, part) in enumerate(todo):
-            title = f"{name}, seed {setting.seed}, {_name(part)}"
+    titles = [f"{name}, seed {setting.seed}, {_name(part)}" for name, setting, part in todo]
+    names = [_name(part) for *_, part in todo]
+    shown: dict[str, Any] = {"disable": not (progress and is_main()), "unit": " passes"}
+    passes = dict[str, int]()
+    with planned({t: _expected(names[k], passes) for k, t in enumerate(titles) if not outcomes[k]}):
+        for k, (title, (_, setting, part)) in enumerate(zip(titles, todo, strict=True)):
             outcome, computed = outcomes[k], outcomes[k] is None
             if outcome is None:
-                with bar.part(f"{title} ({k + 1} of {len(todo)} parts)"):
+                total, counted = (_PASSES | passes).get(names[k]), Counter[str]()
+                with (
+                    step(title),
+                    Bar(title=title, total=total, **shown) as bar,
+                    after_each_pass(partial(_advance, bar, counted, title)),
+                ):
                     outcome = _outcome(part, setting)
-                outcomes[k] = outcome
-            if outcome.warnings:
-                bar.bar.clear()  # so that a warning begins on a new line
+                passes[names[k]], outcomes[k] = counted[title], outcome
+                for later in range(k + 1, len(todo)):
+                    expect(titles[later], _expected(names[later], passes))
             for warning in outcome.warnings:
                 warn_user(f"{title}: {warning}")
             with fails_together():
@@ -329,43 +333,11 @@ def _drawn(
 _PASSES = {"figures 3 5 6": 8, "figure 4": 122, "table 1": 250, "table 2": 170, "table 3": 120}
 
 
-class PassesBar:
-    """A bar that moves with every pass of the model, over parts with these names, in order.
+def _expected(name: str, passes: dict[str, int]) -> float:
+    """How many passes a part takes: as many as it took, by default, or as the others on average."""
+    return (_PASSES | passes).get(name) or fmean((passes or _PASSES).values())
 
-    How many passes a part takes is known when it has run once, for another task or seed. Until
-    then those of the defaults are expected, or for a part of the user's the mean of the known
-    parts, or more if it took more already. Before the first such part has ended there is no total.
-    """
 
-    def __init__(self, names: Sequence[str], quiet: bool) -> None:
-        self.left = list(names)
-        self.bar = tqdm(total=None, disable=quiet, unit=" passes")
-        self.close = self.bar.close
-        self.passes = 0
-        self.passes_of: dict[str, int] = {}
-
-    @safe_context
-    def part(self, title: str) -> Iterator[None]:
-        """Count the passes of the next part."""
-        name, before = self.left.pop(0), self.passes
-
-        def expect() -> None:
-            known = _PASSES | self.passes_of
-            if self.passes_of or name in known:
-                mean = fmean((self.passes_of or known).values())
-                of_part = max(known.get(name, mean), self.passes - before)
-                later = sum(known.get(later, mean) for later in self.left)
-                self.bar.total = before + round(of_part + later)
-
-        def advance() -> None:
-            self.passes += 1
-            expect()
-            self.bar.update()
-
-        self.bar.set_description_str(printable(title))
-        expect()
-        try:
-            with after_each_pass(advance):
-                yield
-        finally:
-            self.passes_of[name] = self.passes - before
+def _advance(bar: Bar, counted: Counter[str], name: str) -> None:
+    counted[name] += 1
+    bar.update()

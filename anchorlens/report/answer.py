@@ -9,9 +9,12 @@ from torch import Tensor
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
+from ..results.answer import Answer, cannot_tell, speaks_of
 from ..results.depth import shallow_and_deep
+from ..results.estimate import Estimate
 from ..results.record import Record
 from .claims import (
+    NO_NUMBER,
     Claim,
     Verdict,
     accuracy_of,
@@ -20,33 +23,41 @@ from .claims import (
     reason_against_ability,
 )
 
-_ANSWERS = {
+ARE_ANCHORS = "Does the model use its label words as anchors?"
+YES_OR_NO = {
     Verdict.AGREES: "Yes",
     Verdict.DOES_NOT_AGREE: "No",
     Verdict.CANNOT_TELL: "Not sure",
 }
 
 
-def headline(records: Collection[Record], judged: Sequence[Claim]) -> str:
-    """The answer in a sentence: how much label words matter, and how sure this is; "" without one.
+def answer_of(records: Collection[Record], judged: Sequence[Claim]) -> Answer | None:
+    """What the records of a task say first: of the claims, or of the first record that answers.
 
     What a model that does not do the task shows is no answer.
     """
-    if not judged:
-        return ""
+    if judged:
+        sentence, number = _on_claims(records, judged)
+        return Answer(ARE_ANCHORS, sentence, how_sure(records, judged), number)
+    unable = reason_against_ability(records)
+    return next(filter(None, (record.answer(unable) for record in records)), None)
+
+
+def _on_claims(records: Collection[Record], judged: Sequence[Claim]) -> tuple[str, Estimate]:
+    """How much label words matter, and how sure this is; "" without a number."""
     if reason := reason_against_ability(records):
-        return f"This cannot be told: {reason}."
+        return cannot_tell(reason), NO_NUMBER
     # Cutting comes before reading: it shows what the answer needs, and not only where it looks.
     measured = [
         claim for claim in reversed(judged) if claim.clause and not isnan(claim.estimate.value)
     ]
     if not measured:
-        return ""
+        return "", NO_NUMBER
     first, *others = measured
-    text = f"{_ANSWERS[first.verdict]}: {first.clause}"
+    text = f"{YES_OR_NO[first.verdict]}: {first.clause}"
     for claim in others:
         text += f", {'and' if claim.verdict == first.verdict else 'but'} {claim.clause}"
-    return f"{text}."
+    return f"{text}.", first.estimate
 
 
 def how_sure(records: Collection[Record], judged: Collection[Claim]) -> str:
@@ -60,14 +71,7 @@ def how_sure(records: Collection[Record], judged: Collection[Claim]) -> str:
     parts = [f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]]
     found = [f"Of {len(judged)} claims of the paper {', '.join(parts)}."] if judged else []
     infos = [record.info for record in records if "prompts" in record.info]
-    if infos:
-        prompts, sets = infos[0]["prompts"], infos[0].get("demonstration_sets", 1)
-        found += [f"From {prompts} prompt{'s' * (prompts != 1)} after"]
-        found += [
-            "one set of demonstrations: intervals do not speak of other sets."
-            if sets == 1
-            else f"{sets} sets of demonstrations."
-        ]
+    found += [speaks_of(infos[0])] if infos else []
     return " ".join(found)
 
 

@@ -122,6 +122,12 @@ class Claim:
     controls: Sequence[Control] = ()
     clause: str = ""
 
+    @property
+    def number(self) -> str:
+        """The number with its interval, or why there is none."""
+        is_none = isnan(self.estimate.value)
+        return f"no number: {self.reason}" if is_none else str(self.estimate)
+
     def __repr__(self) -> str:
         number, scope = self.estimate, f"; for {self.scope}" if self.scope else ""
         return printable(f"Claim({self.verdict}: {self.statement[:-1]}: {number}{scope})")
@@ -142,7 +148,7 @@ class Claims(list[Claim]):
         rows = [
             (
                 claim.statement,
-                str(claim.estimate),
+                claim.number,
                 "; ".join(map(str, claim.controls)),
                 f"{SIGNS[claim.verdict]} {claim.verdict}",
                 claim.reason,
@@ -453,9 +459,7 @@ def _of_isolation(isolation: Isolation, *others: Isolation) -> Claim:
             Control("random words", draws=draws.tolist()),
             *([cut_too] if cut_too else []),
         ),
-        clause=f"isolating the label words in {layers} changes {_changed(label)} of the "
-        f"predictions and isolating random words {_changed(control)} (a difference of "
-        f"{number.percent()})",
+        clause=isolation_changes(layers, label, control, number),
     )
     if isolation.record.info.get("begins_with_bos") and not is_left:
         reason = (
@@ -471,9 +475,13 @@ def _of_isolation(isolation: Isolation, *others: Isolation) -> Claim:
     return claim
 
 
-def _changed(loyalty: Estimate) -> str:
-    """The share of predictions that do not stay."""
-    return f"{100 * (1 - loyalty.value):z.0f} %"
+def isolation_changes(layers: str, label: Estimate, control: Estimate, gap: Estimate) -> str:
+    """What isolation changes, in words, from the label loyalty with it and with random words."""
+    changed, by_random = (f"{100 * (1 - each.value):z.0f} %" for each in (label, control))
+    return (
+        f"isolating the label words in {layers} changes {changed} of the predictions and isolating "
+        f"random words {by_random} (a difference of {gap.percent()})"
+    )
 
 
 def gap_of(isolation: Isolation) -> Estimate:

@@ -15,13 +15,14 @@ import plotly.graph_objects as go
 import plotly.io
 
 from ..errors import AnchorlensError
+from ..results.answer import Answer
 from ..results.record import RANDOM_MODELS, Record, has_plot, meaning_of
 from ..runs.identity import versions
 from ..system.arguments import checked
 from ..system.files import write_text
 from ..system.texts import described
 from . import flow_page
-from .answer import headline, how_sure, sentences, surprises
+from .answer import answer_of, sentences, surprises
 from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims, reason_against_ability
 from .contents import Contents, contents_of
 from .flow_page import FlowPage
@@ -102,8 +103,7 @@ class _Chapter:
     name: str = ""
     source: str = ""  # the model and the task
     claims: Sequence[Claim] = ()
-    headline: str = ""
-    how_sure: str = ""
+    answer: Answer | None = None
     forest: str = ""
     cannot_tell: str = ""
     sentences: Sequence[str] = ()
@@ -123,6 +123,7 @@ def write_report(
     figures: Mapping[str, go.Figure | None] | None = None,
     summary: str = "",
     command: str = "",
+    answers: Mapping[str, Answer] | None = None,
 ) -> Path:
     """Write results as one HTML page: the answer first, one prompt, figures, and all numbers.
 
@@ -144,6 +145,8 @@ def write_report(
             the figure's ``layout.meta["caption"]``, if it has one.
         summary: Plain text with further tables.
         command: The command that makes the page again.
+        answers: What is said before the numbers of each task ("" for results without tasks), in
+            place of what ``claims``, or ``answer`` of a record, says.
 
     Returns:
         The path.
@@ -167,15 +170,21 @@ def write_report(
     common = _common_info(every)
     given, extra = dict(settings or {}), dict(figures or {})
     _refuse_ambiguous(extra, list(contents.values()))
+    given_answers = answers or {}
     chapters = [
-        _chapter(_id("task", number, name), name, chapter, extra, common)
+        _chapter(_id("task", number, name), name, chapter, extra, common, given_answers.get(name))
         for number, (name, chapter) in enumerate(contents.items())
     ]
     own = [
         _figure_section(_id("figure", number, heading), heading, figure)
         for number, (heading, figure) in enumerate(extra.items())
     ]
-    chapters += [_Chapter("figures", source="".join(_model(common)), sections=own)] if own else []
+    of_figures = None if chapters else given_answers.get("")
+    if of_figures:
+        own.sort(key=lambda section: section.heading != of_figures.figure)
+    if own:
+        source = "".join(_model(common))
+        chapters.append(_Chapter("figures", source=source, answer=of_figures, sections=own))
     has_figures = any(section.figure for chapter in chapters for section in chapter.sections)
     has_prompts = any(chapter.prompts or chapter.answers for chapter in chapters)
     page = template("report.html").render(
@@ -227,9 +236,11 @@ def _chapter(
     contents: Contents,
     figures: dict[str, Any],
     common: Mapping[str, Any],
+    answer: Answer | None,
 ) -> _Chapter:
     """The chapter of a task; figures that replace plots are taken out of ``figures``."""
     judged, records = claims(contents.records), list(contents.records.values())
+    answer = answer or answer_of(records, judged)
     pages = {
         name: _Prompt(_id(chapter_id, "prompt", number), _heading(name), flows.fragment())
         for number, (name, flows) in enumerate(contents.prompts.items())
@@ -244,8 +255,7 @@ def _chapter(
         name,
         ", ".join([*_model(common), *([name] if name else [])]),
         judged,
-        headline(records, judged),
-        how_sure(records, judged),
+        answer,
         forest(judged) if judged else "",
         reason_against_ability(records),
         sentences(records),

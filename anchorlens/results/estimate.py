@@ -36,11 +36,12 @@ class Estimate:
     def __str__(self) -> str:
         return format(self, "")
 
-    def percent(self) -> str:
+    def percent(self, unit: str | None = None) -> str:
         """For example ``42 % [21, 60]``; of a difference ``25 percentage points [-15, 62]``."""
         value, low, high = (f"{100 * number:z.0f}" for number in self._numbers)
-        unit = "percentage points" if self.is_difference else "%"
-        return self._text(f"{value} {unit}", low, high)
+        if unit is None:
+            unit = "percentage points" if self.is_difference else "%"
+        return self._text(f"{value} {unit}".strip(), low, high)
 
     @property
     def has_interval(self) -> bool:

@@ -329,7 +329,7 @@ def forest(
     short = [literal(row if len(row) <= 22 else f"…{row[-21:]}") for row in rows]
     # Over the names of the rows, so that there is room for a panel's name on a narrow page.
     figure.update_annotations(x=0, xanchor="left", align="left", font={"size": 13})
-    figure.update_annotations(xshift=-6 * max([10, *map(len, short)]))
+    figure.update_annotations(xshift=-6 * max(map(len, short)))
     across = [-0.6, len(rows) - 0.4]
     for panel, limit in enumerate(limits):
         at = {"row": panel + 1, "col": 1}

@@ -22,6 +22,7 @@ from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from ..system.package import homes_of
 from ..system.texts import KeepsRepr
+from .answer import Answer
 from .contributions import Contributions
 from .estimate import Estimate
 from .html_tables import folded, note, table, titled
@@ -195,12 +196,25 @@ class Record(KeepsRepr):
     def text(self, name: str, *index: Any) -> str:
         """A number with its 95 % interval as text, with a sign if it is a difference.
 
+        A number without a greatest value, such as a KL, is "< 0.01" where it would round to 0.00.
+
         Args:
             name: As of ``estimate``.
             index: As of ``estimate``.
         """
-        number = self.estimate(name, *index)
+        number, kind = self.estimate(name, *index), self.kinds().get(name)
+        if kind is not None and kind.low == 0 and not kind.has_two_ends and number.value < 0.005:
+            return "< 0.01" if not number.high >= 0.005 else f"< 0.01 [0.00, {number.high:.2f}]"
         return format(number, "+.2f" if number.is_difference else ".2f")
+
+    @checked
+    def answer(self, unable: str) -> Answer | None:
+        """What a report says before all numbers; None where it has no one answer.
+
+        Args:
+            unable: Why the numbers say nothing of how the model answers; "" if it does the task.
+        """
+        return None
 
     @checked
     def of_random_models(self, name: str) -> np.ndarray:

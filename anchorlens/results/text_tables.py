@@ -9,6 +9,7 @@ from ..printable import printable
 
 TextTable = dict[tuple[str, str], dict[str, str]]  # (group, row): {column: text}
 WIDTH = 80  # characters of a line of a terminal
+_CELL = 38  # of a cell, whose longer text goes on in the next line
 
 
 class Section(NamedTuple):
@@ -41,7 +42,7 @@ def digits(value: float, decimals: int) -> str:
 def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterator[str]:
     """The lines of a table; the rows of a group stand below its name.
 
-    Long names of rows and columns go on in the next line, and columns that do not fit beside the
+    Long names and cells go on in the next line, and columns that do not fit beside the
     others stand in another block below.
 
     Args:
@@ -59,7 +60,10 @@ def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterat
     columns = list(dict.fromkeys(column for texts in table.values() for column in texts))
     names = {(group, row): f"  {row}" if group else row for group, row in table}
     first = max(map(len, [corner, *names.values()]), default=0)
-    cells = {name: max(len(texts.get(name, "")) for texts in table.values()) for name in columns}
+    cells = {
+        name: min(_CELL, max(len(texts.get(name, "")) for texts in table.values()))
+        for name in columns
+    }
     widths = {name: max(cells[name], len(name)) for name in columns}
     if first + sum(2 + of for of in widths.values()) > width:  # headings in several lines
         widths = {name: max([cells[name], *map(len, name.split())]) for name in columns}

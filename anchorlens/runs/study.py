@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..errors import MetricError, PromptError, StoreError
 from ..metrics.question import HooksOfBatch, Question, no_hooks
@@ -51,6 +50,7 @@ from ..system.processes import (
     require_whole_model,
 )
 from ..system.put_back import safe_context
+from ..system.steps import Bar
 from .checks import (
     asked_of,
     check_edges_of_hooks,
@@ -468,9 +468,7 @@ class Study:
             costs = [cost if of else 0 for cost, of in zip(costs, missing, strict=True)]
         return batches_of_process(gather_from_processes("batches", costs)[0])
 
-    def _bar(
-        self, names: Iterable[str], numbers: Iterable[int], stored: Iterable[int]
-    ) -> "tqdm[Any]":
+    def _bar(self, names: Iterable[str], numbers: Iterable[int], stored: Iterable[int]) -> Bar:
         """The bar of prompts. Stored ones are done, and do not count for the remaining time."""
         total, initial = (
             sum(len(self._parts[number].tokens) for number in each) for each in (numbers, stored)
@@ -480,9 +478,7 @@ class Study:
         title = shorten(
             title or str(self.settings.get("experiment", "batches")), 40, placeholder=" …"
         )
-        return tqdm(
-            total=total, initial=initial, disable=quiet, desc=printable(title), unit=" prompts"
-        )
+        return Bar(title=title, total=total, initial=initial, disable=quiet, unit=" prompts")
 
     def _check_stored(self, store: Store, fitting: "PartsThatFit") -> None:
         """Compute the first stored batch again: a fingerprint does not tell what functions do."""

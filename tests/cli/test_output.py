@@ -54,15 +54,18 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     of_draws = values["isolation"]["random_label_loyalty"]
     assert of_draws == isolation.random_label_loyalty.tolist()
     # The bars have names, and there are none of other libraries.
-    assert "isolation: 100%" in printed.err and "saliency_flows, " in printed.err
+    for number, name in enumerate(["the model", "random weights, seed 0", "isolation"], start=1):
+        assert f"questions: {name} ({number} of 3): 100%" in printed.err
+    assert "questions, figures (2 of 2): 100%" in printed.err
     assert "Loading weights" not in printed.err
-    assert printed.err.count("%|") == len(re.findall(r"[\w…]: +\d+%\|", printed.err))
+    assert printed.err.count("%|") == len(re.findall(r"[\w)…]: +\d+%\|", printed.err))
     assert f"report: {tmp_path / 'report.html'}" in printed.err and "Next: " in printed.err
 
     assert call(monkeypatch, "run", *arguments, *QUICK, "--quiet") == 0
     printed = capsys.readouterr()
     assert all(line.startswith("warning: ") for line in printed.err.splitlines())
-    assert printed.out.splitlines()[0] == "questions, claims of the paper"
+    first, asked = printed.out.splitlines(), "Does the model use its label words as anchors?"
+    assert first[0] == f"questions: {asked}" and first[1].startswith("This cannot be told: the acc")
     assert max(map(len, printed.out.partition("report: ")[0].splitlines())) <= 80
     report = printed.out.partition("report: ")[2].splitlines()
     assert report[0] == f"{tmp_path / 'report.html'} (open it in a browser)"

@@ -24,6 +24,7 @@ from anchorlens.prompts.own_data import (
     words_that_say_nothing,
 )
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
+from anchorlens.results.answer import Answer
 from tests.cli.test_cli import call, error_of
 from tests.support.chat_tokenizers import chat_tokenizer
 
@@ -109,7 +110,7 @@ def test_a_file_is_analysed_and_the_printed_command_does_the_same(
     def analysed(model: Any, task: str, batches: list[Any], options: Run) -> Page:
         prompts.append([batch.tokens.tolist() for batch in batches])
         if len(prompts) > {"names.csv": 2, "twenty.csv": 1}.get(name, 0):
-            return Page({}, Summary((), {}, is_able=False, is_sure=False))
+            return Page({}, Summary(Answer("", ""), (), {}, is_able=False, is_sure=False))
         return analysis.analysed(model, task, batches, options)
 
     monkeypatch.setattr(work, "analysed", analysed)

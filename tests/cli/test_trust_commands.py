@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 from typing import Any
 
 import pandas as pd
@@ -27,15 +28,21 @@ def test_across_prints_and_reports_each_model_and_resumes(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     monkeypatch.setattr(analysis, "with_random_models", lambda *given, **_: given[3])  # seconds
-    arguments = ["across", str(shallow_folder), "no/such model", "--task", "sentiment", *QUICK]
+    empty = tmp_path / "no weights"
+    copytree(shallow_folder, empty, ignore=ignore_patterns("*.safetensors"))
+    arguments = ["across", str(shallow_folder), str(empty), "--task", "sentiment", *QUICK]
     arguments += ["--out", str(tmp_path)]
     assert call(monkeypatch, *arguments) == 0
     printed = capsys.readouterr()
     record = al.records.AcrossModelsRecord.load(tmp_path / "claims.safetensors")
-    assert printed.out.startswith(f"{record}\n\nreport: {tmp_path}/report.html")
+    assert f"\n\n{record}\n\nreport: {tmp_path}/report.html" in printed.out
+    first = " ".join(printed.out.partition("\n\n")[0].split())
+    assert first.startswith("sentiment: In which models are label words anchors? This cannot be ")
+    assert "Next: the flows of the task:\n  anchorlens run --model" in printed.out
     assert max(map(len, str(record).splitlines())) <= 80
-    assert record.info["models"] == [shallow_folder.name, "no/such model"]
-    assert "failed: there is no folder 'no/such model'" in " ".join(printed.out.split())
+    assert record.info["models"] == [shallow_folder.name, "no weights"]
+    text = " ".join(printed.out.split())
+    assert "no weights: failed: " in text and "no number: the model failed" in text
     model = al.load_model(shallow_folder)
     batches = al.sample_prompts(model, "sentiment", queries=12)
     claims = al.claims(al.analyse(model, batches, depth=1, draws=2, progress=False))
@@ -44,16 +51,41 @@ def test_across_prints_and_reports_each_model_and_resumes(
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "The paper&#39;s claims in 2 models" in page and ">Claims</h3>" in page
     settings = json.loads((tmp_path / "settings.json").read_text())
-    assert settings["model"][1] == "no/such model" and settings["queries"] == 12
+    assert settings["model"][1] == str(empty) and settings["queries"] == 12
 
     rows = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*")}
     assert rows and call(monkeypatch, *arguments, "--json", "--quiet") == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*")} == rows
     first = json.loads(capsys.readouterr().out)["claims"][0]
     assert (first["model"], first["value"]) == (shallow_folder.name, numbers[0])
-    assert call(monkeypatch, "across", "no/such model", *arguments[3:], "--fresh") == 1
+    assert call(monkeypatch, "across", str(empty), *arguments[3:], "--fresh") == 1
     assert error_of(capsys.readouterr()) == "error: no model could be analysed; the table says why"
     assert not [*tmp_path.rglob("rows-*")]
+
+
+def test_models_that_cannot_be_read_are_one_error_before_any_is_loaded(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr("anchorlens.cli.work.across_models", None)
+    models = [str(shallow_folder), "no/such model", "none.gguf"]
+    arguments = ["--task", "sentiment", "--queries", "12", "--out", str(tmp_path)]
+    assert call(monkeypatch, "across", *models, *arguments) == 1
+    error = capsys.readouterr().err.splitlines()[-3:]
+    assert error[0] == "error: 2 of 3 models cannot be analysed; mend them, or leave them out:"
+    assert "there is no folder 'no/such model'" in error[1]
+    assert error[2] == "  - none.gguf: there is no file none.gguf"
+
+
+def test_two_segments_have_no_rank_correlation_which_is_said_before_weights_are_loaded(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    arguments = ["--model", str(shallow_folder), "--task", "sentiment", "--out", str(tmp_path)]
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        call(monkeypatch, "faithfulness", *arguments)
+    noted = " ".join(capsys.readouterr().err.split())
+    assert "there are 2 segments, and a rank correlation (LDS) needs 3" in noted
+    assert "--shots 2 gives two demonstrations of each class" in noted
 
 
 ROWS: list[dict[str, Any]] = [
@@ -129,7 +161,10 @@ def test_faithfulness_explains_what_the_model_writes(
     assert call(monkeypatch, *arguments) == 0
     printed = capsys.readouterr()
     record = al.records.FaithfulnessRecord.load(out / "documents" / "faithfulness.safetensors")
-    lines = printed.out.splitlines()
+    said, _, rest = printed.out.partition("\n\n")
+    assert said.startswith("documents: Which scores say what the answer loses without a segment?")
+    assert "Random scores have" in " ".join(said.split()) and "\nNext: " in rest
+    lines = rest.splitlines()
     assert lines[0] == "documents, what scores are worth [95 % intervals]"
     assert max(map(len, lines[: lines.index("")])) <= 80
     assert [*record.info["segment_names"]] == ["document 1", "document 2", "document 3"]

@@ -537,17 +537,15 @@ def test_a_score_without_a_number_has_a_reason_and_no_empty_panel() -> None:
     info = {"scores": names, "reasons": {"LDS": reason, "drop of best possible": "too many"}}
     drop = torch.tensor([0.5, 0.25, torch.nan])
     two = replace(record, lds=nan, lds_gap=nan, drop=drop, info=info)
-    assert two.table()["what is missing"].to_list() == [
-        *[f"no LDS: {reason}"] * 2,
-        f"no LDS: {reason}; no drop: too many",
-    ]
+    assert two.table()["LDS"].to_list() == [f"no number: {reason}"] * 3
+    assert two.table()["drop in nats"][2] == "no number: too many"
     (bars,) = two.plot().data
     assert bars.y[:2] == (0.5, 0.25)
     caption = two.plot().layout.meta["caption"]
     assert caption == f"{two.caption} There is no LDS: {reason}."
     nothing = replace(two, drop=nan).plot()
-    assert nothing.layout.meta["sentence"].startswith(f"There is no LDS: {reason}; no drop: ")
-    assert "what is missing" not in record.table() and len(record.plot().data) == 2
+    assert nothing.layout.meta["sentence"] == f"There is no LDS: {reason}."
+    assert "no number" not in str(record.table()) and len(record.plot().data) == 2
 
 
 @pytest.mark.with_shapes

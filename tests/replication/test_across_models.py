@@ -84,7 +84,8 @@ def test_a_row_is_what_the_claims_of_the_model_alone_say(
         )
         resumed = len(passes)
         al.analyse(llama, batches, **QUICK, **QUIET)
-    assert 2 * resumed < len(passes) - resumed
+    # Of each question of both models one batch of three ran again, beside a few tiny passes.
+    assert resumed < 2 * (len(passes) - resumed)
     assert rows(turned) == {name: rows(record)[name] for name in ("second", "first")}
 
 
@@ -196,7 +197,9 @@ def test_one_table_as_text_frame_and_html(
     assert lines[-1] == "late: failed: MemoryError: no room"
     table = found.table()
     assert table.shape == (4, 8) and table.index.name == "model"
-    assert table.iloc[1, 2] == "✗ 1.00 [0.90, 1.10]" and table.iloc[3, 4] == "? no number"
+    assert table.iloc[1, 2] == "✗ 1.00 [0.90, 1.10]" and table.iloc[3, 4].startswith(
+        "? no number: "
+    )
     frame = found.to_frame()
     number = frame[(frame["quantity"] == "number") & (frame["model"] == "differs")].iloc[1]
     assert [number.value, number.verdict] == [1.0, "does not agree"]

@@ -1,18 +1,20 @@
-"""The bar of a run counts prompts, and stored prompts are done before it begins."""
+"""The bar of a run counts prompts, stored ones are done before it begins, and steps have names."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tqdm import tqdm
 
 import anchorlens as al
+from anchorlens.experiments import random_weights
 from anchorlens.runs import study, way
+from anchorlens.system import steps
+from anchorlens.system.steps import Bar, expect, planned, step
 from tests.support.stored_runs import Killed, Logits
 from tests.support.tiny_models import questions
 
 
-class RecordedBar(tqdm):
+class RecordedBar(Bar):
     """A bar that remembers how many prompts were done after each update."""
 
     bars: "list[RecordedBar]" = []  # noqa: RUF012
@@ -31,7 +33,7 @@ class RecordedBar(tqdm):
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedBar, "bars", [])
-    monkeypatch.setattr(study, "tqdm", RecordedBar)
+    monkeypatch.setattr(study, "Bar", RecordedBar)
 
 
 def bar_of(model: Any, metric: Any, folder: Path | None = None) -> RecordedBar:
@@ -68,3 +70,60 @@ def test_stored_prompts_are_done_and_take_no_time(gpt2: Any, tmp_path: Path) -> 
     assert (bar.initial, bar.done, bar.total) == (3, [5], 5)
     bar = bar_of(gpt2, Logits(), tmp_path)
     assert (bar.initial, bar.done, bar.total) == (5, [], 5)
+
+
+def shown(bar: Bar) -> str:
+    """What the bar says of all work."""
+    return str(bar.postfix or "").partition("all: ")[2]
+
+
+def test_each_bar_says_how_long_all_steps_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """At each time the remaining time is that of a hand-made sum: seconds of a unit times units."""
+    clock = [0.0]
+    monkeypatch.setattr(steps, "perf_counter", lambda: clock[0])
+
+    def update(bar: Bar, seconds: float, count: int) -> str:
+        clock[0] += seconds
+        bar.update(count)
+        return shown(bar)
+
+    with planned({"a": 10, "b": 20, "later": 10}):
+        with step("a"), planned({"model": 4, "cuts": 16}):
+            with step("model"), Bar(title="", total=4) as bar:
+                assert bar.desc == "a: model (1 of 2)"
+                # 5 s for 1 of 20 units of a, which is 10 of 40: 400 s in all.
+                assert update(bar, 5, 1) == "1%, 06:35 left"
+                assert update(bar, 15, 3) == "5%, 06:20 left"
+            with step("cuts"), Bar(title="", total=2) as bar:
+                assert bar.desc == "a: cuts (2 of 2)"
+                # 60 s for all of a, so that the other 30 units take 180 s.
+                assert update(bar, 20, 1) == "17%, 03:20 left"
+                assert update(bar, 20, 1) == "25%, 03:00 left"
+        expect("later", 20)
+        with step("b"), Bar(title="", total=4, initial=2) as bar:  # half of it was stored
+            # a took 60 s for 10 units, and half of b takes 20 s for 10: the last 20 units 80 s.
+            assert update(bar, 10, 1) == "44%, 01:30 left"
+            assert bar.desc == "b (2 of 3)"
+        with step("later"), Bar(title="", total=0):
+            pass
+        with step("no such step"), Bar(title="mine", total=1) as bar:
+            assert bar.desc == "mine"
+    assert Bar(title="outside", total=1, disable=True).step is None
+    printed = capsys.readouterr().err
+    assert printed.count("everything takes about 7 minutes, as far as the first step tells") == 1
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:no result")
+def test_the_steps_of_an_analysis_have_their_names(gpt2: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(random_weights, "SEEDS", (0,))
+    batches = questions(gpt2, 4)
+    al.analyse(gpt2, batches, depth=1, draws=1, random_weights=True, resamples=0)
+    titles = [bar.desc for bar in RecordedBar.bars]
+    assert titles == [
+        "the model (1 of 3)",
+        "random weights, seed 0 (2 of 3)",
+        "isolation (3 of 3)",
+    ]
+    assert shown(RecordedBar.bars[-1]).startswith("100%")

@@ -26,8 +26,7 @@ from anchorlens.cli import output
 from anchorlens.models import quiet_libraries
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes import forward
-from anchorlens.replication import paper
-from anchorlens.system import hidden_warnings, put_back, signals, torch_state
+from anchorlens.system import hidden_warnings, put_back, signals, steps, torch_state
 from anchorlens.system.put_back import each_call_inside, safe_context
 from anchorlens.system.torch_state import own_random_state
 from tests.support.interrupting import at_every_moment
@@ -54,6 +53,7 @@ def state_of_python() -> dict[str, Any]:
         "the default device of torch": torch.get_default_device(),
         "the end of checkpoints": vars(checkpoint)["_enable_checkpoint_early_stop"],
         "what follows each pass": forward._after_pass.get(),
+        "the step that runs": steps._running.get(),
     }
 
 
@@ -61,6 +61,12 @@ def state_of_python() -> dict[str, Any]:
 def kept_while_changed() -> Iterator[None]:
     with hidden_warnings.warnings_kept(), warnings.catch_warnings():
         warnings.simplefilter("error")
+        yield
+
+
+@safe_context
+def step_of_a_plan() -> Iterator[None]:
+    with steps.planned({"first": 1.0}), steps.step("first"):
         yield
 
 
@@ -79,7 +85,8 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], list[Any]]]
     "checkpoints_run_to_the_end": (torch_state.checkpoints_run_to_the_end, [checkpoint]),
     "own_random_state": (lambda: own_random_state(seed=1), []),
     "after_each_pass": (lambda: forward.after_each_pass(lambda: None), []),
-    "part": (lambda: paper.PassesBar(["model"], quiet=True).part("model"), []),
+    "planned": (lambda: steps.planned({"first": 1.0}), []),
+    "step": (step_of_a_plan, []),
 }
 OURS = [
     put_back,
@@ -90,6 +97,7 @@ OURS = [
     output,
     torch_state,
     forward,
+    steps,
 ]
 
 

@@ -1,0 +1,191 @@
+"""The steps of long work: a bar for each, with its name, and the time that all the rest takes.
+
+1. ``planned`` names the steps and what each costs beside the others; a step may be planned, too.
+2. ``step`` begins one of them. A ``Bar`` that is made inside has its name.
+3. With each update the bar says how much of all work is done and how long the rest takes: as long
+   for each unit of cost as what has run so far.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import Any, Optional
+
+from tqdm.auto import tqdm
+
+from ..printable import printable
+from .put_back import put_back, safe_context
+
+_SHORT = 20  # seconds that nobody plans with
+
+
+@dataclass(eq=False)
+class Step:
+    """A step, with those inside it.
+
+    Attributes:
+        name: What it does.
+        cost: What it takes, in any unit that its neighbours have too.
+        outer: The step around it.
+        inner: The steps in it, in order.
+        bar: The last bar in it.
+        began: When it began; None before.
+        seconds: How long it took; None before its end.
+        is_told: Whether its whole time was said.
+    """
+
+    name: str
+    cost: float
+    outer: Optional["Step"] = None
+    inner: list["Step"] = field(default_factory=list)
+    bar: "Bar | None" = None
+    began: float | None = None
+    seconds: float | None = None
+    is_told: bool = False
+
+    @property
+    def elapsed(self) -> float:
+        if self.seconds is not None:
+            return self.seconds
+        return 0.0 if self.began is None else perf_counter() - self.began
+
+    @property
+    def computed(self) -> float:
+        """The share of its cost that is computed now, and was not stored before."""
+        if self.inner:
+            every = sum(each.cost for each in self.inner)
+            return sum(each.cost * each.computed for each in self.inner) / every
+        if self.bar is None:
+            return 1.0 if self.began is None else 0.0
+        return 1 - self.bar.initial / self.bar.total if self.bar.total else 1.0
+
+    def left(self) -> float | None:
+        """Seconds to its end; None if nothing tells them."""
+        if self.seconds is not None:
+            return 0.0
+        if not self.inner:
+            return None if self.bar is None else self.bar.left()
+        rate, total = self._rate(), 0.0
+        for each in self.inner:
+            own = each.left() if each.began is not None else None
+            if own is None:
+                if rate is None:
+                    return None
+                own = max(0.0, rate * each.cost - each.elapsed)
+            total += own
+        return total
+
+    def _rate(self) -> float | None:
+        """Seconds of a unit of cost, from the steps inside that have run or are running."""
+        seconds = cost = 0.0
+        for each in self.inner:
+            left = each.left() if each.began is not None else None
+            if left is not None and each.computed:
+                seconds, cost = seconds + each.elapsed + left, cost + each.cost * each.computed
+        return seconds / cost if cost else None
+
+    def path(self) -> list["Step"]:
+        """From the outermost step to this one."""
+        return [*(self.outer.path() if self.outer else ()), self]
+
+    def title(self) -> str:
+        """The names on its path, and its number among its neighbours."""
+        names = ": ".join(each.name for each in self.path() if each.name)
+        steps = self.outer.inner if self.outer else []
+        return f"{names} ({steps.index(self) + 1} of {len(steps)})" if len(steps) > 1 else names
+
+
+_running: ContextVar[Step | None] = ContextVar("the step that runs", default=None)
+
+
+@safe_context
+def planned(costs: Mapping[str, float]) -> Iterator[None]:
+    """Inside, these steps run, in any order; inside of a step, they are its parts."""
+    before = _running.get()
+    plan = before if before is not None and not before.inner else Step("", 1.0)
+    plan.inner = [Step(name, cost, plan) for name, cost in costs.items()]
+    plan.began = perf_counter() if plan.began is None else plan.began
+    with put_back(partial(_running.set, before)):
+        _running.set(plan)
+        yield
+
+
+@safe_context
+def step(name: str) -> Iterator[None]:
+    """Inside, a step runs; where no such step was planned, nothing changes."""
+    plan = _running.get()
+    found = [each for each in (plan.inner if plan else ()) if each.name == name and not each.began]
+
+    def end() -> None:
+        _running.set(plan)
+        for each in found[:1]:
+            each.seconds = each.elapsed
+
+    with put_back(end):
+        for each in found[:1]:
+            each.began = perf_counter()
+            _running.set(each)
+        yield
+
+
+def expect(name: str, cost: float) -> None:
+    """Correct what a coming step costs."""
+    plan = _running.get()
+    for each in plan.inner if plan else ():
+        if each.name == name and not each.began:
+            each.cost = cost
+
+
+class Bar(tqdm):
+    """A bar with the name of its step, and the time that all steps take."""
+
+    def __init__(self, *, title: str, **options: Any) -> None:
+        step = None if options.get("disable") else _running.get()
+        self.step = step if step is not None and not step.inner else None
+        if self.step is not None:
+            self.step.bar, title = self, self.step.title()
+        super().__init__(desc=printable(title), **options)
+        self.begun = perf_counter()
+
+    def left(self) -> float | None:
+        """Seconds to its end; None before its first update, or without a total."""
+        done = self.n - self.initial
+        if not self.total or (done <= 0 and self.n < self.total):
+            return None
+        return (perf_counter() - self.begun) / max(done, 1) * max(0, self.total - self.n)
+
+    def update(self, n: float | None = 1) -> bool | None:
+        if self.step is not None:
+            self.n += n or 0  # counted in the time that is left
+            self._show_all(self.step.path()[0])
+            self.n -= n or 0
+        return super().update(n)
+
+    def _show_all(self, whole: Step) -> None:
+        left = whole.left()
+        if left is None or len(whole.inner) < 2:
+            return
+        seconds = whole.elapsed + left
+        share, rest = whole.elapsed / (seconds or 1), self.format_interval(left)
+        self.set_postfix_str(f"all: {100 * share:.0f}%, {rest} left", refresh=False)
+        if not whole.is_told and seconds > _SHORT:
+            told = f"everything takes {in_words(seconds)}, as far as the first step tells"
+            self.write(told, file=sys.stderr)
+        whole.is_told = True
+
+
+def in_words(seconds: float) -> str:
+    """A time in words, as exact as it is known.
+
+    Examples:
+        >>> from anchorlens.system.steps import in_words
+        >>> in_words(43), in_words(200), in_words(9000)
+        ('about 40 seconds', 'about 3 minutes', 'about 2.5 hours')
+    """
+    if seconds < 90:
+        return f"about {max(10, 10 * round(seconds / 10))} seconds"
+    minutes = seconds / 60
+    return f"about {minutes:.0f} minutes" if minutes < 90 else f"about {minutes / 60:.1f} hours"
