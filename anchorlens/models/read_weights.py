@@ -11,6 +11,7 @@ import torch
 from ..errors import ModelError
 from ..system.processes import process_device
 from ..system.warn import warn_user
+from .parsed_once import parsed_once
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 # Masks and positions that older versions of transformers stored, and newer versions compute.
@@ -31,7 +32,7 @@ def read_model_files(name: str) -> ModelFiles:
     """Configuration and tokenizer of a hub name, a folder or a .gguf file, without the weights."""
     from transformers import AutoConfig, AutoTokenizer
 
-    with _reading(name):
+    with _reading(name), parsed_once(name):
         source, options = _source(name)
         return ModelFiles(
             AutoConfig.from_pretrained(source, **options),
@@ -47,7 +48,7 @@ def read_weights(
 
     if name.endswith(".gguf"):
         dtype = dtype or torch.float32
-    with _reading(name if revision is None else f"{name}@{revision}"):
+    with _reading(name if revision is None else f"{name}@{revision}"), parsed_once(name):
         if revision is not None:
             refuse_revision(name)
         source, options = _source(name)
