@@ -307,7 +307,6 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
         weights.config.architectures = [type(weights).__name__]
     # TransformerLens would read the tokenizer again from its folder to make it add a BOS, unless
     # this setting is true. It then tests which tokens the tokenizer really adds.
-    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.init_kwargs = {"name_or_path": name, **tokenizer.init_kwargs, "add_bos_token": True}
     config = copy.deepcopy(weights.config)
     set_as_found = implementations_of(weights)

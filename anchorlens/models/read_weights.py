@@ -1,5 +1,6 @@
 """Read a model's weights and tokenizer, verify that none is missing, and choose a device."""
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 from ..errors import ModelError
 from ..system.processes import process_device
 from ..system.warn import warn_user
+from .parsed_once import parsed_once
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 # Masks and positions that older versions of transformers stored, and newer versions compute.
@@ -29,13 +31,13 @@ class ModelFiles(NamedTuple):
 
 def read_model_files(name: str) -> ModelFiles:
     """Configuration and tokenizer of a hub name, a folder or a .gguf file, without the weights."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
-    with _reading(name):
+    with _reading(name), parsed_once(name):
         source, options = _source(name)
         return ModelFiles(
             AutoConfig.from_pretrained(source, **options),
-            AutoTokenizer.from_pretrained(source, **options),
+            _tokenizer_of(source, options),
         )
 
 
@@ -49,12 +51,11 @@ def read_weights(
         AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
-        AutoTokenizer,
     )
 
     if name.endswith(".gguf"):
         dtype = dtype or torch.float32
-    with _reading(name if revision is None else f"{name}@{revision}"):
+    with _reading(name if revision is None else f"{name}@{revision}"), parsed_once(name):
         if revision is not None:
             refuse_revision(name)
         source, options = _source(name)
@@ -63,6 +64,7 @@ def read_weights(
         # The fused kernels never form the pattern that the hooks need. It is set here because
         # transformers first verifies the value of the folder, which this machine may not have.
         config._attn_implementation = "eager"
+        tokenizer = tokenizer or _tokenizer_of(source, options)
         of_images = (
             type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
             and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -76,7 +78,6 @@ def read_weights(
             output_loading_info=True,
             **options,
         )
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(source, **options)
     weights, report = result
     _refuse_other_weights(name, weights, report)
     return weights, tokenizer
@@ -99,17 +100,23 @@ def read_processor(name: str) -> Any:
 
 
 def read_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer of a name or folder; a tokenizer, or None, as it is."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+    """The tokenizer of a name or folder; a copy of a tokenizer, or None."""
+    from transformers import PreTrainedTokenizerBase
 
     if isinstance(tokenizer, str | Path):
+        name = str(tokenizer)
         try:
-            return AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
+            is_file = name.endswith(".gguf")
+            source, options = _source(name) if is_file else (name, {"trust_remote_code": False})
+            with parsed_once(name):
+                return _tokenizer_of(source, options)
+        except ModelError:
+            raise
         except Exception as error:  # as in _reading
-            reason = str(error).partition("\n")[0] or type(error).__name__
+            reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ModelError(
                 f"tokenizer={str(tokenizer)!r} cannot be read as a tokenizer: {reason}. Give its "
-                "name on the hub, its folder, or AutoTokenizer.from_pretrained(...)"
+                "name on the hub, its folder, a .gguf file, or AutoTokenizer.from_pretrained(...)"
             ) from error
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         inner = getattr(tokenizer, "tokenizer", None)
@@ -117,6 +124,19 @@ def read_tokenizer(tokenizer: Any) -> Any:
         raise ModelError(
             "tokenizer must be a tokenizer of transformers, or the name or folder of one; got a "
             f"{type(tokenizer).__name__}: pass {cure}"
+        )
+    return copy.deepcopy(tokenizer)
+
+
+def _tokenizer_of(source: str, options: dict[str, Any]) -> Any:
+    """The tokenizer of a hub name or a folder, or of the .gguf file that the options name."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made of a configuration alone
+        raise ModelError(
+            f"{source} has a model and no tokenizer (such as tokenizer.json); give the name or "
+            "folder of one: tokenizer=..."
         )
     return tokenizer
 

@@ -204,9 +204,15 @@ def test_an_attention_in_the_configuration_that_is_not_installed_does_not_matter
         torch.testing.assert_close(model(tokens), weights(tokens).logits)
 
 
-def write_gguf(path: Path, weights: Any, without: tuple[str, ...] = ()) -> None:
+def write_gguf(path: Path, weights: Any, tokenizer: Any, without: tuple[str, ...] = ()) -> None:
     config = weights.config
     writer = gguf.GGUFWriter(path, "qwen2")
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*model["vocab"]])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -233,12 +239,23 @@ def write_gguf(path: Path, weights: Any, without: tuple[str, ...] = ()) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gguf_file_gives_the_logits_of_its_weights(
-    tmp_path: Path, byte_level: Any, tied: bool
+    tmp_path: Path, byte_level: Any, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The file is parsed once, though configuration, tokenizer and weights are read from it."""
     weights = BY_NAME["Qwen2"].build(VOCABULARY, tie_word_embeddings=tied)
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, weights, without=("lm_head.weight",) if tied else ())
-    model = load(path, byte_level)
+    write_gguf(path, weights, byte_level, without=("lm_head.weight",) if tied else ())
+    reader, parse, parsed = gguf.GGUFReader, gguf.GGUFReader.__init__, []
+
+    def counted(self: Any, *args: Any) -> None:
+        parsed.append(args)
+        parse(self, *args)
+
+    monkeypatch.setattr(reader, "__init__", counted)
+    model = load(path, None)
+    assert parsed == [(str(path),)] and gguf.GGUFReader is reader
+    text = "Review: what a film"
+    assert model.tokenizer(text)["input_ids"] == byte_level(text)["input_ids"]
     tokens = torch.tensor([byte_level("Review: what a film")["input_ids"]])
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), weights(tokens).logits, rtol=1e-4, atol=1e-4)
@@ -248,9 +265,9 @@ def test_a_gguf_file_gives_the_logits_of_its_weights(
 def test_a_gguf_file_that_lacks_a_tensor_is_refused(tmp_path: Path, byte_level: Any) -> None:
     missing = "model.layers.1.mlp.up_proj.weight"
     weights = BY_NAME["Qwen2"].build(VOCABULARY)
-    write_gguf(tmp_path / "tiny.gguf", weights, without=(missing,))
+    write_gguf(tmp_path / "tiny.gguf", weights, byte_level, without=(missing,))
     with pytest.raises(ModelError, match=rf"1 tensor \({missing}\) is missing"):
-        load(tmp_path / "tiny.gguf", byte_level)
+        load(tmp_path / "tiny.gguf", None)
 
 
 @pytest.mark.parametrize(
@@ -304,12 +321,17 @@ def test_a_tokenizer_may_be_named_and_other_values_are_refused_first(
 ) -> None:
     byte_level.save_pretrained(tmp_path / "tokenizer")
     weights = tiny_gpt2(len(byte_level))
-    for folder in (tmp_path / "tokenizer", str(tmp_path / "tokenizer")):
-        model = al.load_model(copy.deepcopy(weights), tokenizer=folder)
+    write_gguf(tmp_path / "tiny.gguf", BY_NAME["Qwen2"].build(VOCABULARY), byte_level)
+    for named in (tmp_path / "tokenizer", str(tmp_path / "tokenizer"), tmp_path / "tiny.gguf"):
+        model = al.load_model(copy.deepcopy(weights), tokenizer=named)
         assert model.tokenizer("Who?")["input_ids"] == byte_level("Who?")["input_ids"]
     (tmp_path / "empty").mkdir()
+    weights.save_pretrained(tmp_path / "weights")
+    no_tokenizer = r"weights has a model and no tokenizer .* give the name or folder of one"
     wrong: list[tuple[Any, str]] = [
-        (str(tmp_path / "empty"), r"'.*empty' cannot be read as a tokenizer: .*its folder, or"),
+        (str(tmp_path / "weights"), no_tokenizer),
+        (tmp_path / "no.gguf", r"there is no file .*no\.gguf"),
+        (str(tmp_path / "empty"), r"'.*empty' cannot be read as a tokenizer: .*its folder, a"),
         (byte_level.backend_tokenizer, r"got a Tokenizer: pass AutoTokenizer\.from_pretrained"),
         (SimpleNamespace(tokenizer=byte_level), r"got a SimpleNamespace: pass its \.tokenizer"),
         (5, r"the name or folder of one; got a int"),
@@ -318,6 +340,8 @@ def test_a_tokenizer_may_be_named_and_other_values_are_refused_first(
         for tokenizer, message in wrong:
             with pytest.raises(ModelError, match=message):
                 al.load_model(source, tokenizer=tokenizer)
+    with pytest.raises(ModelError, match=no_tokenizer):
+        al.load_model(tmp_path / "weights")
 
 
 def test_a_device_map_is_checked_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

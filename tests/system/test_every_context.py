@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import datasets
+import gguf
 import pytest
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled
@@ -23,7 +24,7 @@ from transformers import modeling_gguf_pytorch_utils as of_gguf
 from transformers.utils import logging as of_transformers
 
 from anchorlens.cli import output
-from anchorlens.models import quiet_libraries
+from anchorlens.models import parsed_once, quiet_libraries
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes import forward
 from anchorlens.system import hidden_warnings, put_back, signals, steps, torch_state
@@ -52,6 +53,7 @@ def state_of_python() -> dict[str, Any]:
         "inference mode": torch.is_inference_mode_enabled(),
         "the default device of torch": torch.get_default_device(),
         "the end of checkpoints": vars(checkpoint)["_enable_checkpoint_early_stop"],
+        "the reader of .gguf files": gguf.GGUFReader,
         "what follows each pass": forward._after_pass.get(),
         "the step that runs": steps._running.get(),
     }
@@ -78,6 +80,7 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], list[Any]]]
     "recorded_warnings": (hidden_warnings.recorded_warnings, [warnings]),
     "quiet_libraries": (quiet_libraries.quiet_libraries, [warnings, of_transformers]),
     "quiet_datasets": (quiet_libraries.quiet_datasets, []),
+    "parsed_once": (lambda: parsed_once.parsed_once("a.gguf"), []),
     "signals_raise": (signals.signals_raise, [signal]),
     "lasting_streams": (output.lasting_streams, []),
     "gradient_mode": (lambda: torch_state.gradient_mode(True), [grad_mode]),
@@ -92,6 +95,7 @@ OURS = [
     put_back,
     contextlib,
     hidden_warnings,
+    parsed_once,
     quiet_libraries,
     signals,
     output,
