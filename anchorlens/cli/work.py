@@ -61,8 +61,10 @@ from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
     COMPARED,
     Parts,
+    check_other_tokens,
     draws_without_overlap,
     forget_contexts,
+    other_tokens,
     reweighted,
     texts_of,
     trained_contexts,
@@ -232,7 +234,13 @@ def contexts(options: Contexts) -> None:
     queries = queries_that_fit(chosen, used, options.queries, 40)
     draws = draws_without_overlap(chosen.task, chosen.examples, options, queries)
     make_folders(out, [task])
-    prompts = partial(_prompts, [chosen] * len(draws), draws, options.batch_size)
+
+    def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
+        built = _prompts([chosen] * len(draws), draws, options.batch_size, tokenizer)
+        if options.other_tokens:
+            check_other_tokens(built["queries"][0])
+        return built
+
     loaded, batches = _loaded(options, prompts, length=options.length)
     options, [chosen] = _settled("contexts", options, [chosen], loaded, queries)
     rows = out / task / "rows"
@@ -243,23 +251,26 @@ def contexts(options: Contexts) -> None:
     factors = reweighted(loaded, batches, parts, rows)
     compared = {**untrained_contexts(options.draws), "re-weighted": factors, **trained}
     parts.begin(COMPARED, f"{task}, {queries} queries, {len(compared)} contexts: ")
-    asked, progress = ContextComparison(compared), not options.quiet
-    answers = answer(
-        loaded, batches["queries"], [asked], folder=rows / "contexts", progress=progress
-    )
-    record = answers[asked.name]
+    asked = [ContextComparison(compared)] + [other_tokens(options.draws)] * options.other_tokens
+    records, progress = dict[str, Any](), not options.quiet
+    for each in asked:
+        name = each.name
+        answers = answer(loaded, batches["queries"], [each], folder=rows / name, progress=progress)
+        records[name] = answers[name]
     if is_main():
-        record.save(out / task / "contexts.safetensors")
+        for name, record in records.items():
+            record.save(out / task / f"{file_name(name)}.safetensors")
         for name, context in trained.items():
             context.save(out / task / f"{file_name(name)}.safetensors")
-    output.tables([_section(f"{task}, contexts", record)])
+    output.tables([_section(f"{task}, {name}", record) for name, record in records.items()])
     texts = texts_of(trained)
     for name, text in texts.items():
         output.note(f"{name}: {text!r}")
-    results = {task: {"contexts": record, **training_records(trained)}}
+    results = {task: {**records, **training_records(trained)}}
     title = f"What stands before a query: contexts for {options.model}"
     report = _report(results, out, _settings(options, [chosen]), title=title)
-    values = {"task": task, "contexts": with_ends(record), "texts": texts}
+    numbers = {file_name(name): with_ends(record) for name, record in records.items()}
+    values = {"task": task, **numbers, "texts": texts}
     output.document({"model": options.model, **values, "report": report})
     shared = {each.name: getattr(options, each.name) for each in fields(OfTask)}
     of_run = Run(**shared | {"out": Run.out}, shots=options.shots, seed=[options.seed])
