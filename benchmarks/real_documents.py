@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anchorlens as al
+from anchorlens.experiments.faithfulness import default_scores
 
 COUNT, WORDS = 5, 14  # documents of a prompt, and words of each
 TOPS, DRAWS = (4, 8, 16), 5  # heads that are masked, and draws of as many random heads
@@ -54,7 +55,7 @@ def answers(model: Any, options: argparse.Namespace) -> None:
     batches = al.build_segments(model.tokenizer, written, batch_size=4)
     lengths = [int(al.edges.segment(batch, "answer").sum()) for batch in batches]
     print(f"{sum(lengths) / len(written):.1f} tokens an answer", flush=True)
-    scores = al.experiments.faithfulness.default_scores() | {"lasso": al.subsets.lasso(16)}
+    scores = default_scores() | {"lasso": al.subsets.lasso(16)}
     asked = al.Faithfulness(scores, segments=NAMES, answer="answer", subsets=16)
     record: Any = al.run(model, batches, [asked], folder=options.out / "rows")["faithfulness"]
     record.save(options.out / "faithfulness.safetensors")

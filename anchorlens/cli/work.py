@@ -303,8 +303,13 @@ def faithfulness(options: Faithfulness) -> None:
     if written:
         compared |= {"segments": documents, "answer": ANSWER}
         if written[0][-1][0] != ANSWER:
-            output.note("the model writes the answers, which are then explained")
-            written = [[*pieces, (ANSWER, written_answer(loaded, pieces))] for pieces in written]
+            texts = [written_answer(loaded, pieces) for pieces in written]
+            output.note(
+                f"the model writes the answers, which are then explained: {texts[0]!r}, ..."
+            )
+            written = [
+                [*pieces, (ANSWER, text)] for pieces, text in zip(written, texts, strict=True)
+            ]
             batches = _segments(written, options.batch_size, loaded.tokenizer)
     rows = out / name / "rows"
     if options.fresh:
@@ -320,6 +325,8 @@ def faithfulness(options: Faithfulness) -> None:
     results = {name: {"faithfulness": record}}
     report = _report(results, out, _settings(options, chosen), title=title)
     values = {"task": name, "faithfulness": with_ends(record)}
+    if written:
+        values["answers"] = [pieces[-1][1] for pieces in written]
     output.document({"model": options.model, **values, "report": report})
     output.last_line(f"report: {report} (open it in a browser)")
 
