@@ -15,7 +15,7 @@ from typing import Any
 import anchorlens as al
 from anchorlens.experiments.faithfulness import default_scores
 
-COUNT, WORDS = 5, 14  # documents of a prompt, and words of each
+COUNT, WORDS = 5, 9  # documents of a prompt, and words of each
 TOPS, DRAWS = (4, 8, 16), 5  # heads that are masked, and draws of as many random heads
 Pieces = list[tuple[str | None, str]]
 NAMES = [f"document {k}" for k in range(1, COUNT + 1)]
@@ -45,7 +45,7 @@ def answers(model: Any, options: argparse.Namespace) -> None:
     written: list[Pieces] = []
     for number, documents in enumerate(told(options.texts, 3 * options.prompts)):
         prompt = asking(documents, number)
-        trace = al.trace_generation(model, prompt, max_new_tokens=10, chunk=1)
+        trace = al.trace_generation(model, prompt, max_new_tokens=8, chunk=1)
         answer = trace.text.partition("\n")[0]
         if answer.strip() and len(written) < options.prompts:
             written.append([*prompt, ("answer", answer)])
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("part", choices=["answers", "heads"])
     parser.add_argument("--model", required=True, help="hub name, local folder or .gguf file")
     parser.add_argument("--texts", type=Path, required=True, help="a file with a column text")
-    parser.add_argument("--prompts", type=int, default=24, help="for heads, twice as many")
+    parser.add_argument("--prompts", type=int, default=24, help="for heads, as many again")
     parser.add_argument(
         "--out", type=Path, default=Path("real-documents"), help="stored as it goes"
     )
