@@ -233,6 +233,9 @@ class Paper(OfTask):
     out: Out = Path("anchorlens-paper")
 
 
+_OTHER_TOKENS = "Also keep as many other tokens as label words and format: by score, and random."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contexts(OfTask):
     """The options of `anchorlens contexts`."""
@@ -246,6 +249,7 @@ class Contexts(OfTask):
     steps: Annotated[int, _number(min=0, help="Steps of each training.")] = 100
     length: Annotated[int, _count(help="Number of learned positions.")] = 10
     draws: Annotated[int, _count(max=9999, help="Random selections of words to compare with.")] = 3
+    other_tokens: Annotated[bool, _switch("--other-tokens", help=_OTHER_TOKENS)] = False
     batch_size: BatchSize = 8
     out: Out = Path("anchorlens-contexts")
 

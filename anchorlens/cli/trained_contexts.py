@@ -15,11 +15,11 @@ from ..contexts.placement import rebased
 from ..contexts.prefix import PrefixContext, train_prefix
 from ..contexts.protocol import NoContext
 from ..contexts.reweighted import reweight_demonstrations, train_reweighting
-from ..contexts.selection import everything, random_and_format
+from ..contexts.selection import BY_SCORE, everything, random_and_format, random_tokens
 from ..contexts.soft_prompt import train_soft_prompt
 from ..contexts.training import Training, TrainingRecord
 from ..errors import DataError, ModelError, PromptError
-from ..experiments.context_comparison import MakeContext
+from ..experiments.context_comparison import ContextComparison, MakeContext
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..prompts.demonstration_sets import Draw, Examples, refuse_rare_classes
@@ -27,12 +27,16 @@ from ..prompts.examples import sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..runs.store import forget_run
 from ..system.steps import in_words, step
+from ..system.texts import name_of
 from .analysis import forget_files
 from .options import Contexts
 
 TRAINED = ("soft prompt", "hard prompt", "prefix", "prefix from anchors")
+OTHER_TOKENS = "other tokens"
 FACTORS, COMPARED = "factors of the label words", "comparison"
-_FILES = re.compile(r"(contexts|soft_prompt|hard_prompt|prefix(_from_anchors)?)\.safetensors")
+_FILES = re.compile(
+    r"(contexts|other_tokens|soft_prompt|hard_prompt|prefix(_from_anchors)?)\.safetensors"
+)
 
 
 Prompts = Mapping[str, list[PromptBatch]]  # for training, held out, and the queries compared
@@ -70,6 +74,26 @@ def untrained_contexts(draws: int) -> dict[str, Any]:
     }
 
 
+def other_tokens(draws: int) -> ContextComparison:
+    """As many tokens as label words and format are: those of the best scores, and random ones."""
+    contexts: dict[str, Any] = {"label words and format": compress}
+    for select in BY_SCORE:
+        name = f"{name_of(select).replace('_', ' ')}, one set"
+        contexts[name] = partial(compress, select=select())
+    return ContextComparison(
+        contexts, draws=draws, control=random_tokens, repeats=0, name=OTHER_TOKENS
+    )
+
+
+def check_other_tokens(batch: PromptBatch) -> None:
+    """Raise an error if demonstrations are too short for a score; no model runs."""
+    try:
+        for select in BY_SCORE:
+            select().budget(batch)
+    except PromptError as error:
+        raise PromptError(f"--other-tokens needs longer demonstrations: {error}") from error
+
+
 @dataclass(frozen=True)
 class Parts:
     """The parts of the command, whose times are those of so many steps each."""
@@ -89,6 +113,8 @@ class Parts:
             FACTORS: options.steps / options.batch_size,
             COMPARED: 6.0 * (queries + 5),
         }
+        if options.other_tokens:
+            steps[OTHER_TOKENS] = 6.0 * queries
         parts = cls(options, _seconds_of_a_step(model, prompts, options), steps)
         lower = f"; --steps {max(1, options.steps // 4)} takes about a quarter"
         everything = in_words(parts.seconds * sum(steps.values()))
@@ -183,5 +209,6 @@ def forget_contexts(folder: Path) -> None:
     """Delete what the command stored for a task: states of training, rows, contexts, a record."""
     for path in (folder / "rows").glob("*/training.safetensors"):
         path.unlink(missing_ok=True)
-    forget_run(folder / "rows" / "contexts")
+    for name in ("contexts", OTHER_TOKENS):
+        forget_run(folder / "rows" / name)
     forget_files(folder, _FILES)

@@ -21,6 +21,7 @@ from ..experiments import removal
 from ..experiments.analysis import DEPTH, depth_of
 from ..experiments.context_comparison import ContextComparison
 from ..metrics.accuracy import Accuracy
+from ..metrics.question import Question
 from ..models.load import load_model
 from ..models.quiet_libraries import quiet_libraries
 from ..prompts.batch import PromptBatch
@@ -67,9 +68,12 @@ from .summary import Summary, values_of_answer, with_ends
 from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
     COMPARED,
+    OTHER_TOKENS,
     Parts,
+    check_other_tokens,
     draws_without_overlap,
     forget_contexts,
+    other_tokens,
     reweighted,
     texts_of,
     trained_contexts,
@@ -250,7 +254,13 @@ def contexts(options: Contexts) -> None:
     queries = queries_that_fit(chosen, used, options.queries, 40)
     draws = draws_without_overlap(chosen.task, chosen.examples, options, queries)
     make_folders(out, [task])
-    prompts = partial(_prompts, [chosen] * len(draws), draws, options.batch_size)
+
+    def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
+        built = _prompts([chosen] * len(draws), draws, options.batch_size, tokenizer)
+        if options.other_tokens:
+            check_other_tokens(built["queries"][0])
+        return built
+
     loaded, batches = _loaded(options, prompts, length=options.length)
     options, [chosen] = _settled("contexts", options, [chosen], loaded, queries)
     rows = out / task / "rows"
@@ -262,25 +272,32 @@ def contexts(options: Contexts) -> None:
         factors = reweighted(loaded, batches, parts, rows)
         compared = {**untrained_contexts(options.draws), "re-weighted": factors, **trained}
         output.note(f"{task}, {queries} queries, {len(compared)} contexts")
-        asked, progress = ContextComparison(compared), not options.quiet
-        questions, folder = [asked, Accuracy()], rows / "contexts"
-        with step(COMPARED):
-            answers = answer(
-                loaded, batches["queries"], questions, folder=folder, progress=progress
-            )
-    record = answers[asked.name]
+        asked: dict[str, list[Question]] = {COMPARED: [ContextComparison(compared), Accuracy()]}
+        if options.other_tokens:
+            asked[OTHER_TOKENS] = [other_tokens(options.draws)]
+        answers, progress = dict[str, Any](), not options.quiet
+        for name, questions in asked.items():
+            folder = rows / questions[0].name
+            with step(name):
+                answers |= answer(
+                    loaded, batches["queries"], questions, folder=folder, progress=progress
+                )
+    records = {questions[0].name: answers[questions[0].name] for questions in asked.values()}
     if is_main():
-        record.save(out / task / "contexts.safetensors")
+        for name, record in records.items():
+            record.save(out / task / f"{file_name(name)}.safetensors")
         for name, context in trained.items():
             context.save(out / task / f"{file_name(name)}.safetensors")
     found = _answer(answers, _flows_next(options, chosen, [options.seed]))
-    output.answer(task, found, [_section(f"{task}, contexts", record)])
+    tables = [_section(f"{task}, {name}", record) for name, record in records.items()]
+    output.answer(task, found, tables)
     texts = texts_of(trained)
     for name, text in texts.items():
         output.note(f"{name}: {text!r}")
     results = {task: {**answers, **training_records(trained)}}
     title = "What can stand before a query"
-    values = {"task": task, "contexts": with_ends(record), "texts": texts}
+    numbers = {file_name(name): with_ends(record) for name, record in records.items()}
+    values = {"task": task, **numbers, "texts": texts}
     _end(options, [chosen], {task: found}, results, title, values)
 
 
@@ -350,8 +367,13 @@ def faithfulness(options: Faithfulness) -> None:
     if written:
         compared |= {"segments": documents, "answer": ANSWER}
         if written[0][-1][0] != ANSWER:
-            output.note("the model writes the answers, which are then explained")
-            written = [[*pieces, (ANSWER, written_answer(loaded, pieces))] for pieces in written]
+            texts = [written_answer(loaded, pieces) for pieces in written]
+            output.note(
+                f"the model writes the answers, which are then explained: {texts[0]!r}, ..."
+            )
+            written = [
+                [*pieces, (ANSWER, text)] for pieces, text in zip(written, texts, strict=True)
+            ]
             batches = _segments(written, options.batch_size, loaded.tokenizer)
     rows = out / name / "rows"
     if options.fresh:
@@ -370,6 +392,8 @@ def faithfulness(options: Faithfulness) -> None:
     output.answer(name, found, [_section(f"{name}, what scores are worth", record)])
     title = "What scores of segments are worth"
     values = {"task": name, "faithfulness": with_ends(record)}
+    if written:
+        values["answers"] = [pieces[-1][1] for pieces in written]
     _end(options, chosen, {name: found}, {name: answers}, title, values)
 
 

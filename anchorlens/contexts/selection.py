@@ -146,12 +146,17 @@ class ByScore(InOneLine):
     name: str = "own score"
 
     @checked
+    def budget(self, demonstrations: PromptBatch) -> tuple[int, Bool[Tensor, " position"]]:
+        """How many positions are stored, and which always are; it asks no model."""
+        return _budget(demonstrations_of(demonstrations), self.keep, self.last)
+
+    @checked
     def of(
         self, model: HookedModel, demonstrations: PromptBatch, hooks: Sequence[Hook] = ()
     ) -> Bool[Tensor, " position"]:
         """The selected positions of a batch's demonstrations, in a pass with these hooks."""
         shared = demonstrations_of(demonstrations).to(device_of(model))
-        count, always = _budget(shared, self.keep, self.last)
+        count, always = self.budget(shared)
         ensure_prepared(model)
         layers, length = Layers.of(model), len(always)
         if need_gradient(checked_reads(layers, self, shared)):
@@ -219,11 +224,8 @@ def most_read(keep: Keep = anchors_and_format, *, window: int = 8, kernel: int =
     if min(window, kernel) < 1 or kernel % 2 == 0:
         raise PromptError(f"window must be from 1, kernel an odd number; got {window}, {kernel}")
 
-    def score(cache: KeyValues, seen: Seen) -> Float[Tensor, "layer position"]:
-        before = seen["received"][0, :, :-window] / window
-        return functional.pad(functional.avg_pool1d(before, kernel, 1, kernel // 2), (0, window))
-
-    return ByScore(score, keep, reads=partial(_received, window), last=window, name="most_read")
+    score, reads = partial(_around, window, kernel), partial(_received, window)
+    return ByScore(score, keep, reads=reads, last=window, name="most_read")
 
 
 @checked
@@ -243,8 +245,19 @@ def random_tokens(seed: int, keep: Keep = anchors_and_format) -> Selection:
     return select
 
 
+BY_SCORE = (small_keys, large_values, heavy_hitters, most_read)
+
+
 def _norms(entries: Sequence[Tensor]) -> Float[Tensor, "layer position"]:
     return torch.stack([wide(each).norm(dim=-1).mean((0, 1)).cpu() for each in entries])
+
+
+def _around(
+    window: int, kernel: int, cache: KeyValues, seen: Seen
+) -> Float[Tensor, "layer position"]:
+    """What the last rows read around each position before them, as a mean."""
+    before = seen["received"][0, :, :-window] / window
+    return functional.pad(functional.avg_pool1d(before, kernel, 1, kernel // 2), (0, window))
 
 
 def _received(window: int | None, demonstrations: PromptBatch) -> Reads:

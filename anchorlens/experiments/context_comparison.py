@@ -58,7 +58,6 @@ from ..system.texts import name_of
 MakeContext = Callable[[HookedModel, PromptBatch], Context]
 # What each query contributes, after a context and after each random control.
 _OF_QUERIES = ("label_kept", "word_overlap", "kl", "correct")
-_NAMES_OF_DRAWS = ("random words, mean of draws", "random words, best draw")
 
 
 def _best_draw(of_set: Contributions) -> int | None:
@@ -76,8 +75,8 @@ def _of_best_draw(name: str, of_set: Contributions) -> Float[Tensor, ""]:
 class ContextsRecord(Record):
     """What several contexts give and cost, on the same queries; ``info["contexts"]`` names them.
 
-    Random controls are contexts of random words in place of the label words. Without any, numbers
-    of theirs are NaN or empty.
+    Random controls are by default contexts of random words in place of the label words
+    (``info["control"]``). Without any, numbers of theirs are NaN or empty.
 
     Attributes:
         accuracy: Share of queries whose predicted label is true, from 0 to 1; high is good.
@@ -149,12 +148,18 @@ class ContextsRecord(Record):
     caption: ClassVar[str] = (
         "The same queries after each context. Loyalty: to the demonstrations, that is to the "
         "answers from whole prompts. Stolen attention: the part of the target's attention that "
-        "goes to the context, without BOS, as a mean over layers and heads. Random words, if "
-        "drawn, stand in place of the label words: high bars beside low ones of theirs say that "
-        "the label words in particular carry what is needed. In the paper (GPT2-XL) 79 % of the "
+        "goes to the context, without BOS, as a mean over layers and heads. Random controls, "
+        "if drawn, are as many random words in place of the label words, or random tokens: high "
+        "bars beside low ones of theirs say that the chosen tokens in particular carry what is "
+        "needed. In the paper (GPT2-XL) 79 % of the "
         "labels stay with label words and format alone, and 49 % with random words."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"context": "contexts"}
+
+    @property
+    def _names_of_draws(self) -> list[str]:
+        control = str(self.info.get("control", "random control")).replace("_", " ")
+        return [f"{control}, mean of draws", f"{control}, best draw"]
 
     def table(self) -> TextFrame:
         """The main numbers as text, with intervals: a row for each context.
@@ -183,11 +188,13 @@ class ContextsRecord(Record):
             "ms a query": [f"{t:.1f}" if t == t else "not timed" for t in milliseconds.tolist()],
             "stolen attention": texts("stolen"),
         }
+        if self.seconds.isnan().all():
+            del columns["ms a query"]
         names = list(self.info["contexts"])
         if len(self.random_accuracy):
             columns["label gap"] = texts("label_gap")
             columns["word gap"] = texts("word_gap")
-            names += _NAMES_OF_DRAWS
+            names += self._names_of_draws
             for column, cells in columns.items():
                 cells += texts_of_draws(column.replace(" ", "_"))
         return TextFrame(columns, index=pd.Index(names, name="context"))
@@ -247,12 +254,12 @@ class ContextsRecord(Record):
         if len(self.random_accuracy):
             draws = [getattr(self, f"random_{name}") for name in fields[:3]]
             best = [float(getattr(self, f"top_{name}")) for name in fields[:3]]
-            stolen = (nan, nan, nan)  # is not measured after random words
+            stolen = (nan, nan, nan)  # is not measured after random controls
             ends.append(
                 [*((float(d.min()), float(d.mean()), float(d.max())) for d in draws), stolen]
             )
             ends.append([*((value, value, value) for value in best), stolen])
-            groups += _NAMES_OF_DRAWS
+            groups += self._names_of_draws
         low, values, high = torch.tensor(ends, dtype=torch.double, device="cpu").unbind(-1)
         return figures.bars(
             values[None],
@@ -306,8 +313,8 @@ class ContextComparison(Question):
         contexts: What stands before the queries, by name: a context, or a function of the model and
             a batch to one, such as ``al.compress``. A function is called once for each set of
             demonstrations. Accuracies are compared with that of the first.
-        draws: Number of random controls: compressed contexts that select random words (20 in the
-            paper). By default there are none.
+        draws: Number of random controls: compressed contexts that select random words or tokens (20
+            in the paper). By default there are none.
         seed: Number of the first draw.
         control: For the number of a draw, which tokens this control selects; see ``compress``.
         positions: Positions of the tokens of a control; see ``compress``.

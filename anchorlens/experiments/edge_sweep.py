@@ -155,9 +155,8 @@ class EdgeSweepRecord(Record):
         )
         draws = [getattr(self, f"random_{kind}_loyalty").T for kind in _KINDS]
         isolated = self.is_isolation
-        what, control = ("label words", "words") if isolated else ("edges", "edges")
-        control = "heads" if self.info.get("control") == "random_heads" else control
-        done = "isolated" if isolated else "cut"
+        what, done = ("label words", "isolated") if isolated else ("edges", "cut")
+        control = str(self.info.get("control", "random control")).replace("_", " ")
         return figures.points(
             values,
             low,
@@ -165,8 +164,8 @@ class EdgeSweepRecord(Record):
             torch.stack(draws),
             ["label loyalty", "word loyalty"],
             self.axis_names("site") or (),
-            (f"{what} {done}", f"random {control} {done}, mean"),
-            title=f"What stays as it was when {control} are {done}",
+            (f"{what} {done}", f"{control} {done}, mean"),
+            title=f"What stays as it was when {what.split()[-1]} are {done}",
         )
 
 

@@ -160,33 +160,35 @@ def retrieval_heads(
         >>> bool(lost["retrieval_masking"].kl[0] > 0)
         True
     """
-    prompts, nulls = (_alone(checked_batches(model, each)) for each in (batches, null))
+    given, of_null = (_numbered(checked_batches(model, each)) for each in (batches, null))
+    prompts, nulls = (_alone(each) for each in (given, of_null))
     names = [None] * len(prompts) if right is None else right
     if not len(prompts) == len(nulls) == len(names):
         raise PromptError(
             f"each of {len(prompts)} prompts needs one in null, and an entry in right if it is "
             f"given; got {len(nulls)} and {len(names)}"
         )
-    given = enumerate(zip(prompts, nulls, names, strict=True))
-    rights = [_right(query, *each, f"prompt {k}") for k, each in given]
+    each_one = enumerate(zip(prompts, nulls, names, strict=True))
+    rights = [_right(query, *each, f"prompt {k}") for k, each in each_one]
     rows, null_rows = (max(int(_rows(query, p).sum()) for p in of) for of in (prompts, nulls))
-    with Study(model, nulls, {}, resamples=0, progress=False).entered() as study:
+    with Study(model, of_null, {}, resamples=0, progress=False).entered() as study:
         passes = study.passes([_Heads(query, null_rows)])
-        asked = _Heads(query, rows, nulls, rights, passes)
+        asked = _Heads(query, rows, of_null, rights, passes)
         options: dict[str, Any] = {"folder": folder, "resamples": resamples, "progress": progress}
-        record: Any = run(model, prompts, [asked], **options)[asked.name]
+        record: Any = run(model, given, [asked], **options)[asked.name]
     return record
 
 
 @dataclass(frozen=True)
 class _Heads(Metric):
-    """The scores of prompts; without ``passes`` what the query reads. A batch is one prompt."""
+    """The scores of prompts; without ``passes`` what the query reads."""
 
     query: str
     rows: int  # the most of any prompt; the last row of others is read several times
     nulls: Sequence[PromptBatch] = ()
     rights: Sequence[Bool[Tensor, " document"]] = ()
     passes: Passes | None = field(default=None, compare=False)  # over the null prompts
+    _read: dict[int, Tensor] = field(default_factory=dict, compare=False)  # by nulls, until used
     name: ClassVar = "retrieval_heads"
     record: ClassVar = RetrievalHeadsRecord
 
@@ -196,28 +198,58 @@ class _Heads(Metric):
         return {"rows": At("pattern", columns.minimum(batch.target_positions[:, None]))}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        batch, rows = batch.on_cpu, _rows(self.query, batch.on_cpu)
-        read = seen["rows"][:, :, :, : int(rows.sum())].mean(3).double()
+        batch, device = batch.on_cpu, seen.logits.device
+        pairs = zip(seen["rows"], _rows(self.query, batch).sum(1).tolist(), strict=True)
+        read = [of_prompt[:, :, :count].mean(2).double() for of_prompt, count in pairs]
         if self.passes is None:
-            return {"read": read}
-        number, start = int(batch.index), int(rows.long().argmax())
-        null = self.passes.contributions(self.nulls[number].to(seen.logits.device))
-        s = (read[..., :start] - null[f"{self.name}/read"][..., :start])[0]
-        inside, right = _documents(self.query, batch)[1][0, :, :start], self.rights[number]
+            return {"read": torch.stack(read)}
+        numbers = batch.index.tolist()
+        of_null = [self._of_null(number, device) for number in numbers]
+        prompts = [batch.prompt(k) for k in range(len(batch))]
+        found = list(map(self._of_prompt, prompts, numbers, read, of_null))
+        return {name: torch.stack([each[name] for each in found]) for name in found[0]}
+
+    def _of_null(self, number: int, device: torch.device) -> Float[Tensor, "layer head key"]:
+        """What a null query reads; its whole batch runs for the first of its prompts."""
+        assert self.passes is not None
+        if number not in self._read:
+            [batch] = [each for each in self.nulls if number in each.on_cpu.index]
+            read = self.passes.contributions(batch.to(device))[f"{self.name}/read"]
+            self._read.update(zip(batch.on_cpu.index.tolist(), read, strict=True))
+        return self._read.pop(number)
+
+    def _of_prompt(
+        self,
+        prompt: PromptBatch,
+        number: int,
+        read: Float[Tensor, "layer head key"],
+        null: Float[Tensor, "layer head null_key"],
+    ) -> dict[str, Tensor]:
+        start = int(_rows(self.query, prompt).long().argmax())
+        s = read[..., :start] - null[..., :start]
+        inside, right = _documents(self.query, prompt)[1][0, :, :start], self.rights[number]
         scores = torch.stack([_score(s[..., tokens]) for tokens in inside], dim=-1)
         others = ~right & inside.any(1)
         return {
-            "score": scores[..., right].sum(-1)[None],
+            "score": scores[..., right].sum(-1),
             "raw": read[..., :start][..., inside[right].any(0)].sum(-1),
-            "found": (scores[..., right].amax(-1) > scores[..., others].amax(-1))[None],
+            "found": scores[..., right].amax(-1) > scores[..., others].amax(-1),
         }
 
 
+def _numbered(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+    """The batches, padded at the right; their index is the place in the order of all queries."""
+    places = order_of_queries(batches).argsort().split([len(batch) for batch in batches])
+    return [
+        replace(batch.padded_right(), index=of.to(batch.index))
+        for batch, of in zip(batches, places, strict=True)
+    ]
+
+
 def _alone(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
-    """The prompts in the order of their queries, each a batch whose index is its number."""
+    """The prompts, by their number, each as a batch."""
     prompts = [batch.prompt(k) for batch in batches for k in range(len(batch))]
-    chosen = [prompts[k] for k in order_of_queries(batches).tolist()]
-    return [replace(each, index=each.index * 0 + k) for k, each in enumerate(chosen)]
+    return sorted(prompts, key=lambda prompt: int(prompt.index))
 
 
 def _rows(query: str, batch: PromptBatch) -> edges.Positions:

@@ -212,7 +212,8 @@ class SaliencyFlows(EdgeFlows):
 
     Args:
         edges: Other flows instead of these three: for each name a function of the batch that
-            returns its edges, as those in ``al.edges``. ``tq`` and ``pq_over_tq`` stay.
+            returns its edges, as those in ``al.edges``. ``tq`` and ``pq_over_tq`` stay (NaN in
+            prompts without label words).
         weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``.
             ``al.weights.saliency_of_heads`` takes the absolute value before the sum over heads (the
             paper's footnote), the default after it (its published code).
@@ -296,7 +297,13 @@ class SaliencyFlows(EdgeFlows):
         """The edges of each set, those of ``edges`` first."""
         batch = beside_sets(batch)
         try:
-            of_paper = paper_edges(batch)
+            if batch.has_label_words or not _OF_PAPER.keys().isdisjoint(
+                map(id, self.edges.values())
+            ):
+                of_paper = paper_edges(batch)
+            else:
+                none = edges.between(batch.attention_mask & False, batch.attention_mask)
+                of_paper = dict.fromkeys(("pq", "tq"), none)
             return EdgeSets(
                 [
                     of_paper[_OF_PAPER[id(of)]] if id(of) in _OF_PAPER else as_edge_set(batch, of)

@@ -322,9 +322,10 @@ def _words_of_demonstrations(batch: PromptBatch) -> tuple[tuple[int, ...], ...]:
 def gold_of(batch: PromptBatch, *others: PromptBatch) -> Int[Tensor, " batch"]:
     """The true labels of a batch, or an error if it or another batch has none."""
     if batch.gold is None or any(other.gold is None for other in others):
+        last = "answer" if batch.has_label_words else batch.segment_names[-1]
         raise MetricError(
             "the cross entropy of labels needs the true label of each query; give queries with "
-            "labels (gold=...), or another loss, such as al.losses.span_cross_entropy for a "
-            "written answer"
+            f"labels (gold=...), or another loss: al.losses.span_cross_entropy({last!r}) for all "
+            "tokens of this segment"
         )
     return batch.gold

@@ -227,9 +227,9 @@ def table_2(setting: PaperSetting) -> Iterator[PaperNumber]:
 def table_2_baselines(setting: PaperSetting) -> Iterator[PaperNumber]:
     """Rows of Table 2 for positions by score and random ones, as many as Hidden_anchor has."""
     contexts: dict[str, Any] = {"demonstrations": partial(compress, select=selection.everything)}
-    for name in ("small_keys", "large_values", "heavy_hitters", "most_read"):
-        select = getattr(selection, name)()
-        contexts[f"{name}, {selection.ONE_SET}"] = partial(compress, select=select)
+    for by_score in selection.BY_SCORE:
+        name = f"{by_score.__name__}, {selection.ONE_SET}"
+        contexts[name] = partial(compress, select=by_score())
     draws: dict[str, Any] = {"draws": RANDOM_CONTEXTS, "control": selection.random_tokens}
     asked = ContextComparison(contexts, repeats=0, seed=setting.seed, **draws)
     yield from _rows_2(_compared(setting, setting.prompts(), asked), "random_tokens")

@@ -27,7 +27,7 @@ def test_contexts_are_trained_compared_and_reported(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path), "--json"]
-    assert call(monkeypatch, *arguments) == 0
+    assert call(monkeypatch, *arguments, "--other-tokens") == 0
     printed = capsys.readouterr()
     record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
     names = ["none", "demonstrations", "anchors only", "random words, draw 0", "re-weighted"]
@@ -63,6 +63,19 @@ def test_contexts_are_trained_compared_and_reported(
     row = f'<tr><th scope="row">anchors only</th><td>{accuracy}</td>'
     assert row in page
     assert "queries_in_training" not in page and "queries in training" not in page
+
+    others = al.records.ContextsRecord.load(tmp_path / "sentiment" / "other_tokens.safetensors")
+    scores = ("small keys", "large values", "heavy hitters", "most read")
+    names = ["label words and format", *(f"{score}, one set" for score in scores)]
+    assert list(others.info["contexts"]) == names
+    assert others.kl[0] == record.kl[2] and (others.bytes_stored == record.bytes_stored[2]).all()
+    assert others.kl.unique().numel() == 5 and others.random_kl.shape == (1,)
+    table = others.table()
+    assert [*table.index[5:]] == ["random tokens, mean of draws", "random tokens, best draw"]
+    assert "ms a query" not in table.columns and "label gap" in table.columns
+    gain = printed_values["other_tokens"]["gain_over_first"]["most read, one set"]
+    assert gain["value"] == float(others.accuracy[4] - others.accuracy[0])
+    assert ">Other tokens</h3>" in page and "heavy hitters, one set" in page
 
 
 @pytest.mark.filterwarnings("ignore:intervals of")
@@ -168,3 +181,20 @@ def test_contexts_too_long_for_the_model_are_refused_before_weights_are_loaded(
     assert f"--length {most + 1} is too long" in error_of(capsys.readouterr())
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         call(monkeypatch, *arguments, "--length", str(most))
+
+
+def test_demonstrations_too_short_for_a_score_are_refused_before_weights_are_loaded(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    task = tmp_path / "short.toml"
+    rows = [{"text": f"text {k}", "label": k % 2} for k in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task.write_text('data = "rows.jsonl"\ntemplate = "{text}{label}"\nlabels = [" a", " b"]\n')
+    arguments = ["contexts", "--model", str(shallow_folder), "--out", str(tmp_path / "out"), *SMALL]
+    arguments += ["--task", str(task), "--other-tokens"]
+    assert call(monkeypatch, *arguments) == 1
+    error = error_of(capsys.readouterr())
+    assert "--other-tokens needs longer demonstrations: keep must be from 8" in error
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        call(monkeypatch, *arguments[:-1])

@@ -169,7 +169,7 @@ def test_faithfulness_explains_what_the_model_writes(
     assert max(map(len, lines[: lines.index("")])) <= 80
     assert [*record.info["segment_names"]] == ["document 1", "document 2", "document 3"]
     note = "the model writes the answers, which are then explained"
-    assert (note in printed.err) != has_answers
+    assert (f"{note}: ' {answer}', ..." in printed.err) != has_answers
     model = al.load_model(positive_folder)
     for number, row in enumerate(ROWS):
         text = "".join(f"{document}\n" for document in row["documents"])

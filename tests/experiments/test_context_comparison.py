@@ -275,7 +275,7 @@ def test_random_controls_are_in_the_table_and_in_the_figure(llama: Any, tmp_path
     asked = al.ContextComparison(TWO, draws=3, repeats=0)
     record = ask(llama, questions(llama, 12), asked, progress=False)
     table, figure = record.table(), record.plot()
-    mean, best = "random words, mean of draws", "random words, best draw"
+    mean, best = "random and format, mean of draws", "random and format, best draw"
     assert (
         table.index.to_list()
         == [*TWO, mean, best]

@@ -294,7 +294,7 @@ def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path
     assert cut.info["sites"]["layers 0 to 1"]["layers"] == [0, 1]
     assert record.is_isolation and not cut.is_isolation
     drawn = cut.plot().data
-    assert [trace.name for trace in drawn[:2]] == ["edges cut", "random edges cut, mean"]
+    assert [trace.name for trace in drawn[:2]] == ["edges cut", "random keys cut, mean"]
     # All sites are in one figure.
     assert len(drawn) == 6 and drawn[0].y == tuple(cut.label_loyalty.tolist())
     assert len(drawn[0].y) == len(cut.info["sites"]) == 2

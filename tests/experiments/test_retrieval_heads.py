@@ -12,6 +12,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, StoreError
 from anchorlens.runs import way
+from anchorlens.runs.passes import Passes
 from tests.references import plain
 from tests.support.measures import assert_same, does_not_run, hooks_on
 from tests.support.tiny_models import tiny_gpt2, tiny_llama
@@ -263,3 +264,19 @@ def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
     fields: dict[str, Any] = dict.fromkeys(("score", "raw", "found"), torch.ones(3, 2))
     with pytest.raises(AnchorlensError, match="count"):
         al.records.RetrievalHeadsRecord(**fields).top(0)
+
+
+def test_null_prompts_run_in_their_batches_and_once(gpt2: Any, monkeypatch: Any) -> None:
+    """Batches of both lists hold other prompts together."""
+    ran: list[list[int]] = []
+    contributions = Passes.contributions
+
+    def counted(passes: Passes, batch: al.PromptBatch, *names: Any) -> Any:
+        if passes.batches[0].tokens.shape == null[0].tokens.shape:
+            ran.append(batch.index.tolist())
+        return contributions(passes, batch, *names)
+
+    null = demonstrations(gpt2, ["N/A"] * 5, batch_size=4)
+    monkeypatch.setattr(Passes, "contributions", counted)
+    al.retrieval_heads(gpt2, demonstrations(gpt2, batch_size=2), null, **QUIET)
+    assert sorted(ran) == [[0, 1, 2, 3], [4]]

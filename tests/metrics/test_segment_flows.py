@@ -521,3 +521,23 @@ def test_segments_that_depend_on_later_tokens_run_whole_prompts(gpt2: Any) -> No
     for name, record in ours.items():
         assert record.info["shared_prefix"].startswith("off: ")
         assert_same(record, whole[name], 0)
+
+
+@pytest.mark.with_shapes
+def test_edges_by_rule_need_no_label_words(gpt2: Any) -> None:
+    """The attention of each head along them, beside TransformerLens's own patterns."""
+    own = al.PromptBatch.from_segments(torch.tensor([[31, 45, 12, 60, 45, 12, 27]]))
+    pairs = {"previous": [(i, i - 1) for i in range(1, 7)], "induction": [(4, 2), (5, 3)]}
+    kinds = {"previous": al.edges.previous_token, "induction": al.edges.induction}
+    asked = al.SaliencyFlows(kinds, weight=al.weights.attention)
+    record = al.run(gpt2, [own], [asked], **QUIET)["saliency_flows"]
+    for layer in range(gpt2.cfg.n_layers):
+        _, cache = gpt2.run_with_cache(own.tokens)
+        pattern = cache[pattern_name(layer)][0]
+        for number, edges in enumerate(pairs.values()):
+            expected = torch.stack([pattern[:, i, j] for i, j in edges]).mean(0)
+            torch.testing.assert_close(record.per_head[layer, :, number].float(), expected)
+    assert record.pq_over_tq.isnan().all() and record.tq.isnan().all()
+    message = r"another loss: al.losses.span_cross_entropy\('text'\) for all tokens"
+    with pytest.raises(MetricError, match=message), does_not_run(gpt2):
+        al.run(gpt2, [own], [al.SegmentFlows()], **QUIET)
