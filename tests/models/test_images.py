@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -271,6 +273,11 @@ def test_models_that_need_torchvision_say_which(name: str, monkeypatch: pytest.M
     )
     with pytest.raises(ModelError, match=r"torchvision.* of the same build as your torch"):
         al.load_model(weights, tokenizer=processor.tokenizer)
+
+
+def test_no_test_installs_anything() -> None:
+    with pytest.raises(AssertionError, match="a test runs an installer"):
+        subprocess.check_call([sys.executable, "-m", "pip", "install", "torchvision"])
 
 
 def test_a_folder_of_a_model_of_images_is_loaded(llava: Case, tmp_path: Any) -> None:
