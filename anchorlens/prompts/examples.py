@@ -4,7 +4,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import as_file, files
 from itertools import cycle
 from numbers import Integral
@@ -34,7 +34,7 @@ class Example:
 
     text: str
     label: int | None = None
-    image: str | None = None
+    image: str | None = field(default=None, repr=False)
 
     @classmethod
     @checked

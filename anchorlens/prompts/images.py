@@ -179,7 +179,8 @@ def _expanded(batch: PromptBatch, writer: _Writer, images: Sequence[Sequence[Any
     prompts = [_prompt(given, row, names, writer, images) for row in range(len(given))]
     width = max(len(prompt.tokens) for prompt in prompts)
     counts = torch.zeros_like(given.tokens)
-    counts[given.attention_mask] = torch.tensor([n for each in prompts for n in each.counts])
+    of_tokens = [count for prompt in prompts for count in prompt.counts]
+    counts[given.attention_mask] = torch.tensor(of_tokens, device="cpu")
     after = counts.cumsum(1)  # the tokens up to each column, with it
 
     def moved(positions: Tensor, to: Tensor) -> Tensor:

@@ -78,7 +78,9 @@ class Picture(NamedTuple):
     length: int  # in tokens
     source: str  # the image itself, as an address of HTML
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """What stands beside it, or for it."""
         return f"image, {self.length} tokens"
 
 
@@ -109,7 +111,7 @@ def token_spans(
 
 def _html(text: str | Picture) -> str:
     if isinstance(text, Picture):
-        return f'<img src="{escape(text.source)}" alt="">{text}'
+        return f'<img src="{escape(text.source)}" alt="">{text.text}'
     return escape(text).translate(_CONTROL)
 
 
@@ -150,7 +152,7 @@ class PromptView:
         joined = _joined(self.tokens, self.segments, len(self.names), 0, self.pictures)
         for _, text, segment in joined:
             parts += [signs[segment]] if segment in signs and segment != before else []
-            parts.append(f"[{text}]" if isinstance(text, Picture) else text)
+            parts.append(f"[{text.text}]" if isinstance(text, Picture) else text)
             before = segment
         return printable("".join(parts))
 

@@ -62,7 +62,7 @@ def test_wrong_columns_and_models_are_refused_before_weights(
 
     missing = refused("image", "--model", "none")
     assert "name the one of the paths of images (--image-column)" in missing
-    column = refused("question", "--text-column", "answer", "--model", "none")
+    column = refused("question", "--text-column", "photo", "--model", "none")
     assert "expected the path of an image in the column question" in column
     texts = refused("photo", "--model", str(model_folder))
     assert "a processor of images has a tokenizer" in texts

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from anchorlens.errors import ModelError, PromptError
 from anchorlens.models import media_tokens
 from anchorlens.models.twin import twin_of
 from anchorlens.passes.shortcuts import why_not_late
+from anchorlens.prompts.batch import check_prompts
 from anchorlens.runs import way
 from tests.references.architecture_row import LINE
 from tests.references.comparison import precise
@@ -213,6 +216,7 @@ def test_long_prompts_have_whole_patterns(llava: Case, monkeypatch: pytest.Monke
     assert difference(results["saliency_flows"].flows, expected["saliency_flows"].flows) < 1e-6
 
 
+NONE: Any = al.contexts.NoContext()
 REFUSED: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "compress": lambda m, b: al.compress(m, b),
     "prefix effect": lambda m, b: al.run(m, [b], [al.PrefixEffect()], **QUIET),
@@ -220,7 +224,6 @@ REFUSED: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "hard prompt": lambda m, b: al.contexts.hard_prompts.of_tokens(m, [300], held_out=[b]),
     "words": lambda m, b: al.saliency(m, b, loss=al.losses.word_cross_entropy()),
 }
-NONE = al.contexts.NoContext()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -243,6 +246,20 @@ def test_a_prompt_that_lacks_its_image_is_refused(llava: Case) -> None:
         al.target_logits(llava.model, [replace(llava.batch, inputs=({}, *rest))], progress=False)
     with pytest.raises(PromptError, match=r"prompt 0 holds the token .* came without the image"):
         al.target_logits(llava.model, [replace(llava.batch, inputs=())], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (({},), "one for each of its 3 prompts, or none; got 1"),
+        (("pixels",) * 3, "are what the model's forward takes for each prompt"),
+        (({"x": torch.ones(1, 2)}, {"x": torch.ones(1)}, {}), "of one type and one number of axes"),
+        (({"x": [1.0]}, {}, {}), "of one type and one number of axes"),
+    ],
+)
+def test_inputs_that_cannot_be_joined_are_refused(inputs: Any, message: str, llava: Case) -> None:
+    with pytest.raises(PromptError, match=message):
+        check_prompts(replace(llava.batch, inputs=inputs, pictures=()))
 
 
 def test_line_3_of_transformer_lens_takes_no_images(
@@ -271,6 +288,11 @@ def test_models_that_need_torchvision_say_which(name: str, monkeypatch: pytest.M
     )
     with pytest.raises(ModelError, match=r"torchvision.* of the same build as your torch"):
         al.load_model(weights, tokenizer=processor.tokenizer)
+
+
+def test_no_test_installs_anything() -> None:
+    with pytest.raises(AssertionError, match="a test runs an installer"):
+        subprocess.check_call([sys.executable, "-m", "pip", "install", "torchvision"])
 
 
 def test_a_folder_of_a_model_of_images_is_loaded(llava: Case, tmp_path: Any) -> None:

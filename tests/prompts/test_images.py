@@ -11,7 +11,6 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import DataError, PromptError
-from anchorlens.prompts.batch import check_prompts
 from anchorlens.prompts.images import image_of
 from tests.support.image_models import image_model, picture, place_in, written
 
@@ -156,23 +155,9 @@ def test_text_that_joins_the_tokens_of_an_image_is_refused() -> None:
         al.with_images(texts, processor, [[picture(0)]])
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        (({},), "one for each of its 3 prompts, or none; got 1"),
-        (("pixels",) * 3, "are what the model's forward takes for each prompt"),
-        (({"x": torch.ones(1, 2)}, {"x": torch.ones(1)}, {}), "of one type and one number of axes"),
-        (({"x": [1.0]}, {}, {}), "of one type and one number of axes"),
-    ],
-)
-def test_inputs_that_cannot_be_joined_are_refused(inputs: Any, message: str, llava: Built) -> None:
-    with pytest.raises(PromptError, match=message):
-        check_prompts(replace(llava[2], inputs=inputs, pictures=()))
-
-
 def test_paths_are_read_as_images(llava: Built, tmp_path: Path) -> None:
     processor, text, batch, images = llava
-    paths = []
+    paths: list[list[Path]] = []
     for row, of in enumerate(images):
         paths.append([])
         for k, image in enumerate(of):

@@ -104,7 +104,7 @@ PAGES = {"light": (1.0, 0.0, 0.87), "dark": (0.067, 1.0, 0.87), "code": (0.118, 
 def test_contrast_is_that_of_wcag_aa(page: str) -> None:
     background, text, opacity = PAGES[page]
     tints = re.findall(r"rgb\((\d+) (\d+) (\d+) / (\d+)%\)", PROMPT_CSS)
-    assert len(tints) == 11
+    assert len(tints) == 12
     for *color, percent in tints:
         tint = over([int(c) / 255 for c in color], int(percent) / 100, [background] * 3)
         levels = sorted(map(relative_luminance, (tint, over([text] * 3, opacity, tint))))
