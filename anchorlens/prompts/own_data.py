@@ -230,7 +230,9 @@ def label_words(entries: Mapping[str, Any]) -> str:
         for value, word in zip(entries["classes"], entries["labels"], strict=True)
     ]
     others = [
-        (name, word) for name, word in pairs if word.strip().lower() != _spelled(name, True).lower()
+        (name, word)
+        for name, word in pairs
+        if word.strip().lower() != _spelled(name, is_chat=True).lower()
     ]
     width = max((len(name) for name, _ in others), default=0)
     rows = "".join(f"    {name:{width}}  {word!r}\n" for name, word in others)
@@ -245,7 +247,8 @@ def words_that_say_nothing(entries: Mapping[str, Any]) -> list[str]:
     return [
         word
         for value, word in zip(entries["classes"], entries["labels"], strict=True)
-        if word.strip().lower() != str(value).strip().lower() and _says_nothing(word.split()[0])
+        if _says_nothing(first := word.split()[0])
+        and first.lower() != _spelled(str(value), is_chat=True).lower()
     ]
 
 

@@ -55,10 +55,17 @@ def test_the_test_sees_a_heavy_package() -> None:
     assert completed.stderr.splitlines()[-1] == "['torch']"
 
 
-@pytest.mark.parametrize("content", [None, b"text,label\n\xe9,0\n", b"text,label\na b,0\n"])
-@pytest.mark.parametrize("command", ["run", "paper", "contexts", "faithfulness"])
+@pytest.mark.parametrize(
+    ("command", "content"),
+    [
+        ("run", None),
+        ("paper", b"text,label\n\xe9,0\n"),
+        ("contexts", b"text,label\na b,0\n"),
+        ("faithfulness", b"question,documents\na,\n"),
+    ],
+)
 def test_a_mistake_in_a_data_file_is_said_before_pytorch_is_imported(
-    tmp_path: Path, content: bytes | None, command: str
+    tmp_path: Path, command: str, content: bytes | None
 ) -> None:
     if content:
         (tmp_path / "own.csv").write_bytes(content)
