@@ -175,11 +175,13 @@ def test_the_readme_is_short_and_begins_with_code_and_its_result() -> None:
     assert len(verdicts) == 6 and {*verdicts} <= {*map(str, Verdict)}
 
 
-def test_recipes_are_short() -> None:
-    for page in (page for page in PAGES if page.name == "cookbook.md"):
-        for block in blocks_of(page, "python")[1:]:
-            lines = [line for line in block.code.splitlines() if line.strip()]
-            assert len(lines) <= 15, f"line {block.line} of {page.name}"
+def test_twelve_recipes_are_short_and_have_their_results() -> None:
+    page = ROOT / "docs" / "cookbook.md"
+    _, *recipes = blocks_of(page, "python")
+    assert len(recipes) == len(blocks_of(page, "text")) == 12
+    for block in recipes:
+        lines = [line for line in block.code.splitlines() if line.strip()]
+        assert len(lines) <= 10, f"line {block.line} of {page.name}"
 
 
 def test_pages_are_short() -> None:

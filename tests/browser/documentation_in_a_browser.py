@@ -24,8 +24,8 @@ PAGES = [
 
 
 FOUND_FIRST = {
-    "cookbook/": "knockout, attention knockout, ablation, patching, induction head, logit difference",
-    "definitions/": "glossary, head, mask, S_wp, cannot tell, verdict, confidence interval",
+    "cookbook/": "knockout, attention knockout, ablation, patching, head, induction head",
+    "definitions/": "glossary, mask, S_wp, cannot tell, verdict, confidence interval",
     "architectures/": "GQA, grouped-query attention, Llama",
     "models/": "refused, attention sink",
     "command/": "Excel, csv",
