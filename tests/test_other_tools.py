@@ -26,7 +26,10 @@ from tests.support.measures import assert_same
 
 PAGE = Path(__file__).parents[1] / "docs" / "other_tools.md"
 
-pytestmark = pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 
 class Calls:
