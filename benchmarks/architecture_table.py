@@ -23,36 +23,34 @@ KINDS = {
     "HookedTransformer": "HookedTransformer",
 }
 DTYPES = ("float32", "float64")
-INTRODUCTION = """# Architectures
+INTRODUCTION = """---
+tags: [GQA, grouped-query attention, MQA, multi-query, MoE, ALiBi, RoPE, Llama, Qwen, Mistral, supported models]
+---
 
-Each row is a tiny model with random weights, biases, norm scales and sinks. On it, anchorlens is
-compared with plain transformers, which run one prompt at a time: attention by `output_attentions`,
-saliency by `retain_grad`, isolation by masks edited by hand, re-weighting by a factor after the
-softmax, queries and keys as they enter the product of scores. anchorlens runs padded batches of
-five prompts, with padding on the right and on the left (a processed bridge only on the left). The
-numbers are relative differences: the largest absolute difference divided by the largest absolute
-value of the reference. Each cell holds the largest over {quantities} in float32 and, below it, in
-float64.
+# Architectures
+
+Each row is a tiny model with random weights, biases, norm scales and sinks, compared with plain
+transformers, which run one prompt at a time: attention by `output_attentions`, saliency by
+`retain_grad`, isolation by masks edited by hand, re-weighting by a factor after the softmax, queries
+and keys as they enter the product of scores. anchorlens runs batches of five prompts, with padding on
+the right and on the left (a processed bridge only on the left). A number is the largest absolute
+difference divided by the largest absolute value of the reference; each cell holds the largest over
+{quantities} in float32 and, below it, in float64.
 
 A *processed* bridge has folded layer norms and centred weights
-(`enable_compatibility_mode(fold_value_biases=False)`). In the float64 tests neither side falls back
-to float32 in softmax, norms and rotary embeddings, so rounding cannot hide an error.
+(`enable_compatibility_mode(fold_value_biases=False)`). In float64 neither side falls back to float32
+in softmax, norms and rotary embeddings. A *Toy* is a model of TransformerLens itself
+(`TransformerBridge.boot_native`, on 3.9 `HookedTransformer(config)`), compared with the same model
+in plain PyTorch.
 
-A *Toy* is a model of TransformerLens itself (`TransformerBridge.boot_native`, and on 3.9
-`HookedTransformer(config)`). transformers does not have it, so it is compared with the same model
-written in plain PyTorch.
+Hooks are `native` if those of TransformerLens act without help, and `made live` if the model runs
+another attention, through which `al.prepare_model` routes scores and pattern. *refused* means that
+loading is an error, for the reason in the cell; *wrong*, that a model which TransformerLens makes by
+itself computes something else than the original, without an error; *none*, that this line of
+TransformerLens does not make such a model. `make architectures` writes this page.
 
-The column *Hooks* says `native` if the hook points of TransformerLens act without help. It says
-`made live` if the model runs another attention, which would call them too late, and `al.load_model`
-or `al.prepare_model` routes scores and pattern through them. *refused* means that loading is an
-error, for the reason in the cell. *wrong* means that a model which TransformerLens makes by itself
-computes something else than the original; anchorlens has no original to compare it with, so there
-is no error. *none* means that this line of TransformerLens does not make such a model.
-
-Rows of *images* are models that read images, with three images in each of three prompts and padding
-on the right: logits and saliency alone, and only on line 4 of TransformerLens.
-
-This page is generated from the results of the tests by `make architectures`.
+Rows of *images* are models that read images: three images in each of three prompts, padding on the
+right, logits and saliency alone, on line 4 of TransformerLens only.
 """
 
 

@@ -23,6 +23,37 @@ PAGES = [
 ]
 
 
+FOUND_FIRST = {
+    "cookbook/": "knockout, attention knockout, ablation, patching, head, induction head",
+    "definitions/": "glossary, mask, S_wp, cannot tell, verdict, confidence interval",
+    "architectures/": "GQA, grouped-query attention, Llama",
+    "models/": "refused, attention sink",
+    "command/": "Excel, csv",
+    "tutorials/segments/": "RAG, retrieval head",
+    "running/": "resume, flash attention",
+    "troubleshooting/": "FAQ",
+    "other_tools/": "LoRA, nnterp",
+    "tasks/": "chat template",
+}
+"""By page, what people search for who need it."""
+
+SEARCH = """async (queries) => {
+  const { search } = JSON.parse(document.getElementById("__config").textContent);
+  const worker = new Worker(search);
+  const ask = (type, data) => new Promise((answer) => {
+    worker.onmessage = (message) => answer(message.data.data);
+    worker.postMessage({ type, data });
+  });
+  const index = await (await fetch("search/search_index.json")).json();
+  await ask(0, { ...index, options: { suggest: false } });
+  const found = {};
+  for (const query of queries)
+    found[query] = (await ask(2, query)).items[0]?.[0].location.split("#")[0];
+  return found;
+}"""
+LONGEST = 25_000  # pixels, on a wide screen
+
+
 class Quiet(SimpleHTTPRequestHandler):
     """Answers without a line for each request."""
 
@@ -76,3 +107,22 @@ def test_a_line_does_not_end_within_an_option(address: str, browser: Any, screen
         options = visit.locator("article .option")
         lines = options.evaluate_all("all => all.map(option => option.getClientRects().length)")
         assert set(lines) == {1}
+
+
+def test_search_finds_the_words_that_people_use(address: str, browser: Any) -> None:
+    """The search of the site itself, which its pages start as a worker."""
+    wanted = {query: page for page, of_page in FOUND_FIRST.items() for query in of_page.split(", ")}
+    with Visit(browser, address, WIDE) as visit:
+        assert visit.evaluate(SEARCH, [*wanted]) == wanted
+
+
+def test_no_page_of_the_reference_is_very_long(address: str, browser: Any) -> None:
+    """Other pages are shorter: they have at most 300 lines each."""
+    pages = [path.parent for path in (SITE / "reference").glob("*/index.html")]
+    with Visit(browser, address, WIDE) as visit:
+        heights = {}
+        for page in pages:
+            visit.goto(f"{address}reference/{page.name}/", wait_until="domcontentloaded")
+            heights[page.name] = visit.evaluate("document.documentElement.scrollHeight")
+    assert {name: height for name, height in heights.items() if height > LONGEST} == {}
+    assert max(heights.values()) > LONGEST // 2
