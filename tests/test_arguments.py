@@ -318,7 +318,7 @@ def test_labels_of_a_table_are_those_of_examples() -> None:
         ):
             al.sample_demonstrations(other)
     # Texts are examples without a class.
-    assert al.sample_queries(["a", "a"], 1) == [al.Example("a")]
+    assert api.sample_queries(["a", "a"], 1) == [al.Example("a")]
 
 
 @pytest.mark.parametrize(

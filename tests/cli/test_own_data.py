@@ -94,7 +94,7 @@ def parquet(table: pd.DataFrame, path: Path) -> None:
 )
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers")
 @pytest.mark.filterwarnings("ignore:intervals of", "ignore:no result for")
-@pytest.mark.filterwarnings("ignore:the label words 'A', 'B'")
+@pytest.mark.filterwarnings("ignore:the label words")
 def test_a_file_is_analysed_and_the_printed_command_does_the_same(
     monkeypatch: Any,
     shallow_folder: Path,

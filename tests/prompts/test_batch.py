@@ -38,7 +38,8 @@ def rows(values: Tensor) -> list[Any]:
 
 @pytest.mark.with_shapes
 def test_tokens_without_label_words_are_one_segment() -> None:
-    tokens, of_text = torch.tensor(RIGHT), {"attention_mask": torch.tensor(RIGHT) != 0}
+    tokens = torch.tensor(RIGHT)
+    of_text: dict[str, Any] = {"attention_mask": tokens != 0}
     batch = al.PromptBatch.from_positions(tokens, target_positions=[3, 5], **of_text)
     same = al.PromptBatch.from_segments(tokens, target_positions=[3, 5], **of_text)
     assert repr(batch) == repr(same) and not batch.has_label_words

@@ -225,4 +225,5 @@ def test_rows_with_fields_inside_name_the_call_that_flattens_them() -> None:
     rows = [{"data": {"content": "a"}, "label": 0}]
     with raises(match=r"'data\.content': pandas\.json_normalize\(rows\)$"):
         al.load_examples(rows)
-    assert al.load_examples(pd.json_normalize(rows), text="data.content")[0].text == "a"
+    flat: Any = pd.json_normalize(rows)
+    assert al.load_examples(flat, text="data.content")[0].text == "a"
