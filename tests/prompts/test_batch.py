@@ -39,9 +39,10 @@ def rows(values: Tensor) -> list[Any]:
 @pytest.mark.with_shapes
 def test_tokens_without_label_words_are_one_segment() -> None:
     tokens = torch.tensor(RIGHT)
-    of_text: dict[str, Any] = {"attention_mask": tokens != 0}
-    batch = al.PromptBatch.from_positions(tokens, target_positions=[3, 5], **of_text)
-    same = al.PromptBatch.from_segments(tokens, target_positions=[3, 5], **of_text)
+    batch, same = (
+        make(tokens, attention_mask=tokens != 0, target_positions=[3, 5])
+        for make in (al.PromptBatch.from_positions, al.PromptBatch.from_segments)
+    )
     assert repr(batch) == repr(same) and not batch.has_label_words
     assert all(
         map(
@@ -53,7 +54,7 @@ def test_tokens_without_label_words_are_one_segment() -> None:
     for given in ({"gold": [0, 1]}, {"label_token_ids": [21, 22]}, {"label_positions": [[1], [1]]}):
         words: Any = given
         with pytest.raises(PromptError, match="give all three, or neither these nor gold"):
-            al.PromptBatch.from_positions(tokens, **of_text, **words)
+            al.PromptBatch.from_positions(tokens, attention_mask=tokens != 0, **words)
 
 
 @pytest.mark.with_shapes
