@@ -87,7 +87,7 @@ class RetrievalHeadsRecord(Record):
         Ask it with ``al.run``, of other prompts than those of the scores. The control cuts the same
         edges in as many random heads of the same layers.
         """
-        cut, where = partial(_reads, query), {f"top {top} heads": self.top(top)}
+        cut, where = partial(_to_documents, query), {f"top {top} heads": self.top(top)}
         options: dict[str, Any] = {"draws": draws, "seed": seed, "name": "retrieval_masking"}
         return EdgeSweep(cut, where, control=random_heads, **options)
 
@@ -269,7 +269,7 @@ def _documents(
     return [*found], torch.stack([*found.values()], dim=1)
 
 
-def _reads(query: str, batch: PromptBatch) -> EdgeSet:
+def _to_documents(query: str, batch: PromptBatch) -> EdgeSet:
     """All that the query reads of documents."""
     return edges.between(_rows(query, batch), _documents(query, batch)[1].any(1))
 

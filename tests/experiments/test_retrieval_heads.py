@@ -233,6 +233,9 @@ def test_a_run_resumes_and_has_a_figure(gpt2: Any, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="another run"):
         run(batches, demonstrations(gpt2, ["Nothing"] * 20), resamples=0)
     assert first.plot().data[0].z[1][2] == float(first.score[2, 1])
+    # A warning that the edges cannot be compared would be an error here.
+    masked = al.run(gpt2, batches, [first.masking(2, draws=1)], folder=tmp_path / "masked", **QUIET)
+    assert masked["retrieval_masking"].kl[0] > 0
 
 
 def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
