@@ -322,7 +322,9 @@ def test_label_words_that_are_not_the_names_are_a_table_and_empty_ones_are_named
 def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr(work, "analysed", lambda *_: Page({}, Summary(Answer("?", ""), (), {}, False, False)))
+    monkeypatch.setattr(
+        work, "analysed", lambda *_: Page({}, Summary(Answer("?", ""), (), {}, False, False))
+    )
     monkeypatch.chdir(tmp_path)
     commas(frame(["same", "same same"]), Path("a.csv"))
     given = ["a.csv", "--model", str(shallow_folder), "--queries", "4"]
