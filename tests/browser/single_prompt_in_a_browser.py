@@ -33,9 +33,9 @@ def test_images_are_drawn_in_their_place(browser: Any, screen: Any, tmp_path: Pa
     with Visit(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= screen[0]["width"]
         drawn = page.locator(".rows li.image img")
-        widths = drawn.evaluate_all("all => all.map(each => [each.naturalWidth, each.clientWidth])")
-        assert [natural for natural, _ in widths] == [8, 16, 8]
-        assert all(shown > 20 for _, shown in widths)
+        sizes = drawn.evaluate_all("all => all.map(each => [each.naturalWidth, each.clientHeight])")
+        assert [width for width, _ in sizes] == [8, 16, 8]
+        assert all(height > 20 for _, height in sizes)
         page.locator(".rows li.image [data-token]").first.hover()
         assert "reads from" in page.locator(".detail").inner_text()
         assert not serious_violations(page)

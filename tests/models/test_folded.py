@@ -70,7 +70,7 @@ CALLS = {
     "train_soft_prompt": "soft prompt",
     "transfer_hard_prompt": "transfer",
 }
-HERE = {"plot_prefix_directions", "plot_prefix_pattern", "plot_prompt", "detach_heads", "run"}
+HERE = {"plot_prompt", "detach_heads", "run"}
 NO_NUMBERS = {"sample_prompts", "sites.random_heads", "sites.single_heads"}
 CURE = "load the model with al.load_model, or with fold_value_biases=False"
 # They run the others, and leave out what is refused.
