@@ -1,6 +1,7 @@
 """`anchorlens contexts` trains contexts, compares them, and writes results and a report."""
 
 import json
+import re
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -35,7 +36,8 @@ def test_contexts_are_trained_compared_and_reported(
     assert "this takes a minute or two\n" in printed.err
     assert "part 2 of 6, training: hard prompt; a minute or two left" in printed.err
     # The factors of label words take as many steps as the other trainings.
-    assert printed.err.count("training steps: 100%|██████████| 1/1") == 4
+    # On a busy machine the last state of a bar is written more than once, but one ends the line.
+    assert len(re.findall(r"training steps: 100%\|█+\| 1/1[^\r\n]*\n", printed.err)) == 4
     printed_values = json.loads(printed.out)
     values = printed_values["contexts"]
     assert values["kl"]["anchors only"]["value"] == float(record.kl[2])
