@@ -15,8 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ..errors import DataError
-from ..prompts.task_file import COLUMNS
-from ..prompts.tasks import TASKS
+from ..prompts.tasks import COLUMNS, TASKS
 from .output import Output
 
 # It is small, open to everyone, and learns from examples in its prompt.

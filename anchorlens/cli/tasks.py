@@ -20,8 +20,8 @@ from ..prompts.documents import Pieces, read_documents
 from ..prompts.examples import HUB_SOURCES, load_examples
 from ..prompts.images import place_of
 from ..prompts.own_data import entries_for, in_toml, layout_of, problems_of, told_apart
-from ..prompts.task_file import COLUMNS, entries_of, examples_of, read_entries, task_of
-from ..prompts.tasks import TASKS, Task
+from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
+from ..prompts.tasks import COLUMNS, TASKS, Task
 from ..system.files import write_text
 from ..system.processes import is_main
 from .options import Faithfulness, OfTask, full_command

@@ -17,10 +17,9 @@ from .chat import ChatTask
 from .datafiles import READERS
 from .demonstration_sets import Examples, examples_of_task, task_of_name
 from .examples import load_examples
-from .tasks import Task
+from .tasks import COLUMNS, Task
 
 _PARTS = ("template", "labels", "separator", "instructions")
-COLUMNS = ("text_column", "label_column", "image_column", "classes")
 _SPLITS = ("split", "query_split")
 _TYPES: dict[str, type] = {
     "task": str,
