@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ..errors import DataError
-from ..prompts.task_file import COLUMNS
+from ..prompts.datafiles import COLUMNS
 from ..prompts.tasks import TASKS
 from .output import Output
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from ..errors import DataError, PromptError, StoreError
 from ..models.quiet_libraries import quiet_datasets
 from ..prompts.chat import ChatTask
-from ..prompts.datafiles import READERS
+from ..prompts.datafiles import COLUMNS, READERS
 from ..prompts.demonstration_sets import Examples
 from ..prompts.documents import Pieces, read_documents
 from ..prompts.examples import HUB_SOURCES, load_examples
 from ..prompts.own_data import entries_for, in_toml, layout_of, problems_of, told_apart
-from ..prompts.task_file import COLUMNS, entries_of, examples_of, read_entries, task_of
+from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
 from ..prompts.tasks import TASKS, Task
 from ..system.files import write_text
 from ..system.processes import is_main

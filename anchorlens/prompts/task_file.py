@@ -14,13 +14,12 @@ from ..errors import DataError, PromptError
 from ..system.arguments import checked
 from ..system.files import parsed
 from .chat import ChatTask
-from .datafiles import READERS
+from .datafiles import COLUMNS, READERS
 from .demonstration_sets import Examples, examples_of_task, task_of_name
 from .examples import load_examples
 from .tasks import Task
 
 _PARTS = ("template", "labels", "separator", "instructions")
-COLUMNS = ("text_column", "label_column", "image_column", "classes")
 _SPLITS = ("split", "query_split")
 _TYPES: dict[str, type] = {
     "task": str,
