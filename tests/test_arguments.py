@@ -317,6 +317,8 @@ def test_labels_of_a_table_are_those_of_examples() -> None:
             al.AnchorlensError, match=r"its columns text and label; got .*load_exam"
         ):
             al.sample_demonstrations(other)
+    shown = tables[0].assign(image="a.png", source="x")
+    assert {each.image for each in al.sample_demonstrations(shown)} == {"a.png"}
     # Texts are examples without a class.
     assert api.sample_queries(["a", "a"], 1) == [al.Example("a")]
 

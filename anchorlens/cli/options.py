@@ -15,7 +15,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ..errors import DataError
-from ..prompts.tasks import COLUMNS, TASKS
+from ..prompts.datafiles import COLUMNS
+from ..prompts.tasks import TASKS
 from .output import Output
 
 # It is small, open to everyone, and learns from examples in its prompt.

@@ -12,16 +12,14 @@ from typing import Any, NamedTuple
 
 from ..errors import DataError, PromptError, StoreError
 from ..models.quiet_libraries import quiet_datasets
-from ..models.read_weights import read_processor
 from ..prompts.chat import ChatTask
-from ..prompts.datafiles import READERS
+from ..prompts.datafiles import COLUMNS, READERS
 from ..prompts.demonstration_sets import Examples
 from ..prompts.documents import Pieces, read_documents
 from ..prompts.examples import HUB_SOURCES, load_examples
-from ..prompts.images import place_of
 from ..prompts.own_data import entries_for, in_toml, layout_of, problems_of, told_apart
 from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
-from ..prompts.tasks import COLUMNS, TASKS, Task
+from ..prompts.tasks import TASKS, Task
 from ..system.files import write_text
 from ..system.processes import is_main
 from .options import Faithfulness, OfTask, full_command
@@ -78,6 +76,9 @@ class ChosenTask(NamedTuple):
             return self
         if isinstance(self.task, ChatTask):
             raise PromptError("prompts of a chat have no images yet; leave chat out")
+        from ..models.read_weights import read_processor  # PyTorch, which check_data does without
+        from ..prompts.images import place_of
+
         processor = read_processor(model)
         place, template = place_of(processor), self.task.template
         if place not in template:

@@ -16,6 +16,8 @@ from typing import Any
 from ..errors import DataError
 
 Columns = Mapping[str, Sequence[Any]]
+# What a task says of a data file. Options of the command need these names without other packages.
+COLUMNS = ("text_column", "label_column", "image_column", "classes")
 
 _EXAMPLE = '{"text": "...", "label": 0}'
 _LINE_END = r"\r\n|\r|\n"

@@ -4,7 +4,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import as_file, files
 from itertools import cycle
 from numbers import Integral
@@ -41,7 +41,7 @@ class Example:
     def from_row(cls, row: Mapping[str, Any]) -> "Example":
         """A row of a table that has the columns ``text`` and, where it is known, ``label``.
 
-        Other columns beside these two are left out.
+        A column ``image`` is taken too; others beside these are left out.
 
         Raises:
             DataError: There is no text, or there are other columns but no label.
@@ -50,13 +50,14 @@ class Example:
             >>> al.Example.from_row({"text": "fun", "label": 1})
             Example(text='fun', label=1)
         """
-        if "text" not in row or ("label" not in row and len(row) > 1):
+        names = [each.name for each in fields(cls)]
+        if "text" not in row or ("label" not in row and not set(row) <= set(names)):
             raise DataError(
                 "a row of a table becomes an example by its columns text and label; got "
                 f"{list(row)}; name the columns: "
                 'al.load_examples(rows, text="...", label="...", classes=[...])'
             )
-        return cls(**{name: row[name] for name in ("text", "label") if name in row})
+        return cls(**{name: row[name] for name in names if name in row})
 
     @staticmethod
     def _in_place_of(value: Any) -> str:

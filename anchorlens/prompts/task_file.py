@@ -14,7 +14,7 @@ from ..errors import DataError, PromptError
 from ..system.arguments import checked
 from ..system.files import parsed
 from .chat import ChatTask
-from .datafiles import READERS
+from .datafiles import COLUMNS, READERS
 from .demonstration_sets import Examples, examples_of_task, task_of_name
 from .examples import load_examples
 from .tasks import COLUMNS, Task

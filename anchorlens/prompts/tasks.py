@@ -51,10 +51,6 @@ def check_score(score: Any) -> None:
             )
 
 
-# What a command and a task file call the columns of a data file.
-COLUMNS = ("text_column", "label_column", "image_column", "classes")
-
-
 class Piece(NamedTuple):
     """Some characters of a prompt: their segment, and the class that they name, if any.
 
