@@ -17,7 +17,7 @@ from .chat import ChatTask
 from .datafiles import COLUMNS, READERS
 from .demonstration_sets import Examples, examples_of_task, task_of_name
 from .examples import load_examples
-from .tasks import COLUMNS, Task
+from .tasks import Task
 
 _PARTS = ("template", "labels", "separator", "instructions")
 _SPLITS = ("split", "query_split")
