@@ -9,25 +9,31 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ..contexts.hard_prompt import HardPrompt
+from ..contexts.prefix import PrefixContext
 from ..contexts.protocol import Context, QueryPass, is_context
 from ..errors import MetricError
+from ..hooks import Site
 from ..metrics.positions import checked_positions
 from ..metrics.question import Question
 from ..models.head_outputs import of_one_width
-from ..models.hooked import HookedModel, refuse_folded_value_biases
+from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
 from ..models.kv_cache import KeyValues
+from ..models.load import ensure_prepared
+from ..models.model_state import frozen_in_eval_mode
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, on_both
+from ..prompts.token_texts import token_texts
 from ..results import figures
 from ..results.contributions import Contributions
-from ..results.figure_parts import with_ends
+from ..results.figure_parts import visible, with_ends
 from ..results.kind import mean_over_sets
 from ..results.kinds import mean, table
 from ..results.record import Record
 from ..runs.passes import Passes
 from ..system.arguments import checked
-from .context_effect import prefix_directions, prefix_pattern
 from .prefix_terms import LayerTerms, prefix_runs
+from .saliency import one_batch
 
 # The most positions of a prefix whose weights are stored, to bound the size of a contribution.
 POSITIONS = 256
@@ -370,7 +376,29 @@ class PrefixEffect(Question):
             >>> compressed = al.PrefixEffect(context=al.compress(model, batch))
             >>> figure = compressed.plot_pattern(model, batch, layer=1, head=0)
         """
-        return prefix_pattern(self, model, batch, layer, head, prompt)
+        site = Site(layer, head)
+        [layer], [head] = site.layers_of(model), site.heads_of(model, layer)
+        alone, terms, rows = self._terms(model, one_batch(batch).prompt(prompt), layer)
+        patterns = torch.stack([terms.alone, terms.pattern, terms.expected])[:, 0, head]
+        # The prefix has no attention of its own where it is left out.
+        patterns[2][:, self.segments_of(alone)[0].any(0).cpu()] = torch.nan
+        texts = token_texts(model.tokenizer, alone.tokens[0].tolist())  # type: ignore[attr-defined]
+        if isinstance(self.context, PrefixContext) and not isinstance(self.context, HardPrompt):
+            learned = edges.demonstrations(alone)[0].nonzero().flatten().tolist()
+            for number, position in enumerate(learned):  # learned keys belong to no token
+                texts[position] = f"learned_{number}"
+        positions = self.rows_of(alone)[0].nonzero().flatten().tolist()
+        return figures.heat_map(
+            patterns[:, rows[0]],
+            visible([texts[position] for position in positions]),
+            visible(texts),
+            ("without the prefix in this layer", "with the prefix", "with, divided by 1 - m"),
+            title=f"Attention of layer {layer}, head {head}",
+            bar_title="attention",
+            row_title="query",
+            column_title="key",
+            limits=(0.0, 1.0),
+        )
 
     @checked
     def plot_directions(
@@ -398,7 +426,36 @@ class PrefixEffect(Question):
         Examples:
             >>> figure = al.PrefixEffect().plot_directions(model, batch, layer=1, head=0)
         """
-        return prefix_directions(self, model, batch, layer, head)
+        site = Site(layer, head)
+        [layer], [head] = site.layers_of(model), site.heads_of(model, layer)
+        refuse_folded_value_biases(model)
+        _, terms, rows = self._terms(model, one_batch(batch), layer)
+        vectors = terms.taken[:, head][rows]
+        _, sizes, axes = torch.linalg.svd(vectors, full_matrices=False)
+        points = torch.nn.functional.pad(vectors @ axes[:2].T, (0, 2))[:, :2]
+        squares = torch.nn.functional.pad(sizes.square(), (0, 1))
+        first, second = (squares[:2] / squares.sum()).tolist()
+        return figures.directions(
+            points,
+            [f"prompt {prompt}, query {query}" for prompt, query in rows.nonzero().tolist()],
+            (first, second),
+            title=f"What layer {layer}, head {head} takes from the prefix",
+        )
+
+    def _terms(
+        self, model: HookedModel, batch: PromptBatch, layer: int
+    ) -> tuple[PromptBatch, LayerTerms, Tensor]:
+        """The prompts, or queries after a context; the terms of a layer; the rows that count."""
+        ensure_prepared(model)
+        batch = batch.to(device_of(model))
+        self.check_prompts(model, [batch])
+        query_pass = self.query_pass(model, batch)
+        batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
+        in_prefix, rows = self.segments_of(batch).any(1), self.rows_of(batch)
+        with frozen_in_eval_mode(model):
+            queries = edges.query(batch)
+            runs = prefix_runs(model, batch, in_prefix, queries, prefix=prefix, hooks=hooks)
+        return batch, list(runs.layers())[layer], rows[:, runs.rows].cpu()
 
     @checked
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment key"]:
