@@ -38,7 +38,7 @@ class Step:
     """
 
     name: str
-    cost: float
+    cost: int | float
     outer: Optional["Step"] = None
     inner: list["Step"] = field(default_factory=list)
     bar: "Bar | None" = None
@@ -102,7 +102,7 @@ _running: ContextVar[Step | None] = ContextVar("the step that runs", default=Non
 
 
 @safe_context
-def planned(costs: Mapping[str, float]) -> Iterator[None]:
+def planned(costs: Mapping[str, int | float]) -> Iterator[None]:
     """Inside, these steps run, in any order; inside of a step, they are its parts."""
     before = _running.get()
     plan = before if before is not None and not before.inner else Step("", 1.0)
@@ -131,7 +131,7 @@ def step(name: str) -> Iterator[None]:
         yield
 
 
-def expect(name: str, cost: float) -> None:
+def expect(name: str, cost: int | float) -> None:
     """Correct what a coming step costs."""
     plan = _running.get()
     for each in plan.inner if plan else ():
@@ -157,7 +157,7 @@ class Bar(tqdm):
             return None
         return (perf_counter() - self.begun) / max(done, 1) * max(0, self.total - self.n)
 
-    def update(self, n: float | None = 1) -> bool | None:
+    def update(self, n: int | float | None = 1) -> bool | None:
         if self.step is not None:
             self.n += n or 0  # counted in the time that is left
             self._show_all(self.step.path()[0])
@@ -177,7 +177,7 @@ class Bar(tqdm):
         whole.is_told = True
 
 
-def in_words(seconds: float) -> str:
+def in_words(seconds: int | float) -> str:
     """A time in words, as exact as it is known.
 
     Examples:
