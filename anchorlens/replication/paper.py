@@ -333,7 +333,7 @@ def _drawn(
 _PASSES = {"figures 3 5 6": 8, "figure 4": 122, "table 1": 250, "table 2": 170, "table 3": 120}
 
 
-def _expected(name: str, passes: dict[str, int]) -> float:
+def _expected(name: str, passes: dict[str, int]) -> int | float:
     """How many passes a part takes: as many as it took, by default, or as the others on average."""
     return (_PASSES | passes).get(name) or fmean((passes or _PASSES).values())
 
