@@ -22,6 +22,8 @@ WITHOUT_RESULT_ON_A_DEVICE = {
     *("AnchorlensError", "ChatTask", "Context", "EdgeSet", "Example", "SEGMENTS"),
     *("Metric", "NoContext", "PAPER_APPENDIX", "PAPER_BASELINES", "PAPER_PARTS", "Site"),
     *("TASKS", "Task", "Verbalizer", "figures", "hard_prompts", "relabeling", "relabel"),
+    # images are read and laid out before a model sees them; tests/models/test_images.py runs them
+    "with_images",
     *(
         "load_examples",
         "paper_tables",
@@ -37,7 +39,7 @@ WITHOUT_RESULT_ON_A_DEVICE = {
 }
 # What the calls return, or hold while they run.
 RETURNED = {
-    *("AnswerFlows", "Claim", "CompressedContext", "GenerationTrace", "HardPrompt"),
+    *("Answer", "AnswerFlows", "Claim", "CompressedContext", "GenerationTrace", "HardPrompt"),
     *("KeyValues", "LossAtPositions", "PrefixContext", "PromptFlows"),
     *("Contributions", "QueryPass", "Results"),
     *("ReweightedContext", "SoftPrompt"),
