@@ -112,9 +112,9 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
 
 def steps_of(
     model: Any, batches: Mapping[str, list[PromptBatch]], options: Run
-) -> dict[str, float]:
+) -> dict[str, int | float]:
     """What each task and its figures cost, in tokens."""
-    costs = dict[str, float]()
+    costs = dict[str, int | float]()
     for name, of_task in batches.items():
         length = fmean(float(batch.attention_mask.sum(1).double().mean()) for batch in of_task)
         of_analysis = costs_of(

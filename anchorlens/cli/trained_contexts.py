@@ -100,7 +100,7 @@ class Parts:
 
     options: Contexts
     seconds: float  # of a step
-    steps: dict[str, float]
+    steps: dict[str, int | float]
 
     @classmethod
     def of(cls, model: HookedModel, prompts: Prompts, options: Contexts) -> "Parts":

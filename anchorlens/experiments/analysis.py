@@ -122,7 +122,7 @@ def costs_of(
     depth: int | None,
     draws: int,
     random_weights: bool | None,
-) -> dict[str, float]:
+) -> dict[str, int | float]:
     """What each step of ``analyse`` costs, in prompts of the first one."""
     count, runs = sum(map(len, batches)), len(both_ends(model, batches, depth)) * (1 + draws)
     drawn = random_steps(model, batches, random_weights)

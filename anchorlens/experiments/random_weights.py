@@ -86,7 +86,7 @@ def with_random_models(
 
 def random_steps(
     model: HookedModel, batches: Sequence[PromptBatch], asked: bool | None
-) -> dict[str, float]:
+) -> dict[str, int | float]:
     """The step of each random model, and what it costs in prompts of the model itself."""
     if asked is False or _why_not(model, asked is True):
         return {}
