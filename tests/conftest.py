@@ -222,11 +222,11 @@ def nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """TransformerLens installs torchvision for some models, which breaks an environment."""
     run = subprocess.Popen.__init__
 
-    def guarded(process: Any, command: Any, *args: Any, **kwargs: Any) -> None:
-        words = command.split() if isinstance(command, str) else [*map(str, command)]
+    def guarded(process: Any, args: Any, *others: Any, **options: Any) -> None:
+        words = args.split() if isinstance(args, str) else [*map(str, args)]
         if "pip" in words and "install" in words:
             raise AssertionError(f"a test runs an installer: {words}")
-        run(process, command, *args, **kwargs)
+        run(process, args, *others, **options)
 
     monkeypatch.setattr(subprocess.Popen, "__init__", guarded)
 

@@ -133,7 +133,7 @@ def test_a_mistake_that_needs_the_model_is_an_error_of_one_line(
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
-        (None, "the tokenizer gives no tokens for the query 'Review: "),
+        (None, "has a model and no tokenizer (such as tokenizer.json); give the name or folder"),
         (5, "longer than 5 tokens"),
     ],
 )

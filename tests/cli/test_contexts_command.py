@@ -36,9 +36,10 @@ def test_contexts_are_trained_compared_and_reported(
     assert re.search(r"this takes about \d+ seconds\n", printed.err)
     # The factors of label words take as many steps as the other trainings.
     for number, name in enumerate(["soft prompt", "hard prompt", "prefix"], start=1):
-        assert f"{name} ({number} of 6): 100%|" in printed.err
-    assert "factors of the label words (5 of 6): 100%|" in printed.err
-    assert "comparison (6 of 6): 100%|" in printed.err
+        assert f"{name} ({number} of 7): 100%|" in printed.err
+    assert "factors of the label words (5 of 7): 100%|" in printed.err
+    assert "comparison (6 of 7): 100%|" in printed.err
+    assert "other tokens (7 of 7): 100%|" in printed.err
     printed_values = json.loads(printed.out)
     values = printed_values["contexts"]
     assert values["kl"]["anchors only"]["value"] == float(record.kl[2])
