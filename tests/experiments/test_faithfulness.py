@@ -538,7 +538,7 @@ def test_a_score_without_a_number_has_a_reason_and_no_empty_panel() -> None:
     drop = torch.tensor([0.5, 0.25, torch.nan])
     two = replace(record, lds=nan, lds_gap=nan, drop=drop, info=info)
     assert two.table()["LDS"].to_list() == [f"no number: {reason}"] * 3
-    assert two.table()["drop in nats"][2] == "no number: too many"
+    assert two.table()["drop in nats"].iloc[2] == "no number: too many"
     (bars,) = two.plot().data
     assert bars.y[:2] == (0.5, 0.25)
     caption = two.plot().layout.meta["caption"]
