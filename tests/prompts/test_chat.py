@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import PromptError
+from anchorlens.errors import ArgumentError, PromptError
 from tests.support.chat_tokenizers import (
     CHATML,
     DEEPSEEK,
@@ -354,7 +354,7 @@ def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error
         ({"options": {"tools": []}}, PromptError, r"options of a chat task are \{name: value\}"),
         ({"date": "today"}, PromptError, "date of a chat task is a day such as '2024-07-26'"),
         ({"date": "2024-13-01"}, PromptError, "date of a chat task is a day such as '2024-07-26'"),
-        ({"separator": "\n"}, TypeError, "separator"),
+        ({"separator": "\n"}, ArgumentError, "ChatTask has no argument 'separator'"),
     ],
 )
 def test_wrong_fields_raise_an_error(
