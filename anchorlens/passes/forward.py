@@ -415,7 +415,7 @@ def _inputs(
     first = batch.first_query
     tokens, mask = batch.tokens[:, first:], batch.attention_mask[:, first:]
     if prefix is None and not continues:
-        images = inputs_of_images(model, batch)
+        images = inputs_of_images(model, batch) if batch.inputs else {}
         return tokens, inputs_without_cache(model, mask) | images, None
     return tokens, *inputs_after(model, mask, prefix, copies)
 

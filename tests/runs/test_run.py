@@ -222,7 +222,9 @@ def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
             al.target_logits(gpt2, batches, progress=False)
             for batches in (parts[0] + parts[1], *parts)
         )
-        torch.testing.assert_close(joined, torch.cat(alone), rtol=1e-4, atol=1e-6)
+        # Sums are rounded in proportion to their largest terms, also where they come near 0.
+        largest = float(joined.abs().max())
+        torch.testing.assert_close(joined, torch.cat(alone), rtol=0, atol=1e-6 * largest)
 
 
 def test_metrics_see_the_changed_pattern(gpt2: Any) -> None:
