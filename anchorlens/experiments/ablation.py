@@ -303,7 +303,7 @@ def log_odds_of(
 
 
 def _outcome(
-    rows: Sequence[Float[Tensor, "token vocab"]],
+    rows: Sequence[Float[Tensor, "_ vocab"]],
     tokens: Sequence[Sequence[int]],
     is_given: Bool[Tensor, " batch"],
 ) -> Outcome:
