@@ -17,7 +17,7 @@ from ..results.record import Record
 from ..runs.store import forget_run
 from ..system.processes import is_main
 from ..system.steps import Bar, step
-from .options import Paper, Run
+from .options import Run
 from .output import say
 from .summary import Summary, summarised
 
@@ -106,7 +106,8 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
     summary = summarised(task, records)
     output.answer(task, summary.answer, summary.tables)
     with step(f"{task}, figures"):
-        prompts = pictures(model, batches, PICTURES, options)
+        saving = options.gradient_checkpointing
+        prompts = pictures(model, batches, PICTURES, options.quiet, gradient_checkpointing=saving)
     return Page({**prompts, **records}, summary)
 
 
@@ -130,17 +131,21 @@ def steps_of(
 
 
 def pictures(
-    model: Any, batches: list[PromptBatch], most: int, options: Run | Paper
+    model: Any,
+    batches: list[PromptBatch],
+    most: int,
+    quiet: bool,
+    gradient_checkpointing: bool = False,
 ) -> dict[str, PromptFlows]:
     """Pictures of the first prompts; a warning where one fails, as all else is computed."""
     first = [(batch, number) for batch in batches for number in range(len(batch))][:most]
     drawn: dict[str, PromptFlows] = {}
-    saving = getattr(options, "gradient_checkpointing", False)
-    disable = options.quiet or not is_main()
+    saving: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
+    disable = quiet or not is_main()
     with Bar(title="figures", total=len(first), unit=" prompts", disable=disable) as bar:
         for count, (batch, number) in enumerate(first):
             try:
-                picture = plot_prompt(model, batch, number, gradient_checkpointing=saving)
+                picture = plot_prompt(model, batch, number, **saving)
                 # Its number is that among all prompts, as in its heading, and not that in a batch.
                 picture = replace(picture, source=f"{picture.source.rpartition(' ')[0]} {count}")
             except Exception as error:

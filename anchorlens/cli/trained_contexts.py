@@ -96,10 +96,9 @@ def check_other_tokens(batch: PromptBatch) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of the command, whose times are those of so many steps each."""
+    """The parts of the command, and how many steps of a training take as long as each."""
 
     options: Contexts
-    seconds: float  # of a step
     steps: dict[str, int | float]
 
     @classmethod
@@ -115,11 +114,10 @@ class Parts:
         }
         if options.other_tokens:
             steps[OTHER_TOKENS] = 6.0 * queries
-        parts = cls(options, _seconds_of_a_step(model, prompts, options), steps)
         lower = f"; --steps {max(1, options.steps // 4)} takes about a quarter"
-        everything = in_words(parts.seconds * sum(steps.values()))
+        everything = in_words(_seconds_of_a_step(model, prompts, options) * sum(steps.values()))
         options.output.note(f"this takes {everything}{lower * (options.steps > 20)}")
-        return parts
+        return cls(options, steps)
 
     def training(self, name: str, folder: Path) -> Training:
         """How a context is trained."""

@@ -225,7 +225,7 @@ def paper(options: Paper) -> None:
         setting = setting_of(
             loaded, each.name, each.examples, queries, options.seeds[0], {each.name: each.task}
         )
-        for picture in pictures(loaded, setting.prompts()[:1], 1, options).values():
+        for picture in pictures(loaded, setting.prompts()[:1], 1, options.quiet).values():
             if picture.sums is not None:
                 figures_1[f"{task_name(each.name)}: Figure 1"] = picture.figure()
     report = _report(

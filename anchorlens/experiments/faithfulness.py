@@ -96,18 +96,17 @@ class FaithfulnessRecord(Record):
         fields = ("lds", "lds_gap", "drop", "drop_gap")
         columns = ("LDS", f"minus {names[0]}", "drop in nats", f"drop minus {names[0]}")
         texts = {
-            column: [
-                f"no number: {self._missing(field, k, name)}"
-                if getattr(self, field)[k].isnan()
-                else "0"
-                if field.endswith("_gap") and k == 0  # the difference of a number from itself
-                else self.text(field, k)
-                for k, name in enumerate(names)
-            ]
+            column: [self._cell(field, k, name) for k, name in enumerate(names)]
             for column, field in zip(columns, fields, strict=True)
             if field != "lds_gap" or not self.lds.isnan().all()
         }
         return TextFrame(texts, index=pd.Index(names, name="score"))
+
+    def _cell(self, field: str, number: int, name: str) -> str:
+        if getattr(self, field)[number].isnan():
+            return f"no number: {self._missing(field, number, name)}"
+        is_from_itself = field.endswith("_gap") and number == 0
+        return "0" if is_from_itself else self.text(field, number)
 
     @checked
     def answer(self, unable: str) -> Answer:

@@ -81,9 +81,9 @@ def cached_heads(model: Any, count: int) -> Int[Tensor, " head"]:
 
 def name_of_cache(model: Any) -> str:
     """The argument by which the transformers model in a bridge takes its key-value cache."""
-    return (
-        "cache" if takes_argument(model, "cache") else "past_key_values"
-    )  # until transformers 5.23
+    if takes_argument(model, "cache"):
+        return "cache"
+    return "past_key_values"  # until transformers 5.23
 
 
 def takes_argument(model: Any, name: str) -> bool:

@@ -92,10 +92,11 @@ def read_processor(name: str) -> Any:
         return AutoProcessor.from_pretrained(source, **options)
     except Exception as error:  # as in _reading
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-        cure = "" if "install" in reason else "give a model that is stored with its processor"
+        cure = "give a model that is stored with its processor"
+        if "install" in reason:
+            cure = "torchvision has to be of the same build as torch"
         raise ModelError(
-            f"the processor of images of {name!r} cannot be read: {reason}; "
-            f"{cure or 'torchvision has to be of the same build as torch'}"
+            f"the processor of images of {name!r} cannot be read: {reason}; {cure}"
         ) from error
 
 

@@ -26,6 +26,7 @@ from ..models.read_weights import refuse_device
 from ..passes.memory import free_memory
 from ..prompts.examples import Example
 from ..prompts.tasks import Task
+from ..report.answer import YES_OR_NO
 from ..report.claims import (
     LIMITS,
     NEEDED,
@@ -139,13 +140,8 @@ class AcrossModelsRecord(Record):
         told = {
             verdict: [k for k in able if self._verdict(k, needed) == verdict] for verdict in SIGNS
         }
-        words = {
-            Verdict.AGREES: "yes",
-            Verdict.DOES_NOT_AGREE: "no",
-            Verdict.CANNOT_TELL: "not sure",
-        }
         texts = [
-            f"{words[verdict]} for {listed([f'{names[k]} ({number[k]})' for k in of])}"
+            f"{YES_OR_NO[verdict].lower()} for {listed([f'{names[k]} ({number[k]})' for k in of])}"
             for verdict, of in told.items()
             if of
         ]

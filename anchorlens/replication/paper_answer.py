@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from math import isnan, nan, sqrt
 
 import pandas as pd
-from scipy.special import stdtrit
+import torch
+from scipy.special import ndtri, stdtrit
 
 from ..report.answer import ARE_ANCHORS, YES_OR_NO
 from ..report.claims import Verdict, isolation_changes
 from ..results.answer import Answer, cannot_tell, listed
 from ..results.estimate import Estimate
+from ..results.intervals import wilson
 from .paper_parts import COMMONEST
 from .tables import AVERAGE, task_name
 
@@ -64,11 +66,8 @@ def _accuracy(rows: pd.DataFrame) -> Estimate:
     """A task's accuracy over all seeds, with its 95 % interval over queries (Wilson's)."""
     accuracy = _table_1(rows, "vanilla")
     count = _table_1(rows, "queries", "Table 1, queries") * rows["seed"].nunique()
-    z = 1.96
-    half = z * sqrt(max(0.0, accuracy * (1 - accuracy)) / count + z**2 / (4 * count**2))
-    low, high = (
-        (accuracy + z**2 / (2 * count) + end) / (1 + z**2 / count) for end in (-half, half)
-    )
+    share, cases = torch.tensor([accuracy, count], dtype=torch.double, device="cpu")
+    low, high = wilson(share, cases, float(ndtri(0.975))).tolist()
     return Estimate(accuracy, low, high)
 
 

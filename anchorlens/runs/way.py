@@ -158,12 +158,11 @@ def _how_passes_run(
         why_hooks_need_a_bridge(model, change(shortest), (), ()) for change in changes
     )
     seen = [Observation.of(Layers.of(model), each, shortest.prompt(0)) for each in questions]
-    why_no_images = why_no_native_images if any(b.inputs for b in batches) else lambda _: ""
+    why_not = why_not_native(model) or (
+        why_no_native_images(model) if _have_images(batches) else ""
+    )
     reasons = chain(
-        [
-            why_not_native(model) or why_no_images(model) or twin_of(model).why_not_now(model),
-            of_run,
-        ],
+        [why_not or twin_of(model).why_not_now(model), of_run],
         starmap(why_hooks_are_whole, reads.items()),
         (why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks) for each in seen),
     )
@@ -177,6 +176,10 @@ def _how_passes_run(
 def _shortest(batches: Sequence[PromptBatch]) -> PromptBatch:
     """The batch with the fewest columns, for what is the same in all of them."""
     return min(batches, key=lambda batch: batch.tokens.shape[1])
+
+
+def _have_images(batches: Sequence[PromptBatch]) -> bool:
+    return any(batch.inputs for batch in batches)
 
 
 def _first(reasons: Iterable[str]) -> str:
@@ -258,7 +261,7 @@ def why_patterns(
     """Why whole prompts need patterns, and cannot run with a fused attention; empty if they can."""
     if has_user_hooks(model):
         return "hooks may act on them"
-    if any(batch.inputs for batch in batches):
+    if _have_images(batches):
         return IMAGES
     if isinstance(loss, WordCrossEntropy):
         return "the words of the loss continue the prompts"
@@ -335,7 +338,7 @@ def _why_not_shared(
 ) -> Iterator[str]:
     """Why shared tokens cannot run once for all prompts of a set."""
     yield from starmap(why_whole, reads.items())
-    if any(batch.inputs for batch in batches):
+    if _have_images(batches):
         yield IMAGES
     if has_user_hooks(model):
         yield HOOKS_OF_USER

@@ -117,7 +117,9 @@ def planned(costs: Mapping[str, int | float]) -> Iterator[None]:
 def step(name: str) -> Iterator[None]:
     """Inside, a step runs; where no such step was planned, nothing changes."""
     plan = _running.get()
-    found = [each for each in (plan.inner if plan else ()) if each.name == name and not each.began]
+    found = [
+        each for each in (plan.inner if plan else ()) if each.name == name and each.began is None
+    ]
 
     def end() -> None:
         _running.set(plan)
@@ -135,7 +137,7 @@ def expect(name: str, cost: int | float) -> None:
     """Correct what a coming step costs."""
     plan = _running.get()
     for each in plan.inner if plan else ():
-        if each.name == name and not each.began:
+        if each.name == name and each.began is None:
             each.cost = cost
 
 
