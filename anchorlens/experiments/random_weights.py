@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import AnchorlensError, ModelError, RunError
 from ..metrics.metric import Metric
+from ..models.facts import take_over
 from ..models.hooked import HookedModel, device_of
 from ..models.kinds import original_of
 from ..models.load import load_model
@@ -156,6 +157,7 @@ def _drawn(model: HookedModel, seed: int) -> HookedModel:
                 f"the configuration was changed after the model was loaded: its {size} is {now}, "
                 f"and that of the model {before}"
             )
+    take_over(drawn, model)
     return drawn
 
 

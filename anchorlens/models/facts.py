@@ -5,6 +5,8 @@
    asked for the first time.
 3. A model that was moved to another type or got other modules is prepared again, and all facts are
    found again.
+4. A model of the same architecture with other weights takes over the facts (``take_over``), but for
+   what holds modules (``own_fact``).
 """
 
 from collections.abc import Callable
@@ -36,6 +38,7 @@ class Facts:
     why_no_cache: str = ""  # why the model does not continue from a key-value cache; "" if it does
     entries: tuple[int, ...] = ()  # the number of the cache entry that each layer reads
     found: dict[Any, Any] = field(default_factory=dict)  # by the functions marked with ``fact``
+    parts: dict[Any, Any] = field(default_factory=dict)  # by those marked with ``own_fact``
     state: tuple[Any, ...] = ()  # of the model when they were found
 
 
@@ -82,12 +85,31 @@ def state_of(model: Any) -> tuple[Any, ...]:
     return parameter.dtype, parameter.device.type, len(modules_of(model))
 
 
-def fact(find: Callable[[Any], _T]) -> Callable[[Any], _T]:
-    """A function of a prepared model, which runs once for each model."""
+def take_over(model: Any, other: Any) -> None:
+    """Take over what was found of another model of the same architecture, type and device.
 
+    Nothing is taken where one of the two has modules that the other has not.
+    """
+    if facts_of(model).state == facts_of(other).state:
+        facts_of(model).found.update(facts_of(other).found)
+
+
+def fact(find: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """A function of the architecture of a prepared model, which runs once for each model."""
+    return _once(find, lambda facts: facts.found)
+
+
+def own_fact(find: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """The same for what holds modules of the model, so that no other model can take it over."""
+    return _once(find, lambda facts: facts.parts)
+
+
+def _once(
+    find: Callable[[Any], _T], kept_in: Callable[[Facts], dict[Any, Any]]
+) -> Callable[[Any], _T]:
     @wraps(find)
     def found(model: Any) -> _T:
-        known = facts_of(model).found
+        known = kept_in(facts_of(model))
         if found not in known:
             known[found] = find(model)
         result: _T = known[found]

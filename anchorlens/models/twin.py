@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from ..system.put_back import put_back, safe_context
-from .facts import fact
+from .facts import own_fact
 from .hooked import is_of_low_precision
 from .kinds import config_of, is_bridge, modules_of, original_of
 from .model_state import HOOK_TABLES, has_user_hooks, without_user_hooks
@@ -290,7 +290,7 @@ def _global_hooks() -> bool:
     return bool(module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks)
 
 
-@fact
+@own_fact
 def twin_of(model: Any) -> Twin:
     """The twin of a model, made once."""
     with without_user_hooks(model):

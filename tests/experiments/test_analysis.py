@@ -12,6 +12,8 @@ from transformers import GPT2LMHeadModel
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError
 from anchorlens.experiments import analysis, random_weights
+from anchorlens.passes import twin_for
+from tests.support.found_anew import found_anew
 from tests.support.measures import assert_same
 from tests.support.tiny_models import byte_level_tokenizer, tiny_gpt2
 
@@ -84,6 +86,18 @@ def test_models_of_random_weights_are_run_beside_the_model(model: Any) -> None:
     assert control.draws == [
         -change[0] for change in results["saliency_flows"].of_random_models("share_change")
     ]
+
+
+def test_facts_of_the_architecture_are_not_found_again_for_random_weights(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, compare = list[Any](), twin_for._compare
+    monkeypatch.setattr(
+        twin_for, "_compare", lambda model, *rest: tried.append(model) or compare(model, *rest)
+    )
+    with found_anew(llama):
+        al.analyse(llama, prompts_of(llama), depth=1, draws=1, **FEW)
+    assert tried == [llama]
 
 
 def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
