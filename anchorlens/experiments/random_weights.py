@@ -18,7 +18,7 @@ from ..metrics.metric import Metric
 from ..models.facts import take_over
 from ..models.hooked import HookedModel, device_of
 from ..models.kinds import original_of
-from ..models.load import load_model
+from ..models.load import hooked
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
 from ..results.record import RANDOM_MODELS, Record
@@ -27,8 +27,9 @@ from ..runs.checks import possible
 from ..runs.run import run
 from ..system.hidden_warnings import hidden_warnings
 from ..system.processes import fails_together, is_main
+from ..system.put_back import each_call_inside
 from ..system.steps import step
-from ..system.torch_state import default_device, own_random_state
+from ..system.torch_state import default_device, gradient_mode, own_random_state
 from ..system.warn import warn_user
 
 SEEDS = (0, 1, 2)
@@ -100,8 +101,8 @@ def _name(seed: int) -> str:
 
 def _why_not(model: HookedModel, asked: bool) -> str:
     """Why no random weights are drawn; "" where they are."""
-    if original_of(model) is None:
-        return "left out: the model is no TransformerBridge, whose weights can be drawn again"
+    if original_of(model) is None or getattr(model, "tokenizer", None) is None:
+        return "left out: the model is no TransformerBridge that was loaded with a tokenizer"
     count = sum(parameter.numel() for parameter in original_of(model).parameters())
     if count > MOST_PARAMETERS and not asked:
         return (
@@ -138,7 +139,8 @@ def _run(
             return error.results
 
 
-def _drawn(model: HookedModel, seed: int) -> HookedModel:
+@each_call_inside(gradient_mode, True)
+def _drawn(model: Any, seed: int) -> HookedModel:
     """A model of the same architecture with weights of a seed."""
     original = original_of(model)
     try:
@@ -149,7 +151,8 @@ def _drawn(model: HookedModel, seed: int) -> HookedModel:
             f"{type(original).__name__} cannot be made from its configuration alone: {error}"
         ) from error
     weights = weights.to(device=device_of(model), dtype=original.dtype).eval()
-    drawn = load_model(weights, tokenizer=getattr(model, "tokenizer", None))
+    # What a tokenizer holds is shared and stays as it is, because the model was loaded with it.
+    drawn = hooked(type(original).__name__, weights, copy.copy(model.tokenizer))
     for size in ("n_layers", "n_heads", "d_model"):
         now, before = getattr(drawn.cfg, size), getattr(model.cfg, size)
         if now != before:

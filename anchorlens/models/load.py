@@ -137,18 +137,7 @@ def load_model(
         weights, tokenizer = read_weights(name, tokenizer, dtype, revision)
         name = name if revision is None else f"{name}@{revision}"
         weights = moved(weights, device, dtype) if places is None else spread(weights, places)
-    refuse_encoder_decoder(name, weights.config)
-    vocabulary = len(weights.get_input_embeddings().weight)
-    # The expected logits are computed now, because the bridge takes the weights apart.
-    longest = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or 8
-    tokens = torch.arange(min(8, longest), device=device_of(weights))[None] % vocabulary
-    with tiny_passes(weights):
-        expected = logits_of(weights, tokens) if weights.can_generate() else None
-    with own_random_state([torch.get_default_device()]):  # new modules draw random weights first
-        model = _boot(name, weights, tokenizer)
-    if expected is not None:
-        _refuse_different_logits(name, expected, model, tokens)
-    return prepare_model(model)
+    return hooked(name, weights, tokenizer)
 
 
 @each_call_inside(gradient_mode, True)
@@ -242,6 +231,22 @@ def restore_model(model: Model) -> Model:
     keep_facts(model, None)
     unwrap_model(model)
     return model
+
+
+def hooked(name: str, weights: Any, tokenizer: Any) -> TransformerBridge:
+    """The prepared, hooked model of weights, of which they become a part; so does the tokenizer."""
+    refuse_encoder_decoder(name, weights.config)
+    vocabulary = len(weights.get_input_embeddings().weight)
+    # The expected logits are computed now, because the bridge takes the weights apart.
+    longest = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or 8
+    tokens = torch.arange(min(8, longest), device=device_of(weights))[None] % vocabulary
+    with tiny_passes(weights):
+        expected = logits_of(weights, tokens) if weights.can_generate() else None
+    with own_random_state([torch.get_default_device()]):  # new modules draw random weights first
+        model = _boot(name, weights, tokenizer)
+    if expected is not None:
+        _refuse_different_logits(name, expected, model, tokens)
+    return prepare_model(model)
 
 
 def refuse_two_devices(device: object, device_map: object) -> None:

@@ -64,7 +64,9 @@ def test_a_metric_without_a_result_is_a_warning(gpt2: Any) -> None:
 def test_models_of_random_weights_are_run_beside_the_model(model: Any) -> None:
     batches = prompts_of(model, queries=14)
     before, state = [parameter.clone() for parameter in model.parameters()], torch.get_rng_state()
+    tokenizer = repr(model.tokenizer), model.tokenizer.backend_tokenizer.to_str()
     results = al.analyse(model, batches, depth=1, draws=1, **FEW)
+    assert tokenizer == (repr(model.tokenizer), model.tokenizer.backend_tokenizer.to_str())
     assert torch.equal(torch.get_rng_state(), state)
     for parameter, same in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, same)
@@ -92,9 +94,12 @@ def test_facts_of_the_architecture_are_not_found_again_for_random_weights(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried, compare = list[Any](), twin_for._compare
-    monkeypatch.setattr(
-        twin_for, "_compare", lambda model, *rest: tried.append(model) or compare(model, *rest)
-    )
+
+    def counted(model: Any, *rest: Any) -> str:
+        tried.append(model)
+        return compare(model, *rest)
+
+    monkeypatch.setattr(twin_for, "_compare", counted)
     with found_anew(llama):
         al.analyse(llama, prompts_of(llama), depth=1, draws=1, **FEW)
     assert tried == [llama]
@@ -116,7 +121,7 @@ def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
     assert reason(random_weights=False) == "left out"
     assert "random_weights=True draws it" in reason()
     assert reason(random_weights=True).startswith("seeds")
-    monkeypatch.setattr(random_weights, "load_model", raise_out_of_memory)
+    monkeypatch.setattr(random_weights, "hooked", raise_out_of_memory)
     with pytest.warns(UserWarning, match="no models of random weights to compare with: no room"):
         assert reason(random_weights=True) == "no room"
 
