@@ -105,10 +105,10 @@ def page(table: Table) -> str:
     """The table as a page of the documentation."""
     titles = list(table["architectures"][0]["cells"])
     rows = [
-        [f"**{row['name']}**<br>{row['special']}", *map(shown, row["cells"].values()), row["hooks"]]
+        [f"**{row['name']}**<br>{row['special']}", *shown(row["cells"].values()), row["hooks"]]
         for row in table["architectures"]
     ]
-    by_quantity = [[name, *map(shown, row.values())] for name, row in table["quantities"].items()]
+    by_quantity = [[name, *shown(row.values())] for name, row in table["quantities"].items()]
     listed = [f"{name} {' and '.join(numbers)}" for name, numbers in table["versions"].items()]
     parts = [
         INTRODUCTION.format(quantities=", ".join(table["quantities"])),
@@ -122,8 +122,14 @@ def page(table: Table) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def shown(cell: Cell) -> str:
-    return cell if isinstance(cell, str) else "<br>".join(cell)
+def shown(cells: Iterable[Cell]) -> list[str]:
+    """The texts of a row; a reason that stands in the cell before is not said again."""
+    texts, last = [], ""
+    for cell in cells:
+        text = cell if isinstance(cell, str) else "<br>".join(cell)
+        texts.append("the same" if text == last and ":" in text else text)
+        last = text
+    return texts
 
 
 def cell(cases: list[Case]) -> Cell:

@@ -73,11 +73,10 @@ class Traced:
 
 
 class Stage:
-    """What a run of Weights & Biases, or a writer of TensorBoard, has."""
+    """What a run of Weights & Biases has."""
 
     def __init__(self, calls: Calls) -> None:
         self.log = calls.function("log", "values")
-        self.add_scalar = calls.function("add_scalar", "tag", "value", "step")
         self.summary: dict[str, float] = {}
 
 
@@ -118,7 +117,6 @@ def page(model_folder: Path, tmp_path_factory: Any) -> Iterator[Any]:
             head_view=calls.function("head_view", *of_layers),
             model_view=calls.function("model_view", *of_layers),
         )
-        module("torch.utils.tensorboard", SummaryWriter=opened)
         module("polars", from_arrow=lambda table: Frame(), col=lambda name: 0)
         module("wandb", init=opened, Plotly=go.Figure, Table=TableOf, Html=str)
         names: dict[str, Any] = {"__name__": "page"}
@@ -180,19 +178,6 @@ def test_arrow_holds_every_number_of_the_records(page: Any) -> None:
         torch.testing.assert_close(stored, values, equal_nan=True, rtol=0, atol=0)
     labels = set(read[read["quantity"] == "share"]["flow"])
     assert labels == {"wp", "pq", "ww"}
-
-
-def test_tensorboard_gets_a_number_for_each_layer(page: Any) -> None:
-    names, calls, _, _ = page
-    scalars = {(call["tag"], call["step"]): call["value"] for call in calls["add_scalar"]}
-    layers = names["model"].cfg.n_layers
-    assert len(scalars) == len(calls["add_scalar"]) == 4 * layers
-    shares = names["results"]["saliency_flows"].share
-    aucroc = names["results"]["attention_aucroc"].aucroc
-    for layer in range(layers):
-        of_layer = [scalars[f"share/{flow}", layer] for flow in ("wp", "pq", "ww")]
-        assert of_layer == shares[layer].tolist()
-        assert scalars["aucroc", layer] == aucroc[layer]
 
 
 def test_weights_and_biases_gets_figures_tables_and_the_report(page: Any) -> None:

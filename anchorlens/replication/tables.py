@@ -140,7 +140,7 @@ def _legend(numbers: pd.DataFrame) -> str:
         else f"Mean ± standard deviation over {len(seeds)} seeds ({', '.join(map(str, seeds))}), "
         f"each of {draws}; (1/{len(seeds)}) where only 1 of them has a value."
     )
-    text += " A dash where there is none."
+    text += " Where there is none, the cell says why."
     bundled = [task_name(task) for task in numbers["task"].unique() if task in BUNDLED]
     if bundled:
         text += f" Bundled examples, not the paper's data: {', '.join(bundled)}."
@@ -168,7 +168,7 @@ def _figure_3(parts: Parts, seeds: int) -> Section:
 
     return Section(
         "Figure 3. Where information flows: shares of the mean saliencies",
-        _spreads(_frame(cells()), 2, seeds),
+        _spreads(_frame(cells()), 2, seeds, "flows are 0"),
         f"{FLOWS} {RATIO} Median over layers.",
     )
 
@@ -176,7 +176,7 @@ def _figure_3(parts: Parts, seeds: int) -> Section:
 def _over_ww(parts: Parts, seeds: int) -> Section:
     return Section(
         "Section 2.1. Do flows into and out of label words surpass those of other words?",
-        _spreads(_group_per_task(parts["Section 2.1"]), 2, seeds),
+        _spreads(_group_per_task(parts["Section 2.1"]), 2, seeds, "flows are 0"),
         "Above 1 where they do; in the paper they usually do. Random weights can give more than 1 "
         "too: the verdict of al.claims compares with them.",
     )
@@ -205,9 +205,13 @@ def _figure_5(parts: Parts, seeds: int) -> Section:
             for where, value in chosen.items():
                 yield "", task_name(task), f"{name}, {where}", value
 
+    numbers = _frame(cells())
+    is_sum = numbers["column"].str.startswith("R_l")
+    sums = _spreads(numbers[is_sum], 2, seeds, "AUCROC_l is not above 0.5")
+    table = _spreads(numbers[~is_sum], 2, seeds, "one class is predicted")
     return Section(
         "Figure 5. Does the target's attention to label words tell the prediction?",
-        _spreads(_frame(cells()), 2, seeds),
+        {row: table.get(row, {}) | sums.get(row, {}) for row in table | sums},
         f"{AttentionAUCROCRecord.caption} AUCROC_l is the mean over a third of the layers.",
     )
 
@@ -232,7 +236,7 @@ def _figure_6(parts: Parts, seeds: int) -> Section:
     cells = of_layer.assign(group="", row=of_layer["task"].map(task_name), column=of_layer["row"])
     return Section(
         f"Figure 6. Do the label words' keys tell which classes are confused? (layer {layer})",
-        _spreads(cells, 2, seeds),
+        _spreads(cells, 2, seeds, "under 3 pairs"),
         "Spearman correlation, over pairs of classes, of the distance of their keys (predicted) "
         "with the AUC-ROC of telling them apart (actual): 1 where keys tell it all. Two classes "
         "are one pair, which has none. p-value: share of the permutations of the classes that "
@@ -325,7 +329,7 @@ def _directions(parts: Parts, seeds: int) -> Section:
     cells = rows.assign(group="", column=rows["task"].map(task_name))
     note = "The paper takes M = 10. As many directions as queries, or more, are left out."
     title = "Appendix. Rank correlation of Figure 6 with M main directions of the queries"
-    return Section(title, _spreads(cells, 2, seeds), note)
+    return Section(title, _spreads(cells, 2, seeds, "under 3 pairs"), note)
 
 
 _SECTIONS: dict[str, Callable[[Parts, int], Section]] = {
@@ -372,20 +376,26 @@ def _frame(cells: Iterable[Cell]) -> pd.DataFrame:
     return pd.DataFrame(list(cells), columns=["group", "row", "column", "value"])
 
 
-def _spreads(cells: pd.DataFrame, decimals: int, seeds: int) -> TextTable:
-    """Mean ± standard deviation over seeds, in the order in which the cells appear."""
+def _spreads(
+    cells: pd.DataFrame, decimals: int, seeds: int, why: str = "not defined"
+) -> TextTable:
+    """Mean ± standard deviation over seeds, in the order in which the cells appear.
+
+    ``why`` says why there is no number where no seed has one.
+    """
     table: TextTable = {}
     keys = ["group", "row", "column"]
     for (group, row, column), values in cells.groupby(keys, sort=False)["value"]:
         texts = table.setdefault((str(group), str(row)), {})
-        texts[str(column)] = _spread(values.tolist(), decimals, seeds)
+        texts[str(column)] = _spread(values.tolist(), decimals, seeds) or f"none: {why}"
     return table
 
 
 def _spread(values: Sequence[float], decimals: int, seeds: int) -> str:
+    """The text of a number; empty if no seed has it."""
     known = [value for value in values if not isnan(value)]
     if not known:
-        return "  -"
+        return ""
     text = digits(fmean(known), decimals)
     text += f" ± {stdev(known):.{decimals}f}" if len(known) > 1 and isfinite(fmean(known)) else ""
     return text if len(known) == seeds else f"{text} ({len(known)}/{seeds})"

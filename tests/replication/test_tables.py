@@ -63,7 +63,7 @@ def test_tables_show_mean_and_standard_deviation_over_seeds() -> None:
     assert ["vanilla", "25.0"] in section(text, "Table 1")
 
 
-def test_undefined_values_are_dashes_and_defined_ones_are_counted() -> None:
+def test_undefined_values_have_their_reason_and_defined_ones_are_counted() -> None:
     def rho(task: str, *values: float) -> list[PaperNumber]:
         return [
             PaperNumber("Figure 6", "rank correlation", "rho", value, layer, task, seed)
@@ -76,8 +76,13 @@ def test_undefined_values_are_dashes_and_defined_ones_are_counted() -> None:
     assert "(1/3) where only 1 of them" in text
     printed = section(text, "Figure 6. Do the label words' keys tell")
     spread = f"{fmean([0.5, 0.25]):.2f} ± {stdev([0.5, 0.25]):.2f} (2/3)"
-    assert printed[1:4] == [["SST-2", "-"], ["TREC", spread], ["AGNews", "0.50 (1/3)"]]
+    assert printed[1:4] == [["SST-2", "none: under 3 pairs"], ["TREC", spread], ["AGNews", "0.50 (1/3)"]]
     assert "nan" not in text
+    undefined = {"AUCROC_l": "one class is predicted", "R_l": "AUCROC_l is not above 0.5"}
+    rows = [row for name in undefined for row in lines("Figure 5", name, "x", {1: [nan] * 3})]
+    text = al.replication.paper_tables(table(rows))
+    for why in undefined.values():
+        assert ["TREC", *[f"none: {why}"] * 2] in section(text, "Figure 5")
     text = al.replication.paper_tables(
         table(lines("Equation 6", "KL", "nats", {1: [inf], 2: [1.0]}))
     )
