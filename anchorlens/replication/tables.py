@@ -376,9 +376,7 @@ def _frame(cells: Iterable[Cell]) -> pd.DataFrame:
     return pd.DataFrame(list(cells), columns=["group", "row", "column", "value"])
 
 
-def _spreads(
-    cells: pd.DataFrame, decimals: int, seeds: int, why: str = "not defined"
-) -> TextTable:
+def _spreads(cells: pd.DataFrame, decimals: int, seeds: int, why: str = "not defined") -> TextTable:
     """Mean ± standard deviation over seeds, in the order in which the cells appear.
 
     ``why`` says why there is no number where no seed has one.

@@ -189,7 +189,7 @@ def write_report(
     has_prompts = any(chapter.prompts or chapter.answers for chapter in chapters)
     page = template("report.html").render(
         title=title,
-        subtitle=_subtitle(common, [name for name in by_task if name]),
+        subtitle=_subtitle({**given, **common}, [name for name in by_task if name]),
         style=static("page.css")
         + static("report.css")
         + (flow_page.style() if has_prompts else ""),
@@ -411,16 +411,25 @@ def _common_info(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _subtitle(common: Mapping[str, Any], tasks: Sequence[str]) -> str:
+def _subtitle(known: Mapping[str, Any], tasks: Sequence[str]) -> str:
     """Model, tasks and date."""
     today = date.today()
-    parts = [", ".join(tasks)] if tasks else []
-    return " · ".join([*_model(common), *parts, f"{today.day} {today:%B %Y}"])
+    named = tasks or _listed(known.get("tasks") or known.get("task"))
+    parts = [", ".join(named)] if named else []
+    return " · ".join([*_model(known), *parts, f"{today.day} {today:%B %Y}"])
 
 
-def _model(common: Mapping[str, Any]) -> list[str]:
-    """The name of the model, if all results are of one."""
-    return [Path(str(common["model"])).name] if "model" in common else []
+def _model(known: Mapping[str, Any]) -> list[str]:
+    """The name of the model, or the names of those that are compared."""
+    names = [Path(name).name for name in _listed(known.get("model"))]
+    return [", ".join(names)] if names else []
+
+
+def _listed(value: Any) -> list[str]:
+    """The texts of a list, or of what stands in place of one."""
+    if value is None:
+        return []
+    return [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _pairs(info: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -76,7 +76,11 @@ def test_undefined_values_have_their_reason_and_defined_ones_are_counted() -> No
     assert "(1/3) where only 1 of them" in text
     printed = section(text, "Figure 6. Do the label words' keys tell")
     spread = f"{fmean([0.5, 0.25]):.2f} ± {stdev([0.5, 0.25]):.2f} (2/3)"
-    assert printed[1:4] == [["SST-2", "none: under 3 pairs"], ["TREC", spread], ["AGNews", "0.50 (1/3)"]]
+    assert printed[1:4] == [
+        ["SST-2", "none: under 3 pairs"],
+        ["TREC", spread],
+        ["AGNews", "0.50 (1/3)"],
+    ]
     assert "nan" not in text
     undefined = {"AUCROC_l": "one class is predicted", "R_l": "AUCROC_l is not above 0.5"}
     rows = [row for name in undefined for row in lines("Figure 5", name, "x", {1: [nan] * 3})]
