@@ -17,7 +17,7 @@ from anchorlens.printable import printable
 from anchorlens.report.claims import Claim, Claims, Control, Verdict
 from anchorlens.results.estimate import Estimate
 from anchorlens.results.in_short import interval_in_short, values_in_short
-from anchorlens.results.text_tables import Section
+from anchorlens.results.text_tables import Section, aligned
 from anchorlens.runs.study import Study
 from tests.support.html_checks import Parsed
 from tests.support.public import public
@@ -362,3 +362,12 @@ def test_a_context_shows_the_segments_of_its_tokens(gpt2: Any) -> None:
         for number, name in enumerate(("other", "text", "label", "format", "query", "target"))
     }
     assert both.info["selected"] == {name: count for name, count in counted.items() if count}
+
+
+def test_a_long_cell_is_narrowed_before_a_column_goes_below_the_others() -> None:
+    reason = "no number: there is no rank correlation of three pairs"
+    table = {("", "a claim of the paper that is long"): {"this model": reason, "verdict": "x" * 14}}
+    lines = [*aligned(table)]
+    assert lines[0].split() == ["this", "model", "verdict"] and max(map(len, lines)) == 80
+    wider = {key: texts | {"more": "y" * 24} for key, texts in table.items()}
+    assert len([line for line in aligned(wider) if "long" in line]) == 2  # two blocks

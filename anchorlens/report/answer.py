@@ -64,11 +64,15 @@ def how_sure(records: Collection[Record], judged: Collection[Claim]) -> str:
     """How many claims agree, and for how many prompts after how many sets of demonstrations."""
     counts = Counter(claim.verdict for claim in judged)
     words = {
-        Verdict.AGREES: "agree",
-        Verdict.DOES_NOT_AGREE: "do not agree",
-        Verdict.CANNOT_TELL: "cannot be told",
+        Verdict.AGREES: ("agrees", "agree"),
+        Verdict.DOES_NOT_AGREE: ("does not agree", "do not agree"),
+        Verdict.CANNOT_TELL: ("cannot be told", "cannot be told"),
     }
-    parts = [f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]]
+    parts = [
+        f"{counts[verdict]} {word[counts[verdict] > 1]}"
+        for verdict, word in words.items()
+        if counts[verdict]
+    ]
     found = [f"Of {len(judged)} claims of the paper {', '.join(parts)}."] if judged else []
     infos = [record.info for record in records if "prompts" in record.info]
     found += [speaks_of(infos[0])] if infos else []

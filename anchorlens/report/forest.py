@@ -14,7 +14,7 @@ from ..results.estimate import Estimate
 from .claims import SIGNS, Claim
 
 Place = Callable[[float], float]  # from a number to its place along an axis
-WIDTH, TRACK, LEFT = 400, 190.0, 6.0
+WIDTH, TRACK, LEFT = 400, 150.0, 6.0
 LINE, TITLE, GAP = 15.0, 14.0, 22.0
 MOST = 62  # characters of a line
 HEADING = "The paper's claims, with 95\u00a0% intervals"

@@ -71,7 +71,11 @@ def listed(names: Sequence[str], most: int = 6) -> str:
         >>> from anchorlens.results.answer import listed
         >>> listed(["a", "b", "c"])
         'a, b and c'
+        >>> listed(["a, of 1", "b"])
+        'a, of 1; and b'
     """
     shown = [*names[:most], *([f"{len(names) - most} others"] if len(names) > most else [])]
     *first, last = shown
-    return f"{', '.join(first)} and {last}" if first else last
+    between = "; " if any("," in name for name in names) else ", "
+    last_two = "; and " if between == "; " else " and "
+    return f"{between.join(first)}{last_two}{last}" if first else last

@@ -10,6 +10,7 @@ from ..printable import printable
 TextTable = dict[tuple[str, str], dict[str, str]]  # (group, row): {column: text}
 WIDTH = 80  # characters of a line of a terminal
 _CELL = 38  # of a cell, whose longer text goes on in the next line
+_LEAST = 26  # of a cell that is narrowed: a number with its interval
 
 
 class Section(NamedTuple):
@@ -68,6 +69,7 @@ def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterat
     if first + sum(2 + of for of in widths.values()) > width:  # headings in several lines
         widths = {name: max([cells[name], *map(len, name.split())]) for name in columns}
         first = min(first, max(width - sum(2 + of for of in widths.values()), width // 3, 3))
+        _narrow_one(table, widths, first + sum(2 + of for of in widths.values()) - width)
     blocks: list[list[str]] = [[]]
     for name in columns:
         if blocks[-1] and first + sum(2 + widths[each] for each in [*blocks[-1], name]) > width:
@@ -83,6 +85,15 @@ def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterat
                 if key[0] == group:
                     texts = (table[key].get(column, "") for column in block)
                     yield from _row([name, *texts], of_block)
+
+
+def _narrow_one(table: TextTable, widths: dict[str, int], excess: int) -> None:
+    """Narrow the widest column of texts, if then all columns fit, and its words do not break."""
+    widest = max(widths, key=lambda name: widths[name], default="")
+    words = [word for texts in table.values() for word in texts.get(widest, "").split()]
+    least = max([_LEAST, *map(len, [*words, *widest.split()])])
+    if excess > 0 and widths[widest] - excess >= least:
+        widths[widest] -= excess
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:

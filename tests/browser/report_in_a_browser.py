@@ -13,6 +13,9 @@ import pytest
 import torch
 
 import anchorlens as al
+from anchorlens.report.claims import Claim, Control, Verdict
+from anchorlens.report.forest import forest
+from anchorlens.results.estimate import Estimate
 from tests.support.chromium import Visit, serious_violations
 from tests.support.screens import PHONE, WIDE
 from tests.support.tiny_models import questions, tiny_gpt2
@@ -51,6 +54,17 @@ def test_all_figures_are_drawn_without_errors_and_requests(
         assert width <= screen[0]["width"], "the page is wider than the screen"
         assert page.locator(".modebar").count() == 0  # it would lie over the legend
 
+
+# The texts of a picture in place of another that are not, or only in part, in it.
+OUTSIDE = """(old, text) => {
+  const holder = old.parentElement;
+  old.outerHTML = text;
+  const picture = holder.querySelector("svg.forest");
+  const right = picture.getBoundingClientRect().right;
+  return [...picture.querySelectorAll("text")].filter(
+    (each) => each.getBoundingClientRect().right > right
+  ).map((each) => each.textContent);
+}"""
 
 # The texts that are not, or only in part, in the picture of a file.
 OUTSIDE_OF_FILE = """text => {
@@ -199,6 +213,19 @@ def test_the_answer_the_picture_and_the_claims_are_on_the_first_screen(
         else:
             assert tops == sorted(tops) and tops[0] < WIDE["height"] / 2
             assert not page.locator(".contents").evaluate("e => e.open")
+
+
+def test_the_longest_number_and_verdict_of_a_claim_fit_beside_it(
+    report: Path, browser: Any, screen: Any
+) -> None:
+    lost = Claim(
+        "A claim.", "a number", Estimate(-0.56, -0.71, -0.42), 0.0, "", "",
+        Verdict.DOES_NOT_AGREE, "", [Control("random weights", draws=[0.99, 12.34])],
+    )  # fmt: skip
+    open = replace(lost, estimate=Estimate(12.56, 1.09, 114.22), verdict=Verdict.CANNOT_TELL)
+    with Visit(browser, report, *screen) as page:
+        outside = page.locator(".forest").first.evaluate(OUTSIDE, str(forest([lost, open])))
+        assert outside == []
 
 
 def test_numbers_are_sorted_and_downloaded(report: Path, browser: Any) -> None:
