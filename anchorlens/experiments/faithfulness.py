@@ -135,7 +135,8 @@ class FaithfulnessRecord(Record):
         if above:
             told.append(f"more than random scores: {listed([texts[k] for k in above])}")
         if rest:
-            told.append(f"not clearly more: {listed([texts[k] for k in rest])}")
+            less = "not clearly more" if above else "none is clearly above random scores"
+            told.append(f"{less}: {listed([texts[k] for k in rest])}")
         sentence = f"By {what}, {'; '.join(told)}. Random scores have {random}"
         number = scores[order[0]]
         return Answer(asked, f"{sentence}, the best possible ones {best}.", limits, number)

@@ -1,5 +1,6 @@
 """What a command or a page says before all numbers."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
@@ -73,9 +74,11 @@ def listed(names: Sequence[str], most: int = 6) -> str:
         'a, b and c'
         >>> listed(["a, of 1", "b"])
         'a, of 1; and b'
+        >>> listed(["a [0, 1]", "b"])
+        'a [0, 1] and b'
     """
     shown = [*names[:most], *([f"{len(names) - most} others"] if len(names) > most else [])]
     *first, last = shown
-    between = "; " if any("," in name for name in names) else ", "
-    last_two = "; and " if between == "; " else " and "
-    return f"{between.join(first)}{last_two}{last}" if first else last
+    has_commas = any("," in re.sub(r"\[.*?\]|\(.*?\)", "", name) for name in names)
+    between, before_last = ("; ", "; and ") if has_commas else (", ", " and ")
+    return f"{between.join(first)}{before_last}{last}" if first else last
