@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import anchorlens as al
+from anchorlens.experiments.faithfulness import FaithfulnessRecord
 from anchorlens.replication.paper_answer import paper_answer
 from anchorlens.report.answer import answer_of
 from anchorlens.report.claims import LIMITS, NEEDED
@@ -119,6 +120,29 @@ def test_across_models_the_answer_names_the_models_that_do_the_task() -> None:
     record.number[2:] = torch.nan
     cells = [record.table().iloc[k, 1] for k in (2, 3)]
     assert cells == ["? no number: why", "? no number: the model failed"]
+
+
+def test_faithfulness_names_the_scores_that_are_above_random_ones() -> None:
+    def told(*values: float, low: float) -> str:
+        lds = torch.tensor([*values, 0.1, 0.9])
+        fields = {name: lds for name in ("lds", "lds_gap", "drop", "drop_gap")}
+        of_prompts = {"lds_of_prompts": lds[None], "drop_of_prompts": lds[None]}
+        record = FaithfulnessRecord(
+            **fields,
+            **of_prompts,
+            log_prob=torch.zeros(1),
+            info={"scores": ["a", "b", "random", "best possible"], "prompts": 1},
+            intervals={"lds": torch.stack([lds - low, lds + low])},
+        )
+        return record.answer("").sentence
+
+    assert "(LDS), more than random scores: b 0.80 [0.75, 0.85]; not clearly more: a 0.12 [" in (
+        told(0.12, 0.8, low=0.05)
+    )
+    assert (
+        "(LDS), none is clearly above random scores: b 0.80 [0.40, 1.20] and a 0.12 [-0.28, 0.52]. "
+        "Random scores have 0.10"
+    ) in told(0.12, 0.8, low=0.4)
 
 
 def test_a_report_begins_with_the_answer_that_is_given_or_that_of_a_record(
