@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .errors import HookError, PromptError
-from .models.batch_hooks import DetachedHeads, EdgeHook, TargetHook
+from .models.batch_hooks import DetachedHeads, EdgeHook, TargetHook, WholeHook
 from .models.facts import require_prepared
 from .models.head_outputs import require_separate_heads, separate_heads
 from .models.hooked import (
@@ -33,7 +33,7 @@ from .models.hooked import (
 from .prompts import edges as edge_sets
 from .prompts.batch import PromptBatch, check_inside
 from .prompts.edge_set import Edges, EdgeSet, EdgesOfBatch, check_edges
-from .system.arguments import checked
+from .system.arguments import called, checked
 from .system.devices import beside, sent
 from .system.texts import described
 from .system.warn import warn_user
@@ -278,10 +278,13 @@ def replace_heads(
     batch: PromptBatch,
     outputs: Float[Tensor, "layer head d_head"],
     site: SiteOrLayers = EVERYWHERE,
+    *,
+    positions: edge_sets.Positions | edge_sets.PositionsOfBatch = edge_sets.target,
 ) -> list[Hook]:
-    """Hooks that replace what heads give out at the target, before the output projection.
+    """Hooks that replace what heads give out, before the output projection.
 
-    Gradients flow into ``outputs``.
+    By default they are replaced at the target alone, and act at earlier tokens as before. Gradients
+    flow into ``outputs``.
 
     Args:
         model: The hooked model to which the hooks will be added.
@@ -291,13 +294,15 @@ def replace_heads(
             several widths (Gemma 4), zeros follow the numbers of narrow heads.
         site: Layers, or an ``al.Site`` with heads, such as ``al.Site.of_heads([(0, 1), (2, 0)])``;
             all layers and heads by default.
+        positions: Where they are replaced, True and False [prompt, position] or a function of the
+            batch, such as ``lambda batch: batch.attention_mask``; the target by default.
 
     Returns:
         Hooks for ``run_with_hooks``, one for each layer that has such a head.
 
     Raises:
-        HookError: A layer or head does not exist, ``outputs`` do not fit, or the site has
-            ``keep_bos`` or ``renormalize=False``, which say how edges are cut.
+        HookError: A layer or head does not exist, ``outputs`` or ``positions`` do not fit, or the
+            site has ``keep_bos`` or ``renormalize=False``, which say how edges are cut.
         PromptError: The prompts do not fit the model.
         ModelError: As for ``detach_heads``, or the value biases of the model are folded: its heads
             give out other numbers then.
@@ -321,7 +326,10 @@ def replace_heads(
     numbers = where.layers_of(model)
     heads = {layer: where.heads_of(model, layer) for layer in numbers}
     require_separate_heads(model, numbers)
-    rows = torch.arange(len(batch), device=batch.tokens.device)[:, None]
+    rows, columns = where_written(batch, positions)
+    if not len(rows):
+        raise HookError("positions are False in all tokens of these prompts: nothing is replaced")
+    at_target = torch.equal(columns, batch.target_rows)
 
     def hook_of(layer: int) -> Hook:
         chosen = heads[layer]
@@ -334,13 +342,35 @@ def replace_heads(
                     f"each head of layer {layer} gives out {width} numbers; got "
                     f"{outputs.shape[-1]} in outputs, of which only zeros may be too many"
                 )
-            row, target = beside(z, rows, batch.target_rows[:, None])
-            by_head[row, target, chosen] = given[:, :width].to(by_head)
+            row, column = beside(z, rows[:, None], columns[:, None])
+            by_head[row, column, chosen] = given[:, :width].to(by_head)
             return by_head.reshape(z.shape)
 
-        return z_name(layer), TargetHook(replace_outputs, batch.tokens)
+        kind = TargetHook if at_target else WholeHook
+        return z_name(layer), kind(replace_outputs, batch.tokens)
 
     return [hook_of(layer) for layer in numbers]
+
+
+def where_written(
+    batch: PromptBatch, positions: edge_sets.Positions | edge_sets.PositionsOfBatch
+) -> tuple[Int[Tensor, " chosen"], Int[Tensor, " chosen"]]:
+    """The prompt of each position, and its place among the tokens that are run."""
+    given = called("positions", positions, "the batch", batch) if callable(positions) else positions
+    is_mask = isinstance(given, Tensor) and given.dtype == torch.bool
+    if not is_mask or given.shape != batch.tokens.shape:
+        raise HookError(
+            "positions must be True and False of the shape (prompt, position) = "
+            f"{tuple(batch.tokens.shape)}, or a function of the batch to it, such as "
+            f"al.edges.target; got {described(given)}"
+        )
+    rows, columns = (given & batch.attention_mask).nonzero(as_tuple=True)
+    if (columns < batch.first_query).any():
+        raise HookError(
+            f"positions before {batch.first_query}, from which on these prompts are run, cannot be "
+            "changed; give whole prompts (batch.whole())"
+        )
+    return rows, columns - batch.first_query
 
 
 @checked

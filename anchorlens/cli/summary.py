@@ -86,14 +86,21 @@ def with_ends(record: Record) -> Values:
     for name, axes in record.axes().items():
         entries = record.axis_names(axes[0]) if len(axes) == 1 else None
         if not axes:
-            numbers[name] = values_of(record.estimate(name))
+            numbers[name] = _value_of(record, name)
         elif entries:
             numbers[name] = {
-                str(entry): values_of(record.estimate(name, k)) for k, entry in enumerate(entries)
+                str(entry): _value_of(record, name, k) for k, entry in enumerate(entries)
             }
         elif axes[0] == "draw":
             numbers[name] = getattr(record, name).tolist()
     return numbers
+
+
+def _value_of(record: Record, name: str, *entry: int) -> Values:
+    """A number and its interval; what is counted is so of these prompts alone, and has none."""
+    estimate = record.estimate(name, *entry)
+    is_counted = not getattr(record, name).is_floating_point()
+    return values_of(Estimate(estimate.value) if is_counted else estimate)
 
 
 def values_of_answer(answer: Answer) -> Values:

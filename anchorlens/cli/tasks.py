@@ -37,6 +37,7 @@ class ChosenTask(NamedTuple):
         given: What named it.
         is_proposed: Whether they were found in the data, so that label words may change.
         columns: Which columns were taken then, and which others may be meant.
+        is_unsure: Whether another column may as well hold the classes.
         processor: The processor of the images of the examples; None if they have none.
     """
 
@@ -47,6 +48,7 @@ class ChosenTask(NamedTuple):
     given: str
     is_proposed: bool = False
     columns: str = ""
+    is_unsure: bool = False
     processor: Any = None
 
     def source(self, out: Path) -> str:
@@ -180,6 +182,7 @@ def _proposed(data: Path, options: OfTask, shots: int) -> ChosenTask:
         str(data),
         True,
         in_words_of_the_command(str(layout), ["--text-column", "--label-column"]),
+        layout.is_unsure,
     )
 
 

@@ -29,7 +29,7 @@ from ..prompts.build import build_prompts, build_segments
 from ..prompts.demonstration_sets import Draw, draws_of
 from ..prompts.documents import ANSWER, QUESTION, Pieces
 from ..prompts.examples import Example
-from ..prompts.own_data import in_toml, label_words, words_that_say_nothing
+from ..prompts.own_data import in_toml, label_words, repetitions, words_that_say_nothing
 from ..prompts.sampled import prompts_of_draws
 from ..replication.figures import paper_figures
 from ..replication.models_compared import across_models
@@ -530,16 +530,23 @@ def _settled(
     final = [each.for_tokenizer(loaded.tokenizer) for each in chosen]
     for each in final:
         if each.is_proposed:
-            path = each.source(options.out)
+            path, columns = (
+                each.source(options.out),
+                f"{each.columns[:1].upper()}{each.columns[1:]}",
+            )
             each.store(Path(path), options.fresh)
             output.note(
                 f"{options.data}: {len(each.examples.pool)} rows, understood as\n"
                 + indent(in_toml(each.entries), "  ")
                 + label_words(each.entries)
-                + f"{each.columns[:1].upper()}{each.columns[1:]}.\n"
+                + f"{columns}.\n" * (not each.is_unsure)
                 + f"This is {path}; change it there, and run\n"
                 + f"  {each.command(command, settled, options.out)}"
             )
+            if each.is_unsure:
+                warn_user(f"{columns}; give the one that is meant")
+            if twice := repetitions(each.examples.pool):
+                warn_user(f"{options.data}: {twice}")
             if empty := words_that_say_nothing(each.entries):
                 named = ", ".join(map(repr, empty[:5])) + ", ..." * (len(empty) > 5)
                 warn_user(
@@ -572,7 +579,12 @@ def _report(results: dict[str, Any], out: Path, settings: Mapping[str, Any], **p
     """Save the settings and write the report in the main process; return its path."""
     saved, path = _save_settings(settings, out), out / "report.html"
     if is_main():
-        given = {name: value for name, value in saved.items() if value not in (None, [], ())}
+        # Random weights that are not asked for are drawn of small models, as records say.
+        given = {
+            name: value
+            for name, value in saved.items()
+            if value is not False and value not in (None, [], ())
+        }
         command = shlex.join(["anchorlens", *sys.argv[1:]])
         write_report(results, path, settings=given, command=command, **page)
     return path.resolve()

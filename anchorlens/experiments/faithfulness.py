@@ -115,6 +115,8 @@ class FaithfulnessRecord(Record):
         By LDS, or by drop where no prompt has an LDS. Only intervals that do not meet count.
         """
         limits = f"{speaks_of(self.info)} It is about this way of removing segments."
+        if left_out := self.info.get("left_out"):
+            limits = f"Some prompts are left out: {left_out}. {limits}"
         asked = "Which scores say what the answer loses without a segment?"
         field = "drop" if self.lds.isnan().all() else "lds"
         what = {"lds": "rank correlation with what removals do (LDS)", "drop": "drop in nats"}[

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..contexts.protocol import NoContext
 from ..contexts.training import query_digests
 from ..errors import HookError, PromptError
+from ..hooks import where_written
 from ..metrics.accuracy import Accuracy
 from ..metrics.predictions import predicted_class, require_gold
 from ..models.batch_hooks import TargetHook
@@ -284,13 +285,7 @@ def write_states(
     layer: int,
 ) -> list[Hook]:
     """Hooks that write the vectors of a layer at checked positions of each prompt."""
-    rows, columns = positions.nonzero(as_tuple=True)
-    columns = columns - batch.first_query
-    if (columns < 0).any():
-        raise HookError(
-            f"vectors are to be written before position {batch.first_query}, from which on these "
-            "prompts are run; give whole prompts (batch.whole())"
-        )
+    rows, columns = where_written(batch, positions)
 
     def write(resid: Tensor, hook: Any) -> Tensor:
         row, column = beside(resid, rows, columns)

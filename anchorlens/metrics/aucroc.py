@@ -127,8 +127,8 @@ class AttentionAUCROCRecord(Record):
     caption: ClassVar[str] = (
         "AUCROC_l: how well the target's attention to the label words in layer l tells the "
         "predicted label; 0.5 is chance. In the paper about 0.8 in deep layers. R_l: the part "
-        "that the layers up to l have in the sum of AUCROC_l - 0.5 over all layers; there is "
-        "none where the sum is not above 0."
+        "that the layers up to l have in the sum of AUCROC_l - 0.5 over all layers, above 1 where "
+        "later layers are below 0.5; there is none where the sum is not above 0."
     )
 
     def plot(self) -> go.Figure:

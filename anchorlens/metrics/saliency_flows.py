@@ -59,7 +59,9 @@ def _deep(by_layer: Float[Tensor, "layer *axes"]) -> Float[Tensor, "_ *axes"]:
 
 
 def _parts(flows: Float[Tensor, "layer flow"]) -> Float[Tensor, "layer flow"]:
-    return flows / flows.sum(-1, keepdim=True)
+    """Parts of a sum; NaN where a number is below 0, of which the others are no parts."""
+    are_parts = (flows >= 0).all(-1, keepdim=True)
+    return torch.where(are_parts, flows / flows.sum(-1, keepdim=True), torch.nan)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,7 +75,8 @@ class SaliencyFlowsRecord(Record):
             where no prompt has such an edge.
         share: Each flow's part of the layer's sum of flows, from 0 to 1; shares of a layer sum to 1
             (the paper's Figure 3). As flows are means, it is no part of the whole saliency. Mean
-            over the sets of demonstrations in which no flow is NaN.
+            over the sets of demonstrations in which no flow is NaN. NaN in layers where a flow is
+            below 0, as those of a signed weight may be.
         tq: Mean saliency of the edges from the target to anything but label words, S_tq.
         pq_over_tq: S_pq / S_tq, from 0 up. About 1 means that label words are read no more
             than other words (as in a model of random weights, whatever its share of S_pq).

@@ -70,7 +70,7 @@ class WholeHook(BatchHook):
     """
 
     act: HookFunction
-    tokens = None
+    tokens: Int[Tensor, "batch position"] | None = None
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         return self.act(tensor, hook)

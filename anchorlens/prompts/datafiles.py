@@ -88,6 +88,8 @@ def _json(data: bytes, path: Path) -> Columns:
     text = _text(data, path)
     if text.lstrip().startswith("["):
         rows = _parsed(text, path, 1)
+    elif text.lstrip().partition("\n")[0].strip() == "{":  # one object, over several lines
+        rows = [_parsed(text, path, 1)]
     else:
         lines = enumerate(StringIO(text, newline=None), start=1)
         rows = [_parsed(line.strip(), path, number) for number, line in lines if line.strip()]
@@ -95,7 +97,7 @@ def _json(data: bytes, path: Path) -> Columns:
         if not isinstance(row, dict):
             raise DataError(
                 f"row {number} of {path} is not a json object; expected {_EXAMPLE}; "
-                f"got {_short(row)}"
+                f"got {shortened(row)}"
             )
     return columns_of(rows)
 
@@ -111,7 +113,7 @@ def _parsed(text: str, path: Path, first_line: int) -> Any:
         number, reason, line = first_line, str(error), text
     raise DataError(
         f"line {number} of {path} cannot be read as json: {reason}; expected {_EXAMPLE}, one on "
-        f"each line or in an array; got {_short(line)}"
+        f"each line or in an array; got {shortened(line)}"
     )
 
 
@@ -229,9 +231,17 @@ def nested_fields(columns: Columns, source: str | Path) -> str:
         )
         for name, cells in columns.items()
     }
+    path, flat = Path(source), str(Path(source).with_suffix("")) + "-flat"
+    wrapped = [name for name, cells in columns.items() if len(cells) == 1 and _has_rows(cells[0])]
+    if wrapped and READERS.get(path.suffix.lower()) is _json:
+        read = f"json.loads(pathlib.Path({str(path)!r}).read_text('utf-8-sig'))[{wrapped[0]!r}]"
+        return (
+            f". The file is one object, whose rows are in {wrapped[0]!r}. This line of Python "
+            f"makes a file of them: import json, pandas, pathlib; pandas.json_normalize({read})"
+            f".to_json({flat + '.jsonl'!r}, orient='records', lines=True)"
+        )
     if not any(nested.values()):
         return ""
-    path, flat = Path(source), str(Path(source).with_suffix("")) + "-flat"
     read, write = "", ""
     if READERS.get(path.suffix.lower()) is _json:
         text = f"pathlib.Path({str(path)!r}).read_text('utf-8-sig')"
@@ -252,7 +262,12 @@ def nested_fields(columns: Columns, source: str | Path) -> str:
     )
 
 
-def _short(value: Any) -> str:
+def _has_rows(cell: Any) -> bool:
+    return isinstance(cell, list) and any(isinstance(row, dict) for row in cell)
+
+
+def shortened(value: Any) -> str:
+    """A value of a user's file as it is written in Python, or its beginning."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from ..errors import DataError, PromptError
 from ..printable import printable
 from .chat import ChatTask
-from .datafiles import classes_in, nested_fields, read_columns
+from .datafiles import classes_in, nested_fields, read_columns, shortened
+from .examples import Example
 from .tasks import Task
 
 _MOST_CLASSES = 100
@@ -48,6 +49,7 @@ class Layout(NamedTuple):
         without_text: The numbers of the rows without a text, from 1.
         without_class: The numbers of the rows without a class, from 1.
         whole: The columns in which no row is empty.
+        is_unsure: Whether nothing but its place tells the column of the classes from another.
     """
 
     text: str
@@ -58,6 +60,7 @@ class Layout(NamedTuple):
     without_text: list[int]
     without_class: list[int]
     whole: set[str]
+    is_unsure: bool
 
     def __str__(self) -> str:
         """Which columns were taken, and which others may be meant."""
@@ -88,11 +91,12 @@ def layout_of(
     if unfit := [value for value in columns.get(label or "", ()) if not _may_be_class(value)]:
         problems.append(
             f"the column {label!r} has values that are no texts and no whole numbers, such as "
-            f"{unfit[0]!r}"
+            f"{shortened(unfit[0])}"
         )
     # The classes are often the last column.
     of_classes = [name for name in [*columns][::-1] if name != text and _has_classes(columns[name])]
     of_classes.sort(key=lambda name: _order_of_classes(name, columns[name]))
+    is_given = label is not None
     label = label or next(iter(of_classes), None)
     of_texts = [name for name in columns if name != label and _letters(columns[name])]
     of_texts.sort(key=lambda name: _order_of_texts(name, columns[name]))
@@ -111,16 +115,20 @@ def layout_of(
             f"{nested_fields(columns, path)}"
         )
     values = classes_in(columns, label, path)
+    others = [name for name in of_classes if name not in (text, label)]
     counts = sorted(_counts(values).items(), key=lambda each: (isinstance(each[0], str), each[0]))
     return Layout(
         text,
         label,
         [name for name in of_texts if name not in (text, label)],
-        [name for name in of_classes if name not in (text, label)],
+        others,
         dict(counts),
         [number for number, words in enumerate(columns[text], start=1) if not _is_text(words)],
         [number for number, value in enumerate(values, start=1) if _value(value) is None],
         {name for name, cells in columns.items() if not _gaps(cells)},
+        not is_given
+        and _rank(label, _CLASSES) == len(_CLASSES)
+        and any(_letters(columns[name]) for name in others),
     )
 
 
@@ -250,6 +258,21 @@ def words_that_say_nothing(entries: Mapping[str, Any]) -> list[str]:
         if _says_nothing(first := word.split()[0])
         and first.lower() != _spelled(str(value), is_chat=True).lower()
     ]
+
+
+def repetitions(examples: Sequence[Example]) -> str:
+    """How many rows repeat a text, and how many texts have several classes; "" if none does."""
+    classes: dict[str, set[Any]] = {}
+    for each in examples:
+        classes.setdefault(each.text, set()).add(each.label)
+    rows, mixed = len(examples) - len(classes), sum(len(each) > 1 for each in classes.values())
+    if not rows:
+        return ""
+    several = f"{mixed} texts have several classes, of which one answer is right at most; "
+    return (
+        f"{rows} rows repeat the text of another row; {several * bool(mixed)}intervals take all "
+        "rows as independent, so that they are too narrow: leave repeated rows out"
+    )
 
 
 def _says_nothing(word: str) -> bool:

@@ -78,6 +78,8 @@ def _scale(claim: Claim) -> Place:
     numbers = [claim.limit, *(draw for control in claim.controls for draw in control.draws)]
     numbers += [end for each in estimates for end in (each.value, each.low, each.high)]
     is_ratio = claim.limit >= 1
+    if not claim.estimate.has_interval and not is_ratio:  # a correlation: its ends say what is far
+        numbers += [-1.0, 1.0]
     known = [n for n in numbers if isfinite(n) and (n > 0 or not is_ratio)]
 
     def along(number: float) -> float:

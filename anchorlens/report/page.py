@@ -1,5 +1,6 @@
 """Writes results into one HTML page that opens offline: the answer first, then every number."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ _NAMES = {
     "anchor_distances": "distances and confusions",
     "drawn": "intervals draw",
     "units": "how many of these",
-    "random_weights": "random weights of a large model",  # those of a small one are always drawn
+    "skipped_layers": "first layers that are not run again",
 }
 # Digests of queries, which tell processes what a training used, and what tables and figures show.
 _NOT_SHOWN = ("queries_in_training", "of_sets", RANDOM_MODELS, "claims", "reasons", "missing")
@@ -452,8 +453,10 @@ def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
-    return str(value)
+        return ", ".join(map(_plain, value))
+    text = str(value)
+    # Spaces at its ends and line breaks are a part of a template or of a label word.
+    return json.dumps(text, ensure_ascii=False) if text != " ".join(text.split()) else text
 
 
 def _words(name: str) -> str:

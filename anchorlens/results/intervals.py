@@ -21,14 +21,25 @@ OfSets = Callable[
 ]
 
 
+FEWEST = 3  # units of which percentiles are taken
+
+
 def percentiles(
     resampled: Float[Tensor, "resample *axes"], population: Population
 ) -> Float[Tensor, "end *axes"]:
-    """Expanded percentiles; NaN for a single unit, whose resamples are all the same."""
-    if population.units < 2 or not resampled.numel():
-        return torch.full_like(resampled[:1], torch.nan).expand(2, *resampled.shape[1:])
-    tails = torch.tensor([population.tail, 1 - population.tail], dtype=torch.double, device="cpu")
-    return resampled.nanquantile(tails, dim=0)
+    """Expanded percentiles; NaN of one or two units that tell a number, which bound nothing."""
+    none = torch.full_like(resampled[:1], torch.nan).expand(2, *resampled.shape[1:])
+    if population.units < FEWEST or not resampled.numel():
+        return none
+    told = torch.as_tensor(population.units * population.known, dtype=torch.double)
+    bounds = none.clone()
+    for count in told.unique().tolist():
+        if count >= FEWEST:
+            tail = population.tail(count / population.units)
+            tails = torch.tensor([tail, 1 - tail], dtype=torch.double, device="cpu")
+            found = resampled.nanquantile(tails, dim=0)
+            bounds = torch.where(told == count, found, bounds)
+    return bounds
 
 
 def of_share(

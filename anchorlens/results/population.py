@@ -52,8 +52,7 @@ class Population:
     @property
     def freedom(self) -> float:
         """Degrees of freedom of the variance of a mean over the strata (Welch, Satterthwaite)."""
-        sizes = self._sizes()
-        return float((1 / sizes).sum() ** 2 / (1 / (sizes**2 * (sizes - 1))).sum())
+        return _freedom(self._sizes())
 
     @property
     def of_variance(self) -> float:
@@ -66,18 +65,21 @@ class Population:
     @property
     def inflation(self) -> float:
         """Factor by which the variance of resamples is too small: n / (n - 1) for one stratum."""
-        sizes = self._sizes()
-        return float((1 / sizes).sum() / ((sizes - 1) / sizes**2).sum())
+        return _inflation(self._sizes())
 
-    @property
-    def tail(self) -> float:
+    def tail(self, known: float = 1.0) -> float:
         """The share of resamples below a 95 % interval, which is also the share above it.
 
         Plain percentiles give too narrow intervals, because the variance of resamples is too small
         and only estimated. The expanded percentile interval (Hesterberg 2015) corrects both: it
-        uses the quantiles at which a normal distribution is cut at sqrt(n / (n - 1)) * t.
+        uses the quantiles at which a normal distribution is cut at sqrt(n / (n - 1)) * t. Where
+        only a share of the units is ``known``, n is their number.
         """
-        return float(ndtr(-sqrt(self.inflation) * stdtrit(self.freedom, 0.975)))
+        sizes = self._sizes() * known
+        if bool((sizes <= 1).any()):  # of some set, so that all resamples are within the interval
+            return 0.0
+        factor = sqrt(_inflation(sizes)) * stdtrit(_freedom(sizes), 0.975)
+        return float(ndtr(-factor))
 
     def _sizes(self) -> Float[Tensor, " stratum"]:
         return torch.tensor([len(units) for units in self.strata], dtype=torch.double, device="cpu")
@@ -90,6 +92,14 @@ class Population:
         ]
         counts = torch.bincount(torch.cat(drawn), minlength=self.units)[self.unit]
         return torch.arange(len(self.unit), device="cpu").repeat_interleave(counts)
+
+
+def _freedom(sizes: Float[Tensor, " stratum"]) -> float:
+    return float((1 / sizes).sum() ** 2 / (1 / (sizes**2 * (sizes - 1))).sum())
+
+
+def _inflation(sizes: Float[Tensor, " stratum"]) -> float:
+    return float((1 / sizes).sum() / ((sizes - 1) / sizes**2).sum())
 
 
 def population_of(sets: Int[Tensor, " prompt"]) -> Population:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import warnings
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -334,6 +335,33 @@ def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
         assert call(monkeypatch, "run", *given) == 0
     printed = capsys.readouterr().err
     assert "2 of 2 classes have a label word" in printed and "same same  ' B'" in printed
+
+
+@pytest.mark.filterwarnings("ignore:no result for", "ignore:in . of . sets", "ignore:intervals of")
+@pytest.mark.filterwarnings("ignore:the label words")
+def test_the_command_warns_of_repeated_texts_and_of_other_columns_that_may_be_meant(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(
+        work, "analysed", lambda *_: Page({}, Summary(Answer("?", ""), (), {}, False, False))
+    )
+    monkeypatch.chdir(tmp_path)
+    table = frame(["a", "b"])
+    table = pd.concat([table, table[:3].assign(topic="b")]).rename(columns={"topic": "queue"})
+    table["agent"] = [["p", "q"][(k + k // 16) % 2] for k in range(len(table))]
+    commas(table, Path("a.csv"))
+    given = ["a.csv", "--model", str(shallow_folder), "--queries", "4", "--quiet"]
+    with pytest.warns(UserWarning) as caught:
+        assert call(monkeypatch, "run", *given) == 0
+    texts = " ".join(str(each.message) for each in caught)
+    assert "classes from the column agent (--label-column names another: queue" in texts
+    assert "a.csv: 3 rows repeat the text of another row; " in texts
+    assert "3 texts have several classes" in texts
+    capsys.readouterr()
+    with warnings.catch_warnings():  # nothing is unsure where the column is named
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "a.csv: 3 rows|the label words")
+        assert call(monkeypatch, "run", *given, "--label-column", "queue", "--fresh") == 0
 
 
 def test_a_task_file_that_was_changed_is_not_written_over(

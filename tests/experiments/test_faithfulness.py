@@ -195,6 +195,7 @@ def test_intervals_are_paired_and_prompts_that_say_nothing_are_left_out(
     assert has_number[:, :2].sum() == 2 * 19 and has_number[:, 2].sum() == 18
     assert not has_number[7].any() and not has_number[3, 2]
     assert "4 of 24 prompts" in record.info["left_out"]
+    assert record.answer("").limits.startswith("Some prompts are left out: the model does not give")
     assert record.info["reasons"] == {
         "known": "it is NaN in 1 of 24 prompts",
         "LDS": "no segment changes the answer of 1 of 24 prompts",

@@ -203,6 +203,45 @@ def test_outputs_of_another_width_are_refused(gpt2: Any) -> None:
     assert changed[0, -1].all() and float(changed.sum()) == 24 and not z.any()
 
 
+def test_heads_are_replaced_at_any_positions(gpt2: Any) -> None:
+    """By a hook of one's own; in a run prompts that share tokens are then run whole."""
+    batches = al.sample_prompts(gpt2, "questions", queries=4, batch_size=2)
+    zeros, site = torch.zeros(3, 2, 12), al.Site(1, heads=[1])
+
+    def everywhere(batch: al.PromptBatch) -> Any:
+        return batch.attention_mask
+
+    def by_hand(z: torch.Tensor, hook: Any) -> torch.Tensor:
+        return z.index_fill(2, torch.tensor([1]), 0.0)
+
+    def hooks(batch: al.PromptBatch, where: Any = everywhere) -> list[Any]:
+        return al.replace_heads(gpt2, batch, zeros, site, positions=where)
+
+    logits = al.target_logits(gpt2, batches, hooks=hooks, progress=False)
+    plain = al.target_logits(
+        gpt2, batches, hooks=lambda batch: [("blocks.1.attn.hook_z", by_hand)], progress=False
+    )
+    torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)  # which run on the bridge
+    at_target = al.target_logits(
+        gpt2, batches, hooks=lambda batch: hooks(batch, al.edges.target(batch)), progress=False
+    )
+    default = al.target_logits(
+        gpt2,
+        batches,
+        hooks=lambda batch: al.replace_heads(gpt2, batch, zeros, site),
+        progress=False,
+    )
+    assert torch.equal(at_target, default) and (default - plain).abs().max() > 1e-4
+    [(_, hook)] = hooks(batches[0])
+    assert not hook.is_for(batches[1])
+    for where, message in (
+        (torch.ones(1, 2), r"positions must be True and False of the shape \(prompt, position\)"),
+        (lambda batch: al.edges.target(batch) & False, "positions are False in all tokens"),
+    ):
+        with pytest.raises(HookError, match=message), does_not_run(gpt2):
+            hooks(batches[0], where)
+
+
 def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
     of_mean, shuffled = prompts(gpt2, slice(3)), prompts(gpt2, slice(3, 6), MIXED)
     texts = al.build_prompts(gpt2.tokenizer, TASK, al.sample_demonstrations(EXAMPLES), ["Who?"])

@@ -141,6 +141,14 @@ def in_long_queries(batch: al.PromptBatch) -> Tensor:
     return edges.between(query, query)
 
 
+def test_flows_below_0_have_no_shares(gpt2: Any) -> None:
+    asked = al.SaliencyFlows(weight=al.weights.signed)
+    record = al.run(gpt2, questions(gpt2, 10), [asked], resamples=5, progress=False)[asked.name]
+    is_below = (record.flows < 0).any(-1)
+    assert is_below.any() and torch.equal(record.share.isnan().any(-1), is_below)
+    assert record.plot().data
+
+
 @pytest.mark.parametrize("seeds", [[0], [0, 7]], ids=["one set", "two sets"])
 def test_prompts_without_an_edge_are_left_out_of_its_flow(gpt2: Any, seeds: list[int]) -> None:
     """Against plain transformers: the mean over the prompts with such edges, in each set."""

@@ -154,7 +154,7 @@ def test_vectors_of_other_models_and_positions_are_refused(gpt2: Any, llama: Any
         gpt2, prompts(gpt2, READ), tested, into=tested, positions=al.edges.anchors, **QUIET
     )
     after = tested[0].after(int(tested[0].label_ends.min()) + 1)
-    with pytest.raises(HookError, match=f"before position {after.first_query}, from which on"):
+    with pytest.raises(HookError, match=f"positions before {after.first_query}, from which on"):
         at_words.hooks(gpt2, after, 0, al.edges.anchors)
 
 

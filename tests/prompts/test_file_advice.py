@@ -221,6 +221,17 @@ def test_fields_inside_a_field_are_named_and_the_advice_helps(
     assert "fields inside" not in str(error.value)
 
 
+def test_a_file_that_is_one_object_names_the_line_that_takes_its_rows(tmp_path: Path) -> None:
+    rows = [{"text": f"text {k}", "label": k % 2} for k in range(4)]
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps({"version": 1, "data": rows}, indent=1))
+    with raises(match="is one object, whose rows are in 'data'") as error:
+        al.load_examples(path, text="text")
+    exec(str(error.value).partition("a file of them: ")[2], {})  # a line of Python
+    examples = al.load_examples(tmp_path / "all-flat.jsonl")
+    assert [each.text for each in examples] == [row["text"] for row in rows]
+
+
 def test_rows_with_fields_inside_name_the_call_that_flattens_them() -> None:
     rows = [{"data": {"content": "a"}, "label": 0}]
     with raises(match=r"'data\.content': pandas\.json_normalize\(rows\)$"):

@@ -465,7 +465,7 @@ def test_the_answer_says_the_numbers_in_words() -> None:
     assert headline([*apart.values()], judged).startswith("No: ")
     assert ", but in deep layers the answer reads" in headline([*apart.values()], judged)
     assert how_sure([*apart.values()], judged) == (
-        "Of 5 claims of the paper 4 agree, 1 do not agree. From 20 prompts after one set of "
+        "Of 5 claims of the paper 4 agree, 1 does not agree. From 20 prompts after one set of "
         "demonstrations: intervals do not speak of other sets."
     )
 

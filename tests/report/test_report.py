@@ -180,11 +180,13 @@ def test_all_numbers_are_on_the_page(results: dict[str, Any], tmp_path: Path) ->
 
 def test_settings_and_shared_info_come_last(tmp_path: Path) -> None:
     records = {"one": plain(model="tiny", prompts=3), "two": plain(model="tiny", prompts=4)}
-    settings = {"task": "trec", "seeds": [1, 2], "model_file": {"a": 1, "b": 2}}
+    settings: dict[str, Any] = {"task": "trec", "seeds": [1, 2], "model_file": {"a": 1, "b": 2}}
+    settings |= {"template": "A: {text}\nB:{label}", "labels": [" no", "yes"]}
     text = written(tmp_path, records, settings=settings)
     cells = Page(tmp_path / "report.html").cells
-    settings_of_run = ["task", "trec", "seeds", "1, 2", "model file", "a 1, b 2", "model", "tiny"]
-    assert cells[-8:] == settings_of_run
+    settings_of_run = ["task", "trec", "seeds", "1, 2", "model file", "a 1, b 2"]
+    settings_of_run += ["template", r'"A: {text}\nB:{label}"', "labels", '" no", yes', "model"]
+    assert cells[-12:] == [*settings_of_run, "tiny"]
     assert cells.count("model") == 1
     counts = [cells[k + 1] for k, text in enumerate(cells) if text == "prompts"]
     assert counts == ["3", "4"]
@@ -336,6 +338,13 @@ def test_the_forest_draws_each_claim_with_its_controls() -> None:
     assert draws == pytest.approx(
         [limits[0] + per_unit * (x - limit) for x in (0.3, 0.1, 0.35)], abs=0.2
     )
+    # A correlation, which has no interval, is drawn between -1 and 1.
+    alone = replace(claim, estimate=Estimate(0.1), limit=0.0, controls=[])
+    drawn_alone = forest([alone])
+    (at,), (zero,) = (
+        re.findall(pattern, drawn_alone) for pattern in ('forest-agrees" cx="(.*?)"', 'x1="(.*?)"')
+    )
+    assert 0 < float(at) - float(zero) < 10
     low, high = map(float, re.findall(r'd="M([\d.]+),.*?H([\d.]+)', drawn)[-1])
     assert limits[2] - low == pytest.approx(high - limits[2], abs=0.2)
 

@@ -1,6 +1,6 @@
 """What is resampled for intervals, and how often intervals contain the true value."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import sqrt
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.results.bootstrap import with_intervals
-from anchorlens.results.intervals import of_alike_sets, of_independent_sets, wilson
+from anchorlens.results.intervals import of_alike_sets, of_independent_sets, percentiles, wilson
 from anchorlens.results.population import Population, population_of, warn_if_few_units
 from tests.support.asked import ask
 from tests.support.tiny_models import questions
@@ -87,7 +87,7 @@ def test_resamples_of_three_units_have_the_enumerated_probabilities() -> None:
 
 def test_tails_of_intervals_equal_values_by_hand() -> None:
     def tail(*sizes: int) -> float:
-        return population_of(sets_of_sizes(*sizes)).tail
+        return population_of(sets_of_sizes(*sizes)).tail()
 
     assert tail(20) == pytest.approx(norm.cdf(-sqrt(20 / 19) * 2.0930240544), abs=1e-9)
     assert tail(5) == pytest.approx(norm.cdf(-sqrt(5 / 4) * 2.7764451052), abs=1e-9)
@@ -407,3 +407,17 @@ def test_intervals_of_auc_over_given_sets_contain_the_true_value(sizes: list[int
         assert ((low <= record.aucroc) & (record.aucroc <= high) & (low >= 0) & (high <= 1)).all()
         contained += ((low <= true) & (true <= high)).tolist()
     assert np.mean(contained) >= 0.9
+
+
+def test_percentiles_are_as_wide_as_those_of_the_units_that_tell_a_number() -> None:
+    """Of twelve units: with all of them, five and two, of which nothing can be told."""
+    resampled = torch.randn(500, 3, generator=torch.Generator().manual_seed(0)).double()
+    known = torch.tensor([12.0, 5.0, 2.0]).double() / 12
+    population = replace(population_of(torch.zeros(12)), known=known)
+    bounds = percentiles(resampled, population)
+    for column, count in enumerate([12, 5]):
+        tail = norm.cdf(-sqrt(count / (count - 1)) * t.ppf(0.975, count - 1))
+        expected = np.quantile(resampled[:, column], [tail, 1 - tail])
+        assert bounds[:, column].tolist() == pytest.approx(expected)
+    assert bounds[:, 2].isnan().all()
+    assert percentiles(resampled, population_of(torch.zeros(2))).isnan().all()

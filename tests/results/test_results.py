@@ -277,7 +277,7 @@ def test_only_fields_without_a_prompt_axis_have_intervals() -> None:
     def result(rows: Mapping[str, Tensor]) -> Means:
         return make_record(mean=rows["value"].mean(), each=rows["value"], intervals={})
 
-    rows = {"value": torch.tensor([1.0, 2.0])}
+    rows = {"value": torch.tensor([1.0, 2.0, 3.0])}
     assert with_intervals(result, rows, resamples=0, info={}).intervals == {}
     record = with_intervals(result, rows, resamples=9, info={})
     assert record.intervals.keys() == {"mean", "flows", "confusion", "best"}
@@ -286,7 +286,7 @@ def test_only_fields_without_a_prompt_axis_have_intervals() -> None:
 
 
 def test_resamples_without_a_number_are_left_out() -> None:
-    values = torch.tensor([NAN, 1.0])  # a quarter of all resamples hold only NaN
+    values = torch.tensor([NAN, NAN, 1.0])  # eight of 27 resamples hold only NaN
     assert interval(values, resamples=100) == [1.0, 1.0]
     assert np.isnan(interval(torch.tensor([NAN, NAN]), resamples=5)).all()
 

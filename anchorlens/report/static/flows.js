@@ -46,7 +46,7 @@ for (const root of document.querySelectorAll(".prompt")) {
   // Prompts beside this one have other scales, or their arcs could not be seen.
   const besides = () => {
     const { largest, of } = root.closest("[data-largest]")?.dataset ?? {}, times = largest / scale();
-    return !(times > 1.05) ? "" : `; the same width is ${times.toPrecision(2)} times as much in ${of}`;
+    return !(times > 1.05) ? "" : `; in ${of} this width stands for ${times.toPrecision(2)} times as much`;
   };
   const middle = (element) => element.offsetTop + element.offsetHeight / 2;  // in the picture
 
