@@ -530,10 +530,8 @@ def _settled(
     final = [each.for_tokenizer(loaded.tokenizer) for each in chosen]
     for each in final:
         if each.is_proposed:
-            path, columns = (
-                each.source(options.out),
-                f"{each.columns[:1].upper()}{each.columns[1:]}",
-            )
+            path = each.source(options.out)
+            columns = f"{each.columns[:1].upper()}{each.columns[1:]}"
             each.store(Path(path), options.fresh)
             output.note(
                 f"{options.data}: {len(each.examples.pool)} rows, understood as\n"

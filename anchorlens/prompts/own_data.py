@@ -261,10 +261,13 @@ def words_that_say_nothing(entries: Mapping[str, Any]) -> list[str]:
 
 
 def repetitions(examples: Sequence[Example]) -> str:
-    """How many rows repeat a text, and how many texts have several classes; "" if none does."""
-    classes: dict[str, set[Any]] = {}
+    """How many rows repeat a text, and how many texts have several classes; "" if none does.
+
+    A text with another image is another one.
+    """
+    classes: dict[tuple[str, str], set[Any]] = {}
     for each in examples:
-        classes.setdefault(each.text, set()).add(each.label)
+        classes.setdefault((each.text, str(each.image)), set()).add(each.label)
     rows, mixed = len(examples) - len(classes), sum(len(each) > 1 for each in classes.values())
     if not rows:
         return ""

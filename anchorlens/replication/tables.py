@@ -236,7 +236,7 @@ def _figure_6(parts: Parts, seeds: int) -> Section:
     cells = of_layer.assign(group="", row=of_layer["task"].map(task_name), column=of_layer["row"])
     return Section(
         f"Figure 6. Do the label words' keys tell which classes are confused? (layer {layer})",
-        _spreads(cells, 2, seeds, "under 3 pairs"),
+        _spreads(cells, 2, seeds, "under 3 pairs, or all alike"),
         "Spearman correlation, over pairs of classes, of the distance of their keys (predicted) "
         "with the AUC-ROC of telling them apart (actual): 1 where keys tell it all. Two classes "
         "are one pair, which has none. p-value: share of the permutations of the classes that "
@@ -329,7 +329,7 @@ def _directions(parts: Parts, seeds: int) -> Section:
     cells = rows.assign(group="", column=rows["task"].map(task_name))
     note = "The paper takes M = 10. As many directions as queries, or more, are left out."
     title = "Appendix. Rank correlation of Figure 6 with M main directions of the queries"
-    return Section(title, _spreads(cells, 2, seeds, "under 3 pairs"), note)
+    return Section(title, _spreads(cells, 2, seeds, "under 3 pairs, or all alike"), note)
 
 
 _SECTIONS: dict[str, Callable[[Parts, int], Section]] = {

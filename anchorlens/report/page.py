@@ -415,7 +415,8 @@ def _common_info(records: Sequence[Record]) -> dict[str, Any]:
 def _subtitle(known: Mapping[str, Any], tasks: Sequence[str]) -> str:
     """Model, tasks and date."""
     today = date.today()
-    named = tasks or _listed(known.get("tasks") or known.get("task"))
+    given = next(filter(None, map(known.get, ("tasks", "task", "data"))), None)
+    named = tasks or [Path(name).stem for name in _listed(given)]
     parts = [", ".join(named)] if named else []
     return " · ".join([*_model(known), *parts, f"{today.day} {today:%B %Y}"])
 

@@ -19,8 +19,6 @@ from .population import Population
 OfSets = Callable[
     [Float[Tensor, "set *axes"], Float[Tensor, "set end *axes"]], Float[Tensor, "end *axes"]
 ]
-
-
 FEWEST = 3  # units of which percentiles are taken
 
 
@@ -31,7 +29,7 @@ def percentiles(
     none = torch.full_like(resampled[:1], torch.nan).expand(2, *resampled.shape[1:])
     if population.units < FEWEST or not resampled.numel():
         return none
-    told = torch.as_tensor(population.units * population.known, dtype=torch.double)
+    told = torch.as_tensor(population.units * population.known, dtype=torch.double).round()
     bounds = none.clone()
     for count in told.unique().tolist():
         if count >= FEWEST:

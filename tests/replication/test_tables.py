@@ -77,7 +77,7 @@ def test_undefined_values_have_their_reason_and_defined_ones_are_counted() -> No
     printed = section(text, "Figure 6. Do the label words' keys tell")
     spread = f"{fmean([0.5, 0.25]):.2f} ± {stdev([0.5, 0.25]):.2f} (2/3)"
     assert printed[1:4] == [
-        ["SST-2", "none: under 3 pairs"],
+        ["SST-2", "none: under 3 pairs, or all alike"],
         ["TREC", spread],
         ["AGNews", "0.50 (1/3)"],
     ]

@@ -193,9 +193,10 @@ def test_settings_and_shared_info_come_last(tmp_path: Path) -> None:
     mine = Page(write(tmp_path, records, settings={"model": "mine"})).cells
     assert mine[mine.index("model") + 1] == "mine" and mine.count("model") == 1
     assert f"tiny · trec · {date.today().day} " in text  # below the title
-    compared = {"model": ["folder/one", "two"], "tasks": ["sst2", "trec"]}
-    text = written(tmp_path, {}, summary="numbers", settings=compared)
-    assert f"one, two · sst2, trec · {date.today().day} " in text
+    compared = {"model": ["folder/one", "two"]}
+    for given in ({"tasks": ["sst2", "trec"], "task": None}, {"data": "folder/sst2, trec.csv"}):
+        text = written(tmp_path, {}, summary="numbers", settings=compared | given)
+        assert f"one, two · sst2, trec · {date.today().day} " in text
 
 
 def test_texts_are_escaped(results: dict[str, Any], tmp_path: Path) -> None:
