@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import HookError
 from ..hooks import Site, hooks_on_edges
-from ..metrics.loyalties import NextTokens, loyalty_contributions, next_tokens
+from ..metrics.loyalties import loyalty_contributions, tokens_of
 from ..metrics.question import Further, Question
 from ..models.batch_hooks import EdgeHook
 from ..models.hooked import Hook, HookedModel
@@ -376,16 +376,11 @@ class EdgeSweep(Question):
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """The loyalty of each prompt, with the edges cut and with each draw of random edges."""
-
-        def predicted(logits: Float[Tensor, "batch vocab"]) -> NextTokens:
-            scores = batch.label_scores(logits) if batch.has_label_words else logits
-            return next_tokens(logits, scores)
-
-        clean = predicted(passes.clean(batch))
+        clean = tokens_of(batch, passes.clean(batch))
 
         def loyalty(name: str, cut: "Cut", draw: int | None) -> dict[str, Tensor]:
             changed = passes.logits(batch, partial(cut.cut, draw), (name, draw))
-            return loyalty_contributions(clean, predicted(changed))
+            return loyalty_contributions(clean, tokens_of(batch, changed))
 
         of_sites: dict[str, list[Tensor]] = {}
         for name, cut in self._cuts(passes.model).items():

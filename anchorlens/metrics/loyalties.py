@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import MetricError
-from ..prompts.batch import PromptBatch, check_label_words, holds_integers
+from ..prompts.batch import PromptBatch, holds_integers
 from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import figures
 from ..results.contributions import Contributions
@@ -30,8 +30,8 @@ class LoyaltyRecord(Record):
     """Loyalty of a changed run to the clean one.
 
     Attributes:
-        label_loyalty: Share of prompts whose predicted label is unchanged, from 0 to 1; high means
-            that the change matters little.
+        label_loyalty: Share of prompts whose predicted label (without label words, the likeliest
+            token) is unchanged, from 0 to 1; high means that the change matters little.
         word_loyalty: Mean Jaccard similarity of the most likely next tokens, from 0 to 1; 1 means
             that the same tokens are the most likely.
         kl: Mean KL(clean || changed) of the next-token distributions, ``sum p log(p / q)``, in
@@ -111,7 +111,6 @@ class Loyalty(Metric):
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for a run that nothing changes: its loyalty is 1 by definition."""
-        check_label_words(batches)
         if not changed:
             raise MetricError(
                 "loyalty compares a changed run with the clean one, but nothing changes this run; "
@@ -122,8 +121,7 @@ class Loyalty(Metric):
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         """How the changed run differs from the clean one."""
         assert seen.clean is not None
-        runs = (seen.clean, seen.logits)
-        tokens = [next_tokens(run, batch.label_scores(run), self.top) for run in runs]
+        tokens = [tokens_of(batch, run, self.top) for run in (seen.clean, seen.logits)]
         return loyalty_contributions(*tokens)
 
 
@@ -221,6 +219,12 @@ def next_tokens(
         top=logits.topk(top).indices,
         logits=logits if widest(logits.device) == torch.double else logits.cpu(),
     )
+
+
+def tokens_of(batch: PromptBatch, logits: Float[Tensor, "batch vocab"], top: int = 5) -> NextTokens:
+    """The same for prompts; of those without label words the likeliest token is the label."""
+    scores = batch.label_scores(logits) if batch.has_label_words else logits
+    return next_tokens(logits, scores, top)
 
 
 def loyalty_contributions(

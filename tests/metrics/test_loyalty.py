@@ -100,6 +100,22 @@ def test_logits_and_tops_without_a_loyalty_raise_an_error(
 
 
 @pytest.mark.with_shapes
+def test_of_bare_texts_the_likeliest_token_is_the_label(gpt2: Any) -> None:
+    batches = al.build_segments(gpt2.tokenizer, ["Who was it?", "Where is the red house?"])
+
+    def hooks(batch: al.PromptBatch) -> Any:
+        return al.block_edges(gpt2, batch, al.edges.previous_token, range(3))
+
+    record = al.run(gpt2, batches, [al.Loyalty()], hooks=hooks, progress=False)["loyalty"]
+    clean, changed = (
+        al.target_logits(gpt2, batches, hooks=each, progress=False) for each in (None, hooks)
+    )
+    assert record.label_kept.tolist() == (clean.argmax(1) == changed.argmax(1)).double().tolist()
+    kl = (clean.softmax(1) * (clean.log_softmax(1) - changed.log_softmax(1))).sum(1)
+    torch.testing.assert_close(record.kl_per_prompt.float(), kl, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.with_shapes
 def test_a_run_without_hooks_raises_an_error_before_any_pass(gpt2: Any) -> None:
     message = r"nothing changes this run; give al.run\(\.\.\., hooks="
     with pytest.raises(MetricError, match=message), does_not_run(gpt2):
