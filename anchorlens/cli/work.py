@@ -542,7 +542,7 @@ def _settled(
                 + f"  {each.command(command, settled, options.out)}"
             )
             if each.is_unsure:
-                warn_user(f"{columns}; give the one that is meant")
+                warn_user(f"{columns}; if another is meant, give it")
             if twice := repetitions(each.examples.pool):
                 warn_user(f"{options.data}: {twice}")
             if empty := words_that_say_nothing(each.entries):
