@@ -70,7 +70,7 @@ def test_one_command_analyses_a_csv_file_and_stores_its_task(
     expected |= {"separator": "\n", "instructions": "", "data": "reviews.csv", "seed": [1, 2, 3]}
     expected |= {"text_column": "review", "label_column": "verdict", "classes": ["neg", "pos"]}
     assert settings.items() >= expected.items()
-    assert "Q: {text}\nA:{label}" in (folder / "out/report.html").read_text()
+    assert r"Q: {text}\nA:{label}" in (folder / "out/report.html").read_text()
 
 
 def test_a_task_file_gives_a_task_and_examples(folder: Path, monkeypatch: Any) -> None:
