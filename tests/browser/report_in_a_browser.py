@@ -52,6 +52,8 @@ def test_all_figures_are_drawn_without_errors_and_requests(
         page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= screen[0]["width"], "the page is wider than the screen"
+        cut = "e => e.scrollWidth > e.parentElement.clientWidth"
+        assert not any(each.evaluate(cut) for each in page.locator(".pairs").all())
         assert page.locator(".modebar").count() == 0  # it would lie over the legend
 
 
