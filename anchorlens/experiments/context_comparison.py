@@ -28,7 +28,7 @@ from ..contexts.protocol import (
 from ..contexts.selection import ByScore, Selection, random_and_format
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
-from ..metrics.loyalties import loyalty_contributions, next_tokens, tokens_of
+from ..metrics.loyalties import loyalty_contributions, next_tokens
 from ..metrics.predictions import predicted_class, require_gold
 from ..metrics.question import Question
 from ..models.hooked import HookedModel, device_of, hooks_by_layer, pattern_name
@@ -525,7 +525,7 @@ def _contributions(
 ) -> dict[str, Tensor]:
     """What each query contributes: contexts and controls, compared with the whole prompt."""
     gold = require_gold(batch.gold, "accuracy")
-    whole = tokens_of(batch, whole_logits)
+    whole = next_tokens(whole_logits, batch.label_scores(whole_logits))
 
     def correct(scores: Tensor) -> Float[Tensor, " batch"]:
         return (predicted_class(scores) == gold).cpu().double()
