@@ -123,7 +123,7 @@ def page(table: Table) -> str:
 
 
 def shown(cells: Iterable[Cell]) -> list[str]:
-    """The texts of a row; a reason that stands in the cell before is not said again."""
+    """The texts of a row; a reason that the cell before has too is `the same`."""
     texts, last = [], ""
     for cell in cells:
         text = cell if isinstance(cell, str) else "<br>".join(cell)

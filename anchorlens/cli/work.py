@@ -577,7 +577,7 @@ def _report(results: dict[str, Any], out: Path, settings: Mapping[str, Any], **p
     """Save the settings and write the report in the main process; return its path."""
     saved, path = _save_settings(settings, out), out / "report.html"
     if is_main():
-        # Random weights that are not asked for are drawn of small models, as records say.
+        # What was not set is not shown. Records say of which models random weights were drawn.
         given = {
             name: value
             for name, value in saved.items()

@@ -18,7 +18,7 @@ from ..metrics.metric import Metric
 from ..models.facts import take_over
 from ..models.hooked import HookedModel, device_of
 from ..models.kinds import original_of
-from ..models.load import hooked
+from ..models.load import bridge_of
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
 from ..results.record import RANDOM_MODELS, Record
@@ -151,8 +151,8 @@ def _drawn(model: Any, seed: int) -> HookedModel:
             f"{type(original).__name__} cannot be made from its configuration alone: {error}"
         ) from error
     weights = weights.to(device=device_of(model), dtype=original.dtype).eval()
-    # What a tokenizer holds is shared and stays as it is, because the model was loaded with it.
-    drawn = hooked(type(original).__name__, weights, copy.copy(model.tokenizer))
+    # A whole copy of the tokenizer takes a second. What it holds was set when the model was loaded.
+    drawn = bridge_of(type(original).__name__, weights, copy.copy(model.tokenizer))
     for size in ("n_layers", "n_heads", "d_model"):
         now, before = getattr(drawn.cfg, size), getattr(model.cfg, size)
         if now != before:

@@ -137,7 +137,7 @@ def load_model(
         weights, tokenizer = read_weights(name, tokenizer, dtype, revision)
         name = name if revision is None else f"{name}@{revision}"
         weights = moved(weights, device, dtype) if places is None else spread(weights, places)
-    return hooked(name, weights, tokenizer)
+    return bridge_of(name, weights, tokenizer)
 
 
 @each_call_inside(gradient_mode, True)
@@ -233,8 +233,8 @@ def restore_model(model: Model) -> Model:
     return model
 
 
-def hooked(name: str, weights: Any, tokenizer: Any) -> TransformerBridge:
-    """The prepared, hooked model of weights, of which they become a part; so does the tokenizer."""
+def bridge_of(name: str, weights: Any, tokenizer: Any) -> TransformerBridge:
+    """The prepared bridge of weights, of which they and the tokenizer become parts."""
     refuse_encoder_decoder(name, weights.config)
     vocabulary = len(weights.get_input_embeddings().weight)
     # The expected logits are computed now, because the bridge takes the weights apart.

@@ -57,8 +57,8 @@ def test_all_figures_are_drawn_without_errors_and_requests(
         assert page.locator(".modebar").count() == 0  # it would lie over the legend
 
 
-# The texts of a picture in place of another that are not, or only in part, in it.
-OUTSIDE = """(old, text) => {
+# Puts a picture in the place of the one on the page; the texts that its right edge cuts off.
+CUT_OFF = """(old, text) => {
   const holder = old.parentElement;
   old.outerHTML = text;
   const picture = holder.querySelector("svg.forest");
@@ -224,10 +224,10 @@ def test_the_longest_number_and_verdict_of_a_claim_fit_beside_it(
         "A claim.", "a number", Estimate(-0.56, -0.71, -0.42), 0.0, "", "",
         Verdict.DOES_NOT_AGREE, "", [Control("random weights", draws=[0.99, 12.34])],
     )  # fmt: skip
-    open = replace(lost, estimate=Estimate(12.56, 1.09, 114.22), verdict=Verdict.CANNOT_TELL)
+    unsure = replace(lost, estimate=Estimate(12.56, 1.09, 114.22), verdict=Verdict.CANNOT_TELL)
     with Visit(browser, report, *screen) as page:
-        outside = page.locator(".forest").first.evaluate(OUTSIDE, str(forest([lost, open])))
-        assert outside == []
+        picture = str(forest([lost, unsure]))
+        assert page.locator(".forest").first.evaluate(CUT_OFF, picture) == []
 
 
 def test_numbers_are_sorted_and_downloaded(report: Path, browser: Any) -> None:

@@ -319,13 +319,18 @@ def test_label_words_that_are_not_the_names_are_a_table_and_empty_ones_are_named
     assert label_words(whole) == "" and words_that_say_nothing(whole) == []
 
 
+def analyse_nothing(monkeypatch: Any) -> None:
+    """The command does all but its analyses."""
+    monkeypatch.setattr(
+        work, "analysed", lambda *_: Page({}, Summary(Answer("?", ""), (), {}, False, False))
+    )
+
+
 @pytest.mark.filterwarnings("ignore:no result for", "ignore:in . of . sets", "ignore:intervals of")
 def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr(
-        work, "analysed", lambda *_: Page({}, Summary(Answer("?", ""), (), {}, False, False))
-    )
+    analyse_nothing(monkeypatch)
     monkeypatch.chdir(tmp_path)
     commas(frame(["same", "same same"]), Path("a.csv"))
     given = ["a.csv", "--model", str(shallow_folder), "--queries", "4"]
@@ -342,9 +347,7 @@ def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
 def test_the_command_warns_of_repeated_texts_and_of_other_columns_that_may_be_meant(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr(
-        work, "analysed", lambda *_: Page({}, Summary(Answer("?", ""), (), {}, False, False))
-    )
+    analyse_nothing(monkeypatch)
     monkeypatch.chdir(tmp_path)
     table = frame(["a", "b"])
     table = pd.concat([table, table[:3].assign(topic="b")]).rename(columns={"topic": "queue"})

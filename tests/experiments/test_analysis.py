@@ -121,7 +121,7 @@ def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
     assert reason(random_weights=False) == "left out"
     assert "random_weights=True draws it" in reason()
     assert reason(random_weights=True).startswith("seeds")
-    monkeypatch.setattr(random_weights, "hooked", raise_out_of_memory)
+    monkeypatch.setattr(random_weights, "bridge_of", raise_out_of_memory)
     with pytest.warns(UserWarning, match="no models of random weights to compare with: no room"):
         assert reason(random_weights=True) == "no room"
 
