@@ -502,7 +502,7 @@ def print_methods(repeats: int) -> None:
     for kind, n in product(("normal", "skewed"), (5, 10, 20, 50)):
         draw = generator.normal if kind == "normal" else generator.exponential
         true = 0.0 if kind == "normal" else 1.0
-        tail = population_of(torch.zeros(n)).tail()
+        tail = population_of(torch.zeros(n)).tail
         ends = []
         for _ in range(repeats):
             values = draw(size=n)

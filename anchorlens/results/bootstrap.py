@@ -7,19 +7,19 @@
 4. Means over random draws get wider intervals, by what other draws would change.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import MetricError
 from ..system.hidden_warnings import hidden_warnings
 from .contributions import Contributions
 from .intervals import wider_by_draws
-from .kind import Drawn, Kind
+from .kind import Drawn, Kind, Mean
 from .population import population_of
 from .record import Record
 
@@ -98,13 +98,18 @@ def with_intervals(
             bounds = torch.stack([of_set.intervals[name] for of_set in records_of_sets])
             intervals[name] = kind.of_sets(values, bounds)
             continue
-        telling = replace(population, known=kind.known(everything))
-        intervals[name] = kind.bounds(Drawn(value, resampled_values, telling))
-        if name in over_draws:
-            without = [getattr(other, name) for other in without_draws]
-            stacked = torch.stack(without) if without else resampled_values[:0]
-            bounds = wider_by_draws(value, intervals[name], resampled_values, population, stacked)
-            intervals[name] = bounds.clamp(kind.low, kind.high)
+        without = [getattr(other, name).double() for other in without_draws]
+        stacked = torch.stack(without) if without else resampled_values[:0]
+        bounds = torch.full((2, *value.shape), torch.nan, dtype=torch.double, device="cpu")
+        of_all = Drawn(value, resampled_values, population)
+        for same, drawn_from in _parts(of_all, everything.of_fields.get(name), seed):
+            bounds[:, same] = kind.bounds(drawn_from)
+            if name in over_draws:
+                wider = wider_by_draws(bounds[:, same], *drawn_from, stacked[:, same])
+                bounds[:, same] = wider.clamp(kind.low, kind.high)
+        if isinstance(kind, Mean) and isinstance(kind.minus, int):
+            bounds[..., kind.minus] *= 0  # the difference of a number from itself
+        intervals[name] = bounds
     of_sets = {
         name: [getattr(of_set, name).tolist() for of_set in records_of_sets]
         for name in by_set
@@ -112,3 +117,25 @@ def with_intervals(
     }
     named = {"of_sets": of_sets} if of_sets else {}
     return replace(record, intervals=intervals, info={**record.info, **named})
+
+
+def _parts(
+    drawn: Drawn, of_prompts: Float[Tensor, "prompt *axes"] | None, seed: int
+) -> Iterator[tuple[Any, Drawn]]:
+    """Which numbers have which prompts, and these numbers as they are drawn from those.
+
+    Prompts that do not tell a number (NaN) are not in its population: they may be many in one set
+    and few in another, and the set that tells least decides.
+    """
+    if of_prompts is None or not of_prompts.isnan().any():
+        yield ..., drawn
+        return
+    told = ~of_prompts.isnan()
+    patterns, numbers = told.view(len(told), -1).unique(dim=1, return_inverse=True)
+    for number, pattern in enumerate(patterns.unbind(1)):
+        if pattern.any():
+            same = (numbers == number).view(told.shape[1:])
+            population = drawn.population.of(pattern)
+            values = of_prompts[pattern][:, same].double()
+            resampled = population.resampled_means(values, len(drawn.resampled), seed)
+            yield same, Drawn(drawn.value[same], resampled, population)

@@ -5,7 +5,7 @@ shares, a ratio, or anything else. ``kind.py`` says which function belongs to wh
 """
 
 from collections.abc import Callable
-from math import inf
+from math import inf, isnan
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from scipy.special import chdtri, ndtri, stdtrit
 from torch import Tensor
 
-from .population import Population
+from .population import MANY_PROMPTS, Population
 
 # From the values and bounds of the given sets to the bounds of their mean.
 OfSets = Callable[
@@ -23,21 +23,23 @@ FEWEST = 3  # units of which percentiles are taken
 
 
 def percentiles(
-    resampled: Float[Tensor, "resample *axes"], population: Population
+    value: Float[Tensor, "*axes"],
+    resampled: Float[Tensor, "resample *axes"],
+    population: Population,
 ) -> Float[Tensor, "end *axes"]:
-    """Expanded percentiles; NaN of one or two units that tell a number, which bound nothing."""
-    none = torch.full_like(resampled[:1], torch.nan).expand(2, *resampled.shape[1:])
-    if population.units < FEWEST or not resampled.numel():
-        return none
-    told = torch.as_tensor(population.units * population.known, dtype=torch.double).round()
-    bounds = none.clone()
-    for count in told.unique().tolist():
-        if count >= FEWEST:
-            tail = population.tail(count / population.units)
-            tails = torch.tensor([tail, 1 - tail], dtype=torch.double, device="cpu")
-            found = resampled.nanquantile(tails, dim=0)
-            bounds = torch.where(told == count, found, bounds)
-    return bounds
+    """Expanded percentiles; NaN of one or two units, which bound nothing.
+
+    Resamples reach no farther than the numbers themselves: where a few prompts of a set tell a
+    number, the interval reaches at least as far as Student's t, and a single one has none.
+    """
+    if population.units < FEWEST or not resampled.numel() or isnan(tail := population.tail):
+        return torch.full((2, *value.shape), torch.nan, dtype=torch.double, device="cpu")
+    tails = torch.tensor([tail, 1 - tail], dtype=torch.double, device="cpu")
+    bounds = resampled.double().nanquantile(tails, dim=0)
+    if len(population.strata) == 1 or min(map(len, population.strata)) >= MANY_PROMPTS:
+        return bounds
+    half = population.student * (variance_of(resampled) * population.inflation).sqrt()
+    return torch.stack([bounds[0].minimum(value - half), bounds[1].maximum(value + half)])
 
 
 def of_share(
@@ -60,11 +62,11 @@ def of_share(
     variance = variance_of(resampled) * population.inflation
     least, most = population.independent / prompts, count if prompts == 1 else inf
     effective = (share * (1 - share) / variance).nan_to_num(0.0).clamp(max=most).clamp(min=least)
-    return wilson(share, effective, float(stdtrit(population.freedom, 0.975)))
+    return wilson(share, effective, population.student)
 
 
 def wilson(
-    share: Float[Tensor, "*axes"], cases: Float[Tensor, "*axes"], normal: float
+    share: Float[Tensor, "*axes"], cases: Float[Tensor, "*axes"] | float, normal: float
 ) -> Float[Tensor, "end *axes"]:
     """Wilson's interval of a share of ``cases``, with ``normal`` standard deviations each way."""
     extra = normal**2 / cases
@@ -83,7 +85,10 @@ def of_difference(
     Without these two units the interval would have no width if no prompt in the sample differs.
     """
     difference, units = difference.double(), population.independent
-    squares = units * variance_of(resampled) + difference**2
+    variance = variance_of(resampled) * population.inflation * (1 - 1 / units)
+    squares = units * variance + difference**2
+    if not population.freedom:  # nothing is known of the variance: it counts as the largest
+        squares = torch.ones_like(difference)
     mean = difference * units / (units + 2)
     variance = (units * squares + 2) / (units + 2) - mean**2
     half = float(ndtri(0.975)) * (variance / (units + 2)).sqrt()
@@ -101,12 +106,9 @@ def of_mean_from_0(
     skewed. NaN where the mean is 0, and for a single unit.
     """
     mean, variance = mean.double(), variance_of(resampled) * population.inflation
-    if population.units < 2:
-        variance = torch.zeros_like(mean)
-    factor = (float(stdtrit(population.freedom, 0.975)) * variance.sqrt() / mean).exp()
+    factor = (population.student * variance.sqrt() / mean).exp()
     bounds = torch.stack([mean / factor, mean * factor])
-    known = (mean > 0) & torch.tensor(population.units > 1, device="cpu")
-    return bounds.masked_fill(~known, torch.nan)
+    return bounds.masked_fill(mean <= 0, torch.nan)
 
 
 def of_mean_between(
@@ -127,15 +129,15 @@ def of_mean_between(
     """
     size, units = high - low, population.independent
     mean, variance = mean.double(), variance_of(resampled) * population.inflation
-    if population.units < 2:
-        variance = torch.zeros_like(mean)
+    if not population.freedom:  # nothing is known of the variance: it counts as the largest
+        variance = torch.full_like(mean, size**2)
     share = ((mean - low) / size).clamp(0, 1)
     most = share * (1 - share) / units
     least = most / (population.of_variance + 1) / (4 if of_difference else 1)
     variance = torch.maximum(variance / size**2, least)
     effective = (units * most / variance).nan_to_num(0.0).clamp(min=units)
-    normal = ndtri(0.975) if population.units < 2 else stdtrit(population.freedom, 0.975)
-    return low + size * wilson(share, effective, float(normal))
+    normal = population.student if population.freedom else float(ndtri(0.975))
+    return low + size * wilson(share, effective, normal)
 
 
 def of_ratio(
@@ -147,11 +149,9 @@ def of_ratio(
 
     NaN where the ratio or one of its resamples is not above 0, and for a single unit.
     """
-    if population.units < 2:
-        return torch.full((2, *ratio.shape), torch.nan, dtype=torch.double, device="cpu")
     logarithms = resampled.double().log()
     variance = variance_of(logarithms) * population.inflation
-    factor = (float(stdtrit(population.freedom, 0.975)) * variance.sqrt()).exp()
+    factor = (population.student * variance.sqrt()).exp()
     bounds = torch.stack([ratio.double() / factor, ratio.double() * factor])
     return bounds.masked_fill(~bounds.isfinite() | (ratio <= 0), torch.nan)
 
@@ -210,8 +210,8 @@ def over_sets_of_ratios(values: np.ndarray) -> tuple[float, float]:
 
 
 def wider_by_draws(
-    value: Float[Tensor, "*axes"],
     bounds: Float[Tensor, "end *axes"],
+    value: Float[Tensor, "*axes"],
     resampled: Float[Tensor, "resample *axes"],
     population: Population,
     without: Float[Tensor, "draw *axes"],
@@ -223,10 +223,10 @@ def wider_by_draws(
     are added on each side. The distance of the draws has the degrees of freedom of the sum of both
     variances (Satterthwaite). NaN for a single draw.
     """
-    value, count = value.double(), len(without)
+    count = len(without)
     if count < 2:
         return torch.full_like(bounds, torch.nan)
-    squares = (without.double() - without.double().mean(0)).square().sum(0)
+    squares = (without - without.mean(0)).square().sum(0)
     variance = squares * (count - 1) / count
     of_prompts = variance_of(resampled) * population.inflation
     freedom = (of_prompts + variance).square() / (

@@ -40,22 +40,30 @@ class OverDraws:
             return values
         return values[:, [draw for draw in range(values.shape[1]) if draw != left_out]]
 
+    def mean(self, contributions: Contributions) -> Tensor:
+        """The mean over the draws of each prompt."""
+        return _without_nan(self.values(contributions), 1)
+
 
 Of = str | OverDraws | Callable[[Contributions], Tensor]
 
 
 def mean_of(of: Of, contributions: Contributions) -> Tensor:
-    """The mean over the prompts of one set, without NaN; over random draws, too, if it has any."""
+    """The mean over the prompts of one set, without NaN."""
     means: dict[Of, Tensor] = contributions.once(_no_means)
     if of not in means:
-        if isinstance(of, OverDraws):
-            means[of] = _without_nan(of.values(contributions), (0, 1))
-        else:
-            means[of] = _without_nan(values_of(of, contributions), (0,))
+        means[of] = _without_nan(of_each(of, contributions), 0)
     return means[of]
 
 
-def _without_nan(values: Tensor, over: tuple[int, ...]) -> Tensor:
+def of_each(of: Of, contributions: Contributions) -> Tensor:
+    """What each prompt contributes, [prompt, ...]; of random draws their mean."""
+    if isinstance(of, OverDraws):
+        return contributions.of_each(of.mean)
+    return values_of(of, contributions)
+
+
+def _without_nan(values: Tensor, over: int) -> Tensor:
     """The mean without NaN. ``nanmean`` takes four times as long, so only where it is needed."""
     mean = values.mean(over)
     return values.nanmean(over) if mean.isnan().any() else mean
@@ -129,13 +137,9 @@ class Kind:
         """The number of one set."""
         raise NotImplementedError
 
-    def known(self, contributions: Contributions) -> Float[Tensor, "*axes"] | float:
-        """The share of prompts that tell the number."""
-        return 1.0
-
     def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
         """The 95 % interval for other prompts or sets."""
-        return intervals.percentiles(drawn.resampled, drawn.population)
+        return intervals.percentiles(*drawn)
 
     def over_sets(self, values: np.ndarray) -> tuple[float, float]:
         """The 95 % interval for other sets of demonstrations, from the number of each set."""
@@ -155,19 +159,19 @@ class Mean(Kind):
     def over_draws(self) -> bool:
         return isinstance(self.of, OverDraws) or isinstance(self.minus, OverDraws)
 
-    def of_set(self, contributions: Contributions) -> Tensor:
+    def of_prompts(self, contributions: Contributions) -> Tensor:
+        """What each prompt contributes; what is subtracted is of the same prompt."""
+        values = of_each(self.of, contributions)
+        if self.minus is None:
+            return values
         if isinstance(self.minus, int):
-            assert not isinstance(self.of, OverDraws)
-            values = values_of(self.of, contributions)
-            return _without_nan(values - values[..., self.minus, None], (0,))
-        mean = mean_of(self.of, contributions)
-        return mean if self.minus is None else mean - mean_of(self.minus, contributions)
+            return values - values[..., self.minus, None]
+        return torch.vmap(torch.sub)(values, of_each(self.minus, contributions))
 
-    def known(self, contributions: Contributions) -> Float[Tensor, "*axes"] | float:
-        """Those that contribute no NaN under the name of which the number is made."""
-        if not isinstance(self.of, str) or self.of not in contributions:
-            return 1.0
-        return (~values_of(self.of, contributions).isnan()).double().mean(0)
+    def of_set(self, contributions: Contributions) -> Tensor:
+        if self.minus is None:  # a mean that other fields may have too
+            return mean_of(self.of, contributions)
+        return _without_nan(contributions.of_each(self.of_prompts), 0)
 
     def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
         if self.has_two_ends:
@@ -192,17 +196,8 @@ class Difference(Mean):
     low: float = -1.0
     high: float = 1.0
 
-    def of_set(self, contributions: Contributions) -> Tensor:
-        if isinstance(self.minus, int):
-            mean = mean_of(self.of, contributions)
-            return mean - mean[..., self.minus, None]
-        return super().of_set(contributions)
-
     def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
-        bounds = intervals.of_difference(*drawn)
-        if isinstance(self.minus, int):
-            bounds[..., self.minus] = 0  # the difference of a number from itself
-        return bounds
+        return intervals.of_difference(*drawn)
 
 
 @dataclass(frozen=True, kw_only=True)

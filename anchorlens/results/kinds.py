@@ -49,8 +49,8 @@ def _field(kind: Kind) -> Any:
 def over_draws(of: str | Callable[[Contributions], Tensor]) -> OverDraws:
     """Contributions of random draws: [prompt, draw, ...].
 
-    A field that is a mean of them is a mean over prompts and draws, and its interval is wider by
-    what another choice of draws would change.
+    A field that is a mean of them is a mean over prompts of the mean over draws, and its interval
+    is wider by what another choice of draws would change.
 
     Args:
         of: Name of the contribution, or a function of the contributions to such a tensor.
@@ -82,8 +82,9 @@ def mean(
             contributions of a set to such a tensor.
         low: The least number that a prompt can have.
         high: The greatest.
-        minus: What is subtracted: another ``of``, or the number of the entry along the last axis
-            that is subtracted from all, paired by prompt.
+        minus: What is subtracted, paired by prompt: another ``of``, or the number of the entry
+            along the last axis that is subtracted from all. A prompt that lacks one of both numbers
+            (NaN) does not count.
         unit: As in "nats".
         by_set: Store the number of each given set of demonstrations in ``info["of_sets"]``.
 

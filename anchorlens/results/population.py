@@ -1,12 +1,11 @@
 """The population from which the prompts of a run are a sample, and how it is resampled."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from scipy.special import ndtr, stdtrit
 from torch import Tensor
 
@@ -30,7 +29,6 @@ class Population:
     strata: Sequence[Int[Tensor, " _"]]  # a resample draws each unit from its own stratum
     name: str  # what is drawn
     scope: str = ""  # of what an interval speaks
-    known: Float[Tensor, "*axes"] | float = 1.0  # the share of its units that tell a number
 
     @property
     def units(self) -> int:
@@ -38,21 +36,23 @@ class Population:
         return sum(map(len, self.strata))
 
     @property
-    def independent(self) -> Any:
+    def independent(self) -> float:
         """Size of a single stratum whose mean has the same variance as the mean over the strata.
 
         It is the number of units where the strata are of one size, and less where they are not: a
-        mean over sets of 10 and 90 prompts is as certain as one over 36 prompts. Where some units
-        tell nothing of a number, it is fewer, for each number [*axes].
+        mean over sets of 10 and 90 prompts is as certain as one over 36 prompts.
         """
         sizes = self._sizes()
-        size = float(sizes) if len(sizes) == 1 else len(sizes) ** 2 / float((1 / sizes).sum())
-        return size * self.known
+        return len(sizes) ** 2 / float((1 / sizes).sum())
 
     @property
     def freedom(self) -> float:
-        """Degrees of freedom of the variance of a mean over the strata (Welch, Satterthwaite)."""
-        return _freedom(self._sizes())
+        """Degrees of freedom of the variance of a mean over the strata (Welch, Satterthwaite).
+
+        0 where a stratum has a single unit, so that nothing is known of its variance.
+        """
+        sizes = self._sizes()
+        return float((1 / sizes).sum() ** 2 / (1 / (sizes**2 * (sizes - 1))).sum())
 
     @property
     def of_variance(self) -> float:
@@ -60,26 +60,34 @@ class Population:
 
         The smallest sets decide: sets of 10 and 90 prompts tell as much as two of 7.
         """
-        return self.freedom + len(self.strata) if len(self.strata) > 1 else float(self.units)
+        return self.freedom + len(self.strata)
 
     @property
     def inflation(self) -> float:
         """Factor by which the variance of resamples is too small: n / (n - 1) for one stratum."""
-        return _inflation(self._sizes())
+        sizes = self._sizes()
+        return float((1 / sizes).sum() / ((sizes - 1) / sizes**2).sum())
 
-    def tail(self, known: float = 1.0) -> float:
+    @property
+    def student(self) -> float:
+        """How many standard errors a 95 % interval reaches each way; NaN without any freedom."""
+        return float(stdtrit(self.freedom, 0.975))
+
+    @property
+    def tail(self) -> float:
         """The share of resamples below a 95 % interval, which is also the share above it.
 
         Plain percentiles give too narrow intervals, because the variance of resamples is too small
         and only estimated. The expanded percentile interval (Hesterberg 2015) corrects both: it
-        uses the quantiles at which a normal distribution is cut at sqrt(n / (n - 1)) * t. Where
-        only a share of the units is ``known``, n is their number.
+        uses the quantiles at which a normal distribution is cut at sqrt(n / (n - 1)) * t.
         """
-        sizes = self._sizes() * known
-        if bool((sizes <= 1).any()):  # of some set, so that all resamples are within the interval
-            return 0.0
-        factor = sqrt(_inflation(sizes)) * stdtrit(_freedom(sizes), 0.975)
-        return float(ndtr(-factor))
+        return float(ndtr(-sqrt(self.inflation) * self.student))
+
+    def of(self, told: Bool[Tensor, " prompt"]) -> "Population":
+        """Of these prompts alone. A stratum without any of them is not in the mean over strata."""
+        numbers, unit = self.unit[told].unique(return_inverse=True)
+        strata = [torch.isin(numbers, units).nonzero().flatten() for units in self.strata]
+        return replace(self, sets=self.sets[told], unit=unit, strata=[*filter(len, strata)])
 
     def _sizes(self) -> Float[Tensor, " stratum"]:
         return torch.tensor([len(units) for units in self.strata], dtype=torch.double, device="cpu")
@@ -93,13 +101,15 @@ class Population:
         counts = torch.bincount(torch.cat(drawn), minlength=self.units)[self.unit]
         return torch.arange(len(self.unit), device="cpu").repeat_interleave(counts)
 
-
-def _freedom(sizes: Float[Tensor, " stratum"]) -> float:
-    return float((1 / sizes).sum() ** 2 / (1 / (sizes**2 * (sizes - 1))).sum())
-
-
-def _inflation(sizes: Float[Tensor, " stratum"]) -> float:
-    return float((1 / sizes).sum() / ((sizes - 1) / sizes**2).sum())
+    def resampled_means(
+        self, values: Float[Tensor, "prompt column"], resamples: int, seed: int
+    ) -> Float[Tensor, "resample column"]:
+        """The mean over sets of the mean over prompts, in each resample."""
+        generator, count = torch.Generator().manual_seed(seed), len(values)
+        drawn = [torch.bincount(self.draw(generator), minlength=count) for _ in range(resamples)]
+        weights = torch.stack(drawn).double()
+        sets = [weights * (self.sets == number) for number in self.sets.unique()]
+        return torch.stack([each @ values / each.sum(1, keepdim=True) for each in sets]).mean(0)
 
 
 def population_of(sets: Int[Tensor, " prompt"]) -> Population:

@@ -27,7 +27,7 @@ from .contributions import Contributions
 from .estimate import Estimate
 from .html_tables import folded, note, table, titled
 from .in_short import axes_in_short, interval_in_short, shape_in_short, values_in_short
-from .kind import Derived, Kind, kinds_of, mean_over_sets, number_of_draws
+from .kind import Derived, Kind, Mean, kinds_of, mean_over_sets, number_of_draws
 
 _R = TypeVar("_R", bound="Record")
 _T = TypeVar("_T")
@@ -158,6 +158,8 @@ class Record(KeepsRepr):
             elif name not in given:
                 parts = [contributions] if kind.pooled else sets
                 values[name] = mean_over_sets(kind.of_set, parts)
+                if isinstance(kind, Mean) and name not in contributions.of_fields:
+                    contributions.of_fields[name] = kind.of_prompts(contributions)
         if (draws := number_of_draws(kinds.values(), contributions)) is not None:
             values["info"] = {"draws": draws, **values.get("info", {})}
         return cls(**values)

@@ -229,12 +229,44 @@ def test_prompts_without_a_number_make_an_interval_as_wide_as_if_they_were_not_t
     few = (torch.arange(8) < right).double()[:, None]
     missing = torch.full((22, 1), torch.nan).double()
     rows = torch.cat([few, missing]), torch.full((30, 1), torch.nan).double()
-    record = with_intervals(
-        Known.of, {"right": torch.cat(rows, dim=1)}, resamples=3000 if right == 3 else 3, info={}
-    )
+    record = with_intervals(Known.of, {"right": torch.cat(rows, dim=1)}, resamples=300, info={})
     exact = binomtest(right, 8).proportion_ci(method="wilson")
     assert float(record.share[0]) == right / 8
     assert record.intervals["share"][:, 0].tolist() == pytest.approx([exact.low, exact.high])
     low, high = record.intervals["mean"][:, 0].tolist()
     assert low <= exact.low + 1e-9 and high >= exact.high - 1e-9  # by t, which is wider
     assert record.share[1].isnan() and record.intervals["share"][:, 1].isnan().all()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Pairs(al.Record):
+    """The same difference in all ways in which it can be declared."""
+
+    entry: Float[Tensor, " method"] = al.kinds.mean("both", minus=0)
+    share: Float[Tensor, " method"] = al.kinds.difference("both", minus=0)
+    named: Float[Tensor, ""] = al.kinds.mean("second", minus="first")
+    of_shares: Float[Tensor, ""] = al.kinds.difference("second", "first")
+    given: Float[Tensor, ""] = al.kinds.mean(lambda rows: rows["second"], minus="first")
+    drawn: Float[Tensor, ""] = al.kinds.mean("second", minus=al.kinds.over_draws("draws"))
+    from_drawn: Float[Tensor, " method"] = al.kinds.mean(al.kinds.over_draws("all"), minus=0)
+    of_each: Float[Tensor, " method"] = al.kinds.mean("both", minus=al.kinds.over_draws("draws"))
+
+
+def test_what_is_subtracted_is_of_the_same_prompt() -> None:
+    """By hand: prompts 0 and 1 of the first set have both numbers, and prompt 4 of the second."""
+    nan = torch.nan
+    first = torch.tensor([1.0, 0.0, nan, 0.0, 1.0, nan])
+    second = torch.tensor([1.0, 1.0, 0.0, nan, 0.0, 1.0])
+    sets, both = torch.tensor([0, 0, 0, 0, 1, 1]), torch.stack([first, second], 1)
+    # The draws of a prompt have its first number as their mean; one of them may be unknown.
+    draws = torch.stack([first + 0.5, first - 0.5, torch.full_like(first, nan)], 1)
+    draws[1] = torch.tensor([nan, 0.0, nan])
+    rows = {"first": first, "second": second, "both": both, "draws": draws}
+    rows["all"] = both[:, None].expand(-1, 2, -1)
+    record = Pairs.of(al.Contributions(rows, sets))
+    of_sets = (0.0 + 1.0) / 2, -1.0
+    for name, value in record.tensors().items():
+        assert float(value.flatten()[-1]) == np.mean(of_sets), name
+    assert record.entry[0] == record.share[0] == record.of_each[0] == 0
+    intervals = with_intervals(Pairs.of, rows, sets=sets, resamples=9, info={}).intervals
+    assert intervals["entry"][:, 0].tolist() == intervals["share"][:, 0].tolist() == [0, 0]
