@@ -278,6 +278,35 @@ def test_every_context_that_puts_something_back_is_interrupted_by_a_test() -> No
     assert not {name for name in changing if not re.search(rf"\b{name}\b", tested)}
 
 
+# What asks the system about a path, and raises an OSError where the system refuses to look.
+OF_PATHS = {"is_file", "is_dir", "exists", "stat", "lstat", "iterdir", "glob", "rglob", "walk"}
+OF_PATHS |= {
+    "isfile",
+    "isdir",
+    "listdir",
+    "scandir",
+    "is_symlink",
+    "is_mount",
+    "is_fifo",
+    "samefile",
+}
+
+
+def asked_of_paths(tree: ast.Module) -> set[str]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    asked = {ast.unparse(call.func) for call in calls if getattr(call.func, "attr", "") in OF_PATHS}
+    return asked - {"ast.walk"}
+
+
+def test_one_file_asks_what_is_at_a_path() -> None:
+    """``kind_of`` and ``paths_in`` raise our error."""
+    asked = {name: asked_of_paths(tree) for name, tree in TREES.items()}
+    assert {name for name, calls in asked.items() if calls} == {"system.files"}
+    assert asked_of_paths(ast.parse("Path(a).is_dir(); os.path.exists(a); a.b")) == {
+        *("Path(a).is_dir", "os.path.exists")
+    }
+
+
 # Objects that print numbers, names of the package and what another object prints.
 WITHOUT_TEXTS = {
     *("metrics.edge_sums.EdgeSets", "metrics.edge_sums.Segments", "metrics.weights.WithValues"),

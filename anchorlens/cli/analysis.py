@@ -15,6 +15,7 @@ from ..prompts.batch import PromptBatch
 from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..runs.store import forget_run
+from ..system.files import kind_of, paths_in
 from ..system.processes import is_main
 from ..system.steps import Bar, step
 from .options import Run
@@ -43,7 +44,7 @@ def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
         except OSError as error:
             raise StoreError(f"--out {folder} cannot {failed}: {error.strerror}") from error
     for name in ("report.html", "settings.json"):
-        if (out / name).is_dir():
+        if kind_of(out / name) == "folder":
             raise StoreError(f"{out / name} is a folder, so that no file can have this name")
 
 
@@ -58,15 +59,15 @@ def forget_analysis(folder: Path) -> None:
 
     A record of an earlier run would stand beside those of the new one, and be taken for one of it.
     """
-    for rows in (folder / "rows").glob("*"):
+    for rows in paths_in(folder / "rows"):
         forget_run(rows)
     forget_files(folder, _RECORDS)
 
 
 def forget_files(folder: Path, names: re.Pattern[str]) -> None:
     """Delete the files of a folder that have one of these names."""
-    for path in sorted(folder.glob("*")):
-        if names.fullmatch(path.name) and path.is_file():
+    for path in paths_in(folder):
+        if names.fullmatch(path.name) and kind_of(path) == "file":
             try:
                 path.unlink(missing_ok=True)  # another process deletes too
             except OSError as error:

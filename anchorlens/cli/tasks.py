@@ -20,7 +20,7 @@ from ..prompts.examples import HUB_SOURCES, load_examples
 from ..prompts.own_data import entries_for, in_toml, layout_of, problems_of, told_apart
 from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
 from ..prompts.tasks import TASKS, Task
-from ..system.files import write_text
+from ..system.files import kind_of, write_text
 from ..system.processes import is_main
 from .options import Faithfulness, OfTask, full_command
 from .wording import in_words_of_the_command
@@ -96,7 +96,7 @@ class ChosenTask(NamedTuple):
         """Write the entries as a task file, but over no other task."""
         data = os.path.relpath(self.entries["data"], path.parent)  # a task file has it so
         text = in_toml({**self.entries, "data": data})
-        if path.exists() and path.read_text("utf-8") != text and not fresh:
+        if kind_of(path) and path.read_text("utf-8") != text and not fresh:
             raise StoreError(
                 f"{path} holds another task than the one that {self.entries['data']} seems to "
                 f"hold; give it by --task {path}, or write it anew by --fresh"
@@ -110,16 +110,17 @@ def chosen_tasks(names: Sequence[str] | None, options: OfTask, shots: int = 1) -
     data = options.data
     if data is not None and data.suffix.lower() == ".toml":
         raise DataError(f"{data} is a task file; give it by --task {data}")
-    if data is not None and not data.exists():
+    kind = None if data is None else kind_of(data, DataError)
+    if kind == "":
         raise DataError(f"there is no file or folder {data}")
     if names is None:
-        if data is None or data.is_dir():
+        if data is None or kind == "folder":
             raise DataError(
                 "there is no task; give a data file, or a name or a task file by --task (names: "
                 f"{', '.join(TASKS)})"
             )
         return [_proposed(data, options, shots)]
-    if len(names) > 1 and data is not None and not data.is_dir():
+    if len(names) > 1 and data is not None and kind != "folder":
         raise DataError(f"{data} is a file for one task, but --task names {', '.join(names)}")
     for name in names:
         _refuse_no_task(name)
@@ -140,7 +141,12 @@ def chosen_tasks(names: Sequence[str] | None, options: OfTask, shots: int = 1) -
 def check_data(options: Any) -> None:
     """Raise the errors of a data file that stands alone, before PyTorch is imported."""
     data, task = getattr(options, "data", None), getattr(options, "task", None)
-    if data is None or data.is_dir() or task or getattr(options, "tasks", None):
+    if (
+        data is None
+        or kind_of(data, DataError) == "folder"
+        or task
+        or getattr(options, "tasks", None)
+    ):
         return
     if not (isinstance(options, Faithfulness) and documents_of(options)):
         chosen_tasks(None, options, getattr(options, "shots", 1))
@@ -196,7 +202,7 @@ def _named(name: str, options: OfTask) -> ChosenTask:
     if data is not None:
         of_hub = ("dataset", "split", "query_split")
         entries = {entry: value for entry, value in entries.items() if entry not in of_hub}
-    is_folder = data is not None and data.is_dir()
+    is_folder = data is not None and kind_of(data, DataError) == "folder"
     replaced: dict[str, Any] = {
         "chat": options.chat,
         "data": None if is_folder else data,

@@ -46,7 +46,7 @@ from ..results.text_tables import Section
 from ..runs.identity import versions
 from ..runs.run import run as answer
 from ..runs.store import forget_run
-from ..system.files import write_text
+from ..system.files import kind_of, paths_in, write_text
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
 from ..system.steps import planned, step
@@ -173,7 +173,7 @@ def _next(options: Run, chosen: ChosenTask, summary: Summary) -> str:
 def paper(options: Paper) -> None:
     """Print the paper's figures and tables for a model."""
     out, output = options.out, options.output
-    is_folder = options.data is None or options.data.is_dir()
+    is_folder = options.data is None or kind_of(options.data) == "folder"
     chosen = chosen_tasks(options.tasks or (PAPER_TASKS if is_folder else None), options)
     examples = {each.name: each.examples for each in chosen}
     counts = [
@@ -408,8 +408,9 @@ def across(options: Across) -> None:
     by_task = partial(_prompts, [chosen], {name: draws}, options.batch_size)
     _refuse_models(options, lambda tokenizer: by_task(tokenizer)[name])
     if options.fresh:
-        for rows in (out / "rows").glob("*/*"):
-            forget_run(rows)
+        for model in paths_in(out / "rows"):
+            for rows in paths_in(model):
+                forget_run(rows)
     record = across_models(
         options.model,
         lambda tokenizer: by_task(tokenizer)[name],

@@ -21,7 +21,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch, check_batch
 from ..system.arguments import checked
 from ..system.digest_file import read_tensors, to_bytes_with_digest
-from ..system.files import bytes_of, parsed, write_atomically, write_text
+from ..system.files import bytes_of, kind_of, parsed, write_atomically, write_text
 from .compressed import CompressedContext, cache_of_tokens, refuse_gaps
 from .embedded import prefix_of_tokens, token_ids
 from .prefix import PrefixContext
@@ -229,7 +229,7 @@ def _read(folder: Path) -> tuple[KeyValues, dict[str, Any] | None]:
     """The keys and values, and what ``context_to_peft`` wrote of the context; None if peft did."""
     path = folder / _CONFIG
     cure = "give the local folder that save_pretrained of peft or context_to_peft wrote"
-    if not path.exists():
+    if not kind_of(path):
         raise StoreError(f"{folder} has no {_CONFIG}; {cure}")
     config = parsed(path, bytes_of(path), json.loads, "json", cure)
     if not isinstance(config, dict):
@@ -242,7 +242,7 @@ def _read(folder: Path) -> tuple[KeyValues, dict[str, Any] | None]:
             "the weights instead (merge_and_unload in peft) and load those with al.load_model"
         )
     path = folder / _WEIGHTS
-    if not path.is_file():
+    if kind_of(path) != "file":
         raise StoreError(
             f"{folder} has no {_WEIGHTS}; if peft wrote an adapter_model.bin, load the adapter in "
             "peft and save it again"

@@ -35,7 +35,7 @@ from ..runs.store import make_folder, same_contributions
 from ..runs.study import Study
 from ..system.arguments import check_not_endless, checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
-from ..system.files import bytes_of, write_atomically
+from ..system.files import bytes_of, kind_of, write_atomically
 from ..system.processes import gather_from_processes, is_main
 from ..system.steps import Bar
 from ..system.texts import name_of
@@ -529,7 +529,7 @@ class _StateFile:
 
     def read(self, trainable: Trainable) -> "_Stored | None":
         """What is stored, if it may be used."""
-        if self.path is None or not self.path.exists():
+        if self.path is None or not kind_of(self.path):
             return None
         bytes_of(self.path)  # an error if it cannot be read
         try:

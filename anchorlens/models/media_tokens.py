@@ -71,6 +71,20 @@ def check_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
         has_images = [bool(each) for each in batch.inputs] or [False] * len(batch)
         _refuse(batch, [not each for each in has_images], names, _LACKS)
         _refuse(batch, has_images, others, _LACKS)
+        spans = (
+            _is_image(names, batch)
+            .long()
+            .diff(dim=1, prepend=torch.zeros_like(batch.tokens[:, :1]))
+        )
+        for row, inputs in enumerate(batch.inputs):
+            count = len(inputs.get("image_grid_thw", ()))  # where positions are in rows and columns
+            if count > (found := int((spans[row] == 1).sum())):
+                raise PromptError(
+                    f"prompt {row} has {count} images, but {found} groups of their tokens: the "
+                    "model reads images side by side as one. Write the marks of the processor "
+                    "around each placeholder (such as <|vision_start|> and <|vision_end|>), or a "
+                    "text between them"
+                )
 
 
 def refuse_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
@@ -93,10 +107,14 @@ def inputs_of_images(model: HookedModel, batch: PromptBatch) -> dict[str, Any]:
         name: value.to(dtype) if value.is_floating_point() else value
         for name, value in batch.forward_inputs.items()
     }
-    of_images = [token for token, name in media_tokens(model).items() if _IMAGE.fullmatch(name)]
+    return inputs | types_of_tokens(model, _is_image(media_tokens(model), batch))
+
+
+def _is_image(names: Mapping[int, str], batch: PromptBatch) -> Bool[Tensor, "batch position"]:
+    """Which tokens get the embeddings of an image."""
+    of_images = [token for token, name in names.items() if _IMAGE.fullmatch(name)]
     tokens = torch.tensor(of_images, device=batch.tokens.device)
-    is_image = torch.isin(batch.tokens, tokens) & batch.attention_mask
-    return inputs | types_of_tokens(model, is_image)
+    return torch.isin(batch.tokens, tokens) & batch.attention_mask
 
 
 def types_of_tokens(

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import DataError
 from ..system.arguments import check_from_1, checked
+from ..system.files import kind_of
 from .datafiles import (
     READERS,
     Columns,
@@ -282,7 +283,7 @@ def _is_file(source: str | Path) -> bool:
     if source in HUB_SOURCES:
         return False
     is_on_hub = _ON_HUB.fullmatch(source) and Path(source).suffix.lower() not in READERS
-    return not is_on_hub or Path(source).exists()
+    return not is_on_hub or bool(kind_of(source, DataError))
 
 
 def _read_hub(hub: HubSource, split: str) -> Columns:
@@ -339,7 +340,7 @@ def _with_images(
             "paths of images (image=)"
         )
     for row, path in enumerate(columns[image]):
-        if not isinstance(path, str) or not (folder / path).is_file():
+        if not isinstance(path, str) or kind_of(folder / path, DataError) != "file":
             raise DataError(
                 f"row {row} of {source}: expected the path of an image in the column {image} "
                 f"(image=); got {path!r}, which is no file in {folder.resolve()}"

@@ -9,6 +9,7 @@
 import hashlib
 from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..system.arguments import checked
+from ..system.files import bytes_of
 from .batch import PromptBatch, check_prompts, demonstrations_ids, digest
 from .prompt_html import Picture
 from .segment_names import IMAGE, PADDING, SEGMENTS, of_task
@@ -27,6 +29,12 @@ from .segment_names import IMAGE, PADDING, SEGMENTS, of_task
 _OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _SIDE = 96  # pixels of an image that a page draws, at most
 _CURE = "install Pillow: pip install 'anchorlens[images]'"
+# Named, because an image comes from a stranger, and for others Pillow starts a program (EPS).
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# Twice what a processor keeps at most (4096 x 4096). Pillow holds them in 128 MiB, and a file of
+# some KB can have a hundred times as many.
+_PIXELS = 2**25
+_KEPT = 2**25  # pixels of images that are held for other prompts, before one more is read
 
 
 @checked
@@ -50,7 +58,8 @@ def with_images(
         processor: The processor of the model (``transformers.AutoProcessor.from_pretrained``).
         images: For each prompt, by its ``index``, the images of the whole prompt in the order of
             their placeholders: those of the demonstrations, then that of the query. An image is one
-            of Pillow, or the path of a file.
+            of Pillow, or the path of a file (PNG, JPEG, WEBP, GIF, BMP or TIFF), with at most
+            33,554,432 pixels.
 
     Returns:
         The batches with the tokens of the images, with ``inputs`` and ``pictures``. Prompts whose
@@ -71,7 +80,8 @@ def with_images(
         ('image', 12)
     """
     writer = _Writer.of(processor)
-    return [_expanded(batch, writer, images) for batch in batches]
+    reader = _Reader()
+    return [_expanded(batch, writer, reader, images) for batch in batches]
 
 
 def place_of(processor: Any) -> str:
@@ -89,20 +99,51 @@ def place_of(processor: Any) -> str:
 def image_of(source: Any) -> Any:
     """An image of Pillow, of a path or as it is; a PromptError if it cannot be read."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise PromptError(f"images need Pillow, which is not installed; {_CURE}") from error
-    if isinstance(source, Image.Image):
-        return source.convert("RGB")
-    if not isinstance(source, str | Path):
+    is_path = isinstance(source, str | Path)
+    if not is_path and not isinstance(source, Image.Image):
         raise PromptError(
             f"an image is one of Pillow, or the path of a file; got a {type(source).__name__}"
         )
+    data = bytes_of(source, PromptError) if is_path else b""
     try:
-        with Image.open(source) as image:
+        with (
+            Image.open(BytesIO(data), formats=_FORMATS) if is_path else nullcontext(source) as image
+        ):
+            if image.width * image.height > _PIXELS:  # of the header: nothing was decoded yet
+                raise ValueError(f"it has {image.width} x {image.height} pixels")
             return image.convert("RGB")
     except Exception as error:  # Pillow has several for files that hold no image
-        raise PromptError(f"the image {source} cannot be read: {error}") from error
+        is_other = isinstance(error, UnidentifiedImageError)
+        raise PromptError(
+            f"the image {source} cannot be read: "
+            f"{f'its bytes begin with {data[:12]!r}' if is_other else error}; give one of "
+            f"{', '.join(_FORMATS)} with at most {_PIXELS:,} pixels, twice what processors keep"
+        ) from error
+
+
+class _Shown(NamedTuple):
+    """An image of a prompt."""
+
+    source: Any  # held, so that no other object gets its id
+    image: Any
+    digest: int
+    small: str
+
+
+class _Reader(dict[Any, _Shown]):
+    """The images that were read last, because those of demonstrations are in many prompts."""
+
+    def read(self, source: Any) -> _Shown:
+        key = source if isinstance(source, str | Path) else id(source)
+        if key not in self:
+            if sum(each.image.width * each.image.height for each in self.values()) > _KEPT:
+                self.clear()
+            image = image_of(source)
+            self[key] = _Shown(source, image, _digest(image), _small(image))
+        return self[key]
 
 
 class _Writer(NamedTuple):
@@ -167,7 +208,9 @@ class _Prompt(NamedTuple):
     of_set: list[int]  # a digest of the images of its demonstrations
 
 
-def _expanded(batch: PromptBatch, writer: _Writer, images: Sequence[Sequence[Any]]) -> PromptBatch:
+def _expanded(
+    batch: PromptBatch, writer: _Writer, reader: _Reader, images: Sequence[Sequence[Any]]
+) -> PromptBatch:
     given = batch.on_cpu
     places = (given.tokens == writer.place_id) & given.attention_mask
     if not places.any() and not any(map(len, images)):
@@ -176,7 +219,7 @@ def _expanded(batch: PromptBatch, writer: _Writer, images: Sequence[Sequence[Any
     unnamed = bool((given.segments[places] == PADDING).any())
     if IMAGE not in names and (names == SEGMENTS or unnamed):
         names = (*names, IMAGE)
-    prompts = [_prompt(given, row, names, writer, images) for row in range(len(given))]
+    prompts = [_prompt(given, row, names, writer, reader, images) for row in range(len(given))]
     width = max(len(prompt.tokens) for prompt in prompts)
     counts = torch.zeros_like(given.tokens)
     of_tokens = [count for prompt in prompts for count in prompt.counts]
@@ -211,6 +254,7 @@ def _prompt(
     row: int,
     names: Sequence[str],
     writer: _Writer,
+    reader: _Reader,
     images: Sequence[Sequence[Any]],
 ) -> _Prompt:
     inside, number = batch.attention_mask[row], int(batch.index[row])
@@ -224,14 +268,14 @@ def _prompt(
             f"text), but {given} images; give for each query the images of its whole prompt, also "
             "of the demonstrations"
         )
-    shown = [image_of(image) for image in images[number]]
-    runs, inputs = writer.write(shown)
+    shown = [reader.read(image) for image in images[number]]
+    runs, inputs = writer.write([each.image for each in shown])
     run_of = dict(zip(places, runs, strict=True))
     tokens, segments, counts, pictures = list[int](), list[int](), list[int](), list[Picture]()
     for k, token in enumerate(before):
         run, segment = run_of.get(k, [token]), segments_before[k]
         if k in run_of:
-            pictures.append(Picture(len(tokens), len(run), _small(shown[len(pictures)])))
+            pictures.append(Picture(len(tokens), len(run), shown[len(pictures)].small))
             is_own = segment != PADDING and not of_task(names)
             segment = segment if is_own else names.index(IMAGE)
         tokens += run
@@ -242,7 +286,7 @@ def _prompt(
     last = len(before)
     if batch.has_label_words:
         last = int(batch.label_ends[row].max() - batch.starts[row])
-    of_set = [_digest(image) for place, image in zip(places, shown, strict=True) if place <= last]
+    of_set = [each.digest for place, each in zip(places, shown, strict=True) if place <= last]
     return _Prompt(tokens, segments, counts, inputs, tuple(pictures), of_set)
 
 

@@ -17,6 +17,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.sampled import prompts_of_draws, sample_draws
 from ..prompts.tasks import Task
 from ..system.arguments import check_from_1
+from ..system.files import kind_of
 from ..system.hidden_warnings import recorded_warnings
 from ..system.processes import fails_together, gather_from_processes
 from ..system.warn import log_of
@@ -67,7 +68,7 @@ def sources_of(
         named = [*models.items()]
     else:
         given = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
-        named = [(Path(m).resolve().name if Path(m).exists() else m, m) for m in given]
+        named = [(Path(m).resolve().name if kind_of(m, ModelError) else m, m) for m in given]
     if revisions is not None:
         for _, model in named:
             refuse_revision(model)

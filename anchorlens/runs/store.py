@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +13,13 @@ from torch import Tensor
 from ..errors import StoreError
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
-from ..system.files import bytes_of, remove_temporary_files, write_atomically
+from ..system.files import (
+    bytes_of,
+    kind_of,
+    paths_in,
+    remove_temporary_files,
+    write_atomically,
+)
 from ..system.warn import warn_user
 
 _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
@@ -61,13 +66,13 @@ class Store:
             store._require_same(run, store.folder)
             return store
         # Without this file, the files of contributions tell to which run they belong.
-        for path_of_rows in sorted(store.folder.glob("rows-*.safetensors")):
+        for path_of_rows in paths_in(store.folder, "rows-*.safetensors"):
             stored = _read(path_of_rows)
             if stored is not None:
                 store._require_same(stored[0], path_of_rows)
         if _is_foreign(path):
             raise StoreError(f"{path} is not of anchorlens; use another folder for contributions")
-        if os.path.exists(path):
+        if kind_of(path):
             warn_user(f"{path} is damaged; it is written anew")
         write_atomically(path, _bytes_of_run(store.run))
         return store
@@ -78,7 +83,7 @@ class Store:
         An error if the file is whole, but belongs to another run, or to another function of a name.
         """
         path = self._path(number)
-        if not self.believed or not os.path.exists(path):
+        if not self.believed or not kind_of(path):
             return {}
         stored, reason = _read(path), "is damaged"
         if stored is not None:
@@ -109,12 +114,13 @@ class Store:
         Those of other batches stay if this raises an error.
         """
         path = self._path(number)
-        if path.is_dir():
+        kind = kind_of(path)
+        if kind == "folder":
             with suppress(OSError):  # if it is not empty, the error below names it
                 path.rmdir()
         new = set(map(name_of_question, contributions))
         functions = {name: each for name, each in self.functions.items() if name in new}
-        stored = _read(path) if path.is_file() else None
+        stored = _read(path) if kind == "file" else None
         if stored is not None and stored[0] == self.run and stored[2] == number:
             _, others, _, of_others = stored
             functions = {**others, **functions}
@@ -165,8 +171,8 @@ def forget_run(folder: str | Path) -> None:
         >>> al.forget_run(stored)
         >>> results = al.run(model, batches, [al.Accuracy()], folder=stored, progress=False)
     """
-    for path in Path(folder).glob("*"):
-        if not _FILES.fullmatch(path.name) or not path.is_file():
+    for path in paths_in(folder):
+        if not _FILES.fullmatch(path.name) or kind_of(path) != "file":
             continue
         if path.name != "run.json" or not _is_foreign(path):
             try:

@@ -1,5 +1,6 @@
 """Files: written as a whole or not at all, and read with our own errors whatever is in them."""
 
+import fnmatch
 import os
 import platform
 import re
@@ -58,23 +59,56 @@ def write_text(path: Path, text: str) -> None:
 
 def remove_temporary_files(folder: Path) -> None:
     """Remove temporary files of processes of this machine that were killed while writing."""
-    for path in folder.glob(f"*.{_MACHINE}.*.tmp"):
+    for path in paths_in(folder, f"*.{_MACHINE}.*.tmp"):
         number = path.name.split(".")[-2]
         if number.isdigit() and not psutil.pid_exists(int(number)):
             path.unlink(missing_ok=True)
 
 
-def bytes_of(path: str | Path, error: type[AnchorlensError] = StoreError) -> bytes:
-    """The bytes of a file; a pipe, from which nothing may ever come, is not waited for."""
+def kind_of(path: str | Path, error: type[AnchorlensError] = StoreError) -> str:
+    """What is at a path: "folder", "file", "device" (also a pipe), or "" where nothing is.
+
+    All questions about a user's path are asked here: those of ``Path`` raise an OSError, or say
+    that nothing is there, where the system refuses to look (a name that is too long, a folder that
+    this user may not enter). Here that is our error.
+    """
     try:
-        if stat.S_ISFIFO(Path(path).stat().st_mode):
-            raise error(f"{path} cannot be read: it is a pipe, not a file")
-        return Path(path).read_bytes()
-    except error:
-        raise
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
     except (OSError, ValueError) as cause:  # a name with a null character is a ValueError
-        reason = getattr(cause, "strerror", None) or cause
-        raise error(f"{path} cannot be read: {reason}") from cause
+        raise _unreadable(path, cause, error) from cause
+    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device"
+
+
+def paths_in(
+    folder: str | Path, pattern: str = "*", error: type[AnchorlensError] = StoreError
+) -> list[Path]:
+    """The paths in a folder whose names fit a pattern, in order; none if it is no folder."""
+    if kind_of(folder, error) != "folder":
+        return []
+    try:
+        return sorted(Path(folder) / name for name in fnmatch.filter(os.listdir(folder), pattern))
+    except OSError as cause:
+        raise _unreadable(folder, cause, error) from cause
+
+
+def bytes_of(path: str | Path, error: type[AnchorlensError] = StoreError) -> bytes:
+    """The bytes of a file; a pipe or device, which may never end, is not waited for."""
+    if kind_of(path, error) == "device":
+        raise error(f"{path} cannot be read: it is a pipe or a device, not a file")
+    try:
+        return Path(path).read_bytes()
+    except OSError as cause:
+        raise _unreadable(path, cause, error) from cause
+
+
+def _unreadable(
+    path: str | Path, cause: Exception, error: type[AnchorlensError]
+) -> AnchorlensError:
+    name = str(path) if len(str(path)) <= 500 else f"{str(path)[:60]}..."  # perhaps a prompt
+    reason = getattr(cause, "strerror", None) or cause
+    return error(f"{name} cannot be read: {reason}; give a path that you can open")
 
 
 def parsed(

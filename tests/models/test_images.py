@@ -31,6 +31,7 @@ from tests.support.image_models import (
     NEED_TORCHVISION,
     image_model,
     picture,
+    place_in,
     written,
 )
 from tests.support.measures import difference, does_not_run
@@ -268,6 +269,37 @@ def test_line_3_of_transformer_lens_takes_no_images(
     monkeypatch.setattr(media_tokens, "installed_version", lambda name: "3.9.0")
     with pytest.raises(PromptError, match="images need transformer-lens 4"):
         al.target_logits(llava.model, [llava.batch], progress=False)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("between", ["", " ", " and "])
+def test_images_side_by_side_are_refused_where_they_are_read_as_one(
+    name: str, between: str
+) -> None:
+    """Elsewhere, and with any text between, they are those of plain transformers."""
+    case = case_of(name)
+    place = place_in(case.processor)
+    words = al.build_segments(
+        case.processor.tokenizer, [[(None, f"See {place}{between}{place}"), ("question", " it ->")]]
+    )
+    [batch] = al.with_images(words, case.processor, [[picture(0), picture(1)]])
+    if name in NEED_TORCHVISION and not between:
+        with (
+            pytest.raises(PromptError, match=r"prompt 0 has 2 images, but 1 groups .*side by side"),
+            does_not_run(case.model),
+        ):
+            al.target_logits(case.model, [batch], progress=False)
+        return
+    text = case.processor.tokenizer.decode(words[0].tokens[0])
+    made = case.processor(
+        text=[text],
+        images=[[picture(0), picture(1)]],
+        add_special_tokens=False,
+        return_tensors="pt",
+    )
+    assert batch.tokens.equal(made["input_ids"])
+    expected = case.plain(**made, use_cache=False).logits[:, -1].detach()
+    assert difference(al.target_logits(case.model, [batch], progress=False), expected) < 2e-6
 
 
 def test_models_of_texts_take_no_images(gpt2: Any, llava: Case) -> None:

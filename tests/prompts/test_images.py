@@ -1,13 +1,17 @@
 """Prompts with images are those of the processor, and their positions are those of the texts."""
 
+import os
 import pickle
+import struct
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image, ImageFile
 
 import anchorlens as al
 from anchorlens.errors import DataError, PromptError
@@ -166,6 +170,81 @@ def test_paths_are_read_as_images(llava: Built, tmp_path: Path) -> None:
     [again] = al.with_images([text], processor, paths)
     assert again.forward_inputs["pixel_values"].equal(batch.forward_inputs["pixel_values"])
     assert again.pictures == batch.pictures
+
+
+def header(width: int, height: int) -> bytes:
+    """A PNG of zeros in one bit each, packed."""
+    parts = b"IHDR" + struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    parts = parts, b"IDAT" + zlib.compress(bytes((width + 7) // 8 + 1) * height), b"IEND"
+    ends = [
+        struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each))
+        for each in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(ends)
+
+
+OTHERS = r"give one of PNG, JPEG, WEBP, GIF, BMP, TIFF with at most 33,554,432 pixels"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "b'%!PS-Adobe-3'"),
+        (b"P6 1 1 255 abc", "b'P6 1 1 255 a'"),
+        (b"", "b''"),
+        (header(5793, 5793), "it has 5793 x 5793 pixels"),
+        (header(2**25 + 1, 1), "it has 33554433 x 1 pixels"),
+        (header(10_000, 10_000), "pixels"),
+        (header(40_000, 40_000), "pixels"),
+    ],
+)
+def test_files_of_strangers_are_refused_before_they_are_read(
+    data: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No program is started on them, and no pixel is unpacked."""
+    path = tmp_path / "cat.png"
+    path.write_bytes(data)
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a program is started"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it is unpacked"))
+    with pytest.raises(PromptError, match=f"cat.png cannot be read: .*{reason}.*; {OTHERS}"):
+        image_of(path)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_formats_of_pictures_are_read(kind: str, tmp_path: Path) -> None:
+    picture(0).quantize(4).convert("RGB").save(tmp_path / "a.png", kind)
+    assert image_of(str(tmp_path / "a.png")).size == picture(0).size
+    with Image.open(tmp_path / "a.png") as opened:
+        assert image_of(opened).mode == "RGB"
+
+
+def test_large_images_of_pillow_are_refused_and_devices_are_not_read(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match=rf"it has 1 x 33554433 pixels; {OTHERS}"):
+        image_of(Image.new("1", (1, 2**25 + 1)))
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in (tmp_path / "pipe.png", "/dev/zero"):
+        with pytest.raises(PromptError, match="cannot be read: it is a pipe or a device"):
+            image_of(path)
+
+
+def test_an_image_of_many_prompts_is_read_once(
+    llava: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor, text, batch, images = llava
+    opened, found = list[int](), Image.open
+    images[0][0].save(path := tmp_path / "a.png")
+
+    def counted(*args: Any, **options: Any) -> Any:
+        opened.append(1)
+        return found(*args, **options)
+
+    monkeypatch.setattr(Image, "open", counted)
+    for most, reads in ((2**25, 1), (0, 3)):  # as many are held as fit
+        opened.clear()
+        monkeypatch.setattr("anchorlens.prompts.images._KEPT", most)
+        [again] = al.with_images([text], processor, [[path, *of[1:]] for of in images])
+        assert len(opened) == reads and again.pictures == batch.pictures
+        assert again.forward_inputs["pixel_values"].equal(batch.forward_inputs["pixel_values"])
 
 
 def test_without_pillow_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
