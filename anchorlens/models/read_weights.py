@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ModelError
+from ..system.files import kind_of, paths_in
 from ..system.processes import process_device
 from ..system.warn import warn_user
 from .parsed_once import parsed_once
+from .unread_settings import check_settings
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 # Masks and positions that older versions of transformers stored, and newer versions compute.
@@ -78,8 +80,10 @@ def read_weights(
             output_loading_info=True,
             **options,
         )
+        stored = {} if name.endswith(".gguf") else config.get_config_dict(source, **options)[0]
     weights, report = result
     _refuse_other_weights(name, weights, report)
+    check_settings(name, weights, stored)
     return weights, tokenizer
 
 
@@ -152,7 +156,7 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     if name.endswith(".gguf"):
         refuse_no_file(name)
         return str(path.parent), options | {"gguf_file": path.name}
-    if name and path.is_dir():
+    if name and kind_of(path, ModelError) == "folder":
         _refuse_folder_without_model(path)
     elif not _HUB_NAME.fullmatch(name):
         raise ModelError(f"there is no folder {name!r}, and the hub has no such names")
@@ -161,25 +165,32 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 
 def refuse_no_file(name: str) -> None:
     """Raise an error for a .gguf file that is not there."""
-    if not Path(name).is_file():
+    if kind_of(name, ModelError) != "file":
         raise ModelError(f"there is no file {name}")
 
 
 def refuse_revision(model: Any) -> None:
     """Raise an error for what is no name on the hub: it has no revisions."""
     is_name = isinstance(model, str) and not model.endswith(".gguf")
-    if not is_name or Path(model).exists():
+    if not is_name or kind_of(model, ModelError):
         what = model if isinstance(model, str | Path) else f"a {type(model).__name__}"
         raise ModelError(f"only a name on the hub has revisions, and {what} is none")
 
 
 def _refuse_folder_without_model(folder: Path) -> None:
     """Raise an error that names what is in a folder instead of a model."""
-    if (folder / "config.json").exists():
+    has_adapter = bool(kind_of(folder / "adapter_config.json", ModelError))
+    if kind_of(folder / "config.json", ModelError):
+        if has_adapter:
+            raise ModelError(
+                f"{folder} has a model and an adapter of peft (adapter_config.json), which "
+                "transformers adds to it only where peft is installed: merge the adapter into the "
+                "model (merge_and_unload) and save that, or take its files out of the folder"
+            )
         return
-    if gguf := sorted(folder.glob("*.gguf")):
+    if gguf := paths_in(folder, "*.gguf", ModelError):
         cure = f"give the file {gguf[0]}"
-    elif (folder / "adapter_config.json").exists():
+    elif has_adapter:
         cure = (
             "it holds an adapter of peft: merge it into its model (merge_and_unload) and save that"
         )
@@ -204,7 +215,7 @@ def _reading(name: str) -> Iterator[None]:
                 "al.load_model with its tokenizer"
             ) from error
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-        cure = "" if Path(name).exists() else _NO_HUB
+        cure = "" if kind_of(name, ModelError) else _NO_HUB
         raise ModelError(
             f"{name!r} cannot be loaded as a causal language model: {reason}{cure}"
         ) from error
@@ -322,8 +333,16 @@ def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> No
             f": {'; '.join(problems)}. Such tensors would be random numbers; put the weights and "
             "the config.json of one model into the folder"
         )
-    unused = [key for key in report["unexpected_keys"] if _IN_A_LAYER.search(key)]
-    if unused := [key for key in unused if not _COMPUTED.search(key)]:
+    # Tensors of layers, and of modules that the model has; others are heads of other tasks.
+    modules = {name for name, _ in weights.named_modules()}
+    modules |= {name.removeprefix(f"{weights.base_model_prefix}.") for name in modules}
+    unused = [
+        key
+        for key in report["unexpected_keys"]
+        if (_IN_A_LAYER.search(key) or key.rpartition(".")[0] in modules)
+        and not _COMPUTED.search(key)
+    ]
+    if unused:
         warn_user(
             f"the configuration of {name!r} ({type(weights).__name__}) has no use for all of its "
             f"weights: {_listed(unused)} left out, so that this may be another model than the one "
