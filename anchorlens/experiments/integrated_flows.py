@@ -14,6 +14,7 @@ from ..metrics.edge_sums import EdgeSums, by_heads
 from ..metrics.question import Question
 from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Weight, refuse_values, signed
+from ..models.added_hooks import added_hooks
 from ..models.batch_hooks import WholeHook
 from ..models.hooked import (
     Hook,
@@ -84,10 +85,11 @@ class IntegratedFlows(Question):
     The sum over all edges of a layer, those of tokens to themselves too, is F(A) - F(0), but for an
     error that falls as 1 / m^2. The record has both, and a warning names layers where they differ.
 
-    Where a norm follows the attention (Gemma 2 and 3, OLMo 2 and 3, GLM-4, EXAONE 4), F(alpha A) =
-    F(A): the gradient along A is 0, and the formula would give a multiple of the signed saliency.
-    So the norm divides by what it divides by in the clean run, and its output grows from 0 to what
-    it is. This is the usual way to attribute through a norm; the choice is ours.
+    Where a norm takes the scale of the attention away (Gemma 2 to 4, OLMo 2 and 3, GLM-4, EXAONE 4,
+    BitNet), F(alpha A) = F(A): the gradient along A is 0, and the formula would give a multiple of
+    the signed saliency. So the norm divides by what it divides by in the clean run, and its output
+    grows from 0 to what it is. This is the usual way to attribute through a norm; the choice is
+    ours. A tiny pass finds such norms: one that also gets the residual stream (OPT-350m) is none.
 
     Each layer needs m passes forward and backward and one forward, from this layer on where
     that gives the same logits in a tiny pass.
@@ -100,10 +102,9 @@ class IntegratedFlows(Question):
         edge whose gradient has become 0 because the model is certain.
 
     Pitfalls:
-        Where F jumps, as other experts are chosen on the path (Mixtral, GPT-OSS), and where the
-        model divides by the size of what its heads give out (BitNet), no number of steps helps. The
-        baseline is a layer without attention, on which no model was trained. Sums of several layers
-        do not add up, because each layer is scaled alone.
+        Where F jumps, as other experts are chosen on the path (Mixtral, GPT-OSS), no number of
+        steps helps. The baseline is a layer without attention, on which no model was trained. Sums
+        of several layers do not add up, because each layer is scaled alone.
 
     Source:
         Hao et al., *Self-Attention Attribution* (AAAI 2021). Midpoints instead of right ends, and
@@ -177,8 +178,8 @@ class IntegratedFlows(Question):
         norms = FrozenNorms(model)
         store = hooks_by_layer(model, pattern_name, patterns.__setitem__)
         starts = Starts({*layers} - passes.why_not_late(layers).keys())
-        observers = [*store, *norms.observers()]
-        clean = run_pass(model, batch, observers=observers, starts=starts)
+        with added_hooks(model, of_modules=norms.observers()):
+            clean = run_pass(model, batch, observers=store, starts=starts)
         if self.output is None:
             of_prompts = probability_of_prediction(clean, batch)
             whole = of_prompts(clean, batch)
@@ -187,12 +188,12 @@ class IntegratedFlows(Question):
         changes, attributed = [], []
         # The last layer first: the first has the largest graph, when few patterns are left.
         for layer in reversed(layers):
-            others = norms.hooks_of(layer)
             start = starts.found.get(layer)
-            of_pattern = partial(output_with, model, batch, of_prompts, layer, others, start)
+            of_pattern = partial(output_with, model, batch, of_prompts, layer, start)
             pattern = patterns.pop(layer)
-            gradient = mean_gradient(of_pattern, pattern, self.steps)
-            changes.append(whole - of_pattern(pattern * 0.0))
+            with added_hooks(model, of_modules=norms.hooks_of(layer)):
+                gradient = mean_gradient(of_pattern, pattern, self.steps)
+                changes.append(whole - of_pattern(pattern * 0.0))
             pattern = pattern.to(gradient.dtype)
             attributed.append((pattern * gradient).sum((1, 2, 3), dtype=widest(pattern.device)))
             sums.add(layer, pattern, gradient)
@@ -225,17 +226,16 @@ def output_with(
     batch: PromptBatch,
     output: Loss,
     layer: int,
-    hooks: Sequence[Hook],
     start: Start | None,
     pattern: Pattern,
     into: Sequence[Tensor] = (),
 ) -> Float[Tensor, " batch"]:
-    """F of each prompt with another pattern in a layer, and with hooks that act besides."""
+    """F of each prompt with another pattern in a layer."""
 
     def replace(clean: Tensor, hook: Any) -> Tensor:
         return pattern
 
-    replaced: list[Hook] = [(pattern_name(layer), WholeHook(replace)), *hooks]
+    replaced: list[Hook] = [(pattern_name(layer), WholeHook(replace))]
     return losses_of(model, batch, output, hooks=replaced, into=into, start=start)
 
 
@@ -267,8 +267,8 @@ def _warn_if_incomplete(contributions: Mapping[str, Tensor], steps: int) -> None
             f"sum to {float(attributed[:, worst].mean()):.3g}, and F(A) - F(0) is "
             f"{float(change[:, worst].mean()):.3g} (means over prompts). The flows of these layers "
             f"say nothing as they are; take more steps than {steps}. If the difference does not "
-            "fall, F jumps on the path (other experts are chosen), or the model divides by the "
-            "size of what the heads give out, and these layers have no integrated gradient"
+            "fall, F jumps on the path (other experts are chosen), and these layers have no "
+            "integrated gradient"
         )
 
 

@@ -51,10 +51,10 @@ def signed(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
 
     It adds up: over edges, and over the targets of a loss that is a sum.
 
-    Where a norm follows the attention (Gemma 2 and 3, OLMo 2 and 3, GLM-4, EXAONE 4), the sum over
-    all keys of a query is 0: its row times any number gives the same output. There a value says how
-    an edge compares with the others of its query, not what the loss would be without all of them:
-    below 0 then means that it lowers the loss more than the other keys of its query do.
+    Where a norm takes the scale of the attention away (Gemma 2 to 4, OLMo 2 and 3, GLM-4, EXAONE
+    4), the sum over all keys of a query is 0: its row times any number gives the same output. There
+    a value says how an edge compares with the others of its query, not what the loss would be
+    without all of them: below 0 means that it lowers the loss more than its query's other keys do.
     """
     return (pattern * gradient).sum(1)
 

@@ -32,11 +32,6 @@ QUERY_AND_KEY = (
     ("hook_q", "hook_k"),
 )
 
-# A norm after the attention has one of these names; in TransformerLens 3.9 that of OLMo 2 is ln1,
-# as is the norm before the attention in other models. What comes after the pattern is the norm
-# after.
-NORMS_AFTER = ("ln1_post", "ln1")
-
 # Rotary embeddings, by a part of their kind, that depend on the length of a text (see rotary.py):
 # by whether it is above a number of tokens, and by the longest text that the model ran.
 LONGER_ROTATES, LAST_TEXT_ROTATES = "longrope", "dynamic"

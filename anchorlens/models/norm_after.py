@@ -1,81 +1,116 @@
-"""A norm that follows the attention, before its output is added: with the divisor of a clean pass.
+"""A norm that takes the scale of the attention away: with the divisor of a clean pass.
 
 ``norm(alpha u) = norm(u)`` for every alpha above 0. So a pattern that is scaled as a whole changes
-nothing where such a norm follows. With the divisor of the clean pass the norm is a linear function,
-and ``norm(alpha u) = alpha norm(u)``.
+nothing where such a norm follows: ``F(alpha A) = F(A)``. With the divisor of the clean pass the
+norm is a linear function, and ``norm(alpha u) = alpha norm(u)``.
+
+A tiny pass tells it, and not the name of a norm or where it is called: that of OPT-350m follows the
+attention, but gets the residual stream too, and takes no scale away.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .hooked import Hook, HookedModel, hooks_by_layer, pattern_name
-from .kinds import NORMS_AFTER
+from ..system.devices import wide
+from .added_hooks import ModuleHook
+from .facts import own_fact
+from .hooked import Hook, HookedModel, pattern_name
+from .kinds import modules_of
+from .tiny_pass import logits_of, relative_difference, tiny_passes, tiny_tokens
+
+# What is twice as large is so but for rounding. What stays the same changes little beside what
+# doubles, because a norm adds a small number to its divisor.
+_DOUBLED, _SAME = 1e-2, 0.1
+
+
+class _Norm(NamedTuple):
+    """A norm that takes the scale of A away: ``bias + (u - mean u, if centred) * factor``."""
+
+    number: int  # in ``modules_of``
+    bias: Tensor
+    is_centred: bool
+
+    def centred(self, inputs: Tensor) -> Tensor:
+        return inputs - inputs.mean(-1, keepdim=True) if self.is_centred else inputs
+
+
+@own_fact
+def norms_after(model: HookedModel) -> dict[int, _Norm]:
+    """By layer the norm that takes the scale of its pattern away, if any.
+
+    In one pass over equal rows, each layer has a row where its pattern is doubled, and one where it
+    is 0. Doubling must change little beside what zero changes, in the logits, and in what the norm
+    gives out although it gets twice as much.
+    """
+    n_layers, modules = model.cfg.n_layers, modules_of(model)
+    count, attended, found = 1 + 2 * n_layers, list[int](), dict[int, _Norm]()
+
+    def scale(layer: int) -> Hook:
+        def act(pattern: Tensor, hook: Any) -> Tensor:
+            attended.append(layer)
+            factors = torch.ones(count, 1, 1, 1, dtype=pattern.dtype, device=pattern.device)
+            factors[1 + layer], factors[1 + n_layers + layer] = 2, 0
+            return pattern * factors
+
+        return pattern_name(layer), act
+
+    def compare(number: int, module: Any, inputs: Any, output: Any) -> None:
+        if not attended or attended[-1] in found:
+            return
+        layer = attended[-1]
+        tensors = *inputs[:1], output
+        if len(tensors) < 2 or not all(isinstance(x, Tensor) and len(x) == count for x in tensors):
+            return
+        (clean, doubled, _), (normal, same, bias) = (
+            wide(each)[[0, 1 + layer, 1 + n_layers + layer]] for each in tensors
+        )
+        if not (clean.any() and relative_difference(doubled, 2 * clean) < _DOUBLED):
+            return
+        if (same - normal).abs().max() < _SAME * (normal - bias).abs().max():
+            bias = bias.flatten(0, -2)[0]
+            found[layer] = _Norm(number, bias, False)
+            shifted = wide(module.forward(inputs[0] + clean.abs().max().to(inputs[0])))[0]
+            is_centred = relative_difference(shifted, normal) < _SAME
+            found[layer] = _Norm(number, bias, is_centred)
+
+    of_modules = [(module, partial(compare, number)) for number, module in enumerate(modules)]
+    with tiny_passes(model, [*map(scale, range(n_layers))], of_modules):
+        logits = logits_of(model, tiny_tokens(model).expand(count, -1)).double()
+    doubled, none = (logits[1:] - logits[0]).flatten(1).abs().amax(1).split(n_layers)
+    return {layer: norm for layer, norm in found.items() if doubled[layer] < _SAME * none[layer]}
 
 
 class FrozenNorms:
-    """The norms after the attention as linear functions, each as it acts in one clean pass."""
+    """The norms that take the scale away as linear functions, each as it acts in one clean pass."""
 
     def __init__(self, model: HookedModel) -> None:
-        self._model = model
-        self._points = model.hook_dict  # made anew at each access
-        self._names: dict[int, str] = {}
-        self._inputs: dict[int, Tensor] = {}
+        modules = modules_of(model)
+        self._norms = {
+            layer: (modules[norm.number], norm) for layer, norm in norms_after(model).items()
+        }
         self._factors: dict[int, Tensor] = {}
-        self._have_attended: set[int] = set()
 
-    def observers(self) -> list[Hook]:
-        """Hooks for the clean pass, which store what each norm divides by."""
+    def observers(self) -> list[ModuleHook]:
+        """Hooks for the clean pass, which store what each norm multiplies by."""
 
-        def attended(layer: int, pattern: Tensor) -> None:
-            self._have_attended.add(layer)
-
-        hooks = hooks_by_layer(self._model, pattern_name, attended)
-        for layer in range(self._model.cfg.n_layers):
-            for name in NORMS_AFTER:
-                first, last = self._first_and_last(layer, name)
-                if first in self._points:
-                    hooks.append((first, partial(self._store_input, layer)))
-                if last in self._points:
-                    hooks.append((last, partial(self._store_factor, layer, name)))
-        return hooks
-
-    def hooks_of(self, layer: int) -> list[Hook]:
-        """Hooks that make the norm of a layer linear; none where no norm follows the attention."""
-        if layer not in self._factors:
-            return []
-        factor = self._factors[layer]
-        first, last = self._first_and_last(layer, self._names[layer])
-        if first not in self._points:
-            return [(last, lambda scale, hook: factor)]
-        current: list[Tensor] = []
-
-        def store(tensor: Tensor, hook: Any) -> None:
-            current[:] = [tensor]
-
-        def multiply(normalized: Tensor, hook: Any) -> Tensor:
-            return (current.pop().to(factor.dtype) * factor).to(normalized.dtype)
-
-        return [(first, store), (last, multiply)]
-
-    def _store_input(self, layer: int, tensor: Tensor, hook: Any) -> None:
-        if layer in self._have_attended:
-            self._inputs[layer] = tensor.detach()
-
-    def _store_factor(self, layer: int, name: str, tensor: Tensor, hook: Any) -> None:
-        if layer not in self._have_attended:
-            return
-        self._names[layer], self._factors[layer] = name, tensor.detach()
-        if layer in self._inputs:
-            # Weights and divisor together: norm(u) / u, the same in every pass. 0 / 0 where u is 0.
-            wide = torch.promote_types(tensor.dtype, torch.float32)
-            ratio = tensor.detach().to(wide) / self._inputs.pop(layer).to(wide)
+        def store(layer: int, norm: _Norm, module: Any, inputs: Any, output: Any) -> None:
+            # Weights and divisor together. 0 / 0 where what the norm gets is 0.
+            ratio = (wide(output.detach()) - norm.bias) / norm.centred(wide(inputs[0].detach()))
             self._factors[layer] = ratio.nan_to_num(0.0, 0.0, 0.0)
 
-    def _first_and_last(self, layer: int, name: str) -> tuple[str, str]:
-        """Where the norm's input is, and its output; without an input the divisor itself."""
-        norm = f"blocks.{layer}.{name}"
-        has_input = f"{norm}.hook_in" in self._points
-        return f"{norm}.hook_in", f"{norm}.{'hook_out' if has_input else 'hook_scale'}"
+        return [(module, partial(store, n, norm)) for n, (module, norm) in self._norms.items()]
+
+    def hooks_of(self, layer: int) -> list[ModuleHook]:
+        """Hooks that make the norm of a layer linear; none where nothing takes the scale away."""
+        if layer not in self._norms:
+            return []
+        module, norm = self._norms[layer]
+
+        def multiply(module: Any, inputs: Any, output: Any) -> Tensor:
+            given = norm.centred(wide(inputs[0])) * self._factors[layer] + norm.bias
+            return given.to(output.dtype)
+
+        return [(module, multiply)]

@@ -19,6 +19,7 @@ from anchorlens.experiments.integrated_flows import (
 )
 from anchorlens.models.hooked import hooks_by_layer, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
+from anchorlens.models.norm_after import norms_after
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.shortcuts import why_not_late
 from anchorlens.runs.passes import Passes
@@ -27,7 +28,7 @@ from tests.references.architectures import BY_NAME
 from tests.references.toys import native_bridge
 from tests.support.asked import ask
 from tests.support.measures import assert_same, counted_layers, difference, does_not_run
-from tests.support.tiny_models import questions, raw_model, tiny_gpt2, tiny_llama
+from tests.support.tiny_models import questions, randomize, raw_model, tiny_gpt2, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:in layers .* the attributions do not sum to F")
 
@@ -60,7 +61,7 @@ def attribution(
         function = probability_of_prediction(clean, batch) if output is None else output
         products = []
         for layer, pattern in patterns.items():
-            output_of = partial(output_with, model, batch, function, layer, [], None)
+            output_of = partial(output_with, model, batch, function, layer, None)
             products.append(pattern * mean_gradient(output_of, pattern, steps))
     return products, clean
 
@@ -254,3 +255,23 @@ def test_signed_saliency_of_a_query_sums_to_0_where_a_norm_follows(gemma3: Any, 
         products = al.saliency(model, batch, weight=al.weights.signed, per_head=True)
         of_queries = products.sum((2, 4)).abs().max()
         assert (of_queries < 1e-4 * products.abs().max()) == is_zero
+
+
+def test_a_norm_of_what_the_attention_gives_out_is_frozen_whatever_its_name(
+    hooked: Any, byte_level: Any, batch: al.PromptBatch
+) -> None:
+    """A layer norm with a bias, which also takes the mean away, behind the output projection."""
+    weights: Any = randomize(tiny_gpt2(len(byte_level)), seed=3, scale=0.3)
+    for block in weights.transformer.h[1:]:
+        norm = torch.nn.LayerNorm(block.attn.c_proj.weight.shape[1])
+        block.attn.c_proj = torch.nn.Sequential(block.attn.c_proj, randomize(norm, seed=4))
+    model = hooked(weights.double(), byte_level)
+    assert norms_after(model).keys() == {1, 2}
+    record = ask(model, [batch], al.IntegratedFlows(steps=30), resamples=0, progress=False)
+    torch.testing.assert_close(record.attributed, record.change, rtol=0.02, atol=1e-4)
+    clean = run_pass(model, batch)
+    function = probability_of_prediction(clean, batch)
+    for layer, change in enumerate(record.change):
+        cut = [(pattern_name(layer), lambda pattern, hook: pattern * 0)]
+        without = function(run_pass(model, batch, hooks=cut), batch)
+        torch.testing.assert_close((function(clean, batch) - without).mean(), change)

@@ -34,7 +34,16 @@ NO_CACHE = {row.name for row in TOYS}
 NEVER_CUT = ("Bloom", "MPT", "Falcon (ALiBi)", "Llama 4")
 # These keys cannot get new positions. Positions are learned, or keys are rotated in a separate part
 # (latent attention), as one tensor with others, or before any hook point.
-NEVER_MOVED = {"GPT-2", "GPT-Neo", "OPT", "GPTBigCode", "XGLM", "HunYuan", "Llama 4"}
+NEVER_MOVED = {
+    "GPT-2",
+    "GPT-Neo",
+    "OPT",
+    "OPT (norms after)",
+    "GPTBigCode",
+    "XGLM",
+    "HunYuan",
+    "Llama 4",
+}
 NEVER_MOVED |= {"DeepSeek V2", "DeepSeek V3", "JetMoe"}
 NEVER_MOVED |= {row.name for row in TOYS if row.options["positional_embedding_type"] == "standard"}
 # What a bridge does with a cache is much the same on both lines, so it is tested on the newest.

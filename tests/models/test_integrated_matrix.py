@@ -12,6 +12,7 @@ import torch
 
 import anchorlens as al
 from anchorlens.experiments.integrated_flows import mean_gradient, output_with
+from anchorlens.models.added_hooks import added_hooks
 from anchorlens.models.hooked import hooks_by_layer, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.norm_after import FrozenNorms
@@ -22,22 +23,14 @@ from tests.references.comparison import batch_of, precise, weights_of
 from tests.support.asked import ask
 from tests.support.measures import difference
 
-NORM_AFTER = (
-    "Gemma 2",
-    "Gemma 3",
-    "Gemma 4",
-    "Gemma 4 (shared)",
-    "OLMo 2",
-    "OLMo 3",
-    "GLM-4",
-    "EXAONE 4",
-)
-# Other experts are chosen on the path, or a norm of all heads comes before the output projection.
-# No number of steps helps, and the function warns where the error is above a tenth.
-INCOMPLETE = ("Qwen3-MoE", "OLMoE", "GPT-OSS", "DeepSeek V2", "BitNet")
-WARNED = ("GPT-OSS", "DeepSeek V2", "BitNet")
+# Other experts are chosen on the path. No number of steps helps, and the function warns where the
+# error is above a tenth.
+INCOMPLETE = ("Qwen3-MoE", "OLMoE", "GPT-OSS", "DeepSeek V2")
+WARNED = ("GPT-OSS", "DeepSeek V2")
+# A norm of what the attention gives out, of all heads before that, or of the sum with the residual.
+NORMS = ("Gemma 2", "Gemma 4 (shared)", "OLMo 2", "BitNet", "OPT (norms after)")
 FLOAT64 = torch.float64
-CASES = cases("bridge", every_kind=NORM_AFTER)
+CASES = cases("bridge", every_kind=NORMS)
 
 
 def losses(logits: torch.Tensor, batch: al.PromptBatch) -> torch.Tensor:
@@ -72,21 +65,21 @@ def test_attributions_of_the_last_layer_sum_to_the_change_of_the_output(
         patterns: dict[int, Any] = {}
         norms = FrozenNorms(model)
         store = hooks_by_layer(model, pattern_name, patterns.__setitem__)
-        clean = run_pass(model, prompt, observers=[*store, *norms.observers()])
-        assert bool(norms.hooks_of(layer)) == (name in NORM_AFTER)
+        with added_hooks(model, of_modules=norms.observers()):
+            clean = run_pass(model, prompt, observers=store)
         pattern = patterns[layer]
-        output = partial(output_with, model, prompt, losses, layer, norms.hooks_of(layer), None)
-        # With the divisor of the clean run the whole pattern gives the clean output.
-        assert difference(output(pattern), losses(clean, prompt)) <= 1e-9
-        change = output(pattern) - output(pattern * 0)
-        error = float((pattern * mean_gradient(output, pattern, 8)).sum() - change)
+        output = partial(output_with, model, prompt, losses, layer, None)
+        with added_hooks(model, of_modules=norms.hooks_of(layer)):
+            # With the divisor of the clean run the whole pattern gives the clean output.
+            assert difference(output(pattern), losses(clean, prompt)) <= 1e-9
+            change = output(pattern) - output(pattern * 0)
+            error = float((pattern * mean_gradient(output, pattern, 8)).sum() - change)
     limit = 1e-9 if kind == "bridge" else 1e-6
     assert difference(change[0], expected) <= limit
-    # Eight steps are few where the output has kinks (OPT) or is large (Toy (no norm)).
     assert (abs(error) > 0.05 * abs(expected)) == (name in INCOMPLETE)
 
 
-@pytest.mark.parametrize("name", ["Gemma 3", "OLMo 2", *WARNED])
+@pytest.mark.parametrize("name", ["Gemma 3", "OLMo 2", "BitNet", *WARNED])
 def test_a_layer_is_complete_or_named_in_a_warning(name: str) -> None:
     model, prompt = hooked(name, FLOAT64, "bridge"), batch_of("right").prompt(1)
     layer = model.cfg.n_layers - 1
