@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..errors import MetricError, NotFiniteError, PromptError, StoreError
 from ..metrics.predictions import predicted_class, require_gold
-from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
+from ..models.hooked import HookedModel, device_of, dtype_of, refuse_folded_value_biases
 from ..passes.forward import mean_loss_with_gradient
 from ..passes.loss_checks import check_loss, refuse_several_targets
 from ..passes.losses import Loss, label_cross_entropy
@@ -31,7 +31,7 @@ from ..prompts.batch import PromptBatch, digest
 from ..results import figures
 from ..results.record import Record
 from ..runs.identity import fingerprint, in_words, warn_of_unknown
-from ..runs.store import make_folder, same_contributions
+from ..runs.store import make_folder, off_by, why_off
 from ..runs.study import Study
 from ..system.arguments import check_not_endless, checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
@@ -403,11 +403,15 @@ class TrainingRun:
             for parameter in trainable.parameters:
                 parameter.grad = None
         pairs = [{"losses": torch.tensor(each, device="cpu")} for each in (before, computed)]
-        if not same_contributions(*pairs):
+        if (off := off_by(*pairs, dtype_of(self.study.model))) > 1:
+            reason = why_off(
+                off,
+                "so the model does not compute as it did then (a hook, an activation or a forward "
+                "was changed)",
+            )
             raise StoreError(
                 f"the losses at the start are {computed} and were {before} when {file.path} was "
-                "written, so the model does not compute as it did then (a hook, an activation or "
-                "a forward was changed); use another folder, or start over: delete the file"
+                f"written, {reason}; use another folder, or start over: delete the file"
             )
 
     def _check(self, state: "_State", trainable: Trainable, recent_loss: float) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ..errors import MetricError
+from ..metrics.predictions import predicted_class
 from ..metrics.question import Further, HooksOfBatch
 from ..metrics.segment_flows import SegmentFlows
 from ..models.hooked import Hook, HookedModel, check_fits, device_of, dtype_of
@@ -203,6 +204,7 @@ class Answers:
     @classmethod
     def of(cls, ablation: Ablation, passes: Passes, batch: PromptBatch) -> "Answers":
         """The clean run of a batch."""
+        share = rounding_of(dtype_of(passes.model))
         if ablation.answer is None:
             rows = list(passes.clean(batch)[:, None])
         else:
@@ -212,13 +214,12 @@ class Answers:
             is_given = torch.ones(len(batch), dtype=torch.bool, device="cpu")
         else:
             tokens = ablation.tokens(batch)
-            is_given = torch.tensor(
-                [are_likeliest(*pair) for pair in zip(rows, tokens, strict=True)], device="cpu"
-            )
+            pairs = zip(rows, tokens, strict=True)
+            is_given = torch.tensor([are_likeliest(*pair, share) for pair in pairs], device="cpu")
         clean = _outcome(rows, tokens, is_given)
         # Each token's log-odds are off by as much as the logits, and y by no more than their sum.
         sizes = [float(logits.abs().max()) * len(logits) for logits in rows]
-        rounding = rounding_of(dtype_of(passes.model)) * torch.tensor(sizes, device="cpu").double()
+        rounding = share * torch.tensor(sizes, device="cpu").double()
         return cls(ablation, passes, batch, tokens, is_given, clean, rounding)
 
     def of_kept(self, kept: Bool[Tensor, "batch segment"]) -> Outcome:
@@ -281,11 +282,13 @@ def info_of_answers(ablation: Ablation, is_given: Bool[Tensor, " prompt"]) -> di
     return info | {"left_out": reason}
 
 
-def are_likeliest(logits: Float[Tensor, "token vocab"], tokens: Sequence[int]) -> bool:
+def are_likeliest(
+    logits: Float[Tensor, "token vocab"], tokens: Sequence[int], rounding: float
+) -> bool:
     """Whether no other token is likelier by more than rounding, which depends on the batch."""
     given = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
     likeliest = logits.amax(1, keepdim=True)
-    return bool((given >= likeliest - rounding_of(logits.dtype) * likeliest.abs()).all())
+    return bool((given >= likeliest - rounding * likeliest.abs()).all())
 
 
 def log_odds_of(
@@ -321,6 +324,7 @@ def predicted_words(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) ->
     """The first token of the label word that the model predicts; the likeliest of its class."""
     verbalizer = batch.verbalizer
     assert verbalizer is not None
-    words = [verbalizer.token_ids[k] for k in batch.label_scores(logits).argmax(-1).tolist()]
+    classes = predicted_class(batch.label_scores(logits)).tolist()
+    words = [verbalizer.token_ids[k] for k in classes]
     pairs = zip(words, logits, strict=True)
     return [[ids[int(of_prompt[list(ids)].argmax())]] for ids, of_prompt in pairs]

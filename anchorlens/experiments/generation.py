@@ -15,6 +15,7 @@ from ..errors import ModelError, PromptError
 from ..metrics.weights import Weight, refuse_values, saliency
 from ..models.added_hooks import added_hooks
 from ..models.facts import facts_of
+from ..models.head import head_in_float32
 from ..models.hooked import HookedModel, check_fits, device_of, devices_of_layers
 from ..models.load import ensure_prepared
 from ..models.media_tokens import refuse_media_tokens
@@ -175,6 +176,7 @@ def written_tokens(
         frozen_in_eval_mode(model),
         own_random_state(devices_of_layers(model), seed % 2**64),
         gradient_mode(False),
+        head_in_float32(model),
         added_hooks(model),
         # TransformerLens 4.3 names the cache as it was called until transformers 5.23.
         hidden_warnings("`past_key_values` is deprecated", FutureWarning),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..metrics.edge_sums import EdgeSums, by_heads
+from ..metrics.predictions import predicted_class
 from ..metrics.question import Question
 from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Weight, refuse_values, signed
@@ -282,5 +283,5 @@ def probability_of_prediction(clean: Float[Tensor, "batch vocab"], batch: Prompt
         scores = batch.label_scores(logits) if batch.has_label_words else logits
         return scores.log_softmax(-1)
 
-    predicted = log_probs(clean, batch).argmax(-1, keepdim=True)
+    predicted = predicted_class(log_probs(clean, batch))[:, None]
     return lambda logits, batch: log_probs(logits, batch).gather(1, predicted)[:, 0].exp()

@@ -52,6 +52,13 @@ def config_of(model: Any) -> Any:
     return getattr(original_of(model), "config", None)
 
 
+def head_of(model: Any) -> Any:
+    """The unembedding without its wrapper in a bridge; None where no module is known for it."""
+    find = getattr(original_of(model), "get_output_embeddings", lambda: model.unembed)
+    head = find()
+    return getattr(head, "original_component", head)
+
+
 def modules_of(model: Any) -> list[torch.nn.Module]:
     """Every module once, also those of the wrapped model that a bridge does not register.
 

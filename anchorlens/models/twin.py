@@ -21,7 +21,7 @@ from torch.nn.modules import module as module_hooks
 from ..system.put_back import put_back, safe_context
 from .facts import own_fact
 from .hooked import is_of_low_precision
-from .kinds import config_of, is_bridge, modules_of, original_of
+from .kinds import config_of, head_of, is_bridge, modules_of, original_of
 from .model_state import HOOK_TABLES, has_user_hooks, without_user_hooks
 from .replaced_attention import Attend, attention_of_interface
 
@@ -36,7 +36,7 @@ class Listener:
     attend: Attend  # computes the attention
     # Get the forward of the module and its arguments; ``block`` also its layer.
     block: Callable[[int, Callable[..., Any], Any, Any], Any]
-    unembed: Callable[[Callable[..., Any], Tensor], Any]
+    unembed: Callable[[Any, Tensor], Any]  # gets the module itself
     has_padding: bool | None  # whether a column is padding, if it is known
 
 
@@ -72,8 +72,7 @@ class Twin:
         original = original_of(model)
         blocks = [block.original_component for block in model.blocks]
         attentions = [block.attn.original_component for block in model.blocks]
-        head = original.get_output_embeddings()
-        head = getattr(head, "original_component", head)
+        head = head_of(model)
         if head is None or None in (*blocks, *attentions):
             raise _NoTwin("its blocks or its unembedding are not modules of transformers")
         forwards: dict[int, Any] = {
@@ -126,9 +125,9 @@ class Twin:
         assert self._now is not None
         return self._now.block(layer, partial(kind.forward, block), args, kwargs)
 
-    def _run_head(self, kind: Any, head: Any, resid: Tensor) -> Any:
+    def _run_head(self, _: Any, head: Any, resid: Tensor) -> Any:
         assert self._now is not None
-        return self._now.unembed(partial(kind.forward, head), resid)
+        return self._now.unembed(head, resid)
 
     @safe_context
     def running(self, listener: Listener) -> Iterator[Callable[..., Tensor]]:

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..models.added_hooks import added_hooks
+from ..models.head import head_in_float32
 from ..models.hooked import HookedModel
 from ..models.kv_cache import KeyValues, inputs_after, keys_and_values
 from ..prompts.batch import PromptBatch
@@ -30,7 +31,7 @@ def log_probs_after(
         rows = tokens.repeat(prompts, 1)
         mask = is_token[:, :-1].repeat(prompts, 1)
         inputs, _ = inputs_after(model, mask, before)
-        with added_hooks(model):
+        with head_in_float32(model), added_hooks(model):
             later = model(rows[:, :-1], **inputs)
         later = wide(later).log_softmax(-1)
         of_tokens = later.gather(2, rows[:, 1:, None])[..., 0].unflatten(0, (prompts, count))

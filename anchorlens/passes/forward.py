@@ -30,6 +30,7 @@ from ..models.media_tokens import check_media_tokens, inputs_of_images, refuse_m
 from ..models.replaced_attention import Attend
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
+from ..system.devices import wide
 from ..system.put_back import SafeContext, put_back, safe_context
 from .continuations import log_probs_after
 from .late_start import Start, Starts
@@ -189,7 +190,7 @@ def logits_at(
 ) -> list[Float[Tensor, "_ vocab"]]:
     """The logits at some positions of each whole prompt, in their order.
 
-    They are in the type of the model: a wider copy of many rows may not fit into memory.
+    Where they are in the type of the model, they stay so: a wider copy may not fit into memory.
     """
     described = Pass(model, batch, hooks, attend=attend)
     described.check()
@@ -365,7 +366,7 @@ def _forward(
     outputs = run(tokens, **inputs)
     _check_calls(CHANGES, acting.changes)
     rows = outputs if acting.last else _at_rows(outputs, acting.rows)
-    return rows.float() if rows.dtype.itemsize < 4 else rows, cache, copies
+    return wide(rows), cache, copies
 
 
 def _losses(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.facts import facts_of
+from ..models.head import forward_of_head
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -84,7 +85,7 @@ class NativePass:
 
     def __init__(self, model: HookedModel, inside: Inside) -> None:
         self._inside = inside
-        self._operands = facts_of(model).operands
+        self._operands, self._unembedded = facts_of(model).operands, forward_of_head(model)
         self._points = points_of(len(self._operands))
         self._acts, self._of_gradients = _by_point(inside.forward), _by_point(inside.backward)
         self._tables: dict[Any, tuple[Any, Added]] = {}  # what is added to scores, and of what made
@@ -128,9 +129,9 @@ class NativePass:
             return (self._through(points.after, output[0]), *output[1:])
         return self._through(points.after, output)
 
-    def _unembed(self, forward: Callable[..., Any], resid: Tensor) -> Any:
+    def _unembed(self, head: Any, resid: Tensor) -> Any:
         """The logits of the rows that a hook chooses."""
-        return forward(self._through(UNEMBED, resid))
+        return self._unembedded(head, self._through(UNEMBED, resid))
 
     def _attend(
         self, layer: int, query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..models.added_hooks import added_hooks
+from ..models.head import head_in_float32
 from ..models.hooked import Hook, HookedModel, names_of_layers, scores_name
 from ..models.replaced_attention import attention_by
 from ..models.twin import Twin
@@ -37,6 +38,7 @@ def running(
         return
     hooks = [*_padding_hooks(model, batch), *inside.forward]
     with (
+        head_in_float32(model),
         nullcontext() if inside.attend is None else attention_by(model, inside.attend),
         nullcontext() if inside.start is None else started(model, inside.start),
         nullcontext() if inside.starts is None else stored_starts(model, inside.starts),

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from ..errors import NotFiniteError
 from ..models.added_hooks import added_hooks
 from ..models.facts import require_prepared
+from ..models.head import head_in_float32
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -80,7 +81,7 @@ def step_gradients(
             *_at_known_points(model, _outputs_in_the_graph(model, outputs)),
             _storing(*rows_hook(model, columns), selected),
         ]
-        with added_hooks(model, hooks):
+        with head_in_float32(model), added_hooks(model, hooks):
             inputs = inputs_without_cache(model, batch.attention_mask)
             inputs |= inputs_of_images(model, batch)
             logits = model(batch.tokens, **inputs)[0]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..errors import AnchorlensError, DataError, HookError, PromptError, StoreError
 from ..metrics.distances import AnchorDistances
-from ..models.hooked import HookedModel, layer_numbers
+from ..models.hooked import HookedModel, dtype_of, layer_numbers
 from ..models.load import ensure_prepared
 from ..models.model_identity import tokenizer_identity
 from ..passes.forward import after_each_pass
@@ -26,7 +27,7 @@ from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..runs.identity import fingerprint, identity_of, warn_of_unknown
 from ..runs.run import target_logits
-from ..runs.store import Store, same_contributions
+from ..runs.store import Store, off_by, why_off
 from ..system.arguments import check_not_endless, checked
 from ..system.hidden_warnings import recorded_warnings, warnings_kept
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
@@ -180,11 +181,12 @@ def _check_logits(store: Store, number: int, setting: PaperSetting) -> None:
             stored = store.read(number)
             if not stored:
                 store.write(number, rows)
-            elif not same_contributions(stored, rows):
+            elif (off := off_by(stored, rows, dtype_of(setting.model))) > 1:
+                reason = why_off(off, "so its hooks or its way of computing are not the same")
                 raise StoreError(
                     f"the model gives other logits than when the numbers in {store.folder} were "
-                    "computed: its hooks or its way of computing are not the same; use another "
-                    "folder, or start over in this one (al.forget_run)"
+                    f"computed, {reason}; use another folder, or start over in this one "
+                    "(al.forget_run)"
                 )
 
 
@@ -200,12 +202,14 @@ def _check_number(
             values = [
                 {"number": torch.tensor([each.value], device="cpu")} for each in (stored, now)
             ]
-            if now._replace(value=stored.value) != stored or not same_contributions(*values):
+            is_named = now._replace(value=stored.value) == stored
+            off = off_by(*values, dtype_of(setting.model)) if is_named else inf
+            if off > 1:
+                reason = why_off(off, "so the model or the part does not compute as it did then")
                 raise StoreError(
                     f"{name}, seed {setting.seed}, {_name(part)}: its first number is {now} and "
-                    f"was {stored} when {folder} was written, so the model or the part does not "
-                    "compute as it did then; use another folder, or start over in this one "
-                    "(al.forget_run)"
+                    f"was {stored} when {folder} was written, {reason}; use another folder, or "
+                    "start over in this one (al.forget_run)"
                 )
         return
 

@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..errors import StoreError
@@ -25,6 +27,7 @@ from ..system.warn import warn_user
 _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
 
 CHANGED = "changed"  # in place of the identity of a function that has changed itself
+_ALLOWED = 1e-4  # of the largest number, between two computations of the same
 _CURE = "use another folder, or start over in this one (al.forget_run)"
 
 
@@ -183,16 +186,41 @@ def forget_run(folder: str | Path) -> None:
                 ) from error
 
 
-def same_contributions(stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> bool:
-    """Whether two computations of the same contributions agree to 1e-4 of the largest value."""
-    if stored.keys() != computed.keys():
-        return False
+def off_by(
+    stored: Mapping[str, Tensor], computed: Mapping[str, Tensor], dtype: torch.dtype
+) -> float:
+    """How far two computations of the same contributions are apart; rounding explains up to 1.
+
+    That is 1e-4 of the largest number, or four roundings in bfloat16 and float16. There the median
+    number of a name decides, and of the names that differ the median one: a choice between nearly
+    equal numbers, such as the likeliest token, may fall otherwise.
+    """
+    if {n: each.shape for n, each in stored.items()} != {n: v.shape for n, v in computed.items()}:
+        return inf
+    allowed = max(_ALLOWED, 4 * torch.finfo(dtype).eps)
+
+    def decides(shares: Tensor) -> Tensor:
+        return shares.median() if allowed > _ALLOWED else shares.amax()
+
+    apart = []
     for name in stored:
-        a, b = stored[name].double(), computed[name].double()
-        largest = float(b.nan_to_num(0.0, 0.0, 0.0).abs().max()) if b.numel() else 0.0
-        if a.shape != b.shape or not a.allclose(b, rtol=0, atol=1e-4 * largest, equal_nan=True):
-            return False
-    return True
+        a, b = stored[name].double().flatten(), computed[name].double().flatten()
+        same = (a == b) | (a.isnan() & b.isnan())
+        if not same.all():
+            largest = b.nan_to_num(0.0, 0.0, 0.0).abs().amax()
+            shares = ((a - b).abs() / largest).nan_to_num(inf, inf)
+            apart.append(decides(shares.masked_fill(same, 0.0)))
+    return float(decides(torch.stack(apart))) / allowed if apart else 0.0
+
+
+def why_off(off: float, otherwise: str) -> str:
+    """Why numbers are not those stored: rounding where they are near, else another reason."""
+    if off > 10:
+        return otherwise
+    return (
+        "as where only rounding differs, which depends on the device and on the number of threads "
+        f"(now {torch.get_num_threads()}): take those of the stored run (torch.set_num_threads)"
+    )
 
 
 def name_of_question(name: str) -> str:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..errors import MetricError, PromptError, StoreError
 from ..metrics.question import HooksOfBatch, Question, no_hooks
-from ..models.hooked import HookedModel, check_fits, device_of
+from ..models.head import precision_of_logits
+from ..models.hooked import HookedModel, check_fits, device_of, dtype_of
 from ..models.load import ensure_prepared
 from ..models.media_tokens import check_media_tokens
 from ..models.model_state import frozen_in_eval_mode
@@ -71,7 +72,7 @@ from .identity import (
     warn_of_unknown,
 )
 from .passes import Passes, checking, results_of
-from .store import CHANGED, Store, same_contributions
+from .store import CHANGED, Store, off_by, why_off
 from .way import patterns_are_large, way_of
 
 R = TypeVar("R", bound=Record)
@@ -377,10 +378,11 @@ class Study:
 
     def describe(self) -> dict[str, Any]:
         """The model, the prompts and the versions to which the numbers belong."""
-        weights = next(iter(self.model.parameters()))  # type: ignore[attr-defined]
+        logits = precision_of_logits(self.model)
         return {
             "model": str(self.model.cfg.model_name),
-            "dtype": str(weights.dtype).removeprefix("torch."),
+            "dtype": str(dtype_of(self.model)).removeprefix("torch."),
+            **({"logits": logits} if logits else {}),
             **describe_prompts(self.batches),
             "versions": versions(),
         }
@@ -492,12 +494,15 @@ class Study:
             both = {
                 name: each for name, each in stored.items() if name in computed or name[0] != "/"
             }
-            if not same_contributions(both, computed):
+            if (off := off_by(both, computed, dtype_of(self.model))) > 1:
+                reason = why_off(
+                    off,
+                    "so hooks, loss or weights are not those of the stored run (or, in bfloat16 or "
+                    "float16, a question was added or left out that makes all passes have hooks)",
+                )
                 raise StoreError(
-                    f"batch {number} gives other numbers than those stored in {store.folder}, so "
-                    "hooks, loss or weights are not those of the stored run (or, in bfloat16 or "
-                    "float16, a question was added or left out that makes all passes have hooks); "
-                    "use another folder, or start over in this one (al.forget_run)"
+                    f"batch {number} gives other numbers than those stored in {store.folder}, "
+                    f"{reason}; use another folder, or start over in this one (al.forget_run)"
                 )
             return
 

@@ -345,11 +345,11 @@ def test_another_answer_than_the_models_counts_for_nothing(gpt2: Any, byte_level
 
 def test_a_token_as_likely_as_the_likeliest_is_given() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, 2.0, -1.0]], dtype=torch.bfloat16)
-    assert [are_likeliest(logits, pair) for pair in ([1, 1], [2, 1], [0, 1], [1, 0])] == [
+    assert [are_likeliest(logits, pair, 0.01) for pair in ([1, 1], [2, 1], [0, 1], [1, 0])] == [
         *(True, True, False, False)
     ]
     off = torch.tensor([[-8.0, -8.0 - 1e-6, -8.0 - 1e-3]])
-    assert [are_likeliest(off, [token]) for token in range(3)] == [True, True, False]
+    assert [are_likeliest(off, [token], 1e-5) for token in range(3)] == [True, True, False]
 
 
 def test_the_likeliest_word_of_the_predicted_class_is_the_answer(gpt2: Any) -> None:

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,18 +20,19 @@ import pytest
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import anchorlens as al
 from anchorlens.errors import StoreError
 from anchorlens.runs.identity import versions
-from anchorlens.runs.store import Store, forget_run, same_contributions
+from anchorlens.runs.store import Store, forget_run, off_by, why_off
 from anchorlens.system import files
 from anchorlens.system.digest_file import read_with_digest
 from anchorlens.system.signals import Stopped, signals_raise
 from tests.support.asked import ask
 from tests.support.damages import DAMAGES, DEEP, Damage, flipped_after, rewritten
 from tests.support.stored_runs import Killed, Logits, run, same, stored_run
-from tests.support.tiny_models import questions, tiny_gpt2
+from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -456,13 +458,58 @@ def test_a_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names == {"rows-00000.safetensors", "rows-00001.safetensors", "run.json"}
 
 
-def test_same_rows_allows_only_rounding_errors() -> None:
-    rows = {"a": torch.tensor([1.0, 1e-3]), "b": torch.tensor([torch.nan])}
-    assert same_contributions(rows, rows | {"a": rows["a"] + 5e-5})
-    assert not same_contributions(rows, rows | {"a": rows["a"] + 2e-4})
-    assert not same_contributions(rows, rows | {"a": rows["a"][:1]})
-    assert not same_contributions(rows, rows | {"b": torch.zeros(1)})
-    assert not same_contributions(rows, {"a": rows["a"]})
+@pytest.mark.parametrize(
+    ("dtype", "change", "least", "most"),
+    [
+        (torch.float32, {"a": [1 + 5e-5, 1e-3, 0.5]}, 0, 1),
+        (torch.float32, {"a": [1 + 2e-4, 1e-3, 0.5]}, 1, 10),
+        (torch.float32, {"a": [1.0, 1e-3, 0.6]}, 10, 2000),  # no rounding
+        (torch.float32, {"a": [1.0, 1e-3]}, inf, inf),
+        (torch.float32, {"b": [0.0]}, inf, inf),
+        (torch.float32, {"c": [0.0]}, inf, inf),
+        (torch.bfloat16, {"a": [1.02, 0.02, 0.49]}, 0, 1),
+        (torch.bfloat16, {"a": [1.1, 0.09, 0.4]}, 1, 10),
+        (torch.bfloat16, {"a": [1.0, 1e-3, 0.0]}, 0, 1),  # a choice that falls otherwise
+        (torch.float16, {"a": [1.02, 0.02, 0.49]}, 1, 10),
+    ],
+)
+def test_numbers_agree_up_to_the_rounding_of_the_models_type(
+    dtype: torch.dtype, change: dict[str, list[float]], least: float, most: float
+) -> None:
+    rows = {"a": torch.tensor([1.0, 1e-3, 0.5]), "b": torch.tensor([torch.nan])}
+    changed = {name: torch.tensor(values) for name, values in change.items()}
+    off = off_by(rows, rows | changed, dtype)
+    assert least <= off <= most
+    assert ("threads (now 1)" in why_off(off, "hooks")) == (off <= 10)
+
+
+class Split(TorchFunctionMode):
+    """Adds each product of two matrices in two parts, as another number of threads may."""
+
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call is torch.nn.functional.linear and args[0].dtype.itemsize < 4:
+            x, weights, *bias = args
+            k = x.shape[-1] // 3
+            product = x[..., :k] @ weights[:, :k].mT + x[..., k:] @ weights[:, k:].mT
+            return product if not bias or bias[0] is None else product + bias[0]
+        return call(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations", "ignore:.*have two labels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_run_in_low_precision_goes_on_with_other_rounding(
+    byte_level: Any, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = al.load_model(tiny_llama(len(byte_level)).to(dtype), tokenizer=byte_level)
+    asked = [al.SaliencyFlows(), al.Accuracy(), al.Loyalty()]
+    hooks = Unseen(model, [0])
+    answers = partial(run, model, Logits(), metrics=asked)
+    first = answers(folder=tmp_path, hooks=hooks)
+    with Split():
+        assert not same(answers(folder=None, hooks=hooks), first)
+        assert same(answers(folder=tmp_path, hooks=hooks), first)
+    with pytest.raises(StoreError, match="gives other numbers than those stored"):
+        answers(folder=tmp_path, hooks=Unseen(model, [1, 2]))
 
 
 def test_equal_batches_are_the_same_run(gpt2: Any, stored: Path) -> None:

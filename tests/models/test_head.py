@@ -1,0 +1,133 @@
+"""In bfloat16 and float16 logits are those of the last state times the unembedding in float32."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anchorlens as al
+from anchorlens.models import head as unembedding
+from anchorlens.models.head import precision_of_logits
+from tests.references.architectures import native
+from tests.support.tiny_models import questions
+
+# What comes after the product: nothing, a bias, a soft cap, a scale, a division.
+NAMES = ("Llama", "GPT-2", "Phi", "Gemma 2", "Cohere", "Granite")
+
+
+def by_transformers(weights: Any, batch: al.PromptBatch) -> tuple[Tensor, Tensor]:
+    """Logits at the targets from an unembedding in float32, and the states before it."""
+    exact, states = copy.deepcopy(weights), list[Tensor]()
+    exact.set_attn_implementation("eager")
+    head = exact.get_output_embeddings()
+    for name, parameter in list(head.named_parameters()):
+        setattr(head, name, nn.Parameter(parameter.detach().float()))
+    head.register_forward_pre_hook(
+        lambda module, given: (states.append(given[0]), (given[0].float(),))[1]
+    )
+    with torch.no_grad():
+        logits = exact(batch.tokens, attention_mask=batch.attention_mask.long()).logits
+    rows = range(len(batch.tokens)), batch.target_positions
+    return logits[rows], states[0][rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in NAMES), ("Llama", torch.float16)]
+)
+def test_logits_are_those_of_an_unembedding_in_float32(
+    name: str, dtype: torch.dtype, byte_level: Any
+) -> None:
+    weights = native(name, len(byte_level)).to(dtype)
+    model = al.load_model(copy.deepcopy(weights), tokenizer=byte_level)
+    batches = questions(model, 2, batch_size=1)
+    expected = torch.cat([by_transformers(weights, batch)[0] for batch in batches])
+    hooks: list[Callable[..., Any] | None] = [None, lambda batch: [("unembed.hook_in", print_none)]]
+    for change in hooks:  # natively, and with hooks, after which all positions are unembedded
+        logits = al.target_logits(model, batches, hooks=change, progress=False)
+        torch.testing.assert_close(
+            logits, expected, rtol=0, atol=2e-6 * float(expected.abs().max())
+        )
+    assert precision_of_logits(model) == "float32"
+    plain = model(batches[0].tokens)
+    assert plain.dtype == dtype  # outside of the package the model is as it was
+
+
+def print_none(tensor: Tensor, hook: Any) -> None:
+    """A hook of the user that changes nothing."""
+
+
+def ties_of(scores: Tensor) -> int:
+    return int(((scores == scores.amax(-1, keepdim=True)).sum(-1) > 1).sum())
+
+
+def test_labels_that_tie_in_bfloat16_are_told_apart(byte_level: Any) -> None:
+    """The rows of the label words have much in common, so that their logits are near 16."""
+    weights = native("Llama", len(byte_level)).to(torch.bfloat16)
+    model = al.load_model(copy.deepcopy(weights), tokenizer=byte_level)
+    batches = questions(model, 48, batch_size=16)
+    tokens = batches[0].label_token_ids
+    draws = torch.randn(len(tokens), 32, generator=torch.Generator().manual_seed(1))
+    for each in (weights, model.original_model):
+        with torch.no_grad():
+            rows = each.get_output_embeddings()
+            rows = getattr(rows, "original_component", rows).weight
+            rows[tokens] = (rows[tokens[0]].float() * 8 + draws * 0.02).to(rows)
+    al.prepare_model(model)
+    alone = [batch.prompt(k) for batch in batches for k in range(len(batch))]
+    alone.sort(key=lambda one: int(one.index))
+    exact, states = map(
+        torch.cat, zip(*(by_transformers(weights, each) for each in alone), strict=True)
+    )
+    rounded = states @ weights.get_output_embeddings().weight.mT
+    assert ties_of(rounded[:, tokens]) > 10 and ties_of(exact[:, tokens]) == 0
+    expected = exact[:, tokens].argmax(-1)
+    assert (rounded[:, tokens].argmax(-1) != expected).sum() > 5
+    logits = al.target_logits(model, alone, progress=False)[:, tokens]
+    assert torch.equal(logits.argmax(-1), expected)
+    right = al.run(model, alone, [al.Accuracy()], progress=False)["accuracy"].correct
+    gold = torch.cat([one.gold for one in alone])  # type: ignore[misc]
+    assert torch.equal(right.bool(), expected == gold)
+
+
+@pytest.mark.parametrize("at_a_time", [2**24, 320])
+def test_the_gradient_is_that_of_a_product_in_float32(
+    at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unembedding, "_AT_A_TIME", at_a_time)
+    generator = torch.Generator().manual_seed(0)
+    weights, rows, *gradients = (
+        torch.randn(shape, generator=generator)
+        for shape in [(1000, 32), (2, 3, 32), (4, 2, 3, 1000)]
+    )
+    head = nn.Linear(32, 1000, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    head.weight.copy_(weights)
+    rows = rows.bfloat16().requires_grad_()
+    logits = unembedding._in_float32(head, rows)
+    expected = rows.float() @ head.weight.float().mT
+    torch.testing.assert_close(logits, expected)
+    of_all = torch.autograd.grad(
+        logits, rows, gradients[0], retain_graph=True, is_grads_batched=True
+    )
+    for found, gradient in zip(of_all[0], gradients[0], strict=True):
+        assert torch.equal(
+            found, torch.autograd.grad(expected, rows, gradient, retain_graph=True)[0]
+        )
+
+
+class Quantized(nn.Linear):
+    """Stands for the unembeddings of libraries that store weights in another form."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight)
+
+
+def test_an_unembedding_of_another_kind_is_left_and_said(byte_level: Any) -> None:
+    weights = native("Llama", len(byte_level)).to(torch.bfloat16)
+    weights.lm_head.__class__ = Quantized
+    model = al.load_model(weights, tokenizer=byte_level)
+    assert precision_of_logits(model) == "bfloat16, because its unembedding is a Quantized"
+    record = al.run(model, questions(model, 2), [al.Accuracy()], progress=False)["accuracy"]
+    assert record.info["logits"] == precision_of_logits(model)
