@@ -1,4 +1,4 @@
-"""A .gguf file is parsed once, and not again for each part of it that transformers reads."""
+"""What transformers reads of a .gguf file again and again is made once."""
 
 import functools
 from collections.abc import Iterator
@@ -14,10 +14,11 @@ _lock = RLock()  # the class that is replaced belongs to the process, so that a 
 
 @safe_context
 def parsed_once(name: str) -> Iterator[None]:
-    """Inside, all readers of a .gguf file are one.
+    """Inside, all readers of a .gguf file are one, and all tables of its names for tensors.
 
-    transformers makes one each for the configuration, the tokenizer and the weights, and each would
-    parse a vocabulary entry by entry, which takes most of the time.
+    transformers makes a reader each for the configuration, the tokenizer and the weights, and each
+    would parse a vocabulary entry by entry; and a table with all layers for each of its modules.
+    Both take most of the time.
     """
     if not name.endswith(".gguf"):
         yield
@@ -25,7 +26,7 @@ def parsed_once(name: str) -> Iterator[None]:
     import gguf
 
     with _lock:
-        found = gguf.GGUFReader
+        found, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
         class Reader(found):  # type: ignore[misc,valid-type]
             """Slices of a plain array take half as long as those of a memmap."""
@@ -34,10 +35,11 @@ def parsed_once(name: str) -> Iterator[None]:
                 super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
         def restore() -> None:
-            gguf.GGUFReader = found  # type: ignore[misc]
+            gguf.GGUFReader, gguf.get_tensor_name_map = found, names  # type: ignore[misc]
 
         def change() -> None:
             gguf.GGUFReader = functools.cache(Reader)  # type: ignore[assignment,misc]
+            gguf.get_tensor_name_map = functools.cache(names)
 
         with put_back(restore, change):
             yield

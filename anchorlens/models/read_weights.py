@@ -1,6 +1,7 @@
 """Read a model's weights and tokenizer, verify that none is missing, and choose a device."""
 
 import copy
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from ..errors import ModelError
 from ..system.files import kind_of, paths_in
 from ..system.processes import process_device
 from ..system.warn import warn_user
+from .gguf_settings import gguf_config, refuse_part, refuse_unread_tensors, set_gguf_tokenizer
 from .parsed_once import parsed_once
 from .unread_settings import check_settings
 
@@ -21,6 +23,7 @@ _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 _COMPUTED = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _NO_HUB = ". If no hub can be reached, give a local folder or a .gguf file (source=)"
 
 
@@ -33,14 +36,9 @@ class ModelFiles(NamedTuple):
 
 def read_model_files(name: str) -> ModelFiles:
     """Configuration and tokenizer of a hub name, a folder or a .gguf file, without the weights."""
-    from transformers import AutoConfig
-
     with _reading(name), parsed_once(name):
         source, options = _source(name)
-        return ModelFiles(
-            AutoConfig.from_pretrained(source, **options),
-            _tokenizer_of(source, options),
-        )
+        return ModelFiles(_config_of(source, options), _tokenizer_of(source, options))
 
 
 def read_weights(
@@ -50,7 +48,6 @@ def read_weights(
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
     )
@@ -62,7 +59,7 @@ def read_weights(
             refuse_revision(name)
         source, options = _source(name)
         options |= {} if revision is None else {"revision": revision}
-        config = AutoConfig.from_pretrained(source, **options)
+        config = _config_of(source, options)
         # The fused kernels never form the pattern that the hooks need. It is set here because
         # transformers first verifies the value of the folder, which this machine may not have.
         config._attn_implementation = "eager"
@@ -80,8 +77,10 @@ def read_weights(
             output_loading_info=True,
             **options,
         )
-        stored = {} if name.endswith(".gguf") else config.get_config_dict(source, **options)[0]
-    weights, report = result
+        weights, report = result
+        if (file := _gguf_file(source, options)) is not None:
+            refuse_unread_tensors(file, weights)
+        stored = {} if file is not None else config.get_config_dict(source, **options)[0]
     _refuse_other_weights(name, weights, report)
     check_settings(name, weights, stored)
     return weights, tokenizer
@@ -133,6 +132,18 @@ def read_tokenizer(tokenizer: Any) -> Any:
     return copy.deepcopy(tokenizer)
 
 
+def _config_of(source: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    file = _gguf_file(source, options)
+    return AutoConfig.from_pretrained(source, **options) if file is None else gguf_config(file)
+
+
+def _gguf_file(source: str, options: dict[str, Any]) -> str | None:
+    """The .gguf file that the options name, as transformers writes it."""
+    return os.path.join(source, options["gguf_file"]) if "gguf_file" in options else None
+
+
 def _tokenizer_of(source: str, options: dict[str, Any]) -> Any:
     """The tokenizer of a hub name or a folder, or of the .gguf file that the options name."""
     from transformers import AutoTokenizer
@@ -143,6 +154,8 @@ def _tokenizer_of(source: str, options: dict[str, Any]) -> Any:
             f"{source} has a model and no tokenizer (such as tokenizer.json); give the name or "
             "folder of one: tokenizer=..."
         )
+    if (file := _gguf_file(source, options)) is not None:
+        set_gguf_tokenizer(tokenizer, file)
     return tokenizer
 
 
@@ -189,6 +202,9 @@ def _refuse_folder_without_model(folder: Path) -> None:
             )
         return
     if gguf := paths_in(folder, "*.gguf", ModelError):
+        gguf = [file for file in gguf if not _PART.search(file.name)] or gguf
+        if part := _PART.search(gguf[0].name):
+            refuse_part(str(gguf[0]), int(part[1]))
         cure = f"give the file {gguf[0]}"
     elif has_adapter:
         cure = (

@@ -21,6 +21,7 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.read_weights import read_model_files
 from tests.references.architectures import BY_NAME
+from tests.support.gguf_files import write_gguf
 from tests.support.tiny_models import questions, randomize, tiny_gpt2, tiny_llama
 
 pytestmark = [pytest.mark.every_kind, pytest.mark.filterwarnings("error"), pytest.mark.with_shapes]
@@ -202,39 +203,6 @@ def test_an_attention_in_the_configuration_that_is_not_installed_does_not_matter
     tokens = torch.tensor([byte_level("Review: what a film")["input_ids"]])
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), weights(tokens).logits)
-
-
-def write_gguf(path: Path, weights: Any, tokenizer: Any, without: tuple[str, ...] = ()) -> None:
-    config = weights.config
-    writer = gguf.GGUFWriter(path, "qwen2")
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*model["vocab"]])
-    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    writer.add_bos_token_id(tokenizer.bos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
-    for name, tensor in weights.state_dict().items():
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored is not None
-        if name not in without:
-            writer.add_tensor(stored, tensor.numpy())
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
 
 
 @pytest.mark.parametrize("tied", [False, True])

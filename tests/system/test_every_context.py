@@ -54,6 +54,7 @@ def state_of_python() -> dict[str, Any]:
         "the default device of torch": torch.get_default_device(),
         "the end of checkpoints": vars(checkpoint)["_enable_checkpoint_early_stop"],
         "the reader of .gguf files": gguf.GGUFReader,
+        "the names in .gguf files": gguf.get_tensor_name_map,
         "what follows each pass": forward._after_pass.get(),
         "the step that runs": steps._running.get(),
     }
