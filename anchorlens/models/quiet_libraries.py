@@ -1,13 +1,59 @@
-"""Other libraries without their progress bars, notes and warnings, for commands."""
+"""Which notes of other libraries are shown, while models are read and in commands."""
 
 import logging
+import re
 from collections.abc import Iterator
 
 from ..system.hidden_warnings import hidden_warnings
 from ..system.put_back import SafeContext, put_back, safe_context
+from ..system.warn import warn_user
 
 # The libraries that load models and examples, by the names of their loggers and modules.
 _LIBRARIES = ("transformers", "transformer_lens", "huggingface_hub", "datasets", "accelerate")
+# What transformers warns of and decides no number: what the report of loading names, read_weights
+# refuses or warns of, and prompts that are too long are refused.
+_HARMLESS = re.compile("deprecated|LOAD REPORT|Token indices sequence length")
+
+
+class _Kept(logging.Handler):
+    """Keeps the texts of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts[record.getMessage()] = None
+
+
+@safe_context
+def warnings_of_transformers() -> Iterator[None]:
+    """What transformers logs as a warning inside is a warning of ours afterwards.
+
+    It may decide numbers: a tokenizer splits texts wrongly, or rotations have unknown settings.
+    TransformerLens hides all of it in every process that imports it.
+    """
+    from transformers.utils import logging as of_transformers
+
+    of_transformers.get_logger()  # at its first call it makes its handler
+    logger, kept = logging.getLogger("transformers"), _Kept()
+    found = logger.handlers, logger.level
+
+    def restore() -> None:
+        logger.handlers = found[0]
+        logger.setLevel(found[1])
+
+    def change() -> None:
+        logger.handlers = [kept]
+        logger.setLevel(logging.WARNING)
+
+    try:
+        with put_back(restore, change):
+            yield
+    finally:
+        for text in kept.texts:
+            if not _HARMLESS.search(text):
+                warn_user(f"transformers: {text}")
 
 
 @safe_context
@@ -38,7 +84,8 @@ def quiet_libraries() -> Iterator[None]:
         draw_downloads()
 
     with (
-        hidden_warnings(module=rf"({'|'.join(_LIBRARIES)})\b"),
+        hidden_warnings(module=rf"({'|'.join(_LIBRARIES[1:])})\b"),
+        hidden_warnings(category=FutureWarning, module=r"transformers\b"),
         put_back(restore, change),
         _errors_only(*_LIBRARIES),
     ):

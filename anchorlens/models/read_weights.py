@@ -16,6 +16,7 @@ from ..system.processes import process_device
 from ..system.warn import warn_user
 from .gguf_settings import gguf_config, refuse_part, refuse_unread_tensors, set_gguf_tokenizer
 from .parsed_once import parsed_once
+from .quiet_libraries import warnings_of_transformers
 from .unread_settings import check_settings
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
@@ -36,7 +37,7 @@ class ModelFiles(NamedTuple):
 
 def read_model_files(name: str) -> ModelFiles:
     """Configuration and tokenizer of a hub name, a folder or a .gguf file, without the weights."""
-    with _reading(name), parsed_once(name):
+    with warnings_of_transformers(), _reading(name), parsed_once(name):
         source, options = _source(name)
         return ModelFiles(_config_of(source, options), _tokenizer_of(source, options))
 
@@ -54,7 +55,8 @@ def read_weights(
 
     if name.endswith(".gguf"):
         dtype = dtype or torch.float32
-    with _reading(name if revision is None else f"{name}@{revision}"), parsed_once(name):
+    at = name if revision is None else f"{name}@{revision}"
+    with warnings_of_transformers(), _reading(at), parsed_once(name):
         if revision is not None:
             refuse_revision(name)
         source, options = _source(name)
@@ -112,7 +114,7 @@ def read_tokenizer(tokenizer: Any) -> Any:
         try:
             is_file = name.endswith(".gguf")
             source, options = _source(name) if is_file else (name, {"trust_remote_code": False})
-            with parsed_once(name):
+            with warnings_of_transformers(), parsed_once(name):
                 return _tokenizer_of(source, options)
         except ModelError:
             raise

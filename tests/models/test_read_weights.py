@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ from transformers import (
     GPT2ForSequenceClassification,
     LlamaForSequenceClassification,
 )
+from transformers.utils import logging as of_transformers
 
 import anchorlens as al
 from anchorlens.errors import ModelError
+from anchorlens.models.quiet_libraries import quiet_libraries
 from anchorlens.models.read_weights import read_model_files
 from tests.references.architectures import BY_NAME
 from tests.support.gguf_files import write_gguf
@@ -134,6 +137,38 @@ def test_complete_weights_load_without_a_warning(tmp_path: Path, byte_level: Any
     other_head = save(classifier, byte_level, tmp_path / "classifier")
     for folder in (plain, sharded, untied, masks, other_head):
         load(folder, byte_level)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 3}},
+            "Unrecognized .*beta",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 0.5}},
+            r"factor field must be .* 0\.5",
+        ),
+        ({"eos_token_id": 10**6}, "eos_token_id must be .* 1000000"),
+    ],
+)
+def test_what_transformers_warns_of_is_a_warning_at_every_load(
+    change: dict[str, Any], message: str, tmp_path: Path, byte_level: Any
+) -> None:
+    """TransformerLens, once imported, hides it."""
+    folder = save(tiny_llama(VOCABULARY), byte_level, tmp_path)
+    change_config(folder, **change)
+    of_transformers.warning_once.cache_clear()
+    logger = logging.getLogger("transformers")
+    before = logger.level, logger.handlers
+    with pytest.warns(UserWarning, match=f"^transformers: .*{message}") as told:
+        load(folder, byte_level)
+    assert len(told) == 1 and told[0].filename == __file__
+    of_transformers.warning_once.cache_clear()
+    with quiet_libraries(), pytest.warns(UserWarning, match=message):  # as in a command
+        read_model_files(str(folder))
+    assert (logger.level, logger.handlers) == before
 
 
 ITS_CODE = """

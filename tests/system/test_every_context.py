@@ -41,7 +41,7 @@ def state_of_python() -> dict[str, Any]:
     return global_state(with_python=False) | {
         "filters of warnings": list(warnings.filters),
         "how warnings are shown": [warnings.showwarning, vars(warnings)["_showwarnmsg_impl"]],
-        "levels of loggers": [logger.level for logger in LOGGERS],
+        "loggers": [(logger.level, *logger.handlers) for logger in LOGGERS],
         "bars": [
             of_transformers.is_progress_bar_enabled(),
             are_progress_bars_disabled(),
@@ -80,6 +80,7 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], list[Any]]]
     "warnings_kept": (kept_while_changed, [warnings]),
     "recorded_warnings": (hidden_warnings.recorded_warnings, [warnings]),
     "quiet_libraries": (quiet_libraries.quiet_libraries, [warnings, of_transformers]),
+    "warnings_of_transformers": (quiet_libraries.warnings_of_transformers, []),
     "quiet_datasets": (quiet_libraries.quiet_datasets, []),
     "parsed_once": (lambda: parsed_once.parsed_once("a.gguf"), []),
     "signals_raise": (signals.signals_raise, [signal]),
