@@ -16,12 +16,11 @@ _CURE = "give the transformers model that it was made of (its name on the hub, o
 _NOT_READ = (
     "{} says {}, which is not read, so that all numbers would be those of another model: " + _CURE
 )
-# The architectures that are read, and those that have another name in transformers.
+# The architectures that are read.
 _READ = (
     *("bloom", "falcon", "gemma2", "gemma3", "gpt2", "llama", "nemotron", "phi3", "qwen2"),
     *("qwen2moe", "qwen3", "qwen3moe", "stablelm", "starcoder2"),
 )
-_RENAMED = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 _GEMMA = {"gemma2": (2, 46), "gemma3": (6, 62)}  # each such layer is full; the layers of 27B
 
 # Keys after the architecture, and the names of their field, of which a class has one or none.
@@ -49,10 +48,9 @@ _DERIVED = (
     *("attention.key_length", "attn_logit_softcapping", "final_logit_softcapping"),
 )
 _WINDOW = "attention.sliding_window"
-_SCALING = (
-    *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
-    *("rope.scaling.original_context_length", "rope.scaling.attn_factor"),
-    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor"),
+_SCALING = (  # keys of rope.scaling
+    *("type", "factor", "original_context_length", "attn_factor"),
+    *("yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor"),
 )
 # Fields that say whether there are such tensors.
 _BIASES = {
@@ -62,7 +60,8 @@ _BIASES = {
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _NO_NUMBERS = re.compile(
     r"(GGUF|general|mradermacher|quantize|split|tokenizer)\..*"
-    r"|\w+\.(rope\.scaling\.finetuned|tensor_data_layout)"
+    # llama.cpp looks for the norm that a parallel residual stream does not have.
+    r"|\w+\.(rope\.scaling\.finetuned|tensor_data_layout)|stablelm\.use_parallel_residual"
 )
 # tokenizer.ggml.pre: words as in GPT-2; so, with each digit alone; and those that llama.cpp begins
 # with BOS, and of which a word that is an entry of the vocabulary stays whole.
@@ -97,8 +96,11 @@ def gguf_config(file: str) -> Any:
     refuse_part(file, value("split.count", 1))
     name, of = value("general.architecture"), value("general.type", "model")
     if name not in _READ or of != "model":
-        raise ModelError(f"{file} is no model of {', '.join(_READ)}, but {of} of {name!r}: {_CURE}")
-    kind = CONFIG_MAPPING[_RENAMED.get(name, name)]
+        raise ModelError(
+            f"{file} holds a {of} of the architecture {name}, and of .gguf files are read models "
+            f"of {', '.join(_READ)}: {_CURE}"
+        )
+    kind = CONFIG_MAPPING["gemma3_text" if name == "gemma3" else name.replace("moe", "_moe")]
     known = {*kind().to_dict(), *kind.attribute_map}
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     # What is read is taken out of these, so that what stays is refused.
@@ -111,11 +113,11 @@ def gguf_config(file: str) -> Any:
         raise ModelError(f"{file} needs one number for each of {', '.join(lacking)}: {_CURE}")
     context = left["context_length"]
     options = _sizes(name, left, known, len(tensors.get("token_embd.weight", ())))
-    size = scaled = options.get(
-        "head_dim", options["hidden_size"] // options["num_attention_heads"]
-    )
+    size = options.get("head_dim", options["hidden_size"] // options["num_attention_heads"])
+    if left.get("attention.value_length") == size:
+        del left["attention.value_length"]
     if name in _GEMMA:
-        scaled = _set_gemma(name, left, options, size)
+        _set_gemma(name, left, options, size)
     window = left.get(_WINDOW, 0)
     if name in ("phi3", "starcoder2") or (name in _GEMMA and window):
         options["sliding_window"] = window or None
@@ -131,13 +133,6 @@ def gguf_config(file: str) -> Any:
         options["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
     if name == "qwen3moe":
         options["norm_topk_prob"] = True
-    for key, same in (  # with these numbers a key changes nothing
-        ("attention.scale", scaled**-0.5),
-        ("attention.value_length", size),
-        ("use_parallel_residual", options.get("use_parallel_residual", False)),
-    ):
-        if isinstance(left.get(key), int | float) and math.isclose(left[key], same, rel_tol=1e-6):
-            del left[key]
     if left:
         said = ", ".join(f"{key} = {left[key]!s:.40}" for key in sorted(left))
         raise ModelError(_NOT_READ.format(file, said))
@@ -170,7 +165,7 @@ def _sizes(name: str, left: dict[str, Any], known: set[str], rows: int) -> dict[
     return options
 
 
-def _set_gemma(name: str, left: dict[str, Any], options: dict[str, Any], size: int) -> int:
+def _set_gemma(name: str, left: dict[str, Any], options: dict[str, Any], size: int) -> None:
     """Set the layers with a window, and the number whose square root divides the scores."""
     (period, largest), layers = _GEMMA[name], options["num_hidden_layers"]
     pattern = left.pop("attention.sliding_window_pattern", period)
@@ -182,7 +177,6 @@ def _set_gemma(name: str, left: dict[str, Any], options: dict[str, Any], size: i
     elif size != 256:  # no key has it, and llama.cpp takes another one than transformers
         left["attention.key_length"] = size
     options["query_pre_attn_scalar"] = size
-    return size
 
 
 def _set_rotations(
@@ -196,9 +190,9 @@ def _set_rotations(
         rope["partial_rotary_factor"] = math.nextafter(rotated / size, 1)
     if rotated == size or "partial_rotary_factor" in rope:
         left.pop("rope.dimension_count", None)
-    scaling = {key: left.pop(key) for key in _SCALING if key in left}
-    kind, factor, older, original, attention, fast, slow, mix = map(scaling.get, _SCALING)
-    kind, factor, original = kind or "linear", factor or older or 1.0, original or context
+    scaling = {key: left.pop(f"rope.scaling.{key}", None) for key in _SCALING}
+    kind, factor, original, attention, fast, slow, mix = scaling.values()
+    kind, factor = kind or "linear", factor or 1.0
     scales = kind == "yarn" or (kind == "linear" and factor != 1)
     is_read = kind in ("linear", "none", "yarn") and attention in (None, 1)
     is_read &= not (scales and name == "phi3")
@@ -207,10 +201,11 @@ def _set_rotations(
         # Of all kinds in transformers, only this one has a factor for each frequency.
         short, long = left[lists[0]], left[lists[-1]]
         is_read = not scales and 2 * len(short) == 2 * len(long) == rotated
+        if len(lists) == 1:
+            original, attention = context, attention or 1.0
         rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        rope["attention_factor"] = 1.0 if attention is None else attention
-        original = original if len(lists) == 2 else context
-        if name in ("llama", "phi3") and is_read:
+        rope["attention_factor"] = attention
+        if name in ("llama", "phi3") and is_read and original and attention:
             for key in lists:
                 del left[key]
     elif scales:
@@ -218,11 +213,11 @@ def _set_rotations(
     if kind == "yarn":
         rope |= {"beta_fast": fast, "beta_slow": slow}
     if rope["rope_type"] in ("longrope", "yarn"):
-        rope["original_max_position_embeddings"] = original
+        rope["original_max_position_embeddings"] = original or context
     if name == "phi3":
-        options["original_max_position_embeddings"] = original
+        options["original_max_position_embeddings"] = original or context
     if not is_read or mix not in (None, int(kind == "yarn")):
-        left |= scaling
+        left |= {f"rope.scaling.{key}": scaling[key] for key in scaling if scaling[key] is not None}
     options["rope_parameters"] = rope
     if name == "gemma3":
         local = {"rope_type": "default", "rope_theta": left.pop("rope.freq_base_swa", 10000.0)}
