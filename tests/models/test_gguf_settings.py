@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2moe": ("Qwen2-MoE", {}),
     "qwen3moe": ("Qwen3-MoE", {"norm_topk_prob": True}),
 }
-ALL = KINDS | {"gemma": ("Llama", {})}
+ALL = KINDS | {"granite": ("Llama", {})}
 Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
 CASES: dict[str, Case] = {name: (name, {}, {}, {}) for name in KINDS}
 
@@ -208,7 +208,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"rope_freqs.weight": SHORT}, r"says rope_freqs.weight = \[1.0, 1.29"),
     ("phi3", {"rope_factors_short.weight": SHORT}, "says rope_factors_short.weight"),
     ("phi3", {key: SHORT for key in BOTH}, "says rope_factors_long.weight"),  # no attn_factor
-    ("gemma", {}, "holds a model of the architecture gemma, and of .gguf files are read"),
+    ("granite", {}, "holds a model of the architecture granite, and of .gguf files are read"),
     ("llama", {"blk.0.attn_q_norm.weight": [1.0] * 8}, "says the tensor blk.0.attn_q_norm.weight"),
     ("llama", {"blk.7.attn_norm.weight": [1.0] * 8}, "says the tensor blk.7.attn_norm.weight"),
     ("qwen2", {"blk.0.attn_output.bias": [1.0] * 32}, "says the tensor blk.0.attn_output.bias"),
