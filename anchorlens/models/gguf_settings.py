@@ -97,8 +97,8 @@ def gguf_config(file: str) -> Any:
     name, of = value("general.architecture"), value("general.type", "model")
     if name not in _READ or of != "model":
         raise ModelError(
-            f"{file} holds a {of} of the architecture {name}, and of .gguf files are read models "
-            f"of {', '.join(_READ)}: {_CURE}"
+            f"{file} (a .gguf {of} of the architecture {name}) is not read: al.load_model reads "
+            f"models of {', '.join(_READ)} from such files. Instead {_CURE}"
         )
     kind = CONFIG_MAPPING["gemma3_text" if name == "gemma3" else name.replace("moe", "_moe")]
     known = {*kind().to_dict(), *kind.attribute_map}
@@ -175,7 +175,7 @@ def _set_gemma(name: str, left: dict[str, Any], options: dict[str, Any], size: i
     if layers == largest:
         size = options["hidden_size"] // options["num_attention_heads"]
     elif size != 256:  # no key has it, and llama.cpp takes another one than transformers
-        left["attention.key_length"] = size
+        left["attention.key_length (and no scale of the scores)"] = size
     options["query_pre_attn_scalar"] = size
 
 
