@@ -25,6 +25,7 @@ from ..passes.forward import Watched, run_prefix
 from ..passes.observers import Layers
 from ..passes.provide import Observation, checked_reads, need_gradient
 from ..prompts.batch import PromptBatch
+from ..prompts.random_edges import draw_generator
 from ..prompts.segment_names import FORMAT, LABEL, OTHER, SEGMENTS, TEXT
 from ..system.arguments import called, checked
 from ..system.devices import wide
@@ -85,7 +86,7 @@ def random_and_format(seed: int) -> Selection:
 
     def select(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
         selected = _in_segments(demonstrations, OTHER, FORMAT)
-        generator = _generator(seed, demonstrations)
+        generator = draw_generator(seed, int(demonstrations.demonstrations_id[0]))
         texts = (demonstrations.segments[0] == TEXT).nonzero().flatten().cpu()
         begin = 0
         for first, last in zip(
@@ -239,7 +240,8 @@ def random_tokens(seed: int, keep: Keep = anchors_and_format) -> Selection:
 
     def select(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
         count, always = _budget(demonstrations, keep)
-        scores = torch.rand(len(always), generator=_generator(seed, demonstrations), device="cpu")
+        generator = draw_generator(seed, int(demonstrations.demonstrations_id[0]))
+        scores = torch.rand(len(always), generator=generator, device="cpu")
         return _highest(scores, count, always).to(demonstrations.tokens.device)
 
     return select
@@ -297,11 +299,6 @@ def _highest(
 ) -> Bool[Tensor, " position"]:
     order = scores.masked_fill(always, torch.inf).argsort(descending=True, stable=True)
     return torch.zeros_like(always).index_fill(0, order[:count], True)
-
-
-def _generator(seed: int, demonstrations: PromptBatch) -> torch.Generator:
-    set_id = int(demonstrations.demonstrations_id[0])
-    return torch.Generator().manual_seed((seed * 1_000_003 + set_id) % 2**63)
 
 
 def _has_texts(demonstrations: PromptBatch) -> bool:

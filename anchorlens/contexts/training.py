@@ -27,7 +27,7 @@ from ..models.hooked import HookedModel, device_of, dtype_of, refuse_folded_valu
 from ..passes.forward import mean_loss_with_gradient
 from ..passes.loss_checks import check_loss, refuse_several_targets
 from ..passes.losses import Loss, label_cross_entropy
-from ..prompts.batch import PromptBatch, digest
+from ..prompts.batch import PromptBatch, digests
 from ..results import figures
 from ..results.record import Record
 from ..runs.identity import fingerprint, in_words, warn_of_unknown
@@ -439,11 +439,8 @@ class TrainingRun:
 
 def query_digests(batches: Sequence[PromptBatch]) -> list[int]:
     """A number for the tokens of each query, the same for the same query in other prompts."""
-    digests = []
-    for batch in batches:
-        rows = zip(batch.tokens, batch.from_query, strict=True)
-        digests += [digest(tokens[mask].tolist()) for tokens, mask in rows]
-    return digests
+    of_batches = (digests(batch, batch.from_query).tolist() for batch in batches)
+    return [number for of_batch in of_batches for number in of_batch]
 
 
 def answers(

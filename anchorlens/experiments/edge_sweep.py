@@ -81,7 +81,8 @@ class EdgeSweepRecord(Record):
 
     ``info["sites"]`` has of each site by name the layers, the heads (None: all; or those of each
     layer), whether edges to BOS stay, whether rows are renormalized, and how many layers its passes
-    skipped or why none.
+    skipped or why none. ``info["random_words"]`` of an isolation: how many words a draw takes, and
+    of how many.
 
     Attributes:
         label_loyalty: Share of prompts whose predicted label (without label words, the likeliest
@@ -392,6 +393,15 @@ class EdgeSweep(Question):
                 of_sites.setdefault(f"random_{number}", []).append(random)
         return {number: torch.stack(values, dim=-1) for number, values in of_sites.items()}
 
+    def _random_words(self, batches: Sequence[PromptBatch]) -> list[int]:
+        """How many words a draw takes and from how many, in the prompt where it takes most."""
+        whole, counts = self.edges is whole_wp, list[list[int]]()
+        for batch in (batch.on_cpu for batch in batches):
+            drawn = edge_sets.random_positions(batch, self.seed, whole_words=whole)
+            both = drawn.sum(1), edge_sets.random_candidates(batch).sum(1)
+            counts += torch.stack(both, dim=1).tolist()
+        return max(counts, key=lambda pair: pair[0] / pair[1])
+
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """What was cut at each site."""
         cuts = self._cuts(passes.model)
@@ -399,6 +409,8 @@ class EdgeSweep(Question):
         info: dict[str, Any] = {"seed": self.seed, "isolation": self.is_isolation}
         info |= {"edges": name_of(self.edges), "control": name_of(self.control)}
         info |= {"n_layers": passes.model.cfg.n_layers}
+        if self.is_isolation:
+            info["random_words"] = self._random_words(passes.batches)
         info |= {"begins_with_bos": any(batch.begins_with_bos for batch in passes.batches)}
         info["sites"] = {
             name: {

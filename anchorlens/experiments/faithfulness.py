@@ -25,7 +25,7 @@ from ..metrics.question import Further, Question
 from ..metrics.segment_flows import SegmentFlows
 from ..metrics.segment_rollout import SegmentRollout
 from ..models.hooked import HookedModel
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, digests
 from ..prompts.random_edges import draw_generator
 from ..results import figures
 from ..results.answer import Answer, cannot_tell, listed, speaks_of
@@ -43,7 +43,7 @@ from . import subsets as draws
 from .ablation import Ablation, Answers, SegmentsOfBatch, info_of_answers, subsets_of
 from .removal import Removal
 from .removal import edges as cut_edges
-from .segment_scores import Score, ScoresOfBatch, SegmentScores, keys_of
+from .segment_scores import Score, ScoresOfBatch, SegmentScores
 
 RANDOM, BEST = "random", "best possible"
 _RANDOM_SCORES = 20  # of a prompt, whose mean LDS is that of random scores
@@ -242,7 +242,8 @@ class Faithfulness(Question):
         remove: How segments are removed, as there.
         subsets: How many subsets run; at most 2 to the power of the number of segments.
         top: How many segments are removed for the drop.
-        seed: Of subsets and random scores. They depend on it and on the demonstrations.
+        seed: Of subsets and random scores. Subsets depend on it and on the demonstrations, random
+            scores on it and on the whole prompt.
         name: Key of the result.
 
     ``info["passes"]`` of the record is the number of passes of a prompt, and ``info["reasons"]``
@@ -391,11 +392,12 @@ class Comparison:
 
     def contributions(self, answers: Answers, of_segments: ScoresOfBatch) -> dict[str, Tensor]:
         """LDS and drop of every score, of random ones and of the best, in each prompt."""
+        batch = answers.batch
         # Of another seed than the subsets of methods, which would be tested on their own.
-        kept = subsets_of(self.drawn, answers.batch, self.segments, -1 - self.seed)
+        kept = subsets_of(self.drawn, batch, self.segments, -1 - self.seed)
         y = answers.of_subsets(kept).log_odds if kept.shape[1] else kept[..., 0].double()
-        seeds = [draw_generator(self.seed, sum(key)) for key in keys_of(answers.batch)]
-        shape = (_RANDOM_SCORES, self.segments)
+        shape, texts = (_RANDOM_SCORES, self.segments), digests(batch, batch.attention_mask)
+        seeds = [draw_generator(self.seed, text) for text in texts.tolist()]
         drawn = [torch.rand(shape, generator=generator, device="cpu") for generator in seeds]
         random = torch.stack(drawn).double()
         scores, margins = of_segments

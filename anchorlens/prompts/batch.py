@@ -582,6 +582,11 @@ def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
     inside = batch.attention_mask
     if batch.has_label_words:
         inside = inside & (batch.positions <= batch.label_ends.amax(1, keepdim=True))
+    return digests(batch, inside)
+
+
+def digests(batch: PromptBatch, inside: Bool[Tensor, "batch position"]) -> Int[Tensor, " batch"]:
+    """A number for these tokens of each prompt."""
     rows = zip(batch.tokens.tolist(), inside.tolist(), strict=True)
     ids = [digest(compress(tokens, mask)) for tokens, mask in rows]
     return torch.tensor(ids, device=batch.tokens.device)

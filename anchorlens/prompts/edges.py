@@ -324,6 +324,20 @@ def from_first(batch: PromptBatch) -> EdgeSet:
 
 
 @checked
+def random_candidates(
+    batch: PromptBatch, *, after: Int[Tensor, "batch 1"] | None = None
+) -> Positions:
+    """The positions of which ``random_positions`` draws some."""
+    first = batch.starts[:, None] if after is None else sent(after, batch.tokens.device)
+    last = batch.label_ends.max(1, keepdim=True).values
+    labels = segment(batch, "label") | anchors(batch)
+    allowed = batch.attention_mask & (batch.positions > first) & (batch.positions < last) & ~labels
+    # Instructions are not drawn. Batches from bare positions do not know which tokens these are.
+    inside = segment(batch, "text") | segment(batch, "format")
+    return allowed & (inside | ~inside.any(1, keepdim=True))
+
+
+@checked
 def random_positions(
     batch: PromptBatch,
     seed: int,
@@ -352,15 +366,8 @@ def random_positions(
         True
     """
     device, batch = batch.tokens.device, batch.on_cpu
-    words = anchors(batch)
-    labels = segment(batch, "label") | words
-    first = batch.starts[:, None] if after is None else after.cpu()
-    last = batch.label_ends.max(1, keepdim=True).values
-    allowed = batch.attention_mask & (batch.positions > first) & (batch.positions < last) & ~labels
-    # Instructions are not drawn. Batches from bare positions do not know which tokens these are.
-    inside = segment(batch, "text") | segment(batch, "format")
-    allowed &= inside | ~inside.any(1, keepdim=True)
-    counts = (labels if whole_words else words).sum(1).tolist()
+    words, allowed = anchors(batch), random_candidates(batch, after=after)
+    counts = (segment(batch, "label") | words if whole_words else words).sum(1).tolist()
     drawn = torch.zeros_like(allowed)
     for row, (count, set_id) in enumerate(
         zip(counts, batch.demonstrations_id.tolist(), strict=True)

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import isnan, nan, sqrt
+from math import inf, isnan, nan, sqrt
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from ..system.rounding import rounding_of
 from .contents import contents_of
 
 SHARE_LIMIT, RATIO_LIMIT, AS_OTHERS, CHANCE = 0.25, 2.0, 1.0, 0.5
+MOST_DRAWN = 0.5  # part of the words that a draw takes; with more, draws are nearly the same
 # What the paper claims, in the order in which claims are given, and the limit of each.
 LIMITS = {
     "Label words gather the information of their demonstrations in shallow layers.": SHARE_LIMIT,
@@ -251,7 +252,7 @@ class Isolation:
     def draws(self, name: str) -> Tensor:
         """A number of each random draw at this site."""
         of_draws: Tensor = getattr(self.record, name)
-        return of_draws[:, self.site]
+        return of_draws[..., self.site].double().cpu()
 
 
 def estimate_over_sets(record: Record, name: str, *index: int) -> Estimate:
@@ -437,14 +438,14 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
 
 
 def _of_isolation(isolation: Isolation, *others: Isolation) -> Claim:
-    number, is_left = gap_of(isolation), isolation.keeps_bos
+    (number, no_control), is_left = gap_of(isolation), isolation.keeps_bos
     label, control = (
         isolation.estimate("label_loyalty"),
         isolation.estimate("control_label_loyalty"),
     )
-    draws = control.value - isolation.draws("random_label_loyalty").double()
+    draws = control.value - isolation.draws("random_label_loyalty")
     cut = [each for each in others if each.layers == isolation.layers and is_left]
-    cut_too = Control("BOS cut too", gap_of(cut[0])) if cut else None
+    cut_too = Control("BOS cut too", gap_of(cut[0])[0]) if cut else None
     layers = isolation.first_layers()
     claim = _claim(
         NEEDED,
@@ -467,6 +468,8 @@ def _of_isolation(isolation: Isolation, *others: Isolation) -> Claim:
             "keep_bos=True as well"
         )
         return replace(claim, verdict=Verdict.CANNOT_TELL, reason=reason)
+    if no_control and isolation.is_shallow:
+        return replace(claim, reason=no_control)
     if cut_too and claim.verdict != Verdict.AGREES and cut_too.estimate.low > claim.limit:
         reason = (
             f"{claim.reason}; only with the edges to BOS cut too it is above: {cut_too.estimate}"
@@ -484,14 +487,14 @@ def isolation_changes(layers: str, label: Estimate, control: Estimate, gap: Esti
     )
 
 
-def gap_of(isolation: Isolation) -> Estimate:
+def gap_of(isolation: Isolation) -> tuple[Estimate, str]:
     """Label loyalty of random words minus that of the label words, with the interval that counts.
 
-    Over sets of demonstrations, or over queries and draws.
+    Over sets of demonstrations, or over queries and draws; and why draws give no interval, or "".
     """
     record, site = isolation.record, isolation.site
     number = estimate_over_sets(record, "label_gap", site)
-    return number if "of_sets" in record.info else _as_one_more_draw(number, isolation)
+    return (number, "") if "of_sets" in record.info else _as_one_more_draw(number, isolation)
 
 
 def _of_random_models(record: Record, name: str, *index: int) -> list[float]:
@@ -500,21 +503,35 @@ def _of_random_models(record: Record, name: str, *index: int) -> list[float]:
     return [number for number in numbers if not isnan(number)]
 
 
-def _as_one_more_draw(number: Estimate, isolation: Isolation) -> Estimate:
+def _as_one_more_draw(number: Estimate, isolation: Isolation) -> tuple[Estimate, str]:
     """The gap with an interval that also holds if the label words are one more random draw.
 
     After one set of demonstrations the label words are one group of words, and a single draw of
-    random words differs from the mean of the draws, too: by as much as the draws differ.
+    random words differs from the mean of the draws, too: by as much as the draws differ. Draws of n
+    of N words share some, and have 1 - n/N of the variance of groups that share none; the mean of
+    all N has n/N of it. N words tell as much of this variance as N draws.
     """
-    draws = isolation.draws("random_label_loyalty").double()
+    record, none = isolation.record, replace(number, low=nan, high=nan)
+    fields = ("random_kl", "random_label_kept", "random_word_overlap")
+    numbers = torch.cat([torch.atleast_2d(isolation.draws(name)) for name in fields])
+    same = [of_draw.numpy().tobytes() for of_draw in numbers.unbind(1)]
+    draws = {*zip(same, isolation.draws("random_label_loyalty").tolist(), strict=True)}
     if len(draws) < 2:
-        return replace(number, low=nan, high=nan)
-    half = float(stdtrit(len(draws) - 1, 0.975) * draws.std())
+        return none, "there is one draw of random words, or all draws are the same: give more draws"
+    drawn, words = record.info.get("random_words", (0, inf))
+    if (part := drawn / words) > MOST_DRAWN:
+        return none, (
+            f"a draw takes {drawn} of only {words} random words, so that all draws are nearly the "
+            "same: use longer demonstrations, or several sets of them, each with 10 queries or more"
+        )
+    freedom = 1 / (1 / (len(draws) - 1) + 1 / (words - 1))
+    spread = np.std([loyalty for _, loyalty in draws], ddof=1) * sqrt((1 + part) / (1 - part))
+    half = float(stdtrit(freedom, 0.975) * spread)
     low, high = (
         number.value + side * sqrt((end - number.value) ** 2 + half**2)
         for side, end in ((-1, number.low), (1, number.high))
     )
-    return replace(number, low=max(low, -1.0), high=min(high, 1.0))
+    return replace(number, low=max(low, -1.0), high=min(high, 1.0)), ""
 
 
 def _of_attention(record: AttentionAUCROCRecord) -> Claim:

@@ -34,13 +34,15 @@ def with_intervals(
     resamples: int,
     info: Mapping[str, Any],
     sets: Int[Tensor, " prompt"] | None = None,
+    texts: Int[Tensor, " prompt"] | None = None,
     seed: int = 0,
 ) -> _R:
     """The result of all contributions, with 95 % intervals of a bootstrap over prompts or sets.
 
     If each set of demonstrations has at least ``MANY_PROMPTS`` prompts the sets are given: prompts
     are drawn with replacement within their set. Otherwise the sets are pooled, and whole sets are
-    drawn if there are at least ``MANY_SETS``, else prompts.
+    drawn if there are at least ``MANY_SETS``, else prompts. Prompts of a set with the same number
+    in ``texts`` repeat one another, and are one case.
 
     Which interval a field has, its kind says; a field without a kind has expanded percentiles. An
     interval is NaN if no resample has a number; for a single unit in all but shares, differences of
@@ -48,7 +50,7 @@ def with_intervals(
     state is not touched.
     """
     demonstrations = Contributions(contributions, sets).sets
-    population = population_of(demonstrations)
+    population = population_of(demonstrations, texts)
     everything = Contributions(contributions, population.sets, demonstrations)
     record = result(everything)
     if not isinstance(record, Record):
@@ -81,11 +83,16 @@ def with_intervals(
             for name, of_field in drawn.items():
                 of_field.append(getattr(resampled, name))
         if len(population.strata) > 1 and (needs_sets or by_set):
-            for prompts in population.strata:
-                of_set = everything.prompts(prompts)
+            for number in population.sets.unique():
+                inside = population.sets == number
+                of_set, repeats = (
+                    everything.prompts(inside),
+                    None if texts is None else texts[inside],
+                )
                 count = resamples if needs_sets else 0  # else only the values count
                 options: dict[str, Any] = {"resamples": count, "info": {}, "seed": seed}
-                records_of_sets.append(with_intervals(result, of_set, sets=of_set.sets, **options))
+                options |= {"sets": of_set.sets, "texts": repeats}
+                records_of_sets.append(with_intervals(result, of_set, **options))
         over_draws = {name: kind for name, kind in kinds.items() if kind.over_draws}
         draws = record.info["draws"] if over_draws else 0
         left_out = range(draws if draws > 1 else 0)

@@ -112,28 +112,37 @@ class Population:
         return torch.stack([each @ values / each.sum(1, keepdim=True) for each in sets]).mean(0)
 
 
-def population_of(sets: Int[Tensor, " prompt"]) -> Population:
-    """The population from which prompts with these sets of demonstrations are a sample."""
-    _, unit, sizes = sets.unique(return_inverse=True, return_counts=True)
-    prompts, pooled = torch.arange(len(sets), device="cpu"), torch.zeros_like(unit)
-    n_sets = len(sizes)
+def population_of(
+    sets: Int[Tensor, " prompt"], texts: Int[Tensor, " prompt"] | None = None
+) -> Population:
+    """The population from which prompts with these sets of demonstrations are a sample.
+
+    Prompts of one set with the same number in ``texts`` repeat one another, and are drawn together.
+    """
+    each = range(len(sets)) if texts is None else texts.tolist()
+    pairs = list(zip(sets.tolist(), each, strict=True))
+    number = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+    unit = torch.tensor([number[pair] for pair in pairs], device="cpu")
+    units, pooled = torch.arange(len(number), device="cpu"), torch.zeros_like(unit)
+    names, of_prompts = sets.unique(return_inverse=True)
+    of_units, n_sets = torch.zeros_like(units).scatter(0, unit, of_prompts), len(names)
     if n_sets == 1:
         scope = "other queries after this one set of demonstrations"
-        return Population(pooled, prompts, [prompts], "prompts", scope)
-    if n_sets == len(sets):
+        return Population(pooled, unit, [units], "prompts", scope)
+    if n_sets == len(units):
         name = "prompts, each with a set of its own; all are pooled"
         scope = "other queries, each after another set of demonstrations"
-        return Population(pooled, prompts, [prompts], name, scope)
-    if sizes.min() >= MANY_PROMPTS:
-        strata = [(unit == number).nonzero().flatten() for number in range(n_sets)]
+        return Population(pooled, unit, [units], name, scope)
+    if of_units.bincount().min() >= MANY_PROMPTS:
+        strata = [(of_units == number).nonzero().flatten() for number in range(n_sets)]
         scope = f"other queries after these {n_sets} sets of demonstrations"
-        return Population(unit, prompts, strata, f"prompts within {n_sets} given sets", scope)
+        return Population(of_prompts, unit, strata, f"prompts within {n_sets} given sets", scope)
     if n_sets >= MANY_SETS:
         name = "sets with their prompts; all prompts are pooled"
         scope = "other sets of demonstrations with other queries"
-        return Population(pooled, unit, [torch.arange(n_sets, device="cpu")], name, scope)
+        return Population(pooled, of_prompts, [torch.arange(n_sets, device="cpu")], name, scope)
     scope = f"other queries after a mixture of these {n_sets} sets of demonstrations"
-    return Population(pooled, prompts, [prompts], f"prompts; {n_sets} sets are pooled", scope)
+    return Population(pooled, unit, [units], f"prompts; {n_sets} sets are pooled", scope)
 
 
 def check_resamples(resamples: int) -> None:
@@ -143,9 +152,11 @@ def check_resamples(resamples: int) -> None:
     check_not_endless(MetricError, resamples=resamples)
 
 
-def warn_if_few_units(sets: Int[Tensor, " prompt"]) -> None:
+def warn_if_few_units(
+    sets: Int[Tensor, " prompt"], texts: Int[Tensor, " prompt"] | None = None
+) -> None:
     """Warn that intervals of so few prompts or sets are rough; call it once for a run."""
-    population = population_of(sets.cpu())
+    population = population_of(sets.cpu(), texts)
     if round(population.of_variance) < FEW_UNITS:
         kind, _, how = population.name.partition("; ")
         if population.units >= FEW_UNITS:

@@ -37,7 +37,7 @@ from ..system.torch_state import gradient_mode
 from .checks import require_questions
 from .identity import versions
 from .passes import results_of
-from .study import describe_prompts, joined, order_of_queries, require_batches, sets_of
+from .study import cases_of, describe_prompts, joined, order_of_queries, require_batches
 
 _LAYER = re.compile(r"blocks\.(\d+)\.")
 _GRADIENT = "_grad"  # what TransformerLens adds to the name where it caches gradients
@@ -115,7 +115,7 @@ def from_caches(
     of_model = {} if model is None else {"model": str(model.cfg.model_name)}
     source = {"source": "caches of passes that were given", "versions": versions()}
     info = of_model | describe_prompts(batches) | source
-    options: dict[str, Any] = {"sets": sets_of(batches), "resamples": resamples, "info": info}
+    options: dict[str, Any] = {**cases_of(batches), "resamples": resamples, "info": info}
 
     def answered(metric: Question, found: Mapping[str, Tensor]) -> Record:
         return with_intervals(metric.result, found, **options)

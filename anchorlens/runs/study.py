@@ -30,7 +30,7 @@ from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.provide import need_gradient, reads_of
 from ..passes.twin_for import of_one_run
 from ..printable import printable
-from ..prompts.batch import PromptBatch, all_padded_right, check_prompts
+from ..prompts.batch import PromptBatch, all_on_cpu, all_padded_right, check_prompts, digests
 from ..prompts.segment_names import SEGMENTS
 from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
@@ -157,7 +157,7 @@ class Study:
             check_resamples(self.resamples)
             self._checked = checked_batches(self.model, self._given)
             if self.resamples and is_main():
-                warn_if_few_units(torch.cat([batch.demonstrations_id for batch in self.batches]))
+                warn_if_few_units(**cases_of(self.batches))
             self._check_same_call()
             try:
                 with frozen_in_eval_mode(self.model):
@@ -371,7 +371,7 @@ class Study:
         return with_intervals(
             result,
             contributions,
-            sets=sets_of(self.batches),
+            **cases_of(self.batches),
             resamples=self.resamples,
             info=self.describe() | dict(info or {}),
         )
@@ -634,7 +634,12 @@ def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
     return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__), device="cpu")
 
 
-def sets_of(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
-    """The set of demonstrations of each prompt, in the order of the contributions."""
-    ids = torch.cat([batch.demonstrations_id for batch in batches]).cpu()
-    return ids[order_of_queries(batches)]
+def cases_of(batches: Sequence[PromptBatch]) -> dict[str, Int[Tensor, " prompt"]]:
+    """The set of demonstrations and the text of each prompt, in the order of the contributions."""
+    order, on_cpu = order_of_queries(batches), all_on_cpu(batches)
+    sets = torch.cat([batch.demonstrations_id for batch in on_cpu])
+    # What else a prompt has, such as an image, may differ where tokens do not.
+    texts = [
+        batch.index if batch.inputs else digests(batch, batch.attention_mask) for batch in on_cpu
+    ]
+    return {"sets": sets[order], "texts": torch.cat(texts)[order]}

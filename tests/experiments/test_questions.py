@@ -432,3 +432,70 @@ def test_what_is_timed_decides_nothing_that_is_stored(exact_gpt2: Any, tmp_path:
             exact_gpt2, batches, al.ContextComparison(CONTEXTS, repeats=repeats), **options
         )
     assert not record.seconds.isnan().any()
+
+
+DRAWING: list[al.Question] = [
+    *EXPERIMENTS,
+    al.LabelHeads(draws=2),
+    al.EdgeSweep.isolation({"first": al.Site(0)}, whole_words=True, draws=2, name="whole words"),
+    al.EdgeSweep(al.edges.pq, {"all": al.Site(range(3))}, draws=2, name="keys"),
+    al.EdgeSweep(
+        al.edges.wp, {"all": al.Site(0)}, control=al.edges.random_edges, draws=2, name="edges"
+    ),
+    al.EdgeSweep(
+        al.edges.wp, {"a": al.Site(0, 1)}, control=al.sites.random_heads, draws=2, name="heads"
+    ),
+    al.SegmentAttribution(al.subsets.shapley(4), name="shapley"),
+    al.ContextComparison(
+        CONTEXTS, draws=2, repeats=0, control=al.contexts.selection.random_tokens, name="tokens"
+    ),
+]
+
+
+def test_no_number_depends_on_the_order_of_queries(exact_gpt2: Any) -> None:
+    """Draws depend on seeds, on demonstrations and on the texts of prompts, as is said of them."""
+    examples, task, order = al.load_examples("questions"), al.TASKS["trec"], [2, 0, 4, 1, 3]
+    demos = al.sample_demonstrations(examples, seed=1)
+    queries = al.sample_queries(examples, 5, seed=2, exclude=demos)
+    records = []
+    for chosen in (queries, [queries[k] for k in order]):
+        batches = al.build_prompts(exact_gpt2.tokenizer, task, demos, chosen, batch_size=2)
+        records.append(al.run(exact_gpt2, batches, DRAWING, **QUIET))
+    for name, record in records[0].items():
+        for field, value in record.tensors().items():
+            prompts = [slice(None) if axis != "prompt" else order for axis in record.axes()[field]]
+            permuted = records[1][name].tensors()[field]
+            message = f"{field} of {name} depends on the order of queries"
+            torch.testing.assert_close(
+                permuted,
+                value[tuple(prompts)] if prompts else value,
+                rtol=1e-9,
+                atol=1e-10,
+                equal_nan=True,
+                msg=message,
+            )
+
+
+@pytest.mark.parametrize(
+    ("distinct", "copies", "units"), [(1, 20, 1), (2, 10, 2), (4, 3, 4), (12, 1, 12)]
+)
+def test_repeated_texts_are_one_case(
+    exact_gpt2: Any, distinct: int, copies: int, units: int
+) -> None:
+    """Intervals are those of the texts themselves: copies make none of them narrower."""
+    texts = torch.randint(5, 50, (distinct, 9), generator=torch.Generator().manual_seed(0))
+    ones, repeated = (
+        al.PromptBatch.from_segments(
+            texts.repeat(k, 1), torch.arange(9).expand(k * distinct, -1) // 5, ["a", "b"]
+        )
+        for k in (1, copies)
+    )
+    asked = al.SegmentFlows(weight=al.weights.attention)
+    one, record = (
+        ask(exact_gpt2, [batch], asked, resamples=30, progress=False) for batch in (ones, repeated)
+    )
+    assert record.info["units"] == units and record.info["prompts"] == distinct * copies
+    torch.testing.assert_close(record.total, one.total)
+    for name, bounds in one.intervals.items():
+        found = record.intervals[name]
+        torch.testing.assert_close(found, bounds, equal_nan=True, msg=f"interval of {name}")

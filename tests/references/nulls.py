@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.report.claims import Isolation, gap_of
 from anchorlens.results.bootstrap import with_intervals
 
 LAYERS, CLASSES = 3, 6
@@ -84,6 +85,40 @@ def isolation(sizes: Sequence[int], generator: torch.Generator, spread: float = 
     site = {"layers": [0], "heads": None, "keep_bos": False, "renormalize": True}
     info = {"sites": {"first layer": site}, "n_layers": LAYERS, "isolation": True}
     return judged(al.records.EdgeSweepRecord.of, at_one_site, ids, info)
+
+
+def gaps_of_words(
+    drawn: int,
+    words: int,
+    spread: float,
+    runs: int,
+    generator: torch.Generator,
+    effect: float = 0.0,
+) -> list[tuple[float, float]]:
+    """Intervals of ``label_gap`` where label words are like the other ``words``, but for an effect.
+
+    A group of words adds up what its words do, so that draws with words in common are alike.
+    """
+    queries, draws, names = 200, 10, ("label_kept", "word_overlap", "kl")
+    order = torch.rand(runs, draws, words, generator=generator).argsort(2)[..., :drawn] + drawn
+    labels = torch.arange(drawn).expand(runs, 1, -1)
+    chosen = torch.cat([labels, order], 1)
+
+    def of_groups(of_words: Tensor) -> Tensor:
+        index = chosen.flatten(1).expand(*of_words.shape[:-1], -1)
+        return of_words.gather(-1, index).unflatten(-1, (1 + draws, drawn)).sum(-1) / drawn**0.5
+
+    needed = of_groups(spread * normal(generator, runs, drawn + words))
+    needed[:, 0] += effect
+    noise = of_groups(normal(generator, queries, runs, drawn + words))
+    kept = (normal(generator, queries, runs, 1) + noise + needed < 0.8).double()
+    rows = dict.fromkeys(names, kept[..., 0])
+    rows |= {f"random_{name}": kept[..., 1:].transpose(1, 2) for name in names}
+    info = {"random_words": [drawn, words]}
+    ids = torch.zeros(queries, dtype=torch.long)
+    record = judged(al.records.EdgeSweepRecord.of, rows, ids, info, resamples=60)
+    gaps = [gap_of(Isolation(record, site))[0] for site in range(runs)]  # type: ignore[arg-type]
+    return [(gap.low, gap.high) for gap in gaps]
 
 
 def attention(sizes: Sequence[int], generator: torch.Generator) -> al.Record:

@@ -6,8 +6,10 @@ from math import isnan, sqrt
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import binom, t
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
@@ -121,7 +123,7 @@ def isolation(gap: float = 0.5, low: float = 0.2, high: float = 0.7, **info: Any
         kl=one,
         random_label_loyalty=torch.ones(2, 1),
         random_word_loyalty=torch.ones(2, 1),
-        random_kl=torch.ones(2, 1),
+        random_kl=torch.tensor([[1.0], [2.0]]),
         control_label_loyalty=one,
         control_word_loyalty=one,
         label_gap=torch.tensor([gap]),
@@ -338,6 +340,61 @@ def test_the_label_words_are_compared_with_the_differences_between_draws() -> No
     claim = al.claims({"a": distances(), "b": differing})[0]
     half = sqrt(0.1**2 + (12.706 * sqrt(0.02)) ** 2)  # t of one degree of freedom
     assert (claim.estimate.low, claim.estimate.high) == (-1, 1) and half > 1
+
+
+@pytest.mark.with_shapes
+@pytest.mark.parametrize(
+    ("words", "freedom", "share"),
+    [
+        (None, 9.0, 0.0),
+        ([6, 90], 1 / (1 / 9 + 1 / 89), 6 / 90),
+        ([6, 12], 1 / (1 / 9 + 1 / 11), 1 / 2),
+        ([1, 2], 0.9, 1 / 2),
+    ],
+)
+def test_draws_that_share_words_differ_by_less_than_groups_that_do_not(
+    words: list[int] | None, freedom: float, share: float
+) -> None:
+    """By hand: the variance of a finite pool, of which the mean differs from that of all words."""
+    loyalties = torch.linspace(0.69, 0.71, 10).double()[:, None]
+    draws = {"random_label_loyalty": loyalties, "random_kl": loyalties}
+    draws |= {f"random_{name}": torch.ones(20, 10, 1) for name in ("label_kept", "word_overlap")}
+    record = replace(isolation(0.2, 0.1, 0.4), **draws)
+    if words is not None:
+        record = replace(record, info=record.info | {"random_words": words})
+    number = al.claims({"a": distances(), "b": record})[0].estimate
+    half = t.ppf(0.975, freedom) * np.std(loyalties.numpy(), ddof=1)
+    half *= sqrt((1 + share) / (1 - share))
+    expected = [0.2 - sqrt(0.1**2 + half**2), 0.2 + sqrt(0.2**2 + half**2)]
+    assert [number.low, number.high] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.with_shapes
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"random_kl": torch.ones(2, 1)}, "one draw of random words, or all draws are the same"),
+        ({"info": {"random_words": [6, 11]}}, "a draw takes 6 of only 11 random words"),
+    ],
+)
+def test_draws_that_are_nearly_one_tell_nothing(change: dict[str, Any], reason: str) -> None:
+    record = isolation()
+    if "info" in change:
+        change = {"info": record.info | change["info"]}
+    claim = al.claims({"a": distances(), "b": replace(record, **change)})[0]
+    assert claim.verdict == CANNOT_TELL and reason in claim.reason
+
+
+@pytest.mark.parametrize(("words", "spread"), [(24, 0.3), (12, 0.3), (24, 1.0), (12, 1.0)])
+def test_label_words_that_are_like_others_seldom_agree_where_draws_overlap(
+    words: int, spread: float
+) -> None:
+    """At most 5 of 100 may agree, but for chance; with 12 words it was 8 to 13."""
+    gaps = nulls.gaps_of_words(6, words, spread, 200, torch.Generator().manual_seed(0))
+    most = binom.ppf(0.995, 200, 0.05)
+    assert sum(low > 0 for low, _ in gaps) <= most >= sum(high < 0 for _, high in gaps)
+    with_effect = nulls.gaps_of_words(6, words, 0.3, 50, torch.Generator().manual_seed(0), 1.5)
+    assert sum(low > 0 for low, _ in with_effect) >= 40
 
 
 @pytest.mark.with_shapes

@@ -55,6 +55,43 @@ def test_the_sizes_of_sets_decide_whether_prompts_or_sets_are_drawn(
         assert torch.equal(population.sets[:, None] == population.sets, same)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "copies", "units", "name"),
+    [
+        ([1], 20, 1, "prompts"),
+        ([5], 4, 5, "prompts"),
+        ([1, 1], 10, 2, "prompts, each with a set of its own; all are pooled"),
+        ([12, 10], 2, 22, "prompts within 2 given sets"),
+        ([9, 10], 3, 19, "prompts; 2 sets are pooled"),
+        ([3] * 10, 5, 10, "sets with their prompts; all prompts are pooled"),
+    ],
+)
+def test_prompts_that_repeat_are_one_case(
+    sizes: list[int], copies: int, units: int, name: str
+) -> None:
+    """The interval of copies is that of the prompts themselves."""
+    sets = sets_of_sizes(*sizes)
+    population = population_of(sets.repeat(copies), torch.arange(len(sets)).repeat(copies))
+    assert (population.units, population.name) == (units, name)
+    rows = {"label_kept": torch.arange(len(sets)).double() % 2}
+    rows |= {"word_overlap": rows["label_kept"] / 2, "kl": rows["label_kept"] + 1}
+    once = with_intervals(al.Loyalty().result, rows, sets=sets, resamples=20, info={})
+    repeated = with_intervals(
+        al.Loyalty().result,
+        {key: values.repeat(copies) for key, values in rows.items()},
+        sets=sets.repeat(copies),
+        texts=torch.arange(len(sets)).repeat(copies),
+        resamples=20,
+        info={},
+    )
+    for field in ("word_loyalty", "kl"):
+        torch.testing.assert_close(repeated.intervals[field], once.intervals[field], equal_nan=True)
+    # With copies the variance of a share is that of resamples, which chance makes larger or not.
+    low, high = repeated.intervals["label_loyalty"]
+    expected = once.intervals["label_loyalty"].diff(dim=0)
+    assert float(high - low) > 0.8 * float(expected)
+
+
 def test_whole_sets_are_drawn() -> None:
     """Every resample has all prompts of a set equally often. The 10 sets have 1 to 10 prompts."""
     sets = sets_of_sizes(*range(1, 11))
