@@ -22,6 +22,7 @@ from ..prompts.batch import PromptBatch, check_batch
 from ..system.arguments import checked
 from ..system.digest_file import read_tensors, to_bytes_with_digest
 from ..system.files import bytes_of, kind_of, parsed, write_atomically, write_text
+from ..system.warn import warn_user
 from .compressed import CompressedContext, cache_of_tokens, refuse_gaps
 from .embedded import prefix_of_tokens, token_ids
 from .prefix import PrefixContext
@@ -31,6 +32,13 @@ from .stored import key_values_at_start
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _TENSOR = "prompt_embeddings"
+# The settings of prefix tuning in peft 0.21. A projection was applied before it was stored.
+_KNOWN = {
+    *("auto_mapping", "base_model_name_or_path", "encoder_hidden_size", "inference_mode"),
+    *("init_weights", "modules_to_save", "num_attention_heads", "num_layers"),
+    *("num_transformer_submodules", "num_virtual_tokens", "peft_type", "peft_version"),
+    *("prefix_projection", "revision", "task_type", "token_dim"),
+}
 
 
 @checked
@@ -240,6 +248,11 @@ def _read(folder: Path) -> tuple[KeyValues, dict[str, Any] | None]:
             f"{folder} holds an adapter of the kind {kind} for {task}, but a context is keys and "
             "values before a query: only PREFIX_TUNING for CAUSAL_LM gives them. Merge a LoRA into "
             "the weights instead (merge_and_unload in peft) and load those with al.load_model"
+        )
+    if unread := {key: config[key] for key in config.keys() - _KNOWN if config[key]}:
+        warn_user(
+            f"{path} has settings that are not read: {unread}. If they decide numbers, the "
+            "context is not what peft computes"
         )
     path = folder / _WEIGHTS
     if kind_of(path) != "file":

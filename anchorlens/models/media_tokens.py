@@ -43,7 +43,7 @@ def media_tokens(model: Any) -> dict[int, str]:
     """The name of the setting of each token that stands for an image, a sound or a video."""
     settings = [
         (name, token)
-        for config in _configs(config_of(model))
+        for config in configs_of(config_of(model))
         for name, value in vars(config).items()
         for token in _ids(value)
     ]
@@ -152,14 +152,14 @@ def without_media_tokens(model: HookedModel, tokens: Int[Tensor, "*_"]) -> Int[T
     return torch.tensor(moved, device=tokens.device).view_as(tokens)
 
 
-def _configs(config: Any) -> Iterator[Any]:
+def configs_of(config: Any) -> Iterator[Any]:
     """A configuration of transformers, and those inside it."""
     if config is None:
         return
     yield config
     for value in vars(config).values():
         if hasattr(value, "model_type") and hasattr(value, "to_dict"):
-            yield from _configs(value)
+            yield from configs_of(value)
 
 
 def _ids(value: Any) -> list[int]:

@@ -11,6 +11,7 @@ from ..errors import ModelError
 from ..system.package import installed_version
 from ..system.warn import warn_user
 from .kinds import modules_of
+from .media_tokens import configs_of
 
 # What programs note for training, texts, lengths and speed: it decides no number of a pass.
 _HARMLESS = re.compile(
@@ -26,8 +27,7 @@ def check_settings(name: str, weights: Any, stored: Mapping[str, Any]) -> None:
     A setting is read if the files of transformers in which the classes of the configuration and of
     the model stand have its name.
     """
-    configs = [*_configs(weights.config)]
-    kinds = {type(each) for each in (*configs, *modules_of(weights))}
+    kinds = {type(each) for each in (*configs_of(weights.config), *modules_of(weights))}
     files = {base.__module__ for kind in kinds for base in kind.__mro__}
     sources = [
         inspect.getsource(sys.modules[f]) for f in files if f.startswith("transformers.models.")
@@ -46,14 +46,6 @@ def check_settings(name: str, weights: Any, stored: Mapping[str, Any]) -> None:
             f"transformers {installed_version('transformers')} does not read: {listed}. If they "
             "decide numbers, this is another model than the one that was stored"
         )
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    """A configuration, and those inside it."""
-    yield config
-    for value in vars(config).values():
-        if hasattr(value, "get_config_dict"):
-            yield from _configs(value)
 
 
 def _unread(

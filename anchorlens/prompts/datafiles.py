@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO, StringIO
 from pathlib import Path
 from shlex import quote
+from sys import getsizeof
 from types import MappingProxyType
 from typing import Any
 
 from ..errors import DataError
+from ..system.files import bytes_of, kind_of
 
 Columns = Mapping[str, Sequence[Any]]
 # What a task says of a data file. Options of the command need these names without other packages.
@@ -32,6 +34,7 @@ _WRITTEN = re.compile(
 )
 # The first bytes of compressed files, and what unpacks them.
 _PACKED = {b"\x1f\x8b": "gunzip", b"PK": "unzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz"}
+_MOST_BYTES = 2**31  # of the values of a packed file, with what Python adds to each
 # At most 18 digits, so that a number fits 64 bits: Python raises an error for very long ones.
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 
@@ -47,18 +50,9 @@ def read_columns(path: Path, label: str) -> Columns:
             f"the name of {path} does not tell how to read it; give a file whose name ends in "
             f"{', '.join(READERS)} (a spreadsheet can be saved as csv)"
         )
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise DataError(
-            f"there is no file {path}; give a jsonl, csv or parquet file that exists"
-        ) from error
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"{path} cannot be read: {reason}; give a jsonl, csv or parquet file"
-        ) from error
-    columns = READERS[suffix](data, path)
+    if not kind_of(path, DataError):
+        raise DataError(f"there is no file {path}; give a jsonl, csv or parquet file that exists")
+    columns = READERS[suffix](bytes_of(path, DataError), path)
     refuse_no_rows(columns, path)
     return {**columns, label: classes_in(columns, label, path)} if label in columns else columns
 
@@ -159,9 +153,20 @@ def _csv(data: bytes, path: Path) -> Columns:
 def _parquet(data: bytes, path: Path) -> Columns:
     import pyarrow.parquet
 
+    size = 0
     try:
-        table = pyarrow.parquet.ParquetFile(BytesIO(data)).read()
-        return {name: table[name].to_pylist() for name in table.column_names}
+        file = pyarrow.parquet.ParquetFile(BytesIO(data))
+        columns: dict[str, list[Any]] = {name: [] for name in file.schema_arrow.names}
+        for rows in file.iter_batches(64):  # a value that is repeated takes no room in the file
+            for name in columns:
+                cells = rows[name].to_pylist()
+                columns[name] += cells
+                size += rows[name].nbytes + sum(map(getsizeof, cells))
+            if size > _MOST_BYTES:
+                raise DataError(
+                    f"{path} unpacks to more than {_MOST_BYTES:,} bytes; give fewer rows or columns"
+                )
+        return columns
     except (pyarrow.ArrowException, OSError, KeyError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}; write it again") from error
 

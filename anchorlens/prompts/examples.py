@@ -291,6 +291,9 @@ def _read_hub(hub: HubSource, split: str) -> Columns:
 
     try:
         rows = datasets.load_dataset(hub.path, split=split, revision=hub.revision)
+        for column, kind in rows.features.items():  # images of strangers are not opened
+            if hasattr(kind, "decode"):
+                rows = rows.cast_column(column, replace(kind, decode=False))
     except Exception as error:  # datasets has no common base class of its errors
         raise DataError(
             f"examples {hub.path!r} (split {split!r}) cannot be loaded: {error}. Give a jsonl, csv "
@@ -316,9 +319,10 @@ def _examples(
         is_number = isinstance(value, Integral) and not isinstance(value, bool)
         fits = value in known if known is not None else is_number and value >= 0
         if not fits or not isinstance(words, str):
+            tensor = "; convert it with int(), or give a Dataset .with_format(None)"
             raise DataError(
                 f"row {row} of {source}: expected a text and a class ({expected}); got text "
-                f"{words!r} and label {value!r}"
+                f"{words!r} and label {value!r}{tensor * hasattr(value, '__array__')}"
             )
         examples.append(Example(words, value if known is None else known.index(value)))
     return examples

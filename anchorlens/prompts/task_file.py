@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import DataError, PromptError
 from ..system.arguments import checked
-from ..system.files import parsed
+from ..system.files import bytes_of, parsed
 from .chat import ChatTask
 from .datafiles import COLUMNS, READERS
 from .demonstration_sets import Examples, examples_of_task, task_of_name
@@ -79,14 +79,9 @@ def read_task(path: str | Path) -> tuple[Task, Examples]:
 
 def read_entries(path: Path) -> dict[str, Any]:
     """The entries of a task file; a relative path of ``data`` begins at the folder of the file."""
-    try:
-        data = path.read_bytes()  # perhaps of a pipe
-    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"the task file {path} cannot be read: {reason}") from error
     entries = parsed(
         path,
-        data,
+        bytes_of(path, DataError),
         lambda data: tomllib.loads(data.decode("utf-8-sig")),
         "toml",
         'write entries such as template = "Q: {text}\\nA:{label}", in UTF-8',

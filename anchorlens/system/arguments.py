@@ -240,10 +240,15 @@ def _rows_of(value: Any) -> Sequence[Any] | None:
     """The elements of a list, generator or table, in order; None if it is none of these."""
     if isinstance(value, _NO_LISTS) or not isinstance(value, Iterable):
         return None
+    kind = getattr(value, "format", None)  # of a Dataset; in these its rows are tables
+    if isinstance(kind, Mapping) and kind.get("type") in ("pandas", "arrow", "polars"):
+        raise _Unfit(f" in the format {kind['type']!r}; give its rows with .with_format(None)")
     if isinstance(value, Sequence):
         return value
     table: Any = value
     if hasattr(table, "iterrows"):  # a DataFrame
+        if twice := sorted({str(name) for name in table.columns[table.columns.duplicated()]}):
+            raise _Unfit(f", which has several columns with the names {twice}; rename them")
         return tuple(table.to_dict("records"))
     try:
         return tuple(value)

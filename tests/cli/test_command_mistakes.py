@@ -71,7 +71,7 @@ def data(tmp_path: Path) -> Path:
         ("paper", "DATA", "none", "there is no file or folder none"),
         ("paper", "DATA", "few.jsonl", "but 4 of each class are asked for; lower shots or give"),
         ("paper", "--task", "news,good.jsonl", "good.jsonl is no task; a data file stands alone"),
-        ("paper", "--task", "a/x.toml,b/x.toml", "the task file a/x.toml cannot be read: No such"),
+        ("paper", "--task", "a/x.toml,b/x.toml", "a/x.toml cannot be read: No such"),
         ("paper", "DATA", "three", "there are 2 classes, but 3 in the data"),
         ("paper", "DATA", "one", "there are 2 classes, but 1 in the data"),
         ("paper", "DATA", "few", "but 4 of each class are asked for; lower shots or give more"),

@@ -244,7 +244,7 @@ def test_mistakes_in_a_task_file_name_the_file_or_the_entry(
 
 
 def test_a_task_file_that_cannot_be_read_is_an_error(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"task file none\.toml cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"none\.toml cannot be read: No such file"):
         al.prompts.read_task("none.toml")
 
 

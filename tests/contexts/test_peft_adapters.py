@@ -367,3 +367,13 @@ def test_changes_of_our_files_are_found(llama: Any, tmp_path: Path) -> None:
     save_file(extra, weights)
     with pytest.raises(StoreError, match=r"score\.weight"):
         al.contexts.context_from_peft(folder, llama)
+
+
+def test_settings_of_an_adapter_that_are_not_read_are_named(llama: Any, tmp_path: Path) -> None:
+    context = of_everything(llama, questions(llama, 2)[0])
+    folder = al.contexts.context_to_peft(context, llama, tmp_path)
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"prefix_scale": 2.0, "newer": None}))
+    with pytest.warns(UserWarning, match=r"not read: \{'prefix_scale': 2\.0\}\. If they decide"):
+        al.contexts.context_from_peft(folder, llama)

@@ -171,6 +171,13 @@ def test_what_transformers_warns_of_is_a_warning_at_every_load(
     assert (logger.level, logger.handlers) == before
 
 
+def test_a_tensor_of_a_module_that_the_model_has_is_named(tmp_path: Path, byte_level: Any) -> None:
+    folder = save(tiny_llama(VOCABULARY), byte_level, tmp_path)
+    change_tensors(folder, lambda tensors: tensors.update({"model.norm.bias": torch.ones(4)}))
+    with pytest.warns(UserWarning, match=r"1 tensor \(model\.norm\.bias\) is left out"):
+        load(folder, byte_level)
+
+
 ITS_CODE = """
 from pathlib import Path
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast

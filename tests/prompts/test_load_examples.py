@@ -13,6 +13,8 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import anchorlens as al
@@ -432,3 +434,62 @@ def test_an_unreachable_hub_raises_an_error_with_alternatives(
     cure = r"Give a jsonl, csv or parquet file, one of .*sentiment, questions, news, emotions"
     with raises(match=problem + cure):
         al.load_examples("sst2", split="test")
+
+
+FORMATS = ("torch", "pandas", "arrow")
+
+
+@pytest.mark.parametrize("kind", [None, "python", "numpy", "transform", "iterable", *FORMATS])
+def test_formats_of_a_dataset_are_read_or_get_their_cure(kind: str | None) -> None:
+    rows: Any = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]})
+    if kind == "transform":
+        given = rows.with_transform(lambda batch: batch)
+    elif kind == "iterable":
+        given = rows.to_iterable_dataset().with_format("torch")
+    else:
+        given = rows.with_format(kind)
+    if kind in (*FORMATS, "iterable"):
+        with pytest.raises(AnchorlensError, match=r"\.with_format\(None\)"):
+            al.load_examples(given)
+    else:
+        assert al.load_examples(given) == [al.Example("a", 0), al.Example("b", 1)]
+
+
+@pytest.mark.parametrize("names", [["text", "text", "label"], ["text", "label", "label"]])
+def test_two_columns_of_one_name_are_refused(names: list[str]) -> None:
+    frame = pd.DataFrame([["a", 0, 1]], columns=names)
+    for read in (al.load_examples, al.sample_demonstrations):
+        with pytest.raises(AnchorlensError, match=r"several columns with the names .*; rename"):
+            read(frame)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("as_dictionary", [True, False])
+def test_a_file_that_unpacks_to_too_much_is_refused(
+    as_dictionary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that is repeated takes no room in the file; it is refused at the first rows."""
+    monkeypatch.setattr("anchorlens.prompts.datafiles._MOST_BYTES", 2**26)
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), ["a" * 2**20])
+    path = tmp_path / "a.parquet"
+    table = pa.table(
+        {"text": texts if as_dictionary else texts.cast(pa.string()), "label": [0] * 200}
+    )
+    pq.write_table(table, path)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(DataError, match="unpacks to more than 67,108,864 bytes"):
+        al.load_examples(path)
+
+
+def test_images_of_the_hub_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = {"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": "a.png"}
+    rows = datasets.Dataset.from_dict(
+        {"text": ["a"], "label": [0], "image": [image]},
+        features=datasets.Features(
+            text=datasets.Value("string"), label=datasets.Value("int64"), image=datasets.Image()
+        ),
+    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    monkeypatch.setattr("PIL.Image.open", lambda *_: pytest.fail("an image is opened"))
+    assert al.load_examples("someone/images") == [al.Example("a", 0)]
+    with raises(match=r"but not \['words'\]"):
+        al.load_examples("someone/images", text="words")
