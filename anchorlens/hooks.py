@@ -34,7 +34,7 @@ from .prompts import edges as edge_sets
 from .prompts.batch import PromptBatch, check_inside
 from .prompts.edge_set import Edges, EdgeSet, EdgesOfBatch, check_edges
 from .system.arguments import called, checked
-from .system.devices import beside, sent
+from .system.devices import beside, holds_numbers, sent
 from .system.texts import described
 from .system.warn import warn_user
 
@@ -357,7 +357,7 @@ def where_written(
 ) -> tuple[Int[Tensor, " chosen"], Int[Tensor, " chosen"]]:
     """The prompt of each position, and its place among the tokens that are run."""
     given = called("positions", positions, "the batch", batch) if callable(positions) else positions
-    is_mask = isinstance(given, Tensor) and given.dtype == torch.bool
+    is_mask = holds_numbers(given) and given.dtype == torch.bool
     if not is_mask or given.shape != batch.tokens.shape:
         raise HookError(
             "positions must be True and False of the shape (prompt, position) = "

@@ -33,10 +33,18 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch, on_both
 from ..prompts.edge_set import Edges, EdgeSet
 from ..prompts.segment_names import SEGMENTS
-from ..system.arguments import called, checked
+from ..system.arguments import called, checked, fitted
+from ..system.devices import holds_numbers
 from ..system.texts import described, name_of
 from .placement import Placement, as_in_prompt, rebased
-from .protocol import QueryPass, bos_of, demonstrations_of, model_identity, queries_after
+from .protocol import (
+    QueryPass,
+    bos_of,
+    demonstrations_of,
+    model_identity,
+    queries_after,
+    selected_by,
+)
 from .selection import ONE_SET, ByScore, Selection, anchors_and_format
 from .stored import StoredContext, key_values_at_start
 
@@ -311,21 +319,12 @@ def checked_selections(
 ) -> list[Bool[Tensor, " position"]]:
     """The positions that each selects, checked before the model answers."""
     before = demonstrations_of(demonstrations)
-    length = before.tokens.shape[1]
-    masks = [
+    return [
         select.of(model, before, hooks(before))
         if isinstance(select, ByScore)
-        else called("select", select, "the demonstrations", before)
+        else selected_by("select", select, before)
         for select in selections
     ]
-    for selected in masks:
-        if selected.shape != (length,) or selected.dtype != torch.bool or not selected.any():
-            raise PromptError(
-                f"select must give Bool['position'] with some of the {length} positions of the "
-                f"demonstrations; got the shape {tuple(selected.shape)}, {selected.dtype}, and "
-                f"{int(selected.sum())} selected"
-            )
-    return masks
 
 
 def cache_of_tokens(
@@ -385,13 +384,13 @@ class _Placed(NamedTuple):
 def _placed(positions: Placement, selected: Bool[Tensor, " position"]) -> _Placed:
     """Where a placement puts selected positions."""
     given: Any = called("positions", positions, "the selected positions", selected)
-    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)
-    if not is_pair:
+    is_pair = isinstance(given, tuple) and len(given) == 2 and holds_numbers(given[0])
+    if not is_pair or given[0].ndim != 1:
         raise PromptError(
             "positions must give the positions of the keys, a tensor, and that of the query, a "
             f"whole number, as al.contexts.placement.rebased does; got {described(given)}"
         )
-    return _Placed(selected, *given)
+    return _Placed(selected, given[0], fitted("the query's position", given[1], int))
 
 
 def _context(

@@ -23,7 +23,7 @@ from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch
 from ..prompts.plain_tokens import plain_tokens
 from ..runs.identity import in_words
-from ..system.arguments import check_from_1, checked
+from ..system.arguments import check_counts, checked
 from ..system.devices import in_float64
 from ..system.processes import gather_from_processes
 from ..system.put_back import each_call_inside
@@ -84,7 +84,7 @@ def train_hard_prompt(
         >>> len(prompt.ids), prompt.text == model.tokenizer.decode(prompt.ids)
         (2, True)
     """
-    check_from_1(PromptError, length=length)
+    check_counts(PromptError, length=length)
     if training.optimizer is not None:
         raise MetricError(
             "the optimizer of a search is that of its method; pass "

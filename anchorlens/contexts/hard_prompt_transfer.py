@@ -36,7 +36,7 @@ from ..runs.identity import versions
 from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of
 from ..runs.store import make_folder
 from ..runs.study import Study
-from ..system.arguments import check_from_1, check_not_endless, checked
+from ..system.arguments import check_counts, checked
 from ..system.processes import fails_together
 from ..system.warn import warn_user
 from .hard_prompt import HardPrompt, after_tokens, random_tokens, tokenizer_of
@@ -207,8 +207,7 @@ def transfer_hard_prompt(
     sources = sources_of(models, None, {})
     sampling = {"queries": queries, "shots": shots, "seeds": seeds, "batch_size": batch_size}
     make_prompts = maker_of_prompts(task, examples, sampling)
-    check_from_1(PromptError, draws=draws)
-    check_not_endless(PromptError, draws=draws)
+    check_counts(PromptError, draws=draws)
     check_resamples(resamples)
     if not prompt.text:
         raise PromptError("the hard prompt has no text that another model could read; got ''")

@@ -14,7 +14,7 @@ from ..passes.loss_checks import check_loss
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..runs.study import Study
-from ..system.arguments import check_from_1, check_not_endless, checked
+from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
 from .compressed import cache_of_tokens
 from .embedded import start_tokens
@@ -226,9 +226,7 @@ def random(
         >>> prompts = al.contexts.hard_prompts.random(model, held_out=batches, length=2, draws=3)
         >>> accuracies = [float(prompt.training.best_accuracy) for prompt in prompts]
     """
-    check_from_1(PromptError, length=length)
-    check_from_1(PromptError, draws=draws)
-    check_not_endless(PromptError, draws=draws)
+    check_counts(PromptError, length=length, draws=draws)
 
     def drawn(tokenizer: Any) -> list[list[int]]:
         return random_tokens(model, tokenizer, length, draws, seed).tolist()

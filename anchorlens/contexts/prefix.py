@@ -15,7 +15,7 @@ from ..models.hooked import HookedModel, device_of, vocabulary_of
 from ..models.kv_cache import KeyValues
 from ..models.media_tokens import without_media_tokens
 from ..prompts.batch import PromptBatch
-from ..system.arguments import check_from_1, checked
+from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
 from ..system.torch_state import gradient_mode
 from .compressed import CompressedContext, refuse_gaps
@@ -124,7 +124,7 @@ def train_prefix(
             "two out"
         )
     length = 10 if length is None else length
-    check_from_1(PromptError, length=length)
+    check_counts(PromptError, length=length)
     if start is None:
         about = f"prefix of {length} positions from random tokens"
     else:

@@ -1,11 +1,11 @@
 """What can stand before a query: what every context has, and the pass over queries after it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError, PromptError
@@ -19,10 +19,12 @@ from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, check_batch, on_both, only_set
 from ..prompts.segment_names import OTHER, PADDING
-from ..system.arguments import checked, has_methods
-from ..system.devices import sent
+from ..system.arguments import called, checked, fitted, has_methods
+from ..system.devices import holds_numbers, sent
+from ..system.texts import described
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class QueryPass:
     """A pass over the queries of a batch, in which a context stands before them.
@@ -96,7 +98,7 @@ class Context(Protocol):
         check_batch(batch)
         refuse_another_model(model, self)
         with frozen_in_eval_mode(model):
-            return self.query_pass(model, batch).logits(model)
+            return query_pass_of(self, model, batch).logits(model)
 
 
 def _lacks(context: Context, what: str) -> PromptError:
@@ -131,6 +133,13 @@ class NoContext(Context):
         """The pass over the queries of a batch; see ``Context.query_pass``."""
         moved = batch.to(device_of(model))
         return QueryPass(checked_queries(model, moved, bos_of(moved)), None)
+
+
+def query_pass_of(context: Any, model: HookedModel, batch: PromptBatch) -> QueryPass:
+    """The pass over queries after a context, or an error if its class gives something else."""
+    what = f"what query_pass of {type(context).__name__} returns"
+    found: QueryPass = fitted(what, context.query_pass(model, batch), QueryPass)
+    return found
 
 
 def info_of(context: Context) -> Mapping[str, Any]:
@@ -171,6 +180,22 @@ def demonstrations_of(batch: PromptBatch) -> PromptBatch:
         )
     prompt = batch.prompt(0)
     return prompt.before(int(prompt.query_start[0]))
+
+
+def selected_by(
+    what: str, select: Callable[..., Any], demonstrations: PromptBatch
+) -> Bool[Tensor, " position"]:
+    """The positions that a function selects; an error names it ``what`` if these are none."""
+    given = called(what, select, "the demonstrations", demonstrations)
+    length = demonstrations.tokens.shape[1]
+    is_mask = holds_numbers(given) and given.dtype == torch.bool and given.shape == (length,)
+    if not is_mask or not given.any():
+        raise PromptError(
+            f"{what} must give Bool['position'] with some of the {length} positions of the "
+            f"demonstrations; got {described(given)}{', all False' * is_mask}"
+        )
+    selected: Bool[Tensor, " position"] = given
+    return selected
 
 
 def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:

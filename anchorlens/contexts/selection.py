@@ -28,9 +28,9 @@ from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
 from ..prompts.segment_names import FORMAT, LABEL, OTHER, SEGMENTS, TEXT
 from ..system.arguments import called, checked
-from ..system.devices import wide
+from ..system.devices import holds_numbers, wide
 from ..system.texts import described, name_of
-from .protocol import demonstrations_of
+from .protocol import demonstrations_of, selected_by
 
 Selection = Callable[[PromptBatch], Bool[Tensor, " position"]]
 Keep = Selection | int | float
@@ -168,7 +168,7 @@ class ByScore(InOneLine):
             cache = run_prefix(model, shared, hooks=hooks, observers=observers)
         seen = observed.seen(torch.empty(1, 0, device="cpu"), None)
         scores = called("score", self.score, "keys and values, and what was read", cache, seen)
-        fits = isinstance(scores, Tensor) and scores.shape[-1:] == (length,)
+        fits = holds_numbers(scores) and scores.numel() and scores.shape[-1:] == (length,)
         if not fits or not scores.isfinite().all():
             raise PromptError(
                 f"score must give finite numbers with the {length} positions of the demonstrations "
@@ -276,7 +276,7 @@ def _budget(batch: PromptBatch, keep: Keep, last: int = 0) -> tuple[int, Bool[Te
     """How many positions are stored, and which always are, on the CPU."""
     batch, length = batch.on_cpu, batch.tokens.shape[1]
     if callable(keep):
-        count = int(called("keep", keep, "the demonstrations", batch).sum())
+        count = int(selected_by("keep", keep, batch).sum())
     else:
         count = keep if isinstance(keep, int) else round(keep * length) if 0 < keep <= 1 else 0
     positions = torch.arange(length, device="cpu")

@@ -15,7 +15,7 @@ from ..passes.comparison import difference_of, tolerance
 from ..passes.forward import mean_loss_with_gradient, run_pass
 from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch
-from ..system.arguments import check_from_1, checked
+from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
 from ..system.torch_state import gradient_mode
 from .compressed import ROUNDINGS
@@ -75,7 +75,7 @@ def train_soft_prompt(
         >>> prompt.embeddings.shape == (2, model.cfg.d_model)
         True
     """
-    check_from_1(PromptError, length=length)
+    check_counts(PromptError, length=length)
     begin = "random tokens" if start is None else f"tokens {list(start)}"
     about = f"soft prompt of {length} embeddings from {begin}"
     run = TrainingRun.of(model, batches, held_out, training, Adafactor(lr=0.3), about)

@@ -33,7 +33,7 @@ from ..results.record import Record
 from ..runs.identity import fingerprint, in_words, warn_of_unknown
 from ..runs.store import make_folder, off_by, why_off
 from ..runs.study import Study
-from ..system.arguments import check_not_endless, checked
+from ..system.arguments import check_counts, checked, fitted
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import bytes_of, kind_of, write_atomically
 from ..system.processes import gather_from_processes, is_main
@@ -42,7 +42,7 @@ from ..system.texts import name_of
 from ..system.torch_state import gradient_mode
 from ..system.warn import warn_user
 from .compressed import cache_of_tokens
-from .protocol import Context, QueryPass, bos_of, check_queries, model_identity
+from .protocol import Context, QueryPass, bos_of, check_queries, model_identity, query_pass_of
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
@@ -149,10 +149,8 @@ class Training:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        for name, value, least in (("steps", self.steps, 0), ("check_every", self.check_every, 1)):
-            if value is not None and value < least:
-                raise MetricError(f"{name} must be a whole number from {least}; got {value}")
-        check_not_endless(MetricError, steps=self.steps)
+        check_counts(MetricError, 0, steps=self.steps)
+        check_counts(MetricError, check_every=self.check_every)
         if self.clip is not None and not self.clip > 0:
             raise MetricError(f"clip must be a number above 0; got {self.clip!r}")
 
@@ -176,7 +174,7 @@ class Trainable(Protocol):
     def backward(self, model: HookedModel, batch: PromptBatch, loss: Loss) -> float:
         """Add the gradient of the mean loss to the parameters; NaN if the loss is not finite."""
         with gradient_mode(True):
-            queries = self.query_pass(model, batch)
+            queries = query_pass_of(self, model, batch)
         return mean_loss_with_gradient(
             model, queries.batch, loss, self.parameters, hooks=queries.hooks, prefix=queries.prefix
         )
@@ -351,7 +349,16 @@ class TrainingRun:
         window, seed, count = self.training.check_every, self.training.seed, self.count
         quiet = not (self.training.progress and is_main())
         with gradient_mode(True):
-            optimizer = self.optimizer(trainable.parameters)
+            what, given = f"parameters of {type(trainable).__name__}", trainable.parameters
+            parameters: list[Tensor] = fitted(what, given, list[Tensor])
+            if not parameters or not all(
+                each.is_leaf and each.requires_grad for each in parameters
+            ):
+                raise MetricError(
+                    f"{what} must be tensors that the optimizer can change, at least one: leaves "
+                    "that require a gradient (torch.zeros(3, requires_grad=True))"
+                )
+            optimizer = self.optimizer(parameters)
             file = _StateFile.of(self, trainable)
             state = _State()
             self._check(state, trainable, start_loss)
@@ -450,7 +457,7 @@ def answers(
     right: list[Tensor] = []
     losses: list[Tensor] = []
     for batch in batches:
-        logits = context.query_pass(model, batch).logits(model)
+        logits = query_pass_of(context, model, batch).logits(model)
         gold = require_gold(batch.gold, "accuracy")
         right.append(torch.eq(predicted_class(batch.label_scores(logits)), gold))
         losses.append(loss(logits, batch))

@@ -23,6 +23,7 @@ from ..contexts.protocol import (
     bos_of,
     info_of,
     is_context,
+    query_pass_of,
     refuse_another_model,
 )
 from ..contexts.selection import ByScore, Selection, random_and_format
@@ -50,7 +51,7 @@ from ..results.kinds import (
 from ..results.record import Record
 from ..results.text_frame import TextFrame
 from ..runs.passes import Passes
-from ..system.arguments import check_not_endless, checked
+from ..system.arguments import check_counts, checked, fitted
 from ..system.processes import gather_from_processes
 from ..system.rounding import rounding_of
 from ..system.texts import name_of
@@ -362,11 +363,7 @@ class ContextComparison(Question):
 
     def __post_init__(self) -> None:
         _check_contexts(self.contexts)
-        counts = {"draws": self.draws, "repeats": self.repeats}
-        for name, count in counts.items():
-            if count < 0:
-                raise MetricError(f"{name} must be a whole number from 0; got {count}")
-        check_not_endless(MetricError, **counts)
+        check_counts(MetricError, 0, draws=self.draws, repeats=self.repeats)
 
     def stored_as(self) -> Any:
         """Without the number of timed passes, as times are measured again by each call."""
@@ -424,7 +421,7 @@ class _Asked(Question):
             by_length = sorted(passes.batches, key=lambda batch: batch.tokens.shape[1])
             timed = by_length[len(by_length) // 2].to(device_of(model))
             contexts, _ = self.contexts_for(model, timed)
-            runs = [context.query_pass(model, timed) for context in contexts]
+            runs = [query_pass_of(context, model, timed) for context in contexts]
             runs.insert(0, QueryPass(timed, None))  # the whole prompts
             measured = _seconds_a_query(model, runs, given.repeats)
             seconds = gather_from_processes("times", measured)[0]
@@ -491,7 +488,7 @@ def _check_fits(
                 "accuracy would be too high; compare contexts on other queries"
             )
         for batch in batches:
-            context.query_pass(model, batch)
+            query_pass_of(context, model, batch)
     except (ModelError, PromptError) as error:
         raise type(error)(f"the context {name!r}: {error}") from error
 
@@ -506,12 +503,8 @@ def _made(
     """A context for the demonstrations of a batch."""
     if is_context(given):
         return given
-    context: Any = given(model, batch)  # type: ignore[operator]
-    if not is_context(context):
-        raise PromptError(
-            f"the function of {name!r} must return a context, which has size, query_pass and "
-            f"logits; it returned a {type(context).__name__}"
-        )
+    made: Any = given(model, batch)  # type: ignore[operator]
+    context: Context = fitted(f"what the function of {name!r} returns", made, Context)
     _check_fits(model, name, context, (), digests)
     return context
 
@@ -537,13 +530,14 @@ def _contributions(
 
     collected: dict[str, list[Tensor]] = {f"random_{name}": [] for name in _OF_QUERIES}
     for context in contexts:
-        logits, stolen = _logits_and_stolen(model, batch, context.query_pass(model, batch))
-        size = torch.full((len(batch),), float(context.size), dtype=torch.double, device="cpu")
+        bytes_stored = fitted(f"size of {type(context).__name__}", context.size, float)
+        size = torch.full((len(batch),), bytes_stored, dtype=torch.double, device="cpu")
+        logits, stolen = _logits_and_stolen(model, batch, query_pass_of(context, model, batch))
         numbers = of_logits(logits) | {"bytes_stored": size, "stolen": stolen}
         for name, values in numbers.items():
             collected.setdefault(name, []).append(values)
     for control in controls:
-        numbers = of_logits(control.query_pass(model, batch).logits(model))
+        numbers = of_logits(query_pass_of(control, model, batch).logits(model))
         for name in _OF_QUERIES:
             collected[f"random_{name}"].append(numbers[name])
     none = torch.zeros(len(batch), 0, dtype=torch.double, device="cpu")

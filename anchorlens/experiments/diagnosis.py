@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import MetricError
 from ..metrics.distances import AnchorDistancesRecord, confusions, rank_correlation
 from ..models.hooked import indices_of
 from ..results import figures
@@ -179,11 +178,6 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
         (torch.Size([6, 6]), True)
         >>> figure = diagnosis.plot()
     """
-    if not isinstance(distances, AnchorDistancesRecord):
-        raise MetricError(
-            "a diagnosis is made from the record of AnchorDistances, results['anchor_distances']; "
-            f"got a {type(distances).__name__}"
-        )
     n_layers = len(distances.anchor_distance)
     requested = int(distances.default_layer) if layer is None else layer
     [chosen] = indices_of("layer", requested, n_layers)

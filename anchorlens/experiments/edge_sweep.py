@@ -32,7 +32,7 @@ from ..results.figure_parts import with_ends
 from ..results.kinds import difference, mean, of_prompts, over_draws, share
 from ..results.record import Record
 from ..runs.passes import Passes
-from ..system.arguments import check_not_endless, checked
+from ..system.arguments import check_counts, checked
 from ..system.texts import name_of
 from .sites import random_heads
 
@@ -339,9 +339,7 @@ class EdgeSweep(Question):
     def __post_init__(self) -> None:
         if not self.sites:
             raise HookError("there is no site to cut in; give {name: al.Site(layers)}")
-        if self.draws < 1:
-            raise HookError(f"the random control needs at least one draw; got {self.draws!r}")
-        check_not_endless(HookError, draws=self.draws)
+        check_counts(HookError, draws=self.draws)
 
     @property
     def seeds(self) -> range:

@@ -24,7 +24,7 @@ from ..models.rotary import refuse_another_rotation
 from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..prompts.build import TextPiece, build_segments
-from ..system.arguments import check_from_1, checked
+from ..system.arguments import check_counts, checked
 from ..system.hidden_warnings import hidden_warnings
 from ..system.torch_state import gradient_mode, own_random_state
 from .step_flows import StepFlowsRecord, check_options, step_flows
@@ -115,7 +115,7 @@ def trace_generation(
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         raise PromptError("the model has no tokenizer; load it with one (tokenizer=...)")
-    check_from_1(PromptError, max_new_tokens=max_new_tokens)
+    check_counts(PromptError, max_new_tokens=max_new_tokens)
     pieces = [("prompt", prompt)] if isinstance(prompt, str) else prompt
     known = [
         name

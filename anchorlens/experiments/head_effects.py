@@ -34,7 +34,7 @@ from ..results.record import Record
 from ..runs.passes import Passes
 from ..runs.run import run
 from ..runs.study import checked_batches
-from ..system.arguments import check_from_1, checked
+from ..system.arguments import check_counts, checked
 from ..system.processes import fails_together
 from .ablation import log_odds_of
 from .mean_states import mean_states, warn_of_same_queries
@@ -119,7 +119,7 @@ class HeadEffectsRecord(Record):
             >>> zeros, site = torch.zeros_like(record.outputs), al.Site.of_heads(writers)
             >>> cut = al.replace_heads(model, batch, zeros, site)
         """
-        check_from_1(MetricError, count=count)
+        check_counts(MetricError, count=count)
         table = self.to_frame().query("quantity == 'effect'").rename(columns={"value": "effect"})
         kept = [name for name in ("layer", "head", "effect", "low", "high") if name in table]
         table = table[kept].astype({"layer": int, "head": int}).reset_index(drop=True)

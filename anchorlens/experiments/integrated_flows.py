@@ -34,7 +34,7 @@ from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.kinds import mean
 from ..runs.passes import WHOLE, Passes
-from ..system.arguments import check_from_1, check_not_endless, checked
+from ..system.arguments import check_counts, checked
 from ..system.devices import on_one_device, widest
 from ..system.processes import is_main
 from ..system.put_back import each_call_inside
@@ -152,8 +152,7 @@ class IntegratedFlows(Question):
     record: ClassVar = IntegratedFlowsRecord
 
     def __post_init__(self) -> None:
-        check_from_1(MetricError, steps=self.steps)
-        check_not_endless(MetricError, steps=self.steps)
+        check_counts(MetricError, steps=self.steps)
         refuse_values(self.weight, "al.IntegratedFlows")
 
     @property

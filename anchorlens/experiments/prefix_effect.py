@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..contexts.hard_prompt import HardPrompt
 from ..contexts.prefix import PrefixContext
-from ..contexts.protocol import Context, QueryPass, is_context
+from ..contexts.protocol import Context, QueryPass, is_context, query_pass_of
 from ..errors import MetricError
 from ..hooks import Site
 from ..metrics.positions import checked_positions
@@ -493,7 +493,7 @@ class PrefixEffect(Question):
 
 def _pass_after(context: Context, model: HookedModel, batch: PromptBatch) -> QueryPass:
     """The pass over the queries, which knows whether the context begins with the BOS of prompts."""
-    query_pass = context.query_pass(model, batch)
+    query_pass = query_pass_of(context, model, batch)
     queries = query_pass.batch
     prompts = batch.on_cpu
     first = prompts.tokens.gather(1, prompts.starts[:, None])[:, 0]

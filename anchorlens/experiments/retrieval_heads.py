@@ -32,7 +32,7 @@ from ..results.record import Record
 from ..runs.passes import Passes
 from ..runs.run import run
 from ..runs.study import Study, checked_batches, order_of_queries
-from ..system.arguments import check_from_1, checked
+from ..system.arguments import check_counts, checked
 from ..system.processes import fails_together
 from .edge_sweep import EdgeSweep
 from .sites import random_heads
@@ -71,7 +71,7 @@ class RetrievalHeadsRecord(Record):
     @checked
     def top(self, count: int = 16) -> Site:
         """The heads with the highest scores, as a site of hooks."""
-        check_from_1(MetricError, count=count)
+        check_counts(MetricError, count=count)
         heads: dict[int, list[int]] = {}
         for number in self.score.flatten().argsort(descending=True)[:count].tolist():
             layer, head = divmod(number, self.score.shape[1])

@@ -11,6 +11,7 @@ from ..metrics import weights
 from ..metrics.edge_sums import (
     edge_weights,
     merged_and_of_heads,
+    not_finite,
     row_pieces,
 )
 from ..metrics.weights import Weight, refuse_values
@@ -80,6 +81,8 @@ def saliency(
             else [edge_weights(weight, a, slope) for _, a, slope in pieces]
         )
         maps[layer] = torch.cat(rows, dim=-2).cpu()
+        if not maps[layer].isfinite().all():
+            raise not_finite(weight, bool(gradient.isfinite().all()))
 
     right = one_batch(batch).padded_right()  # as `run` does
     observe_products(model, right, store, loss=loss, gradient_checkpointing=gradient_checkpointing)

@@ -25,6 +25,7 @@ from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..runs.passes import Passes
 from ..system.arguments import called, checked
+from ..system.devices import holds_numbers
 from ..system.processes import is_main
 from ..system.texts import described, name_of
 from ..system.warn import warn_user
@@ -194,7 +195,7 @@ def check_method(method: subsets.Method, count: int) -> None:
     drawn: list[Any] = [
         called("draw", method.draw, names, count, draw_generator(seed, 0)) for seed in range(2)
     ]
-    are_tables = all(isinstance(each, Tensor) and each.dtype == torch.bool for each in drawn)
+    are_tables = all(holds_numbers(each) and each.dtype == torch.bool for each in drawn)
     shapes = {tuple(each.shape) for each in drawn} if are_tables else set()
     if len(shapes) != 1 or 0 in (shape := shapes.pop()) or shape[1:] != (count,):
         raise MetricError(
@@ -206,7 +207,7 @@ def check_method(method: subsets.Method, count: int) -> None:
     y = torch.linspace(-1, 1, len(kept), dtype=torch.double, device="cpu")
     for name, function in (("scores", method.scores), ("errors", method.errors)):
         given: Any = None if function is None else function(kept, y)
-        is_row = isinstance(given, Tensor) and given.is_floating_point() and given.shape == (count,)
+        is_row = holds_numbers(given) and given.is_floating_point() and given.shape == (count,)
         if function is not None and not (is_row and given.isfinite().all()):
             raise MetricError(
                 f"{name} of the method {method.name!r} ({name_of(function)}) must give a finite "

@@ -25,6 +25,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..runs.study import order_of_queries
+from ..system.devices import holds_numbers
 from ..system.rounding import rounding_of
 from ..system.texts import described, name_of
 from .ablation import Ablation, Answers, predicted_words
@@ -153,7 +154,7 @@ class SegmentScores:
     def _checked(self, name: str, values: Any, prompts: int) -> Float[Tensor, "_ segment"]:
         """Scores in float64 on the CPU, or an error if they are not one for each segment."""
         shape = (prompts, len(self.segments))
-        if not isinstance(values, Tensor) or tuple(values.shape) != shape or values.is_complex():
+        if not holds_numbers(values) or tuple(values.shape) != shape:
             raise MetricError(
                 f"score {name!r} must be numbers of the shape (prompt, segment) = {shape}, for the "
                 f"segments {', '.join(self.segments)}; got {described(values)}; give a number for "

@@ -24,7 +24,7 @@ from ..prompts.token_texts import token_texts
 from ..results import figures
 from ..results.figure_parts import visible
 from ..results.record import Record
-from ..system.arguments import check_from_1, checked
+from ..system.arguments import check_counts, checked
 from ..system.devices import beside, in_float64, on_one_device
 from ..system.texts import name_of
 
@@ -181,7 +181,7 @@ def step_flows(
 
 def check_options(model: HookedModel, prompt: PromptBatch, weight: Weight, chunk: int) -> None:
     """Raise an error for wrong options of ``step_flows``, or folded value biases."""
-    check_from_1(MetricError, chunk=chunk)
+    check_counts(MetricError, chunk=chunk)
     try_weight(SegmentFlows(weight=weight).weight, model.cfg.n_heads, prompt)
     refuse_folded_value_biases(model)
 

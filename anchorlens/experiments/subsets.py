@@ -29,14 +29,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..system.arguments import check_not_endless, checked
+from ..system.arguments import check_counts, checked
 from ..system.put_back import put_back
+from ..system.texts import bytes_in_words
 
 Subsets = Bool[Tensor, "subset segment"]
 Draw = Callable[[int, torch.Generator], Subsets]
 Scores = Callable[[Subsets, Float[Tensor, " subset"]], Float[Tensor, " segment"]]
 
 _COUNTED = 16  # segments, all of whose subsets are numbered to draw from them
+_MOST = 20_000_000  # numbers of subsets times segments
 
 
 @checked
@@ -77,12 +79,13 @@ def random(count: int, segments: int, generator: torch.Generator) -> Subsets:
         >>> al.subsets.random(5, 3, torch.Generator().manual_seed(0)).shape
         torch.Size([5, 3])
     """
-    check_not_endless(MetricError, count=count, segments=segments)
-    if segments < 0 or not 1 <= count <= 2**segments:
-        how_many = f"2 to the power of {segments}" if segments > 64 else f"{2**segments}"
+    check_counts(MetricError, count=count)
+    check_counts(MetricError, 0, segments=segments)
+    _refuse_many(count, segments)
+    if count > 2**segments:
         raise MetricError(
-            f"there are {how_many} subsets of {segments} segments, so that subsets= is from 1 to "
-            f"{how_many}; got {count}"
+            f"there are {2**segments} subsets of {segments} segments; give subsets= of at most as "
+            f"many; got {count}"
         )
     if segments <= _COUNTED:
         numbers = torch.randperm(2**segments, generator=generator, device="cpu")
@@ -92,6 +95,17 @@ def random(count: int, segments: int, generator: torch.Generator) -> Subsets:
         coins = torch.rand(count, segments, generator=generator, device="cpu") < 0.5
         drawn |= dict.fromkeys(map(tuple, coins.tolist()))
     return torch.tensor(list(drawn)[:count], device="cpu")
+
+
+def _refuse_many(count: int, segments: int) -> None:
+    """Raise an error for subsets that would not fit into memory beside a model."""
+    if count * segments > _MOST:
+        raise MetricError(
+            f"{count:,} subsets of {segments} segments would take "
+            f"{bytes_in_words(9 * count * segments)} before the first pass, and each is a pass of "
+            "every prompt; choose fewer subsets or permutations, a smaller exact_up_to, or fewer "
+            "segments"
+        )
 
 
 def _numbered(numbers: Tensor, segments: int) -> Subsets:
@@ -140,12 +154,9 @@ def lasso(subsets: int = 64, alpha: float = 0.01) -> Method:
         >>> al.subsets.lasso(subsets=32).name
         'lasso of 32 subsets, alpha 0.01'
     """
-    if subsets < 2 or not alpha > 0:
-        raise MetricError(
-            f"lasso needs at least 2 subsets and alpha above 0; got subsets={subsets} and "
-            f"alpha={alpha}"
-        )
-    check_not_endless(MetricError, subsets=subsets)
+    check_counts(MetricError, 2, subsets=subsets)
+    if not alpha > 0:
+        raise MetricError(f"alpha must be a number above 0; got {alpha}")
     name = f"lasso of {subsets} subsets, alpha {alpha:g}"
     return Method(name, partial(random, subsets), partial(_lasso_weights, alpha))
 
@@ -175,7 +186,8 @@ def shapley(permutations: int = 10, *, exact_up_to: int = 8) -> Method:
 
     Args:
         permutations: Random orders, each of one pass for each segment but the last.
-        exact_up_to: The largest number of segments of which all subsets run.
+        exact_up_to: The largest number of segments of which all subsets run; more than 19 take
+            too much memory.
 
     Raises:
         MetricError: There are fewer than 2 permutations.
@@ -186,9 +198,7 @@ def shapley(permutations: int = 10, *, exact_up_to: int = 8) -> Method:
         >>> method.scores(kept, kept.double().prod(1))  # y is 1 with all three, else 0
         tensor([0.3333, 0.3333, 0.3333], dtype=torch.float64)
     """
-    if permutations < 2:
-        raise MetricError(f"a standard error needs at least 2 permutations; got {permutations}")
-    check_not_endless(MetricError, permutations=permutations)
+    check_counts(MetricError, 2, permutations=permutations)  # of which errors are known
     name = f"Shapley, exact up to {exact_up_to} segments, else {permutations} permutations"
     return Method(
         name,
@@ -202,7 +212,9 @@ def _orders(
     permutations: int, exact_up_to: int, segments: int, generator: torch.Generator
 ) -> Subsets:
     """All subsets by their numbers; or for each random order the subsets that grow along it."""
-    if segments <= exact_up_to:
+    is_exact = segments <= exact_up_to
+    _refuse_many(2 ** min(segments, 64) if is_exact else permutations * (segments + 1), segments)
+    if is_exact:
         return _numbered(torch.arange(2**segments, device="cpu"), segments)
     scores = torch.rand(permutations, segments, generator=generator, device="cpu")
     rank = scores.argsort(1).argsort(1)  # when each segment is added

@@ -20,7 +20,7 @@ from ..results.intervals import of_alike_sets
 from ..results.kind import mean_over_sets
 from ..results.population import MANY_PROMPTS
 from ..results.record import Record
-from ..system.arguments import checked
+from ..system.arguments import check_counts, checked
 from ..system.rounding import rounding_of
 from ..system.warn import warn_user
 from .auc import auc
@@ -214,8 +214,7 @@ class AnchorDistances(Metric):
         for batch in batches:
             require_gold(batch.gold, "the confusion of classes")
             _class_shares(batch)
-        if self.directions < 1:
-            raise MetricError(f"directions must be at least 1; got {self.directions}")
+        check_counts(MetricError, directions=self.directions)
         sizes = torch.cat([batch.demonstrations_id for batch in batches]).unique(return_counts=True)
         small, several = int(sizes[1].min()), len(sizes[1]) > 1
         # Several smaller sets would be pooled, but a distance needs the keys of a single set.

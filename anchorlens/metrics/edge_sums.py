@@ -20,8 +20,8 @@ from ..prompts.edge_classes import in_common
 from ..prompts.edge_set import EdgeSet
 from ..results.contributions import Contributions
 from ..system import row_pieces as pieces
-from ..system.arguments import called
-from ..system.devices import widest
+from ..system.arguments import called, checked
+from ..system.devices import holds_numbers, widest
 from ..system.texts import described, name_of
 from .weights import (
     EdgeWeights,
@@ -46,10 +46,16 @@ def beside_sets(batch: PromptBatch) -> PromptBatch:
     return batch.on_cpu if prompts * length**2 <= pieces.PIECE else batch
 
 
+@checked
 class EdgeSets:
     """Sets of edges of a batch, over which weights are summed."""
 
     def __init__(self, sets: Sequence[EdgeSet]) -> None:
+        if len(shapes := {tuple(edges.shape) for edges in sets}) != 1:
+            raise MetricError(
+                "EdgeSets takes sets of edges of one batch, at least one; got "
+                + (" and ".join(map(str, shapes)) or "none")
+            )
         self.sets = sets
         # Every layer asks for the same rows. Tables of many tokens would not fit into memory.
         is_small = sum(edges.numel() for edges in sets) <= _SMALL * pieces.PIECE
@@ -324,7 +330,7 @@ def edge_weights(
     names = "(pattern, gradient, values)" if values else "(pattern, gradient)"
     edges: Any = called("weight", weight, names, pattern, gradient, *values)
     expected = (len(pattern), *pattern.shape[2:])
-    if not isinstance(edges, Tensor) or edges.shape != expected or edges.is_complex():
+    if not holds_numbers(edges) or edges.shape != expected:
         raise MetricError(
             "a weight is a function of (pattern, gradient) to a number for each edge, of the "
             f"shape (batch, query, key) = {expected}; {name_of(weight)} gave {described(edges)}"

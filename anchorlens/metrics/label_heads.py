@@ -20,7 +20,7 @@ from ..results.contributions import Contributions
 from ..results.figure_parts import with_ends
 from ..results.kinds import derived, mean, over_draws, share
 from ..results.record import Record
-from ..system.arguments import check_not_endless, checked
+from ..system.arguments import check_counts, checked
 from ..system.devices import wide
 from .metric import Metric
 from .predictions import predicted_class, require_gold
@@ -217,11 +217,7 @@ class LabelHeads(Metric):
                 "times must be a number above 0, by which 1/n is multiplied to give a threshold; "
                 f"got {self.times!r}"
             )
-        if self.draws < 1:
-            raise MetricError(
-                f"draws must be the number of random draws, at least 1; got {self.draws!r}"
-            )
-        check_not_endless(MetricError, draws=self.draws)
+        check_counts(MetricError, draws=self.draws)
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for prompts without true labels, or without tokens to compare with."""

@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import MetricError
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import Positions, PositionsOfBatch
 from ..system.arguments import called
+from ..system.devices import holds_numbers
 from ..system.texts import described
 
 
@@ -18,7 +18,7 @@ def checked_positions(batch: PromptBatch, what: str, function: PositionsOfBatch)
     A MetricError names them as ``what`` if they are not True and False for each token.
     """
     positions: Any = called(what, function, "the batch", batch)
-    is_mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
+    is_mask = holds_numbers(positions) and positions.dtype == torch.bool
     if not is_mask or positions.shape != batch.tokens.shape:
         raise MetricError(
             f"{what} must give a tensor of True and False with the shape (batch, position) = "

@@ -16,7 +16,7 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.kinds import derived, mean
 from ..results.record import Record
-from ..system.arguments import checked
+from ..system.arguments import check_counts, checked
 from .metric import Metric
 from .reads import Reads, Seen, Sums
 from .segment_flows import SegmentFlows, read_by_others
@@ -121,8 +121,7 @@ class SegmentAttention(Metric):
 
     def __post_init__(self) -> None:
         SegmentFlows(self.segments)  # it refuses wrong segments
-        if self.apart < 1:
-            raise MetricError(f"apart is a number of segments from 1; got {self.apart!r}")
+        check_counts(MetricError, apart=self.apart)
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where segments are wrong or too few."""

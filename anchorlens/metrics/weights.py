@@ -102,9 +102,6 @@ class WithValues:
     Args:
         function: Function of (pattern, gradient, values) to a number for each edge.
 
-    Raises:
-        MetricError: It is no function.
-
     Examples:
         What passes along an edge in one direction of the residual stream.
 
@@ -116,12 +113,6 @@ class WithValues:
     """
 
     function: WeightWithValues
-
-    def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise MetricError(
-                f"WithValues takes a function of (pattern, gradient, values); got {self.function!r}"
-            )
 
     def __call__(self, pattern: Pattern, gradient: Pattern, values: Values) -> EdgeWeights:
         """The weights of edges."""

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError
+from ..system.arguments import checked
 from .facts import known_facts
 from .hooked import HookedModel, HookFunction, device_of, devices_of_layers
 from .kinds import inputs_with_cache, pairs_in
@@ -63,6 +64,7 @@ class Graph:
         ]
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class KeyValues:
     """Keys and values of the tokens before the first query row of a batch.

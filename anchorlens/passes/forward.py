@@ -30,11 +30,12 @@ from ..models.media_tokens import check_media_tokens, inputs_of_images, refuse_m
 from ..models.replaced_attention import Attend
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
-from ..system.devices import wide
+from ..system.devices import holds_numbers, wide
 from ..system.put_back import SafeContext, put_back, safe_context
+from ..system.texts import described
 from .continuations import log_probs_after
 from .late_start import Start, Starts
-from .loss_checks import continuations_of, not_one_a_prompt, targets_of
+from .loss_checks import continuations_of, refuse_other_losses, targets_of
 from .losses import Loss, WordCrossEntropy, columns_of
 from .native_pass import UNEMBED, Inside, after_block
 from .recompute import Checkpoints
@@ -381,8 +382,7 @@ def _losses(
         texts = loss.continuations(batch)
         read = log_probs_after(described.model, batch, texts, logits, cache, described.prefix)
     losses = loss(read, batch)
-    if not isinstance(losses, Tensor) or losses.shape != (len(rows),):
-        raise not_one_a_prompt(losses, len(rows))
+    refuse_other_losses(losses, len(rows))
     return losses
 
 
@@ -509,7 +509,10 @@ class Watched:
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         self.calls += 1
         if not self.owner:
-            return self.act(tensor, hook=hook)
+            changed = self.act(tensor, hook=hook)
+            if changed is not None and isinstance(tensor, Tensor):
+                _refuse_another_kind(changed, tensor, hook)
+            return changed
         # By a checksum: a copy of a long prompt's pattern may be a gigabyte.
         compares = self.trusted is not None and not self.trusted.is_set()
         before = row_sums(tensor.detach()) if compares else None
@@ -531,6 +534,16 @@ class Watched:
         if before is not None and not np.array_equal(before, row_sums(tensor.detach())):
             raise edited(self.owner, f"the data of the tensor at {_point_of(hook)}")
         return None
+
+
+def _refuse_another_kind(changed: Any, tensor: Tensor, hook: Any) -> None:
+    """Raise an error for what a model cannot continue with in place of a tensor."""
+    fits = holds_numbers(changed) and changed.shape == tensor.shape
+    if not fits or changed.dtype != tensor.dtype or changed.device != tensor.device:
+        raise HookError(
+            f"a hook must return None or a tensor like the one it gets, on {_point_of(hook)} "
+            f"{described(tensor)} on {tensor.device}; got {described(changed)}"
+        )
 
 
 @contextmanager

@@ -1,19 +1,22 @@
 """Whether a loss fits batches and model, tried before the first pass."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import MetricError, ModelError
+from ..metrics.positions import checked_positions
 from ..models.facts import facts_of
 from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabulary_of
 from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch, longest_prompt
 from ..system.arguments import called
+from ..system.devices import holds_numbers
 from ..system.put_back import each_call_inside
-from ..system.texts import name_of
+from ..system.texts import described, name_of
 from ..system.torch_state import gradient_mode
 from .losses import (
     Loss,
@@ -30,7 +33,7 @@ _DRAWS = 8  # of random logits on which a loss is tried
 def targets_of(loss: Loss | None, batch: PromptBatch) -> Int[Tensor, "batch target"]:
     """The positions whose logits a loss gets; none where it gets those of the target alone."""
     if needs_positions(loss):
-        return columns_of(loss.positions(batch))[0]
+        return columns_of(checked_positions(batch, "positions of the loss", loss.positions))[0]
     return batch.tokens[:, :0]
 
 
@@ -51,8 +54,7 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
         first = batch.prompts(0, 2).to(device)
         zeros = torch.zeros(len(first), *_shape_of_logits(loss, first, model), device=device)
         losses = called("loss", loss, "(logits, batch)", zeros, first)
-        if not isinstance(losses, Tensor) or losses.shape != (len(first),):
-            raise not_one_a_prompt(losses, len(first))
+        refuse_other_losses(losses, len(first))
 
 
 def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
@@ -75,6 +77,7 @@ def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: Ho
     batch = several[0].prompts(0, 2).to(device_of(model))
     shape = _shape_of_logits(loss, batch, model)
     generator = torch.Generator().manual_seed(0)
+    options: Any = {"retain_graph": True, "materialize_grads": True}  # 0 where it has none
     for _ in range(_DRAWS):  # a hinge may have no gradient at some logits
         logits = torch.randn(len(batch), *shape, generator=generator, device="cpu").to(
             batch.tokens.device
@@ -82,8 +85,8 @@ def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: Ho
         losses = loss(logits.requires_grad_(), batch)
         if not losses.requires_grad or not losses.isfinite().all():
             return  # the pass says that it has no graph, or is not finite
-        (gradient,) = torch.autograd.grad(losses[0], logits, retain_graph=True)
-        (of_others,) = torch.autograd.grad(losses[1:].sum(), logits)
+        (gradient,) = torch.autograd.grad(losses[0], logits, **options)
+        (of_others,) = torch.autograd.grad(losses[1:].sum(), logits, **options)
         if gradient[1:].any() or of_others[:1].any():
             raise MetricError(
                 "the loss of a prompt must depend on its own logits alone, but that of "
@@ -130,7 +133,9 @@ def refuse_several_targets(loss: Loss) -> None:
         )
 
 
-def not_one_a_prompt(losses: object, count: int) -> MetricError:
-    """The error for a loss that does not give one number a prompt."""
-    got = tuple(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-    return MetricError(f"a loss must give one number a prompt, shape ({count},); got {got}")
+def refuse_other_losses(losses: object, count: int) -> None:
+    """Raise an error for what is not one number a prompt."""
+    if not holds_numbers(losses) or losses.shape != (count,):
+        raise MetricError(
+            f"a loss must give one number a prompt, shape ({count},); got {described(losses)}"
+        )

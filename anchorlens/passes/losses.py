@@ -16,6 +16,8 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.verbalizer import label_scores
 from ..system.arguments import checked, has_methods
+from ..system.devices import holds_numbers
+from ..system.texts import described
 
 WeightsOfBatch = Callable[
     [PromptBatch], Bool[Tensor, "batch position"] | Float[Tensor, "batch position"]
@@ -129,12 +131,10 @@ class NextTokenCrossEntropy:
 
     def _weights_of(self, batch: PromptBatch) -> Tensor:
         weights = self.weights(batch)
-        is_table = isinstance(weights, Tensor) and weights.shape == batch.tokens.shape
+        is_table = holds_numbers(weights) and weights.shape == batch.tokens.shape
         is_finite = is_table and bool((weights * 1.0).isfinite().all())
         if not is_finite:
-            got = type(weights).__name__
-            if isinstance(weights, Tensor):
-                got = "NaN or infinite numbers" if is_table else f"{tuple(weights.shape)}"
+            got = "NaN or infinite numbers" if is_table else described(weights)
             raise MetricError(
                 "weights of a loss must be a number for each position, of the shape (batch, "
                 f"position) = {tuple(batch.tokens.shape)}; got {got}"
@@ -177,20 +177,12 @@ def next_token_cross_entropy(weights: WeightsOfBatch) -> NextTokenCrossEntropy:
         the weights do not fit the prompts, are all 0 in a prompt, or are not 0 at a position that
         no token follows.
 
-    Raises:
-        MetricError: ``weights`` is no function.
-
     Examples:
         >>> loss = al.losses.next_token_cross_entropy(
         ...     lambda batch: al.edges.query(batch) & ~al.edges.target(batch))
         >>> al.saliency(model, batch, loss=loss).shape[0] == len(batch)
         True
     """
-    if not callable(weights):
-        raise MetricError(
-            "weights is a function of the batch to a number for each of its positions, such as "
-            f"lambda batch: al.edges.query(batch); got a {type(weights).__name__}"
-        )
     return NextTokenCrossEntropy(weights)
 
 

@@ -28,7 +28,7 @@ from ..models.hooked import (
 )
 from ..prompts.batch import PromptBatch
 from ..system.arguments import called
-from ..system.devices import on_one_device, sent, wide
+from ..system.devices import holds_numbers, on_one_device, sent, wide
 from ..system.texts import described
 from .forward import edited
 
@@ -239,10 +239,11 @@ class BlocksObserver(Observer):
     def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
         block = Block(layer, rows, keys, a, slope if self._read.slope else None)
         made: Any = called(f"a function of {self._owner}", self._read.of, "a block", block)
-        if not isinstance(made, Tensor) or made.ndim == 0 or len(made) != len(a):
+        first = next(iter(self._of_layers.values()), made)
+        if not holds_numbers(made) or made.shape[:1] != a.shape[:1] or made.shape != first.shape:
             raise MetricError(
-                f"a function of blocks gives a tensor [batch, ...] for {len(a)} prompts; that of "
-                f"{self._owner} gave {described(made)}"
+                f"a function of blocks gives a tensor [batch, ...] for {len(a)} prompts, always of "
+                f"one shape; that of {self._owner} gave {described(made)}"
             )
         before = self._of_layers.get(layer)
         self._of_layers[layer] = made.detach() if before is None else before + made.detach()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PromptError
-from ..system.arguments import check_from_1, checked
+from ..system.arguments import check_counts, checked
 from ..system.warn import warn_user
 from .batch import PromptBatch, as_batch
 from .control_tokens import ControlTokens, control_tokens
@@ -77,7 +77,7 @@ def build_prompts(
         True
     """
     check_tokenizer(tokenizer, batch_size)
-    check_from_1(PromptError, max_length=max_length)
+    check_counts(PromptError, max_length=max_length)
     examples = cast(Sequence[Example], queries)  # a text became one in @checked
     sets = demonstrations_by_query(task, demonstrations, examples)
     control = task.control_tokens(tokenizer)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..system.arguments import called
-from ..system.devices import sent
+from ..system.devices import holds_numbers, sent
 from ..system.row_pieces import row_slices, stored_rows
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
@@ -230,8 +230,7 @@ def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
     """
     given = called("edges", edges, "the batch", batch) if callable(edges) else edges
     shape, device = (*batch.tokens.shape, batch.tokens.shape[1]), batch.tokens.device
-    is_tensor = isinstance(given, Tensor)
-    if not is_tensor or given.dtype != torch.bool or tuple(given.shape) != shape:
+    if not holds_numbers(given) or given.dtype != torch.bool or tuple(given.shape) != shape:
         raise PromptError(
             "edges must be a tensor of True and False with the shape (batch, query, key) = "
             f"{shape}, as al.edges gives; got {described(given)}"

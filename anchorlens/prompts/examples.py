@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import DataError
-from ..system.arguments import check_from_1, checked
+from ..system.arguments import check_counts, checked
 from ..system.files import kind_of
 from .datafiles import (
     READERS,
@@ -218,7 +218,7 @@ def sample_demonstrations(
         >>> sorted(demo.label for demo in demos)
         [0, 1, 2, 3, 4, 5]
     """
-    check_from_1(DataError, shots=shots)
+    check_counts(DataError, shots=shots)
     by_class: dict[int, list[Example]] = {}
     for example in examples:
         if example.label is None or example.label < 0:
@@ -265,7 +265,7 @@ def sample_queries(
         >>> len(sample_queries(examples, 5, exclude=demos))
         5
     """
-    check_from_1(DataError, count=count)
+    check_counts(DataError, count=count)
     excluded = {(example.text, example.image) for example in exclude}
     pool = [example for example in examples if (example.text, example.image) not in excluded]
     if len(pool) < count:

@@ -10,7 +10,7 @@ from random import Random
 from typing import overload
 
 from ..errors import PromptError
-from ..system.arguments import called, checked
+from ..system.arguments import called, checked, fitted
 from .demonstration_sets import check_labels, missing_labels
 from .examples import Example
 from .tasks import Task
@@ -205,12 +205,15 @@ def _relabel_set(
     check_labels(task, demonstrations)
     result = called("how", how, "(task, demonstrations)", task, demonstrations)
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(task))
-    if not is_pair or len(result[1]) != len(demonstrations):
+    new: list[Example] = []
+    if is_pair:
+        new = [*fitted("the demonstrations that how returns", result[1], Sequence[Example])]
+    if len(new) != len(demonstrations):
         raise PromptError(
             "how must return the task and as many demonstrations as it got, "
             f"(task, demonstrations); got {result!r}"
         )
-    changed, new = result[0], list(result[1])
+    changed = result[0]
     check_labels(changed, new)
     if missing := missing_labels(changed, new):
         raise PromptError(

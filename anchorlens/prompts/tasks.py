@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..errors import PromptError
 from ..printable import printable
 from ..system.arguments import checked
-from ..system.texts import name_of
+from ..system.texts import described, name_of
 from .control_tokens import ControlTokens, control_tokens
 from .examples import BUNDLED, Example
 from .segment_names import FORMAT, LABEL, OTHER, QUERY, TEXT
@@ -26,12 +26,9 @@ def mean(log_probs: Any, axis: int) -> Any:
 
 def check_score(score: Any) -> None:
     """Raise an error unless a function gives one number a prompt, for one word and for several."""
-    if not callable(score):
-        raise PromptError(
-            "score is a function of (log probabilities, axis) to one number a prompt, such as "
-            f"torch.mean, torch.sum, torch.amax or torch.logsumexp; got {score!r}"
-        )
     import torch  # takes seconds
+
+    from ..system.devices import holds_numbers
 
     for words in (1, 3):
         log_probs = torch.full((2, words), -1.0, device="cpu")
@@ -42,12 +39,11 @@ def check_score(score: Any) -> None:
                 f"score {name_of(score)} must take (log probabilities, axis), as torch.mean does: "
                 f"{error}"
             ) from error
-        if not isinstance(values, torch.Tensor) or values.shape != (2,):
-            got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        if not holds_numbers(values) or values.shape != (2,):
             raise PromptError(
                 f"score {name_of(score)} must give one number a prompt: for log probabilities of "
-                f"the shape (2, {words}) and axis -1 the shape (2,); got {got}. Of torch's "
-                "functions, mean, sum, amax (not max) and logsumexp do"
+                f"the shape (2, {words}) and axis -1 the shape (2,); got {described(values)}. Of "
+                "torch's functions, mean, sum, amax (not max) and logsumexp do"
             )
 
 

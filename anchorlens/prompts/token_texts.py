@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import PromptError
-from ..system.arguments import check_from_1, has_methods
+from ..system.arguments import check_counts, has_methods
 
 _INCOMPLETE = "\ufffd"  # a tokenizer decodes a part of a character to it
 
@@ -57,4 +57,4 @@ def check_tokenizer(tokenizer: Any, batch_size: int) -> None:
             "AutoTokenizer.from_pretrained(name, use_fast=True)), or build batches from your own "
             "positions with PromptBatch.from_positions"
         )
-    check_from_1(PromptError, batch_size=batch_size)
+    check_counts(PromptError, batch_size=batch_size)

@@ -48,7 +48,7 @@ from ..results.text_tables import Section, TextTable
 from ..runs.identity import versions
 from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of
 from ..runs.store import make_folder
-from ..system.arguments import check_from_1, check_not_endless, checked
+from ..system.arguments import check_counts, checked
 from ..system.hidden_warnings import warnings_kept
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
@@ -296,8 +296,7 @@ def across_models(
     sources = sources_of(models, revisions, loading)
     sampling = {"queries": queries, "shots": shots, "seeds": seeds, "batch_size": batch_size}
     make_prompts = maker_of_prompts(task, examples, sampling)
-    check_from_1(HookError, depth=depth, draws=draws)
-    check_not_endless(HookError, depth=depth, draws=draws)
+    check_counts(HookError, depth=depth, draws=draws)
     check_resamples(resamples)
     if folder is not None:
         make_folder(folder)

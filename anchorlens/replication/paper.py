@@ -2,8 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import islice
 from math import inf
@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ..errors import AnchorlensError, DataError, HookError, PromptError, StoreError
+from ..errors import AnchorlensError, ArgumentError, DataError, HookError, PromptError, StoreError
 from ..metrics.distances import AnchorDistances
 from ..models.hooked import HookedModel, dtype_of, layer_numbers
 from ..models.load import ensure_prepared
@@ -28,7 +28,7 @@ from ..prompts.tasks import Task
 from ..runs.identity import fingerprint, identity_of, warn_of_unknown
 from ..runs.run import target_logits
 from ..runs.store import Store, off_by, why_off
-from ..system.arguments import check_not_endless, checked
+from ..system.arguments import check_counts, checked, fitted
 from ..system.hidden_warnings import recorded_warnings, warnings_kept
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
 from ..system.put_back import each_call_inside
@@ -99,7 +99,7 @@ def paper(
         True
     """
     ensure_prepared(model)
-    check_not_endless(HookError, depth=depth, draws=draws)
+    check_counts(HookError, depth=depth, draws=draws)
     layer_numbers(model, range(depth))
     check_examples(examples, queries, seeds, tasks)
     settings = [
@@ -202,7 +202,7 @@ def _check_number(
             values = [
                 {"number": torch.tensor([each.value], device="cpu")} for each in (stored, now)
             ]
-            is_named = now._replace(value=stored.value) == stored
+            is_named = replace(now, value=stored.value) == stored
             off = off_by(*values, dtype_of(setting.model)) if is_named else inf
             if off > 1:
                 reason = why_off(off, "so the model or the part does not compute as it did then")
@@ -227,7 +227,7 @@ class _Outcome(NamedTuple):
 
     def rows(self) -> dict[str, Tensor]:
         """Rows for a store: JSON, as most fields of a number are texts."""
-        text = json.dumps(self[:2]).encode()
+        text = json.dumps([[*map(astuple, self.numbers)], self.warnings]).encode()
         return {"numbers": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
     @classmethod
@@ -243,8 +243,10 @@ def _outcome(part: Part, setting: PaperSetting) -> _Outcome:
     with recorded_warnings() as recorded:
         try:
             with fails_together():
-                for number in part(setting):
-                    numbers.append(number)
+                for number in fitted("what it returns", part(setting), Iterable[Any]):
+                    numbers.append(fitted("what it yields", number, PaperNumber))
+        except ArgumentError as error:  # a mistake in its code
+            raise ArgumentError(f"the part {_name(part)!r}: {error}") from error
         except (AnchorlensError, torch.OutOfMemoryError) as error:
             failed = True
             warn_user(str(error))
@@ -270,12 +272,12 @@ def _description(todo: Todo) -> dict[str, Any]:
 def _frame(todo: Todo, outcomes: Sequence[_Outcome | None]) -> pd.DataFrame:
     """All numbers so far, in the order of the parts."""
     numbers = [
-        number._replace(task=name, seed=setting.seed)
+        replace(number, task=name, seed=setting.seed)
         for (name, setting, _), outcome in zip(todo, outcomes, strict=True)
         if outcome is not None
         for number in outcome.numbers
     ]
-    return with_averages(pd.DataFrame(numbers, columns=PaperNumber._fields)[COLUMNS])
+    return with_averages(pd.DataFrame(numbers, columns=COLUMNS))
 
 
 def _name(part: Part) -> str:

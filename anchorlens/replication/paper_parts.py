@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from string import ascii_uppercase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,9 @@ DIRECTIONS = (5, 10, 20, 50, 100, 200)
 LETTER_SHOTS = 8
 
 
-class PaperNumber(NamedTuple):
+@checked
+@dataclass(frozen=True)
+class PaperNumber:
     """One number of a figure or table: what a part yields, and a row of what ``paper`` returns.
 
     Examples:
@@ -333,7 +335,7 @@ directions for anchor distances."""
 def _repeated(setting: PaperSetting, part: str) -> Iterator[PaperNumber]:
     """Figures 3 to 6 in another setting."""
     for number in (*figures_3_5_6(setting), *figure_4(setting)):
-        yield number._replace(part=f"{part}: {number.part}")
+        yield replace(number, part=f"{part}: {number.part}")
 
 
 def _isolated(

@@ -56,14 +56,14 @@ def paper_tables(numbers: pd.DataFrame) -> str:
 def check_numbers(numbers: pd.DataFrame) -> None:
     """Raise an error for a table that is not one of ``paper``."""
     cure = "give what al.paper returns, or some of its rows"
-    names = [str(name) for name in numbers.columns]
-    if wrong := [name for name in PaperNumber._fields if names.count(name) != 1]:
+    names, kinds = [str(name) for name in numbers.columns], get_type_hints(PaperNumber)
+    if wrong := [name for name in kinds if names.count(name) != 1]:
         raise DataError(
-            f"numbers needs the columns {', '.join(PaperNumber._fields)}, each once; got "
+            f"numbers needs the columns {', '.join(kinds)}, each once; got "
             f"{', '.join(names) or 'none'}: {', '.join(wrong)} are missing or repeated; {cure}"
         )
     # No rows are no mistake: ``keep`` of paper gets such a table if the first part fails.
-    for name, kind in get_type_hints(PaperNumber).items():
+    for name, kind in kinds.items():
         values, (is_one, words) = numbers[name], _KINDS[kind]
         if len(values) and not is_one(values):
             raise DataError(

@@ -13,6 +13,7 @@ from ..results.answer import Answer, cannot_tell, speaks_of
 from ..results.depth import shallow_and_deep
 from ..results.estimate import Estimate
 from ..results.record import Record
+from ..system.arguments import fitted
 from .claims import (
     NO_NUMBER,
     Claim,
@@ -40,7 +41,11 @@ def answer_of(records: Collection[Record], judged: Sequence[Claim]) -> Answer | 
         sentence, number = _on_claims(records, judged)
         return Answer(ARE_ANCHORS, sentence, how_sure(records, judged), number)
     unable = reason_against_ability(records)
-    return next(filter(None, (record.answer(unable) for record in records)), None)
+    answers = (
+        fitted(f"answer of {type(record).__name__}", record.answer(unable), Answer | None)
+        for record in records
+    )
+    return next(filter(None, answers), None)
 
 
 def _on_claims(records: Collection[Record], judged: Sequence[Claim]) -> tuple[str, Estimate]:

@@ -113,19 +113,13 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
         puts into a report.
 
     Raises:
-        MetricError: ``flows`` is no such record, or holds no texts of tokens or numbers that are
-            not finite.
+        MetricError: ``flows`` holds no texts of tokens, or numbers that are not finite.
 
     Examples:
         >>> trace = al.trace_generation(model, "Who wrote it?", max_new_tokens=3)
         >>> al.plot_answer(trace.flows).save(folder / "answer.html").name
         'answer.html'
     """
-    if not isinstance(flows, StepFlowsRecord):
-        raise MetricError(
-            "plot_answer takes what al.step_flows returns, or trace.flows of al.trace_generation; "
-            f"got a {type(flows).__name__}"
-        )
     tokens = flows.info.get("tokens")
     if tokens is None:
         raise MetricError(

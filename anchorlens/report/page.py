@@ -19,9 +19,8 @@ from ..errors import AnchorlensError
 from ..results.answer import Answer
 from ..results.record import RANDOM_MODELS, Record, has_plot, meaning_of
 from ..runs.identity import versions
-from ..system.arguments import checked
+from ..system.arguments import checked, fitted
 from ..system.files import write_text
-from ..system.texts import described
 from . import flow_page
 from .answer import answer_of, sentences, surprises
 from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims, reason_against_ability
@@ -391,13 +390,9 @@ def _table_of(record: Record) -> pd.DataFrame | None:
 
 def _made(record: Record, name: str, kind: type) -> Any:
     """What a method of a record gives; an error where a report cannot show it."""
-    made = getattr(record, name)()
-    if not isinstance(made, kind):
-        raise AnchorlensError(
-            f"{name}() of a {type(record).__name__} must return a {kind.__module__.split('.')[0]} "
-            f"{kind.__name__}, which the report shows; got {described(made)}"
-        )
-    return made
+    return fitted(
+        f"what {name}() of {type(record).__name__} returns", getattr(record, name)(), kind
+    )
 
 
 def _common_info(records: Sequence[Record]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import MetricError
+from ..system.arguments import fitted
 from ..system.hidden_warnings import hidden_warnings
 from .contributions import Contributions
 from .intervals import wider_by_draws
@@ -52,9 +53,7 @@ def with_intervals(
     demonstrations = Contributions(contributions, sets).sets
     population = population_of(demonstrations, texts)
     everything = Contributions(contributions, population.sets, demonstrations)
-    record = result(everything)
-    if not isinstance(record, Record):
-        raise MetricError(f"a result must be an al.Record; got a {type(record).__name__}")
+    record: _R = fitted("a result", result(everything), Record)
     if reason := record.misfit():
         raise MetricError(f"the result is no valid {type(record).__name__}: {reason}")
     drawn_info = {

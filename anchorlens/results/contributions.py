@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..printable import printable
 from ..system.arguments import checked
+from ..system.devices import holds_numbers
 from ..system.texts import described, name_of
 
 _T = TypeVar("_T")
@@ -143,7 +144,7 @@ class Contributions(Mapping[str, Tensor]):
 
     def _checked(self, function: Callable[["Contributions"], Tensor]) -> Tensor:
         values: Any = function(self)
-        if not isinstance(values, Tensor) or values.shape[:1] != self.sets.shape:
+        if not holds_numbers(values) or values.shape[:1] != self.sets.shape:
             raise MetricError(
                 "a function of what each prompt contributes gives a tensor [prompt, ...] for "
                 f"{len(self.sets)} prompts; {name_of(function)} gave {described(values)}; declare "

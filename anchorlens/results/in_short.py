@@ -7,13 +7,6 @@ from torch import Tensor
 _MANY = 4  # longer rows are shown by their first numbers and their last
 
 
-def shape_in_short(value: object) -> str:
-    """Type and shape of a tensor, or the type of anything else."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-
-
 def axes_in_short(value: Tensor, axes: Sequence[str]) -> str:
     """Each axis with its length.
 

@@ -10,7 +10,7 @@ from scipy.special import ndtr, stdtrit
 from torch import Tensor
 
 from ..errors import MetricError
-from ..system.arguments import check_not_endless
+from ..system.arguments import check_counts
 from ..system.warn import warn_user
 
 # Sets of demonstrations count as given if each has at least MANY_PROMPTS prompts; otherwise at
@@ -147,9 +147,7 @@ def population_of(
 
 def check_resamples(resamples: int) -> None:
     """Check the number of resamples; call it before the model runs."""
-    if resamples < 0:
-        raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples}")
-    check_not_endless(MetricError, resamples=resamples)
+    check_counts(MetricError, 0, resamples=resamples)
 
 
 def warn_if_few_units(

@@ -18,15 +18,16 @@ from ..errors import MetricError, StoreError
 from ..printable import printable
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
+from ..system.devices import holds_numbers
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from ..system.package import homes_of
-from ..system.texts import KeepsRepr
+from ..system.texts import KeepsRepr, described
 from .answer import Answer
 from .contributions import Contributions
 from .estimate import Estimate
 from .html_tables import folded, note, table, titled
-from .in_short import axes_in_short, interval_in_short, shape_in_short, values_in_short
+from .in_short import axes_in_short, interval_in_short, values_in_short
 from .kind import Derived, Kind, Mean, kinds_of, mean_over_sets, number_of_draws
 
 _R = TypeVar("_R", bound="Record")
@@ -58,6 +59,15 @@ class Record(KeepsRepr):
     names: ClassVar[Mapping[str, Sequence[str]]] = {}
     # The key in ``info`` of the names along an axis ("flow": "flows"), which come before ``names``.
     names_in_info: ClassVar[Mapping[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        kinds = dict.fromkeys(self.axes(), Tensor) | {"intervals": Mapping, "info": Mapping}
+        for name, kind in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                expected = "a dict" if kind is Mapping else "a tensor"
+                raise MetricError(
+                    f"{name} of {type(self).__name__} must be {expected}; got {described(value)}"
+                )
 
     if TYPE_CHECKING:
 
@@ -351,15 +361,16 @@ class Record(KeepsRepr):
         tensors = self.tensors()
         with jaxtyped("context"):  # so that an axis is as long in all fields
             for name, value in tensors.items():
-                if not isinstance(value, hints[name]):
-                    return f"{name} is {shape_in_short(value)}, but expected {hints[name].__name__}"
+                if not holds_numbers(value) or not isinstance(value, hints[name]):
+                    return f"{name} is {described(value)}, but expected {hints[name].__name__}"
         for name, bounds in self.intervals.items():
             if name not in tensors:
                 return f"there is an interval of {name}, which is no field of numbers"
             expected = (2, *tensors[name].shape)
-            if not bounds.is_floating_point() or tuple(bounds.shape) != expected:
-                shape = shape_in_short(bounds)
-                return f"the interval of {name} is {shape}, but expected floats {expected}"
+            is_float = holds_numbers(bounds) and bounds.is_floating_point()
+            if not is_float or tuple(bounds.shape) != expected:
+                got = described(bounds)
+                return f"the interval of {name} is {got}, but expected floats {expected}"
         return ""
 
 
@@ -425,10 +436,10 @@ def classes_of(kind: type[_T]) -> Iterator[type[_T]]:
         yield from classes_of(subclass)
 
 
-def _in_short(value: Any, axes: Sequence[str]) -> tuple[str, str]:
+def _in_short(value: Tensor, axes: Sequence[str]) -> tuple[str, str]:
     """The axes and the values of a field; no axes for what does not fit the annotation."""
-    if not isinstance(value, Tensor) or value.ndim != len(axes):
-        return "", shape_in_short(value)
+    if value.ndim != len(axes):
+        return "", described(value)
     return axes_in_short(value, axes), values_in_short(value)
 
 

@@ -32,7 +32,8 @@ from ..results.population import check_resamples
 from ..results.record import Record
 from ..results.results import Results
 from ..system.arguments import checked
-from ..system.devices import wide
+from ..system.devices import holds_numbers, wide
+from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .checks import require_questions
 from .identity import versions
@@ -207,11 +208,11 @@ def _checked(given: Any, batch: PromptBatch, number: int) -> tuple[Tensor, dict[
         )
     logits, cache = given
     shape = tuple(batch.tokens.shape)
-    if not isinstance(logits, Tensor) or tuple(logits.shape[:-1]) not in (shape, shape[:1]):
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if not holds_numbers(logits) or tuple(logits.shape[:-1]) not in (shape, shape[:1]):
         raise MetricError(
             f"the logits of batch {number} must have the shape (batch, position, vocabulary) = "
-            f"{(*shape, '...')} or, of the targets, {(shape[0], '...')}; got {got}"
+            f"{(*shape, '...')} or, of the targets, {(shape[0], '...')}; got "
+            f"{described(logits)}"
         )
     if logits.ndim == 3:
         prompts = torch.arange(len(batch), device=logits.device)
@@ -321,7 +322,7 @@ def _require_fit(
     tensor: Any, forward: Any, name: str, owner: str, batch: PromptBatch, number: int
 ) -> None:
     """Raise an error if a cache lacks a tensor, or has one of other prompts."""
-    if not isinstance(tensor, Tensor):
+    if not holds_numbers(tensor):
         cure = (
             "store gradients too (incl_bwd=True), or add them to the dict under this name"
             if name.endswith(_GRADIENT)

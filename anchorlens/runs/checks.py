@@ -13,7 +13,7 @@ from ..metrics.metric import Metric
 from ..metrics.question import Further, HooksOfBatch, Question
 from ..metrics.reads import Reads
 from ..models.batch_hooks import BatchHook, EdgeHook
-from ..models.hooked import HookedModel, check_fits, device_of, layer_numbers
+from ..models.hooked import Hook, HookedModel, check_fits, device_of, layer_numbers
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
 from ..passes.observers import Layers
@@ -21,7 +21,7 @@ from ..passes.provide import Observation, check_columns, checked_reads, need_gra
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..results.record import Record
-from ..system.arguments import called
+from ..system.arguments import called, fitted
 from ..system.texts import described
 
 
@@ -98,40 +98,39 @@ def asked_of(question: Question, model: HookedModel, batches: Sequence[PromptBat
 
 def further_of(question: Question, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
     """The passes that a question makes besides that of the run, with layers from 0 on."""
-    needed: Any = question.further(model, batches)
-    if not isinstance(needed, Further):
-        raise MetricError(
-            f"further of {question.name} must return an al.Further, such as "
-            f"al.Further(hooks=[function of the batch]); got {described(needed)}"
-        )
+    what = f"what further of {question.name} returns"
+    needed: Further = fitted(what, question.further(model, batches), Further)
     layers = layer_numbers(model, needed.layers) if needed.layers else []
     return replace(needed, layers=layers)
 
 
 def once_of(question: Question, passes: Any, contributions: Mapping[str, Tensor]) -> dict[str, Any]:
     """What a question knows after the last batch."""
-    once: Any = question.once(passes, contributions)
-    if not isinstance(once, Mapping):
-        raise MetricError(
-            f"once of {question.name} must return a dict, such as "
-            f'{{"info": {{"unit": "nats"}}}}; got {described(once)}'
-        )
-    return dict(once)
+    once = question.once(passes, contributions)
+    found = dict(fitted(f"what once of {question.name} returns", once, Mapping[str, Any]))
+    info = fitted(f"info of once of {question.name}", found.get("info", {}), Mapping[str, Any])
+    return {**found, "info": info}
 
 
 def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[PromptBatch]) -> None:
     """Raise an error unless ``hooks`` is a function of the batch to hooks that the model has."""
     for each in batches:
         batch = each.to(device_of(model))
-        acting = called("hooks", hooks, "the batch", batch)
-        if not _are_hooks(acting):
-            raise HookError(f"hooks must return a list of (hook point, function); got {acting!r}")
+        acting = hooks_of(hooks, batch)
         if not all(act.is_for(batch) for _, act in acting if isinstance(act, BatchHook)):
             raise HookError(
                 "hooks were made for other prompts than those that run; make them of the batch "
                 "that your function gets: hooks=lambda batch: al.isolate_labels(model, batch, ...)"
             )
         _check_points(model, {name: "hooks" for name, _ in acting if isinstance(name, str)})
+
+
+def hooks_of(hooks: HooksOfBatch, batch: PromptBatch) -> Sequence[Hook]:
+    """What a function of the batch gives, or an error if these are no hooks."""
+    acting: Any = called("hooks", hooks, "the batch", batch)
+    if not _are_hooks(acting):
+        raise HookError(f"hooks must return a list of (hook point, function); got {acting!r}")
+    return acting  # type: ignore[no-any-return]
 
 
 def check_edges_of_hooks(

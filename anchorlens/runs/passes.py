@@ -17,7 +17,6 @@ from textwrap import shorten
 from threading import Event
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -44,8 +43,10 @@ from ..prompts.batch import PromptBatch, after_shared
 from ..prompts.verbalizer import label_scores
 from ..results.record import Record
 from ..results.results import Results
+from ..system.devices import holds_numbers
 from ..system.processes import gather_from_processes
 from ..system.texts import described
+from .checks import hooks_of
 from .way import HOOKS_OF_USER, Way
 
 WHOLE = "off: its passes run whole prompts"  # of questions that use no shared tokens
@@ -151,7 +152,7 @@ class Passes:
                 f"{described(key)}"
             ) from error
         after, _ = after_shared(batch, self.way.lengths)
-        acting = hooks(after)
+        acting = hooks_of(hooks, after)
         if not after.is_whole:
             if all(isinstance(act, BatchHook) for _, act in acting):
                 key = None if key is None else (self._asked_now, key)
@@ -174,7 +175,7 @@ class Passes:
         hooks: HooksOfBatch = no_hooks,
     ) -> list[Float[Tensor, "_ vocab"]]:
         """The logits at some positions of each prompt, which runs as a whole."""
-        acting = hooks(batch)
+        acting = hooks_of(hooks, batch)
         if not self.way.is_fused:
             return logits_at(self.model, batch, positions, acting)
 
@@ -480,21 +481,10 @@ def _checked(contributions: Any, count: int) -> dict[str, Tensor]:
         got = "an empty one" if is_empty else f"a {type(contributions).__name__}"
         raise MetricError(f"contributions must be a dict of tensors; got {got}")
     for name, values in contributions.items():
-        if not isinstance(values, Tensor) or values.ndim == 0:
-            got = f"a {type(values).__name__}" + " of one number" * isinstance(values, Tensor)
+        if not holds_numbers(values) or values.shape[:1] != (count,):
             raise MetricError(
-                f"contribution {name!r} must be a tensor with an entry a prompt; got {got}"
-            )
-        if values.layout != torch.strided or values.is_meta:
-            got = "on the device meta" if values.is_meta else f"of the layout {values.layout}"
-            raise MetricError(
-                f"contribution {name!r} must be a dense tensor of numbers; got one {got}; give "
-                "values.to_dense(), on a device that holds numbers"
-            )
-        if len(values) != count:
-            raise MetricError(
-                f"contribution {name!r} must have one entry a prompt, {count}; got the shape "
-                f"{tuple(values.shape)}"
+                f"contribution {name!r} must be a dense tensor of real numbers with one entry a "
+                f"prompt, {count}; got {described(values)}"
             )
     # Detached, because a question that does not detach would store the graph of every batch.
     return {name: values.detach().cpu() for name, values in contributions.items()}

@@ -16,7 +16,7 @@ from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
 from ..prompts.sampled import prompts_of_draws, sample_draws
 from ..prompts.tasks import Task
-from ..system.arguments import check_from_1
+from ..system.arguments import check_counts
 from ..system.files import kind_of
 from ..system.hidden_warnings import recorded_warnings
 from ..system.processes import fails_together, gather_from_processes
@@ -106,7 +106,7 @@ def maker_of_prompts(
     given = {name: value for name, value in sampling.items() if value is not None}
     if not callable(task):
         batch_size = given.pop("batch_size", 8)
-        check_from_1(PromptError, batch_size=batch_size)
+        check_counts(PromptError, batch_size=batch_size)
         draws = sample_draws(task, examples, **given)
         return partial(prompts_of_draws, draws=draws, batch_size=batch_size)
     if examples is not None or given:

@@ -271,7 +271,7 @@ class Study:
 
         def answered(question: Question, found: Mapping[str, Tensor]) -> Record:
             once = once_of(question, passes, found)
-            info = passes.way.info() | once.pop("info", {})
+            info = passes.way.info() | once.pop("info")
             return self.record(partial(question.result, **once), found, info)
 
         return results_of(passes.questions, contributions, answered, passes.reasons())

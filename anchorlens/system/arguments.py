@@ -69,14 +69,8 @@ def checked(function: Checked, described: Any = None) -> Checked:
         for argument, hint in _hints_of(function).items():
             if argument in bound.arguments:
                 value = bound.arguments[argument]
-                try:
-                    bound.arguments[argument] = fit = as_hint(value, hint)
-                    types_decide &= fit is value and _type_decides(hint)
-                except _Unfit as unfit:
-                    got = f"{_SHORT.repr(value)} ({_a(type(value).__name__)})"
-                    raise ArgumentError(
-                        f"{argument} of {name} must be {in_words(hint)}; got {got}{unfit}"
-                    ) from None
+                bound.arguments[argument] = fit = fitted(f"{argument} of {name}", value, hint)
+                types_decide &= fit is value and _type_decides(hint)
         if types_decide:
             fitting.add(types)
         return function(*bound.args, **bound.kwargs)
@@ -86,6 +80,18 @@ def checked(function: Checked, described: Any = None) -> Checked:
 
 class _Unfit(Exception):
     """A value does not fit an annotation; its text is the cure, if there is one."""
+
+
+def fitted(what: str, value: Any, hint: Any) -> Any:
+    """A value as an annotation has it; an error that begins with ``what`` if it cannot be so.
+
+    For arguments, and for what a function of the user returns.
+    """
+    try:
+        return as_hint(value, hint)
+    except _Unfit as unfit:
+        got = f"{_SHORT.repr(value)} ({_a(type(value).__name__)})"
+        raise ArgumentError(f"{what} must be {in_words(hint)}; got {got}{unfit}") from None
 
 
 def _refuse_no_folder(name: str, folder: Any) -> None:
@@ -152,6 +158,8 @@ def _type_decides(hint: Any) -> bool:
 
 def as_hint(value: Any, hint: Any) -> Any:
     """A value as an annotation has it; the value itself where nothing is to be changed."""
+    if is_array(hint):  # first, because a cache has many
+        return _as_tensor(value, hint)
     origin, args = get_origin(hint), get_args(hint)
     if isinstance(hint, TypeVar):
         return value
@@ -166,13 +174,12 @@ def as_hint(value: Any, hint: Any) -> Any:
     if origin is tuple and Ellipsis not in args:
         return _as_tuple(value, args)
     if origin is Iterable and args[0] is Any:  # read one at a time, and once
-        return _require(value, isinstance(value, Iterable) and not isinstance(value, _NO_LISTS))
+        is_list = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
+        return _require(value, is_list and not isinstance(value, _NO_LISTS))
     if origin in (*_LISTS, list, tuple):
         return _as_list(value, args[0], origin)
     if hint in _PLAIN:
         return _PLAIN[hint][0](value)
-    if is_array(hint):
-        return _as_tensor(value, hint)
     if _is_protocol(hint):
         return _as_protocol(value, hint)
     if isinstance(value, Mapping | str) and hasattr(hint, "from_row"):
@@ -216,16 +223,20 @@ def _as_one_of(value: Any, hints: Sequence[Any]) -> Any:
     raise _Unfit(next(filter(None, cures), ""))
 
 
+def _number_in(value: Any) -> Any:
+    """The number of Python in one of NumPy or a tensor without axes; else the value itself."""
+    has_one = getattr(value, "ndim", None) == 0 and not getattr(value, "is_meta", False)
+    return value.item() if has_one else value
+
+
 def _as_whole_number(value: Any) -> int:
-    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
-    fits = hasattr(value, "__index__") and not is_flag and getattr(value, "ndim", 0) == 0
-    try:
-        return index(_require(value, fits))
-    except TypeError:  # a tensor of fractions
-        raise _Unfit from None
+    number = _number_in(value)
+    is_one = not isinstance(number, bool | type) and not hasattr(number, "ndim")
+    return index(_require(number, is_one and hasattr(number, "__index__")))
 
 
 def _as_number(value: Any) -> int | float:
+    value = _number_in(value)
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     # An int stays one, so that stored settings stay the same.
     return _require(value, is_number) if type(value) is int else float(_require(value, is_number))
@@ -313,12 +324,14 @@ def _as_protocol(value: Any, protocol: Any) -> Any:
 
 def _as_tensor(value: Any, hint: Any) -> Any:
     torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value
     is_list = isinstance(value, list | tuple)
     is_array = is_list or type(value).__module__ == "numpy"
     cure = "; convert it with torch.as_tensor" if is_array else ""
     if is_list and hint.__name__.startswith("Bool") and hint.dim_str in _EDGES:
         cure = "; write edges by number as al.edges.pairs(batch, [(query, key), ...])"
-    return _require(value, torch is not None and isinstance(value, torch.Tensor), cure)
+    raise _Unfit(cure)
 
 
 def is_array(hint: Any) -> bool:
@@ -330,25 +343,15 @@ def _is_protocol(hint: Any) -> bool:
     return Protocol in getattr(hint, "__bases__", ())
 
 
-def check_from_1(error: type[AnchorlensError], **arguments: int | None) -> None:
-    """Raise an error if an argument, where it is given, is less than 1."""
-    for name, value in arguments.items():
-        if value is not None and value < 1:
-            raise error(f"{name} must be a whole number from 1; got {value}")
-
-
-# Of draws, steps, passes: a million of them take longer than anyone waits.
+# Of draws, steps, passes: more take longer than anyone waits, or do not fit into memory.
 MOST = 1_000_000
 
 
-def check_not_endless(error: type[AnchorlensError], **counts: int | None) -> None:
-    """Raise an error for a number of repetitions, where it is given, that would never end."""
+def check_counts(error: type[AnchorlensError], least: int = 1, /, **counts: int | None) -> None:
+    """Raise an error for a count, where it is given, that is too small or would never end."""
     for name, value in counts.items():
-        if value is not None and value > MOST:
-            raise error(
-                f"{name} must be at most {MOST:,}, because more would take longer than anyone "
-                f"waits; got {value}"
-            )
+        if value is not None and not least <= value <= MOST:
+            raise error(f"{name} must be a whole number from {least} to {MOST:,}; got {value}")
 
 
 def called(what: str, function: Callable[..., Any], given: str, *args: Any) -> Any:

@@ -22,7 +22,10 @@ def name_of(function: Callable[..., object]) -> str:
 def described(value: object) -> str:
     """What a value is, for an error: the numbers and the shape of a tensor, or its class."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{value.dtype} of the shape {tuple(value.shape)}"
+        layout = str(getattr(value, "layout", "torch.strided"))
+        without = ", which holds no numbers" * getattr(value, "is_meta", False)
+        sparse = f" and the layout {layout}" * (layout != "torch.strided")
+        return f"{value.dtype} of the shape {tuple(value.shape)}{sparse}{without}"
     return f"a {type(value).__name__}"
 
 

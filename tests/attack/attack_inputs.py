@@ -6,6 +6,7 @@ error is a fault, and so is a result. The model, its hooks and the random state 
 """
 
 import inspect
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,26 @@ def check_wrong_values() -> None:
             for value in values:
                 setup.check(before, check_refused(call, name, value))
     assert torch.equal(setup.logits, al.target_logits(setup.model, setup.batches, **QUIET))
+
+
+def check_extreme_values() -> None:
+    """Give nothing in place of what is given, and numbers that no machine can count up to.
+
+    Each is an error of the package or has a result, such as that of another seed.
+    """
+    for call in calls():
+        for name, value in call.right.items():
+            for extreme in extremes_of(value):
+                with suppress(AnchorlensError):
+                    call.function(**call.right | {name: extreme})
+
+
+def extremes_of(value: Any) -> list[Any]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [10**18, -(10**18)]
+    if isinstance(value, Tensor):
+        return [value[:0]]
+    return [type(value)()] if isinstance(value, (list, tuple, dict, str)) else []
 
 
 def check_refused(call: Call, name: str, value: Any) -> str:

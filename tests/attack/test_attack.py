@@ -30,7 +30,7 @@ from tests.attack.attack_damages import (
     odd_settings,
 )
 from tests.attack.attack_every_prompt import odd_edges, odd_lengths, odd_turns
-from tests.attack.attack_inputs import check_wrong_values
+from tests.attack.attack_inputs import check_extreme_values, check_wrong_values
 from tests.attack.attack_interrupts import left_by_interrupts
 from tests.attack.attack_metrics import ODD, check_with_odd_metric
 from tests.attack.attack_prompts import fuzzed_prompts
@@ -114,6 +114,10 @@ def ends_early(*given: Any, find: Any = WrittenPrompt.words) -> list[tuple[int, 
 
 def test_every_wrong_value_is_refused() -> None:
     check_wrong_values()
+
+
+def test_no_extreme_value_ends_in_another_error() -> None:
+    check_extreme_values()
 
 
 @pytest.mark.parametrize("first", [True, False])

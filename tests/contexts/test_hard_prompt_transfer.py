@@ -144,7 +144,7 @@ def nothing() -> Any:
         ({"task": "trek"}, "there is no task 'trek'"),
         ({"models": {}}, "expected models of different names"),
         ({"draws": 0}, "draws must be a whole number from 1"),
-        ({"resamples": -1}, "resamples must be 0"),
+        ({"resamples": -1}, "resamples must be a whole number from 0"),
         ({"folder": __file__}, "cannot be a folder"),
         ({"prompt": ""}, "has no text"),
     ],

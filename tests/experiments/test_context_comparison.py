@@ -406,8 +406,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"contexts": {"none": al.contexts.NoContext}},
         "'none' must be a context, .*; got the class NoContext",
     ),
-    ({"draws": -1}, "draws must be a whole number from 0; got -1"),
-    ({"repeats": -1}, "repeats must be a whole number from 0; got -1"),
+    ({"draws": -1}, "draws must be a whole number from 0 to 1,000,000; got -1"),
+    ({"repeats": -1}, "repeats must be a whole number from 0 to 1,000,000; got -1"),
 ]
 
 

@@ -526,7 +526,10 @@ def test_wrong_scores_and_numbers_are_an_error_before_any_pass(
         ask(gpt2, batches, al.Faithfulness(scores, **options), **QUIET)
     with pytest.raises(AnchorlensError, match="there are no batches"), does_not_run(gpt2):
         ask(gpt2, [], al.Faithfulness(CORRECT), **QUIET)
-    with pytest.raises(AnchorlensError, match="resamples must be 0"), does_not_run(gpt2):
+    with (
+        pytest.raises(AnchorlensError, match="resamples must be a whole number from 0"),
+        does_not_run(gpt2),
+    ):
         ask(gpt2, batches, al.Faithfulness(CORRECT), progress=False, resamples=-1)
 
 

@@ -81,7 +81,7 @@ def test_the_end_of_the_text_is_left_out(gpt2: Any, monkeypatch: pytest.MonkeyPa
         ({"max_new_tokens": 10_000}, "max_new_tokens=10000 does not fit"),
         ({"tempratur": 0.5}, "'tempratur' is no option here; .* do_sample, top_k"),
         ({"return_type": "str"}, "'return_type' is no option here"),
-        ({"chunk": 0}, "chunk must be a whole number from 1; got 0"),
+        ({"chunk": 0}, "chunk must be a whole number from 1 to 1,000,000; got 0"),
         ({"weight": lambda a, g: a}, "to a number for each edge"),
     ],
 )

@@ -227,7 +227,7 @@ def test_a_run_resumes_with_the_same_settings(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"steps": 0}, "steps must be a whole number from 1; got 0"),
+        ({"steps": 0}, "steps must be a whole number from 1 to 1,000,000; got 0"),
         ({"output": lambda logits, batch: logits.sum()}, "must give one number a prompt"),
         ({"segments": ["nothing"]}, "there is no segment 'nothing'"),
     ],

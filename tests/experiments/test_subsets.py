@@ -52,11 +52,19 @@ def test_each_subset_is_drawn_as_often_as_any_other() -> None:
 
 
 def test_more_subsets_than_there_are_are_an_error() -> None:
-    for count in (0, 9):
-        with pytest.raises(MetricError, match=f"there are 8 subsets of 3 segments.*got {count}"):
-            al.subsets.random(count, 3, generator())
+    with pytest.raises(MetricError, match=r"there are 8 subsets of 3 segments.*got 9"):
+        al.subsets.random(9, 3, generator())
     with pytest.raises(MetricError, match="there are 8 subsets of 3 segments"):
         al.subsets.lasso().draw(3, generator())
+
+
+@pytest.mark.parametrize("count", [20, 26, 300])
+def test_subsets_that_do_not_fit_into_memory_are_an_error(count: int) -> None:
+    # Up to 19 segments all subsets run.
+    assert al.subsets.shapley(exact_up_to=64).draw(12, generator()).shape == (2**12, 12)
+    for method in (al.subsets.shapley(exact_up_to=300), al.subsets.shapley(1_000_000)):
+        with pytest.raises(MetricError, match=rf"subsets of {count} segments would take .*iB befo"):
+            method.draw(count, generator())
 
 
 def test_prompts_with_the_same_demonstrations_have_the_same_subsets(gpt2: Any) -> None:
@@ -153,10 +161,10 @@ def test_sampled_shapley_values_are_within_their_errors_of_the_exact() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: al.subsets.lasso(1), "at least 2 subsets and alpha above 0; got subsets=1"),
-        (lambda: al.subsets.lasso(alpha=0.0), "alpha=0.0"),
-        (lambda: al.subsets.lasso(alpha=float("nan")), "alpha=nan"),
-        (lambda: al.subsets.shapley(1), "at least 2 permutations; got 1"),
+        (lambda: al.subsets.lasso(1), "subsets must be a whole number from 2 to .*; got 1"),
+        (lambda: al.subsets.lasso(alpha=0.0), "alpha must be a number above 0; got 0.0"),
+        (lambda: al.subsets.lasso(alpha=float("nan")), "alpha must be a number above 0; got nan"),
+        (lambda: al.subsets.shapley(1), "permutations must be a whole number from 2 to .*; got 1"),
     ],
 )
 def test_bad_settings_of_a_method_are_an_error(make: Any, message: str) -> None:

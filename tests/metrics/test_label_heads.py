@@ -182,7 +182,7 @@ def test_figures_show_shares_and_gaps(gpt2: Any) -> None:
     [
         ({"times": 0}, "times must be a number above 0.*got 0"),
         ({"times": float("nan")}, "times must be a number above 0.*got nan"),
-        ({"draws": 0}, "draws must be .* at least 1; got 0"),
+        ({"draws": 0}, "draws must be a whole number from 1 to .*; got 0"),
     ],
 )
 def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:

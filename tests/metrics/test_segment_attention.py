@@ -149,5 +149,7 @@ def test_wrong_segments_and_distances_are_refused(gpt2: Any) -> None:
     batches = questions(gpt2, 2)
     with pytest.raises(MetricError, match=r"needs more than apart=4 segments, .* have 2"):
         al.run(gpt2, batches, [al.SegmentAttention(["text", "label"])], **QUIET)
-    with pytest.raises(MetricError, match="apart is a number of segments from 1; got 0"):
+    with pytest.raises(
+        MetricError, match="apart must be a whole number from 1 to 1,000,000; got 0"
+    ):
         al.SegmentAttention(apart=0)

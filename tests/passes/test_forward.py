@@ -263,7 +263,7 @@ def test_a_custom_loss_replaces_the_cross_entropy(gpt2: Any) -> None:
 )
 def test_a_loss_of_the_wrong_shape_is_refused(gpt2: Any, loss: Any, came: str) -> None:
     for call in (al.saliency, lambda m, b, loss: al.run(m, [b], METRICS, loss=loss, **QUIET)):
-        with pytest.raises(MetricError, match=rf"one number a prompt, shape \(2,\); got {came}"):
+        with pytest.raises(MetricError, match=rf"one number a prompt, shape \(2,\); got .*{came}"):
             call(gpt2, batch_of(gpt2), loss=loss)
 
 

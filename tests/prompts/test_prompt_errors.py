@@ -44,14 +44,14 @@ def test_wrong_sizes_and_slow_tokenizers_raise_an_error(byte_level: Any) -> None
     given: list[Any] = [(al.build_prompts, SST2, [GOOD, BAD], ["x"])]
     given += [(al.build_segments, [[("a", "x")]])]
     for build, *of_prompts in given:
-        with raises(match=r"batch_size must be a whole number from 1; got 0"):
+        with raises(match=r"batch_size must be a whole number from 1 to 1,000,000; got 0"):
             build(byte_level, *of_prompts, batch_size=0)
         with raises(match=r"SimpleNamespace gives no character offsets, .*load the fast"):
             build(SimpleNamespace(encode=str, decode=str), *of_prompts)
         with raises(match=r"such as model\.tokenizer; got a SimpleNamespace"):  # as of a model
             build(SimpleNamespace(), *of_prompts)
     for length in (0, -1):
-        with raises(match=rf"max_length must be a whole number from 1; got {length}"):
+        with raises(match=rf"max_length must be a whole number from 1 to 1,000,000; got {length}"):
             al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], max_length=length)
 
 

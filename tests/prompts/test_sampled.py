@@ -62,7 +62,12 @@ def test_the_tokenizer_of_a_model_is_taken(gpt2: Any) -> None:
         (TASK, {}, DataError, "a task of your own needs examples to draw from"),
         ("questions", {"seeds": [1, 1]}, DataError, r"seeds are different .*; got \[1, 1\]"),
         ("questions", {"seeds": []}, DataError, r"at least one; got \[\]"),
-        ("questions", {"queries": 0}, DataError, "count must be a whole number from 1; got 0"),
+        (
+            "questions",
+            {"queries": 0},
+            DataError,
+            "count must be a whole number from 1 to 1,000,000; got 0",
+        ),
         ("questions", {"model": NO_TOKENIZER}, PromptError, "the model has no tokenizer"),
     ],
 )

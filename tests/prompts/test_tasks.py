@@ -113,7 +113,7 @@ def test_a_seed_fixes_the_draw() -> None:
 @pytest.mark.parametrize(
     ("examples", "shots", "message"),
     [
-        (EXAMPLES, 0, "shots must be a whole number from 1; got 0"),
+        (EXAMPLES, 0, "shots must be a whole number from 1 to 1,000,000; got 0"),
         (EXAMPLES, 2, "class 0 has 1 examples, but 2 of each class .*; lower shots or give more"),
         ([al.Example("a", 2)], 1, "class 0 has 0 examples, but 1 of"),
         ([al.Example("a", 0), al.Example("why?")], 1, r"need a label, .*'why\?' has none"),

@@ -257,7 +257,7 @@ def nothing(*_: Any, **__: Any) -> Any:
         ("a", {"task": nothing, "examples": []}, "so that examples would have no effect"),
         ("a", {"depth": 0}, "depth must be a whole number from 1"),
         ("a", {"draws": 0}, "draws must be a whole number from 1"),
-        ("a", {"resamples": -1}, "resamples must be 0"),
+        ("a", {"resamples": -1}, "resamples must be a whole number from 0"),
         ("a", {"device": "meta"}, "cannot be put on the device 'meta'"),
         ("a", {"device": "cpu", "device_map": "auto"}, "leave device out"),
         ("a", {"folder": __file__}, "cannot be a folder"),

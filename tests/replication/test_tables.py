@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from io import StringIO
 from itertools import product
 from math import inf, nan
@@ -14,6 +15,7 @@ import pytest
 
 import anchorlens as al
 from anchorlens.errors import DataError
+from anchorlens.replication.paper import COLUMNS
 from anchorlens.replication.paper_parts import PaperNumber
 from anchorlens.replication.tables import with_averages
 
@@ -28,7 +30,7 @@ def fields(text: str) -> list[list[str]]:
 
 
 def table(numbers: Iterable[PaperNumber]) -> pd.DataFrame:
-    return pd.DataFrame(numbers, columns=PaperNumber._fields)
+    return pd.DataFrame(numbers, columns=COLUMNS)
 
 
 def section(text: str, title: str) -> list[list[str]]:
@@ -448,7 +450,7 @@ def test_tables_are_narrow() -> None:
     ]
     depths = isolation("Appendix, isolation depths")
     rows = [
-        row._replace(task=task)
+        replace(row, task=task)
         for task in TASKS
         for row in (*LAYERED, *isolation("Figure 4"), *depths, *accuracies)
     ]

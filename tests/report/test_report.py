@@ -472,8 +472,8 @@ class Listed(al.records.AccuracyRecord):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Drawn, r"plot\(\) of a Drawn must return a plotly Figure.*got a str"),
-        (Listed, r"table\(\) of a Listed must return a pandas DataFrame.*got a dict"),
+        (Drawn, r"what plot\(\) of Drawn returns must be a Figure; got 'a f"),
+        (Listed, r"what table\(\) of Listed returns must be a DataFrame; got"),
     ],
 )
 def test_what_a_report_cannot_show_is_an_error(tmp_path: Path, kind: Any, message: str) -> None:

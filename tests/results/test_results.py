@@ -170,12 +170,18 @@ def test_the_repr_of_a_record_is_one_line() -> None:
     assert repr(make_record(best=torch.tensor(123456), info={})).count("best 123456,") == 1
 
 
-def test_the_repr_shows_fields_of_wrong_types_too() -> None:
-    record = make_record(info={})
-    object.__setattr__(record, "mean", 0.5)
-    object.__setattr__(record, "each", torch.zeros(2, 2))
-    shown = repr(record)
-    assert "mean a float," in shown and "each float32 (2, 2))" in shown
+@pytest.mark.parametrize(
+    "wrong", [{"mean": {0.5}}, {"each": "a.png"}, {"info": 3}, {"intervals": 0.5}]
+)
+def test_a_record_of_other_types_is_refused(wrong: Any) -> None:
+    (name,) = wrong
+    with pytest.raises(MetricError, match=rf"^{name} of Means must be .*; got a "):
+        make_record(**wrong)
+
+
+def test_the_repr_shows_fields_of_wrong_shapes_too() -> None:
+    shown = repr(make_record(info={}, each=torch.zeros(2, 2)))
+    assert "each torch.float32 of the shape (2, 2))" in shown
 
 
 def test_a_repr_that_a_class_defines_is_used() -> None:

@@ -400,7 +400,7 @@ def test_a_file_that_is_no_training_is_refused(gpt2: Any, tmp_path: Path, conten
 def test_parts_of_the_paper_whose_code_changed_are_refused(gpt2: Any, tmp_path: Path) -> None:
     def part(value: float) -> Any:
         def my_part(setting: Any) -> Any:
-            yield next(iter(al.replication.PAPER_PARTS[1](setting)))._replace(value=value)
+            yield replace(next(iter(al.replication.PAPER_PARTS[1](setting))), value=value)
 
         return my_part
 

@@ -136,20 +136,23 @@ def fails(error: Exception, batch: int = 1) -> Any:
         ),
         (
             UserMetric(lambda batch, size: {"v": [1.0]}),
-            "'v' must be a tensor .*; got a list",
+            "'v' must be a dense tensor .*; got a list",
         ),
-        (UserMetric(lambda batch, size: {"v": torch.tensor(1.0)}), "got a Tensor of one number"),
+        (
+            UserMetric(lambda batch, size: {"v": torch.tensor(1.0)}),
+            r"got torch.float32 of the shape \(\)",
+        ),
         (
             UserMetric(lambda batch, size: {"short": torch.zeros(1)}),
-            r"contribution 'short' must have one entry a prompt, 2; .* shape \(1,\)",
+            r"contribution 'short' must be .* one entry a prompt, 2; .* shape \(1,\)",
         ),
         (
             UserMetric(lambda batch, size: {"v": torch.ones(size).to_sparse()}),
-            "got one of the layout torch.sparse_coo; give values.to_dense",
+            "got .* and the layout torch.sparse_coo",
         ),
         (
             UserMetric(lambda batch, size: {"v": torch.ones(size, device="meta")}),
-            "got one on the device meta",
+            "got torch.float32 .*, which holds no numbers",
         ),
         (UserMetric(fails(PromptError("too odd"))), "too odd"),
         (UserMetric(sevens, mean=lambda rows: fails(MetricError("no number"))(1, 1)), "no number"),

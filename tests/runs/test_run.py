@@ -109,7 +109,11 @@ REFUSED: list[tuple[Callable[[Any, list[al.PromptBatch]], Any], type[AnchorlensE
         ArgumentError,
         "hooks of run must be a function or None; got .*; write lambda batch: and then what makes",
     ),
-    (lambda m, b: run(m, b, METRICS, resamples=-3), MetricError, r"resamples must be 0 .* got -3"),
+    (
+        lambda m, b: run(m, b, METRICS, resamples=-3),
+        MetricError,
+        r"resamples must be a whole .* got -3",
+    ),
     (lambda m, b: run("gpt2", [], METRICS), ArgumentError, r"A TransformerBridge or .* as ``al.l"),
     (lambda m, b: run(m, b[0], METRICS), ArgumentError, r"batches of run must be a list .*; write"),
     (lambda m, b: run(m, b, [al.AttentionAUCROC]), ArgumentError, r"an instance is needed, Atten"),
