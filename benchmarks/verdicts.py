@@ -2,6 +2,7 @@
 
     python benchmarks/verdicts.py --repeats 300
     python benchmarks/verdicts.py --sets --repeats 300
+    python benchmarks/verdicts.py --ratios --repeats 2000
 
 Rows of prompts are drawn such that the number of the claim is its limit but for chance. Results,
 intervals and verdicts are those of the package. Each cell has how many of 100 verdicts agree / do
@@ -9,16 +10,28 @@ not agree: at most 5 should.
 
 With ``--sets`` sets are unequal, or their ratios differ much. A cell then begins with the share of
 intervals that hold the limit, which should be 0.93 to 0.97, or more where one cannot tell.
+
+With ``--ratios`` a ratio has other noise and other distributions over sets. A cell has the mean
+of its values, where 2 is true, the two shares at the limit, and how many agree at twice the limit.
 """
 
 import argparse
 import warnings
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from anchorlens.report.claims import Verdict
-from tests.references.nulls import NULLS, UNLIKE_SETS, verdicts
+from tests.references.nulls import (
+    NOISES,
+    NULLS,
+    RATIOS,
+    UNLIKE_SETS,
+    drawn_ratios,
+    estimated_ratios,
+    verdicts,
+)
 
 # The numbers of queries after each set of demonstrations.
 DESIGNS = {
@@ -31,6 +44,25 @@ OF_SETS = {
     "5 of 20": [20] * 5,
     "10 of 20": [20] * 10,
 }
+OF_RATIOS = {
+    **{f"{sets} of {size}": [size] * sets for sets in (5, 10, 20, 40) for size in (10, 20, 50)},
+    "10 of 10, 1 of 300": [10] * 10 + [300],
+    "10, 10 and 200": [10, 10, 200],
+}
+
+
+def print_ratios(repeats: int) -> None:
+    for noise in NOISES:
+        print(f"| {noise} | {' | '.join(RATIOS)} |")
+        print("| --- " * (1 + len(RATIOS)) + "|")
+        for name, sizes in OF_RATIOS.items():
+            cells = []
+            for ratios in RATIOS:
+                drawn = drawn_ratios(noise, ratios, sizes, repeats)
+                value, low, high = estimated_ratios(*drawn, sizes)
+                shares = [100 * np.mean(each) for each in (low > 2, high < 2, 2 * low > 2)]
+                cells.append("{:.2f}, {:.1f} / {:.1f}, {:.0f}".format(value.mean(), *shares))
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 def cell(name: str, sizes: Sequence[int], repeats: int, with_coverage: bool) -> str:
@@ -56,10 +88,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--sets", action="store_true", help="unequal and very unlike sets")
+    parser.add_argument("--ratios", action="store_true", help="ratios with other noise")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # about few prompts, and about classes without prompts
-    if given.sets:
+    if given.ratios:
+        print_ratios(given.repeats)
+    elif given.sets:
         print_table([*NULLS][:4], OF_SETS, given.repeats, with_coverage=True)
         print_table([*UNLIKE_SETS], OF_SETS, given.repeats, with_coverage=True)
         # An AUCROC takes seconds. The last claim is judged by a test over classes, not over sets.

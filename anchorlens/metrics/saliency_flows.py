@@ -18,7 +18,7 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
 from ..results.figure_parts import with_ends
-from ..results.kind import mean_of
+from ..results.kind import OfMeans, mean_of
 from ..results.kinds import derived, mean, of_prompts, ratio, statistic
 from ..results.record import Record
 from ..system.arguments import checked
@@ -58,10 +58,15 @@ def _deep(by_layer: Float[Tensor, "layer *axes"]) -> Float[Tensor, "_ *axes"]:
     return by_layer[shallow_and_deep(len(by_layer))[1]]
 
 
-def _parts(flows: Float[Tensor, "layer flow"]) -> Float[Tensor, "layer flow"]:
+def _parts(flows: Float[Tensor, "*unit layer flow"]) -> Float[Tensor, "*unit layer flow"]:
     """Parts of a sum; NaN where a number is below 0, of which the others are no parts."""
     are_parts = (flows >= 0).all(-1, keepdim=True)
     return torch.where(are_parts, flows / flows.sum(-1, keepdim=True), torch.nan)
+
+
+def _change(flows: Float[Tensor, "*unit layer flow"]) -> Float[Tensor, "*unit flow"]:
+    share = _parts(flows).movedim(-2, 0)
+    return _deep(share).mean(0) - _shallow(share).mean(0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -78,13 +83,14 @@ class SaliencyFlowsRecord(Record):
             over the sets of demonstrations in which no flow is NaN. NaN in layers where a flow is
             below 0, as those of a signed weight may be.
         tq: Mean saliency of the edges from the target to anything but label words, S_tq.
-        pq_over_tq: S_pq / S_tq, from 0 up. About 1 means that label words are read no more
-            than other words (as in a model of random weights, whatever its share of S_pq).
+        pq_over_tq: S_pq / S_tq, from 0 up, but for chance in few prompts. About 1 means that label
+            words are read no more than other words (as with random weights, whatever the share of
+            S_pq).
         shallow_share: Mean share in the shallow layers, the first third.
         deep_share: Mean share in the deep layers, the last third.
-        share_change: deep_share minus shallow_share, from -1 to 1. Below 0 for S_wp and above 0 for
-            S_pq where label words are written in shallow layers and read in deep ones, as in the
-            paper.
+        share_change: deep_share minus shallow_share, from -1 to 1, without the bias of few prompts,
+            as the ratios below. Below 0 for S_wp and above 0 for S_pq where label words are written
+            in shallow layers and read in deep ones, as in the paper.
         deep_pq_over_tq: Median of S_pq / S_tq over the deep layers (the last third), from 0 up.
         over_ww: Median over all layers of each flow over S_ww, from 0 up: above 1 where the flow
             surpasses S_ww in more than half of the layers. NaN where S_ww is not among the flows.
@@ -98,17 +104,13 @@ class SaliencyFlowsRecord(Record):
     pq_over_tq: Float[Tensor, " layer"] = ratio("pq", over="tq")
     shallow_share: Float[Tensor, " flow"] = derived(lambda record: _shallow(record.share).mean(0))
     deep_share: Float[Tensor, " flow"] = derived(lambda record: _deep(record.share).mean(0))
-    share_change: Float[Tensor, " flow"] = derived(
-        lambda record: record.deep_share - record.shallow_share, -1, 1, by_set=True
-    )
+    share_change: Float[Tensor, " flow"] = statistic(OfMeans(("flows",), _change), by_set=True)
     deep_pq_over_tq: Float[Tensor, ""] = ratio(
-        lambda of_set: _deep(mean_of("pq", of_set) / mean_of("tq", of_set)).quantile(0.5),
+        OfMeans(("pq", "tq"), lambda pq, tq: _deep((pq / tq).movedim(-1, 0)).quantile(0.5, 0)),
         by_set=True,
     )
     over_ww: Float[Tensor, " flow"] = ratio(
-        lambda of_set: (mean_of("flows", of_set) / mean_of("ww", of_set)[:, None]).quantile(
-            0.5, dim=0
-        ),
+        OfMeans(("flows", "ww"), lambda flows, ww: (flows / ww[..., None]).quantile(0.5, -2)),
         by_set=True,
     )
     per_head: Float[Tensor, "layer head flow"] = mean("of_heads", unit="nats")

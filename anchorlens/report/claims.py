@@ -267,7 +267,7 @@ def estimate_over_sets(record: Record, name: str, *index: int) -> Estimate:
         return number
     values = np.array([np.array(of_set, dtype=float)[index] for of_set in of_sets])
     values = values[~np.isnan(values)]
-    if len(values) < 2:
+    if len(values) < 2 or not np.isfinite(values).all():
         return replace(number, low=nan, high=nan)
     low, high = record.kinds()[name].over_sets(values)
     return replace(number, low=low, high=high)
@@ -284,12 +284,12 @@ def scope_of(record: Record) -> str:
 def accuracy_of(records: Iterable[Record]) -> tuple[Estimate, float] | None:
     """The accuracy, and that of a model which always names the commonest class; None if unknown."""
     for record in records:
-        counts: Any = None
+        counts: Any = ()
         if isinstance(record, AnchorDistancesRecord):
             counts = record.queries_per_class.tolist()
         elif isinstance(record, AccuracyRecord):
-            counts = record.info.get("queries_per_class")
-        if counts:
+            counts = record.info.get("queries_per_class") or ()
+        if any(counts):
             return record.estimate("accuracy"), max(counts) / sum(counts)
     return None
 
@@ -350,6 +350,7 @@ def _claim(
     # A number that is the limit but for its rounding is neither above nor below it.
     margin = rounding_of(torch.float32) * max(abs(limit), 1)
     is_above, is_below = number.low > limit + margin, number.high < limit - margin
+    most = max(of_random, default=-inf)
     if of_random:
         controls = [*controls, Control("random weights", draws=of_random)]
     if isnan(number.value):
@@ -361,12 +362,10 @@ def _claim(
             f"the whole interval is above {limit:g}, but random weights often give such numbers, "
             "and none were drawn to compare with; ask for them"
         )
-    elif is_above and max(of_random, default=limit) >= (
-        number.low if often_random else number.value
-    ):
+    elif is_above and most >= (number.low if often_random else number.value):
         reason = (
-            f"the whole interval is above {limit:g}, but a model of random weights has "
-            f"{max(of_random):.2f}: the architecture and the prompts alone may give such numbers"
+            f"the whole interval is above {limit:g}, but a model of random weights has {most:.2f}: "
+            "the architecture and the prompts alone may give such numbers"
         )
     elif is_above:
         verdict, reason = Verdict.AGREES, f"the whole interval is above {limit:g}"

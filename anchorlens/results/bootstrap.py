@@ -122,6 +122,9 @@ def with_intervals(
         if records_of_sets
     }
     named = {"of_sets": of_sets} if of_sets else {}
+    for name, (low, high) in intervals.items():  # each holds its number; NaN stays
+        value = getattr(record, name).double()
+        intervals[name] = torch.stack([torch.minimum(low, value), torch.maximum(high, value)])
     return replace(record, intervals=intervals, info={**record.info, **named})
 
 

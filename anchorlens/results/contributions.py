@@ -82,6 +82,11 @@ class Contributions(Mapping[str, Tensor]):
         others.draw_left_out = draw
         return others
 
+    @property
+    def has_repeats(self) -> bool:
+        """Whether a prompt is there several times, as in a resample."""
+        return self._of is not None and int(torch.bincount(self._of[1]).max()) > 1
+
     @checked
     def once(self, function: Callable[["Contributions"], _T]) -> _T:
         """What a function makes of these contributions; it is called the first time only.

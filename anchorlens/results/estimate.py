@@ -8,6 +8,7 @@ from math import isnan, nan
 class Estimate:
     """A number with its 95 % interval, as ``Record.estimate`` gives it.
 
+    The interval holds the number: an end that would not is the number.
     Its text has both, in the format of a number: ``f"{estimate:+.3f}"``; by default ``.2f``.
 
     Attributes:
@@ -26,6 +27,10 @@ class Estimate:
     low: float = nan
     high: float = nan
     is_difference: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "low", min(self.low, self.value))  # NaN stays
+        object.__setattr__(self, "high", max(self.high, self.value))
 
     def __format__(self, form: str) -> str:
         form = form or ".2f"

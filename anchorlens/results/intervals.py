@@ -147,11 +147,13 @@ def of_ratio(
 ) -> Float[Tensor, "end *axes"]:
     """The t interval of the logarithm of a ratio, because ratios are skewed.
 
+    Resamples keep the bias that was removed from the ratio: their relative error is of their mean.
     NaN where the ratio or one of its resamples is not above 0, and for a single unit.
     """
     logarithms = resampled.double().log()
     variance = variance_of(logarithms) * population.inflation
-    factor = (population.student * variance.sqrt()).exp()
+    error = variance.sqrt() * logarithms.mean(0).exp() / ratio.double()
+    factor = (population.student * error).exp()
     bounds = torch.stack([ratio.double() / factor, ratio.double() * factor])
     return bounds.masked_fill(~bounds.isfinite() | (ratio <= 0), torch.nan)
 
@@ -191,22 +193,26 @@ def over_sets(values: np.ndarray, low: float | int, high: float | int) -> tuple[
 def over_sets_of_ratios(values: np.ndarray) -> tuple[float, float]:
     """The interval of the mean over sets of a ratio, from the ratio of each set.
 
-    Ratios are skewed: what is symmetric is their logarithm, with mean m and variance v. The mean of
-    such ratios is exp(m + v / 2), and its interval that of Zou, Huo and Taleb (2009): t for m, chi
-    squared for v, and the squared distances from m and v / 2 to their bounds are added on each
-    side. NaN where a ratio is not above 0.
+    Ratios are skewed. That of Zou, Huo and Taleb (2009) for lognormal numbers is made around the
+    mean: t for the mean of their logarithms, chi squared for their variance v, and the squared
+    distances from this mean and from v / 2 to their bounds are added on each side. With the squared
+    coefficient of variation c, v is log(1 + c); above it counts as c, which is more, for numbers
+    that are more skewed. NaN where the mean is not above 0.
     """
-    if not (values > 0).all():
+    mean, freedom = float(values.mean()), len(values) - 1
+    if not 0 < mean < inf:
         return np.nan, np.nan
-    logarithms, freedom = np.log(values), len(values) - 1
-    variance = logarithms.var(ddof=1)
-    of_mean = float(stdtrit(freedom, 0.975)) ** 2 * variance / len(values)
-    low, high = (
-        float(np.sqrt(of_mean + (variance / 2 * (freedom / chdtri(freedom, tail) - 1)) ** 2))
-        for tail in (0.025, 0.975)
+    variation = values.var(ddof=1) / mean**2
+    below, above = (
+        np.hypot(
+            stdtrit(freedom, 0.975) * np.sqrt(variance / len(values)),
+            variance / 2 * (freedom / chdtri(freedom, tail) - 1),
+        )
+        for variance, tail in ((np.log1p(variation), 0.025), (variation, 0.975))
     )
-    centre = float(logarithms.mean() + variance / 2)
-    return float(np.exp(centre - low)), float(np.exp(centre + high))
+    # Of two sets that differ much the upper end is infinite, of which torch does not warn.
+    ends = torch.tensor([-below, above], dtype=torch.double, device="cpu").exp() * mean
+    return float(ends[0]), float(ends[1])
 
 
 def wider_by_draws(

@@ -11,19 +11,20 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import MetricError
 from . import intervals
 from .contributions import Contributions
-from .population import Population
+from .population import MANY_SETS, Population
 
 KIND = "kind"  # in the metadata of a field
 
@@ -61,6 +62,50 @@ def of_each(of: Of, contributions: Contributions) -> Tensor:
     if isinstance(of, OverDraws):
         return contributions.of_each(of.mean)
     return values_of(of, contributions)
+
+
+@dataclass(frozen=True)
+class OfMeans:
+    """A function of means over the prompts of one set, such as their ratio, without its bias.
+
+    ``then`` keeps axes that stand before those of the means.
+    """
+
+    of: Sequence[Of]
+    then: Callable[..., Tensor]
+
+    def __call__(self, contributions: Contributions) -> Tensor:
+        value = self.then(*(mean_of(of, contributions) for of in self.of))
+        return without_bias(value, contributions, partial(self._without_each, contributions))
+
+    def _without_each(self, contributions: Contributions, unit: Int[Tensor, " prompt"]) -> Tensor:
+        means = []
+        for of in self.of:
+            values, sums = of_each(of, contributions).double(), []
+            for each in (values.nan_to_num(0.0, inf, -inf), (~values.isnan()).double()):
+                of_units = torch.zeros_like(each).index_add_(0, unit.to(each.device), each)
+                sums.append(each.sum(0) - of_units[: unit.max() + 1])
+            means.append(sums[0] / sums[1])
+        return self.then(*means)
+
+
+def without_bias(
+    value: Tensor, contributions: Contributions, without_each: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """A number of one set without its bias of first order in 1 / prompts (the jackknife).
+
+    A ratio of two means of n prompts is too high in each set alike, and without one of them by
+    n / (n - 1) times as much. ``without_each`` makes of the unit of each prompt the numbers without
+    each unit, which is a prompt, or of pooled sets a set. The bias stays where there is no number
+    without some unit, and in resamples, in which prompts repeat: only their spread counts.
+    """
+    if contributions.has_repeats:
+        return value
+    _, unit, sizes = contributions.demonstrations.unique(return_inverse=True, return_counts=True)
+    if len(sizes) < MANY_SETS:
+        unit = torch.arange(len(unit), device="cpu")
+    bias = unit.max() * (without_each(unit).double().mean(0) - value)
+    return value - bias.nan_to_num(0.0, 0.0, 0.0).to(value.dtype)
 
 
 def _without_nan(values: Tensor, over: int) -> Tensor:
@@ -202,16 +247,18 @@ class Difference(Mean):
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio(Kind):
-    of: Of
-    over: Of | None = None
+    of: Callable[[Contributions], Tensor]
     low: float = 0.0
     reference = 1.0
 
     def of_set(self, contributions: Contributions) -> Tensor:
-        if self.over is None:
-            assert callable(self.of)
+        def without_each(unit: Tensor) -> Tensor:
+            others = (contributions.prompts(unit != each) for each in range(int(unit.max()) + 1))
+            return torch.stack([self.of(each) for each in others])
+
+        if isinstance(self.of, OfMeans) or len(contributions.sets) < 2:
             return self.of(contributions)
-        return mean_of(self.of, contributions) / mean_of(self.over, contributions)
+        return without_bias(self.of(contributions), contributions, without_each)
 
     def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
         return intervals.of_ratio(*drawn)

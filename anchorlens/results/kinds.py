@@ -13,6 +13,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import MetricError
@@ -27,6 +28,7 @@ from .kind import (
     Kind,
     Mean,
     Of,
+    OfMeans,
     OverDraws,
     Ratio,
     Share,
@@ -129,12 +131,20 @@ def difference(of: Of, minus: Of | int, *, by_set: bool = False) -> Any:
 def ratio(of: Of, over: Of | None = None, *, by_set: bool = False) -> Any:
     """A mean over prompts over another one, with the interval of its logarithm.
 
+    Its bias is removed in each set of two prompts or more. So it may be below 0 for few prompts
+    that differ much; then it has no interval.
+
     Args:
-        of: As of ``mean``. Without ``over``, a function of the contributions of a set to the ratio.
+        of: As of ``mean``. Without ``over``, a function of the contributions of a set to a ratio,
+            or to a number made of ratios; it is called without each prompt in turn.
         over: The same of the lower number.
         by_set: As of ``mean``.
     """
-    return _field(Ratio(of=of, over=over, by_set=by_set))
+    if over is not None:
+        of = OfMeans((of, over), torch.div)
+    elif isinstance(of, str | OverDraws):
+        raise MetricError(f"a ratio is of two means; got {of!r} alone: give over, or a function")
+    return _field(Ratio(of=of, by_set=by_set))
 
 
 @checked

@@ -17,6 +17,7 @@ from anchorlens.metrics.distances import pair_auc
 from tests.metrics.test_aucroc import reference
 from tests.metrics.test_distances import published
 from tests.references import plain
+from tests.references.jackknife import jackknife
 from tests.support.measures import assert_same, difference
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
@@ -186,6 +187,16 @@ def flows_by_hand(
         of_prompts = torch.stack([flows_of(*pair) for pair in pairs])
         flows, tq = of_prompts.mean(0)[:, :3], of_prompts.mean(0)[:, 3]
         share = flows / flows.sum(-1, keepdim=True)
+
+        def change(rows: Tensor) -> Tensor:
+            means = rows.mean(0)[:, :3]
+            return means[2] / means[2].sum() - means[0] / means[0].sum()
+
+        def over_ww(rows: Tensor) -> Tensor:
+            means = rows.mean(0)[:, :3]
+            return (means / means[:, 2:]).median(0).values
+
+        read_off = jackknife(lambda rows: rows.mean(0)[:, 1] / rows.mean(0)[:, 3], of_prompts)
         of_heads = [
             torch.stack([flows_of(head, prompt)[:, :3] for head in of_prompt.abs().unbind(1)], 1)
             for of_prompt, prompt in zip(products, prompts, strict=True)
@@ -196,13 +207,13 @@ def flows_by_hand(
             "flows": flows,
             "share": share,
             "tq": tq,
-            "pq_over_tq": flows[:, 1] / tq,
+            "pq_over_tq": read_off,
             # Three layers: the first is the first third, the last is the last third.
             "shallow_share": share[0],
             "deep_share": share[2],
-            "share_change": share[2] - share[0],
-            "deep_pq_over_tq": flows[2, 1] / tq[2],
-            "over_ww": (flows / flows[:, 2:]).median(0).values,
+            "share_change": jackknife(change, of_prompts),
+            "deep_pq_over_tq": read_off[2],
+            "over_ww": jackknife(over_ww, of_prompts),
             "per_head": torch.stack(of_heads).mean(0),
         }
 

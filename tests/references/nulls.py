@@ -6,10 +6,13 @@ one set of 20 queries.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 import anchorlens as al
@@ -63,6 +66,51 @@ def unlike_ratios(
     else:
         ratio *= logs.exp()
     return of_flows(share, ratio, ids, common)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Ratios(al.Record):
+    """Ratios of many series at once."""
+
+    ratio: Float[Tensor, " series"] = al.kinds.ratio("read", over="rest", by_set=True)
+
+
+Draws = np.ndarray[Any, np.dtype[np.float64]]
+# What prompts contribute to both means of a ratio, about 1; and the ratios of sets, about 2.
+NOISES: Mapping[str, Callable[[np.random.Generator, tuple[int, ...]], Draws]] = {
+    "common": lambda random, shape: random.exponential(size=(1, *shape)).repeat(2, 0),
+    "common and own": lambda random, shape: (
+        random.exponential(size=shape) * random.exponential(size=(2, *shape))
+    ),
+    "exponential": lambda random, shape: random.exponential(size=(2, *shape)),
+    "lognormal": lambda random, shape: random.lognormal(-0.125, 0.5, (2, *shape)),
+}
+RATIOS: Mapping[str, Callable[[np.random.Generator, tuple[int, ...]], Draws]] = {
+    "normal": lambda random, shape: random.normal(2, 0.3, shape),
+    "lognormal": lambda random, shape: 2 * random.lognormal(-0.125, 0.5, shape),
+    "gamma 1": lambda random, shape: random.gamma(1, 2, shape),
+    "gamma 0.7": lambda random, shape: random.gamma(0.7, 2 / 0.7, shape),
+    "gamma 0.5": lambda random, shape: random.gamma(0.5, 4, shape),
+}
+
+
+def drawn_ratios(
+    noise: str, ratios: str, sizes: Sequence[int], series: int, seed: int = 0
+) -> tuple[Draws, Draws]:
+    """The ratio of each set [set, series], and what prompts contribute [2, prompt, series]."""
+    random = np.random.default_rng(seed)
+    of_sets = RATIOS[ratios](random, (len(sizes), series))
+    return of_sets, NOISES[noise](random, (sum(sizes), series))
+
+
+def estimated_ratios(of_sets: Draws, noise: Draws, sizes: Sequence[int]) -> Draws:
+    """Of each series the number and its interval over sets: [3, series]."""
+    ids, (read, rest) = sets_of(sizes), torch.from_numpy(noise)
+    rows = {"read": read * torch.from_numpy(of_sets)[ids], "rest": rest}
+    record = with_intervals(Ratios.of, rows, sets=ids, resamples=1, info={})
+    of_series = np.array(record.info["of_sets"]["ratio"]).T
+    bounds = [Ratios.kinds()["ratio"].over_sets(values) for values in of_series]
+    return np.stack([record.ratio.numpy(), *np.array(bounds).T])
 
 
 def of_flows(share: Tensor, ratio: Tensor, ids: Tensor, noise: Tensor) -> al.Record:

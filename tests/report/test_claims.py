@@ -449,6 +449,48 @@ def test_a_claim_under_its_null_is_seldom_judged(name: str, sizes: list[int]) ->
     assert found.count(AGREES) <= 6 and found.count(DISAGREES) <= 6, found
 
 
+@pytest.mark.parametrize(
+    ("noise", "ratios", "sizes"),
+    [
+        ("common and own", "normal", [10] * 40),
+        ("common and own", "gamma 0.5", [10] * 20),
+        ("common and own", "gamma 0.7", [10, 10, 200]),
+        ("exponential", "lognormal", [10] * 10 + [300]),
+        ("common", "gamma 0.5", [10] * 40),
+    ],
+)
+def test_a_ratio_at_its_limit_is_seldom_judged(noise: str, ratios: str, sizes: list[int]) -> None:
+    """At most 5 of 100 are above the limit and 5 below it: of 1,000, 67 once in 100 such tests.
+
+    With their bias ratios of 10 queries were 2.4, and of 40 sets 390 of 1,000 were above 2.
+    """
+    of_sets, queries = nulls.drawn_ratios(noise, ratios, sizes, series=1000)
+    value, low, high = estimates = nulls.estimated_ratios(of_sets, queries, sizes)
+    error = value.std() / sqrt(len(value))
+    assert abs(value.mean() - 2) < 0.04 + 2 * error
+    assert np.mean(low > 2) < 0.067 and np.mean(high < 2) < 0.067
+    has_interval = ~np.isnan(low)
+    assert has_interval.mean() > 0.95 and ((low <= value) & (value <= high))[has_interval].all()
+    # The claim has the same number and interval.
+    flows = torch.ones(sum(sizes), nulls.LAYERS, 4).double()
+    flows[..., [1, 3]] = torch.from_numpy(queries[:, :, 0]).T[:, None]
+    share = nulls.SHARES.expand(len(sizes), -1, -1)
+    record = nulls.of_flows(share, torch.from_numpy(of_sets[:, :1]), nulls.sets_of(sizes), flows)
+    claim = al.claims({"a": distances(), "b": record})[1]
+    found = claim.estimate
+    assert [found.value, found.low, found.high] == pytest.approx(estimates[:, 0].tolist())
+
+
+def test_ratios_of_few_sets_that_differ_much_have_a_verdict() -> None:
+    """Nine of 1.9 and one of 0.0001: the interval was [3.06, 9334227], without its number 1.71."""
+    ratio = torch.tensor([1.9] * 9 + [1e-4]).double()[:, None]
+    share, ids = nulls.SHARES.expand(10, -1, -1), nulls.sets_of([10] * 10)
+    record = nulls.of_flows(share, ratio, ids, torch.ones(100, 1, 1).double())
+    claim = al.claims({"a": distances(), "b": record})[1]
+    assert claim.verdict == CANNOT_TELL and claim.estimate.value == pytest.approx(1.71001)
+    assert claim.estimate.low < 1.71 < claim.estimate.high < 10
+
+
 @pytest.mark.with_shapes
 def test_without_ability_nothing_can_be_told() -> None:
     unable = distances(accuracy_low=0.45)  # half of the queries are of one class
