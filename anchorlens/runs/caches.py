@@ -116,7 +116,8 @@ def from_caches(
     of_model = {} if model is None else {"model": str(model.cfg.model_name)}
     source = {"source": "caches of passes that were given", "versions": versions()}
     info = of_model | describe_prompts(batches) | source
-    options: dict[str, Any] = {**cases_of(batches), "resamples": resamples, "info": info}
+    sets, texts = cases_of(batches)
+    options: dict[str, Any] = {"sets": sets, "texts": texts, "resamples": resamples, "info": info}
 
     def answered(metric: Question, found: Mapping[str, Tensor]) -> Record:
         return with_intervals(metric.result, found, **options)

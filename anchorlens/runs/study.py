@@ -157,7 +157,7 @@ class Study:
             check_resamples(self.resamples)
             self._checked = checked_batches(self.model, self._given)
             if self.resamples and is_main():
-                warn_if_few_units(**cases_of(self.batches))
+                warn_if_few_units(*cases_of(self.batches))
             self._check_same_call()
             try:
                 with frozen_in_eval_mode(self.model):
@@ -368,10 +368,12 @@ class Study:
             contributions: From ``collect``.
             info: What the numbers describe, apart from the model and the prompts.
         """
+        sets, texts = cases_of(self.batches)
         return with_intervals(
             result,
             contributions,
-            **cases_of(self.batches),
+            sets=sets,
+            texts=texts,
             resamples=self.resamples,
             info=self.describe() | dict(info or {}),
         )
@@ -634,7 +636,9 @@ def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
     return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__), device="cpu")
 
 
-def cases_of(batches: Sequence[PromptBatch]) -> dict[str, Int[Tensor, " prompt"]]:
+def cases_of(
+    batches: Sequence[PromptBatch],
+) -> tuple[Int[Tensor, " prompt"], Int[Tensor, " prompt"]]:
     """The set of demonstrations and the text of each prompt, in the order of the contributions."""
     order, on_cpu = order_of_queries(batches), all_on_cpu(batches)
     sets = torch.cat([batch.demonstrations_id for batch in on_cpu])
@@ -642,4 +646,4 @@ def cases_of(batches: Sequence[PromptBatch]) -> dict[str, Int[Tensor, " prompt"]
     texts = [
         batch.index if batch.inputs else digests(batch, batch.attention_mask) for batch in on_cpu
     ]
-    return {"sets": sets[order], "texts": torch.cat(texts)[order]}
+    return sets[order], torch.cat(texts)[order]
