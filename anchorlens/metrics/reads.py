@@ -48,16 +48,23 @@ class At(InOneLine):
 
     Attributes:
         what: ``"pattern"`` (A after the softmax), ``"slope"`` (dL/dA; 0 where A is 0, as at later
-            keys), ``"queries"`` or ``"keys"`` (those that attention multiplies), or a hook point of
-            every layer with ``{}`` for its number, such as ``"blocks.{}.hook_resid_post"``.
+            keys), ``"queries"`` or ``"keys"`` (see below), or a hook point of every layer with
+            ``{}`` for its number, such as ``"blocks.{}.hook_resid_post"``.
         queries: The positions: Int["batch chosen"], or a function of the batch, as those in
             ``al.edges``, that gives as many in each prompt.
         keys: Of a pattern or slope the keys, in the same form; by default all keys of the rows.
         pairs: Query and key of one place in both lists belong together.
 
     The metric gets [batch, layer, head, query, key] of a pattern or slope ([batch, layer, head,
-    pair] with ``pairs``), [batch, layer, head, position, d_head] of queries (of keys one head for
-    all query heads that share it), and [batch, layer, position, ...] at a hook point.
+    pair] with ``pairs``), [batch, layer, head, position, d_head] of queries and keys, and [batch,
+    layer, position, ...] at a hook point. Numbers of layers that are wider than others have zeros
+    behind them in the others.
+
+    Queries and keys are those that the attention of a layer multiplies, however the run is made:
+    after norms, rotations, and what OPT and XGLM divide queries by. Other models multiply scores by
+    a number instead. Keys have as many heads as the model stores; query head h reads key head
+    ``h * key heads // query heads``. Where layers store different numbers (Gemma 4), each head is
+    repeated, so that this holds in every layer.
 
     Raises:
         MetricError: There is no such thing to read, keys are given where none are read or missing

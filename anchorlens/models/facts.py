@@ -9,11 +9,13 @@
    what holds modules (``own_fact``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
+
+from torch import Tensor
 
 from ..errors import ModelError
 from .kinds import modules_of
@@ -21,13 +23,47 @@ from .kinds import modules_of
 _T = TypeVar("_T")
 
 
+class OfAttention(NamedTuple):
+    """In the place of a hook point: a hook gets queries or keys as the attention gets them."""
+
+    name: str
+
+
 @dataclass(frozen=True)
 class Operands:
     """The hook points of the queries and keys that a layer's attention multiplies."""
 
     query: str
-    key: str  # with one head for all query heads that share it
+    key: str
     heads_first: bool  # (batch, head, position, d_head), else (batch, position, head, d_head)
+    scale: float  # queries at the hook point are as many times as large as those multiplied
+    key_heads: int  # that are stored; the hook point may have a copy for each query head
+
+    def multiplied(self, tensor: Tensor, hook: Any, *, of_keys: bool) -> Tensor:
+        """What attention multiplies, (batch, head, position, d_head), of what a hook gets."""
+        if isinstance(hook, OfAttention):
+            return tensor
+        heads = tensor if self.heads_first else tensor.transpose(1, 2)
+        if of_keys:
+            return heads[:, :: heads.shape[1] // self.key_heads]
+        return heads if self.scale == 1 else heads / self.scale
+
+
+def hooks_on_operands(
+    of_layers: Sequence[Operands | None], use: Callable[[int, Tensor], Any], *, of_keys: bool
+) -> list[tuple[str, Callable[..., None]]]:
+    """Hooks that pass each layer's number, and the queries or keys that it multiplies, to ``use``.
+
+    In every way of running a layer these are the same, (batch, head, position, d_head).
+    """
+
+    def hook_of(layer: int, operands: Operands) -> tuple[str, Callable[..., None]]:
+        def act(tensor: Tensor, hook: Any) -> None:
+            use(layer, operands.multiplied(tensor, hook, of_keys=of_keys))
+
+        return operands.key if of_keys else operands.query, act
+
+    return [hook_of(layer, each) for layer, each in enumerate(of_layers) if each is not None]
 
 
 @dataclass(frozen=True, eq=False)

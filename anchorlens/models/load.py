@@ -42,7 +42,7 @@ from .read_weights import (
     spread,
 )
 from .tiny_pass import logits_of, n_tokens_of, relative_difference, rounding_of, tiny_passes
-from .verify_cache import verify_cached_step
+from .verify_cache import verify_cached_step, with_stored_heads
 from .verify_hooks import attends_to_later, verify_hooks
 
 if TYPE_CHECKING:
@@ -197,6 +197,8 @@ def prepare_model(model: Model) -> Model:
                 operands = _wrap_and_verify(model)
                 keep_facts(model, None)  # the tiny passes of the cache know none
                 reason, entries = verify_cached_step(model)
+                if not reason:
+                    operands = with_stored_heads(model, operands, entries)
                 facts = Facts(operands, reason, entries, state=state_of(model))
                 keep_facts(model, facts)
                 is_prepared = True

@@ -1,6 +1,7 @@
 """Verify in tiny passes that a model continues from its cache, and find which entries it reads."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..system.put_back import put_back
+from .facts import Operands, hooks_on_operands
 from .foreign_errors import reason_of_failure
 from .hooked import Hook, HookedModel, dtype_of, hooks_by_layer, scores_name
-from .kinds import name_of_cache
+from .kinds import name_of_cache, pairs_in
 from .kv_cache import (
     KeyValues,
     inputs_after,
@@ -76,6 +78,24 @@ def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:
         "after cached tokens the model gives a token other logits than in the whole text (off by "
         f"{difference:.1e} of the largest)"
     ), ()
+
+
+def with_stored_heads(
+    model: HookedModel, operands: Sequence[Operands | None], entries: Sequence[int]
+) -> tuple[Operands | None, ...]:
+    """The operands with the key heads that are stored, where hook points have copies of these."""
+    keys: dict[int, Tensor] = {}
+    tokens = tiny_tokens(model)
+    with tiny_passes(model, hooks_on_operands(operands, keys.__setitem__, of_keys=True)):
+        inputs, cache = inputs_after(model, torch.ones_like(tokens, dtype=torch.bool))
+        model(tokens, **inputs)
+    stored, found = pairs_in(cache), list(operands)
+    for layer, heads in keys.items():
+        copies = heads.shape[1] // stored[entries[layer]][0].shape[1]
+        kept = heads[:, :: max(copies, 1)]
+        if copies > 1 and torch.equal(kept.repeat_interleave(copies, 1), heads):
+            found[layer] = replace(operands[layer], key_heads=kept.shape[1])
+    return tuple(found)
 
 
 def _entries_read(

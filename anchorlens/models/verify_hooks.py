@@ -1,18 +1,31 @@
 """Verify in one tiny pass which hook points act, and find those of queries and keys."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
+from ..system.devices import wide
 from .facts import Operands
 from .foreign_errors import is_own_mistake, reason_of_failure
 from .hooked import Hook, HookedModel, device_of, pattern_name, scores_name, vocabulary_of
 from .kinds import QUERY_AND_KEY
-from .tiny_pass import LEAF, logits_of, n_tokens_of, small_loss, tiny_passes, tiny_tokens
+from .tiny_pass import (
+    LEAF,
+    logits_of,
+    n_tokens_of,
+    relative_difference,
+    rounding_of,
+    small_loss,
+    tiny_passes,
+    tiny_tokens,
+)
 
+_PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
 _CURE = (
     "load it with attn_implementation='eager', unquantised, or as a HookedTransformer "
     "(transformer-lens 3.9) where that supports it"
@@ -24,7 +37,7 @@ class _Layer:
     """What the pass observes in one layer."""
 
     calls: int = 0
-    scores: Tensor | None = None
+    multiplied: Sequence[Tensor] = ()  # by the last product before the scores
     pattern: Tensor | None = None
     factor: Tensor | None = None
     operands: dict[str, Tensor] = field(default_factory=dict)
@@ -37,10 +50,10 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
     """
     n_heads, length = model.cfg.n_heads, n_tokens_of(model)
     layers = [_Layer() for _ in range(model.cfg.n_layers)]
-    hooks: list[Hook] = [LEAF]
+    hooks, products = [LEAF], _Products()
     for number, layer in enumerate(layers):
-        hooks += _hooks_of(model, number, layer)
-    with tiny_passes(model, hooks, gradients=True):
+        hooks += _hooks_of(model, number, layer, products)
+    with tiny_passes(model, hooks, gradients=True), products:
         logits = logits_of(model, tiny_tokens(model))
         operands = tuple(_operands_of(layer, n_heads) for layer in layers)
         try:
@@ -69,10 +82,24 @@ def attends_to_later(model: HookedModel) -> bool:
     return bool((logits[0] - logits[1]).abs().max() > 1e-3 * logits.abs().max())
 
 
-def _hooks_of(model: HookedModel, number: int, layer: _Layer) -> list[Hook]:
+class _Products(TorchFunctionMode):
+    """Stores what the last product of matrices multiplies: of queries and keys, before scores."""
+
+    last: Sequence[Tensor] = ()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _PRODUCTS:
+            given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            # What a product is added to comes first.
+            self.last = [each.detach() for each in given[-2:] if each.ndim > 1]
+        return func(*args, **kwargs)
+
+
+def _hooks_of(model: HookedModel, number: int, layer: _Layer, products: _Products) -> list[Hook]:
     def cut_one_edge(scores: Tensor, hook: Any) -> Tensor:
         layer.calls += 1
-        layer.scores = scores
+        layer.multiplied = products.last
         cut = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         cut[2:3, 1:2] = True  # no edge where a model has other axes
         return scores.masked_fill(cut, torch.finfo(scores.dtype).min)
@@ -85,12 +112,7 @@ def _hooks_of(model: HookedModel, number: int, layer: _Layer) -> list[Hook]:
         return pattern * layer.factor
 
     def store(name: str) -> Hook:
-        def store_operand(tensor: Tensor, hook: Any) -> Tensor:
-            # Returned, so that the attention uses this very tensor and its gradient arrives.
-            layer.operands[name] = tensor
-            return tensor
-
-        return name, store_operand
+        return name, lambda tensor, hook: layer.operands.update({name: tensor.detach()})
 
     hooks: list[Hook] = [
         (scores_name(number), cut_one_edge),
@@ -106,40 +128,38 @@ def _operands_of(layer: _Layer, n_heads: int) -> Operands | None:
     prefix = next(iter(layer.operands), "").rpartition(".")[0]
     pairs = [(f"{prefix}.{query}", f"{prefix}.{key}") for query, key in QUERY_AND_KEY]
     widths = {
-        Operands(query, key, heads_first): layer.operands[query].shape[-1]
+        operands: layer.operands[operands.query].shape[-1]
         for query, key in pairs
         if query in layer.operands and key in layer.operands
         for heads_first in (False, True)
-        if _are_multiplied(layer, query, key, heads_first, n_heads)
+        if (operands := _multiplied(layer, query, key, heads_first, n_heads)) is not None
     }
     return max(widths, key=widths.__getitem__, default=None)
 
 
-def _are_multiplied(
-    layer: _Layer, query_name: str, key_name: str, heads_first: bool, n_heads: int
-) -> bool:
-    """Whether ``d score(i, j) / d key(j)`` is parallel to ``query(i)`` in every head.
+def _multiplied(
+    layer: _Layer, query: str, key: str, heads_first: bool, n_heads: int
+) -> Operands | None:
+    """The operands, if hook points hold what is multiplied; queries also times a number.
 
-    This holds if the score is their product, with any scale, soft cap and position bias. It does
-    not hold if a rotation or a norm comes between the hook points and the product.
+    They do not if a rotation or a norm comes between the hook points and the product.
     """
-    query, key = layer.operands[query_name], layer.operands[key_name]
-    if layer.scores is None or query.ndim != 4 or not key.requires_grad:
-        return False
-    axis = 1 if heads_first else 2
-    n_key_heads = key.shape[axis]
-    if query.shape[axis] != n_heads or query.shape[-1] != key.shape[-1] or n_heads % n_key_heads:
-        return False
-    # One query head for each key head, because the gradients of heads that share a key add up.
-    selected_heads = slice(None, None, n_heads // n_key_heads)
-    (gradient,) = torch.autograd.grad(
-        layer.scores[0, selected_heads, 2, 0].sum(), key, retain_graph=True, allow_unused=True
-    )
-    if gradient is None:
-        return False
-    expected = query.detach().select(3 - axis, 2)[0, selected_heads].float()
-    observed = gradient.select(3 - axis, 0)[0].float()
-    return bool((torch.cosine_similarity(observed, expected, dim=-1) > 0.999).all())
+    queries, keys = (layer.operands[name] for name in (query, key))
+    if queries.ndim != 4 or keys.ndim != 4 or len(layer.multiplied) != 2:
+        return None
+    if not heads_first:
+        queries, keys = queries.transpose(1, 2), keys.transpose(1, 2)
+    key_heads, limit = keys.shape[1], rounding_of(queries.dtype)
+    copies = keys.repeat_interleave(max(1, n_heads // key_heads), dim=1)
+    first, second = layer.multiplied[0], layer.multiplied[1].mT
+    if first.numel() != queries.numel() or second.numel() != copies.numel():
+        return None
+    first, second = first.reshape(queries.shape), second.reshape(copies.shape)
+    scale = float((wide(queries) * wide(first)).sum() / wide(first).square().sum())
+    pairs = (scale * first, queries), (second, copies)
+    if not all(relative_difference(*pair) < limit for pair in pairs):
+        return None
+    return Operands(query, key, heads_first, 1.0 if abs(scale - 1) < limit else scale, key_heads)
 
 
 def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:

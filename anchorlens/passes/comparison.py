@@ -3,18 +3,65 @@
 A reason says why the quicker way cannot be used; it is empty if it can.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ..models.facts import facts_of, hooks_on_operands
 from ..models.foreign_errors import reason_of_failure
-from ..models.hooked import HookedModel, dtype_of
-from ..system.devices import on_one_device
+from ..models.hooked import Hook, HookedModel, dtype_of, hooks_by_layer, is_of_low_precision, z_name
+from ..system.devices import on_one_device, wide
 from .memory import is_out_of_memory
+from .native_pass import after_block
 
 # Of the largest logit, between a pass after a prefix and one of whole prompts. Both do the same
 # operations, so this holds in every type.
 TOLERANCE = 1e-5
 SALIENCY_TOLERANCE = 1e-4  # of the largest saliency in its layer
+# Of the largest number that is read in its layer. In low precision it is mostly rounding, which
+# layers add up, so that only another scale is told from it.
+_READ, _LOW_READ = 1e-4, 0.5
+
+# What a pass shows at a site of a layer, by both.
+Sites = dict[tuple[str, int], Float[Tensor, "batch position _"]]
+
+
+def site_hooks(model: HookedModel, found: Sites, *, fused: bool = False) -> list[Hook]:
+    """Hooks that store what questions read at positions, in each layer."""
+
+    def store(what: str, layer: int, states: Tensor) -> None:
+        found[what, layer] = wide(states.detach().flatten(2))
+
+    def heads(what: str) -> Any:
+        return lambda layer, heads: store(what, layer, heads.transpose(1, 2))
+
+    operands, points = facts_of(model).operands, model.hook_dict
+    named = hooks_by_layer(model, after_block, partial(store, "states"))
+    named += [] if fused else hooks_by_layer(model, z_name, partial(store, "outputs"))
+    for what, of_keys in (("queries", False), ("keys", True)):
+        named += hooks_on_operands(operands, heads(what), of_keys=of_keys)
+    return [hook for hook in named if hook[0] in points]
+
+
+def why_sites_differ(
+    model: HookedModel,
+    got: Sites,
+    expected: Sites,
+    mask: Bool[Tensor, "batch position"],
+    *,
+    whole: str,
+) -> str:
+    """Why what is read in the last columns differs, at real tokens; empty if it does not."""
+    pairs = []
+    for site, states in got.items():
+        columns = mask[:, -states.shape[1] :].to(states.device)
+        theirs = expected[site][:, -states.shape[1] :][columns]
+        pairs.append((states[columns], theirs, theirs))
+    limit = _LOW_READ if is_of_low_precision(model) else _READ
+    return why_not_equal("numbers that are read", limit, *pairs, whole=whole)
 
 
 def tolerance(model: HookedModel, roundings: int = 16) -> float:

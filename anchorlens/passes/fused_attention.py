@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..models.batch_hooks import DetachedHeads, EdgeHook
-from ..models.facts import facts_of
+from ..models.facts import OfAttention, facts_of
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -141,14 +141,11 @@ def _layer(
     acting = [act for point, act in hooks if point in (scores_name(number), z_name(number))]
     operands = facts_of(model).operands[number]
 
-    def observe(act: HookFunction, point: Any, heads: Tensor) -> None:
-        assert operands is not None
-        values = heads.detach()
-        act(values if operands.heads_first else values.transpose(1, 2), hook=point)
+    def observe(act: HookFunction, point: str, heads: Tensor) -> None:
+        act(heads.detach(), hook=OfAttention(point))
 
     def observing(point: str) -> list[Callable[[Tensor], Any]]:
-        acts = [act for name, act in observers if name == point]
-        return [partial(observe, act, model.hook_dict[point]) for act in acts]
+        return [partial(observe, act, point) for name, act in observers if name == point]
 
     return _Layer(
         use=(lambda *rows: None) if use is None else partial(use, number),

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..models.batch_hooks import BatchHook, EdgeHook
-from ..models.facts import facts_of
+from ..models.facts import OfAttention, facts_of
 from ..models.head import forward_of_head
 from ..models.hooked import (
     Hook,
@@ -162,12 +162,12 @@ class NativePass:
         return self._through(points.z, z.transpose(1, 2)).transpose(1, 2)
 
     def _show_operands(self, layer: int, query: Tensor, key: Tensor) -> None:
-        """Call what observes queries and keys, which have heads first here."""
+        """Call what observes queries and keys."""
         operands = self._operands[layer]
         if operands is not None:
             for point, heads in ((operands.query, query), (operands.key, key)):
-                if point in self._acts:
-                    self._through(point, heads if operands.heads_first else heads.transpose(1, 2))
+                for act in self._acts.get(point, ()):
+                    act(heads, hook=OfAttention(point))
 
     def _at_scores(self, point: str) -> tuple[Sequence[EdgeHook], Sequence[HookFunction]]:
         """The hooks that are added to the scores, and the others, which come after them."""

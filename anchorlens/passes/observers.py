@@ -7,6 +7,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import lcm
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..metrics import weights
 from ..metrics.edge_sums import EdgeSums, row_pieces
 from ..metrics.reads import KEYS, PATTERN, QUERIES, SLOPE, VALUES, At, Block, Blocks, Hooks, Sums
 from ..metrics.weights import Pattern, Values
-from ..models.facts import Operands, facts_of
+from ..models.facts import Operands, facts_of, hooks_on_operands
 from ..models.head_outputs import of_one_width, transformed_values
 from ..models.hooked import (
     Hook,
@@ -278,9 +279,9 @@ class AtObserver(Observer):
         elif read.what == PATTERN:
             self.hooks = layers.hooks_at(layers.patterns, self._add_rows)
         elif read.what in (QUERIES, KEYS):
-            of_layers = layers.operands(owner)
-            points = [each.query if read.what == QUERIES else each.key for each in of_layers]
-            self.hooks = layers.hooks_at(points, partial(self._add_heads, of_layers))
+            operands, of_keys = layers.operands(owner), read.what == KEYS
+            self._key_heads = lcm(*(each.key_heads for each in operands))
+            self.hooks = hooks_on_operands(operands, self._add_heads, of_keys=of_keys)
         else:
             points = [read.what.format(layer) for layer in range(layers.count)]
             self.hooks = layers.hooks_at(points, self._add_states)
@@ -310,10 +311,12 @@ class AtObserver(Observer):
             numbers = _padded(numbers, 0, self._length - numbers.shape[-1])
         self._of_layers[layer] = numbers
 
-    def _add_heads(self, of_layers: Sequence[Operands], layer: int, heads: Tensor) -> None:
-        positions_first = heads.transpose(1, 2) if of_layers[layer].heads_first else heads
-        self._add_states(layer, positions_first)
-        self._of_layers[layer] = self._of_layers[layer].transpose(1, 2)
+    def _add_heads(self, layer: int, heads: Tensor) -> None:
+        self._add_states(layer, heads.transpose(1, 2))
+        chosen = self._of_layers[layer].transpose(1, 2)
+        if self._read.what == KEYS:  # of which layers may have different numbers
+            chosen = chosen.repeat_interleave(self._key_heads // chosen.shape[1], dim=1)
+        self._of_layers[layer] = chosen
 
     def _add_states(self, layer: int, states: Tensor) -> None:
         self._dtypes.add(states.dtype)

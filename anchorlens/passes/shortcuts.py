@@ -3,7 +3,8 @@
 1. Two prompts of twelve tokens run whole, and again with the shortcut: after ten shared tokens,
    with a fused attention, after shared tokens that ran with one, or from a later layer on.
 2. Sliding windows and chunks have three tokens meanwhile, so that these prompts go beyond them.
-3. A shortcut is taken if logits, and A * dL/dA of each edge, differ by rounding alone.
+3. A shortcut is taken if logits, A * dL/dA of each edge, and what questions read at positions,
+   differ by rounding alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..hooks import Site, hooks_on_edges
 from ..metrics.edge_sums import row_pieces
 from ..models.batch_hooks import in_leading_tokens
-from ..models.facts import Operands, fact, facts_of
+from ..models.facts import fact
 from ..models.hooked import Hook, HookedModel, is_of_low_precision
 from ..models.kv_cache import KeyValues, entries_of, layers_of_entries
 from ..models.tiny_pass import (
@@ -34,10 +35,13 @@ from ..prompts.batch import PromptBatch
 from .comparison import (
     SALIENCY_TOLERANCE,
     TOLERANCE,
+    Sites,
     difference_of,
     reason_of,
+    site_hooks,
     tolerance,
     why_not_equal,
+    why_sites_differ,
 )
 from .forward import run_pass, run_prefix
 from .fused_attention import run_fused
@@ -169,10 +173,13 @@ def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
 
 
 def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
-    after = batch.after(batch.tokens.shape[1] - QUERIES)
-    expected = run_pass(model, batch)
-    logits = run_pass(model, after, prefix=run_shared(model, shared_tokens(after), ()))
-    return why_not_equal("logits", TOLERANCE, (logits, expected, expected))
+    after, sites, whole = batch.after(batch.tokens.shape[1] - QUERIES), Sites(), Sites()
+    expected = run_pass(model, batch, observers=site_hooks(model, whole))
+    prefix = run_shared(model, shared_tokens(after), ())
+    logits = run_pass(model, after, prefix=prefix, observers=site_hooks(model, sites))
+    if reason := why_not_equal("logits", TOLERANCE, (logits, expected, expected)):
+        return reason
+    return why_sites_differ(model, sites, whole, batch.attention_mask, whole="prompts")
 
 
 def _compare_shared_products(model: HookedModel, batch: PromptBatch) -> str:
@@ -201,7 +208,7 @@ def _compare_shared_products(model: HookedModel, batch: PromptBatch) -> str:
 
 def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
     hooks = _some_cuts(model, batch)
-    whole, ours = dict[int, Tensor](), dict[int, Tensor]()
+    whole, ours, sites, whole_sites = dict[int, Tensor](), dict[int, Tensor](), Sites(), Sites()
 
     def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
         pieces = [a * slope for _, a, slope in row_pieces(pattern, gradient)]
@@ -216,14 +223,19 @@ def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
         model,
         batch,
         hooks=hooks,
-        observers=observers,
+        observers=[*observers, *site_hooks(model, whole_sites, fused=True)],
         backward_hooks=backward_hooks,
         loss=any_loss,
     )
-    logits = run_fused(run_pass, model, batch, use=store_rows, hooks=hooks, loss=any_loss)
+    reads = site_hooks(model, sites, fused=True)
+    options: dict[str, Any] = {"hooks": hooks, "observers": reads, "loss": any_loss}
+    logits = run_fused(run_pass, model, batch, use=store_rows, **options)
     limit = tolerance(model)
     pair = logits, expected, expected
     if reason := why_not_equal("logits of a fused attention", limit, pair, whole="patterns"):
+        return reason
+    mask = batch.attention_mask
+    if reason := why_sites_differ(model, sites, whole_sites, mask, whole="patterns"):
         return reason
     if is_of_low_precision(model):  # the products of single edges are mostly rounding there
         return ""
@@ -240,9 +252,10 @@ def _compare_fused_prefix(model: HookedModel, batch: PromptBatch) -> str:
     prompt = batch.prompt(0)
     after = prompt.after(prompt.tokens.shape[1] // 2)
     shared = shared_tokens(after)
-    whole, fused = dict[int, Tensor](), dict[int, Tensor]()
+    whole, fused = Sites(), Sites()
     leading = in_leading_tokens(_some_cuts(model, after), after.first_query)
-    stored = run_shared(model, shared, leading, is_fused=True, observers=_key_hooks(model, fused))
+    observers = site_hooks(model, fused, fused=True)
+    stored = run_shared(model, shared, leading, is_fused=True, observers=observers)
     # The heads may be copied for each query head in one of the two.
     widths, of_whole = (
         [tensor.shape[-1] for tensor in (*each.keys, *each.values)]
@@ -251,31 +264,14 @@ def _compare_fused_prefix(model: HookedModel, batch: PromptBatch) -> str:
     if widths != of_whole:
         return "a fused attention stores other keys and values, as it does in latent attention"
     hooks, limit = _some_cuts(model, prompt), tolerance(model)
-    expected = run_pass(model, prompt, hooks=hooks, observers=_key_hooks(model, whole))
+    observers = site_hooks(model, whole, fused=True)
+    expected = run_pass(model, prompt, hooks=hooks, observers=observers)
     logits = run_pass(model, after, hooks=_some_cuts(model, after), prefix=stored)
     pair = logits, expected, expected
     if reason := why_not_equal("logits after a fused prefix", limit, pair, whole="patterns"):
         return reason
-    pairs = []
-    for layer, keys in fused.items():
-        both = keys, whole[layer][:, : after.first_query]
-        heads = max(each.shape[2] for each in both)
-        ours, theirs = (each.repeat_interleave(heads // each.shape[2], dim=2) for each in both)
-        pairs.append((ours, theirs, theirs))
-    return why_not_equal("keys of a fused attention", limit, *pairs, whole="patterns")
-
-
-def _key_hooks(model: HookedModel, keys: dict[int, Tensor]) -> list[Hook]:
-    """Hooks that store the keys of each layer, [batch, position, head, d_head]."""
-
-    def hook_of(layer: int, operands: Operands) -> Hook:
-        def store(key: Tensor, hook: Any) -> None:
-            keys[layer] = key.transpose(1, 2) if operands.heads_first else key
-
-        return operands.key, store
-
-    by_layer = enumerate(facts_of(model).operands)
-    return [hook_of(layer, operands) for layer, operands in by_layer if operands is not None]
+    first = {site: states[:, : after.first_query] for site, states in whole.items()}
+    return why_sites_differ(model, fused, first, shared.attention_mask, whole="patterns")
 
 
 def _compare_late(model: HookedModel, batch: PromptBatch, layer: int) -> str:

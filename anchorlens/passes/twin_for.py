@@ -2,7 +2,8 @@
 
 1. Two prompts of twelve tokens, one of them with padding, run on the model and on its twin, with
    sliding windows and chunks of three tokens.
-2. The twin is taken if their logits, and A * dL/dA of each edge, differ by rounding alone.
+2. The twin is taken if their logits, A * dL/dA of each edge, and what questions read at positions
+   (queries, keys, outputs of heads, the residual stream) differ by rounding alone.
 3. In low precision rounding looks like an effect, so that the passes over a batch that are compared
    with one another are all native, or all have hooks.
 """
@@ -24,7 +25,15 @@ from ..models.tiny_pass import shrunk_windows, tiny_passes, tiny_prompts
 from ..models.twin import Twin, twin_of
 from ..prompts.batch import PromptBatch
 from ..system.devices import wide
-from .comparison import SALIENCY_TOLERANCE, reason_of, tolerance, why_not_equal
+from .comparison import (
+    SALIENCY_TOLERANCE,
+    Sites,
+    reason_of,
+    site_hooks,
+    tolerance,
+    why_not_equal,
+    why_sites_differ,
+)
 from .native_pass import Inside, why_hooks_need_a_bridge
 from .running import leaf_hook, running
 
@@ -104,14 +113,18 @@ def _tried(model: HookedModel, more: Mapping[str, Tensor]) -> str:
 
 
 def _compare(model: HookedModel, twin: Twin, batch: PromptBatch, more: Mapping[str, Tensor]) -> str:
-    expected, whole = _logits_and_products(model, None, batch, more)
-    logits, ours = _logits_and_products(model, twin, batch, more)
+    sites, expected_sites = Sites(), Sites()
+    expected, whole = _logits_and_products(model, None, batch, more, expected_sites)
+    logits, ours = _logits_and_products(model, twin, batch, more, sites)
     pair = logits, expected, expected
     limit = tolerance(model)
     if reason := why_not_equal("logits", limit, pair, whole="passes with hooks"):
         return reason
     if _shapes_in_cache(model, None, batch) != _shapes_in_cache(model, twin, batch):
         return "it stores other keys and values, which no pass with hooks could go on from"
+    mask, what = batch.attention_mask, "passes with hooks"
+    if reason := why_sites_differ(model, sites, expected_sites, mask, whole=what):
+        return reason
     if twin.is_low:  # the products of single edges are mostly rounding there
         return ""
     inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
@@ -134,9 +147,13 @@ def _shapes_in_cache(model: HookedModel, twin: Twin | None, batch: PromptBatch) 
 
 
 def _logits_and_products(
-    model: HookedModel, twin: Twin | None, batch: PromptBatch, more: Mapping[str, Tensor]
+    model: HookedModel,
+    twin: Twin | None,
+    batch: PromptBatch,
+    more: Mapping[str, Tensor],
+    sites: Sites,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """The logits of real tokens, and A * dL/dA of each layer."""
+    """The logits of real tokens, and A * dL/dA of each layer; what is read goes into ``sites``."""
     patterns, products = dict[int, Tensor](), dict[int, Tensor]()
     leaves = list[Tensor]()
 
@@ -155,7 +172,7 @@ def _logits_and_products(
         return pattern_name(layer), note
 
     layers = range(model.cfg.n_layers)
-    forward = [leaf_hook(leaves), *map(store, layers)]
+    forward = [leaf_hook(leaves), *map(store, layers), *site_hooks(model, sites)]
     with (
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -83,7 +83,8 @@ def paper(
 
     Returns:
         One row per number: task, seed, part, row, column, layer (-1 without a layer), value. After
-        all tasks come the means over tasks of Tables 1 and 3, as those of a task "Average".
+        all tasks come R_l of Figure 5, which is that of the mean over seeds in the rows of each
+        seed, and the means over tasks of Tables 1 and 3, as those of a task "Average".
 
     Raises:
         DataError: Before anything runs: a task does not exist, its examples are too few or have

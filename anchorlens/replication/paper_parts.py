@@ -149,7 +149,6 @@ def figures_3_5_6(setting: PaperSetting) -> Iterator[PaperNumber]:
     if "attention_aucroc" in results:
         attention = results["attention_aucroc"]
         yield from _by_layer("Figure 5", "AUCROC_l", "area", attention.aucroc)
-        yield from _by_layer("Figure 5", "R_l", "share", attention.r)
         uniform = attention.uniform_kl.expand_as(attention.kl)
         yield from _by_layer("Equation 6", "KL from attention", "nats", attention.kl)
         yield from _by_layer("Equation 6", "KL from uniform shares", "nats", uniform)

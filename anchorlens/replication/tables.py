@@ -7,11 +7,12 @@ from textwrap import shorten
 from typing import Any, get_type_hints
 
 import pandas as pd
+import torch
 from pandas.api.types import is_bool_dtype, is_integer_dtype, is_numeric_dtype
 
 from ..errors import DataError
 from ..experiments.edge_sweep import ISOLATION, KEEP_BOS
-from ..metrics.aucroc import EQUATION_6, AttentionAUCROCRecord
+from ..metrics.aucroc import EQUATION_6, AttentionAUCROCRecord, cumulative_excess
 from ..metrics.saliency_flows import FLOWS, RATIO
 from ..prompts.examples import BUNDLED
 from ..results.depth import shallow_and_deep
@@ -104,12 +105,20 @@ def paper_sections(numbers: pd.DataFrame) -> list[Section]:
 
 
 def with_averages(numbers: pd.DataFrame) -> pd.DataFrame:
-    """The numbers, and the means over tasks in Tables 1 and 3 for each seed that has all tasks.
+    """The numbers, R_l, and the means over tasks in Tables 1 and 3 for each seed with all tasks.
 
-    Those of a single task, which would be its own numbers, are left out.
+    R_l is that of the mean over seeds, as in ``AttentionAUCROCRecord``, in the rows of each seed.
+    Means of a single task, which would be its own numbers, are left out.
     """
-    of_tasks = numbers[numbers["task"] != AVERAGE]
+    is_area = numbers["row"] == "AUCROC_l"
+    with_areas = numbers["part"].isin(numbers["part"][is_area]) & (numbers["row"] == "R_l")
+    of_tasks = numbers[(numbers["task"] != AVERAGE) & ~with_areas]
     means = []
+    for _, areas in numbers[is_area].groupby(["task", "part"], sort=False):
+        mean = areas.groupby("layer")["value"].mean()
+        reached = cumulative_excess(torch.tensor(mean.to_numpy(), device="cpu"))
+        of_layers = areas["layer"].map(dict(zip(mean.index, reached.tolist(), strict=True)))
+        means.append(areas.assign(row="R_l", column="share", value=of_layers))
     for part in ("Table 1", "Table 3"):
         rows = of_tasks[of_tasks["part"] == part]
         count = rows["task"].nunique()
@@ -207,12 +216,14 @@ def _figure_5(parts: Parts, seeds: int) -> Section:
 
     numbers = _frame(cells())
     is_sum = numbers["column"].str.startswith("R_l")
-    sums = _spreads(numbers[is_sum], 2, seeds, "AUCROC_l is not above 0.5")
+    of_all = numbers[is_sum].drop_duplicates()  # the same for each seed
+    sums = _spreads(of_all, 2, 1, "AUCROC_l is not above 0.5")
     table = _spreads(numbers[~is_sum], 2, seeds, "one class is predicted")
     return Section(
         "Figure 5. Does the target's attention to label words tell the prediction?",
         {row: table.get(row, {}) | sums.get(row, {}) for row in table | sums},
-        f"{AttentionAUCROCRecord.caption} AUCROC_l is the mean over a third of the layers.",
+        f"{AttentionAUCROCRecord.caption} AUCROC_l is the mean over a third of the layers; "
+        "R_l is that of the mean over seeds.",
     )
 
 

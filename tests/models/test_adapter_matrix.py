@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 UNLIKE = {
     "Gemma 4": "has keys and values of one shape in every layer",
+    "Gemma 4 (global keys)": "has keys and values of one shape in every layer",
     "Gemma 4 (shared)": "with 5 layers caches them in 3",
     "DeepSeek V2": "has latent attention",
     "DeepSeek V3": "has latent attention",

@@ -144,12 +144,12 @@ def test_verification_finds_the_queries_and_keys_that_attention_multiplies(
     gemma3: Any, gpt2: Any
 ) -> None:
     assert facts_of(gemma3).operands[1] == Operands(
-        "blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_rot_k", heads_first=False
+        "blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_rot_k", False, scale=1.0, key_heads=1
     )
     faults, operands = verify_hooks(gpt2)
     assert not faults
     assert operands == facts_of(gpt2).operands
-    assert operands[0] == Operands("blocks.0.attn.hook_q", "blocks.0.attn.hook_k", False)
+    assert operands[0] == Operands("blocks.0.attn.hook_q", "blocks.0.attn.hook_k", False, 1.0, 2)
 
 
 @pytest.mark.with_shapes
