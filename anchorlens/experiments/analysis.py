@@ -15,6 +15,7 @@ from ..metrics.accuracy import Accuracy
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric
+from ..metrics.question import Question
 from ..metrics.saliency_flows import SaliencyFlows
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
@@ -109,7 +110,7 @@ def analyse(
             keep(name, record)
         sweep = EdgeSweep.isolation(sites, draws=draws)
         with step(ISOLATION):
-            isolation = run(model, batches, [sweep], folder=folders[1], **options)
+            isolation = _answered(model, batches, [sweep], folder=folders[1], **options)
         for name, record in isolation.items():
             keep(name, record)
     return Results({**results, **isolation})
@@ -156,9 +157,18 @@ def run_possible(model: HookedModel, batches: Sequence[PromptBatch], **options: 
             warn_user(f"no result for {name}: {reason}")
     if AnchorDistances.name in reasons:
         metrics += possible(model, batches, [Accuracy()])[0]
+    return _answered(model, batches, metrics, **options)
+
+
+def _answered(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    questions: Sequence[Question],
+    **options: Any,
+) -> Results:
     try:
-        return run(model, batches, metrics, **options)
-    except RunError as error:  # some metrics have no result; the others have
+        return run(model, batches, questions, **options)
+    except RunError as error:  # some have no result; the others have
         if is_main():
             warn_user(str(error))
         return Results(error.results)

@@ -164,7 +164,8 @@ class Blocks(InOneLine):
     """What a function makes of blocks of the attention, added over the blocks of each layer.
 
     Attributes:
-        of: Function of a ``Block`` to a tensor [batch, ...]. Each row of each layer comes once.
+        of: Function of a ``Block`` to a tensor [batch, ...]. Each row of each layer comes once. In
+            rows of padding, A and dL/dA are 0.
         slope: Whether it needs dL/dA.
         whole: A layer is one block, and layers come in order; prompts then run whole, with whole
             patterns.

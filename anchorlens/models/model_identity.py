@@ -57,7 +57,7 @@ def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:
                 module.named_buffers(path, recurse=False, remove_duplicate=False),
             )
             for name, tensor in tensors:
-                if id(tensor) in counted or follows_the_prompts(module, name):
+                if id(tensor) in counted or follows_the_prompts(vars(module), name):
                     continue
                 counted.add(id(tensor))
                 yield name, tensor

@@ -100,11 +100,13 @@ def _kinds(model: Any) -> Iterator[tuple[str, int]]:
             yield kind, rope.get("original_max_position_embeddings", own)
 
 
-def follows_the_prompts(module: Any, buffer: str) -> bool:
-    """Whether each pass computes a buffer again from the length of its prompts.
+def follows_the_prompts(held: Mapping[str, Any], name: str) -> bool:
+    """Whether each pass sets a buffer or number of a module anew, from the length of its prompts.
 
-    The values from which it is computed are in ``original_inv_freq`` and in the configuration.
+    ``held`` is what the module holds. The values from which they are computed are in
+    ``original_inv_freq`` and in the configuration.
     """
-    kind = str(getattr(module, "rope_type", ""))
-    changing = LONGER_ROTATES in kind or LAST_TEXT_ROTATES in kind
-    return changing and buffer.endswith("inv_freq") and not buffer.endswith("original_inv_freq")
+    if not name.endswith(("inv_freq", "max_seq_len_cached")) or name.endswith("original_inv_freq"):
+        return False
+    kind = str(held.get("rope_type", ""))
+    return LONGER_ROTATES in kind or LAST_TEXT_ROTATES in kind

@@ -24,6 +24,7 @@ from .hooked import is_of_low_precision
 from .kinds import config_of, head_of, is_bridge, modules_of, original_of
 from .model_state import HOOK_TABLES, has_user_hooks, without_user_hooks
 from .replaced_attention import Attend, attention_of_interface
+from .rotary import follows_the_prompts
 
 _numbers = count()
 _SETTINGS = frozenset((int, float, bool, str))  # types of what passes read
@@ -253,12 +254,12 @@ def _count_of_hooks(held: Sequence[Mapping[str, Any]]) -> int:
 
 def _weights_and_methods(held: Sequence[Mapping[str, Any]]) -> list[Any]:
     """What changes when weights are edited, moved or replaced, or methods are."""
-    tables = (t for each in held for t in (each["_parameters"], each["_buffers"]) if t)
+    tables = ((of, t) for of in held for t in (of["_parameters"], of["_buffers"]) if t)
     return ["forward" in each for each in held] + [
         (id(each), each.data_ptr(), 0 if each.is_inference() else each._version)
-        for table in tables
-        for each in table.values()
-        if each is not None
+        for of, table in tables
+        for name, each in table.items()
+        if each is not None and not follows_the_prompts(of, name)
     ]
 
 
@@ -279,7 +280,10 @@ def _settings(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in held.items()
-        if type(value) in _SETTINGS and name[0] != "_" and name != "training"
+        if type(value) in _SETTINGS
+        and name[0] != "_"
+        and name != "training"
+        and not follows_the_prompts(held, name)
     ]
 
 

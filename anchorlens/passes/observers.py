@@ -27,6 +27,7 @@ from ..models.hooked import (
     pattern_name,
     values_name,
 )
+from ..models.tiny_pass import logits_of, tiny_passes, tiny_tokens
 from ..prompts.batch import PromptBatch
 from ..system.arguments import called
 from ..system.devices import holds_numbers, on_one_device, sent, wide
@@ -74,6 +75,17 @@ class Layers:
                 f"this cannot be verified: {owner} might read other vectors; leave it out"
             )
         return [operands for operands in of_layers if operands is not None]
+
+    def require_alike(self, point: str, owner: str) -> None:
+        """Raise an error, before a run, for a hook point with other shapes in some layers."""
+        model, shapes = self.needed(owner), dict[int, tuple[int, ...]]()
+        points = [point.format(layer) for layer in range(self.count)]
+        if not model.hook_dict.keys() >= {*points}:
+            return  # an error of its own names it
+        hooks = self.hooks_at(points, lambda n, tensor: shapes.update({n: (*tensor.shape[:-1],)}))
+        with tiny_passes(model, hooks):
+            logits_of(model, tiny_tokens(model))
+        refuse_unlike(owner, [*shapes.values()])
 
     def needed(self, owner: str) -> HookedModel:
         """The model, for what a cache does not show."""
@@ -210,8 +222,12 @@ class BlocksObserver(Observer):
 
     runs_user_code = True
 
-    def __init__(self, layers: Layers, read: Blocks, owner: str, first: int, shared: bool) -> None:
+    def __init__(
+        self, layers: Layers, read: Blocks, owner: str, batch: PromptBatch, first: int, shared: bool
+    ) -> None:
         self._owner, self._first = owner, first
+        padding = ~batch.attention_mask
+        self._padding = padding if (~batch.on_cpu.attention_mask).any() else None
         self.begin(read)
         if read.slope:
             self.hooks, self.backward_hooks = product_hooks(layers, self._add, free_later=shared)
@@ -238,6 +254,9 @@ class BlocksObserver(Observer):
         self.use_rows(layer, slice(self._first, end), slice(0, a.shape[3]), wide(a), wide(a))
 
     def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
+        if self._padding is not None:
+            padding = self._padding[:, None, rows, None].to(a.device)
+            a, slope = (each.masked_fill(padding, 0) for each in (a, slope))
         block = Block(layer, rows, keys, a, slope if self._read.slope else None)
         made: Any = called(f"a function of {self._owner}", self._read.of, "a block", block)
         first = next(iter(self._of_layers.values()), made)
@@ -250,7 +269,7 @@ class BlocksObserver(Observer):
         self._of_layers[layer] = made.detach() if before is None else before + made.detach()
 
     def found(self) -> Tensor:
-        return _by_layer(self._of_layers)
+        return _by_layer(self._owner, self._of_layers)
 
 
 class AtObserver(Observer):
@@ -259,7 +278,7 @@ class AtObserver(Observer):
     def __init__(
         self, layers: Layers, read: At, owner: str, batch: PromptBatch, columns: slice
     ) -> None:
-        self._read, self._length = read, batch.tokens.shape[1]
+        self._read, self._owner, self._length = read, owner, batch.tokens.shape[1]
         self._of_layers: dict[int, Tensor] = {}
         self._attended: dict[int, Tensor] = {}  # keys of slopes, where the pattern is not 0
         self._sent: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
@@ -347,7 +366,7 @@ class AtObserver(Observer):
         self._of_layers[layer] = numbers if before is None else before + numbers
 
     def found(self) -> Tensor | None:
-        return wide(_by_layer(self._of_layers)) if len(self.places) else None
+        return wide(_by_layer(self._owner, self._of_layers)) if len(self.places) else None
 
     def after(self, shared: Observer, count: int) -> Any:
         before, after = shared.found(), self.found()
@@ -420,7 +439,19 @@ def _padded(numbers: Tensor, before: int, after: int) -> Tensor:
     return torch.nn.functional.pad(numbers, (before, after))
 
 
-def _by_layer(of_layers: dict[int, Tensor]) -> Float[Tensor, "batch layer *axes"]:
+def _by_layer(owner: str, of_layers: dict[int, Tensor]) -> Float[Tensor, "batch layer *axes"]:
     """The numbers of all layers on the CPU, so that a GPU waits for one copy."""
     layers = on_one_device([of_layers[layer] for layer in sorted(of_layers)])
+    refuse_unlike(owner, [tuple(each.shape[:-1]) for each in layers])
     return torch.stack(of_one_width(layers), dim=1).cpu()
+
+
+def refuse_unlike(owner: str, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise an error for layers of other shapes, but for their last axis, which gets zeros."""
+    if unlike := [layer for layer, shape in enumerate(shapes) if shape != shapes[0]]:
+        raise MetricError(
+            f"what {owner} reads has other shapes in some layers than in others: {shapes[0]} in "
+            f"layer 0 and {shapes[unlike[0]]} in layer {unlike[0]} (without the last axis), so "
+            "that no tensor of all layers holds it; read each kind of layer by itself "
+            "(al.reads.Hooks)"
+        )

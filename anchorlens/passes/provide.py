@@ -143,7 +143,7 @@ def _observers(
         elif isinstance(read, Sums):
             made[name] = SumsObserver(layers, read, owner, columns.start, shared)
         elif isinstance(read, Blocks):
-            made[name] = BlocksObserver(layers, read, owner, columns.start, shared)
+            made[name] = BlocksObserver(layers, read, owner, batch, columns.start, shared)
         else:
             made[name] = HooksObserver(read) if isinstance(read, Hooks) else Observer()
     return made
@@ -172,6 +172,8 @@ def checked_reads(layers: Layers, question: Reader, batch: PromptBatch) -> Reads
             read.columns(batch, question.name)
             if read.needs & {QUERIES, KEYS}:
                 layers.operands(question.name)
+            elif not read.needs and layers.model is not None:
+                layers.require_alike(read.what, question.name)
         elif isinstance(read, Sums) and isinstance(read.weight, WithValues):
             require_transformed_values(layers.needed(question.name))
         elif isinstance(read, Sums):

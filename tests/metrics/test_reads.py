@@ -12,6 +12,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.metrics.edge_sums import EdgeSets, Segments
+from anchorlens.passes.observers import Layers
 from anchorlens.runs import way as decision
 from anchorlens.runs.study import Study
 from anchorlens.system import row_pieces
@@ -385,3 +386,34 @@ def test_what_differs_between_prompts_in_shared_tokens_is_still_that_of_each(
         for batch, values in zip(batches, expected, strict=True):
             found = passes.contributions(batch)["reading/it"]
             assert difference(found, values) <= 1e-5
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_block_has_zeros_in_rows_of_padding(gpt2: Any, whole: bool) -> None:
+    [batch] = questions(gpt2, 4, batch_size=4)
+    lengths = batch.attention_mask.sum(1)
+    assert len(set(lengths.tolist())) > 1
+    read = Blocks(lambda block: block.pattern.sum((1, 2, 3)), whole=whole)
+    _, [found] = contributed(gpt2, batch, Reading(lambda batch: read))
+    expected = gpt2.cfg.n_heads * lengths[:, None].expand(-1, gpt2.cfg.n_layers)
+    torch.testing.assert_close(found["it"].double(), expected.double())
+
+
+def test_a_point_with_other_shapes_in_some_layers_is_refused_before_the_run(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of key heads in models whose layers store different numbers."""
+
+    def hooks_at(layers: Layers, points: Any, observe: Any) -> Any:
+        return [
+            (
+                point,
+                lambda states, hook, n=n: observe(n, states.unflatten(0, (1, -1)) if n else states),
+            )
+            for n, point in enumerate(points)
+        ]
+
+    monkeypatch.setattr(Layers, "hooks_at", hooks_at)
+    metric = Reading(lambda batch: At("blocks.{}.hook_resid_post", al.edges.target))
+    with pytest.raises(MetricError, match=r"reading reads has other shapes in some .* in layer 1"):
+        al.run(gpt2, questions(gpt2, 2), [metric], progress=False)

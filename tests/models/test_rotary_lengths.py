@@ -81,6 +81,18 @@ def test_runs_with_several_sets_have_the_logits_of_whole_prompts(
 
 
 @pytest.mark.parametrize("name", CHANGING)
+def test_passes_are_native_also_after_texts_of_both_sides(name: str) -> None:
+    """transformers sets its frequencies anew in each pass: nobody changed the model."""
+    model, plain = rotating(*MAKE[name])
+    short, long = (on_side(prompts(model), is_long)[0] for is_long in (False, True))
+    for batch in (short, long, short, long):
+        record = al.run(model, [batch], [al.Accuracy()], **QUIET)["accuracy"]
+        assert record.info["passes"] == "native"
+        logits = al.target_logits(model, [batch], progress=False)
+        assert difference(logits, alone(plain, batch)) < 1e-5
+
+
+@pytest.mark.parametrize("name", CHANGING)
 def test_prompts_on_one_side_still_share_their_demonstrations(name: str) -> None:
     model, plain = rotating(*MAKE[name])
     batches = on_side(prompts(model), is_long=False)
