@@ -396,7 +396,7 @@ def test_a_block_has_zeros_in_rows_of_padding(gpt2: Any, whole: bool) -> None:
     read = Blocks(lambda block: block.pattern.sum((1, 2, 3)), whole=whole)
     _, [found] = contributed(gpt2, batch, Reading(lambda batch: read))
     expected = gpt2.cfg.n_heads * lengths[:, None].expand(-1, gpt2.cfg.n_layers)
-    torch.testing.assert_close(found["it"].double(), expected.double())
+    torch.testing.assert_close(found["it"], expected.float())
 
 
 def test_a_point_with_other_shapes_in_some_layers_is_refused_before_the_run(
