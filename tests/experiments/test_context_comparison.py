@@ -471,6 +471,8 @@ def test_a_context_that_does_not_fit_is_refused(gpt2: Any, llama: Any) -> None:
     with pytest.raises(ModelError, match="the context 'anchors': this context was made with"):
         ask(gpt2, batches, Compared({"anchors": of_llama}), **QUIET)
     contexts: Any = {"mine": lambda model, batch: [1]}
-    returned = r"no result for contexts: the function of 'mine' must return .* returned a list"
+    returned = (
+        r"no result for contexts: what the function of 'mine' returns must be a Context; got \[1\]"
+    )
     with pytest.raises(RunError, match=returned):
         ask(gpt2, batches, Compared(contexts), **QUIET)

@@ -206,7 +206,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"sites": {}}, "there is no site"),
-    ({"draws": 0}, "at least one draw; got 0"),
+    ({"draws": 0}, "draws must be a whole number from 1 to .*; got 0"),
     ({"edges": 7}, "edges of EdgeSweep must be a function; got 7"),
 ]
 
