@@ -31,7 +31,7 @@ from ..prompts.batch import PromptBatch, digests
 from ..results import figures
 from ..results.record import Record
 from ..runs.identity import fingerprint, in_words, warn_of_unknown
-from ..runs.store import make_folder, off_by, why_off
+from ..runs.store import make_folder, require_same
 from ..runs.study import Study
 from ..system.arguments import check_counts, checked, fitted
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
@@ -410,16 +410,15 @@ class TrainingRun:
             for parameter in trainable.parameters:
                 parameter.grad = None
         pairs = [{"losses": torch.tensor(each, device="cpu")} for each in (before, computed)]
-        if (off := off_by(*pairs, dtype_of(self.study.model))) > 1:
-            reason = why_off(
-                off,
-                "so the model does not compute as it did then (a hook, an activation or a forward "
-                "was changed)",
-            )
-            raise StoreError(
-                f"the losses at the start are {computed} and were {before} when {file.path} was "
-                f"written, {reason}; use another folder, or start over: delete the file"
-            )
+        require_same(
+            *pairs,
+            dtype=dtype_of(self.study.model),
+            told=f"the losses at the start are {computed} and were {before} when {file.path} was "
+            "written",
+            reason="so the model does not compute as it did then (a hook, an activation or a "
+            "forward was changed)",
+            cure="use another folder, or start over: delete the file",
+        )
 
     def _check(self, state: "_State", trainable: Trainable, recent_loss: float) -> None:
         """Answer the held-out queries; without them the best candidate has the lowest loss."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..prompts.batch import PromptBatch, holds_integers
+from ..prompts.ties import tied, warn_of_ties
 from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import figures
 from ..results.contributions import Contributions
@@ -154,8 +155,11 @@ def loyalty(
     runs = (reference_logits, logits)
     for run in runs:
         _check_run(run, label_token_ids)
-    tokens = [next_tokens(run, label_scores(run, label_token_ids), top) for run in runs]
-    return LoyaltyRecord.of(Contributions(loyalty_contributions(*tokens)))
+    scores = [label_scores(run, label_token_ids) for run in runs]
+    tokens = [next_tokens(*each, top) for each in zip(runs, scores, strict=True)]
+    contributions = Contributions(loyalty_contributions(*tokens))
+    info = warn_of_ties(torch.stack([tied(each).cpu() for each in scores]).any(0))
+    return LoyaltyRecord.of(contributions, info=info)
 
 
 def _check_run(

@@ -26,6 +26,7 @@ from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .prompt_html import NO_SEGMENT, Picture, PromptView
 from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET, of_task
+from .ties import note_ties
 from .token_texts import token_texts
 from .verbalizer import Verbalizer
 
@@ -233,7 +234,9 @@ class PromptBatch:
             >>> predictions = batch.label_scores(logits).argmax(-1)
         """
         check_label_words([self])
-        return cast(Verbalizer, self.verbalizer).scores(logits)
+        scores = cast(Verbalizer, self.verbalizer).scores(logits)
+        note_ties(scores)
+        return scores
 
     @property
     def _input_names(self) -> list[str]:

@@ -5,11 +5,12 @@ A tokenizer reads the end of a query and the label word together: "stage 1" and 
 of the tokenizer reads them all, each query without its demonstrations, which are long.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from ..errors import PromptError
+from ..system.warn import warn_user
 from .examples import Example
 from .label_positions import WrittenPrompt, encode
 from .tasks import Task
@@ -35,6 +36,7 @@ def query_label_tokens(
                 "so they cannot be told apart at the target position; choose other label words"
             )
         word_of[token] = word
+    _warn_of_vague(tokenizer, word_of)
     for index, tokens in enumerate(after):
         for word, expected, got in zip(words, after[0], tokens, strict=True):
             if expected != got:
@@ -47,6 +49,23 @@ def query_label_tokens(
                 )
     of_word = iter(after[0])
     return [[next(of_word) for _ in words_of_class] for words_of_class in task.words]
+
+
+def _warn_of_vague(tokenizer: Any, word_of: Mapping[int, str]) -> None:
+    """Warn of words whose first token begins other words too: a blank, bytes, a few letters."""
+    words = [word.strip() for word in word_of.values()]
+    vague = list[str]()
+    for token, word in zip(word_of, words, strict=True):
+        begin = tokenizer.decode([token]).strip()
+        others = [other for other in words if other != word]
+        if begin != word and ("\ufffd" in begin or any(o.startswith(begin) for o in others)):
+            vague.append(f"{word!r} by {tokenizer.convert_ids_to_tokens(token)!r}")
+    if vague:
+        warn_user(
+            f"label words are scored by their first token: {', '.join(vague)}. Such a token (a "
+            "blank, a part of a letter, or the beginning of another label word) is as likely as "
+            "all texts that begin so; choose label words whose first token is theirs alone"
+        )
 
 
 def _written_words(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from itertools import islice
-from math import inf
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -16,7 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ..errors import AnchorlensError, ArgumentError, DataError, HookError, PromptError, StoreError
+from ..errors import AnchorlensError, ArgumentError, DataError, HookError, PromptError
 from ..metrics.distances import AnchorDistances
 from ..models.hooked import HookedModel, dtype_of, layer_numbers
 from ..models.load import ensure_prepared
@@ -27,7 +26,7 @@ from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..runs.identity import fingerprint, identity_of, warn_of_unknown
 from ..runs.run import target_logits
-from ..runs.store import Store, off_by, why_off
+from ..runs.store import Store, require_same
 from ..system.arguments import check_counts, checked, fitted
 from ..system.hidden_warnings import recorded_warnings, warnings_kept
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
@@ -182,12 +181,13 @@ def _check_logits(store: Store, number: int, setting: PaperSetting) -> None:
             stored = store.read(number)
             if not stored:
                 store.write(number, rows)
-            elif (off := off_by(stored, rows, dtype_of(setting.model))) > 1:
-                reason = why_off(off, "so its hooks or its way of computing are not the same")
-                raise StoreError(
-                    f"the model gives other logits than when the numbers in {store.folder} were "
-                    f"computed, {reason}; use another folder, or start over in this one "
-                    "(al.forget_run)"
+            else:
+                require_same(
+                    *(stored, rows),
+                    dtype=dtype_of(setting.model),
+                    told="the model gives other logits than when the numbers in "
+                    f"{store.folder} were computed",
+                    reason="so its hooks or its way of computing are not the same",
                 )
 
 
@@ -204,14 +204,13 @@ def _check_number(
                 {"number": torch.tensor([each.value], device="cpu")} for each in (stored, now)
             ]
             is_named = replace(now, value=stored.value) == stored
-            off = off_by(*values, dtype_of(setting.model)) if is_named else inf
-            if off > 1:
-                reason = why_off(off, "so the model or the part does not compute as it did then")
-                raise StoreError(
-                    f"{name}, seed {setting.seed}, {_name(part)}: its first number is {now} and "
-                    f"was {stored} when {folder} was written, {reason}; use another folder, or "
-                    "start over in this one (al.forget_run)"
-                )
+            require_same(
+                *(values if is_named else (*values[:1], {})),
+                dtype=dtype_of(setting.model),
+                told=f"{name}, seed {setting.seed}, {_name(part)}: its first number is {now} and "
+                f"was {stored} when {folder} was written",
+                reason="so the model or the part does not compute as it did then",
+            )
         return
 
 

@@ -6,6 +6,7 @@ there is one code for both.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from ..passes.forward import Watched
 from ..passes.observers import Layers, needs_model
 from ..passes.provide import Observation, checked_reads
 from ..prompts.batch import PromptBatch, check_prompts
+from ..prompts.ties import noting_ties
 from ..results.bootstrap import with_intervals
 from ..results.population import check_resamples
 from ..results.record import Record
@@ -251,7 +253,10 @@ def _contributions(
             observation = Observation.of(layers, metric, batch)
             _show(metric.name, observation.hooks, cache, "", batch, number)
             _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
-            of_metric = metric.contributions(batch, observation.seen(logits, None))
+            seen = observation.seen(logits, None)
+            contribute = partial(metric.contributions, batch, seen)
+            of_metric, ties = noting_ties(contribute, len(batch))
+        of_metric |= ties
         contributions |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
     return contributions
 

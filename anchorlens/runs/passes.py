@@ -11,12 +11,13 @@
 import inspect
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from textwrap import shorten
 from threading import Event
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -40,6 +41,7 @@ from ..passes.shortcuts import any_loss, why_not_late
 from ..passes.twin_for import NeedsHooks
 from ..printable import printable
 from ..prompts.batch import PromptBatch, after_shared
+from ..prompts.ties import TIES, noting_ties, warn_of_ties
 from ..prompts.verbalizer import label_scores
 from ..results.record import Record
 from ..results.results import Results
@@ -250,7 +252,7 @@ class Passes:
         for question in asked:
             self._asked_now = question.name
             try:
-                found = _checked(question.of_batch(self, batch), len(batch))
+                found = _checked(partial(question.of_batch, self, batch), len(batch))
             except NotFiniteError:  # of the passes
                 raise
             except AnchorlensError as error:
@@ -446,6 +448,8 @@ def results_of(
     """The record of every question; an error where there are reasons why not."""
     cause: Exception | None = None
     results = Results()
+    ties = [each for name, each in contributions.items() if name.endswith(f"/{TIES}")]
+    told = warn_of_ties(torch.stack(ties).any(0) if ties else None)
     for question in questions:
         found = of_question(question.name, contributions)
         if not found:
@@ -455,7 +459,9 @@ def results_of(
             )
             continue
         try:
-            results[question.name] = answered(question, found)
+            own = {} if found.pop(TIES, None) is None else told
+            record = answered(question, found)
+            results[question.name] = replace(record, info={**record.info, **own})
         except AnchorlensError as error:
             reasons.setdefault(question.name, str(error))
         except Exception as error:  # the passes are made: other results must not be lost
@@ -471,11 +477,12 @@ def checking(
     contributions_of: Callable[[PromptBatch], dict[str, Tensor]],
 ) -> Callable[[PromptBatch], dict[str, Tensor]]:
     """The same function, which raises an error if its contributions do not fit the prompts."""
-    return lambda batch: _checked(contributions_of(batch), len(batch.tokens))
+    return lambda batch: _checked(partial(contributions_of, batch), len(batch.tokens))
 
 
-def _checked(contributions: Any, count: int) -> dict[str, Tensor]:
-    """Contributions of ``count`` prompts."""
+def _checked(contribute: Callable[[], Any], count: int) -> dict[str, Tensor]:
+    """Contributions of ``count`` prompts, and their ties."""
+    contributions, ties = noting_ties(contribute, count)
     if not isinstance(contributions, Mapping) or not contributions:
         is_empty = isinstance(contributions, Mapping)
         got = "an empty one" if is_empty else f"a {type(contributions).__name__}"
@@ -487,4 +494,4 @@ def _checked(contributions: Any, count: int) -> dict[str, Tensor]:
                 f"prompt, {count}; got {described(values)}"
             )
     # Detached, because a question that does not detach would store the graph of every batch.
-    return {name: values.detach().cpu() for name, values in contributions.items()}
+    return {name: values.detach().cpu() for name, values in contributions.items()} | ties

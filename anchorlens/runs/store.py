@@ -213,14 +213,21 @@ def off_by(
     return float(decides(torch.stack(apart))) / allowed if apart else 0.0
 
 
-def why_off(off: float, otherwise: str) -> str:
-    """Why numbers are not those stored: rounding where they are near, else another reason."""
-    if off > 10:
-        return otherwise
-    return (
-        "as where only rounding differs, which depends on the device and on the number of threads "
-        f"(now {torch.get_num_threads()}): take those of the stored run (torch.set_num_threads)"
-    )
+def require_same(
+    *both: Mapping[str, Tensor], dtype: torch.dtype, told: str, reason: str, cure: str = _CURE
+) -> None:
+    """Raise an error if stored contributions are not those that are computed now.
+
+    Where they are near, the reason is rounding, else the one that is given.
+    """
+    off = off_by(*both, dtype)
+    if 1 < off <= 10:
+        reason = (
+            "as where only rounding differs, which depends on the device and the number of threads "
+            f"(now {torch.get_num_threads()}): take those of then (torch.set_num_threads)"
+        )
+    if off > 1:
+        raise StoreError(f"{told}, {reason}; {cure}")
 
 
 def name_of_question(name: str) -> str:

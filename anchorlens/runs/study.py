@@ -32,6 +32,7 @@ from ..passes.twin_for import of_one_run
 from ..printable import printable
 from ..prompts.batch import PromptBatch, all_on_cpu, all_padded_right, check_prompts, digests
 from ..prompts.segment_names import SEGMENTS
+from ..prompts.ties import TIES, warn_of_ties
 from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
 from ..results.population import check_resamples, warn_if_few_units
@@ -72,7 +73,7 @@ from .identity import (
     warn_of_unknown,
 )
 from .passes import Passes, checking, results_of
-from .store import CHANGED, Store, off_by, why_off
+from .store import CHANGED, Store, require_same
 from .way import patterns_are_large, way_of
 
 R = TypeVar("R", bound=Record)
@@ -128,7 +129,7 @@ class Study:
     ) -> None:
         self.model, self._given = model, batches
         self._checked: list[PromptBatch] | None = None
-        self._has_collected = False
+        self._has_collected, self._ties = False, dict[str, str]()
         self._made: list[tuple[Passes, list[Any]]] = []  # passes, and what they were made of
         self.settings = {str(name): value for name, value in settings.items()}
         self.folder, self.resamples, self.progress = folder, resamples, progress
@@ -299,7 +300,9 @@ class Study:
             MemoryLimitError: A prompt alone does not fit into memory.
         """
         of_batch = checking(contributions_of)
-        return self._collect(lambda batch, names: of_batch(batch), {"": contributions_of})
+        found = self._collect(lambda batch, names: of_batch(batch), {"": contributions_of})
+        self._ties = warn_of_ties(found.pop(TIES, None))
+        return found
 
     def _collect(
         self,
@@ -375,7 +378,7 @@ class Study:
             sets=sets,
             texts=texts,
             resamples=self.resamples,
-            info=self.describe() | dict(info or {}),
+            info=self.describe() | self._ties | dict(info or {}),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -496,16 +499,13 @@ class Study:
             both = {
                 name: each for name, each in stored.items() if name in computed or name[0] != "/"
             }
-            if (off := off_by(both, computed, dtype_of(self.model))) > 1:
-                reason = why_off(
-                    off,
-                    "so hooks, loss or weights are not those of the stored run (or, in bfloat16 or "
-                    "float16, a question was added or left out that makes all passes have hooks)",
-                )
-                raise StoreError(
-                    f"batch {number} gives other numbers than those stored in {store.folder}, "
-                    f"{reason}; use another folder, or start over in this one (al.forget_run)"
-                )
+            require_same(
+                *(both, computed),
+                dtype=dtype_of(self.model),
+                told=f"batch {number} gives other numbers than those stored in {store.folder}",
+                reason="so hooks, loss or weights are not those of the stored run (or, in bfloat16 "
+                "or float16, a question was added or left out that makes all passes have hooks)",
+            )
             return
 
 

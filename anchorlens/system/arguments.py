@@ -13,6 +13,7 @@ import inspect
 import re
 import reprlib
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -30,6 +31,7 @@ Checked = TypeVar("Checked", bound=Callable[..., Any])
 _LISTS = (Sequence, Collection, Iterable)
 _NO_LISTS = (str, bytes, Mapping)
 _EDGES = ("batch query key", "batch position")  # the axes of edges, and of positions at their ends
+_PACKAGE = Path(__file__).parents[1]
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
@@ -54,16 +56,12 @@ def checked(function: Checked, described: Any = None) -> Checked:
     name = function.__qualname__.removesuffix(".__init__")
     fitting: set[Any] = set()  # types of arguments that fit, where types decide; for speed
 
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        types = *map(type, args), *((key, type(value)) for key, value in kwargs.items())
-        if types in fitting:
-            return function(*args, **kwargs)
+    def as_hints(types: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
             _refuse_unknown(name, signature, (described or function).__doc__ or "", kwargs)
-            return function(*args, **kwargs)  # Python says which argument is missing
+            return args, kwargs  # Python says which argument is missing
         _refuse_no_folder(name, bound.arguments.get("folder"))
         types_decide = "folder" not in bound.arguments
         for argument, hint in _hints_of(function).items():
@@ -73,9 +71,37 @@ def checked(function: Checked, described: Any = None) -> Checked:
                 types_decide &= fit is value and _type_decides(hint)
         if types_decide:
             fitting.add(types)
-        return function(*bound.args, **bound.kwargs)
+        return bound.args, bound.kwargs
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        types = *map(type, args), *((key, type(value)) for key, value in kwargs.items())
+        if types not in fitting:
+            args, kwargs = as_hints(types, args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        except (StopIteration, RuntimeError) as error:
+            _refuse_ended(error)
+            raise
 
     return call  # type: ignore[return-value]
+
+
+def _refuse_ended(error: BaseException | None) -> None:
+    """Raise an error for a function of the user whose iterator ended, with its name.
+
+    A generator that it passes through makes a RuntimeError of it, which names nothing.
+    """
+    while isinstance(error, RuntimeError) and "raised StopIteration" in str(error):
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, StopIteration) else []
+    if frames and not Path(frames[-1].filename).is_relative_to(_PACKAGE):
+        where = frames[-1]
+        raise ArgumentError(
+            f"{where.name} ({where.filename}, line {where.lineno}) raised StopIteration, because "
+            "an iterator that it reads has ended; give it one that is as long as the run, or read "
+            "it with next(iterator, default)"
+        ) from error
 
 
 class _Unfit(Exception):

@@ -1,5 +1,6 @@
 """Label words after every query, against the tokens of the whole text with each word at its end."""
 
+import warnings
 from itertools import product
 from typing import Any
 
@@ -78,3 +79,24 @@ def test_label_words_after_every_query_are_those_of_the_whole_text(kind: str) ->
         accepted += len(joined)
         refused += len(ENDS) - len(joined)
     assert accepted and refused
+
+
+@pytest.mark.parametrize(
+    ("labels", "vague"),
+    [
+        ((" Table", " 坏"), "'坏' by '▁'"),  # a blank, and bytes
+        ((" Table", "坏"), "'坏' by '<0xE5>'"),
+        ((" Table", " 👎"), "'👎' by '▁'"),
+        ((" Table", " Window"), ""),
+    ],
+)
+def test_a_first_token_that_begins_other_words_too_is_warned_of(
+    sentencepiece_like: Any, labels: tuple[str, ...], vague: str
+) -> None:
+    task = al.Task("In: {text}\nOut:{label}", labels=labels)
+    demos = [al.Example("a", 0), al.Example("b", 1)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        al.build_prompts(sentencepiece_like, task, demos, [al.Example("c", 1)])
+    assert [vague in str(each.message) for each in told] == [True] * bool(vague)
+    assert not told or told[0].filename == __file__
