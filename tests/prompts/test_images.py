@@ -174,8 +174,8 @@ def test_paths_are_read_as_images(llava: Built, tmp_path: Path) -> None:
 
 def header(width: int, height: int) -> bytes:
     """A PNG of zeros in one bit each, packed."""
-    parts = b"IHDR" + struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    parts = parts, b"IDAT" + zlib.compress(bytes((width + 7) // 8 + 1) * height), b"IEND"
+    sizes = b"IHDR" + struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    parts = sizes, b"IDAT" + zlib.compress(bytes((width + 7) // 8 + 1) * height), b"IEND"
     ends = [
         struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each))
         for each in parts

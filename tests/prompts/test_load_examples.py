@@ -457,10 +457,10 @@ def test_formats_of_a_dataset_are_read_or_get_their_cure(kind: str | None) -> No
 
 @pytest.mark.parametrize("names", [["text", "text", "label"], ["text", "label", "label"]])
 def test_two_columns_of_one_name_are_refused(names: list[str]) -> None:
-    frame = pd.DataFrame([["a", 0, 1]], columns=names)
+    frame: Any = pd.DataFrame([["a", 0, 1]], columns=names)
     for read in (al.load_examples, al.sample_demonstrations):
         with pytest.raises(AnchorlensError, match=r"several columns with the names .*; rename"):
-            read(frame)  # type: ignore[operator]
+            read(frame)
 
 
 @pytest.mark.parametrize("as_dictionary", [True, False])
