@@ -105,6 +105,16 @@ def hook_tables_hold_all_hooks() -> bool:
     return all(isinstance(table, dict) and list(table.values()) == [print] for table in tables)
 
 
+@use_of("torch", "_global_", "runs/identity.py")
+def tables_of_hooks_on_all_modules_begin_so() -> bool:
+    """A hook on all modules is in a dictionary of torch.nn.modules.module with such a name."""
+    handle = nn.modules.module.register_module_forward_hook(print)
+    tables = vars(nn.modules.module).items()
+    found = [[*each.values()] for name, each in tables if name.startswith("_global_") and each]
+    handle.remove()
+    return found == [[print]]
+
+
 @use_of("transformer_lens", "user_hook hook.id is_permanent", "models/model_state.py")
 def handles_mark_permanent_hooks() -> bool:
     """A handle of a HookPoint holds the function, its number, and whether it is permanent."""

@@ -15,6 +15,10 @@ from .rotary import follows_the_prompts
 
 # The address in an object's default repr tells nothing about the object.
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+# Attributes of a tokenizer that tell where its files are, or have their own entry.
+_OF_FILES = re.compile(
+    r"_path$|_files?$|local|_hash$|dir$|^(files_loaded|_tokenizer|init_kwargs|deprecation_warnings)$"
+)
 # Fields of a configuration that do not decide the numbers, or have their own entry.
 _ELSEWHERE = ("_name_or_path", "transformers_version", "device", "dtype", "torch_dtype", "seed")
 
@@ -33,16 +37,17 @@ def identity(model: Any) -> dict[str, str]:
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """A digest of everything that decides how a tokenizer turns a text into tokens."""
+    """A digest of everything that a tokenizer holds, apart from where its files are."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # A call stores its options there, and every call sets them again.
     rules = {name: backend[name] for name in backend if name not in ("truncation", "padding")}
-    options = {
-        name: str(getattr(tokenizer, name, None))
-        for name in ("special_tokens_map", "model_max_length", "pad_token_id", "padding_side")
-    }
-    everything = json.dumps([type(tokenizer).__name__, options, rules], sort_keys=True)
-    return hashlib.sha256(everything.encode()).hexdigest()
+    options = [
+        {name: value for name, value in own.items() if not _OF_FILES.search(name)}
+        for own in (vars(tokenizer), tokenizer.init_kwargs)
+    ]
+    everything = [type(tokenizer).__name__, options, rules]
+    text = ADDRESS.sub("", json.dumps(everything, sort_keys=True, default=repr))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:

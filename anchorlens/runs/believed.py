@@ -80,7 +80,8 @@ _BELIEVED = re.compile(
 # Of these: what reads or writes files, and what draws at random.
 _OUTSIDE = re.compile(
     r"(^|[._])(load|read|save|write|open|forget|boot|peft|pretrained|file|dump)(?!_state_dict)"
-    r"|(^|\.)(grad|grad_fn|format|format_map|across_models|transfer_hard_prompt)$|dropout|gumbel|fractional|rrelu"
+    r"|(^|\.)(grad|grad_fn|format|format_map|across_models|transfer_hard_prompt|generate|as_strided"
+    r"|base|storage|untyped_storage|stride|data_ptr)$|dropout|gumbel|fractional|rrelu"
 )
 PACKAGE = __name__.partition(".")[0]
 # The packages whose functions may be believed, and where all others are that somebody installed.
@@ -133,6 +134,12 @@ def pure_name(value: Any) -> str:
 def is_outside(name: str) -> bool:
     """Whether what has this name may read what is outside, or draws at random."""
     return bool(_OUTSIDE.search(name)) or _draws(name)
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a forward of this module, without its children, draws at random in training mode."""
+    share = getattr(module, "dropout", 0.0)
+    return is_outside(type(module).__name__.lower()) or (isinstance(share, float) and share > 0)
 
 
 @functools.cache

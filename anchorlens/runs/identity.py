@@ -43,6 +43,8 @@ from typing import Any, Generic, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules_of_torch
+from torch.optim import optimizer as optimizers_of_torch
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import StoreError
@@ -166,15 +168,13 @@ class _Walk:
         elif issubclass(kind, type):
             self._add_class(value)
         elif issubclass(kind, Enum):
-            self._add_all("member", kind, value.name, value.value)
+            own = {name: part for name, part in vars(value).items() if name[0] != "_"}
+            self._add_all("member", kind, value.name, value.value, own)
         elif hasattr(kind, "backend_tokenizer") and believed.place_of(kind)[0]:
             # Other fields change with each call.
             own = {name: part for name, part in vars(value).items() if callable(part)}
             self._add_all("tokenizer", kind.__qualname__, tokenizer_identity(value), own)
             self._classes.append(kind)
-        elif hasattr(kind, "hook_dict") and believed.place_of(kind)[0]:
-            # Another model than that of the run.
-            self._add_all("model", *identity(value).values(), user_hooks(value))
         else:
             self._add_object(value, kind)
 
@@ -294,7 +294,7 @@ class _Walk:
         skipped = _NOT_OF_CLASS
         if isinstance(kind, EnumType):
             members: Mapping[str, Any] = kind.__members__
-            values = {name: member.value for name, member in members.items()}
+            values = dict[str, Any](members)
             self._add_fields({**values, "name": None, "value": None})
             skipped = skipped | values.keys() | _OF_ENUM
         self._add_fields(
@@ -331,6 +331,8 @@ class _Walk:
                     left_out.add(name)  # what it remembers of itself
             self._add_fields({name: part for name, part in own.items() if name not in left_out})
             if isinstance(value, nn.Module):
+                if value.training and believed.draws(value):
+                    self._miss(f"a {kind.__name__} in training mode, which draws at random")
                 parts = (value.named_parameters, value.named_buffers, value.named_children)
                 self._held.update(name for each in parts for name, _ in each())
 
@@ -454,7 +456,7 @@ def fingerprint(
     """The fingerprint of a run."""
     parameters = list(model.parameters())
     devices = {weights.device.type for weights in parameters}
-    known, on_model = {"the model": model}, user_hooks(model)
+    known, on_model = {"the model": model}, [*user_hooks(model), *_global_hooks()]
     hooks, prompts = identity_of(on_model, known), identity_of([*batches], known)
     facts = {
         **identity(model),
@@ -482,6 +484,16 @@ def fingerprint(
         facts[name] = f"{in_words(value)}{digest}"
         unknown += [f"{name}: {what}" for what in of_setting.unknown]
     return Fingerprint(facts, tuple(unknown))
+
+
+def _global_hooks() -> list[tuple[str, Any]]:
+    """The hooks that act on all modules and optimizers of torch."""
+    tables = {**vars(modules_of_torch), **vars(optimizers_of_torch)}
+    return [
+        (name, [*table.values()])
+        for name, table in tables.items()
+        if name.startswith("_global_") and isinstance(table, dict) and table
+    ]
 
 
 def warn_of_unknown(folder: str | Path, unknown: Sequence[str]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedTokenizerFast
 
 import anchorlens as al
@@ -254,6 +255,22 @@ def test_rotary_frequencies_that_depend_on_prompts_do_not_count(
 
 
 @pytest.mark.with_shapes
+def test_hooks_on_all_of_torch_are_in_the_fingerprint(gpt2: Any) -> None:
+    before = fingerprint(gpt2, (), {}).facts
+    for register in (
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+        register_optimizer_step_post_hook,
+    ):
+        handle = register(lambda *given: None)
+        try:
+            assert fingerprint(gpt2, (), {}).facts != before
+        finally:
+            handle.remove()
+    assert fingerprint(gpt2, (), {}).facts == before
+
+
 def test_settings_of_the_process_are_in_the_fingerprint(gpt2: Any) -> None:
     before = fingerprint(gpt2, (), {}).facts
     assert fingerprint(gpt2, (), {}).facts == before

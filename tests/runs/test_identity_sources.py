@@ -29,6 +29,9 @@ WRAP = (
     "import functools\nclass W:\n def __init__(self, f, k): self.k = k; functools.{w}(self, f)\n"
     " def __call__(self, x): return self.__wrapped__(x) * self.k\ndef f(x): return x\n"
 )
+TOKENIZER = (
+    "from tests.support.tiny_models import byte_level_tokenizer\na = byte_level_tokenizer()\n"
+)
 # What the number N is put into, and how a function x -> x * N reads it there.
 HELD = {
     "a global": ("k = N", "k"),
@@ -266,6 +269,33 @@ HELD = {
         "from enum import Enum\nclass A(Enum):\n b = 1\nA.b.k = N",
         "A.b.k",
     ),
+    "an attribute of an enum that its constructor sets": (
+        "from enum import Enum\nclass A(Enum):\n b = 1\n def __init__(self, v): self.k = v\nA.b.k = N",
+        "A.b.k",
+    ),
+    "a storage beyond a view": (
+        "import torch\na = torch.tensor([1.0, N])[:1]",
+        "a.as_strided((1,), (1,), 1)",
+    ),
+    "the base of an array": ("import numpy as np\na = np.array([1.0, N])[:1]", "a.base[1]"),
+    "a module that draws": (
+        "import torch\na = torch.nn.Dropout()\ntorch.manual_seed(int(N * 2))",
+        "a(x)",
+    ),
+    "attention that draws": (
+        "import torch\na = torch.nn.MultiheadAttention(2, 1, dropout=0.5)\n"
+        "for p in a.parameters(): torch.nn.init.ones_(p)\ntorch.manual_seed(int(N * 2))",
+        "a(x, x, x)",
+    ),
+    "a chat template": (
+        f"{TOKENIZER}a.chat_template = 'N'",
+        "len(a.apply_chat_template([], tokenize=False))",
+    ),
+    "a side of truncation": (
+        f"{TOKENIZER}a.truncation_side = 'left' if N > 1 else 'right'",
+        "a('b c', truncation=True, max_length=1)['input_ids'][0]",
+    ),
+    "an attribute of a tokenizer": (f"{TOKENIZER}a.k = N", "a.k"),
     "a constructor of an enum": (
         "from enum import Enum\nclass A(Enum):\n b = 1\n def __init__(self, v): self.k = v * N",
         "A.b.k",
