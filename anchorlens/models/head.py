@@ -34,11 +34,11 @@ class _Logits(torch.autograd.Function):
         return torch.cat([rows.float() @ part.float().mT for part in _parts(weights)], dim=-1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         parts = _parts(*ctx.saved_tensors)
         pieces = gradient.split([len(part) for part in parts], dim=-1)
         products = (piece @ part.float() for piece, part in zip(pieces, parts, strict=True))
-        return sum(products).to(ctx.dtype), None  # type: ignore[union-attr]
+        return sum(products).to(ctx.dtype), None
 
 
 def _parts(weights: Tensor) -> tuple[Tensor, ...]:

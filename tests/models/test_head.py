@@ -25,9 +25,12 @@ def by_transformers(weights: Any, batch: al.PromptBatch) -> tuple[Tensor, Tensor
     head = exact.get_output_embeddings()
     for name, parameter in list(head.named_parameters()):
         setattr(head, name, nn.Parameter(parameter.detach().float()))
-    head.register_forward_pre_hook(
-        lambda module, given: (states.append(given[0]), (given[0].float(),))[1]
-    )
+
+    def widened(_: Any, given: tuple[Tensor]) -> tuple[Tensor]:
+        states.append(given[0])
+        return (given[0].float(),)
+
+    head.register_forward_pre_hook(widened)
     with torch.no_grad():
         logits = exact(batch.tokens, attention_mask=batch.attention_mask.long()).logits
     rows = range(len(batch.tokens)), batch.target_positions
