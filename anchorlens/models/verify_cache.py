@@ -93,8 +93,9 @@ def with_stored_heads(
     for layer, heads in keys.items():
         copies = heads.shape[1] // stored[entries[layer]][0].shape[1]
         kept = heads[:, :: max(copies, 1)]
-        if copies > 1 and torch.equal(kept.repeat_interleave(copies, 1), heads):
-            found[layer] = replace(operands[layer], key_heads=kept.shape[1])
+        of_layer = operands[layer]
+        if of_layer and copies > 1 and torch.equal(kept.repeat_interleave(copies, 1), heads):
+            found[layer] = replace(of_layer, key_heads=kept.shape[1])
     return tuple(found)
 
 

@@ -130,7 +130,7 @@ def hooks_of(hooks: HooksOfBatch, batch: PromptBatch) -> Sequence[Hook]:
     acting: Any = called("hooks", hooks, "the batch", batch)
     if not _are_hooks(acting):
         raise HookError(f"hooks must return a list of (hook point, function); got {acting!r}")
-    return acting  # type: ignore[no-any-return]
+    return acting
 
 
 def check_edges_of_hooks(

@@ -220,7 +220,7 @@ def require_same(
 
     Where they are near, the reason is rounding, else the one that is given.
     """
-    off = off_by(*both, dtype)
+    off = off_by(*both, dtype=dtype)
     if 1 < off <= 10:
         reason = (
             "as where only rounding differs, which depends on the device and the number of threads "

@@ -10,8 +10,11 @@ from torch import Tensor
 
 def holds_numbers(value: object) -> TypeGuard[Tensor]:
     """Whether it is a tensor to compute with: real numbers, or True and False, that can be read."""
-    is_plain = isinstance(value, Tensor) and value.layout == torch.strided
-    return is_plain and not value.is_meta and not value.is_complex()
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not (value.is_meta or value.is_complex())
+    )
 
 
 @cache

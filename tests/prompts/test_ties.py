@@ -43,6 +43,7 @@ def test_ties_are_counted_and_said(kind: str, tied: Any) -> None:
     assert count > 0
     asked = [al.Accuracy(), al.AttentionAUCROC(), al.SegmentAttention()]
     with pytest.warns(UserWarning, match=f"^{count} {EQUAL}, the highest") as told:
+        records: Any
         if kind == "run":
             records = al.run(model, batches, asked, **QUIET)
         elif kind == "caches":

@@ -30,7 +30,7 @@ def fields(text: str) -> list[list[str]]:
 
 
 def table(numbers: Iterable[PaperNumber]) -> pd.DataFrame:
-    return pd.DataFrame(numbers, columns=COLUMNS)
+    return pd.DataFrame([*numbers], columns=COLUMNS)
 
 
 def section(text: str, title: str) -> list[list[str]]:

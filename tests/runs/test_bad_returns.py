@@ -131,7 +131,10 @@ def paper(part: Callable[[Given], Any]) -> Any:
     return lambda model, batches, given: al.paper(
         model,
         {"questions": (PAPER, PAPER)},
-        **{"queries": 12, "seeds": [1], "depth": 1, "draws": 1},
+        queries=12,
+        seeds=[1],
+        depth=1,
+        draws=1,
         parts=[part(given)],
         progress=False,
     )
@@ -284,7 +287,10 @@ def test_a_number_of_numpy_or_torch_is_a_number(value: Any, gpt2: Any, tmp_path:
         al.paper,
         gpt2,
         {"questions": (PAPER, PAPER)},
-        **{"queries": 12, "seeds": [1], "depth": 1, "draws": 1},
+        queries=12,
+        seeds=[1],
+        depth=1,
+        draws=1,
         parts=[a_part(number)],
         progress=False,
     )
