@@ -109,8 +109,8 @@ def hook_tables_hold_all_hooks() -> bool:
 def tables_of_hooks_on_all_modules_begin_so() -> bool:
     """A hook on all modules is in a dictionary of torch.nn.modules.module with such a name."""
     handle = nn.modules.module.register_module_forward_hook(print)
-    tables = vars(nn.modules.module).items()
-    found = [[*each.values()] for name, each in tables if name.startswith("_global_") and each]
+    named = [each for name, each in vars(nn.modules.module).items() if name.startswith("_global_")]
+    found = [[*each.values()] for each in named if isinstance(each, dict) and each]
     handle.remove()
     return found == [[print]]
 

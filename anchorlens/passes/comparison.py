@@ -25,8 +25,8 @@ SALIENCY_TOLERANCE = 1e-4  # of the largest saliency in its layer
 # layers add up, so that only another scale is told from it.
 _READ, _LOW_READ = 1e-4, 0.5
 
-# What a pass shows at a site of a layer, by both.
-Sites = dict[tuple[str, int], Float[Tensor, "batch position _"]]
+# What a pass shows at a site of a layer, by both: [batch, column, width].
+Sites = dict[tuple[str, int], Float[Tensor, "batch _ _"]]
 
 
 def site_hooks(model: HookedModel, found: Sites, *, fused: bool = False) -> list[Hook]:

@@ -164,7 +164,7 @@ def test_what_transformers_warns_of_is_a_warning_at_every_load(
     before = logger.level, logger.handlers
     with pytest.warns(UserWarning, match=f"^transformers: .*{message}") as told:
         load(folder, byte_level)
-    assert len(told) == 1 and told[0].filename == __file__
+    assert len(told) == 1
     of_transformers.warning_once.cache_clear()
     with quiet_libraries(), pytest.warns(UserWarning, match=message):  # as in a command
         read_model_files(str(folder))

@@ -342,7 +342,6 @@ def test_the_label_words_are_compared_with_the_differences_between_draws() -> No
     assert (claim.estimate.low, claim.estimate.high) == (-1, 1) and half > 1
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("words", "freedom", "share"),
     [
