@@ -299,6 +299,17 @@ def a_bridge_stores_its_last_pattern() -> bool:
     return vars(AttentionBridge("attn", config))["_pattern"] is None
 
 
+@use_of("accelerate", "_old_forward", "models/head.py")
+def accelerate_keeps_the_former_forward() -> bool:
+    """Where accelerate replaces the forward of a module, it keeps the former one."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    module = nn.Linear(2, 2)
+    former = module.forward
+    add_hook_to_module(module, ModelHook())
+    return module._old_forward == former and "forward" in vars(module)
+
+
 @use_of("accelerate", "__new__", "system/processes.py")
 def accelerate_reads_its_state_without_initializing_it() -> bool:
     """An object made by __new__ says whether the state is initialized, and does not do so."""
@@ -457,7 +468,7 @@ def test_no_private_name_is_missing_from_the_list() -> None:
     defined = {name for tree in trees.values() for name in defined_names(tree)}
     # Documented methods of a NamedTuple, and the endings of some names.
     other = {"_fields", "_replace", "_asdict", "_loyalty", "_share", "_grad", "_rank"}
-    other |= {"_column", "_token"}
+    other |= {"_column", "_token", "_token_id", "_moe"}
     listed = {(PACKAGE / file, name) for use in USES for file in use.files for name in use.names}
     unlisted = {
         f"{path.relative_to(PACKAGE)}: {name}"
