@@ -265,7 +265,6 @@ def sample_queries(
         >>> len(sample_queries(examples, 5, exclude=demos))
         5
     """
-    check_counts(DataError, count=count)
     excluded = {(example.text, example.image) for example in exclude}
     pool = [example for example in examples if (example.text, example.image) not in excluded]
     if len(pool) < count:
@@ -273,6 +272,7 @@ def sample_queries(
             f"{count} queries are asked for, but only {len(pool)} examples are left without the "
             "demonstrations; ask for fewer queries or give more examples"
         )
+    check_counts(DataError, count=count)
     return random.Random(seed).sample(pool, count)
 
 

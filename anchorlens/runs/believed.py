@@ -113,6 +113,8 @@ _GIVEN += [Record, Question, Further, Passes]
 # Attributes with underscores that tell nothing from outside.
 _SPECIAL = {"__init__", "__post_init__", "__call__", "__class__", "__name__", "__qualname__"}
 _SPECIAL |= {"__setattr__", "__delattr__", "__eq__", "__len__", "__getitem__"}
+# What dataclasses and named tuples write for a class.
+_GENERATED = {"__init__", "__eq__", "__repr__", "__hash__", "__setattr__", "__delattr__", "__new__"}
 _MEMBERS_IN_C = (
     *(BuiltinFunctionType, ClassMethodDescriptorType, GetSetDescriptorType, MemberDescriptorType),
     *(MethodDescriptorType, WrapperDescriptorType),
@@ -172,6 +174,8 @@ def place_of(value: Any) -> tuple[str, str]:
         if not module.startswith("jaxtyping.") or not hasattr(value, "__wrapped__"):
             return module, value.__code__.co_qualname
         value = value.__wrapped__  # whose arguments jaxtyping checks
+    if value.__module__ in ("__main__", "__mp_main__"):  # in whose place a profiler may stand
+        return "", value.__qualname__
     path = getattr(sys.modules.get(value.__module__), "__file__", None)
     is_in_c = path is None and value.__module__ in sys.modules and value.__module__ != "__main__"
     module = value.__module__ if is_in_c else installed_module(str(path or ""))
@@ -218,20 +222,27 @@ def members(name: str, classes: list[type]) -> list[bool]:
 
 def is_as_installed(member: Any) -> bool:
     """Whether a member of a class is as it was installed, and nobody put it there later."""
-    function = getattr(member, "fget", None) or getattr(member, "func", None)
-    function = function or getattr(member, "__func__", member)
+    function = _function_of(member)
     is_function = isinstance(function, FunctionType)
     return isinstance(function, _MEMBERS_IN_C) or (is_function and bool(place_of(function)[0]))
 
 
-def operators_are_as_installed() -> bool:
-    """Whether what code does with tensors without naming it, as in ``a * b``, is that of torch."""
-    own = {**vars(torch._C.TensorBase), **vars(Tensor)}
-    return all(
-        is_as_installed(member)
-        for name, member in own.items()
-        if name.startswith("__") and callable(member)
-    )
+def _function_of(member: Any) -> Any:
+    """The function of a member of a class that is a property, a method or a function."""
+    function = getattr(member, "fget", None) or getattr(member, "func", None)
+    return function or getattr(member, "__func__", member)
+
+
+def put_on(*owners: Any) -> list[str]:
+    """The functions that somebody put on classes or modules after they were installed."""
+    return [
+        f"{owner.__name__}.{name}"
+        for owner in owners
+        for name, member in vars(owner).items()
+        if isinstance(function := _function_of(member), FunctionType)
+        and not place_of(function)[0]
+        and not (name in _GENERATED and function.__code__.co_filename == "<string>")
+    ]
 
 
 def is_public(name: str) -> bool:

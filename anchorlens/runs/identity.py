@@ -148,8 +148,8 @@ class _Walk:
     def add_attributes(self) -> None:
         """Look for the attributes that code names, in all that it may have got."""
         classes, done = [*believed.classes_given(), *self._classes], set[str]()
-        if not believed.operators_are_as_installed():
-            self._miss("an operator that was put on tensors")
+        if put := believed.put_on(Tensor, nn.functional, torch):  # what code does without naming it
+            self._miss(f"{put[0]}, which somebody put there")
         while names := self._wanted.keys() - done:
             for name in sorted(names):
                 done.add(name)
@@ -234,7 +234,12 @@ class _Walk:
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         self._write(repr(counts))
         self._add_names(code, function)
-        for constant in code.co_consts:
+        # The text that documents a function is a constant, too, which nothing loads.
+        instructions = dis.get_instructions(code)
+        for number in sorted(
+            {each.arg or 0 for each in instructions if each.opcode in dis.hasconst}
+        ):
+            constant = code.co_consts[number]
             if isinstance(constant, CodeType):
                 self._add_code(constant, function)
             else:
@@ -280,12 +285,14 @@ class _Walk:
 
     def _add_class(self, kind: type) -> Any:
         module, name = believed.place_of(kind)
-        self._write("class", kind.__module__, kind.__qualname__)
+        self._write("class", module, kind.__qualname__)
         if module and not believed.is_believed(module, name):
             return self._miss(f"the class {_in_full(kind)}")
         if isinstance(kind, abc.ABCMeta) and _registered(kind):
             self._miss(f"the classes that are registered with {_in_full(kind)}")
         if module:
+            if put := believed.put_on(*kind.__mro__):
+                self._miss(f"{put[0]}, which somebody put there")
             return None
         if type(kind) not in (type, abc.ABCMeta, type(Protocol), EnumType):
             return self._miss(f"the metaclass {_in_full(type(kind))}")

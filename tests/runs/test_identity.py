@@ -417,3 +417,32 @@ def test_parts_of_the_paper_whose_code_changed_are_refused(gpt2: Any, tmp_path: 
     assert values(1.0) == values(1.0) == [1.0]
     with pytest.raises(StoreError, match=r"another run.* parts: stored"):
         values(2.0)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "used"),
+    [
+        (torch.nn.GELU, "forward", torch.nn.GELU()),
+        (torch.nn.Module, "_call_impl", torch.nn.GELU()),
+        (torch.nn.functional, "gelu", torch.nn.GELU()),
+        (torch.Tensor, "softmax", None),
+        (al.Accuracy, "contributions", al.Accuracy()),
+    ],
+)
+def test_a_function_that_is_put_on_a_known_class_is_unknown(
+    owner: Any, name: str, used: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code that uses the class does not name it."""
+    value = lambda x: (used, x)  # noqa: E731
+    assert not identity_of(value).unknown
+    monkeypatch.setattr(owner, name, lambda *args, **options: None)
+    assert "which somebody put there" in str(identity_of(value).unknown)
+
+
+def test_texts_and_modules_decide_no_number() -> None:
+    source = (
+        "def f(x):\n '<first|second>'\n return x * 2\nclass A:\n def f(self): 1\nvalue = f, A()"
+    )
+    first, second = (value_of(source.replace("<first|second>", word)) for word in ("a", "b c"))
+    type(second[1]).__module__ = "elsewhere"
+    assert identity_of(first) == identity_of(second)
