@@ -183,7 +183,8 @@ def _check_logits(store: Store, number: int, setting: PaperSetting) -> None:
                 store.write(number, rows)
             else:
                 require_same(
-                    *(stored, rows),
+                    stored,
+                    rows,
                     dtype=dtype_of(setting.model),
                     told="the model gives other logits than when the numbers in "
                     f"{store.folder} were computed",

@@ -214,13 +214,19 @@ def off_by(
 
 
 def require_same(
-    *both: Mapping[str, Tensor], dtype: torch.dtype, told: str, reason: str, cure: str = _CURE
+    stored: Mapping[str, Tensor],
+    computed: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    told: str,
+    reason: str,
+    cure: str = _CURE,
 ) -> None:
     """Raise an error if stored contributions are not those that are computed now.
 
     Where they are near, the reason is rounding, else the one that is given.
     """
-    off = off_by(*both, dtype=dtype)
+    off = off_by(stored, computed, dtype)
     if 1 < off <= 10:
         reason = (
             "as where only rounding differs, which depends on the device and the number of threads "

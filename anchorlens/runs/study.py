@@ -500,7 +500,8 @@ class Study:
                 name: each for name, each in stored.items() if name in computed or name[0] != "/"
             }
             require_same(
-                *(both, computed),
+                both,
+                computed,
                 dtype=dtype_of(self.model),
                 told=f"batch {number} gives other numbers than those stored in {store.folder}",
                 reason="so hooks, loss or weights are not those of the stored run (or, in bfloat16 "
