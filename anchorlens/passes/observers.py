@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from math import lcm
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -30,6 +31,7 @@ from ..models.hooked import (
 from ..models.tiny_pass import logits_of, tiny_passes, tiny_tokens
 from ..prompts.batch import PromptBatch
 from ..system.arguments import called
+from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, on_one_device, sent, wide
 from ..system.texts import described
 from .forward import edited
@@ -257,16 +259,20 @@ class BlocksObserver(Observer):
         if self._padding is not None:
             padding = self._padding[:, None, rows, None].to(a.device)
             a, slope = (each.masked_fill(padding, 0) for each in (a, slope))
+        copies = [] if self._padding is None else [a, slope]  # which no hook watches
+        before = [row_sums(each.detach()) for each in copies]
         block = Block(layer, rows, keys, a, slope if self._read.slope else None)
         made: Any = called(f"a function of {self._owner}", self._read.of, "a block", block)
+        if not all(map(np.array_equal, [row_sums(each.detach()) for each in copies], before)):
+            raise edited(f"metric {self._owner!r}", "A or dL/dA")
         first = next(iter(self._of_layers.values()), made)
         if not holds_numbers(made) or made.shape[:1] != a.shape[:1] or made.shape != first.shape:
             raise MetricError(
                 f"a function of blocks gives a tensor [batch, ...] for {len(a)} prompts, always of "
                 f"one shape; that of {self._owner} gave {described(made)}"
             )
-        before = self._of_layers.get(layer)
-        self._of_layers[layer] = made.detach() if before is None else before + made.detach()
+        others = self._of_layers.get(layer)
+        self._of_layers[layer] = made.detach() if others is None else others + made.detach()
 
     def found(self) -> Tensor:
         return _by_layer(self._owner, self._of_layers)
