@@ -253,7 +253,7 @@ def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
 
 
 def halved_outputs(model: Any) -> Callable[[], None]:
-    """Halve the outputs of a kind of module in torch, which no model tells; gives the end."""
+    """Halve the outputs of a kind of module by a hook on all of torch; gives the end."""
     handle = torch.nn.modules.module.register_module_forward_hook(
         lambda module, given, out: out / 2 if type(module).__name__ == "GPT2MLP" else None
     )
@@ -285,7 +285,7 @@ def test_a_model_that_computes_otherwise_is_refused(
     stored = call()
     restore = change(gpt2)
     try:
-        with pytest.raises(StoreError, match=r"at the start are .* does not compute as it did"):
+        with pytest.raises(StoreError, match=r"does not compute as it did|another hooks on"):
             call()
     finally:
         restore()

@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 import anchorlens as al
 from anchorlens.errors import StoreError
+from anchorlens.experiments import edge_sweep
+from anchorlens.metrics.loyalties import tokens_of
 from anchorlens.runs.identity import versions
 from anchorlens.runs.store import Store, forget_run, off_by, require_same
 from anchorlens.system import files
@@ -236,20 +238,20 @@ def test_a_folder_holds_experiments_beside_metrics(
     asked[0] = first = Logits()
     assert same(run(gpt2, first, stored, **options), expected)
     assert first.seen == [1]
-    swept: list[int] = []
-    of_batch = al.EdgeSweep.of_batch
+    swept: list[int] = []  # a batch without cuts, and with each cut
 
-    def counted(sweep: Any, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+    def counted(batch: al.PromptBatch, logits: Tensor) -> Any:
         swept.append(len(batch))
-        return of_batch(sweep, passes, batch)
+        return tokens_of(batch, logits)
 
-    monkeypatch.setattr(al.EdgeSweep, "of_batch", counted)
+    monkeypatch.setattr(edge_sweep, "tokens_of", counted)
     assert same(run(gpt2, Logits(), stored, **options), expected)
-    assert swept == [1]
+    assert len(swept) == 1 + 2 * 3
     other = al.EdgeSweep.isolation({"first": al.Site(0)}, draws=1, name="another")
     swept.clear()
     again = run(gpt2, Logits(), stored, share_prefix=False, metrics=[sweep, other])
-    assert swept == [1, 1, 1, 1, 1]  # one stored sweep is checked, and four batches are swept
+    # One stored sweep is checked, and four batches are swept.
+    assert len(swept) == (1 + 2 * 3) + 4 * (1 + 2)
     assert torch.equal(again["isolation"].kl, expected["isolation"].kl)
     assert torch.equal(again["another"].kl, expected["isolation"].kl[:1])
 
