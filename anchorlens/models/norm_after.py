@@ -78,7 +78,7 @@ def norms_after(model: HookedModel) -> dict[int, _Norm]:
 
     of_modules = [(module, partial(compare, number)) for number, module in enumerate(modules)]
     with tiny_passes(model, [*map(scale, range(n_layers))], of_modules):
-        logits = logits_of(model, tiny_tokens(model).expand(count, -1)).double()
+        logits = wide(logits_of(model, tiny_tokens(model).expand(count, -1)))
     doubled, none = (logits[1:] - logits[0]).flatten(1).abs().amax(1).split(n_layers)
     return {layer: norm for layer, norm in found.items() if doubled[layer] < _SAME * none[layer]}
 

@@ -73,7 +73,8 @@ def test_a_moved_batch_has_its_own_numbers_on_the_cpu(compare: Callable[..., Fou
 
 
 # How often the host waits for one more batch, or step: not more often in a deeper model.
-MOST_WAITS = {"flows and AUCROC": 8, "distances": 5, "isolation, two draws": 12}
+# One of them is for ties, where scores of labels are read.
+MOST_WAITS = {"flows and AUCROC": 8, "distances": 6, "isolation, two draws": 13}
 MOST_WAITS |= {"a step of training": 4}
 
 

@@ -426,11 +426,14 @@ def test_padding_is_in_no_segment_of_a_function(gpt2: Any, batch: al.PromptBatch
     ("weights", "message"),
     [
         (lambda b: torch.zeros(2, 9), "prompt 0 has no token to predict"),
-        (lambda b: torch.ones(2, 8), r"shape \(batch, position\) = \(2, 9\); got \(2, 8\)"),
+        (
+            lambda b: torch.ones(2, 8),
+            r"shape \(batch, position\) = \(2, 9\); got torch.float32 of the shape \(2, 8\)",
+        ),
         (lambda b: torch.full((2, 9), torch.nan), "number for each position.*; got NaN or inf"),
         (lambda b: torch.arange(9).expand(2, -1) == 8, "at position 8 of prompt 0, which is pad"),
         (lambda b: torch.arange(9).expand(2, -1) % 6 == 2, "at position 8 of prompt 0, which is"),
-        (lambda b: 3, "got int"),
+        (lambda b: 3, "got a int"),
     ],
 )
 def test_wrong_weights_of_a_loss_raise_an_error(
