@@ -259,7 +259,8 @@ def _weights_and_methods(held: Sequence[Mapping[str, Any]]) -> list[Any]:
         (id(each), each.data_ptr(), 0 if each.is_inference() else each._version)
         for of, table in tables
         for name, each in table.items()
-        if each is not None and not follows_the_prompts(of, name)
+        # Asked of what rotates alone: this runs in each pass.
+        if each is not None and not ("rope_type" in of and follows_the_prompts(of, name))
     ]
 
 
