@@ -106,11 +106,15 @@ class SaliencyFlowsRecord(Record):
     deep_share: Float[Tensor, " flow"] = derived(lambda record: _deep(record.share).mean(0))
     share_change: Float[Tensor, " flow"] = statistic(OfMeans(("flows",), _change), by_set=True)
     deep_pq_over_tq: Float[Tensor, ""] = ratio(
-        OfMeans(("pq", "tq"), lambda pq, tq: _deep((pq / tq).movedim(-1, 0)).quantile(0.5, 0)),
+        OfMeans(("pq", "tq"), torch.div, after=lambda ratios: _deep(ratios).quantile(0.5, 0)),
         by_set=True,
     )
     over_ww: Float[Tensor, " flow"] = ratio(
-        OfMeans(("flows", "ww"), lambda flows, ww: (flows / ww[..., None]).quantile(0.5, -2)),
+        OfMeans(
+            ("flows", "ww"),
+            lambda flows, ww: flows / ww[..., None],
+            after=lambda ratios: ratios.quantile(0.5, 0),
+        ),
         by_set=True,
     )
     per_head: Float[Tensor, "layer head flow"] = mean("of_heads", unit="nats")

@@ -284,7 +284,7 @@ def _settings(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
         if type(value) in _SETTINGS
         and name[0] != "_"
         and name != "training"
-        and not follows_the_prompts(held, name)
+        and not ("rope_type" in held and follows_the_prompts(held, name))
     ]
 
 

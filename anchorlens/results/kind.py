@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import MetricError
+from ..system.devices import holds_numbers
 from . import intervals
 from .contributions import Contributions
 from .population import MANY_SETS, Population
@@ -68,15 +69,18 @@ def of_each(of: Of, contributions: Contributions) -> Tensor:
 class OfMeans:
     """A function of means over the prompts of one set, such as their ratio, without its bias.
 
-    ``then`` keeps axes that stand before those of the means.
+    ``then`` is smooth, and keeps axes that stand before those of the means. ``after`` gets its
+    values without their bias: of a median over layers the jackknife would take the wrong one.
     """
 
     of: Sequence[Of]
     then: Callable[..., Tensor]
+    after: Callable[[Tensor], Tensor] = torch.clone
 
     def __call__(self, contributions: Contributions) -> Tensor:
         value = self.then(*(mean_of(of, contributions) for of in self.of))
-        return without_bias(value, contributions, partial(self._without_each, contributions))
+        without_each = partial(self._without_each, contributions)
+        return self.after(without_bias(value, contributions, without_each))
 
     def _without_each(self, contributions: Contributions, unit: Int[Tensor, " prompt"]) -> Tensor:
         means = []
@@ -256,9 +260,11 @@ class Ratio(Kind):
             others = (contributions.prompts(unit != each) for each in range(int(unit.max()) + 1))
             return torch.stack([self.of(each) for each in others])
 
-        if isinstance(self.of, OfMeans) or len(contributions.sets) < 2:
-            return self.of(contributions)
-        return without_bias(self.of(contributions), contributions, without_each)
+        value: Any = self.of(contributions)
+        is_done = isinstance(self.of, OfMeans) or len(contributions.sets) < 2
+        if is_done or not holds_numbers(value):  # which the record names as its misfit
+            return value
+        return without_bias(value, contributions, without_each)
 
     def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
         return intervals.of_ratio(*drawn)

@@ -189,7 +189,7 @@ WRONG = {
         MetricError,
         r"the logits of ba",
     ),
-    "no logits": (lambda logits, cache: (None, cache), MetricError, "got NoneType"),
+    "no logits": (lambda logits, cache: (None, cache), MetricError, "got a NoneType"),
     "NaN": (lambda logits, cache: (logits * torch.nan, cache), NotFiniteError, "logits of batch 0"),
     "a cache alone": (lambda logits, cache: cache, MetricError, r"a pass is \(logits, cache\)"),
 }
