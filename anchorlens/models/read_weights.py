@@ -16,7 +16,7 @@ from ..system.processes import process_device
 from ..system.warn import warn_user
 from .gguf_settings import gguf_config, refuse_part, refuse_unread_tensors, set_gguf_tokenizer
 from .parsed_once import parsed_once
-from .quiet_libraries import warnings_of_transformers
+from .quiet_libraries import quiet_libraries, warnings_of_transformers
 from .unread_settings import check_settings
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
@@ -138,7 +138,10 @@ def _config_of(source: str, options: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     file = _gguf_file(source, options)
-    return AutoConfig.from_pretrained(source, **options) if file is None else gguf_config(file)
+    if file is None:
+        return AutoConfig.from_pretrained(source, **options)
+    with quiet_libraries():  # each setting of the file is read or refused, whatever a class expects
+        return gguf_config(file)
 
 
 def _gguf_file(source: str, options: dict[str, Any]) -> str | None:
