@@ -69,8 +69,8 @@ def of_each(of: Of, contributions: Contributions) -> Tensor:
 class OfMeans:
     """A function of means over the prompts of one set, such as their ratio, without its bias.
 
-    ``then`` is smooth, and keeps axes that stand before those of the means. ``after`` gets its
-    values without their bias: of a median over layers the jackknife would take the wrong one.
+    ``then`` keeps axes that stand before those of the means. Its values lose their bias, and then
+    ``after`` is called with them: a median over layers, say, which the jackknife does not suit.
     """
 
     of: Sequence[Of]
