@@ -169,11 +169,9 @@ def installed_module(path: str) -> str:
 
 def place_of(value: Any) -> tuple[str, str]:
     """The installed module of a function or class, "" for one of the user; and its name there."""
-    while isinstance(value, FunctionType):
-        module = installed_module(value.__code__.co_filename)
-        if not module.startswith("jaxtyping.") or not hasattr(value, "__wrapped__"):
-            return module, value.__code__.co_qualname
-        value = value.__wrapped__  # whose arguments jaxtyping checks
+    if isinstance(value, FunctionType):
+        code = _without_checks(value).__code__
+        return installed_module(code.co_filename), code.co_qualname
     if value.__module__ in ("__main__", "__mp_main__"):  # in whose place a profiler may stand
         return "", value.__qualname__
     path = getattr(sys.modules.get(value.__module__), "__file__", None)
@@ -181,6 +179,13 @@ def place_of(value: Any) -> tuple[str, str]:
     module = value.__module__ if is_in_c else installed_module(str(path or ""))
     # A class that only has the place of another is not believed.
     return module, value.__qualname__ if is_found(value) else "?"
+
+
+def _without_checks(function: FunctionType) -> FunctionType:
+    """The function whose arguments jaxtyping checks, or the function itself."""
+    checks = installed_module(function.__code__.co_filename).startswith("jaxtyping.")
+    wrapped = getattr(function, "__wrapped__", None) if checks else None
+    return _without_checks(wrapped) if isinstance(wrapped, FunctionType) else function
 
 
 def is_found(value: Any) -> bool:
@@ -241,7 +246,9 @@ def put_on(*owners: Any) -> list[str]:
         for name, member in vars(owner).items()
         if isinstance(function := _function_of(member), FunctionType)
         and not place_of(function)[0]
-        and not (name in _GENERATED and function.__code__.co_filename == "<string>")
+        and not (
+            name in _GENERATED and _without_checks(function).__code__.co_filename == "<string>"
+        )
     ]
 
 
