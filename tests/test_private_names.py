@@ -144,7 +144,7 @@ def adding_hooks_changes_what_is_put_back() -> bool:
     }
 
 
-@use_of("torch", "_backward_hooks _post_accumulate_grad_hooks", "runs/identity.py")
+@use_of("torch", "_backward_hooks _post_accumulate_grad_hooks", "runs/by_value.py")
 def tensors_hold_their_hooks() -> bool:
     """A Tensor holds its hooks in these two dictionaries, which are None without hooks."""
     tensor: Any = torch.ones(1, requires_grad=True)
@@ -155,7 +155,7 @@ def tensors_hold_their_hooks() -> bool:
     return without == [None, None] and all(len(getattr(tensor, name)) == 1 for name in names)
 
 
-@use_of("abc", "_get_dump", "runs/identity.py")
+@use_of("abc", "_get_dump", "runs/by_value.py")
 def classes_tell_what_is_registered() -> bool:
     """An abstract class tells which classes were registered with it, first of all."""
     dump: Any = vars(abc)["_get_dump"]

@@ -30,7 +30,7 @@ from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch, digests
 from ..results import figures
 from ..results.record import Record
-from ..runs.identity import fingerprint, in_words, warn_of_unknown
+from ..runs.identity import differences, fingerprint, in_words, warn_of_unknown
 from ..runs.store import make_folder, require_same
 from ..runs.study import Study
 from ..system.arguments import check_counts, checked, fitted
@@ -519,7 +519,7 @@ class _StateFile:
 
     path: Path | None
     facts: Mapping[str, str]  # that decide the result of the training
-    unknown: tuple[str, ...] = ()  # what cannot be seen, so that a stored state is not believed
+    is_known: bool = True  # and not computed with what cannot be seen, and is not believed
 
     @classmethod
     def of(cls, run: TrainingRun, trainable: Trainable) -> "_StateFile":
@@ -532,7 +532,7 @@ class _StateFile:
         }
         facts, unknown = fingerprint(run.study.model, run.study.batches, decides)
         warn_of_unknown(folder, unknown)
-        return cls(folder / "training.safetensors", facts, unknown)
+        return cls(folder / "training.safetensors", facts, not unknown)
 
     def read(self, trainable: Trainable) -> "_Stored | None":
         """What is stored, if it may be used."""
@@ -544,11 +544,12 @@ class _StateFile:
         except StoreError:
             warn_user(f"{self.path} is damaged; training begins again")
             return None
-        if self.unknown:
+        if not self.is_known:
             return None
         with self._of_this_version():
             stored = header["training"]
-            different = [name for name, fact in self.facts.items() if stored.get(name) != fact]
+            differ = differences(stored, self.facts)
+            different = [name for name, is_believed in differ.items() if not is_believed]
             if not different:
                 now = enumerate(trainable.candidate())
                 best = [tensors[f"best.{n}"].to(each.device).view_as(each) for n, each in now]

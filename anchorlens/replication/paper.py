@@ -24,7 +24,8 @@ from ..passes.forward import after_each_pass
 from ..prompts.demonstration_sets import demonstrations_by_query, task_of_name
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
-from ..runs.identity import fingerprint, identity_of, warn_of_unknown
+from ..runs.by_value import Known, identity_of
+from ..runs.identity import fingerprint, warn_of_unknown
 from ..runs.run import target_logits
 from ..runs.store import Store, require_same
 from ..system.arguments import check_counts, checked, fitted
@@ -257,7 +258,7 @@ def _outcome(part: Part, setting: PaperSetting) -> _Outcome:
 def _description(todo: Todo) -> dict[str, Any]:
     """What was computed, so that a folder with the numbers of something else is not continued."""
     _, first, _ = todo[0]
-    known = {"the model": first.model}
+    known = Known(**{"the model": first.model})
     examples = identity_of([(name, vars(setting)) for name, setting, _ in todo], known)
     return {
         "tasks": ", ".join(dict.fromkeys(name for name, _, _ in todo)),

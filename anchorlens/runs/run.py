@@ -29,6 +29,7 @@ def run(
     share_prefix: bool = True,
     resamples: int = 200,
     folder: str | Path | None = None,
+    believe: Sequence[str] = (),
     progress: bool = True,
 ) -> Results:
     """Answer any number of questions: metrics of one pass over each batch, and experiments.
@@ -69,6 +70,10 @@ def run(
         folder: Stores what each batch contributed to each question; the same call after an
             interruption continues from there, one with more questions computes these alone, and
             after ``forget_run`` a call starts over.
+        believe: Names of what may differ from what ``folder`` holds, or cannot be compared, because
+            you know that it gives the same numbers, as errors and warnings name it: a package
+            (``"torch"``, as on another machine), a setting (``"hooks"``), a question
+            (``"accuracy"``). What differs is said, and the first and last batch are computed again.
         progress: Show a progress bar.
 
     Returns:
@@ -87,8 +92,8 @@ def run(
         >>> frame = results["saliency_flows"].to_frame()
     """
     settings = {"loss": loss, "hooks": hooks, "gradient_checkpointing": gradient_checkpointing}
-    options: dict[str, Any] = {"folder": folder, "resamples": resamples, "progress": progress}
-    study = Study(model, batches, settings, **options)
+    options: dict[str, Any] = {"folder": folder, "believe": believe, "progress": progress}
+    study = Study(model, batches, settings, resamples=resamples, **options)
     with study.entered():
         if not questions:
             raise MetricError(

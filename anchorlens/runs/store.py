@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -23,6 +23,7 @@ from ..system.files import (
     write_atomically,
 )
 from ..system.warn import warn_user
+from .identity import differences
 
 _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
 
@@ -53,16 +54,20 @@ class Store:
     """
 
     folder: Path
-    run: Mapping[str, str]  # the fingerprint of the run to which the contributions belong
+    run: dict[str, str]  # the fingerprint of the run to which the contributions belong
     functions: Mapping[str, str] = field(
         default_factory=dict
     )  # what computes each name, or CHANGED
     believed: frozenset[str] = frozenset()  # the names of which what is stored is read
+    believe: Collection[str] = ()  # names of what may differ
+    differ: dict[str, str] = field(default_factory=dict)  # what does and is believed, in words
 
     @classmethod
-    def open(cls, folder: str | Path, expected: Mapping[str, str]) -> "Store":
+    def open(
+        cls, folder: str | Path, expected: Mapping[str, str], believe: Collection[str] = ()
+    ) -> "Store":
         """The store in ``folder``; an error if it cannot be made, or holds another run."""
-        store = cls(make_folder(folder), dict(expected))
+        store = cls(make_folder(folder), dict(expected), believe=believe)
         path = store.folder / "run.json"
         run = _run_of(path)
         if run is not None:
@@ -95,8 +100,10 @@ class Store:
             if of_batch == number:
                 known = {name: functions.get(name, CHANGED) for name in self.believed}
                 usable = {name for name, function in known.items() if function != CHANGED}
-                if other := [n for n in usable if known[n] != self.functions[n]]:
-                    raise StoreError(self._of_another(path, other[0], known[other[0]]))
+                now = {name: self.functions[name] for name in usable}
+                differ = differences({name: known[name] for name in usable}, now, self.believe)
+                for name in (name for name, is_believed in differ.items() if not is_believed):
+                    raise StoreError(self._of_another(path, name, known[name]))
                 return {
                     name: values
                     for name, values in contributions.items()
@@ -147,15 +154,17 @@ class Store:
         return self.folder / f"rows-{number:05d}.safetensors"
 
     def _require_same(self, run: Mapping[str, str], path: Path) -> None:
-        different = [
-            f"{name}: stored {run.get(name)!r}, now {self.run.get(name)!r}"
-            for name in sorted({*run, *self.run})
-            if run.get(name) != self.run.get(name)
-        ]
-        if different:
+        differ = differences(run, self.run, self.believe)
+        told = {n: f"{n}: stored {run.get(n)!r}, now {self.run.get(n)!r}" for n in differ}
+        if different := [told[name] for name, is_believed in differ.items() if not is_believed]:
             raise StoreError(
-                f"{path} holds the contributions of another run; {_CURE}. " + "; ".join(different)
+                f"{path} holds the contributions of another run; {_CURE}; or, if you know that "
+                "these give the same numbers, name them in believe of run. " + "; ".join(different)
             )
+        self.differ.update(told)
+        for name in differ:  # what is added belongs to the same run
+            self.run.pop(name, None)
+        self.run.update({name: run[name] for name in differ if name in run})
 
 
 @checked

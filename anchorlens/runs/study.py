@@ -53,6 +53,8 @@ from ..system.processes import (
 )
 from ..system.put_back import safe_context
 from ..system.steps import Bar
+from ..system.warn import warn_user
+from .by_value import Identity, Known, identity_of
 from .checks import (
     asked_of,
     check_edges_of_hooks,
@@ -65,9 +67,7 @@ from .checks import (
 )
 from .identity import (
     Fingerprint,
-    Identity,
     fingerprint,
-    identity_of,
     in_words,
     versions,
     warn_of_unknown,
@@ -93,6 +93,7 @@ class Study:
             name. Stored contributions of other settings are an error.
         folder: Stores what each batch contributed; the same call after an interruption continues
             from there, and after ``forget_run`` from the start.
+        believe: See ``run``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
         title: The name of the progress bar; by default the names of the questions, or the setting
@@ -123,6 +124,7 @@ class Study:
         settings: Mapping[str, Any],
         *,
         folder: str | Path | None = None,
+        believe: Sequence[str] = (),
         resamples: int = 200,
         progress: bool = True,
         title: str = "",
@@ -132,7 +134,8 @@ class Study:
         self._has_collected, self._ties = False, dict[str, str]()
         self._made: list[tuple[Passes, list[Any]]] = []  # passes, and what they were made of
         self.settings = {str(name): value for name, value in settings.items()}
-        self.folder, self.resamples, self.progress = folder, resamples, progress
+        self.folder, self.believe = folder, believe
+        self.resamples, self.progress = resamples, progress
         self.title = title
 
     def __repr__(self) -> str:
@@ -415,20 +418,27 @@ class Study:
         require_equal_settings(told)
         if self._store is None:
             return None
-        of_run = self._fingerprint.unknown
-        unknown = [*of_run, *chain(*(each.unknown for each in computed.values()))]
-        warn_of_unknown(self._store.folder, tuple(dict.fromkeys(unknown)))
-        believed = {name for name, each in computed.items() if not each.unknown and not of_run}
-        return replace(self._store, functions=functions, believed=frozenset(believed))
+        known = {*self._fingerprint.facts, *functions}
+        if strange := [name for name in self.believe if name not in known]:
+            raise StoreError(
+                f"believe names {', '.join(strange)}, but what is compared is: "
+                f"{', '.join(sorted(filter(None, known)))}"
+            )
+        unknown = self._fingerprint.unknown | {n: each.unknown for n, each in computed.items()}
+        unknown = {n: each for n, each in unknown.items() if each and n not in self.believe}
+        warn_of_unknown(self._store.folder, unknown)
+        of_all = unknown.keys() <= computed.keys()  # and nothing of the run is unknown
+        believed = frozenset(name for name in computed if of_all and name not in unknown)
+        return replace(self._store, functions=functions, believed=believed)
 
     def _identities_of(self, decides: Mapping[str, Any]) -> dict[str, Identity]:
         """The identity of what decides the contributions of each name; a question is also told."""
-        known, found = {"the study": self, "the model": self.model}, dict[str, Identity]()
-        known |= {f"passes {number}": made for number, (made, _) in enumerate(self._made)}
+        found = dict[str, Identity]()
+        self._known.names |= {id(made): f"passes {n}" for n, (made, _) in enumerate(self._made)}
         for name, what in decides.items():
             # A function may use passes, which are what they were made of.
             all_of_it = what if name else [what, *(made_of for _, made_of in self._made)]
-            digest, unknown = identity_of(all_of_it, known)
+            digest, unknown = identity_of(all_of_it, self._known)
             told = f"{in_words(what[0])} ({digest[:16]})" if name else digest
             found[name] = Identity(told, unknown)
         return found
@@ -439,23 +449,30 @@ class Study:
         changed = [n for n in store.believed if now[n].digest != store.functions[n]]
         if not changed:
             return store
-        warn_of_unknown(
-            store.folder, ["a function of this run changes what it holds while it runs"]
-        )
+        reason = "a function of this run changes what it holds while it runs"
+        warn_of_unknown(store.folder, {name: [reason] for name in changed})
         functions = {**store.functions, **dict.fromkeys(changed, CHANGED)}
         return replace(store, functions=functions, believed=store.believed - {*changed})
 
     @cached_property
+    def _known(self) -> Known:
+        known = Known(**{"the model": self.model})
+        known.names[id(self)] = "the study"
+        return known
+
+    @cached_property
     def _fingerprint(self) -> Fingerprint:
-        return fingerprint(self.model, self._parts, self.settings)
+        return fingerprint(self.model, self._parts, self.settings, self._known)
 
     @cached_property
     def _store(self) -> Store | None:
         """The folder of contributions, which is opened after the arguments were checked."""
         if self.folder is None:
+            if self.believe:
+                raise StoreError("believe names what is stored in a folder; give one, or leave it")
             return None
         folder, expected = self.folder, self._fingerprint.facts
-        return main_first(lambda: Store.open(folder, expected))
+        return main_first(lambda: Store.open(folder, expected, self.believe))
 
     def _check_same_call(self) -> None:
         """Raise an error if the processes got different models, prompts or settings."""
@@ -488,12 +505,15 @@ class Study:
         return Bar(title=title, total=total, initial=initial, disable=quiet, unit=" prompts")
 
     def _check_stored(self, store: Store, fitting: "PartsThatFit") -> None:
-        """Compute the first stored batch again: a fingerprint does not tell what functions do."""
-        for number, batch in enumerate(self._parts):
-            with hidden_warnings():  # the loop warns of a damaged file
-                stored = store.read(number)
-            if not stored:
-                continue
+        """Compute two stored batches again: a fingerprint does not tell what functions do.
+
+        Those are the first and the last, as what acts late is not seen in the first.
+        """
+        numbers = range(len(self._parts))
+        with hidden_warnings():  # the loop warns of a damaged file
+            ends = [next(filter(store.read, order), None) for order in (numbers, numbers[::-1])]
+        for number in dict.fromkeys(each for each in ends if each is not None):
+            batch, stored = self._parts[number], store.read(number)
             names = [name for name in store.functions if name not in store.missing(stored)]
             computed = fitting.contributions(batch.to(device_of(self.model)), names)
             both = {
@@ -507,7 +527,9 @@ class Study:
                 reason="so hooks, loss or weights are not those of the stored run (or, in bfloat16 "
                 "or float16, a question was added or left out that makes all passes have hooks)",
             )
-            return
+        if store.differ and any(ends) and is_main():
+            told = "; ".join(store.differ.values())
+            warn_user(f"what {store.folder} holds is believed although this differs: {told}")
 
 
 @dataclass

@@ -19,7 +19,7 @@ import anchorlens as al
 from anchorlens.models import rotary
 from anchorlens.prompts.label_positions import WrittenPrompt
 from anchorlens.runs import identity, study, way
-from anchorlens.runs.identity import Identity
+from anchorlens.runs.by_value import Identity
 from tests.attack.attack_configurations import random_configurations
 from tests.attack.attack_damages import (
     damaged_context,

@@ -194,7 +194,7 @@ def flows_by_hand(
 
         def over_ww(rows: Tensor) -> Tensor:
             means = rows.mean(0)[:, :3]
-            return (means / means[:, 2:]).median(0).values
+            return means / means[:, 2:]
 
         read_off = jackknife(lambda rows: rows.mean(0)[:, 1] / rows.mean(0)[:, 3], of_prompts)
         of_heads = [
@@ -213,7 +213,7 @@ def flows_by_hand(
             "deep_share": share[2],
             "share_change": jackknife(change, of_prompts),
             "deep_pq_over_tq": read_off[2],
-            "over_ww": jackknife(over_ww, of_prompts),
+            "over_ww": jackknife(over_ww, of_prompts).median(0).values,
             "per_head": torch.stack(of_heads).mean(0),
         }
 

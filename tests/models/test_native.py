@@ -31,6 +31,7 @@ from tests.support.tiny_models import questions, tiny_gpt2
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 # Mostly because their attention does not call the interface of transformers.
 HOOKED = (
+    "BitNet",  # its norm of all heads before W_O: natively hook_z is of before it
     *("GPT-Neo", "Bloom", "MPT", "Falcon", "Falcon (ALiBi)", "XGLM"),
     *("DeepSeek V2", "DeepSeek V3"),  # their latent attention stores other keys and values
 )

@@ -20,7 +20,8 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import ArgumentError
-from anchorlens.runs.identity import identity_of
+from anchorlens.runs.by_value import Known, identity_of
+from anchorlens.runs.installed import changed
 from anchorlens.runs.study import Study
 from tests.support.public import public
 
@@ -603,14 +604,17 @@ def as_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files of sources
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_another_number_is_another_identity_or_unknown(source: str) -> None:
-    first, second = (identity_of(value_of(re.sub(r"\bN\b", n, source))) for n in ("0.5", "3.0"))
+    first, second = (
+        identity_of([value_of(re.sub(r"\bN\b", number, source)), changed()])
+        for number in ("0.5", "3.0")
+    )
     assert first.digest != second.digest or (first.unknown and second.unknown)
 
 
 @pytest.mark.parametrize("source", BELIEVED.values(), ids=BELIEVED)
 def test_what_is_usual_is_believed(source: str) -> None:
     model = SimpleNamespace(cfg=SimpleNamespace(n_layers=2))
-    first, second = (identity_of(value_of(source), {"the model": model}) for _ in range(2))
+    first, second = (identity_of(value_of(source), Known(**{"the model": model})) for _ in range(2))
     assert first == second
     assert first.unknown == ()
 
@@ -620,14 +624,14 @@ def test_what_hooks_and_metrics_read_of_a_model_is_believed(gpt2: Any) -> None:
     module = ModuleType("notebook")
     vars(module)["model"] = gpt2
     exec(source, vars(module))
-    before = identity_of(module.value, {"the model": gpt2})
+    before = identity_of(module.value, Known(**{"the model": gpt2}))
     assert before.unknown == ()
     for holder, read in ((gpt2.cfg, "cfg"), (gpt2.blocks[0].attn, "blocks[0].attn")):
         exec(f"value = lambda x, hook: x * model.{read}.tokens", vars(module))
         identities = []
         for number in (0.5, 3.0):
             holder.tokens = number  # a name that public classes have
-            identities.append(identity_of(module.value, {"the model": gpt2}))
+            identities.append(identity_of(module.value, Known(**{"the model": gpt2})))
         del holder.tokens
         first, second = identities
         assert first.digest != second.digest or first.unknown
