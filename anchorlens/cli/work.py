@@ -53,17 +53,7 @@ from ..system.steps import planned, step
 from ..system.warn import warn_user
 from .analysis import analysed, file_name, forget_analysis, make_folders, pictures, steps_of
 from .before_weights import check_depth, check_length, checked_tokenizer
-from .options import (
-    PAPER_TASKS,
-    Across,
-    Contexts,
-    Demo,
-    Dtype,
-    Faithfulness,
-    OfTask,
-    Paper,
-    Run,
-)
+from .options import PAPER_TASKS, Across, Contexts, Demo, Dtype, Faithfulness, OfTask, Paper, Run
 from .summary import Summary, values_of_answer, with_ends
 from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
@@ -498,10 +488,7 @@ def _loaded(
     tokenizer = checked_tokenizer(options.model, options.device, depth, build, length=length)
     options.output.note(f"loading {options.model}")
     loaded = load_model(
-        options.model,
-        tokenizer=tokenizer,
-        device=options.device,
-        dtype=_dtype(options),
+        options.model, tokenizer=tokenizer, device=options.device, dtype=_dtype(options)
     )
     batches = prompts(loaded.tokenizer)
     check_depth(depth, loaded.cfg.n_layers)

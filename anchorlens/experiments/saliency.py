@@ -8,12 +8,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..metrics import weights
-from ..metrics.edge_sums import (
-    edge_weights,
-    merged_and_of_heads,
-    not_finite,
-    row_pieces,
-)
+from ..metrics.edge_sums import edge_weights, merged_and_of_heads, not_finite, row_pieces
 from ..metrics.weights import Weight, refuse_values
 from ..models.hooked import HookedModel, check_fits, device_of, refuse_folded_value_biases
 from ..models.load import ensure_prepared

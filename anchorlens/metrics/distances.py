@@ -70,9 +70,7 @@ class AnchorDistancesRecord(Record):
         of_sets=of_alike_sets,
     )
     pair_auc: Float[Tensor, "class class"] = kinds.auc(
-        lambda given: pair_auc(given["label_logits"], given["gold"]),
-        of_classes=True,
-        pooled=True,
+        lambda given: pair_auc(given["label_logits"], given["gold"]), of_classes=True, pooled=True
     )
     correlation: Float[Tensor, " layer"] = kinds.derived(
         lambda record: _over_pairs(record.anchor_distance, record.pair_auc)

@@ -23,15 +23,7 @@ from ..system import row_pieces as pieces
 from ..system.arguments import called, checked
 from ..system.devices import holds_numbers, widest
 from ..system.texts import described, name_of
-from .weights import (
-    EdgeWeights,
-    Pattern,
-    Values,
-    Weight,
-    WithValues,
-    saliency,
-    saliency_of_heads,
-)
+from .weights import EdgeWeights, Pattern, Values, Weight, WithValues, saliency, saliency_of_heads
 
 _SMALL = 16  # pieces, in bytes of tables of edges
 

@@ -14,12 +14,7 @@ from .facts import Operands, hooks_on_operands
 from .foreign_errors import reason_of_failure
 from .hooked import Hook, HookedModel, dtype_of, hooks_by_layer, scores_name
 from .kinds import name_of_cache, pairs_in
-from .kv_cache import (
-    KeyValues,
-    inputs_after,
-    keys_and_values,
-    prefix_of,
-)
+from .kv_cache import KeyValues, inputs_after, keys_and_values, prefix_of
 from .native_attention import rename_cache
 from .tiny_pass import (
     TOKENS,

@@ -307,12 +307,7 @@ class _Acting:
         forward = [*self.needed, *self.changes, *observers, *self.last]
         hooks = described.hooks, described.observers, described.backward_hooks
         inside = Inside(
-            forward,
-            self.of_gradients,
-            described.attend,
-            described.start,
-            described.starts,
-            saved,
+            forward, self.of_gradients, described.attend, described.start, described.starts, saved
         )
         return running(model, batch, twin_for(model, batch, *hooks), inside)
 

@@ -21,14 +21,7 @@ from torch import Tensor
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.facts import OfAttention, facts_of
 from ..models.head import forward_of_head
-from ..models.hooked import (
-    Hook,
-    HookedModel,
-    HookFunction,
-    pattern_name,
-    scores_name,
-    z_name,
-)
+from ..models.hooked import Hook, HookedModel, HookFunction, pattern_name, scores_name, z_name
 from ..models.replaced_attention import Attend, Heads, Mask, SharedHeads, Terms
 from ..models.twin import Listener
 from .late_start import Start, Starts

@@ -66,11 +66,7 @@ def step_gradients(
     patterns: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
     values: dict[int, Tensor] = {}
-    with (
-        frozen_in_eval_mode(model),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
+    with frozen_in_eval_mode(model), torch.inference_mode(False), torch.enable_grad():
         columns, _ = columns_of(positions)
         selected: list[Tensor] = []
         following = batch.tokens.gather(1, columns + 1)[0]

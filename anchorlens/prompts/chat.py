@@ -412,10 +412,7 @@ class ChatTask(Task):
         try:
             return str(
                 tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=ask,
-                    **options,
+                    messages, tokenize=False, add_generation_prompt=ask, **options
                 )
             )
         except Exception as error:  # a template is a program

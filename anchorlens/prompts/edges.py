@@ -23,14 +23,7 @@ from ..system.arguments import checked
 from ..system.devices import sent
 from ..system.texts import described
 from .batch import PromptBatch, anchors_of, check_inside, check_label_words, holds_integers
-from .edge_set import (
-    Edges,
-    EdgeSet,
-    EdgesOfBatch,
-    Positions,
-    edges_between,
-    paper_edges,
-)
+from .edge_set import Edges, EdgeSet, EdgesOfBatch, Positions, edges_between, paper_edges
 from .random_edges import best_of_all_rows, best_of_each_row, draw_generator, drawn_edges
 from .segment_names import FORMAT, SEGMENTS, TEXT
 

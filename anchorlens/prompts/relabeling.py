@@ -33,9 +33,7 @@ def relabel(
 
 @checked
 def relabel(
-    demonstrations: Sequence[Example] | Sequence[Sequence[Example]],
-    task: Task,
-    how: Relabeling,
+    demonstrations: Sequence[Example] | Sequence[Sequence[Example]], task: Task, how: Relabeling
 ) -> tuple[Task, list[Example] | list[list[Example]]]:
     """The task and the demonstrations with other labels, in the order of ``build_prompts``.
 

@@ -455,10 +455,7 @@ def _of_isolation(isolation: Isolation, *others: Isolation) -> Claim:
         paper="far fewer labels stay than with random words (Figure 4)",
         scope=scope_of(isolation.record),
         no_number=f"{layers} are more than half of the layers: isolate fewer",
-        controls=(
-            Control("random words", draws=draws.tolist()),
-            *([cut_too] if cut_too else []),
-        ),
+        controls=(Control("random words", draws=draws.tolist()), *([cut_too] if cut_too else [])),
         clause=isolation_changes(layers, label, control, number),
     )
     if isolation.record.info.get("begins_with_bos") and not is_left:

@@ -22,12 +22,7 @@ from ..errors import AnchorlensError
 from ..experiments.saliency import observe_products, one_batch
 from ..metrics.edge_sums import row_pieces
 from ..metrics.predictions import predicted_class
-from ..models.hooked import (
-    HookedModel,
-    check_fits,
-    device_of,
-    refuse_folded_value_biases,
-)
+from ..models.hooked import HookedModel, check_fits, device_of, refuse_folded_value_biases
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
@@ -35,15 +30,7 @@ from ..passes.fused_attention import UseRows, run_fused
 from ..passes.loss_checks import check_loss
 from ..passes.losses import Loss, WordCrossEntropy, label_cross_entropy
 from ..prompts.batch import PromptBatch, segments_to_show
-from ..prompts.segment_names import (
-    LABEL,
-    OTHER,
-    QUERY,
-    SEGMENTS,
-    TARGET,
-    TEXT,
-    of_task,
-)
+from ..prompts.segment_names import LABEL, OTHER, QUERY, SEGMENTS, TARGET, TEXT, of_task
 from ..prompts.token_texts import token_texts
 from ..results.depth import shallow_and_deep
 from ..runs.way import patterns_are_large, why_patterns

@@ -124,10 +124,7 @@ def lines_by_layer(
 
 @checked
 def lines_by_step(
-    lines: Mapping[str, tuple[Int[Tensor, " _"], Float[Tensor, " _"]]],
-    *,
-    title: str,
-    y_title: str,
+    lines: Mapping[str, tuple[Int[Tensor, " _"], Float[Tensor, " _"]]], *, title: str, y_title: str
 ) -> go.Figure:
     """Draw quantities of a training over its steps, each at steps of its own.
 

@@ -96,9 +96,7 @@ def of_difference(
 
 
 def of_mean_from_0(
-    mean: Float[Tensor, "*axes"],
-    resampled: Float[Tensor, "resample *axes"],
-    population: Population,
+    mean: Float[Tensor, "*axes"], resampled: Float[Tensor, "resample *axes"], population: Population
 ) -> Float[Tensor, "end *axes"]:
     """The interval of a mean of numbers from 0 up, symmetric in the logarithm.
 
