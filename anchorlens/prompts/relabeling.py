@@ -203,9 +203,8 @@ def _relabel_set(
     check_labels(task, demonstrations)
     result = called("how", how, "(task, demonstrations)", task, demonstrations)
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(task))
-    new: list[Example] = []
-    if is_pair:
-        new = [*fitted("the demonstrations that how returns", result[1], Sequence[Example])]
+    what = "the demonstrations that how returns"
+    new: list[Example] = [*fitted(what, result[1], Sequence[Example])] if is_pair else []
     if len(new) != len(demonstrations):
         raise PromptError(
             "how must return the task and as many demonstrations as it got, "
@@ -227,5 +226,4 @@ def _generator(seed: int, demonstrations: Demonstrations) -> Random:
 
 
 def _with_labels(demonstrations: Demonstrations, labels: Sequence[int | None]) -> list[Example]:
-    pairs = zip(demonstrations, labels, strict=True)
-    return [replace(demo, label=label) for demo, label in pairs]
+    return [replace(demo, label=label) for demo, label in zip(demonstrations, labels, strict=True)]
