@@ -395,9 +395,8 @@ def _names_of_classes(batch: PromptBatch) -> list[str]:
 
 def _loss_in_words(loss: Loss, batch: PromptBatch) -> str:
     """What a loss is of; one that was given otherwise is called by its own name."""
-    if batch.gold is not None and (
-        loss is label_cross_entropy or isinstance(loss, WordCrossEntropy)
-    ):
+    is_of_label = loss is label_cross_entropy or isinstance(loss, WordCrossEntropy)
+    if batch.gold is not None and is_of_label:
         return f"the loss of the true label, {_names_of_classes(batch)[int(batch.gold[0])]}"
     return f"the loss {getattr(loss, '__name__', type(loss).__name__)}"
 
