@@ -209,9 +209,8 @@ def _act_of(act: Any) -> Any:
 
 def _is_added(act: Any) -> bool:
     """Whether a hook can be added to the scores before the pass."""
-    if not isinstance(act, EdgeHook) or not act.renormalize:
-        return False
-    return act.factors is None or not act.factors.requires_grad
+    is_cut = isinstance(act, EdgeHook) and act.renormalize
+    return is_cut and (act.factors is None or not act.factors.requires_grad)
 
 
 @cache
