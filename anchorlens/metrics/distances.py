@@ -78,7 +78,9 @@ class AnchorDistancesRecord(Record):
     position_correlation: Float[Tensor, " layer"] = kinds.derived(
         lambda record: _over_pairs(record.anchor_distance, _gaps(record.contributions))
     )
-    accuracy: Float[Tensor, ""] = kinds.share(lambda of_set: _correct(of_set))
+    accuracy: Float[Tensor, ""] = kinds.share(
+        lambda given: (predicted_class(given["label_logits"]) == given["gold"]).double()
+    )
     queries_per_class: Int[Tensor, " class"]
     default_layer: Int[Tensor, ""]
 
@@ -94,9 +96,8 @@ class AnchorDistancesRecord(Record):
         layer = int(self.default_layer)
         names = self.axis_names("class") or [f"class {k}" for k in range(len(self.pair_auc))]
         correlation = float(self.correlation[layer])
-        agreement = f"rank correlation {correlation:z.2f}"
-        if isnan(correlation):
-            agreement = "too few pairs of classes for a rank correlation"
+        few = "too few pairs of classes for a rank correlation"
+        agreement = few if isnan(correlation) else f"rank correlation {correlation:z.2f}"
         title = "Which classes are confused, with their numbers of queries "
         return confusions(
             self.anchor_distance[layer],
@@ -271,10 +272,6 @@ class AnchorDistances(Metric):
                 "queries of each class"
             )
         return record
-
-
-def _correct(contributions: Contributions) -> Float[Tensor, " prompt"]:
-    return (predicted_class(contributions["label_logits"]) == contributions["gold"]).double()
 
 
 def _gaps(contributions: Contributions) -> Float[Tensor, "class class"]:
