@@ -406,9 +406,8 @@ def isolate_labels(
         >>> hooks = al.isolate_labels(model, batch, range(3))
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)
     """
-    words = edge_sets.anchors(batch.on_cpu)
-    if whole_words:
-        words = edge_sets.segment(batch.on_cpu, "label")
+    given = batch.on_cpu
+    words = edge_sets.segment(given, "label") if whole_words else edge_sets.anchors(given)
     return _isolate(model, batch, words, site)
 
 
@@ -485,10 +484,8 @@ def reweight_anchors(
     factors = beta if isinstance(beta, Tensor) else beta.of_prompts(batch)
     expected = (model.cfg.n_layers, model.cfg.n_heads, batch.label_positions.shape[1])
     if tuple(factors.shape) != expected:
-        raise HookError(
-            "beta must have the shape (layer, head, anchor) = "
-            f"{expected}; got {tuple(factors.shape)}"
-        )
+        shape = f"(layer, head, anchor) = {expected}"
+        raise HookError(f"beta must have the shape {shape}; got {tuple(factors.shape)}")
     if not (factors < torch.inf).all():
         raise HookError(
             "beta must be numbers below infinity, because attention is multiplied by exp(beta); "
@@ -548,8 +545,7 @@ def _isolate(
     check_fits(model, batch)
     if not words.any():
         raise PromptError("the batch has no label words, so that there is nothing to isolate")
-    readers = sent(words, batch.tokens.device)
-    cut = edge_sets.between(readers, batch.attention_mask)
+    cut = edge_sets.between(sent(words, batch.tokens.device), batch.attention_mask)
     return hooks_on_edges(model, batch, cut, as_site(site))
 
 
@@ -573,9 +569,8 @@ def _checked_edges(
 ) -> EdgeSet:
     """The edges as a set; ``without_diagonal`` is what an edge to itself cannot be, if refused."""
     chosen = check_edges(batch, edges, to_itself=True)
-    if without_diagonal and any(
-        of_rows.diagonal(rows.start, 1, 2).any() for rows, of_rows in chosen.pieces()
-    ):
+    diagonals = (of_rows.diagonal(rows.start, 1, 2) for rows, of_rows in chosen.pieces())
+    if without_diagonal and any(diagonal.any() for diagonal in diagonals):
         raise HookError(
             f"edges from a position to itself cannot be {without_diagonal} before the softmax: the "
             "row may be left with nothing to attend to. Leave the diagonal out "
@@ -597,9 +592,7 @@ def _factors(model: HookedModel, factor: Any) -> Float[Tensor, "layer head"]:
             f"got {described(factors)}"
         )
     if not factors.is_floating_point() or not ((factors >= 0) & (factors < torch.inf)).all():
-        given = str(factors.dtype)
-        if factors.is_floating_point():
-            given = str(factors.detach().tolist())
+        given = factors.detach().tolist() if factors.is_floating_point() else factors.dtype
         raise HookError(
             "factor must be a float from 0 up, because attention is multiplied by it: 0 cuts, 1 "
             f"changes nothing; got {given}"

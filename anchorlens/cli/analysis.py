@@ -49,8 +49,7 @@ def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
 
 
 _RECORDS = re.compile(
-    r"(saliency_flows|attention_aucroc|anchor_distances|accuracy"
-    r"|isolation)\.safetensors"
+    r"(saliency_flows|attention_aucroc|anchor_distances|accuracy|isolation)\.safetensors"
 )
 
 
@@ -96,9 +95,7 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
         records = analyse(
             model,
             batches,
-            depth=options.depth,
-            draws=options.draws,
-            random_weights=options.random_weights or None,
+            **options.of_analysis,
             gradient_checkpointing=options.gradient_checkpointing,
             keep=save,
             folder=folder / "rows",
@@ -119,14 +116,7 @@ def steps_of(
     costs = dict[str, int | float]()
     for name, of_task in batches.items():
         length = fmean(float(batch.attention_mask.sum(1).double().mean()) for batch in of_task)
-        of_analysis = costs_of(
-            model,
-            of_task,
-            depth=options.depth,
-            draws=options.draws,
-            random_weights=options.random_weights or None,
-        )
-        costs[name] = length * sum(of_analysis.values())
+        costs[name] = length * sum(costs_of(model, of_task, **options.of_analysis).values())
         costs[f"{name}, figures"] = length * PICTURES
     return costs
 

@@ -66,7 +66,8 @@ def check(options: Check) -> None:
     output.note("trying the analyses on three prompts")
     with hidden_warnings():  # three prompts are too few for numbers that are read
         facts, findings = known(loaded), tried(loaded)
-    reasons = [_reason(findings[name]) for name in ANALYSES]
+    status = [findings[name] for name in ANALYSES]
+    reasons = [each.removeprefix(NO) if each.startswith(NO) else "" for each in status]
     findings["seconds"] = round(time.perf_counter() - started, 1)
     everything = facts | findings
     rows = {("", name.replace("_", " ")): {"": _text(value)} for name, value in everything.items()}
@@ -98,7 +99,10 @@ def known(model: Any) -> dict[str, Any]:
         if wrapped
         else "of TransformerLens",
         "attention_sinks": has_sinks(model),
-        **{name: _yes_or(why_not(model)) for name, why_not in SHORTCUTS.items()},
+        **{
+            name: f"{NO}{reason}" if (reason := why_not(model)) else "yes"
+            for name, why_not in SHORTCUTS.items()
+        },
     }
 
 
@@ -153,15 +157,6 @@ def _isolation(model: Any, batches: Sequence[PromptBatch]) -> str:
 def _compression(model: Any, batches: Sequence[PromptBatch]) -> str:
     context = compress(model, batches[0])
     return f"yes, {len(context.prefix)} of the cached tokens are enough to answer"
-
-
-def _yes_or(reason: str) -> str:
-    return f"{NO}{reason}" if reason else "yes"
-
-
-def _reason(status: str) -> str:
-    """Why an analysis does not work; empty if it does."""
-    return status.removeprefix(NO) if status.startswith(NO) else ""
 
 
 def _text(value: Any) -> str:

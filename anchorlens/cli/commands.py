@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import wraps
+from importlib import import_module
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -59,10 +60,11 @@ def _command(kind: type[T]) -> Callable[[Callable[[T], None]], None]:
     return add
 
 
-def _stoppable(function: Callable[[C], None]) -> Callable[[C], None]:
-    """Make a command end with one line when it is stopped.
+def _work(function: Callable[[C], None]) -> Callable[[C], None]:
+    """A command of this name and help that does what the function of the same name in work.py does.
 
-    The exit status is that of a shell for the signal: 130 for Ctrl-C, 143 for SIGTERM.
+    It ends with one line when it is stopped. The exit status is that of a shell for the signal: 130
+    for Ctrl-C, 143 for SIGTERM.
     """
 
     @wraps(function)
@@ -74,7 +76,7 @@ def _stoppable(function: Callable[[C], None]) -> Callable[[C], None]:
                     from .tasks import check_data
 
                     check_data(options)
-                function(options)
+                getattr(import_module(".work", __package__), function.__name__)(options)
         except Stopped as stop:
             number = stop.number
         # Here the progress bars are closed, which the frames of the error held open.
@@ -116,7 +118,7 @@ def anchorlens(version: Version = False) -> None:
 
 
 @_command(Demo)
-@_stoppable
+@_work
 def demo(options: Demo) -> None:
     """Analyse a small model on the bundled questions and sentiments: 24 queries each.
 
@@ -124,13 +126,10 @@ def demo(options: Demo) -> None:
 
     Example: anchorlens demo --model gpt2
     """
-    from . import work
-
-    work.demo(options)
 
 
 @_command(Run)
-@_stoppable
+@_work
 def run(options: Run) -> None:
     """Analyse a model on your data, or on a task: one set of demonstrations for each seed.
 
@@ -139,13 +138,10 @@ def run(options: Run) -> None:
 
     Example: anchorlens run tickets.csv --model gpt2
     """
-    from . import work
-
-    work.run(options)
 
 
 @_command(Paper)
-@_stoppable
+@_work
 def paper(options: Paper) -> None:
     """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside the published values.
 
@@ -154,13 +150,10 @@ def paper(options: Paper) -> None:
 
     Example: anchorlens paper --model gpt2 --task sst2,trec
     """
-    from . import work
-
-    work.paper(options)
 
 
 @_command(Contexts)
-@_stoppable
+@_work
 def contexts(options: Contexts) -> None:
     """Compare what can stand before a query: demonstrations, label words, trained contexts.
 
@@ -169,13 +162,10 @@ def contexts(options: Contexts) -> None:
 
     Example: anchorlens contexts tickets.csv --model gpt2 --steps 100
     """
-    from . import work
-
-    work.contexts(options)
 
 
 @_command(Faithfulness)
-@_stoppable
+@_work
 def faithfulness(options: Faithfulness) -> None:
     """Say what scores are worth: which of them tell what the answer loses without a segment.
 
@@ -184,13 +174,10 @@ def faithfulness(options: Faithfulness) -> None:
 
     Example: anchorlens faithfulness questions.jsonl --model gpt2
     """
-    from . import work
-
-    work.faithfulness(options)
 
 
 @_command(Across)
-@_stoppable
+@_work
 def across(options: Across) -> None:
     """Compare the claims of the paper with several models, one after another.
 
@@ -199,9 +186,6 @@ def across(options: Across) -> None:
 
     Example: anchorlens across gpt2 gpt2-medium --task sst2
     """
-    from . import work
-
-    work.across(options)
 
 
 @_command(Models)
@@ -279,8 +263,5 @@ def _options_of(arguments: Sequence[str]) -> set[str]:
     """The options of the command that the arguments call."""
     commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands", {})
     name = next((argument for argument in arguments if argument in commands), "")
-    return {
-        option
-        for parameter in getattr(commands.get(name), "params", ())
-        for option in parameter.opts
-    }
+    parameters = getattr(commands.get(name), "params", ())
+    return {option for parameter in parameters for option in parameter.opts}

@@ -208,6 +208,12 @@ class OfClaims(OfTask):
     ] = False
     out: Out = Path("anchorlens-output")
 
+    @property
+    def of_analysis(self) -> dict[str, Any]:
+        """What decides the numbers of ``analyse``, by its arguments."""
+        drawn = self.random_weights or None  # by default those of a small model
+        return {"depth": self.depth, "draws": self.draws, "random_weights": drawn}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run(OfClaims):

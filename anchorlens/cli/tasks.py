@@ -125,13 +125,11 @@ def chosen_tasks(names: Sequence[str] | None, options: OfTask, shots: int = 1) -
     for name in names:
         _refuse_no_task(name)
     chosen = [_named(name, options) for name in names]
-    if not hasattr(options, "image_column"):
-        for each in chosen:
-            if "image_column" in each.entries:
-                raise DataError(
-                    f"the task {each.name} has images (image_column), which anchorlens run alone "
-                    "takes"
-                )
+    for each in chosen:
+        if "image_column" in each.entries and not hasattr(options, "image_column"):
+            raise DataError(
+                f"the task {each.name} has images (image_column), which anchorlens run alone takes"
+            )
     folders = [task.name for task in chosen]
     if twice := sorted({name for name in folders if folders.count(name) > 1}):
         raise DataError(f"two task files are named {twice[0]}, and so would be their folders")
@@ -140,13 +138,9 @@ def chosen_tasks(names: Sequence[str] | None, options: OfTask, shots: int = 1) -
 
 def check_data(options: Any) -> None:
     """Raise the errors of a data file that stands alone, before PyTorch is imported."""
-    data, task = getattr(options, "data", None), getattr(options, "task", None)
-    if (
-        data is None
-        or kind_of(data, DataError) == "folder"
-        or task
-        or getattr(options, "tasks", None)
-    ):
+    data = getattr(options, "data", None)
+    is_named = any(getattr(options, name, None) for name in ("task", "tasks"))
+    if data is None or is_named or kind_of(data, DataError) == "folder":
         return
     if not (isinstance(options, Faithfulness) and documents_of(options)):
         chosen_tasks(None, options, getattr(options, "shots", 1))
@@ -178,18 +172,10 @@ def _proposed(data: Path, options: OfTask, shots: int) -> ChosenTask:
     entries = {**entries_for(layout, given, bool(options.chat)), "data": data}
     entries |= {} if image is None else {"image_column": image}
     task = task_of(entries, str(data))
-    name = _folder_name(data)
-    examples = examples_of(entries, task)
-    return ChosenTask(
-        name,
-        task,
-        examples,
-        entries,
-        str(data),
-        True,
-        in_words_of_the_command(str(layout), ["--text-column", "--label-column"]),
-        layout.is_unsure,
-    )
+    name, examples = _folder_name(data), examples_of(entries, task)
+    columns = in_words_of_the_command(str(layout), ["--text-column", "--label-column"])
+    known = name, task, examples, entries, str(data)
+    return ChosenTask(*known, is_proposed=True, columns=columns, is_unsure=layout.is_unsure)
 
 
 def _named(name: str, options: OfTask) -> ChosenTask:

@@ -196,8 +196,7 @@ def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, Trainin
     texts = texts_of(contexts)
     return {
         f"training, {name}": replace(
-            context.training,
-            info=context.info | ({"text": texts[name]} if name in texts else {}),
+            context.training, info=context.info | ({"text": texts[name]} if name in texts else {})
         )
         for name, context in contexts.items()
         if context.training is not None

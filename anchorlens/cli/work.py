@@ -53,17 +53,7 @@ from ..system.steps import planned, step
 from ..system.warn import warn_user
 from .analysis import analysed, file_name, forget_analysis, make_folders, pictures, steps_of
 from .before_weights import check_depth, check_length, checked_tokenizer
-from .options import (
-    PAPER_TASKS,
-    Across,
-    Contexts,
-    Demo,
-    Dtype,
-    Faithfulness,
-    OfTask,
-    Paper,
-    Run,
-)
+from .options import PAPER_TASKS, Across, Contexts, Demo, Dtype, Faithfulness, OfTask, Paper, Run
 from .summary import Summary, values_of_answer, with_ends
 from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
@@ -228,18 +218,11 @@ def paper(options: Paper) -> None:
         for picture in pictures(loaded, setting.prompts()[:1], 1, options.quiet).values():
             if picture.sums is not None:
                 figures_1[f"{task_name(each.name)}: Figure 1"] = picture.figure()
-    report = _report(
-        {},
-        out,
-        settings,
-        title="The figures and tables of 'Label Words are Anchors'",
-        figures=figures_1 | paper_figures(numbers),
-        summary=paper_tables(numbers),
-        answers={"": found},
-    )
+    page: dict[str, Any] = {"title": "The figures and tables of 'Label Words are Anchors'"}
+    page |= {"figures": figures_1 | paper_figures(numbers), "summary": paper_tables(numbers)}
+    report = _report({}, out, settings, answers={"": found}, **page)
     values = {"model": options.model, "answer": values_of_answer(found)}
-    numbers_by_row = numbers.to_dict("records")
-    output.document({**values, "numbers": numbers_by_row, "report": report})
+    output.document({**values, "numbers": numbers.to_dict("records"), "report": report})
     output.last_line(after, report, "all numbers: numbers.csv beside it")
 
 
@@ -328,8 +311,7 @@ def _end(
 
 def _answer(records: Mapping[str, Record], after: str) -> Answer:
     """What the records of a command say first, and what to try next."""
-    every = [*records.values()]
-    found = answer_of(every, [])
+    found = answer_of(records.values(), [])
     assert found is not None
     return replace(found, next=after)
 
@@ -354,12 +336,10 @@ def faithfulness(options: Faithfulness) -> None:
     segments = options.shots * len(chosen[0].task.labels) if chosen else len(documents)
     scores.Comparison(segments, options.subsets, options.top, seed=0).check()
     if segments < scores.FEWEST:
-        more = (
-            "--shots 2 gives two demonstrations of each class" if chosen else "give more documents"
-        )
+        shots = "--shots 2 gives two demonstrations of each class"
         output.note(
             f"there are {segments} segments, and a rank correlation (LDS) needs {scores.FEWEST}: "
-            f"only drops are computed; {more}"
+            f"only drops are computed; {shots if chosen else 'give more documents'}"
         )
     make_folders(out, [name])
     loaded, batches = _loaded(options, prompts)
@@ -416,9 +396,7 @@ def across(options: Across) -> None:
         lambda tokenizer: by_task(tokenizer)[name],
         device=options.device,
         dtype=_dtype(options),
-        depth=options.depth,
-        draws=options.draws,
-        random_weights=options.random_weights or None,
+        **options.of_analysis,
         gradient_checkpointing=options.gradient_checkpointing,
         keep=lambda record: record.save(out / "claims.safetensors"),
         folder=out / "rows",
@@ -498,10 +476,7 @@ def _loaded(
     tokenizer = checked_tokenizer(options.model, options.device, depth, build, length=length)
     options.output.note(f"loading {options.model}")
     loaded = load_model(
-        options.model,
-        tokenizer=tokenizer,
-        device=options.device,
-        dtype=_dtype(options),
+        options.model, tokenizer=tokenizer, device=options.device, dtype=_dtype(options)
     )
     batches = prompts(loaded.tokenizer)
     check_depth(depth, loaded.cfg.n_layers)
@@ -579,11 +554,7 @@ def _report(results: dict[str, Any], out: Path, settings: Mapping[str, Any], **p
     saved, path = _save_settings(settings, out), out / "report.html"
     if is_main():
         # What was not set is not shown. Records say of which models random weights were drawn.
-        given = {
-            name: value
-            for name, value in saved.items()
-            if value is not False and value not in (None, [], ())
-        }
+        given = {k: v for k, v in saved.items() if v is not False and v not in (None, [], ())}
         command = shlex.join(["anchorlens", *sys.argv[1:]])
         write_report(results, path, settings=given, command=command, **page)
     return path.resolve()

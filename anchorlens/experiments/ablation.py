@@ -142,8 +142,7 @@ class Ablation:
 
     def removed(self, batch: PromptBatch, kept: Bool[Tensor, "_ segment"]) -> edges.Positions:
         """The tokens of the segments that are not kept, by prompt or by one row for all."""
-        left_out = ~kept.to(batch.tokens.device)
-        return (self.removable(batch) & left_out[..., None]).any(1)
+        return (self.removable(batch) & ~kept.to(batch.tokens.device)[..., None]).any(1)
 
     def hooks_of(
         self, model: HookedModel, kept: Bool[Tensor, " segment"], batch: PromptBatch
@@ -207,12 +206,10 @@ class Answers:
         share = rounding_of(dtype_of(passes.model))
         if ablation.answer is None:
             rows = list(passes.clean(batch)[:, None])
-        else:
-            rows = passes.logits_at(batch, ablation.predicting(batch))
-        if ablation.answer is None:
             tokens = predicted_words(batch, torch.cat(rows))
             is_given = torch.ones(len(batch), dtype=torch.bool, device="cpu")
         else:
+            rows = passes.logits_at(batch, ablation.predicting(batch))
             tokens = ablation.tokens(batch)
             pairs = zip(rows, tokens, strict=True)
             is_given = torch.tensor([are_likeliest(*pair, share) for pair in pairs], device="cpu")
@@ -300,8 +297,7 @@ def log_odds_of(
     for rows, of_rows in zip(logits.split(_ROWS), ids.split(_ROWS), strict=True):
         exact = in_float64(rows)
         at = of_rows.to(exact.device)
-        others = exact.scatter(1, at, -torch.inf).logsumexp(1)
-        odds.append(exact.gather(1, at)[:, 0] - others)
+        odds.append(exact.gather(1, at)[:, 0] - exact.scatter(1, at, -torch.inf).logsumexp(1))
     return torch.cat(odds)
 
 

@@ -91,11 +91,8 @@ class DiagnosisRecord(Record):
         """Predicted and actual confusion side by side (the paper's Figure 6), correlation below."""
         layer = int(self.layer)
         correlation, p_value = float(self.correlation[layer]), float(self.p_value[layer])
-        agreement = (
-            "no rank correlation"
-            if isnan(correlation)
-            else f"rank correlation {correlation:.2f}, p = {p_value:.2g}"
-        )
+        known = f"rank correlation {correlation:.2f}, p = {p_value:.2g}"
+        agreement = "no rank correlation" if isnan(correlation) else known
         matrices = confusions(
             self.predicted,
             self.actual,
@@ -216,12 +213,8 @@ def permutation_test(
     first, second = _pairs_of(actual)
     # The distances are permuted, not the confusions: so every order leaves out the same pairs
     # without a confusion, and all orders are compared over the same confusions.
-    by_order = torch.stack(
-        [
-            rank_correlation(distance[orders[:, first], orders[:, second]], actual[first, second])
-            for distance in predicted
-        ]
-    )
+    pairs, of_pairs = (orders[:, first], orders[:, second]), actual[first, second]
+    by_order = torch.stack([rank_correlation(distance[pairs], of_pairs) for distance in predicted])
     observed = by_order[:, 0]  # the identity
     # An order without a correlation counts as reaching it, so that p is never too small. Equal
     # correlations are bitwise equal: ranks are multiples of 1/2, whose products sum exactly.

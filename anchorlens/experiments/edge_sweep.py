@@ -370,8 +370,7 @@ class EdgeSweep(Question):
     def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
         """A pass for each site and draw, which begins in the first layer of the site."""
         cuts = list(self._cuts(model).values())
-        layers = sorted({each.first_layer for each in cuts})
-        return Further([partial(cuts[0].cut, None)], layers)
+        return Further([partial(cuts[0].cut, None)], sorted({each.first_layer for each in cuts}))
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """The loyalty of each prompt, with the edges cut and with each draw of random edges."""

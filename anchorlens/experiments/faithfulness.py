@@ -119,14 +119,11 @@ class FaithfulnessRecord(Record):
             limits = f"Some prompts are left out: {left_out}. {limits}"
         asked = "Which scores say what the answer loses without a segment?"
         field = "drop" if self.lds.isnan().all() else "lds"
-        what = {"lds": "rank correlation with what removals do (LDS)", "drop": "drop in nats"}[
-            field
-        ]
+        what = "drop in nats" if field == "drop" else "rank correlation with what removals do (LDS)"
         if unable and self.info.get("labels"):  # a text that the model wrote needs no ability
             return Answer(asked, cannot_tell(unable), limits)
         if getattr(self, field).isnan().all():
-            missing = self._missing(field, -2, RANDOM)
-            return Answer(asked, cannot_tell(missing), limits)
+            return Answer(asked, cannot_tell(self._missing(field, -2, RANDOM)), limits)
         *scores, random, best = (self.estimate(field, k) for k in range(len(self.lds)))
         order = sorted(range(len(scores)), key=lambda k: -scores[k].value)
         names = self.axis_names("score") or ()
@@ -412,8 +409,7 @@ class Comparison:
         removed = torch.cat([scores, random[:, :1]], dim=1)
         margins = torch.cat([margins, of_exact[:, :1]], dim=1)
         drops = self.drops(answers, highest(removed, self.top, margins))
-        has_none = is_unknown | (is_equal & (self.choices > 1))
-        drops[:, :-2].masked_fill_(has_none, torch.nan)
+        drops[:, :-2].masked_fill_(is_unknown | (is_equal & (self.choices > 1)), torch.nan)
         return {
             "lds": torch.cat([of_scores, of_random, best], dim=1),
             "drop": drops,

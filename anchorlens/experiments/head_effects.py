@@ -228,10 +228,8 @@ def head_effects(
         model, batches, z_name, edges.target, split, folder=folders[0], progress=progress
     )
     asked = HeadEffects(states[:, 0], sum(map(len, batches)))
-    results = run(
-        model, shuffled, [asked], folder=folders[1], resamples=resamples, progress=progress
-    )
-    record: Any = results[asked.name]
+    options: dict[str, Any] = {"folder": folders[1], "resamples": resamples, "progress": progress}
+    record: Any = run(model, shuffled, [asked], **options)[asked.name]
     return record
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..contexts.hard_prompt import HardPrompt
 from ..contexts.prefix import PrefixContext
-from ..contexts.protocol import Context, QueryPass, is_context, query_pass_of
+from ..contexts.protocol import Context, QueryPass, query_pass_of
 from ..errors import MetricError
 from ..hooks import Site
 from ..metrics.positions import checked_positions
@@ -242,7 +242,7 @@ class PrefixEffect(Question):
     Raises:
         MetricError: ``keys`` are no functions by name, or they give positions that are none, are in
             two segments, or are not before the query; ``rows`` gives positions outside the query;
-            ``context`` is none; or hooks change the run, which its own passes do not have.
+            or hooks change the run, which its own passes do not have.
         ModelError: The model takes no key-value cache, from which values are read, its value
             biases are folded, or the context was made with another model.
         PromptError: The prompts do not fit the context.
@@ -269,11 +269,6 @@ class PrefixEffect(Question):
     record: ClassVar = PrefixEffectRecord
 
     def __post_init__(self) -> None:
-        if self.context is not None and not is_context(self.context):
-            raise MetricError(
-                "a context has size, query_pass and logits, as that of al.compress; got a "
-                f"{type(self.context).__name__}"
-            )
         if self.keys is None:
             keys = DEMONSTRATIONS if self.context is None else CONTEXT
             object.__setattr__(self, "keys", keys)
@@ -528,8 +523,7 @@ def effect_contributions(
     }
     # The second moments of m b are what is needed, but these would be d_head times as many numbers.
     wide = torch.promote_types(runs.with_prefix.values[0].dtype, torch.float32)
-    by_layer["taken"] = by_layer["taken"].to(wide)
-    return by_layer
+    return by_layer | {"taken": by_layer["taken"].to(wide)}
 
 
 def _rows_of_layer(
@@ -603,7 +597,6 @@ def _spread(within: Float[Tensor, "prompt layer sample"]) -> Float[Tensor, " lay
     """99th minus 1st percentile over prompts, the mean over positions; NaN for one prompt."""
     if len(within) < 2:
         return torch.full(within.shape[1:2], torch.nan, dtype=torch.double, device="cpu")
-    low, high = within.double().nanquantile(
-        torch.tensor([0.01, 0.99], dtype=torch.double, device="cpu"), dim=0
-    )
+    tails = torch.tensor([0.01, 0.99], dtype=torch.double, device="cpu")
+    low, high = within.double().nanquantile(tails, dim=0)
     return (high - low).nanmean(-1)

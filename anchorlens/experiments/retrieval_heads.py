@@ -172,8 +172,7 @@ def retrieval_heads(
     rights = [_right(query, *each, f"prompt {k}") for k, each in each_one]
     rows, null_rows = (max(int(_rows(query, p).sum()) for p in of) for of in (prompts, nulls))
     with Study(model, of_null, {}, resamples=0, progress=False).entered() as study:
-        passes = study.passes([_Heads(query, null_rows)])
-        asked = _Heads(query, rows, of_null, rights, passes)
+        asked = _Heads(query, rows, of_null, rights, study.passes([_Heads(query, null_rows)]))
         options: dict[str, Any] = {"folder": folder, "resamples": resamples, "progress": progress}
         record: Any = run(model, given, [asked], **options)[asked.name]
     return record

@@ -6,14 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import PromptError
 from ..metrics import weights
-from ..metrics.edge_sums import (
-    edge_weights,
-    merged_and_of_heads,
-    not_finite,
-    row_pieces,
-)
+from ..metrics.edge_sums import edge_weights, merged_and_of_heads, not_finite, row_pieces
 from ..metrics.weights import Weight, refuse_values
 from ..models.hooked import HookedModel, check_fits, device_of, refuse_folded_value_biases
 from ..models.load import ensure_prepared
@@ -91,9 +85,7 @@ def saliency(
 
 
 def one_batch(batch: PromptBatch) -> PromptBatch:
-    """The batch; a PromptError if it is no batch, or a position in it is invalid."""
-    if not isinstance(batch, PromptBatch):
-        raise PromptError(f"expected one PromptBatch; got {type(batch).__name__}; try batches[0]")
+    """The batch; a PromptError if a position in it is invalid."""
     check_prompts(batch)
     return batch
 

@@ -148,8 +148,7 @@ class SegmentScores:
     def _rows(self) -> dict[tuple[int, int], int]:
         """The number of each prompt in the order of the queries, by demonstrations and query."""
         keys = [key for batch in self.batches for key in keys_of(batch)]
-        order = order_of_queries(self.batches).tolist()
-        return {keys[k]: row for row, k in enumerate(order)}
+        return {keys[k]: row for row, k in enumerate(order_of_queries(self.batches).tolist())}
 
     def _checked(self, name: str, values: Any, prompts: int) -> Float[Tensor, "_ segment"]:
         """Scores in float64 on the CPU, or an error if they are not one for each segment."""

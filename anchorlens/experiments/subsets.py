@@ -218,8 +218,7 @@ def _orders(
         return _numbered(torch.arange(2**segments, device="cpu"), segments)
     scores = torch.rand(permutations, segments, generator=generator, device="cpu")
     rank = scores.argsort(1).argsort(1)  # when each segment is added
-    sizes = torch.arange(segments + 1, device="cpu")
-    return (rank[:, None] < sizes[:, None]).flatten(0, 1)
+    return (rank[:, None] < torch.arange(segments + 1, device="cpu")[:, None]).flatten(0, 1)
 
 
 def _mean_gains(
@@ -252,5 +251,4 @@ def _gains(kept: Subsets, y: Float[Tensor, " subset"]) -> Float[Tensor, "order s
     """What each segment added in each order."""
     count = kept.shape[1]
     added = kept.unflatten(0, (-1, count + 1)).long().diff(dim=1)  # one segment at each step
-    gains = y.unflatten(0, (-1, count + 1)).diff(dim=1)
-    return (added * gains[..., None]).sum(1)
+    return (added * y.unflatten(0, (-1, count + 1)).diff(dim=1)[..., None]).sum(1)

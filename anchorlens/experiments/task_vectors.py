@@ -274,8 +274,7 @@ def task_vectors(
             "positions": name_of(positions),
             "prompts_of_mean": sum(map(len, batches)),
         }
-        result = partial(TaskVectorsRecord.of, vectors=vectors)
-        return study.record(result, contributions, info)
+        return study.record(partial(TaskVectorsRecord.of, vectors=vectors), contributions, info)
 
 
 def write_states(

@@ -169,13 +169,11 @@ def compare_accuracies(
             f"sets must name the set of each of the {count} prompts; got the shape "
             f"{tuple(sets.shape)}"
         )
-    contributions = {
-        "correct": torch.stack([values.double() for values in correct.values()], dim=1)
-    }
+    table = torch.stack([values.double() for values in correct.values()], dim=1)
     described = {**(info or {}), "methods": list(correct)}
     if resamples:
         warn_if_few_units(
             torch.zeros(count, dtype=torch.long, device="cpu") if sets is None else sets
         )
     of = AccuracyComparisonRecord.of
-    return with_intervals(of, contributions, sets=sets, resamples=resamples, info=described)
+    return with_intervals(of, {"correct": table}, sets=sets, resamples=resamples, info=described)

@@ -53,8 +53,7 @@ def auc(
     if positive.all() or not positive.any():
         return scores.new_full(scores.shape[:1], torch.nan)
     positives = scores[:, positive]
-    margin = rounding * positives.abs() + smallest
-    return chance_above(positives, scores[:, ~positive], margin)
+    return chance_above(positives, scores[:, ~positive], rounding * positives.abs() + smallest)
 
 
 def chance_above(

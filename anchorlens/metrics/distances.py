@@ -70,9 +70,7 @@ class AnchorDistancesRecord(Record):
         of_sets=of_alike_sets,
     )
     pair_auc: Float[Tensor, "class class"] = kinds.auc(
-        lambda given: pair_auc(given["label_logits"], given["gold"]),
-        of_classes=True,
-        pooled=True,
+        lambda given: pair_auc(given["label_logits"], given["gold"]), of_classes=True, pooled=True
     )
     correlation: Float[Tensor, " layer"] = kinds.derived(
         lambda record: _over_pairs(record.anchor_distance, record.pair_auc)
@@ -80,7 +78,9 @@ class AnchorDistancesRecord(Record):
     position_correlation: Float[Tensor, " layer"] = kinds.derived(
         lambda record: _over_pairs(record.anchor_distance, _gaps(record.contributions))
     )
-    accuracy: Float[Tensor, ""] = kinds.share(lambda of_set: _correct(of_set))
+    accuracy: Float[Tensor, ""] = kinds.share(
+        lambda given: (predicted_class(given["label_logits"]) == given["gold"]).double()
+    )
     queries_per_class: Int[Tensor, " class"]
     default_layer: Int[Tensor, ""]
 
@@ -96,9 +96,8 @@ class AnchorDistancesRecord(Record):
         layer = int(self.default_layer)
         names = self.axis_names("class") or [f"class {k}" for k in range(len(self.pair_auc))]
         correlation = float(self.correlation[layer])
-        agreement = f"rank correlation {correlation:z.2f}"
-        if isnan(correlation):
-            agreement = "too few pairs of classes for a rank correlation"
+        few = "too few pairs of classes for a rank correlation"
+        agreement = few if isnan(correlation) else f"rank correlation {correlation:z.2f}"
         title = "Which classes are confused, with their numbers of queries "
         return confusions(
             self.anchor_distance[layer],
@@ -273,10 +272,6 @@ class AnchorDistances(Metric):
                 "queries of each class"
             )
         return record
-
-
-def _correct(contributions: Contributions) -> Float[Tensor, " prompt"]:
-    return (predicted_class(contributions["label_logits"]) == contributions["gold"]).double()
 
 
 def _gaps(contributions: Contributions) -> Float[Tensor, "class class"]:

@@ -23,15 +23,7 @@ from ..system import row_pieces as pieces
 from ..system.arguments import called, checked
 from ..system.devices import holds_numbers, widest
 from ..system.texts import described, name_of
-from .weights import (
-    EdgeWeights,
-    Pattern,
-    Values,
-    Weight,
-    WithValues,
-    saliency,
-    saliency_of_heads,
-)
+from .weights import EdgeWeights, Pattern, Values, Weight, WithValues, saliency, saliency_of_heads
 
 _SMALL = 16  # pieces, in bytes of tables of edges
 
@@ -83,9 +75,8 @@ class EdgeSets:
         """The class of each key, and how many there are, if the sets are made of positions."""
         if self._by_classes is None:
             self._by_classes = _by_classes(self.sets)
-        return (
-            None if self._by_classes is None else (self._by_classes.of_keys, self._by_classes.count)
-        )
+        found = self._by_classes
+        return None if found is None else (found.of_keys, found.count)
 
     def over_queries(
         self, by_class: Float[Tensor, "batch _ query key_class"]
@@ -112,8 +103,7 @@ class EdgeSets:
             self._inside = key, inside.to(weights)
         # A product for each query, because a GPU takes long for a sum over all pairs at once.
         of_queries = rearrange(weights, "batch head query key -> (batch query) head key")
-        sums = torch.bmm(of_queries, self._inside[1])
-        return sums.unflatten(0, (len(weights), -1)).sum(1)
+        return torch.bmm(of_queries, self._inside[1]).unflatten(0, (len(weights), -1)).sum(1)
 
     def forget(self) -> None:
         """Free what layers share, after the last of them."""
@@ -176,8 +166,7 @@ class Segments:
     def counts(self) -> Int[Tensor, "batch segment segment"]:
         """The number of edges from each segment to each, on the CPU."""
         counts = self.positions.cpu().long()  # a GPU has no product of whole numbers
-        earlier = counts.cumsum(2) - counts
-        return torch.einsum("bsi,bti->bst", counts, earlier)
+        return torch.einsum("bsi,bti->bst", counts, counts.cumsum(2) - counts)
 
     def begin_as(self, other: Any, length: int) -> bool:
         """Whether the first positions of every prompt are in the segments of another prompt."""

@@ -168,8 +168,7 @@ class SaliencyFlowsRecord(Record):
 
     def _random(self, name: str, shape: tuple[int, ...]) -> Float[Tensor, "draw ..."]:
         """A field of models with random weights; no draw where there are none."""
-        numbers = torch.tensor(self.of_random_models(name), device="cpu")
-        return numbers.reshape(-1, *shape)
+        return torch.tensor(self.of_random_models(name), device="cpu").reshape(-1, *shape)
 
 
 @checked
@@ -255,7 +254,8 @@ class SaliencyFlows(EdgeFlows):
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where edges do not go from tokens to earlier tokens of the prompts."""
-        own = self._own()
+        # The edges of the paper's flows are right as they are made.
+        own = [(name, of) for name, of in self.edges.items() if id(of) not in _OF_PAPER]
         for batch in batches:
             for name, function in own:
                 try:
@@ -298,26 +298,18 @@ class SaliencyFlows(EdgeFlows):
         asked = list(self.edges.values())
         return asked + [function for function in _READ_BY_TARGET if function not in asked]
 
-    def _own(self) -> list[tuple[str, EdgesOfBatch]]:
-        """The flows that are not the paper's, whose edges are to be looked at in each batch."""
-        return [(name, of) for name, of in self.edges.items() if id(of) not in _OF_PAPER]
-
     def sets_of(self, batch: PromptBatch) -> EdgeSets:
         """The edges of each set, those of ``edges`` first."""
         batch = beside_sets(batch)
         try:
-            if batch.has_label_words or not _OF_PAPER.keys().isdisjoint(
-                map(id, self.edges.values())
-            ):
+            if batch.has_label_words or any(id(of) in _OF_PAPER for of in self.edges.values()):
                 of_paper = paper_edges(batch)
             else:
                 none = edges.between(batch.attention_mask & False, batch.attention_mask)
                 of_paper = dict.fromkeys(("pq", "tq"), none)
+            each = [(of, _OF_PAPER.get(id(of))) for of in self._functions()]
             return EdgeSets(
-                [
-                    of_paper[_OF_PAPER[id(of)]] if id(of) in _OF_PAPER else as_edge_set(batch, of)
-                    for of in self._functions()
-                ]
+                [of_paper[name] if name else as_edge_set(batch, of) for of, name in each]
             )
         except PromptError as error:
             raise MetricError(f"the edges of {self.name}: {error}") from error

@@ -19,7 +19,7 @@ from ..results.record import Record
 from ..system.arguments import check_counts, checked
 from .metric import Metric
 from .reads import Reads, Seen, Sums
-from .segment_flows import SegmentFlows, read_by_others
+from .segment_flows import SegmentFlows, info_of, read_by_others
 from .weights import attention
 
 
@@ -143,11 +143,8 @@ class SegmentAttention(Metric):
 
     def result(self, contributions: Contributions) -> SegmentAttentionRecord:
         """The kurtosis of each prompt; means over prompts, then over sets; scores of the mean."""
-        names = () if self.segments is None else tuple(self.segments)
-        return SegmentAttentionRecord.of(
-            contributions.with_each(self._of_prompts),
-            info={"apart": self.apart} | ({"segment_names": names} if names else {}),
-        )
+        info = {"apart": self.apart} | info_of(self.segments)
+        return SegmentAttentionRecord.of(contributions.with_each(self._of_prompts), info=info)
 
     def _of_prompts(self, contributions: Contributions) -> dict[str, Tensor]:
         """The attention of each prompt, and the kurtosis of each head in it."""

@@ -1,6 +1,6 @@
 """Flows between named segments of the prompts, by layer and head, for any weight of an edge."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -154,11 +154,8 @@ class SegmentFlows(EdgeFlows):
 
     def result(self, contributions: Contributions) -> SegmentFlowsRecord:
         """Means over the edges of each prompt, then over prompts, then over sets."""
-        names = () if self.segments is None else tuple(self.segments)
-        return SegmentFlowsRecord.of(
-            contributions.with_each(_of_prompts),
-            info={"weight": name_of(self.weight)} | ({"segment_names": names} if names else {}),
-        )
+        info = {"weight": name_of(self.weight)} | info_of(self.segments)
+        return SegmentFlowsRecord.of(contributions.with_each(_of_prompts), info=info)
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
         """What tokens of other segments read from each segment: its score in ``al.Faithfulness``.
@@ -195,6 +192,11 @@ class SegmentFlows(EdgeFlows):
             return self.segments
         names = batch.segment_names if self.segments is None else self.segments
         return {name: partial(edges.segment, name=name) for name in names}
+
+
+def info_of(segments: Iterable[str] | None) -> dict[str, Any]:
+    """The names of segments that were asked for, for ``info``; else those of the prompts count."""
+    return {} if segments is None else {"segment_names": tuple(segments)}
 
 
 def _of_prompts(contributions: Contributions) -> dict[str, Tensor]:

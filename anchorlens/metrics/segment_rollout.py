@@ -25,7 +25,7 @@ from ..system.devices import beside
 from .metric import Metric
 from .positions import checked_positions
 from .reads import Block, Blocks, Reads, Seen
-from .segment_flows import SegmentFlows
+from .segment_flows import SegmentFlows, info_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,9 +145,7 @@ class SegmentRollout(Metric):
 
     def result(self, contributions: Contributions) -> SegmentRolloutRecord:
         """Means over prompts, then over sets."""
-        names = () if self.segments is None else tuple(self.segments)
-        info = {"segment_names": names} if names else {}
-        return SegmentRolloutRecord.of(contributions, info=info)
+        return SegmentRolloutRecord.of(contributions, info=info_of(self.segments))
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
         """The part of each segment in the target: its score in ``al.Faithfulness``."""

@@ -24,29 +24,26 @@ _READ = (
 _GEMMA = {"gemma2": (2, 46), "gemma3": (6, 62)}  # each such layer is full; the layers of 27B
 
 # Keys after the architecture, and the names of their field, of which a class has one or none.
-_FIELDS = {
-    "context_length": "max_position_embeddings",
+_NEEDED = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
-    "vocab_size": "vocab_size",
-    "feed_forward_length": "intermediate_size n_inner ffn_hidden_size",
     "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_epsilon layer_norm_eps norm_epsilon norm_eps",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-# Keys that may be absent.
-_DERIVED = (
-    *("context_length", "vocab_size", "feed_forward_length", "attention.head_count_kv"),
-    *("attention.key_length", "attn_logit_softcapping", "final_logit_softcapping"),
-)
+_FIELDS = _NEEDED | {  # these may be absent
+    "context_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "feed_forward_length": "intermediate_size n_inner ffn_hidden_size",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 _WINDOW = "attention.sliding_window"
 _SCALING = (  # keys of rope.scaling
     *("type", "factor", "original_context_length", "attn_factor"),
@@ -107,7 +104,7 @@ def gguf_config(file: str) -> Any:
     left = {key: value(key) for key in reader.fields if not _NO_NUMBERS.fullmatch(key)}
     left = {key.removeprefix(f"{name}."): each for key, each in left.items()}
     left |= {key: tensors[key].tolist() for key in _FACTORS if key in tensors}
-    needed = {key for key in _FIELDS if known.intersection(_FIELDS[key].split())} - {*_DERIVED}
+    needed = {key for key, fields in _NEEDED.items() if known.intersection(fields.split())}
     needed |= {"context_length", *([_WINDOW] if name == "gemma3" else [])}
     if lacking := [key for key in sorted(needed) if not isinstance(left.get(key), int | float)]:
         raise ModelError(f"{file} needs one number for each of {', '.join(lacking)}: {_CURE}")
@@ -229,8 +226,7 @@ def refuse_unread_tensors(file: str, weights: Any) -> None:
     from transformers import modeling_gguf_pytorch_utils as of_gguf
 
     reader, value = _opened(file)
-    kinds = of_gguf.TENSOR_PROCESSORS
-    kind = kinds.get(value("general.architecture"), of_gguf.TensorProcessor)
+    kind = of_gguf.TENSOR_PROCESSORS.get(value("general.architecture"), of_gguf.TensorProcessor)
     read = {*of_gguf.get_gguf_hf_weights_map(weights, kind()), *_FACTORS}
     stored = [tensor.name for tensor in reader.tensors]
     # Experts are one parameter, whose name has no ending.

@@ -22,12 +22,10 @@ from .tiny_pass import LEAF, logits_of, relative_difference, small_loss, tiny_pa
 def of_one_width(of_layers: Iterable[Tensor]) -> list[Tensor]:
     """Layers may have heads of different widths. Zeros change neither products nor lengths."""
     layers = list(of_layers)
-    widest = max(values.shape[-1] for values in layers)
-    missing = [widest - values.shape[-1] for values in layers]
-    pad = torch.nn.functional.pad
+    widest, pad = max(values.shape[-1] for values in layers), torch.nn.functional.pad
     return [
-        pad(each, (0, count)) if count else each
-        for each, count in zip(layers, missing, strict=True)
+        pad(each, (0, widest - each.shape[-1])) if each.shape[-1] < widest else each
+        for each in layers
     ]
 
 
@@ -69,25 +67,16 @@ def layers_that_mix(model: HookedModel) -> frozenset[int]:
     names = [z_name(layer) for layer in range(model.cfg.n_layers)]
     points = model.hook_dict  # made anew at each access
     missing = {layer for layer, name in enumerate(names) if name not in points}
-    hooks: list[Hook] = [
-        LEAF,
-        *hooks_by_layer(model, pattern_name, store),
-        *(
-            (name, lambda z, hook: detached(z, model.cfg.n_heads, [0]))
-            for layer, name in enumerate(names)
-            if layer not in missing
-        ),
+    hooks: list[Hook] = [LEAF, *hooks_by_layer(model, pattern_name, store)]
+    hooks += [
+        (name, lambda z, hook: detached(z, model.cfg.n_heads, [0]))
+        for name in names
+        if name in points
     ]
     with tiny_passes(model, hooks, gradients=True):
         small_loss(logits_of(model, tiny_tokens(model))).backward()
-    return frozenset(
-        missing
-        | {
-            layer
-            for layer, pattern in patterns.items()
-            if pattern.grad is None or pattern.grad[:, 0].any()
-        }
-    )
+    mixed = {k for k, each in patterns.items() if each.grad is None or each.grad[:, 0].any()}
+    return frozenset(missing | mixed)
 
 
 def transformed_values(

@@ -105,9 +105,7 @@ def layer_numbers(model: HookedModel, layers: Iterable[int] | int) -> list[int]:
 def indices_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
     """The chosen layers or heads of ``count``, as numbers from 0, each once, in order."""
     try:
-        numbers = [
-            index(number) for number in (chosen if isinstance(chosen, Iterable) else [chosen])
-        ]
+        numbers = [*map(index, chosen if isinstance(chosen, Iterable) else [chosen])]
     except TypeError as error:
         raise HookError(f"{kind}s must be whole numbers; got {chosen!r}") from error
     wrong = [number for number in numbers if not -count <= number < count]

@@ -54,8 +54,7 @@ def config_of(model: Any) -> Any:
 
 def head_of(model: Any) -> Any:
     """The unembedding without its wrapper in a bridge; None where no module is known for it."""
-    find = getattr(original_of(model), "get_output_embeddings", lambda: model.unembed)
-    head = find()
+    head = getattr(original_of(model), "get_output_embeddings", lambda: model.unembed)()
     return getattr(head, "original_component", head)
 
 
@@ -83,9 +82,8 @@ def cached_heads(model: Any, count: int) -> Int[Tensor, " head"]:
 
 def name_of_cache(model: Any) -> str:
     """The argument by which the transformers model in a bridge takes its key-value cache."""
-    if takes_argument(model, "cache"):
-        return "cache"
-    return "past_key_values"  # until transformers 5.23
+    # Until transformers 5.23 it was past_key_values.
+    return "cache" if takes_argument(model, "cache") else "past_key_values"
 
 
 def takes_argument(model: Any, name: str) -> bool:

@@ -14,13 +14,7 @@ from ..system.put_back import each_call_inside, put_back
 from ..system.torch_state import gradient_mode, own_random_state
 from .facts import Facts, Operands, are_as_found, keep_facts, known_facts, state_of
 from .foreign_errors import in_a_line, is_own_mistake
-from .hooked import (
-    HookedModel,
-    device_of,
-    pattern_name,
-    scores_name,
-    why_not_hooked,
-)
+from .hooked import HookedModel, device_of, pattern_name, scores_name, why_not_hooked
 from .kinds import is_bridge, modules_of, original_of
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (

@@ -45,7 +45,8 @@ def media_tokens(model: Any) -> dict[int, str]:
         (name, token)
         for config in configs_of(config_of(model))
         for name, value in vars(config).items()
-        for token in _ids(value)
+        for token in (value if isinstance(value, list | tuple) else [value])
+        if type(token) is int and token >= 0
     ]
     of_texts = {token for name, token in settings if name in _OF_TEXTS}
     return {
@@ -71,11 +72,8 @@ def check_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
         has_images = [bool(each) for each in batch.inputs] or [False] * len(batch)
         _refuse(batch, [not each for each in has_images], names, _LACKS)
         _refuse(batch, has_images, others, _LACKS)
-        spans = (
-            _is_image(names, batch)
-            .long()
-            .diff(dim=1, prepend=torch.zeros_like(batch.tokens[:, :1]))
-        )
+        before = torch.zeros_like(batch.tokens[:, :1])
+        spans = _is_image(names, batch).long().diff(dim=1, prepend=before)
         for row, inputs in enumerate(batch.inputs):
             count = len(inputs.get("image_grid_thw", ()))  # where positions are in rows and columns
             if count > (found := int((spans[row] == 1).sum())):
@@ -160,8 +158,3 @@ def configs_of(config: Any) -> Iterator[Any]:
     for value in vars(config).values():
         if hasattr(value, "model_type") and hasattr(value, "to_dict"):
             yield from configs_of(value)
-
-
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return [each for each in values if type(each) is int and each >= 0]

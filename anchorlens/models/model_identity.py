@@ -27,11 +27,10 @@ def identity(model: Any) -> dict[str, str]:
     """What identifies a model: its name, configuration, weights and buffers."""
     config = vars(model.cfg) if config_of(model) is None else config_of(model).to_dict()
     deciding = {name: value for name, value in config.items() if name not in _ELSEWHERE}
+    text = ADDRESS.sub("", json.dumps(deciding, sort_keys=True, default=str))
     return {
         "model": str(model.cfg.model_name),
-        "configuration": hashlib.sha256(
-            ADDRESS.sub("", json.dumps(deciding, sort_keys=True, default=str)).encode()
-        ).hexdigest(),
+        "configuration": hashlib.sha256(text.encode()).hexdigest(),
         "weights": digest_of(_contents(model)),
     }
 

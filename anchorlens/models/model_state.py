@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ..system.hidden_warnings import warnings_as_found
-from ..system.put_back import put_back, safe_context
+from ..system.put_back import as_found, put_back, safe_context
 from ..system.torch_state import torch_modes
 from .kinds import modules_of
 
@@ -46,18 +46,18 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
         ]
 
         # Qwen's models keep there how far the images of a pass moved the positions.
-        deltas = [(vars(m), m.rope_deltas) for m in modules if "rope_deltas" in vars(m)]
-        modes_as_found, as_found = torch_modes(), warnings_as_found()
+        holders = [vars(module) for module in modules if "rope_deltas" in vars(module)]
+        deltas_as_found = as_found(*((holder, "rope_deltas") for holder in holders))
+        modes_as_found, seen_as_found = torch_modes(), warnings_as_found()
 
         def restore() -> None:
             modes_as_found()
-            as_found()
+            seen_as_found()
+            deltas_as_found()
             for parameter in trained:
                 parameter.requires_grad_(True)
             for module in training:
                 module.training = True
-            for attributes, delta in deltas:
-                attributes["rope_deltas"] = delta
 
         with put_back(restore):
             for parameter in trained:
@@ -148,16 +148,7 @@ def replaced_methods(
     """Inside, a method of each module is what ``method_of(number, module)`` returns."""
     modules = list(modules)
     # In __dict__, because a bridge sets its attributes on the module that it wraps.
-    found = [(vars(module), vars(module).get(name)) for module in modules]
-
-    def restore() -> None:
-        for attributes, method in found:
-            if method is None:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = method
-
-    with put_back(restore):
+    with put_back(as_found(*((vars(module), name) for module in modules))):
         for number, module in enumerate(modules):
             vars(module)[name] = method_of(number, module)
         yield

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..system.put_back import put_back, safe_context
+from ..system.put_back import as_found, put_back, safe_context
 
 _lock = RLock()  # the class that is replaced belongs to the process, so that a second thread waits
 
@@ -26,20 +26,15 @@ def parsed_once(name: str) -> Iterator[None]:
     import gguf
 
     with _lock:
-        found, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
-        class Reader(found):  # type: ignore[misc,valid-type]
+        class Reader(gguf.GGUFReader):
             """Slices of a plain array take half as long as those of a memmap."""
 
             def __setattr__(self, name: str, value: Any) -> None:
                 super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
-        def restore() -> None:
-            gguf.GGUFReader, gguf.get_tensor_name_map = found, names  # type: ignore[misc]
-
-        def change() -> None:
+        names = ("GGUFReader", "get_tensor_name_map")
+        with put_back(as_found(*((vars(gguf), name) for name in names))):
             gguf.GGUFReader = functools.cache(Reader)  # type: ignore[assignment,misc]
-            gguf.get_tensor_name_map = functools.cache(names)
-
-        with put_back(restore, change):
+            gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
             yield

@@ -2,7 +2,10 @@
 
 import logging
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from logging.handlers import BufferingHandler
 
 from ..system.hidden_warnings import hidden_warnings
 from ..system.put_back import SafeContext, put_back, safe_context
@@ -15,17 +18,6 @@ _LIBRARIES = ("transformers", "transformer_lens", "huggingface_hub", "datasets",
 _HARMLESS = re.compile("deprecated|LOAD REPORT|Token indices sequence length")
 
 
-class _Kept(logging.Handler):
-    """Keeps the texts of warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: dict[str, None] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts[record.getMessage()] = None
-
-
 @safe_context
 def warnings_of_transformers() -> Iterator[None]:
     """What transformers logs as a warning inside is a warning of ours afterwards.
@@ -36,22 +28,19 @@ def warnings_of_transformers() -> Iterator[None]:
     from transformers.utils import logging as of_transformers
 
     of_transformers.get_logger()  # at its first call it makes its handler
-    logger, kept = logging.getLogger("transformers"), _Kept()
-    found = logger.handlers, logger.level
+    logger, kept = logging.getLogger("transformers"), BufferingHandler(sys.maxsize)
+    kept.setLevel(logging.WARNING)
 
-    def restore() -> None:
-        logger.handlers = found[0]
-        logger.setLevel(found[1])
+    def use(handlers: list[logging.Handler], level: int) -> None:
+        logger.handlers = handlers
+        logger.setLevel(level)
 
-    def change() -> None:
-        logger.handlers = [kept]
-        logger.setLevel(logging.WARNING)
-
+    as_found = partial(use, logger.handlers, logger.level)
     try:
-        with put_back(restore, change):
+        with put_back(as_found, partial(use, [kept], logging.WARNING)):
             yield
     finally:
-        for text in kept.texts:
+        for text in dict.fromkeys(record.getMessage() for record in kept.buffer):
             if not _HARMLESS.search(text):
                 warn_user(f"transformers: {text}")
 
@@ -97,26 +86,18 @@ def quiet_datasets() -> Iterator[None]:
     """Inside, the library of data sets draws no bars, such as that of generating a split."""
     import datasets
 
-    had_bars = not datasets.are_progress_bars_disabled()
-
-    def restore() -> None:
-        if had_bars:
-            datasets.enable_progress_bars()
-
-    with put_back(restore, datasets.disable_progress_bars), _errors_only("datasets"):
+    had_none, hide = datasets.are_progress_bars_disabled(), datasets.disable_progress_bars
+    as_found = hide if had_none else datasets.enable_progress_bars
+    with put_back(as_found, hide), _errors_only("datasets"):
         yield
 
 
 def _errors_only(*libraries: str) -> SafeContext[None]:
     """Inside, the loggers of these libraries log errors only."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, libraries)}
 
-    def restore() -> None:
+    def use(levels: Mapping[logging.Logger, int]) -> None:
         for logger, level in levels.items():
             logger.setLevel(level)
 
-    def change() -> None:
-        for logger in levels:
-            logger.setLevel(logging.ERROR)
-
-    return put_back(restore, change)
+    found = {logger: logger.level for logger in map(logging.getLogger, libraries)}
+    return put_back(partial(use, found), partial(use, dict.fromkeys(found, logging.ERROR)))

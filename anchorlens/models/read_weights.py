@@ -276,9 +276,7 @@ Places = Mapping[str, int | str | torch.device]  # the device of each module
 _WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-def check_device_map(
-    device_map: str | int | torch.device | Places,
-) -> str | Places | torch.device:
+def check_device_map(device_map: str | int | torch.device | Places) -> str | Places | torch.device:
     """A map, or the only device that it names; an error, before weights are read, for another."""
     named: list[int | str | torch.device]
     if isinstance(device_map, Mapping):

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError
-from ..system.put_back import put_back, safe_context
+from ..system.put_back import as_found, put_back, safe_context
 from .hooked import HookedModel, names_of_layers, pattern_name, scores_name
 from .kinds import config_of, is_bridge, original_of
 from .model_state import replaced_methods
@@ -246,20 +246,10 @@ def _registered(name: str, interface: _Interface) -> Iterator[None]:
 
     registries = AttentionInterface, AttentionMaskInterface
     # Private in transformers, which has no public way to undo a registration.
-    found = [registry._global_mapping.get(name) for registry in registries]
-
-    def restore() -> None:
-        for registry, former in zip(registries, found, strict=True):
-            if former is None:
-                registry._global_mapping.pop(name, None)
-            else:  # of a pass outside of this one
-                registry._global_mapping[name] = former
-
-    def register() -> None:
+    # What is found is of a pass outside of this one.
+    with put_back(as_found(*((registry._global_mapping, name) for registry in registries))):
         AttentionInterface.register(name, interface.attention)
         AttentionMaskInterface.register(name, interface.mask)
-
-    with put_back(restore, register):
         yield
 
 

@@ -9,17 +9,12 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ..errors import ModelError
-from ..system.put_back import put_back
+from ..system.put_back import as_found, put_back
 from .facts import Operands, hooks_on_operands
 from .foreign_errors import reason_of_failure
 from .hooked import Hook, HookedModel, dtype_of, hooks_by_layer, scores_name
 from .kinds import name_of_cache, pairs_in
-from .kv_cache import (
-    KeyValues,
-    inputs_after,
-    keys_and_values,
-    prefix_of,
-)
+from .kv_cache import KeyValues, inputs_after, keys_and_values, prefix_of
 from .native_attention import rename_cache
 from .tiny_pass import (
     TOKENS,
@@ -35,18 +30,11 @@ def verify_cached_step(model: Any) -> tuple[str, tuple[int, ...]]:
     """Make the cache act where only its name differs; see ``cached_step`` for what is returned."""
     reason, entries = cached_step(model)
     if reason and name_of_cache(model) == "cache":
-        found = [(block.attn, vars(block.attn).get("forward")) for block in model.blocks]
-
-        def undo() -> None:
-            for attention, forward in found if reason else ():
-                vars(attention).pop("forward", None)
-                if forward is not None:
-                    vars(attention)["forward"] = forward
-
+        undo = as_found(*((vars(block.attn), "forward") for block in model.blocks))
         # The name is put back where the model does not continue from the cache either.
-        with put_back(undo):
-            for attention, _ in found:
-                rename_cache(attention)
+        with put_back(lambda: undo() if reason else None):
+            for block in model.blocks:
+                rename_cache(block.attn)
             reason, entries = cached_step(model)
     return reason, entries
 

@@ -192,10 +192,7 @@ def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
 
 def _no_backward(model: HookedModel, layers: list[_Layer], error: Exception) -> str:
     factors = [layer.factor for layer in layers]
-    with_gradient = (
-        k for k, each in enumerate(factors) if each is not None and each.grad is not None
-    )
-    reached = min(with_gradient, default=len(layers))
+    reached = [*(each is not None and each.grad is not None for each in factors), True].index(True)
     where = f"between the attention of layer {reached - 1} and " + (
         f"that of layer {reached}" if reached < len(layers) else "the logits"
     )

@@ -29,8 +29,7 @@ def log_probs_after(
         prompts, count = len(batch), len(texts)
         before = _up_to_targets(batch, cache, prefix, count)
         rows = tokens.repeat(prompts, 1)
-        mask = is_token[:, :-1].repeat(prompts, 1)
-        inputs, _ = inputs_after(model, mask, before)
+        inputs, _ = inputs_after(model, is_token[:, :-1].repeat(prompts, 1), before)
         with head_in_float32(model), added_hooks(model):
             later = model(rows[:, :-1], **inputs)
         later = wide(later).log_softmax(-1)

@@ -243,7 +243,11 @@ def run_prefix(
     changes, observed = _watched(hooks), _watched(observers)
     points: list[tuple[Tensor, HookFunction]] = []
     needed = [leaf_hook([])] if backward_hooks else []
-    last = [_point_hook(points, *hook) for hook in backward_hooks]
+
+    def noted(name: Any, receive: HookFunction) -> Hook:
+        return name, lambda tensor, hook: points.append((tensor, receive))
+
+    last = [noted(*hook) for hook in backward_hooks]
     if narrowed:  # the logits of a prefix are not used
         last.append((_before_unembedding(model), lambda resid, hook: resid[:, -1:]))
     forward = [*needed, *changes, *observed, *last]
@@ -307,12 +311,7 @@ class _Acting:
         forward = [*self.needed, *self.changes, *observers, *self.last]
         hooks = described.hooks, described.observers, described.backward_hooks
         inside = Inside(
-            forward,
-            self.of_gradients,
-            described.attend,
-            described.start,
-            described.starts,
-            saved,
+            forward, self.of_gradients, described.attend, described.start, described.starts, saved
         )
         return running(model, batch, twin_for(model, batch, *hooks), inside)
 
@@ -447,8 +446,7 @@ def _first_not_finite(described: Pass) -> str:
 
         return f"blocks.{layer}.hook_resid_post", note
 
-    checks = [check(layer) for layer in range(model.cfg.n_layers)]
-    hooks = [*described.hooks, *checks]
+    hooks = [*described.hooks, *map(check, range(model.cfg.n_layers))]
     tokens, inputs, _ = _inputs(model, batch, described.prefix)
     twin = twin_for(model, batch, described.hooks)
     acting = Inside(hooks, attend=described.attend)
@@ -464,12 +462,6 @@ def _at_rows(
     return values[prompts, rows.to(values.device)]
 
 
-def _point_hook(
-    points: list[tuple[Tensor, HookFunction]], name: Any, receive: HookFunction
-) -> Hook:
-    return name, lambda tensor, hook: points.append((tensor, receive))
-
-
 def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:
     """Selects the needed rows before the unembedding."""
     return _before_unembedding(model), lambda resid, hook: _at_rows(resid, rows)
@@ -481,8 +473,7 @@ def _before_unembedding(model: HookedModel) -> str:
 
     Where an adapter does not name this input, it is what comes before the final norm.
     """
-    last_block = after_block(model.cfg.n_layers - 1)
-    return UNEMBED if UNEMBED in model.hook_dict else last_block
+    return UNEMBED if UNEMBED in model.hook_dict else after_block(model.cfg.n_layers - 1)
 
 
 def _is_in_a_block(name: str | Callable[[str], bool]) -> bool:

@@ -10,21 +10,8 @@ from torch import Tensor
 from ..errors import ModelError
 from ..models.batch_hooks import DetachedHeads, EdgeHook
 from ..models.facts import OfAttention, facts_of
-from ..models.hooked import (
-    Hook,
-    HookedModel,
-    HookFunction,
-    names_of_layers,
-    scores_name,
-    z_name,
-)
-from ..models.replaced_attention import (
-    Attend,
-    Heads,
-    SharedHeads,
-    Terms,
-    is_skipped,
-)
+from ..models.hooked import Hook, HookedModel, HookFunction, names_of_layers, scores_name, z_name
+from ..models.replaced_attention import Attend, Heads, SharedHeads, Terms, is_skipped
 from ..prompts.batch import PromptBatch
 from .flow_tap import FlowTap, may_tap, use_taps
 from .memory import return_freed_memory

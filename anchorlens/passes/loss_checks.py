@@ -39,11 +39,6 @@ def targets_of(loss: Loss | None, batch: PromptBatch) -> Int[Tensor, "batch targ
 
 def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -> None:
     """Raise an error if a loss does not give one number a prompt for these batches."""
-    if not callable(loss):
-        raise MetricError(
-            "loss is a function of (logits, batch), such as al.losses.label_cross_entropy or "
-            f"al.losses.span_cross_entropy('answer'); got {loss!r}"
-        )
     device = device_of(model)
     if loss is label_cross_entropy:
         gold_of(*batches)
@@ -53,8 +48,7 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
         # The logits of two prompts, because those of a batch may not fit into memory.
         first = batch.prompts(0, 2).to(device)
         zeros = torch.zeros(len(first), *_shape_of_logits(loss, first, model), device=device)
-        losses = called("loss", loss, "(logits, batch)", zeros, first)
-        refuse_other_losses(losses, len(first))
+        refuse_other_losses(called("loss", loss, "(logits, batch)", zeros, first), len(first))
 
 
 def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
@@ -79,10 +73,9 @@ def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: Ho
     generator = torch.Generator().manual_seed(0)
     options: Any = {"retain_graph": True, "materialize_grads": True}  # 0 where it has none
     for _ in range(_DRAWS):  # a hinge may have no gradient at some logits
-        logits = torch.randn(len(batch), *shape, generator=generator, device="cpu").to(
-            batch.tokens.device
-        )
-        losses = loss(logits.requires_grad_(), batch)
+        drawn = torch.randn(len(batch), *shape, generator=generator, device="cpu")
+        logits = drawn.to(batch.tokens.device).requires_grad_()
+        losses = loss(logits, batch)
         if not losses.requires_grad or not losses.isfinite().all():
             return  # the pass says that it has no graph, or is not finite
         (gradient,) = torch.autograd.grad(losses[0], logits, **options)
@@ -116,9 +109,8 @@ def continuations_of(
             f"the words of the loss have the token {int(texts.max())}, but the model has only "
             f"{count}; give the tokens of this model's tokenizer"
         )
-    after = texts.shape[1] - 1  # the last token is not run
-    refuse_longer_than(model.cfg.n_ctx - after, longest_prompt(batch))
-    longest = longest_prompt(batch)
+    after, longest = texts.shape[1] - 1, longest_prompt(batch)  # the last token is not run
+    refuse_longer_than(model.cfg.n_ctx - after, longest)
     refuse_another_rotation(model, longest, longest + after)
     return texts
 

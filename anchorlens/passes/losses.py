@@ -55,8 +55,7 @@ def label_cross_entropy(
     gold = gold_of(batch)
     verbalizer = batch.verbalizer
     scores = batch.label_scores(logits) if verbalizer is None else label_scores(logits, verbalizer)
-    log_probs = scores.log_softmax(-1)
-    return -log_probs.gather(1, gold[:, None])[:, 0]
+    return -scores.log_softmax(-1).gather(1, gold[:, None])[:, 0]
 
 
 @runtime_checkable
@@ -274,16 +273,14 @@ def word_cross_entropy(
         >>> loss = al.losses.word_cross_entropy()
         >>> results = al.run(model, batches, [al.SaliencyFlows()], loss=loss, progress=False)
     """
-    rows = None if words is None else [tuple(word) for word in words]
-    fits = rows is None or (
-        all(rows) and all(type(token) is int and token >= 0 for word in rows for token in word)
-    )
-    if not fits or (rows is not None and (not rows or len(set(rows)) < len(rows))):
+    rows = None if words is None else tuple(map(tuple, words))
+    are_ids = all(type(token) is int and token >= 0 for word in rows or () for token in word)
+    if rows is not None and not (rows and all(rows) and are_ids and len({*rows}) == len(rows)):
         raise MetricError(
             "words are the token ids of the label word of each class, all different, such as "
             f"[[318, 845], [407]]; got {words!r}"
         )
-    return WordCrossEntropy(None if rows is None else tuple(rows), per_token)
+    return WordCrossEntropy(rows, per_token)
 
 
 def _words_of_demonstrations(batch: PromptBatch) -> tuple[tuple[int, ...], ...]:

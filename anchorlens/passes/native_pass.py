@@ -21,14 +21,7 @@ from torch import Tensor
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.facts import OfAttention, facts_of
 from ..models.head import forward_of_head
-from ..models.hooked import (
-    Hook,
-    HookedModel,
-    HookFunction,
-    pattern_name,
-    scores_name,
-    z_name,
-)
+from ..models.hooked import Hook, HookedModel, HookFunction, pattern_name, scores_name, z_name
 from ..models.replaced_attention import Attend, Heads, Mask, SharedHeads, Terms
 from ..models.twin import Listener
 from .late_start import Start, Starts
@@ -216,9 +209,8 @@ def _act_of(act: Any) -> Any:
 
 def _is_added(act: Any) -> bool:
     """Whether a hook can be added to the scores before the pass."""
-    if not isinstance(act, EdgeHook) or not act.renormalize:
-        return False
-    return act.factors is None or not act.factors.requires_grad
+    is_cut = isinstance(act, EdgeHook) and act.renormalize
+    return is_cut and (act.factors is None or not act.factors.requires_grad)
 
 
 @cache

@@ -65,16 +65,14 @@ def checkpointed(model: Any, checkpoints: Checkpoints) -> Iterator[None]:
     """Inside, a pass stores only the input and the output of each block."""
 
     def twice(layer: int, block: Any) -> Callable[..., Any]:
-        forget = partial(_forget_pattern, block.attn)
+        def forget() -> None:
+            if vars(block.attn).get("_pattern") is not None:
+                vars(block.attn)["_pattern"] = None  # stored longer than the block runs
+
         return partial(run_twice, checkpoints, layer, block.forward, forget)
 
     with replaced_methods(model.blocks, "forward", twice):
         yield
-
-
-def _forget_pattern(attention: Any) -> None:
-    if vars(attention).get("_pattern") is not None:
-        vars(attention)["_pattern"] = None  # stored longer than the block runs
 
 
 def run_twice(

@@ -31,10 +31,6 @@ _ROWS = 32
 _ROWS_ON_A_GPU = 256
 
 
-def _rows_of(device: torch.device) -> int:
-    return _ROWS if device.type == "cpu" else _ROWS_ON_A_GPU
-
-
 class RowAttention(torch.autograd.Function):
     """z of queries, keys and values; the backward pass hands rows of A and dL/dA on."""
 
@@ -66,7 +62,8 @@ class RowAttention(torch.autograd.Function):
         )
         length = key.shape[2]
         elements = query.shape[0] * query.shape[1] * length
-        for rows in row_slices(query.shape[2], elements, _rows_of(query.device)):
+        fewest = _ROWS if query.device.type == "cpu" else _ROWS_ON_A_GPU
+        for rows in row_slices(query.shape[2], elements, fewest):
             keys, seen = keys_seen(terms, rows, key)
             scores = _scores(query[:, :, rows], key[:, :, keys], terms.scale)
             of_cap = _cap(scores, terms)

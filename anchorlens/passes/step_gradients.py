@@ -66,11 +66,7 @@ def step_gradients(
     patterns: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
     values: dict[int, Tensor] = {}
-    with (
-        frozen_in_eval_mode(model),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
+    with frozen_in_eval_mode(model), torch.inference_mode(False), torch.enable_grad():
         columns, _ = columns_of(positions)
         selected: list[Tensor] = []
         following = batch.tokens.gather(1, columns + 1)[0]
@@ -95,17 +91,11 @@ def step_gradients(
         rows = selected[0]
         of_rows = torch.autograd.grad(losses.sum(), rows, retain_graph=True)[0]
         of_steps = partial(_gradients_of_steps, rows, of_rows)
-        route = _Route(
-            "gradients of the patterns",
-            [patterns[layer] for layer in layers],
-            lambda layer, gradient: gradient,
-        )
+        of_patterns = [patterns[layer] for layer in layers]
+        route = _Route("gradients of the patterns", of_patterns, lambda layer, slope: slope)
         if _have_one_shape(model, outputs, values):
-            from_outputs = _from_outputs(
-                model,
-                [outputs[layer] for layer in layers],
-                [values[layer].detach() for layer in layers],
-            )
+            of_values = [values[layer].detach() for layer in layers]
+            from_outputs = _from_outputs(model, [outputs[layer] for layer in layers], of_values)
             route = from_outputs if _agree(of_steps, from_outputs, route) else route
         for start in range(0, len(losses), chunk):
             steps = range(start, min(start + chunk, len(losses)))

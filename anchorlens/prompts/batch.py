@@ -597,13 +597,7 @@ def digests(batch: PromptBatch, inside: Bool[Tensor, "batch position"]) -> Int[T
 
 def all_padded_right(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
     """Every batch with its padding on the right, without inference tensors."""
-    padded = [batch.padded_right() for batch in batches]
-    return [
-        batch.to(batch.tokens.device)
-        if any(value.is_inference() for value in batch._tensors().values())
-        else batch
-        for batch in padded
-    ]
+    return [batch.padded_right().to(batch.tokens.device) for batch in batches]
 
 
 def anchors_of(batch: PromptBatch) -> Bool[Tensor, "batch position"]:
@@ -714,37 +708,32 @@ def check_batch(batch: PromptBatch) -> None:
 
 def check_prompts(*batches: PromptBatch) -> None:
     """Check that the fields of a batch agree: ``replace`` can make one in which they do not."""
-    for batch in batches:
-        _check_prompts(batch)
-
-
-def _check_prompts(batch: PromptBatch) -> None:
-    if batch.first_query:
-        raise PromptError(
-            f"the prompts are to be run from position {batch.first_query}, but keys of 0 tokens "
-            "are cached; a batch of whole prompts has first_query=0"
-        )
-    _check_axes({name: getattr(batch, name) for name in _axes_of_fields()})
-    batch = batch.on_cpu
-    if not batch.attention_mask.any(1).all():
-        row = int((~batch.attention_mask.any(1)).nonzero()[0])
-        raise PromptError(f"prompt {row} is padding only")
-    if (batch.tokens < 0).any():
-        raise PromptError(
-            "tokens must be whole numbers from 0, also under padding; got "
-            f"{int(batch.tokens.min())}"
-        )
-    for name in ("inputs", "pictures"):
-        if (count := len(getattr(batch, name))) not in (0, len(batch)):
+    for given in batches:
+        if given.first_query:
             raise PromptError(
-                f"{name} of a batch are one for each of its {len(batch)} prompts, or none; got "
-                f"{count}"
+                f"the prompts are to be run from position {given.first_query}, but keys of 0 "
+                "tokens are cached; a batch of whole prompts has first_query=0"
             )
-    _check_inputs(batch)
-    _check_segments(batch)
-    check_inside(batch, "target_positions")
-    if batch.has_label_words or batch.label_positions.numel():
-        _check_positions(batch)
+        _check_axes({name: getattr(given, name) for name in _axes_of_fields()})
+        batch = given.on_cpu
+        if not (has_tokens := batch.attention_mask.any(1)).all():
+            raise PromptError(f"prompt {int((~has_tokens).nonzero()[0])} is padding only")
+        if (batch.tokens < 0).any():
+            raise PromptError(
+                "tokens must be whole numbers from 0, also under padding; got "
+                f"{int(batch.tokens.min())}"
+            )
+        for name in ("inputs", "pictures"):
+            if (count := len(getattr(batch, name))) not in (0, len(batch)):
+                raise PromptError(
+                    f"{name} of a batch are one for each of its {len(batch)} prompts, or none; got "
+                    f"{count}"
+                )
+        _check_inputs(batch)
+        _check_segments(batch)
+        check_inside(batch, "target_positions")
+        if batch.has_label_words or batch.label_positions.numel():
+            _check_positions(batch)
 
 
 @cache

@@ -81,8 +81,7 @@ def build_prompts(
     examples = cast(Sequence[Example], queries)  # a text became one in @checked
     sets = demonstrations_by_query(task, demonstrations, examples)
     control = task.control_tokens(tokenizer)
-    words_of_classes = chain.from_iterable(task.words)
-    refuse_control_tokens(tokenizer, control._replace(cure=""), *words_of_classes)
+    refuse_control_tokens(tokenizer, control._replace(cure=""), *chain.from_iterable(task.words))
     written: list[WrittenPrompt] = []
     for index, (demos, query) in enumerate(zip(sets, examples, strict=True)):
         pieces = task.write(tokenizer, demos, query.text)
@@ -287,8 +286,7 @@ def _prompt_of_pieces(
         raise PromptError(f"prompt {number} has no piece with a name; name at least one")
     of_names = [PADDING if name is None else names.index(name) for name, _ in pieces]
     texts = [text for _, text in pieces]
-    is_data = [name is not None for name, _ in pieces]
-    parts = zip(texts, of_names, is_data, strict=True)
+    parts = zip(texts, of_names, [name is not None for name, _ in pieces], strict=True)
     written = write_prompt(
         tokenizer, [Piece(text, k, is_data=named) for text, k, named in parts], control
     )

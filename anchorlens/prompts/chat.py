@@ -231,8 +231,7 @@ class ChatTask(Task):
         is_empty = block.strip() and self._is_no_thought(tokenizer, demonstrations, query, block)
         if block and not is_empty:
             raise _misplaced_answer(asked, answered, answer.text.strip())
-        space = answered[start : len(answered) - len(body)]
-        return space + content[: len(word.lstrip())]
+        return answered[start : len(answered) - len(body)] + content[: len(word.lstrip())]
 
     @checked
     def check_asking(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> None:
@@ -293,13 +292,9 @@ class ChatTask(Task):
                 continue
             if off.asking == now.asking != on.asking:
                 return True
-        turns, word = self._turns(short, query), self.first_words[0].strip()
-        plain, begun = (
-            self._render(
-                tokenizer, [*turns, _turn("assistant", text, Piece(word, LABEL), "")], False
-            )
-            for text in ("", block)
-        )
+        turns, word = self._turns(short, query), Piece(self.first_words[0].strip(), LABEL)
+        answers = (_turn("assistant", text, word, "") for text in ("", block))
+        plain, begun = (self._render(tokenizer, [*turns, each], False) for each in answers)
         return plain == begun or _opens_and_closes(block)
 
     def _cure(
@@ -412,10 +407,7 @@ class ChatTask(Task):
         try:
             return str(
                 tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=ask,
-                    **options,
+                    messages, tokenize=False, add_generation_prompt=ask, **options
                 )
             )
         except Exception as error:  # a template is a program
@@ -454,9 +446,8 @@ def _turn(role: str, before: str, data: Piece, after: str) -> _Turn:
     segment = QUERY if data.segment == QUERY else FORMAT
     lead = Piece(before[len(start) :], segment)
     trail = Piece(after[: len(after) - len(stop)], segment)
-    return _Turn(
-        role, start, [piece for piece in (lead, data, trail) if piece is data or piece.text], stop
-    )
+    unit = [piece for piece in (lead, data, trail) if piece is data or piece.text]
+    return _Turn(role, start, unit, stop)
 
 
 def _talk(turns: Sequence[_Turn]) -> list[_Turn]:

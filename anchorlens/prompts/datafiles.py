@@ -237,7 +237,9 @@ def nested_fields(columns: Columns, source: str | Path) -> str:
         for name, cells in columns.items()
     }
     path, flat = Path(source), str(Path(source).with_suffix("")) + "-flat"
-    wrapped = [name for name, cells in columns.items() if len(cells) == 1 and _has_rows(cells[0])]
+    single = {name: cells[0] for name, cells in columns.items() if len(cells) == 1}
+    lists = {name: cell for name, cell in single.items() if isinstance(cell, list)}
+    wrapped = [name for name, rows in lists.items() if any(isinstance(row, dict) for row in rows)]
     if wrapped and READERS.get(path.suffix.lower()) is _json:
         read = f"json.loads(pathlib.Path({str(path)!r}).read_text('utf-8-sig'))[{wrapped[0]!r}]"
         return (
@@ -265,10 +267,6 @@ def nested_fields(columns: Columns, source: str | Path) -> str:
         f"nested and cannot be read. This line of Python makes each a column, the first of them "
         f"{first!r}: {read}pandas.json_normalize(rows){write}"
     )
-
-
-def _has_rows(cell: Any) -> bool:
-    return isinstance(cell, list) and any(isinstance(row, dict) for row in cell)
 
 
 def shortened(value: Any) -> str:

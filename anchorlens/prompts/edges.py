@@ -23,15 +23,8 @@ from ..system.arguments import checked
 from ..system.devices import sent
 from ..system.texts import described
 from .batch import PromptBatch, anchors_of, check_inside, check_label_words, holds_integers
-from .edge_set import (
-    Edges,
-    EdgeSet,
-    EdgesOfBatch,
-    Positions,
-    edges_between,
-    paper_edges,
-)
-from .random_edges import best_of_all_rows, best_of_each_row, draw_generator, drawn_edges
+from .edge_set import Edges, EdgeSet, EdgesOfBatch, Positions, edges_between, paper_edges
+from .random_edges import best_of_all_rows, best_of_each_row, draw_generator, drawn_edges, edges_at
 from .segment_names import FORMAT, SEGMENTS, TEXT
 
 PositionsOfBatch = Callable[[PromptBatch], Positions]
@@ -246,17 +239,9 @@ def pairs(batch: PromptBatch, pairs: Pairs | Sequence[Pairs]) -> EdgeSet:
                     f"{count} tokens"
                 )
             chosen.append((number, start + query, start + key))
-    device, (count, length) = batch.tokens.device, batch.tokens.shape
-    number, query, key = torch.tensor(chosen, device=device).T
-
-    def rows_of(rows: slice) -> Edges:
-        start, stop, _ = rows.indices(length)
-        table = torch.zeros(count, stop - start, length, dtype=torch.bool, device=device)
-        here = (start <= query) & (query < stop)
-        table[number[here], query[here] - start, key[here]] = True
-        return table
-
-    return EdgeSet(rows_of, (count, length, length), device)
+    count, length = batch.tokens.shape
+    positions = torch.tensor(chosen, device=batch.tokens.device).T
+    return edges_at(positions, (count, length, length))
 
 
 @checked
@@ -369,9 +354,8 @@ def random_positions(
     words, allowed = anchors(batch), random_candidates(batch, after=after)
     counts = (segment(batch, "label") | words if whole_words else words).sum(1).tolist()
     drawn = torch.zeros_like(allowed)
-    for row, (count, set_id) in enumerate(
-        zip(counts, batch.demonstrations_id.tolist(), strict=True)
-    ):
+    rows = zip(counts, batch.demonstrations_id.tolist(), strict=True)
+    for row, (count, set_id) in enumerate(rows):
         candidates = allowed[row].nonzero().flatten()
         if len(candidates) < count:
             raise HookError(

@@ -15,14 +15,7 @@ from typing import Any
 from ..errors import DataError
 from ..system.arguments import check_counts, checked
 from ..system.files import kind_of
-from .datafiles import (
-    READERS,
-    Columns,
-    columns_of,
-    nested_fields,
-    read_columns,
-    refuse_no_rows,
-)
+from .datafiles import READERS, Columns, columns_of, nested_fields, read_columns, refuse_no_rows
 
 
 @checked
@@ -329,11 +322,7 @@ def _examples(
 
 
 def _with_images(
-    examples: list[Example],
-    columns: Columns,
-    source: str,
-    image: str | None,
-    folder: Path = Path(),
+    examples: list[Example], columns: Columns, source: str, image: str | None, folder: Path = Path()
 ) -> list[Example]:
     """The examples with the paths of a column."""
     if image is None:

@@ -79,8 +79,7 @@ def with_images(
         >>> shown.segment_names[-1], int(al.edges.segment(shown, "image").sum())
         ('image', 12)
     """
-    writer = _Writer.of(processor)
-    reader = _Reader()
+    writer, reader = _Writer.of(processor), _Reader()
     return [_expanded(batch, writer, reader, images) for batch in batches]
 
 
@@ -163,14 +162,9 @@ class _Writer(NamedTuple):
                 f"the tokenizer reads {place!r}, which stands for an image, as {len(written)} "
                 "tokens; take the tokenizer of the processor, which has it as a special token"
             )
-        others = [
-            (name, number)
-            for name, number in zip(
-                tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True
-            )
-            if name in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token)
-            and number != written[0]
-        ]
+        of_texts = (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token)
+        special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+        others = [each for each in special if each[0] in of_texts and each[1] != written[0]]
         if not others:
             raise PromptError("the tokenizer of the processor has no special token of texts")
         return cls(processor, place, written[0], others[0])
@@ -281,22 +275,17 @@ def _prompt(
         tokens += run
         segments += [segment] * len(run)
         counts.append(len(run))
-    if _encodes_back(writer.processor.tokenizer, before):
-        _refuse_merged(writer, tokens, number)
+    tokenizer = writer.processor.tokenizer
+    if _encodes_back(tokenizer, before) and not _encodes_back(tokenizer, tokens):
+        raise PromptError(
+            f"in prompt {number} the tokenizer joins the text beside an image with the tokens of "
+            f"the image; write a space before {writer.place!r}, or another text around it"
+        )
     last = len(before)
     if batch.has_label_words:
         last = int(batch.label_ends[row].max() - batch.starts[row])
     of_set = [each.digest for place, each in zip(places, shown, strict=True) if place <= last]
     return _Prompt(tokens, segments, counts, inputs, tuple(pictures), of_set)
-
-
-def _refuse_merged(writer: _Writer, tokens: Sequence[int], number: int) -> None:
-    """Raise an error for tokens that the processor would not write for the text of a prompt."""
-    if not _encodes_back(writer.processor.tokenizer, tokens):
-        raise PromptError(
-            f"in prompt {number} the tokenizer joins the text beside an image with the tokens of "
-            f"the image; write a space before {writer.place!r}, or another text around it"
-        )
 
 
 def _encodes_back(tokenizer: Any, tokens: Sequence[int]) -> bool:
@@ -306,8 +295,7 @@ def _encodes_back(tokenizer: Any, tokens: Sequence[int]) -> bool:
 
 
 def _table(rows: Sequence[Sequence[int]], width: int, padding: int) -> Tensor:
-    padded = [[*row, *[padding] * (width - len(row))] for row in rows]
-    return torch.tensor(padded, device="cpu")
+    return torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows], device="cpu")
 
 
 def _digest(image: Any) -> int:

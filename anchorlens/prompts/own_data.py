@@ -233,10 +233,7 @@ def told_apart(tokenizer: Any, task: Task) -> Task:
 
 def label_words(entries: Mapping[str, Any]) -> str:
     """Which classes have a label word that is not their name, as a table; nothing if none has."""
-    pairs = [
-        (str(value), word)
-        for value, word in zip(entries["classes"], entries["labels"], strict=True)
-    ]
+    pairs = [*zip(map(str, entries["classes"]), entries["labels"], strict=True)]
     others = [
         (name, word)
         for name, word in pairs
@@ -320,10 +317,8 @@ def _order_of_classes(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
 def _order_of_texts(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
     """Columns with few gaps first, then by their names, then those of many different sentences."""
     texts = [value for value in values if _is_text(value)]
-    gaps, spaced = (
-        1 - len(texts) / len(values),
-        sum(bool(re.search(r"\s", text.strip())) for text in texts),
-    )
+    gaps = 1 - len(texts) / len(values)
+    spaced = sum(bool(re.search(r"\s", text.strip())) for text in texts)
     few = 2 * len(set(texts)) <= len(texts)  # as names of classes, or one text in all rows
     is_spaced = 2 * spaced > len(texts)  # and no identifiers or addresses
     return gaps > _FEW_GAPS, _rank(name, _TEXTS), few, not is_spaced, gaps > 0, -_letters(values)

@@ -112,16 +112,9 @@ def _after_all_queries(
         # first token may, because it begins the text here: some tokenizers put a space there.
         if len(alone) < 2 or prompt.tokens[1 - len(alone) :] != alone[1:]:
             alone = prompt.tokens
-            special = task.adds_special_tokens
-            longer = [
-                encode(
-                    tokenizer,
-                    prompt.text + word,
-                    adds_special_tokens=special,
-                    as_text=prompt.as_text,
-                )[0]
-                for word in written
-            ]
+            how: dict[str, Any] = {"adds_special_tokens": task.adds_special_tokens}
+            how["as_text"] = prompt.as_text
+            longer = [encode(tokenizer, prompt.text + word, **how)[0] for word in written]
         for word, ids in zip(words, longer, strict=True):
             if len(ids) == len(alone) or ids[: len(alone)] != alone:
                 same = [a == b for a, b in zip(alone, ids, strict=False)]

@@ -17,7 +17,7 @@ from .batch import PromptBatch
 from .edge_set import Edges, EdgeSet, check_edges, edges_between
 
 
-def _at(positions: Iterable[Tensor], shape: tuple[int, ...]) -> EdgeSet:
+def edges_at(positions: Iterable[Tensor], shape: tuple[int, ...]) -> EdgeSet:
     """The edges at some prompts, queries and keys; only these numbers are stored."""
     prompts, queries, keys = positions
     count, length, width = shape
@@ -72,8 +72,7 @@ def drawn_edges(
         chosen = choose(wanted, free[square], draw_generator(seed, set_id))
         queries, keys = (tokens[numbers] for numbers in chosen.nonzero().unbind(1))
         drawn.append(torch.stack([torch.full_like(queries, row), queries, keys]))
-    device = batch.tokens.device
-    return _at(torch.cat(drawn, dim=1).int().to(device), tuple(counted.shape))
+    return edges_at(torch.cat(drawn, dim=1).int().to(batch.tokens.device), tuple(counted.shape))
 
 
 def best_of_each_row(

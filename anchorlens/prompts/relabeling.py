@@ -33,9 +33,7 @@ def relabel(
 
 @checked
 def relabel(
-    demonstrations: Sequence[Example] | Sequence[Sequence[Example]],
-    task: Task,
-    how: Relabeling,
+    demonstrations: Sequence[Example] | Sequence[Sequence[Example]], task: Task, how: Relabeling
 ) -> tuple[Task, list[Example] | list[list[Example]]]:
     """The task and the demonstrations with other labels, in the order of ``build_prompts``.
 
@@ -205,9 +203,8 @@ def _relabel_set(
     check_labels(task, demonstrations)
     result = called("how", how, "(task, demonstrations)", task, demonstrations)
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(task))
-    new: list[Example] = []
-    if is_pair:
-        new = [*fitted("the demonstrations that how returns", result[1], Sequence[Example])]
+    what = "the demonstrations that how returns"
+    new: list[Example] = [*fitted(what, result[1], Sequence[Example])] if is_pair else []
     if len(new) != len(demonstrations):
         raise PromptError(
             "how must return the task and as many demonstrations as it got, "
@@ -229,5 +226,4 @@ def _generator(seed: int, demonstrations: Demonstrations) -> Random:
 
 
 def _with_labels(demonstrations: Demonstrations, labels: Sequence[int | None]) -> list[Example]:
-    pairs = zip(demonstrations, labels, strict=True)
-    return [replace(demo, label=label) for demo, label in pairs]
+    return [replace(demo, label=label) for demo, label in zip(demonstrations, labels, strict=True)]

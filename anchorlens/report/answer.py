@@ -25,11 +25,7 @@ from .claims import (
 )
 
 ARE_ANCHORS = "Does the model use its label words as anchors?"
-YES_OR_NO = {
-    Verdict.AGREES: "Yes",
-    Verdict.DOES_NOT_AGREE: "No",
-    Verdict.CANNOT_TELL: "Not sure",
-}
+YES_OR_NO = {Verdict.AGREES: "Yes", Verdict.DOES_NOT_AGREE: "No", Verdict.CANNOT_TELL: "Not sure"}
 
 
 def answer_of(records: Collection[Record], judged: Sequence[Claim]) -> Answer | None:

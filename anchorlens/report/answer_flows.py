@@ -135,9 +135,8 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
     names = tuple(flows.axis_names("segment") or ())
     segments = [len(names) if k == PADDING else k for k in flows.segment_of_tokens.tolist()]
     names = names if of_task(names) and len(names) not in segments else (*names, NO_SEGMENT)
-    parts = one_hot(torch.tensor(segments, device="cpu"), len(names)).double()[
-        :, sorted(set(segments))
-    ]
+    parts = one_hot(torch.tensor(segments, device="cpu"), len(names)).double()
+    parts = parts[:, sorted(set(segments))]
     steps, layers, _ = weights.shape
     count = min(STRONGEST, max(1, STORED // (steps * (layers + 1))))
     positions = flows.positions.tolist()

@@ -126,8 +126,7 @@ class Claim:
     @property
     def number(self) -> str:
         """The number with its interval, or why there is none."""
-        is_none = isnan(self.estimate.value)
-        return f"no number: {self.reason}" if is_none else str(self.estimate)
+        return f"no number: {self.reason}" if isnan(self.estimate.value) else str(self.estimate)
 
     def __repr__(self) -> str:
         number, scope = self.estimate, f"; for {self.scope}" if self.scope else ""
@@ -383,18 +382,15 @@ def _claims_without_ability(records: Collection[Record]) -> Iterator[Claim]:
             yield from _of_flows(record)
     if isolations := first_layers_isolations(records):
         yield _of_isolation(*isolations)
-    for record in records:
-        if isinstance(record, AttentionAUCROCRecord):
-            yield _of_attention(record)
-    for record in records:
-        if isinstance(record, AnchorDistancesRecord):
-            yield _of_distances(record)
+    yield from (_of_attention(each) for each in records if isinstance(each, AttentionAUCROCRecord))
+    yield from (_of_distances(each) for each in records if isinstance(each, AnchorDistancesRecord))
 
 
 def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
     flows, several = tuple(record.axis_names("flow") or ()), len(record.share) > 1
     if flows == tuple(PAPER_FLOWS):  # shares of other flows are not those of the paper
-        change = estimate_over_sets(record, "share_change", flows.index("wp"))
+        wp = flows.index("wp")
+        change = estimate_over_sets(record, "share_change", wp)
         yield _claim(
             GATHERED,
             "share of the flow from texts to label words (S_wp): mean of the first third of the "
@@ -403,9 +399,7 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
             paper="S_wp is large in shallow layers and small in deep ones (Figure 3)",
             scope=scope_of(record),
             no_number="the model has one layer, which is neither shallow nor deep",
-            of_random=[
-                -change for change in _of_random_models(record, "share_change", flows.index("wp"))
-            ],
+            of_random=[-each for each in _of_random_models(record, "share_change", wp)],
         )
     ratio = estimate_over_sets(record, "deep_pq_over_tq")
     yield _claim(
@@ -421,8 +415,9 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
     )
     if flows == tuple(PAPER_FLOWS):
         # Both flows must surpass S_ww, so that the lower end of either decides; NaN stays.
-        wp, pq = (estimate_over_sets(record, "over_ww", flow) for flow in (0, 1))
-        ends = np.minimum([wp.value, wp.low, wp.high], [pq.value, pq.low, pq.high]).tolist()
+        both = (estimate_over_sets(record, "over_ww", flow) for flow in (0, 1))
+        of_wp, of_pq = ([each.value, each.low, each.high] for each in both)
+        ends = np.minimum(of_wp, of_pq).tolist()
         of_random = record.of_random_models("over_ww").reshape(-1, len(flows))[:, :2].min(1)
         yield _claim(
             SURPASSED,
@@ -438,10 +433,7 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
 
 def _of_isolation(isolation: Isolation, *others: Isolation) -> Claim:
     (number, no_control), is_left = gap_of(isolation), isolation.keeps_bos
-    label, control = (
-        isolation.estimate("label_loyalty"),
-        isolation.estimate("control_label_loyalty"),
-    )
+    label, control = map(isolation.estimate, ("label_loyalty", "control_label_loyalty"))
     draws = control.value - isolation.draws("random_label_loyalty")
     cut = [each for each in others if each.layers == isolation.layers and is_left]
     cut_too = Control("BOS cut too", gap_of(cut[0])[0]) if cut else None
@@ -455,10 +447,7 @@ def _of_isolation(isolation: Isolation, *others: Isolation) -> Claim:
         paper="far fewer labels stay than with random words (Figure 4)",
         scope=scope_of(isolation.record),
         no_number=f"{layers} are more than half of the layers: isolate fewer",
-        controls=(
-            Control("random words", draws=draws.tolist()),
-            *([cut_too] if cut_too else []),
-        ),
+        controls=(Control("random words", draws=draws.tolist()), *([cut_too] if cut_too else [])),
         clause=isolation_changes(layers, label, control, number),
     )
     if isolation.record.info.get("begins_with_bos") and not is_left:
@@ -582,9 +571,7 @@ def judge_distances(record: AnchorDistancesRecord) -> tuple[Verdict, str]:
     orders = class_orders(len(record.pair_auc))
     one = record.anchor_distance[layer : layer + 1]
     _, above, below = (float(each) for each in permutation_test(one, record.pair_auc, orders))
-    number, position = (
-        float(each[layer]) for each in (record.correlation, record.position_correlation)
-    )
+    number, position = float(record.correlation[layer]), float(record.position_correlation[layer])
     if 1 / len(orders) >= CERTAIN:
         return Verdict.CANNOT_TELL, (
             f"{len(record.pair_auc)} classes have only {len(orders)} orders, so that no p-value "

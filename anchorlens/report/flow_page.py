@@ -108,8 +108,7 @@ def style() -> Markup:
 
 def script() -> Markup:
     """The script of fragments."""
-    files = ("prompt.js", "answer.js", "flows.js")
-    return Markup("").join(map(static, files))
+    return Markup("").join(map(static, ("prompt.js", "answer.js", "flows.js")))
 
 
 def rounded(values: Iterable[float]) -> list[float]:

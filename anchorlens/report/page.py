@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from html import unescape
@@ -164,13 +164,13 @@ def write_report(
     """
     if not (results or figures or summary):
         raise AnchorlensError("there are no results to report")
-    by_task = _by_task(results)
+    has_tasks = all(isinstance(value, Mapping) for value in results.values())
+    by_task = results if has_tasks else {"": results}
     contents = {name: contents_of(chapter) for name, chapter in by_task.items()}
     every = [record for chapter in contents.values() for record in chapter.records.values()]
     common = _common_info(every)
-    given, extra = dict(settings or {}), dict(figures or {})
+    given, extra, given_answers = dict(settings or {}), dict(figures or {}), answers or {}
     _refuse_ambiguous(extra, list(contents.values()))
-    given_answers = answers or {}
     chapters = [
         _chapter(_id("task", number, name), name, chapter, extra, common, given_answers.get(name))
         for number, (name, chapter) in enumerate(contents.items())
@@ -187,12 +187,11 @@ def write_report(
         chapters.append(_Chapter("figures", source=source, answer=of_figures, sections=own))
     has_figures = any(section.figure for chapter in chapters for section in chapter.sections)
     has_prompts = any(chapter.prompts or chapter.answers for chapter in chapters)
+    of_prompts = (flow_page.style(), flow_page.script()) if has_prompts else ("", "")
     page = template("report.html").render(
         title=title,
         subtitle=_subtitle({**given, **common}, [name for name in by_task if name]),
-        style=static("page.css")
-        + static("report.css")
-        + (flow_page.style() if has_prompts else ""),
+        style=static("page.css") + static("report.css") + of_prompts[0],
         chapters=chapters,
         summary=summary,
         command=command,
@@ -204,20 +203,11 @@ def write_report(
         has_figures=has_figures,
         sortable=static("sortable.min.js"),
         plotly=static("plotly-cartesian.min.js") if has_figures else "",
-        script=static("save.js")
-        + static("report.js")
-        + (flow_page.script() if has_prompts else ""),
+        script=static("save.js") + static("report.js") + of_prompts[1],
     )
     path = Path(path)
     write_text(path, page)
     return path
-
-
-def _by_task(results: Mapping[str, Any]) -> dict[str, ReportResults]:
-    """Results by task; results of a single task have no name."""
-    if results and all(isinstance(value, Mapping) for value in results.values()):
-        return dict(results)
-    return {"": results} if results else {}
 
 
 def _refuse_ambiguous(figures: Mapping[str, Any], chapters: Sequence[Contents]) -> None:
@@ -250,6 +240,10 @@ def _chapter(
     prompts = [
         replace(pages.pop(name), choice=choice, largest=largest) for name, choice in choices.items()
     ]
+    sections = [
+        _section(_id(chapter_id, number, name), name, record, figures, common)
+        for number, (name, record) in enumerate(contents.records.items())
+    ]
     return _Chapter(
         chapter_id,
         name,
@@ -262,7 +256,7 @@ def _chapter(
         surprises(records),
         prompts,
         [*pages.values()],
-        [*_sections(chapter_id, contents.records, figures, common)],
+        sections,
     )
 
 
@@ -303,34 +297,19 @@ def _choices(pages: Mapping[str, FlowPage]) -> dict[str, str]:
     return dict(sorted(words.items(), key=lambda item: order.index(flows[item[0]].is_right)))
 
 
-def _sections(
-    chapter_id: str,
-    records: Mapping[str, Record],
-    figures: dict[str, Any],
-    common: Mapping[str, Any],
-) -> Iterator[_Section]:
-    """A section for each record."""
-    for number, (name, record) in enumerate(records.items()):
-        figure = figures.pop(name) if name in figures else _plot_of(record)
-        yield _section(_id(chapter_id, number, name), name, record, figure, common)
-
-
 def _section(
-    section_id: str,
-    heading: str,
-    record: Record,
-    figure: go.Figure | None,
-    common: Mapping[str, Any],
+    section_id: str, name: str, record: Record, figures: dict[str, Any], common: Mapping[str, Any]
 ) -> _Section:
     """The section of a record."""
     frame = _numbers(record)
-    section = _figure_section(section_id, _heading(heading), figure)
+    if name not in figures and has_plot(record):
+        figures[name] = _made(record, "plot", go.Figure)
+    section = _figure_section(section_id, _heading(name), figures.pop(name, None))
+    caption = section.caption or record.caption or meaning_of(type(record))
     return replace(
         section,
-        caption=""
-        if section.sentence
-        else section.caption or record.caption or meaning_of(type(record)),
-        table=_table_of(record),
+        caption="" if section.sentence else caption,
+        table=_made(record, "table", pd.DataFrame) if hasattr(record, "table") else None,
         fields=_fields(record),
         columns=list(frame.columns),
         rows=frame.map(_text).to_numpy().tolist(),
@@ -348,26 +327,20 @@ def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> 
         return _Section(section_id, heading, sentence=str(meta["sentence"]))
     title, subtitle = figure.layout.title.text, figure.layout.title.subtitle.text
     drawn = figure.to_plotly_json()
-    if figure.layout.template in (
-        plotly.io.templates["plotly_white"],
-        plotly.io.templates["plotly"],
-    ):
+    plain = [plotly.io.templates[name] for name in ("plotly_white", "plotly")]
+    if figure.layout.template in plain:
         drawn["layout"].pop("template", None)  # 7 kB in each figure; the page has its own colours
     drawn["layout"].pop("title", None)
     return _Section(
         section_id,
         heading,
-        title=". ".join(_plain_text(text) for text in (title, subtitle) if text),
+        # Without its markup.
+        title=". ".join(unescape(re.sub(r"<[^>]*>", " ", t)) for t in (title, subtitle) if t),
         figure=json_in_script(plotly.io.json.to_json_plotly(drawn, engine="json")),
         height=int(figure.layout.height or _HEIGHT),
         min_width=int(meta.get("min_width", _MIN_WIDTH)),
         caption=str(meta.get("caption", "")),
     )
-
-
-def _plain_text(text: str) -> str:
-    """The text of a figure without its markup."""
-    return unescape(re.sub(r"<[^>]*>", " ", text))
 
 
 def _refuse_unknown_traces(heading: str, figure: go.Figure) -> None:
@@ -380,30 +353,19 @@ def _refuse_unknown_traces(heading: str, figure: go.Figure) -> None:
         )
 
 
-def _plot_of(record: Record) -> go.Figure | None:
-    return _made(record, "plot", go.Figure) if has_plot(record) else None
-
-
-def _table_of(record: Record) -> pd.DataFrame | None:
-    return _made(record, "table", pd.DataFrame) if hasattr(record, "table") else None
-
-
 def _made(record: Record, name: str, kind: type) -> Any:
     """What a method of a record gives; an error where a report cannot show it."""
-    return fitted(
-        f"what {name}() of {type(record).__name__} returns", getattr(record, name)(), kind
-    )
+    what = f"what {name}() of {type(record).__name__} returns"
+    return fitted(what, getattr(record, name)(), kind)
 
 
 def _common_info(records: Sequence[Record]) -> dict[str, Any]:
     """What all records say of their model and prompts."""
-    infos = [record.info for record in records]
-    if not infos:
-        return {}
+    first = records[0].info if records else {}
     return {
         key: value
-        for key, value in infos[0].items()
-        if all(key in info and info[key] == value for info in infos)
+        for key, value in first.items()
+        if all(key in record.info and record.info[key] == value for record in records)
     }
 
 
@@ -433,16 +395,15 @@ def _pairs(info: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names and values as text; of parts by name, such as sites, each value by itself."""
     pairs: list[tuple[str, str]] = []
     for key, value in info.items():
-        if key not in _NOT_SHOWN and isinstance(value, Mapping) and _are_all_mappings(value):
+        if key in _NOT_SHOWN:
+            continue
+        values = value.values() if isinstance(value, Mapping) else ()
+        if values and all(isinstance(each, Mapping) for each in values):
             parts = ((part, _pairs(inside)) for part, inside in value.items())
             pairs += [(f"{part}: {name}", text) for part, inside in parts for name, text in inside]
-        elif key not in _NOT_SHOWN:
+        else:
             pairs.append((_words(key), _plain(value)))
     return pairs
-
-
-def _are_all_mappings(value: Mapping[str, Any]) -> bool:
-    return bool(value) and all(isinstance(each, Mapping) for each in value.values())
 
 
 def _plain(value: Any) -> str:

@@ -22,12 +22,7 @@ from ..errors import AnchorlensError
 from ..experiments.saliency import observe_products, one_batch
 from ..metrics.edge_sums import row_pieces
 from ..metrics.predictions import predicted_class
-from ..models.hooked import (
-    HookedModel,
-    check_fits,
-    device_of,
-    refuse_folded_value_biases,
-)
+from ..models.hooked import HookedModel, check_fits, device_of, refuse_folded_value_biases
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
@@ -35,15 +30,7 @@ from ..passes.fused_attention import UseRows, run_fused
 from ..passes.loss_checks import check_loss
 from ..passes.losses import Loss, WordCrossEntropy, label_cross_entropy
 from ..prompts.batch import PromptBatch, segments_to_show
-from ..prompts.segment_names import (
-    LABEL,
-    OTHER,
-    QUERY,
-    SEGMENTS,
-    TARGET,
-    TEXT,
-    of_task,
-)
+from ..prompts.segment_names import LABEL, OTHER, QUERY, SEGMENTS, TARGET, TEXT, of_task
 from ..prompts.token_texts import token_texts
 from ..results.depth import shallow_and_deep
 from ..runs.way import patterns_are_large, why_patterns
@@ -408,9 +395,8 @@ def _names_of_classes(batch: PromptBatch) -> list[str]:
 
 def _loss_in_words(loss: Loss, batch: PromptBatch) -> str:
     """What a loss is of; one that was given otherwise is called by its own name."""
-    if batch.gold is not None and (
-        loss is label_cross_entropy or isinstance(loss, WordCrossEntropy)
-    ):
+    is_of_label = loss is label_cross_entropy or isinstance(loss, WordCrossEntropy)
+    if batch.gold is not None and is_of_label:
         return f"the loss of the true label, {_names_of_classes(batch)[int(batch.gold[0])]}"
     return f"the loss {getattr(loss, '__name__', type(loss).__name__)}"
 

@@ -56,20 +56,16 @@ def with_intervals(
     record: _R = fitted("a result", result(everything), Record)
     if reason := record.misfit():
         raise MetricError(f"the result is no valid {type(record).__name__}: {reason}")
-    drawn_info = {
-        "drawn": population.name,
-        "units": population.units,
-        "intervals_for": population.scope,
-    }
+    drawn_info = {"drawn": population.name, "units": population.units}
+    drawn_info |= {"intervals_for": population.scope}
     record = replace(record, info={**record.info, **info, **drawn_info})
     if not resamples:
         return record
     kinds = {
-        name: record.kinds().get(name, _ANY)
+        name: kind
         for name, axes in record.axes().items()
-        if "prompt" not in axes
+        if "prompt" not in axes and (kind := record.kinds().get(name, _ANY)).has_interval
     }
-    kinds = {name: kind for name, kind in kinds.items() if kind.has_interval}
     needs_sets = any(kind.of_sets for kind in kinds.values())
     by_set = [name for name, kind in kinds.items() if kind.by_set]
     generator = torch.Generator().manual_seed(seed)
@@ -77,23 +73,18 @@ def with_intervals(
     records_of_sets: list[_R] = []
     with hidden_warnings():  # the result of all contributions has already warned
         for _ in range(resamples):
-            chosen = population.draw(generator)
-            resampled = result(everything.prompts(chosen))
+            resampled = result(everything.prompts(population.draw(generator)))
             for name, of_field in drawn.items():
                 of_field.append(getattr(resampled, name))
         if len(population.strata) > 1 and (needs_sets or by_set):
+            count = resamples if needs_sets else 0  # else only the values count
+            options: dict[str, Any] = {"resamples": count, "info": {}, "seed": seed}
             for number in population.sets.unique():
                 inside = population.sets == number
-                of_set, repeats = (
-                    everything.prompts(inside),
-                    None if texts is None else texts[inside],
-                )
-                count = resamples if needs_sets else 0  # else only the values count
-                options: dict[str, Any] = {"resamples": count, "info": {}, "seed": seed}
-                options |= {"sets": of_set.sets, "texts": repeats}
+                of_set = everything.prompts(inside)
+                options |= {"sets": of_set.sets, "texts": None if texts is None else texts[inside]}
                 records_of_sets.append(with_intervals(result, of_set, **options))
-        over_draws = {name: kind for name, kind in kinds.items() if kind.over_draws}
-        draws = record.info["draws"] if over_draws else 0
+        draws = record.info["draws"] if any(kind.over_draws for kind in kinds.values()) else 0
         left_out = range(draws if draws > 1 else 0)
         without_draws = [result(everything.without_draw(draw)) for draw in left_out]
     intervals = {}
@@ -102,29 +93,23 @@ def with_intervals(
         if kind.of_sets and records_of_sets:
             values = torch.stack([getattr(of_set, name).double() for of_set in records_of_sets])
             bounds = torch.stack([of_set.intervals[name] for of_set in records_of_sets])
-            intervals[name] = kind.of_sets(values, bounds)
-            continue
-        without = [getattr(other, name).double() for other in without_draws]
-        stacked = torch.stack(without) if without else resampled_values[:0]
-        bounds = torch.full((2, *value.shape), torch.nan, dtype=torch.double, device="cpu")
-        of_all = Drawn(value, resampled_values, population)
-        for same, drawn_from in _parts(of_all, everything.of_fields.get(name), seed):
-            bounds[:, same] = kind.bounds(drawn_from)
-            if name in over_draws:
-                wider = wider_by_draws(bounds[:, same], *drawn_from, stacked[:, same])
-                bounds[:, same] = wider.clamp(kind.low, kind.high)
-        if isinstance(kind, Mean) and isinstance(kind.minus, int):
-            bounds[..., kind.minus] *= 0  # the difference of a number from itself
-        intervals[name] = bounds
-    of_sets = {
-        name: [getattr(of_set, name).tolist() for of_set in records_of_sets]
-        for name in by_set
-        if records_of_sets
-    }
-    named = {"of_sets": of_sets} if of_sets else {}
-    for name, (low, high) in intervals.items():  # each holds its number; NaN stays
-        value = getattr(record, name).double()
-        intervals[name] = torch.stack([torch.minimum(low, value), torch.maximum(high, value)])
+            bounds = kind.of_sets(values, bounds)
+        else:
+            without = [getattr(other, name).double() for other in without_draws]
+            stacked = torch.stack(without) if without else resampled_values[:0]
+            bounds = torch.full((2, *value.shape), torch.nan, dtype=torch.double, device="cpu")
+            of_all = Drawn(value, resampled_values, population)
+            for same, drawn_from in _parts(of_all, everything.of_fields.get(name), seed):
+                bounds[:, same] = kind.bounds(drawn_from)
+                if kind.over_draws:
+                    wider = wider_by_draws(bounds[:, same], *drawn_from, stacked[:, same])
+                    bounds[:, same] = wider.clamp(kind.low, kind.high)
+            if isinstance(kind, Mean) and isinstance(kind.minus, int):
+                bounds[..., kind.minus] *= 0  # the difference of a number from itself
+        # They hold the number; NaN stays.
+        intervals[name] = torch.stack([bounds[0].minimum(value), bounds[1].maximum(value)])
+    of_sets = {name: [getattr(each, name).tolist() for each in records_of_sets] for name in by_set}
+    named = {"of_sets": of_sets} if of_sets and records_of_sets else {}
     return replace(record, intervals=intervals, info={**record.info, **named})
 
 

@@ -72,8 +72,7 @@ class Contributions(Mapping[str, Tensor]):
     @checked
     def replaced(self, tensors: Mapping[str, Tensor]) -> "Contributions":
         """The contributions with other tensors in place of those of the same names."""
-        both = {**self._tensors, **tensors}
-        return self._like(both, self.sets, self.demonstrations)
+        return self._like({**self._tensors, **tensors}, self.sets, self.demonstrations)
 
     @checked
     def without_draw(self, draw: int) -> "Contributions":

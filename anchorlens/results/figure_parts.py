@@ -78,8 +78,6 @@ def color_bar(title: str) -> dict[str, Any]:
 
 def layout(title: str, height: int) -> dict[str, Any]:
     top = {"text": literal(title), "x": 0.01, "y": 1, "yanchor": "top", "pad": {"t": 16}}
-    margin = {"t": 60, "b": 60, "r": 20}
+    known = {"template": "plotly_white", "title": top, "height": height}
     numbers = {"exponentformat": "power"}  # and not 600µ
-    return {"template": "plotly_white", "title": top, "height": height, "margin": margin} | {
-        "yaxis": numbers
-    }
+    return known | {"margin": {"t": 60, "b": 60, "r": 20}, "yaxis": numbers}

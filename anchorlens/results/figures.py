@@ -124,10 +124,7 @@ def lines_by_layer(
 
 @checked
 def lines_by_step(
-    lines: Mapping[str, tuple[Int[Tensor, " _"], Float[Tensor, " _"]]],
-    *,
-    title: str,
-    y_title: str,
+    lines: Mapping[str, tuple[Int[Tensor, " _"], Float[Tensor, " _"]]], *, title: str, y_title: str
 ) -> go.Figure:
     """Draw quantities of a training over its steps, each at steps of its own.
 
@@ -204,9 +201,8 @@ def bars(
         figure.add_trace(bar, panel + 1, 1)
         figure.update_yaxes(title=literal(panels[panel]), row=panel + 1)
     height = 420 if len(panels) == 1 else 80 + 230 * len(panels)
-    return figure.update_layout(layout(title, height), barmode="group").update_xaxes(
-        name_ticks(groups)
-    )
+    figure.update_layout(layout(title, height), barmode="group")
+    return figure.update_xaxes(name_ticks(groups))
 
 
 @checked
@@ -496,20 +492,14 @@ def heat_map(
     )
     check_shape(values, shape, "pass one name per panel, row and column")
     is_single = count == 1
-    figure = make_subplots(
-        1,
-        count,
-        subplot_titles=[literal(name) for name in panels],
-        shared_yaxes=True,
-        horizontal_spacing=0.05,
-    )
+    options: dict[str, Any] = {"shared_yaxes": True, "horizontal_spacing": 0.05}
+    figure = make_subplots(1, count, subplot_titles=[*map(literal, panels)], **options)
     for number, table in enumerate(values):
         heat = go.Heatmap(z=table.tolist(), coloraxis="coloraxis", hoverongaps=False)
         heat.update(xgap=1, ygap=1, texttemplate="%{z:.2f}" if with_numbers else None)
         where = f"{literal(row_title)} %{{y}}, {literal(column_title)} %{{x}}"
-        figure.add_trace(
-            heat.update(hovertemplate=f"{where}: %{{z:.3g}}<extra></extra>"), 1, number + 1
-        )
+        heat.update(hovertemplate=f"{where}: %{{z:.3g}}<extra></extra>")
+        figure.add_trace(heat, 1, number + 1)
     colors: dict[str, Any] = {"colorscale": "Cividis"}
     if limits is not None:
         colors |= dict(zip(("cmin", "cmax"), limits, strict=True))
@@ -517,9 +507,8 @@ def heat_map(
         colors = {"colorscale": "RdBu_r", "cmid": 0}
     pixels = 36 if with_numbers else 14 if rows is None else 26
     height = max(320 if is_single else 420, 180 + pixels * min(n_rows, MOST_NAMES))
-    figure.update_layout(
-        layout(title, height), coloraxis={**colors, "colorbar": color_bar(bar_title)}
-    )
+    colors["colorbar"] = color_bar(bar_title)
+    figure.update_layout(layout(title, height), coloraxis=colors)
     if not is_single:  # a narrow page scrolls tables beside each other
         width = max(260, (60 if with_numbers else 8) * n_columns)
         figure.update_layout(margin={"t": 90}, meta={"min_width": 200 + count * width})
@@ -666,16 +655,14 @@ def _bands_of_random_models(
     for row, (name, low, high) in enumerate(rows):
         color, count = colors[row % len(colors)], len(random)
         drawn = "one draw" if count == 1 else f"range of {count} draws"
-        legend = (
-            f"random weights, {literal(name)}" if len(names) > 1 else f"random weights ({drawn})"
-        )
+        legend = f", {literal(name)}" if len(names) > 1 else f" ({drawn})"
         band = go.Scatter(_outline(low.tolist(), high.tolist()), mode="lines", fill="toself")
         band.update(line={"color": color, "width": 1, "dash": "dot"}, hoverinfo="skip")
         hatch = {"shape": HATCHES[row % len(HATCHES)], "size": 6, "solidity": 0.2}
         # Without a bgcolor the complete plotly.js fills the band, so that lines in it are hidden.
         hatch |= {"fgcolor": color, "bgcolor": "rgba(0, 0, 0, 0)"}
         band.update(fillpattern=hatch, fillcolor=color, legendgroup=f"random {row}")
-        bands.append(band.update(name=legend))
+        bands.append(band.update(name=f"random weights{legend}"))
     return bands
 
 

@@ -15,18 +15,15 @@ from torch import Tensor
 
 from .population import MANY_PROMPTS, Population
 
+Numbers = Float[Tensor, "*axes"]
+Resampled = Float[Tensor, "resample *axes"]
+Ends = Float[Tensor, "end *axes"]
 # From the values and bounds of the given sets to the bounds of their mean.
-OfSets = Callable[
-    [Float[Tensor, "set *axes"], Float[Tensor, "set end *axes"]], Float[Tensor, "end *axes"]
-]
+OfSets = Callable[[Float[Tensor, "set *axes"], Float[Tensor, "set end *axes"]], Ends]
 FEWEST = 3  # units of which percentiles are taken
 
 
-def percentiles(
-    value: Float[Tensor, "*axes"],
-    resampled: Float[Tensor, "resample *axes"],
-    population: Population,
-) -> Float[Tensor, "end *axes"]:
+def percentiles(value: Numbers, resampled: Resampled, population: Population) -> Ends:
     """Expanded percentiles; NaN of one or two units, which bound nothing.
 
     Resamples reach no farther than the numbers themselves: where a few prompts of a set tell a
@@ -43,11 +40,8 @@ def percentiles(
 
 
 def of_share(
-    share: Float[Tensor, "*axes"],
-    resampled: Float[Tensor, "resample *axes"],
-    population: Population,
-    prompts: int = 1,
-) -> Float[Tensor, "end *axes"]:
+    share: Numbers, resampled: Resampled, population: Population, prompts: int = 1
+) -> Ends:
     """Wilson's interval of a share of cases; each case has that number of ``prompts``.
 
     If each prompt is a case and is drawn by itself, the cases are independent: their number is that
@@ -65,9 +59,7 @@ def of_share(
     return wilson(share, effective, population.student)
 
 
-def wilson(
-    share: Float[Tensor, "*axes"], cases: Float[Tensor, "*axes"] | float, normal: float
-) -> Float[Tensor, "end *axes"]:
+def wilson(share: Numbers, cases: Numbers | float, normal: float) -> Ends:
     """Wilson's interval of a share of ``cases``, with ``normal`` standard deviations each way."""
     extra = normal**2 / cases
     centre = (share + extra / 2) / (1 + extra)
@@ -75,11 +67,7 @@ def wilson(
     return torch.stack([centre - half, centre + half]).clamp(0, 1)
 
 
-def of_difference(
-    difference: Float[Tensor, "*axes"],
-    resampled: Float[Tensor, "resample *axes"],
-    population: Population,
-) -> Float[Tensor, "end *axes"]:
+def of_difference(difference: Numbers, resampled: Resampled, population: Population) -> Ends:
     """Bonett and Price's interval of a paired difference, which adds a unit of 1 and one of -1.
 
     Without these two units the interval would have no width if no prompt in the sample differs.
@@ -95,11 +83,7 @@ def of_difference(
     return torch.stack([mean - half, mean + half]).clamp(-1, 1)
 
 
-def of_mean_from_0(
-    mean: Float[Tensor, "*axes"],
-    resampled: Float[Tensor, "resample *axes"],
-    population: Population,
-) -> Float[Tensor, "end *axes"]:
+def of_mean_from_0(mean: Numbers, resampled: Resampled, population: Population) -> Ends:
     """The interval of a mean of numbers from 0 up, symmetric in the logarithm.
 
     It is ``mean * exp(+- t s / mean)`` with the standard error s, because means of such numbers are
@@ -107,18 +91,17 @@ def of_mean_from_0(
     """
     mean, variance = mean.double(), variance_of(resampled) * population.inflation
     factor = (population.student * variance.sqrt() / mean).exp()
-    bounds = torch.stack([mean / factor, mean * factor])
-    return bounds.masked_fill(mean <= 0, torch.nan)
+    return torch.stack([mean / factor, mean * factor]).masked_fill(mean <= 0, torch.nan)
 
 
 def of_mean_between(
-    mean: Float[Tensor, "*axes"],
-    resampled: Float[Tensor, "resample *axes"],
+    mean: Numbers,
+    resampled: Resampled,
     population: Population,
     low: float | int,
     high: float | int,
     of_difference: bool = False,
-) -> Float[Tensor, "end *axes"]:
+) -> Ends:
     """The interval of a mean of numbers between two ends.
 
     Such numbers may all be equal in a sample, and yet others occur. Scaled to 0 and 1, their
@@ -140,11 +123,7 @@ def of_mean_between(
     return low + size * wilson(share, effective, normal)
 
 
-def of_ratio(
-    ratio: Float[Tensor, "*axes"],
-    resampled: Float[Tensor, "resample *axes"],
-    population: Population,
-) -> Float[Tensor, "end *axes"]:
+def of_ratio(ratio: Numbers, resampled: Resampled, population: Population) -> Ends:
     """The t interval of the logarithm of a ratio, because ratios are skewed.
 
     Resamples keep the bias that was removed from the ratio: their relative error is of their mean.
@@ -160,7 +139,7 @@ def of_ratio(
 
 def of_independent_sets(
     values: Float[Tensor, "set *axes"], bounds: Float[Tensor, "set end *axes"]
-) -> Float[Tensor, "end *axes"]:
+) -> Ends:
     """Zou and Donner's interval (2008) of a mean of independent numbers, from their intervals.
 
     On each side the squared distances from a value to its bound are added. So a small set whose
@@ -174,7 +153,7 @@ def of_independent_sets(
 
 def of_alike_sets(
     values: Float[Tensor, "set *axes"], bounds: Float[Tensor, "set end *axes"]
-) -> Float[Tensor, "end *axes"]:
+) -> Ends:
     """The mean of the sets' bounds, for a mean whose errors are alike in every set.
 
     A bias that all sets share does not become smaller in the mean, so the interval must not become
@@ -216,12 +195,12 @@ def over_sets_of_ratios(values: np.ndarray) -> tuple[float, float]:
 
 
 def wider_by_draws(
-    bounds: Float[Tensor, "end *axes"],
-    value: Float[Tensor, "*axes"],
-    resampled: Float[Tensor, "resample *axes"],
+    bounds: Ends,
+    value: Numbers,
+    resampled: Resampled,
     population: Population,
     without: Float[Tensor, "draw *axes"],
-) -> Float[Tensor, "end *axes"]:
+) -> Ends:
     """The bounds, farther from the value by what another choice of random draws would change.
 
     ``without`` has the value without each draw in turn (the jackknife), which for a mean over draws
@@ -232,8 +211,7 @@ def wider_by_draws(
     count = len(without)
     if count < 2:
         return torch.full_like(bounds, torch.nan)
-    squares = (without - without.mean(0)).square().sum(0)
-    variance = squares * (count - 1) / count
+    variance = (without - without.mean(0)).square().sum(0) * (count - 1) / count
     of_prompts = variance_of(resampled) * population.inflation
     freedom = (of_prompts + variance).square() / (
         of_prompts.square() / population.freedom + variance.square() / (count - 1)
@@ -244,6 +222,6 @@ def wider_by_draws(
     return torch.stack([value - below, value + above])
 
 
-def variance_of(resampled: Float[Tensor, "resample *axes"]) -> Float[Tensor, "*axes"]:
+def variance_of(resampled: Resampled) -> Numbers:
     """Variance over the resamples that are not NaN."""
     return (resampled - resampled.nanmean(0)).square().nanmean(0)

@@ -224,8 +224,7 @@ class Mean(Kind):
 
     def bounds(self, drawn: Drawn) -> Float[Tensor, "end *axes"]:
         if self.has_two_ends:
-            ends = self.low, self.high, self.is_difference
-            return intervals.of_mean_between(*drawn, *ends)
+            return intervals.of_mean_between(*drawn, self.low, self.high, self.is_difference)
         if self.low == 0:
             return intervals.of_mean_from_0(*drawn)
         return super().bounds(drawn)
@@ -342,9 +341,6 @@ def mean_over_sets(
 
 def number_of_draws(kinds: Iterable[Kind], contributions: Contributions) -> int | None:
     """How many random draws means are taken over; None where none is."""
-    for kind in kinds:
-        if isinstance(kind, Mean):
-            for of in (kind.of, kind.minus):
-                if isinstance(of, OverDraws):
-                    return of.values(contributions).shape[1]
-    return None
+    parts = (of for kind in kinds if isinstance(kind, Mean) for of in (kind.of, kind.minus))
+    counts = (of.values(contributions).shape[1] for of in parts if isinstance(of, OverDraws))
+    return next(counts, None)

@@ -409,11 +409,8 @@ def load_record(path: str | Path) -> Record:
     if home := homes_of(__name__.partition(".")[0]).get(name):
         getattr(home, name)  # imports the module that defines it
     # A notebook cell that runs again defines its class again: the last definition counts.
-    kinds = {
-        (kind.__module__, kind.__qualname__): kind
-        for kind in classes_of(Record)
-        if kind.__name__ == name
-    }
+    named = [kind for kind in classes_of(Record) if kind.__name__ == name]
+    kinds = {(kind.__module__, kind.__qualname__): kind for kind in named}
     if not kinds:
         raise StoreError(
             f"{path} holds a {name}, a class that is not known here; import the module that "

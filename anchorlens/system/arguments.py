@@ -421,8 +421,7 @@ def in_words(hint: Any, several: bool = False) -> str:
     """An annotation as a noun, with its article or in the plural."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        words = dict.fromkeys(in_words(arg, several) for arg in args)
-        return " or ".join(words)
+        return " or ".join(dict.fromkeys(in_words(arg, several) for arg in args))
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin is Callable:

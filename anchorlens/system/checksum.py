@@ -68,9 +68,8 @@ def _sums_on_cpu(words: np.ndarray) -> np.ndarray:
     def sums(part: np.ndarray) -> np.ndarray:
         blocks = np.split(part, range(_ROWS_CPU, len(part), _ROWS_CPU))
         # einsum, because "@" of integers takes one and a half times as long.
-        return np.concatenate(
-            [np.einsum("rw,w->r", rows.astype(np.int64), _WEIGHTS) for rows in blocks]
-        )
+        each = [np.einsum("rw,w->r", rows.astype(np.int64), _WEIGHTS) for rows in blocks]
+        return np.concatenate(each)
 
     parts = np.split(words, range(_ROWS, len(words), _ROWS))
     if len(parts) == 1:

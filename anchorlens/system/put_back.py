@@ -5,11 +5,11 @@ loop, or after a call of a function written in C. So it can come at the start of
 ``contextlib.contextmanager``, before the generator goes on, and then nothing is put back.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from functools import wraps
 from io import IOBase
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -98,3 +98,18 @@ def put_back(
     finally:
         if not is_done:
             restore()
+
+
+def as_found(*places: tuple[MutableMapping[str, Any], str]) -> Callable[[], None]:
+    """A function that puts back what mappings hold under these names now: a value, or none."""
+    none = object()
+    found = [(*place, place[0].get(place[1], none)) for place in places]
+
+    def restore() -> None:
+        for mapping, name, value in found:
+            if value is none:
+                mapping.pop(name, None)
+            else:
+                mapping[name] = value
+
+    return restore

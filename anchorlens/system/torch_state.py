@@ -11,7 +11,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils import checkpoint
 
-from .put_back import put_back, safe_context
+from .put_back import as_found, put_back, safe_context
 
 
 def torch_modes() -> Callable[[], None]:
@@ -72,12 +72,8 @@ def default_device(device: str) -> Iterator[None]:
 @safe_context
 def checkpoints_run_to_the_end() -> Iterator[None]:
     """Inside, functions that are checkpointed will run again as a whole."""
-    name = "_enable_checkpoint_early_stop"
-    found = getattr(checkpoint, name)
-    with (
-        put_back(partial(setattr, checkpoint, name, found)),
-        checkpoint.set_checkpoint_early_stop(False),
-    ):
+    found = as_found((vars(checkpoint), "_enable_checkpoint_early_stop"))
+    with put_back(found), checkpoint.set_checkpoint_early_stop(False):
         yield
 
 
