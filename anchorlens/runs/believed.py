@@ -80,7 +80,7 @@ _BELIEVED = re.compile(
 # Of these: what reads or writes files, and what draws at random.
 _OUTSIDE = re.compile(
     r"(^|[._])(load|read|save|write|open|forget|boot|peft|pretrained|file|dump)(?!_state_dict)"
-    r"|(^|\.)(grad|grad_fn|format|format_map|across_models|transfer_hard_prompt|generate|as_strided"
+    r"|(^|\.)(grad|grad_fn|format|format_map|across_models|generate|as_strided"
     r"|base|storage|untyped_storage|stride|data_ptr)$|dropout|gumbel|fractional|rrelu"
 )
 PACKAGE = __name__.partition(".")[0]

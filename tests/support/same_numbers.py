@@ -269,12 +269,15 @@ def caches(scene: Scene) -> Any:
     )
 
 
-def transfer(scene: Scene) -> Any:
-    searched: dict[str, Any] = {"held_out": scene.others, "tokenizer": scene.model.tokenizer}
-    prompt = al.contexts.hard_prompts.of_tokens(scene.model, [5, 6], **searched)
-    return al.contexts.transfer_hard_prompt(
-        prompt, {"one": scene.model}, lambda tokenizer: scene.batches, draws=2, **QUIET
-    )
+def text_of_a_prompt(scene: Scene) -> Any:
+    hard_prompts = al.contexts.hard_prompts
+    given: dict[str, Any] = {"held_out": scene.batches, "tokenizer": scene.model.tokenizer}
+    found = hard_prompts.of_tokens(scene.model, [5, 6], **given)
+    text = hard_prompts.of_text(scene.model, found, **given)
+    random = hard_prompts.random(scene.model, length=len(text.ids), draws=2, **given)
+    contexts = {"nothing": al.contexts.NoContext(), "text": text}
+    asked = al.ContextComparison(contexts, random=random, repeats=0)
+    return ask(scene.model, scene.batches, asked, **QUIET)
 
 
 def across_models(scene: Scene) -> Any:
@@ -352,7 +355,12 @@ def of_sites(record: Any) -> Any:
 IN_SUITE = [
     *("gpt2.one.whole.isolated", "gpt2.one.whole.patterns", "gpt2.one.whole.c*"),
     *("gpt2.one.shared.an*", "gpt2.one.shared.at*", "gpt2.one.shared.across models"),
-    *("gpt2.one.shared.cut edges", "gpt2.one.shared.[efs]*", "gpt2.one.shared.tr*"),
+    *(
+        "gpt2.one.shared.cut edges",
+        "gpt2.one.shared.[efs]*",
+        "gpt2.one.shared.tr*",
+        "gpt2.one.shared.text*",
+    ),
     *("gpt2.one.long.answers", "gpt2.one.long.isolated"),
     *("gpt2.several.shared.[dhim]*", "gpt2.several.shared.accuracies"),
     *("gpt2.several.shared.contexts", "gpt2.several.shared.task vectors"),
@@ -416,7 +424,7 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
         "accuracies": accuracies,
     },
     "effect of a context": effect_of_a_context,
-    **{"contexts": contexts, "transfer": transfer, "across models": across_models},
+    **{"contexts": contexts, "text of a prompt": text_of_a_prompt, "across models": across_models},
 }
 
 
