@@ -1,6 +1,5 @@
 """The text of a hard prompt in other models, compared with plain passes of each prompt alone."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -14,21 +13,10 @@ from anchorlens.contexts.training import query_digests
 from anchorlens.errors import AnchorlensError
 from tests.support.measures import does_not_run
 from tests.support.plain_prompts import rows
-from tests.support.printed_code import ROOT, blocks_of
+from tests.support.printed_code import printed
 from tests.support.tiny_models import LONG_LABELS, questions, tiny_gpt2
 
 FEW = pytest.mark.filterwarnings("ignore:.*intervals of")
-
-
-@pytest.fixture
-def in_model() -> Callable[..., Any]:
-    """The function that the documentation has."""
-    blocks = blocks_of(ROOT / "docs" / "own_context.md", "python")
-    [code] = [block.code for block in blocks if "def in_model" in block.code]
-    names: dict[str, Any] = {"al": al}
-    exec(code, names)
-    function: Callable[..., Any] = names["in_model"]
-    return function
 
 
 def prompts(tokenizer: Any) -> list[al.PromptBatch]:
@@ -51,9 +39,8 @@ def right(model: Any, batches: list[al.PromptBatch], before: list[int]) -> torch
 
 
 @FEW
-def test_a_text_answers_in_each_model_as_in_plain_passes(
-    gpt2: Any, gemma3: Any, in_model: Callable[..., Any]
-) -> None:
+def test_a_text_answers_in_each_model_as_in_plain_passes(gpt2: Any, gemma3: Any) -> None:
+    in_model = printed("own_context.md", "in_model")
     own = prompts(gpt2.tokenizer)
     prompt = al.contexts.hard_prompts.of_tokens(gpt2, [300, 411, 352, 17], held_out=own)
     seen = set()

@@ -34,7 +34,6 @@ CALLS = {
     "IntegratedFlows": "integrated",
     "PrefixEffect": "effect",
     "SegmentAttribution": "attribution",
-    "SegmentSuppression": "suppression",
     "block_edges": "block_edges",
     "caches.from_caches": "caches",
     "caches.names_filter": "caches",

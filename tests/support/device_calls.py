@@ -358,7 +358,6 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
                 al.edges.wp, al.sites.windows(model, 1), control=al.edges.random_edges, draws=1
             )
         ),
-        "suppression": lambda: al.run(model, written, [al.SegmentSuppression()], **QUIET),
         "attribution": lambda: [
             al.run(
                 model,

@@ -38,6 +38,7 @@ import anchorlens as al
 from anchorlens.runs import way as decision
 from tests.support import tiny_models
 from tests.support.asked import ask, by_site
+from tests.support.printed_code import printed
 
 STORED = Path(__file__).with_suffix(".safetensors")
 MODELS, SETS = ("gpt2", "llama", "gemma3"), {"one": 1, "several": 3}
@@ -320,6 +321,12 @@ def faithfulness(scene: Scene) -> Any:
     return ask(scene.model, scene.batches, al.Faithfulness(scores, subsets=8), **QUIET)
 
 
+def suppression(scene: Scene, batches: list[al.PromptBatch]) -> Any:
+    """The question of the documentation."""
+    asked = printed("experiments.md", "Suppression")(tuple(batches[0].segment_names))
+    return ask(scene.model, batches, asked, **QUIET)
+
+
 def of_answers(question: Callable[..., al.Question], **more: Any) -> Callable[[Scene], Any]:
     asked = question(segments=PIECES, answer=ANSWER, **more)
     return lambda s: ask(s.model, s.written, asked, **QUIET)
@@ -414,8 +421,8 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "integrated": lambda s: ask(s.model, s.first, al.IntegratedFlows(steps=2), **QUIET),
     "steps": lambda s: al.step_flows(s.model, s.written[0].prompt(0), ANSWER),
     "trace": lambda s: al.trace_generation(s.model, "Who wrote it?", max_new_tokens=3).flows,
-    "suppression": lambda s: ask(s.model, s.first, al.SegmentSuppression(), **QUIET),
-    "suppression of answers": lambda s: ask(s.model, s.written, al.SegmentSuppression(), **QUIET),
+    "suppression": lambda s: suppression(s, s.first),
+    "suppression of answers": lambda s: suppression(s, s.written),
     **{
         "dependence on labels": dependence,
         "heads of demonstrations": heads_of_demonstrations,
