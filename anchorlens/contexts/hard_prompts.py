@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import MetricError, PromptError
-from ..models.hooked import HookedModel, device_of
+from ..models.hooked import HookedModel, device_of, vocabulary_of
 from ..models.optimizers import Adafactor as Adafactor
 from ..models.optimizers import RelativeAdafactor as RelativeAdafactor
 from ..passes.loss_checks import check_loss
@@ -15,18 +15,13 @@ from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..prompts.control_tokens import control_tokens
 from ..prompts.label_positions import refuse_control_tokens
+from ..prompts.plain_tokens import plain_tokens
 from ..runs.study import Study
 from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
 from .compressed import cache_of_tokens
 from .embedded import start_tokens
-from .hard_prompt import (
-    HardPrompt,
-    answers_after_tokens,
-    made_of_tokens,
-    random_tokens,
-    tokenizer_of,
-)
+from .hard_prompt import HardPrompt, answers_after_tokens, made_of_tokens, tokenizer_of
 from .protocol import bos_of, check_queries, model_identity
 from .training import MakeOptimizer, TrainingRecord, query_digests
 
@@ -312,7 +307,12 @@ def random(
     check_counts(PromptError, length=length, draws=draws)
 
     def drawn(tokenizer: Any) -> list[list[int]]:
-        return random_tokens(model, tokenizer, length, draws, seed).tolist()
+        plain = plain_tokens(tokenizer, vocabulary_of(model)).nonzero()[:, 0]
+        if not len(plain):
+            raise PromptError("the tokenizer has no plain token that the model embeds")
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        indices = torch.randint(len(plain), (draws, length), generator=generator, device="cpu")
+        return plain[indices].tolist()
 
     return _measured(model, held_out, tokenizer, loss, drawn)
 
