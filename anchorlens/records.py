@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from .experiments.segment_attribution import (
         SegmentAttributionRecord as SegmentAttributionRecord,
     )
-    from .experiments.segment_suppression import (
-        SegmentSuppressionRecord as SegmentSuppressionRecord,
-    )
     from .experiments.step_flows import StepFlowsRecord as StepFlowsRecord
     from .experiments.task_vectors import TaskVectorsRecord as TaskVectorsRecord
     from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord

@@ -8,6 +8,7 @@ Prompts are searched with the first model. Their text is also answered from by t
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,27 @@ def loss_curves(groups: Mapping[str, Sequence[Any]]) -> go.Figure:
     return al.figures.lines_by_step(lines, title=title, y_title=y_title)
 
 
+def transferred(
+    prompt: al.contexts.HardPrompt, model: Any, batches: Sequence[al.PromptBatch], draws: int
+) -> dict[str, str]:
+    """What the text of a prompt does in a model, beside nothing and random tokens."""
+    text = al.contexts.hard_prompts.of_text(model, prompt, held_out=batches)
+    length = len(text.ids)
+    random = al.contexts.hard_prompts.random(model, held_out=batches, length=length, draws=draws)
+    contexts = {"nothing": al.contexts.NoContext(), "text": text}
+    asked = al.ContextComparison(contexts, random=random, repeats=0)
+    record = al.run(model, batches, [asked], progress=False)["contexts"]
+    of_draws = record.random_accuracy
+    return {
+        "tokens": str(length),
+        "accuracy": record.text("accuracy", 1),
+        "empty": record.text("accuracy", 0),
+        "random": f"{of_draws.mean():.2f} ({of_draws.min():.2f} to {of_draws.max():.2f})",
+        "gain over empty": record.text("gain_over_first", 1),
+        "gain over random": record.text("gain_over_random", 1),
+    }
+
+
 def print_transfer(
     models: Mapping[str, Any],
     prompts: Mapping[str, Sequence[al.contexts.HardPrompt]],
@@ -102,19 +124,17 @@ def print_transfer(
 ) -> None:
     """What the text of each prompt does in each model."""
     print("\nThe texts in each model; numbers in brackets are 95 % intervals over queries")
-    transfer = partial(
-        al.contexts.transfer_hard_prompt,
-        models=models,
-        task=make_prompts,
-        draws=draws,
-        progress=False,
-    )
-    tables = {
-        (method, number): transfer(prompt).table()
-        for method, searched in prompts.items()
-        for number, prompt in enumerate(searched, 1)
-    }
-    print(pd.concat(tables, names=["method", "search"]).to_string())
+    cells: dict[tuple[str, int, str], dict[str, str]] = {}
+    for method, searched in prompts.items():
+        for (number, prompt), name in product(enumerate(searched, 1), models):
+            try:
+                cells[method, number, name] = transferred(
+                    prompt, models[name], make_prompts(models[name].tokenizer), draws
+                )
+            except al.AnchorlensError as error:  # a text that this model cannot read
+                cells[method, number, name] = {"what is missing": str(error)}
+    table = pd.DataFrame.from_dict(cells, orient="index").fillna("")
+    print(table.rename_axis(["method", "search", "model"]).to_string())
 
 
 def print_published() -> None:

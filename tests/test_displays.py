@@ -76,8 +76,8 @@ def questions_with_passes(model: Any, batch: al.PromptBatch) -> Iterator[Any]:
     sites = al.sites.first_and_last(model, [1, 2]) | al.sites.windows(model, 1)
     yield from (al.EdgeSweep.isolation(sites), al.EdgeSweep(al.edges.pq, sites))
     names = [f"segment {number}" for number in range(40)]
-    yield from (al.IntegratedFlows(), al.IntegratedFlows(names), al.SegmentSuppression(names))
-    yield from (al.SegmentAttribution(al.subsets.lasso(9)), al.SegmentSuppression())
+    yield from (al.IntegratedFlows(), al.IntegratedFlows(names))
+    yield al.SegmentAttribution(al.subsets.lasso(9))
     yield al.Faithfulness({name: al.SegmentFlows(name=name) for name in names})
     context = al.compress(model, batch)
     yield al.PrefixEffect(context=context)
@@ -189,7 +189,7 @@ def hostile_things(model: Any) -> Iterator[Any]:
     yield replace(batch, labels=(COMMANDS, COMMANDS))
     yield Study(model, [batch], {COMMANDS: COMMANDS})
     yield al.EdgeSweep(al.edges.pq, {COMMANDS: al.Site(0)}, name=COMMANDS)
-    yield al.SegmentSuppression([COMMANDS])
+    yield al.IntegratedFlows([COMMANDS])
     with Study(model, [batch], {}, progress=False, resamples=0) as study:
         yield study.passes([al.Accuracy(COMMANDS)])
     yield replace(al.compress(model, batch), info=info)

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from . import selection as selection
     from .compressed import CompressedContext as CompressedContext
     from .hard_prompt import HardPrompt as HardPrompt
-    from .hard_prompt_transfer import HardPromptTransferRecord as HardPromptTransferRecord
-    from .hard_prompt_transfer import transfer_hard_prompt as transfer_hard_prompt
     from .load import load_context as load_context
     from .peft import context_from_peft as context_from_peft
     from .peft import context_to_peft as context_to_peft

@@ -9,10 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
-from ..models.hooked import HookedModel, device_of, vocabulary_of
+from ..models.hooked import HookedModel, device_of
 from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch, check_batch, demonstrations_ids
-from ..prompts.plain_tokens import plain_tokens
 from ..prompts.segment_names import OTHER
 from ..prompts.token_texts import check_is_tokenizer
 from ..system.arguments import checked
@@ -106,18 +105,6 @@ def tokenizer_of(model: HookedModel, tokenizer: Any) -> Any:
     return found
 
 
-def random_tokens(
-    model: HookedModel, tokenizer: Any, length: int, draws: int, seed: int
-) -> Int[Tensor, "draw length"]:
-    """Ids of random plain tokens of a tokenizer that a model embeds."""
-    plain = plain_tokens(tokenizer, vocabulary_of(model)).nonzero()[:, 0]
-    if not len(plain):
-        raise PromptError("the tokenizer has no plain token that the model embeds")
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    indices = torch.randint(len(plain), (draws, length), generator=generator, device="cpu")
-    return plain[indices]
-
-
 def made_of_tokens(
     model: HookedModel,
     tokens: Int[Tensor, " position"],
@@ -157,12 +144,9 @@ def answers_after_tokens(
 ) -> tuple[float, float]:
     """Accuracy and mean loss of the queries after tokens with their BOS."""
     moved = [batch.to(device_of(model)) for batch in batches]
-    return answers(model, after_tokens(model, tokens, batches[0]), moved, loss)
-
-
-def after_tokens(
-    model: HookedModel, tokens: Int[Tensor, " position"], batch: PromptBatch
-) -> PrefixContext:
-    """The context of tokens with their BOS, for prompts like those of a batch."""
-    prefix = prefix_of_tokens(model, batch, tokens)
-    return PrefixContext(prefix=prefix, tokens=tokens, info={"bos": bos_of(batch).tolist()})
+    context = PrefixContext(
+        prefix=prefix_of_tokens(model, batches[0], tokens),
+        tokens=tokens,
+        info={"bos": bos_of(batches[0]).tolist()},
+    )
+    return answers(model, context, moved, loss)

@@ -1,4 +1,4 @@
-"""Hard prompts of given and of random tokens; methods that search for them."""
+"""Hard prompts of given tokens, of a text and of random tokens; methods that search for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,26 +7,23 @@ from typing import Any
 import torch
 
 from ..errors import MetricError, PromptError
-from ..models.hooked import HookedModel, device_of
+from ..models.hooked import HookedModel, device_of, vocabulary_of
 from ..models.optimizers import Adafactor as Adafactor
 from ..models.optimizers import RelativeAdafactor as RelativeAdafactor
 from ..passes.loss_checks import check_loss
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
+from ..prompts.control_tokens import control_tokens
+from ..prompts.label_positions import refuse_control_tokens
+from ..prompts.plain_tokens import plain_tokens
 from ..runs.study import Study
 from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
 from .compressed import cache_of_tokens
 from .embedded import start_tokens
-from .hard_prompt import (
-    HardPrompt,
-    answers_after_tokens,
-    made_of_tokens,
-    random_tokens,
-    tokenizer_of,
-)
+from .hard_prompt import HardPrompt, answers_after_tokens, made_of_tokens, tokenizer_of
 from .protocol import bos_of, check_queries, model_identity
-from .training import MakeOptimizer, TrainingRecord
+from .training import MakeOptimizer, TrainingRecord, query_digests
 
 Noise = Callable[[int, int], float]
 """Function of a step's number and the number of steps to the standard deviation of its noise.
@@ -195,6 +192,87 @@ def of_tokens(
 
 
 @checked
+def of_text(
+    model: HookedModel,
+    text: str | HardPrompt,
+    *,
+    held_out: Sequence[PromptBatch],
+    tokenizer: Any = None,
+    loss: Loss = label_cross_entropy,
+) -> HardPrompt:
+    """A hard prompt of a text: yours, or that of a prompt which was found with another model.
+
+    ``al.ContextComparison`` says what it does beside nothing and random tokens, with intervals (the
+    table of transfer between models in Wen et al., 2023).
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        text: The text, or a hard prompt. Of the latter only the text is used, and the queries of
+            its training are refused; only a model with its tokenizer can tell them.
+        held_out: Prompts with their true labels, on which the accuracy is measured.
+        tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
+        loss: Function of (logits, batch) to a number for each prompt.
+
+    Raises:
+        PromptError: As ``of_tokens``; the tokens of the text do not give the text, or it holds a
+            control token. Of a hard prompt: its task has other labels, a label word has several
+            tokens in this model, or its training used queries of ``held_out``.
+
+    Examples:
+        >>> prompt = al.contexts.hard_prompts.of_text(model, " What", held_out=batches)
+        >>> prompt.text, prompt.encodes_back
+        (' What', True)
+    """
+
+    def encoded(tokenizer: Any) -> list[list[int]]:
+        if isinstance(text, HardPrompt):
+            _check_other_prompt(text, held_out)
+            return [_encoded(tokenizer, text.text)]
+        return [_encoded(tokenizer, text)]
+
+    prompt = _measured(model, held_out, tokenizer, loss, encoded)[0]
+    if not isinstance(text, HardPrompt):
+        return prompt
+    used = text.info.get("queries_in_training", [])
+    return replace(prompt, info={**prompt.info, "queries_in_training": used})
+
+
+def _check_other_prompt(prompt: HardPrompt, batches: Sequence[PromptBatch]) -> None:
+    """Raise an error if the accuracy of a prompt's text on these queries could not be compared."""
+    known, labels = prompt.info.get("labels"), [label.strip() for label in batches[0].labels]
+    if known is not None and [*known] != labels:
+        raise PromptError(
+            f"the hard prompt is of a task with the labels {known}, and these queries have "
+            f"{labels}; give the task with which it was made"
+        )
+    if any((batch.label_ends != batch.label_positions).any() for batch in batches):
+        raise PromptError(
+            "a label word has several tokens in this model, of which only the first would count; "
+            "use a task whose label words are single tokens in all models"
+        )
+    if used := {*prompt.info.get("queries_in_training", [])} & {*query_digests(batches)}:
+        raise PromptError(
+            f"{len(used)} of these queries were used to train or to choose the hard prompt, so "
+            "that its accuracy would be too high; give other queries"
+        )
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text, without BOS; an error if they are not the whole text."""
+    cure = ", by a search with allowed=... of tokens that both tokenizers know"
+    refuse_control_tokens(tokenizer, control_tokens(tokenizer, cure=cure), text)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    back = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    if back != text or not ids:
+        raise PromptError(
+            f"the tokenizer of this model cannot encode the text {text!r}: its tokens give "
+            f"{back!r} (unknown characters, or a text that is empty, cut or normalised); search "
+            "with allowed=... of tokens that both tokenizers know"
+        )
+    return ids
+
+
+@checked
 def random(
     model: HookedModel,
     *,
@@ -229,7 +307,12 @@ def random(
     check_counts(PromptError, length=length, draws=draws)
 
     def drawn(tokenizer: Any) -> list[list[int]]:
-        return random_tokens(model, tokenizer, length, draws, seed).tolist()
+        plain = plain_tokens(tokenizer, vocabulary_of(model)).nonzero()[:, 0]
+        if not len(plain):
+            raise PromptError("the tokenizer has no plain token that the model embeds")
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        indices = torch.randint(len(plain), (draws, length), generator=generator, device="cpu")
+        return plain[indices].tolist()
 
     return _measured(model, held_out, tokenizer, loss, drawn)
 

@@ -76,8 +76,9 @@ def _of_best_draw(name: str, of_set: Contributions) -> Float[Tensor, ""]:
 class ContextsRecord(Record):
     """What several contexts give and cost, on the same queries; ``info["contexts"]`` names them.
 
-    Random controls are by default contexts of random words in place of the label words
-    (``info["control"]``). Without any, numbers of theirs are NaN or empty.
+    Random controls are those that were given, and those that were drawn: by default contexts of
+    random words in place of the label words (``info["control"]``). Without any, numbers of theirs
+    are NaN or empty.
 
     Attributes:
         accuracy: Share of queries whose predicted label is true, from 0 to 1; high is good.
@@ -86,6 +87,8 @@ class ContextsRecord(Record):
             above 0 means better than the first context.
         gain_over_demonstrations: Accuracy minus that of whole prompts, paired by query, from -1 to
             1; below 0 means that the demonstrations do more.
+        gain_over_random: Accuracy minus the mean of the random controls, paired by query, from -1
+            to 1; above 0 means that it is these tokens that do it, and not that there are some.
         label_loyalty: Share of queries whose predicted label is that of the whole prompt, from 0 to
             1; high means that the context predicts as the demonstrations do.
         word_loyalty: Mean Jaccard similarity of the top 5 next tokens to those of the whole prompt,
@@ -120,6 +123,9 @@ class ContextsRecord(Record):
     whole_accuracy: Float[Tensor, ""] = share("whole_correct")
     gain_over_first: Float[Tensor, " context"] = difference("correct", minus=0)
     gain_over_demonstrations: Float[Tensor, " context"] = difference("correct", "whole_correct")
+    gain_over_random: Float[Tensor, " context"] = mean(
+        "correct", -1, 1, minus=over_draws("random_correct")
+    )
     label_loyalty: Float[Tensor, " context"] = share("label_kept")
     word_loyalty: Float[Tensor, " context"] = mean("word_overlap", 0, 1)
     kl: Float[Tensor, " context"] = mean("kl", 0, unit="nats")
@@ -193,6 +199,7 @@ class ContextsRecord(Record):
             del columns["ms a query"]
         names = list(self.info["contexts"])
         if len(self.random_accuracy):
+            columns["gain over random"] = texts("gain_over_random")
             columns["label gap"] = texts("label_gap")
             columns["word gap"] = texts("word_gap")
             names += self._names_of_draws
@@ -319,6 +326,8 @@ class ContextComparison(Question):
         seed: Number of the first draw.
         control: For the number of a draw, which tokens this control selects; see ``compress``.
         positions: Positions of the tokens of a control; see ``compress``.
+        random: Random controls of your own, beside those that are drawn, such as those of
+            ``al.contexts.hard_prompts.random``.
         repeats: Number of timed passes of each context, after one that is not timed; 0 for no
             times.
         name: Key of the result.
@@ -357,13 +366,20 @@ class ContextComparison(Question):
     seed: int = 0
     control: Callable[[int], Selection | ByScore] = random_and_format
     positions: Placement = as_in_prompt
+    random: Sequence[Context] = ()
     repeats: int = 5
     name: str = "contexts"
     record: ClassVar = ContextsRecord
 
     def __post_init__(self) -> None:
         _check_contexts(self.contexts)
+        if self.random:
+            _check_contexts(self._random)
         check_counts(MetricError, 0, draws=self.draws, repeats=self.repeats)
+
+    @property
+    def _random(self) -> dict[str, Context]:
+        return {f"random control {number}": each for number, each in enumerate(self.random)}
 
     def stored_as(self) -> Any:
         """Without the number of timed passes, as times are measured again by each call."""
@@ -372,7 +388,7 @@ class ContextComparison(Question):
     def of_run(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Question:
         """With the contexts of each set of demonstrations, made when they are needed."""
         digests = set(query_digests(batches))
-        _check_prompts(model, batches, self.contexts, digests)
+        _check_prompts(model, batches, {**self.contexts, **self._random}, digests)
         controls = [self.control(number) for number in range(self.seed, self.seed + self.draws)]
         for batch in batches if controls else ():
             checked_selections(controls, batch, model)
@@ -407,9 +423,9 @@ class _Asked(Question):
         if set_id not in self.stored:
             self.stored.clear()
             made = [_made(model, batch, *each, self.digests) for each in given.contexts.items()]
-            drawn: Sequence[Context] = []
+            drawn = [*given.random]
             if self.controls:
-                drawn = compressed_contexts(model, batch, self.controls, positions=given.positions)
+                drawn += compressed_contexts(model, batch, self.controls, positions=given.positions)
             self.stored[set_id] = made, drawn
         return self.stored[set_id]
 

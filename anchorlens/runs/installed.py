@@ -33,7 +33,7 @@ _TABLE = re.compile(
 # Of these, by their names: what reads or writes files, draws at random, or reads beside its value.
 _OUTSIDE = re.compile(
     r"(^|[._])(load|read|save|write|open|forget|boot|peft|pretrained|file|dump)(?!_state_dict)"
-    r"|(^|\.)(grad|grad_fn|format|format_map|across_models|transfer_hard_prompt|generate|train"
+    r"|(^|\.)(grad|grad_fn|format|format_map|across_models|generate|train"
     r"|base|as_strided|data_ptr|stride|storage_offset|(untyped_|typed_)?storage)$"
     r"|dropout|gumbel|fractional|rrelu",
     re.IGNORECASE,

@@ -17,6 +17,7 @@ from anchorlens.runs.passes import Passes
 from anchorlens.runs.study import Study
 from tests.support.asked import ask
 from tests.support.measures import assert_same, centred, counted_layers, does_not_run, logits_of
+from tests.support.printed_code import printed
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -35,7 +36,7 @@ EXPERIMENTS: list[al.Question] = [
     SWEEP,
     al.Faithfulness(SCORES, subsets=8),
     ATTRIBUTION,
-    al.SegmentSuppression(["label", "query"]),
+    printed("experiments.md", "Suppression")(("label", "query")),
     al.IntegratedFlows(["label", "target"], steps=2),
     al.PrefixEffect(),
     al.ContextComparison(CONTEXTS, draws=2, repeats=0),

@@ -32,7 +32,7 @@ def shortened(batch: al.PromptBatch) -> al.PromptBatch:
     return replace(batch, segments=batch.segments.masked_fill(later, -1))
 
 
-def test_one_by_one_is_the_cut_of_segment_suppression(gpt2: Any, byte_level: Any) -> None:
+def test_one_by_one_is_the_cut_of_what_later_tokens_read(gpt2: Any, byte_level: Any) -> None:
     """For answers of one token, whose log-odds follow from its logits."""
     batch = shortened(written(byte_level, gpt2))
     asked = al.SegmentAttribution(answer="answer", segments=["museum", "shop"])

@@ -34,7 +34,6 @@ CALLS = {
     "IntegratedFlows": "integrated",
     "PrefixEffect": "effect",
     "SegmentAttribution": "attribution",
-    "SegmentSuppression": "suppression",
     "block_edges": "block_edges",
     "caches.from_caches": "caches",
     "caches.names_filter": "caches",
@@ -42,6 +41,7 @@ CALLS = {
     "context_from_peft": "peft",
     "context_to_peft": "peft",
     "hard_prompts.of_tokens": "given words",
+    "hard_prompts.of_text": "given words",
     "hard_prompts.random": "random words",
     "head_effects": "head effects",
     "isolate_labels": "isolate_labels",
@@ -68,7 +68,6 @@ CALLS = {
     "train_prefix": "prefix",
     "train_reweighting": "reweighting",
     "train_soft_prompt": "soft prompt",
-    "transfer_hard_prompt": "transfer",
 }
 HERE = {"plot_prompt", "detach_heads", "run"}
 NO_NUMBERS = {"sample_prompts", "sites.random_heads", "sites.single_heads"}

@@ -84,7 +84,6 @@ CALLS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "saliency": lambda m, b: al.saliency(m, b, loss=answer()),
     "step_flows": lambda m, b: al.step_flows(m, b, "answer"),
     "integrated_flows": lambda m, b: ask(m, [b], al.IntegratedFlows(steps=1), **QUIET),
-    "suppression": lambda m, b: ask(m, [b], al.SegmentSuppression(), **QUIET),
     "Study": lambda m, b: Study(m, [b], {}, **QUIET).entered().__enter__(),
     "plot_prompt": lambda m, b: al.plot_prompt(m, with_demonstrations(m)),
     "compress": lambda m, b: al.compress(m, with_demonstrations(m)),

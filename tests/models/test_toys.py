@@ -112,8 +112,8 @@ def test_every_experiment_runs(toy: Any) -> None:
     )
     assert beta.of_prompts(batches[0]).any()
     asked = [
-        *(al.SegmentAttribution(al.subsets.one_by_one), al.SegmentSuppression()),
-        *(al.IntegratedFlows(steps=2), al.Faithfulness({"a": al.SegmentAttention()}, subsets=3)),
+        *(al.SegmentAttribution(al.subsets.one_by_one), al.IntegratedFlows(steps=2)),
+        al.Faithfulness({"a": al.SegmentAttention()}, subsets=3),
     ]
     assert list(al.run(toy, batches, asked, **QUIET)) == [question.name for question in asked]
 

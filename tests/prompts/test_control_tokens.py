@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 import anchorlens as al
-from anchorlens.contexts.hard_prompt_transfer import _encoded
+from anchorlens.contexts.hard_prompts import _encoded
 from anchorlens.errors import PromptError
 from tests.support.chat_tokenizers import CHATML, KINDS, QWEN_3, SPECIAL, chat_tokenizer
 from tests.support.plain_prompts import rows

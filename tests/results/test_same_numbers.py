@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.contexts import hard_prompt_transfer
 from anchorlens.metrics import accuracy
 from anchorlens.results.bootstrap import with_intervals
 from anchorlens.results.kind import Derived, Mean, OverDraws
@@ -46,7 +45,7 @@ def test_numbers_are_those_that_are_stored_and_means_over_sets(
         computed.append((result, dict(contributions)))
         return with_intervals(result, contributions, **options)
 
-    for module in (study, caches, accuracy, hard_prompt_transfer):
+    for module in (study, caches, accuracy):
         monkeypatch.setattr(module, "with_intervals", seen)
     found = [*differences(numbers_of([call]), expected, same_numbers.TOLERANCE, is_verdict)]
     assert not found, "\n".join(found)

@@ -502,7 +502,7 @@ def test_questions_of_one_run_have_the_numbers_that_each_has_alone(gpt2: Any) ->
         al.EdgeSweep.isolation({"x": al.Site(0)}, draws=2, name="first"),
         al.EdgeSweep.isolation({"x": al.Site(1)}, draws=2, name="second"),
         al.EdgeSweep(al.edges.pq, {"x": al.Site(0)}, draws=2, name="third"),
-        *(al.SaliencyFlows(), al.PrefixEffect(), al.SegmentSuppression()),
+        *(al.SaliencyFlows(), al.PrefixEffect()),
         al.IntegratedFlows(["text", "label", "query"], steps=2),
         al.SegmentAttribution(al.subsets.one_by_one, segments=["text", "label"]),
     ]

@@ -358,7 +358,6 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
                 al.edges.wp, al.sites.windows(model, 1), control=al.edges.random_edges, draws=1
             )
         ),
-        "suppression": lambda: al.run(model, written, [al.SegmentSuppression()], **QUIET),
         "attribution": lambda: [
             al.run(
                 model,
@@ -418,15 +417,10 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "prefix": lambda: saved(twice(train_prefix, "prefix")[1], "prefix"),
         "soft prompt": lambda: saved(twice(train_soft, "soft")[1], "soft"),
         "hard prompt": lambda: twice(train_hard, "hard"),
-        "given words": lambda: al.contexts.hard_prompts.of_tokens(model, [5, 6], **held),
-        "random words": lambda: al.contexts.hard_prompts.random(model, length=2, draws=2, **held),
-        "transfer": lambda: al.contexts.transfer_hard_prompt(
-            al.contexts.hard_prompts.of_tokens(model, [5, 6], **held),
-            {"one": model},
-            lambda tokenizer: held_out,
-            draws=1,
-            **QUIET,
+        "given words": lambda: al.contexts.hard_prompts.of_text(
+            model, al.contexts.hard_prompts.of_tokens(model, [5, 6], **held), **held
         ),
+        "random words": lambda: al.contexts.hard_prompts.random(model, length=2, draws=2, **held),
         "peft": peft,
         "records": records,
         "own question": lambda: run(EveryPass()),

@@ -38,6 +38,16 @@ def blocks_of(page: Path, language: str) -> list[Block]:
     return [block for block in blocks if block.language == language]
 
 
+def printed(page: str, name: str) -> Any:
+    """A function or class of a page, after what its first block imports and defines."""
+    names: dict[str, Any] = {"__name__": page}
+    first, *others = blocks_of(ROOT / "docs" / page, "python")
+    defining = [each for each in others if re.search(rf"^(def|class) {name}\b", each.code, re.M)]
+    for block in (first, *defining):
+        exec(compile(block.code, page, "exec"), names)
+    return names[name]
+
+
 def run_page(page: Path) -> dict[str, Any]:
     """Run the blocks from top to bottom, as one script; recipes each after the first block."""
     blocks = blocks_of(page, "python")

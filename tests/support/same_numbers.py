@@ -38,6 +38,7 @@ import anchorlens as al
 from anchorlens.runs import way as decision
 from tests.support import tiny_models
 from tests.support.asked import ask, by_site
+from tests.support.printed_code import printed
 
 STORED = Path(__file__).with_suffix(".safetensors")
 MODELS, SETS = ("gpt2", "llama", "gemma3"), {"one": 1, "several": 3}
@@ -269,12 +270,15 @@ def caches(scene: Scene) -> Any:
     )
 
 
-def transfer(scene: Scene) -> Any:
-    searched: dict[str, Any] = {"held_out": scene.others, "tokenizer": scene.model.tokenizer}
-    prompt = al.contexts.hard_prompts.of_tokens(scene.model, [5, 6], **searched)
-    return al.contexts.transfer_hard_prompt(
-        prompt, {"one": scene.model}, lambda tokenizer: scene.batches, draws=2, **QUIET
-    )
+def text_of_a_prompt(scene: Scene) -> Any:
+    hard_prompts = al.contexts.hard_prompts
+    given: dict[str, Any] = {"held_out": scene.batches, "tokenizer": scene.model.tokenizer}
+    found = hard_prompts.of_tokens(scene.model, [5, 6], **given)
+    text = hard_prompts.of_text(scene.model, found, **given)
+    random = hard_prompts.random(scene.model, length=len(text.ids), draws=2, **given)
+    contexts = {"nothing": al.contexts.NoContext(), "text": text}
+    asked = al.ContextComparison(contexts, random=random, repeats=0)
+    return ask(scene.model, scene.batches, asked, **QUIET)
 
 
 def across_models(scene: Scene) -> Any:
@@ -317,6 +321,12 @@ def faithfulness(scene: Scene) -> Any:
     return ask(scene.model, scene.batches, al.Faithfulness(scores, subsets=8), **QUIET)
 
 
+def suppression(scene: Scene, batches: list[al.PromptBatch]) -> Any:
+    """The question of the documentation."""
+    asked = printed("experiments.md", "Suppression")(tuple(batches[0].segment_names))
+    return ask(scene.model, batches, asked, **QUIET)
+
+
 def of_answers(question: Callable[..., al.Question], **more: Any) -> Callable[[Scene], Any]:
     asked = question(segments=PIECES, answer=ANSWER, **more)
     return lambda s: ask(s.model, s.written, asked, **QUIET)
@@ -352,7 +362,12 @@ def of_sites(record: Any) -> Any:
 IN_SUITE = [
     *("gpt2.one.whole.isolated", "gpt2.one.whole.patterns", "gpt2.one.whole.c*"),
     *("gpt2.one.shared.an*", "gpt2.one.shared.at*", "gpt2.one.shared.across models"),
-    *("gpt2.one.shared.cut edges", "gpt2.one.shared.[efs]*", "gpt2.one.shared.tr*"),
+    *(
+        "gpt2.one.shared.cut edges",
+        "gpt2.one.shared.[efs]*",
+        "gpt2.one.shared.tr*",
+        "gpt2.one.shared.text*",
+    ),
     *("gpt2.one.long.answers", "gpt2.one.long.isolated"),
     *("gpt2.several.shared.[dhim]*", "gpt2.several.shared.accuracies"),
     *("gpt2.several.shared.contexts", "gpt2.several.shared.task vectors"),
@@ -406,8 +421,8 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "integrated": lambda s: ask(s.model, s.first, al.IntegratedFlows(steps=2), **QUIET),
     "steps": lambda s: al.step_flows(s.model, s.written[0].prompt(0), ANSWER),
     "trace": lambda s: al.trace_generation(s.model, "Who wrote it?", max_new_tokens=3).flows,
-    "suppression": lambda s: ask(s.model, s.first, al.SegmentSuppression(), **QUIET),
-    "suppression of answers": lambda s: ask(s.model, s.written, al.SegmentSuppression(), **QUIET),
+    "suppression": lambda s: suppression(s, s.first),
+    "suppression of answers": lambda s: suppression(s, s.written),
     **{
         "dependence on labels": dependence,
         "heads of demonstrations": heads_of_demonstrations,
@@ -416,7 +431,7 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
         "accuracies": accuracies,
     },
     "effect of a context": effect_of_a_context,
-    **{"contexts": contexts, "transfer": transfer, "across models": across_models},
+    **{"contexts": contexts, "text of a prompt": text_of_a_prompt, "across models": across_models},
 }
 
 

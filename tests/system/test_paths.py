@@ -55,9 +55,6 @@ CALLS: dict[str, Callable[[Scene, Any], Any]] = {
     ),
     "run": lambda s, p: al.run(s.model, s.batches, [al.Accuracy()], folder=p, **QUICK),
     "task_vectors": lambda s, p: al.task_vectors(s.model, s.batches, s.batches, folder=p, **QUICK),
-    "transfer_hard_prompt": lambda s, p: al.contexts.transfer_hard_prompt(
-        s.hard_prompt, {"m": s.model}, "questions", queries=6, folder=p, **QUICK
-    ),
     "write_report": lambda s, p: al.write_report(s.results, p),
 }
 
