@@ -25,7 +25,6 @@ from ..passes.shortcuts import (
     why_no_fused_prefix,
     why_not_fused,
     why_not_shared,
-    why_not_shared_with_gradient,
 )
 from ..passes.twin_for import why_not_native
 from ..prompts.batch import PromptBatch
@@ -48,7 +47,6 @@ NO = "no: "
 SHORTCUTS = {
     "native_passes": why_not_native,
     "shared_tokens_run_once": why_not_shared,
-    "with_a_gradient": why_not_shared_with_gradient,
     "fused_attention": why_not_fused,
     "fused_attention_of_shared_tokens": why_no_fused_prefix,
 }

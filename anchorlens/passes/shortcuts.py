@@ -1,15 +1,16 @@
 """Which shortcuts have the numbers of whole prompts: facts of a model, each found once.
 
-1. Two prompts of twelve tokens run whole, and again with the shortcut: after ten shared tokens,
-   with a fused attention, after shared tokens that ran with one, or from a later layer on.
+1. Two prompts of twelve tokens run whole, and again with the shortcut: after ten shared tokens, or
+   with a fused attention.
 2. Sliding windows and chunks have three tokens meanwhile, so that these prompts go beyond them.
 3. A shortcut is taken if logits, A * dL/dA of each edge, and what questions read at positions,
    differ by rounding alone.
+4. Whether shared tokens can run with a fused attention, and in which layers a pass can begin,
+   follows from the keys and values that are stored.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..hooks import Site, hooks_on_edges
 from ..metrics.edge_sums import row_pieces
-from ..models.batch_hooks import in_leading_tokens
 from ..models.facts import fact
 from ..models.hooked import Hook, HookedModel, is_of_low_precision
-from ..models.kv_cache import KeyValues, entries_of, layers_of_entries
+from ..models.kv_cache import entries_of, layers_of_entries
 from ..models.tiny_pass import (
     QUERIES,
     prompts_of_lengths,
@@ -36,16 +36,14 @@ from .comparison import (
     SALIENCY_TOLERANCE,
     TOLERANCE,
     Sites,
-    difference_of,
     reason_of,
     site_hooks,
     tolerance,
     why_not_equal,
     why_sites_differ,
 )
-from .forward import run_pass, run_prefix
+from .forward import run_pass
 from .fused_attention import run_fused
-from .late_start import Starts
 from .observers import Layers, product_hooks
 from .shared_prefix import run_shared, shared_tokens
 from .twin_for import why_not_native
@@ -60,16 +58,13 @@ def any_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
 
 @fact
 def why_not_shared(model: HookedModel) -> str:
-    """Why shared tokens cannot run once; empty if prompts after them have the same logits."""
+    """Why shared tokens cannot run once; empty if prompts after them have the same numbers.
+
+    Also gradients go through the shared tokens, for all prompts of a batch at once.
+    """
     if is_of_low_precision(model):
         return "in low precision numbers after cached tokens are rounded otherwise"
     return _reason(model, "no run from a key-value cache", _compare_shared)
-
-
-@fact
-def why_not_shared_with_gradient(model: HookedModel) -> str:
-    """The same for gradients through the shared tokens, for all prompts of a batch at once."""
-    return why_not_shared(model) or _reason(model, "no shared gradients", _compare_shared_products)
 
 
 @fact
@@ -81,28 +76,16 @@ def why_not_fused(model: HookedModel) -> str:
 @fact
 def why_no_fused_prefix(model: HookedModel) -> str:
     """Why shared tokens cannot run with a fused attention; empty if they can."""
-    return _reason(model, "", _compare_fused_prefix)
+    return why_not_fused(model) or _reason(model, "", _compare_stored)
 
 
 def why_not_late(model: HookedModel, layer: int) -> str:
     """Why a pass cannot begin in a layer, whose input an earlier pass stored; empty if it can."""
-    known = _late_starts(model)
-    if layer not in known:
-        compare = partial(_compare_late, layer=layer)
-        known[layer] = _reason(model, f"no start at layer {layer}", compare) if layer else ""
-    return known[layer]
-
-
-@fact
-def _late_starts(model: HookedModel) -> dict[int, str]:
-    """By layer, filled as layers are asked for: all of them would take as many passes."""
-    entries, computed = entries_of(model), layers_of_entries(model)
-    read = [computed[entry] for entry in entries]  # the layer whose keys each layer reads
-    return {
-        layer: f"no start at layer {layer}, after which keys of layer {min(read[layer:])} are read"
-        for layer in range(len(read))
-        if min(read[layer:]) < layer
-    }
+    computed = layers_of_entries(model)
+    first = min((computed[entry] for entry in entries_of(model)[layer:]), default=layer)
+    if first < layer:
+        return f"no start at layer {layer}, after which keys of layer {first} are read"
+    return ""
 
 
 @fact
@@ -173,30 +156,25 @@ def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
 
 
 def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
-    after, sites, whole = batch.after(batch.tokens.shape[1] - QUERIES), Sites(), Sites()
-    expected = run_pass(model, batch, observers=site_hooks(model, whole))
-    prefix = run_shared(model, shared_tokens(after), ())
-    logits = run_pass(model, after, prefix=prefix, observers=site_hooks(model, sites))
-    if reason := why_not_equal("logits", TOLERANCE, (logits, expected, expected)):
-        return reason
-    return why_sites_differ(model, sites, whole, batch.attention_mask, whole="prompts")
-
-
-def _compare_shared_products(model: HookedModel, batch: PromptBatch) -> str:
     after = batch.after(batch.tokens.shape[1] - QUERIES)
     whole, upper, lower = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+    sites, whole_sites = Sites(), Sites()
 
-    def stored_in(products: dict[int, Tensor]) -> dict[str, Any]:
+    def stored_in(products: dict[int, Tensor], found: Sites) -> dict[str, Any]:
         def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
             products[layer] = pattern * gradient
 
         hooks, backward_hooks = product_hooks(Layers.of(model), store, free_later=True)
-        return {"observers": hooks, "backward_hooks": backward_hooks}
+        observers = [*hooks, *site_hooks(model, found)]
+        return {"observers": observers, "backward_hooks": backward_hooks}
 
-    expected = run_pass(model, batch, loss=any_loss, **stored_in(whole))
-    prefix = run_shared(model, shared_tokens(after), (), **stored_in(upper))
-    logits = run_pass(model, after, loss=any_loss, prefix=prefix, **stored_in(lower))
+    expected = run_pass(model, batch, loss=any_loss, **stored_in(whole, whole_sites))
+    prefix = run_shared(model, shared_tokens(after), (), **stored_in(upper, Sites()))
+    options = stored_in(lower, sites)
+    logits = run_pass(model, after, loss=any_loss, prefix=prefix, **options)
     if reason := why_not_equal("logits", TOLERANCE, (logits, expected, expected)):
+        return reason
+    if reason := why_sites_differ(model, sites, whole_sites, batch.attention_mask, whole="prompts"):
         return reason
     pairs = []
     for layer, saliency in whole.items():
@@ -248,46 +226,13 @@ def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
     return why_not_equal(what, SALIENCY_TOLERANCE, *pairs, whole="patterns")
 
 
-def _compare_fused_prefix(model: HookedModel, batch: PromptBatch) -> str:
-    prompt = batch.prompt(0)
-    after = prompt.after(prompt.tokens.shape[1] // 2)
-    shared = shared_tokens(after)
-    whole, fused = Sites(), Sites()
-    leading = in_leading_tokens(_some_cuts(model, after), after.first_query)
-    observers = site_hooks(model, fused, fused=True)
-    stored = run_shared(model, shared, leading, is_fused=True, observers=observers)
+def _compare_stored(model: HookedModel, batch: PromptBatch) -> str:
+    one = batch.prompt(0)
     # The heads may be copied for each query head in one of the two.
-    widths, of_whole = (
-        [tensor.shape[-1] for tensor in (*each.keys, *each.values)]
-        for each in (stored, run_prefix(model, shared))
+    fused, whole = (
+        [tensor.shape[-1] for tensor in (*stored.keys, *stored.values)]
+        for stored in (run_shared(model, one, (), is_fused=fused) for fused in (True, False))
     )
-    if widths != of_whole:
+    if fused != whole:
         return "a fused attention stores other keys and values, as it does in latent attention"
-    hooks, limit = _some_cuts(model, prompt), tolerance(model)
-    observers = site_hooks(model, whole, fused=True)
-    expected = run_pass(model, prompt, hooks=hooks, observers=observers)
-    logits = run_pass(model, after, hooks=_some_cuts(model, after), prefix=stored)
-    pair = logits, expected, expected
-    if reason := why_not_equal("logits after a fused prefix", limit, pair, whole="patterns"):
-        return reason
-    first = {site: states[:, : after.first_query] for site, states in whole.items()}
-    return why_sites_differ(model, fused, first, shared.attention_mask, whole="patterns")
-
-
-def _compare_late(model: HookedModel, batch: PromptBatch, layer: int) -> str:
-    ways: list[tuple[PromptBatch, KeyValues | None]] = [(batch, None)]
-    if not why_not_shared(model):
-        after = batch.after(batch.tokens.shape[1] - QUERIES)
-        ways.append((after, run_shared(model, shared_tokens(after), ())))
-    for prompts, prefix in ways:
-        starts = Starts([layer])
-        expected = run_pass(model, prompts, prefix=prefix, starts=starts)
-        logits = run_pass(model, prompts, prefix=prefix, start=starts.found[layer])
-        found = [logits]
-        if not is_of_low_precision(model):  # otherwise all passes over a batch are of one kind
-            with twin_of(model).suspended():  # which may go on from a native pass
-                found.append(run_pass(model, prompts, prefix=prefix, start=starts.found[layer]))
-        difference = max(difference_of(each, expected) for each in found)
-        if not difference <= TOLERANCE:
-            return f"a start at layer {layer} changes logits by {difference:.1e}"
     return ""

@@ -54,7 +54,6 @@ from ..passes.shortcuts import (
     why_no_fused_prefix,
     why_not_fused,
     why_not_shared,
-    why_not_shared_with_gradient,
 )
 from ..passes.twin_for import why_no_native_images, why_not_native
 from ..prompts.batch import PromptBatch, after_shared, all_on_cpu, longest_prompt, only_sets
@@ -350,7 +349,7 @@ def _why_not_shared(
     may_differ = [each for each in questions if may_differ_at_the_start(reads[each.name])]
     yield _why_not_alike(batches, lengths, may_differ)
     yield _why_not_worth(model, batches, lengths, differentiates)
-    yield why_not_shared_with_gradient(model) if differentiates else why_not_shared(model)
+    yield why_not_shared(model)
 
 
 def _why_not_worth(

@@ -10,12 +10,12 @@ from transformers import masking_utils
 
 import anchorlens as al
 from anchorlens.errors import ModelError
+from anchorlens.models import verify_cache
 from anchorlens.models.facts import facts_of, known_facts
 from anchorlens.models.kinds import config_of, modules_of
 from anchorlens.models.load import ensure_prepared
 from anchorlens.models.tiny_pass import shrunk_windows
-from anchorlens.passes import shortcuts
-from anchorlens.passes.shortcuts import why_not_shared, why_not_shared_with_gradient
+from anchorlens.passes.shortcuts import why_not_shared
 from tests.references.architectures import BY_NAME
 from tests.references.comparison import tokenizer
 from tests.support.found_anew import found_anew
@@ -36,8 +36,7 @@ def test_a_cache_that_is_wrong_beyond_a_window_is_found(
     text = tokenizer()
     weights = BY_NAME[name].build(len(text), torch.float32, **WINDOWED[name])
     model = al.load_model(weights, tokenizer=text)
-    facts = why_not_shared, why_not_shared_with_gradient
-    assert [fact(model) for fact in facts] == ["", ""]
+    assert not facts_of(model).why_no_cache and not why_not_shared(model)
     masks: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     right = masks["eager"]
 
@@ -49,11 +48,13 @@ def test_a_cache_that_is_wrong_beyond_a_window_is_found(
 
     monkeypatch.setitem(masks._global_mapping, "eager", wrong)
     with found_anew(model):
-        for fact in facts:
-            assert "logits differ by" in fact(model)
-    monkeypatch.setattr(shortcuts, "shrunk_windows", nullcontext)
-    with found_anew(model):  # the windows themselves are longer than a tiny pass
-        assert [fact(model) for fact in facts] == ["", ""]
+        assert "logits differ by" in why_not_shared(model)
+    al.prepare_model(model)
+    assert "other logits than in the whole text" in facts_of(model).why_no_cache
+    assert why_not_shared(model).startswith("no run from a key-value cache (after")
+    monkeypatch.setattr(verify_cache, "shrunk_windows", nullcontext)
+    al.prepare_model(model)  # the windows themselves are longer than a tiny pass
+    assert not facts_of(model).why_no_cache
 
 
 def test_windows_are_put_back(gemma3: Any) -> None:

@@ -3,6 +3,7 @@
 The numbers of whole patterns are those of plain transformers (see test_matrix.py).
 """
 
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
@@ -13,12 +14,15 @@ from transformers.models.gptj import modeling_gptj
 
 import anchorlens as al
 from anchorlens.errors import ModelError
+from anchorlens.metrics.question import no_hooks
+from anchorlens.models.batch_hooks import in_leading_tokens
 from anchorlens.models.hooked import Hook
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.replaced_attention import _Interface, attention_by
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import run_fused
 from anchorlens.passes.observers import Layers, product_hooks
+from anchorlens.passes.shared_prefix import run_shared, shared_tokens
 from anchorlens.passes.shortcuts import why_no_fused_prefix
 from tests.models.test_matrix import cases, hooked
 from tests.references.architectures import ALL
@@ -43,7 +47,9 @@ OTHER_TERMS: list[tuple[dict[str, Any], str]] = [
 SIDES = dict(zip([row.name for row in ALL], cycle(("left", "right")), strict=False))
 
 
-def whole(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> tuple[Tensor, dict[int, Tensor]]:
+def whole(
+    model: Any, batch: al.PromptBatch, hooks: Sequence[Hook]
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Logits and products A * dL/dA of each layer, by patterns."""
     products: dict[int, Tensor] = {}
 
@@ -56,7 +62,9 @@ def whole(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> tuple[Tensor,
     return logits, products
 
 
-def fused(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> tuple[Tensor, dict[int, Tensor]]:
+def fused(
+    model: Any, batch: al.PromptBatch, hooks: Sequence[Hook]
+) -> tuple[Tensor, dict[int, Tensor]]:
     """The same without a pattern."""
     length, products = batch.tokens.shape[1], dict[int, Tensor]()
 
@@ -68,13 +76,26 @@ def fused(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> tuple[Tensor,
     return run_fused(run_pass, model, batch, use=store, hooks=hooks, loss=loss), products
 
 
+def after_fused(model: Any, batch: al.PromptBatch, hooks: Any) -> Tensor:
+    """Logits after shared tokens that form no pattern."""
+    right = batch.padded_right()
+    after = right.after(int(right.label_ends.max()))
+    acting = hooks(after)
+    leading = in_leading_tokens(acting, after.first_query)
+    prefix = run_shared(model, shared_tokens(after), leading, is_fused=True)
+    return run_pass(model, after, hooks=acting, prefix=prefix)
+
+
 @pytest.mark.parametrize(("name", "kind"), cases("bridge", "HookedTransformer"))
 def test_a_fused_attention_has_the_numbers_of_whole_patterns(name: str, kind: str) -> None:
     model, batch = hooked(name, torch.float64, kind), batch_of(SIDES[name])
     is_replaced = model.cfg.positional_embedding_type != "alibi"
     if kind == "bridge":
         is_replaced = name not in NOT_REPLACED
-    cut = al.isolate_labels(model, batch, al.Site(heads=CUT_HEADS))
+
+    def isolated(prompts: al.PromptBatch) -> Any:
+        return al.isolate_labels(model, prompts, al.Site(heads=CUT_HEADS))
+
     inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
     with frozen_in_eval_mode(model), precise(torch.float64):
         if not is_replaced:
@@ -83,8 +104,11 @@ def test_a_fused_attention_has_the_numbers_of_whole_patterns(name: str, kind: st
             return
         reason = why_no_fused_prefix(model)
         assert ("other keys and values" in reason) if name in LATENT else not reason
-        for hooks in ([], cut):
+        for change in (no_hooks, isolated):
+            hooks = change(batch)
             expected_logits, expected = whole(model, batch, hooks)
+            if not reason:
+                assert difference(after_fused(model, batch, change), expected_logits) <= LIMIT
             logits, products = fused(model, batch, hooks)
             assert difference(logits, expected_logits) <= LIMIT
             assert len(products) == model.cfg.n_layers

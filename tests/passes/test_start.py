@@ -1,20 +1,16 @@
 """A pass that starts in a later layer gives the same logits and leaves no trace."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import HookError
-from anchorlens.passes import shortcuts
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.late_start import Start, Starts, started
+from anchorlens.passes.late_start import Starts, started
 from anchorlens.runs.passes import Passes
 from tests.support.asked import ask, by_site
-from tests.support.found_anew import found_anew
 from tests.support.measures import assert_same, counted_layers, difference
 from tests.support.tiny_models import questions
 
@@ -126,32 +122,6 @@ def test_a_sweep_of_single_heads_equals_hooks_by_hand(llama: Any) -> None:
             clean, run_pass(model, batch, hooks=control), batch.label_token_ids
         )
         torch.testing.assert_close(record.random_kl[0], drawn.kl, rtol=1e-4, atol=1e-8)
-
-
-@pytest.mark.every_kind
-def test_a_start_that_changes_logits_or_fails_is_not_used(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = questions(gpt2, 5, batch_size=3)
-    expected = isolated(gpt2, batches, SITES)
-
-    def in_facts(change: Callable[[Tensor], Tensor]) -> None:
-        def run(*args: Any, start: Start | None = None, **options: Any) -> Any:
-            start = start and Start(start.layer, change(start.output))
-            return run_pass(*args, start=start, **options)
-
-        monkeypatch.setattr(shortcuts, "run_pass", run)
-
-    in_facts(lambda output: output[..., :5])
-    with found_anew(gpt2):
-        record = isolated(gpt2, batches, {"last": al.Site(-1)})["last"]
-    assert record.info["skipped_layers"].startswith("no start at layer 2 (")
-    in_facts(lambda output: output * 1.01)
-    with found_anew(gpt2):
-        records = isolated(gpt2, batches, SITES)
-    assert "a start at layer 2 changes logits by" in records["last"].info["skipped_layers"]
-    for name, record in records.items():
-        assert_same(record, expected[name])
 
 
 def test_sites_name_their_layers_and_impossible_ones_are_refused(gpt2: Any) -> None:

@@ -151,7 +151,7 @@ def test_different_gradients_turn_sharing_off(gpt2: Any, monkeypatch: pytest.Mon
 
     for instead, reason in (
         (wrong, "off: saliencies differ by"),
-        (fails, "off: no shared gradients (no batching rule)"),
+        (fails, "off: no run from a key-value cache (no batching rule)"),
     ):
         monkeypatch.setattr(kv_cache.Graph, "at_points", instead)
         with found_anew(gpt2):
