@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 import torch
 
 import anchorlens as al
-from anchorlens.replication.published import TASK_NAMES, published
+from anchorlens.replication.beside_published import TASK_NAMES, published
 
 METHODS = {
     "PEZ": al.contexts.hard_prompts.PEZ,

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from anchorlens.replication.published import published
+from anchorlens.replication.beside_published import published
 
 Tokens: TypeAlias = Int[Tensor, "prompt position"]
 Prefix: TypeAlias = Float[Tensor, "row layer 2 head position d_head"]  # keys, then values

@@ -312,7 +312,7 @@ WITHOUT_TEXTS = {
     *("metrics.edge_sums.EdgeSets", "metrics.edge_sums.Segments", "metrics.weights.WithValues"),
     *("results.estimate.Estimate", "contexts.protocol.QueryPass", "prompts.edge_set.EdgeSet"),
     *("contexts.reweighted.ReweightedContext", "prompts.verbalizer.Verbalizer"),
-    *("replication.paper_parts.PaperSetting", "report.claims.Claims", "models.kv_cache.KeyValues"),
+    *("report.claims.Claims", "models.kv_cache.KeyValues"),
     "metrics.reads.Hooks",
     "replication.models_compared.AcrossModelsRecord",  # a section, whose text is printable
 }

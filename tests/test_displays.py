@@ -120,13 +120,6 @@ def instances(model: Any) -> Iterator[Any]:
     yield from (*al.claims(flows), Verdict.AGREES, al.records.Answer("What?", "words " * 99))
     yield al.plot_prompt(model, batch)
     yield al.plot_answer(al.step_flows(model, batch.prompt(0), "text"))
-    yield al.replication.PaperNumber("Entropy", "next token", "nats", 2.5)
-    examples = [al.Example("What is it? " * 9, 1)] * 200
-    demos = al.sample_demonstrations(al.load_examples("questions"))
-    of_paper = al.replication.PaperSetting(
-        model, al.TASKS["trec"], demos, examples, examples, examples, depth=1, draws=1, seed=0
-    )
-    yield of_paper
     yield from (al.Results(), al.Contributions({f"number {k}": torch.ones(3) for k in range(40)}))
 
 
@@ -207,7 +200,6 @@ def hostile_things(model: Any) -> Iterator[Any]:
     yield al.Contributions({COMMANDS: torch.ones(3)})
     yield al.SegmentFlows({COMMANDS: al.edges.anchors})
     yield al.SegmentFlows(name=COMMANDS)
-    yield al.replication.PaperNumber(COMMANDS, COMMANDS, COMMANDS, 1.0)
     yield al.Example(COMMANDS, 1)
     yield al.ChatTask("{text}{label}" + COMMANDS, ["no", "yes"])
     claim = Claim(

@@ -230,8 +230,7 @@ def test_a_tutorial_begins_with_the_picture_of_its_result() -> None:
 
 def public_names() -> dict[str, str]:
     """Each public name, and the folder of the package that defines it."""
-    parts = ("PAPER_PARTS", "PAPER_APPENDIX", "PAPER_BASELINES")
-    folders = {"TASKS": "prompts"} | dict.fromkeys(parts, "replication")
+    folders = {"TASKS": "prompts"}
     for name, value in public().items():
         module = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "")
         if module.count(".") > 1 or module == "anchorlens.hooks" or name == "AnchorlensError":

@@ -87,8 +87,8 @@ def test_few_names_stand_at_the_top_and_none_in_two_places() -> None:
 @pytest.mark.parametrize(
     ("name", "home"),
     [
-        *(("AccuracyRecord", "records"), ("KeyValues", "contexts"), ("PAPER_PARTS", "replication")),
-        *(("rollout", "metrics"), ("EdgeSet", "prompts"), ("isolate_random", "hooks")),
+        *(("AccuracyRecord", "records"), ("KeyValues", "contexts"), ("rollout", "metrics")),
+        *(("paper_tables", "replication"), ("EdgeSet", "prompts"), ("isolate_random", "hooks")),
         *(("relabel", "relabeling"), ("pq", "edges"), ("sweep", "")),
     ],
 )

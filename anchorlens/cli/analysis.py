@@ -51,6 +51,9 @@ def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
 _RECORDS = re.compile(
     r"(saliency_flows|attention_aucroc|anchor_distances|accuracy|isolation)\.safetensors"
 )
+PAPER_RECORDS = re.compile(
+    rf"{_RECORDS.pattern}|(diagnosis|accuracies|contexts|times|\d+_directions)\.safetensors"
+)
 
 
 def forget_analysis(folder: Path) -> None:
@@ -58,9 +61,17 @@ def forget_analysis(folder: Path) -> None:
 
     A record of an earlier run would stand beside those of the new one, and be taken for one of it.
     """
-    for rows in paths_in(folder / "rows"):
-        forget_run(rows)
+    forget_rows(folder / "rows")
     forget_files(folder, _RECORDS)
+
+
+def forget_rows(folder: Path) -> None:
+    """Delete the rows of runs and the states of trainings in a folder and in all folders in it."""
+    for inner in paths_in(folder):
+        if kind_of(inner) == "folder":
+            forget_rows(inner)
+    forget_run(folder)
+    forget_files(folder, re.compile(r"training\.safetensors"))
 
 
 def forget_files(folder: Path, names: re.Pattern[str]) -> None:

@@ -145,8 +145,8 @@ def run(options: Run) -> None:
 def paper(options: Paper) -> None:
     """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside the published values.
 
-    After each part, numbers.csv and tables.txt hold all numbers so far. Run the same command
-    again to resume after an interruption.
+    The records of each part are saved when it is done. Run the same command again to resume
+    after an interruption.
 
     Example: anchorlens paper --model gpt2 --task sst2,trec
     """

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..report.answer import answer_of, sentences, surprises
+from ..report.answer import ARE_ANCHORS, answer_of, sentences, surprises
 from ..report.claims import Verdict, accuracy_of, claims, reason_against_ability
-from ..results.answer import Answer
+from ..results.answer import Answer, cannot_tell
 from ..results.estimate import Estimate
 from ..results.record import Record
 from ..results.text_tables import Section, TextTable
@@ -36,7 +36,8 @@ class Summary:
 def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     """The summary of the records of a task."""
     every, judged = [*records.values()], claims(records)
-    isolation = records["isolation"]
+    isolation = records.get("isolation")
+    sites = isolation.axis_names("site") if isolation else None
     verdicts: TextTable = {
         ("", claim.statement): {"this model": claim.number, "verdict": claim.verdict}
         for claim in judged
@@ -52,18 +53,18 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     lines = [*sentences(every), *surprises(every), *reasons]
     loyalties: TextTable = {
         ("", f"{words}, {site}"): {
-            f"{kind} loyalty": str(isolation.estimate(f"{of}{kind}_loyalty", number))
+            f"{kind} loyalty": str(records["isolation"].estimate(f"{of}{kind}_loyalty", number))
             for kind in ("label", "word")
         }
-        for number, site in enumerate(isolation.axis_names("site") or ())
+        for number, site in enumerate(sites or ())
         for words, of in (("label words", ""), ("random words", "control_"))
     }
     tables = (
         Section(f"{task}, claims of the paper", verdicts, "\n".join(lines)),
         Section(f"{task}, isolation", loyalties, corner="isolated"),
     )
-    answer = answer_of(every, judged)
-    assert answer is not None  # of the isolation, there is a claim
+    reason = "no part of the results tells it; a warning says why"
+    answer = answer_of(every, judged) or Answer(ARE_ANCHORS, cannot_tell(reason))
     values = {
         "task": task,
         "claims": [
@@ -77,7 +78,8 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     )
     # Where all queries are of one class, no accuracy is above that of naming this class.
     is_able = accuracy is None or accuracy[1] == 1 or accuracy[0].value > accuracy[1]
-    return Summary(answer, tables, values, is_able, is_sure)
+    shown = tuple(table for table in tables if table.table)
+    return Summary(answer, shown, values, is_able, is_sure)
 
 
 def with_ends(record: Record) -> Values:

@@ -25,11 +25,9 @@ from ..prompts.batch import PromptBatch
 from ..prompts.demonstration_sets import Draw, Examples, refuse_rare_classes
 from ..prompts.examples import sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
-from ..runs.store import forget_run
-from ..system.files import paths_in
 from ..system.steps import in_words, step
 from ..system.texts import name_of
-from .analysis import forget_files
+from .analysis import forget_files, forget_rows
 from .options import Contexts
 
 TRAINED = ("soft prompt", "hard prompt", "prefix", "prefix from anchors")
@@ -205,8 +203,5 @@ def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, Trainin
 
 def forget_contexts(folder: Path) -> None:
     """Delete what the command stored for a task: states of training, rows, contexts, a record."""
-    for path in paths_in(folder / "rows"):
-        forget_files(path, re.compile(r"training\.safetensors"))
-    for name in ("contexts", OTHER_TOKENS):
-        forget_run(folder / "rows" / name)
+    forget_rows(folder / "rows")
     forget_files(folder, _FILES)

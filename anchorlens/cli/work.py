@@ -7,15 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from textwrap import indent
 from typing import Any, TypeVar
 
 import torch
-from pandas import DataFrame
 
-from ..errors import AnchorlensError, ModelError, PromptError
+from ..errors import AnchorlensError, ModelError, PromptError, RunError
 from ..experiments import faithfulness as scores
 from ..experiments import removal
 from ..experiments.analysis import DEPTH, depth_of
@@ -31,13 +30,10 @@ from ..prompts.documents import ANSWER, QUESTION, Pieces
 from ..prompts.examples import Example
 from ..prompts.own_data import in_toml, label_words, repetitions, words_that_say_nothing
 from ..prompts.sampled import prompts_of_draws
-from ..replication.figures import paper_figures
+from ..replication.beside_published import paper_sections, paper_tables
 from ..replication.models_compared import across_models
-from ..replication.paper import TRAINING, check_examples, setting_of
-from ..replication.paper import paper as paper_numbers
-from ..replication.paper_answer import paper_answer
-from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
-from ..replication.tables import paper_sections, paper_tables, task_name
+from ..replication.paper import APPENDIX, MAIN, TRAINING, drawn_of
+from ..replication.paper import paper as paper_records
 from ..report.answer import answer_of
 from ..report.page import write_report
 from ..results.answer import Answer
@@ -46,15 +42,35 @@ from ..results.text_tables import Section
 from ..runs.identity import versions
 from ..runs.run import run as answer
 from ..runs.store import forget_run
-from ..system.files import kind_of, paths_in, write_text
+from ..system.files import kind_of, write_text
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
 from ..system.steps import planned, step
 from ..system.warn import warn_user
-from .analysis import analysed, file_name, forget_analysis, make_folders, pictures, steps_of
+from .analysis import (
+    PAPER_RECORDS,
+    analysed,
+    file_name,
+    forget_analysis,
+    forget_files,
+    forget_rows,
+    make_folders,
+    pictures,
+    steps_of,
+)
 from .before_weights import check_depth, check_length, checked_tokenizer
-from .options import PAPER_TASKS, Across, Contexts, Demo, Dtype, Faithfulness, OfTask, Paper, Run
-from .summary import Summary, values_of_answer, with_ends
+from .options import (
+    PAPER_TASKS,
+    Across,
+    Contexts,
+    Demo,
+    Dtype,
+    Faithfulness,
+    OfTask,
+    Paper,
+    Run,
+)
+from .summary import Summary, summarised, values_of_answer, with_ends
 from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
     COMPARED,
@@ -171,59 +187,72 @@ def paper(options: Paper) -> None:
         for each in chosen
     ]
     queries = min(counts)
-    check_examples(examples, queries, options.seeds, {each.name: each.task for each in chosen})
-    make_folders(out)
+    drawn_of(examples, {each.name: each.task for each in chosen}, queries, options.seeds)
+    make_folders(out, examples)
 
     def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
         return {each.name: _shortest_prompt(tokenizer, each) for each in chosen}
 
-    # The parts build the other prompts. There one that is too long is a warning.
+    # The parts build the other prompts. One that is too long is a warning at the end.
     loaded, _ = _loaded(options, prompts)
     options, chosen = _settled("paper", options, chosen, loaded, queries)
-    settings = _settings(options, chosen)
     if options.fresh:
-        forget_run(out / "rows")
+        forget_rows(out / "rows")
+        for task, part in product(examples, ("", *(f" ({part})" for part in APPENDIX))):
+            forget_files(out / f"{task}{part}", PAPER_RECORDS)
+    output.note("fewer of --task, --seed, --queries and --draws take less time")
 
-    less = "fewer of --task, --seed, --queries and --draws take less"
-    output.note(f"each part of each task and seed has a bar; {less}")
+    def save(task: str, name: str, record: Record) -> None:
+        make_folders(out, [task])
+        record.save(out / task / f"{file_name(name)}.safetensors")
 
-    def save(numbers: DataFrame) -> None:
-        _save_settings(settings, out)
-        write_text(out / "numbers.csv", numbers.to_csv(index=False))
-        write_text(out / "tables.txt", f"{paper_tables(numbers)}\n")
-
-    numbers = paper_numbers(
-        loaded,
-        examples,
-        tasks={each.name: each.task for each in chosen},
-        queries=queries,
-        seeds=options.seeds,
-        parts=PAPER_PARTS + (PAPER_APPENDIX if options.appendix else ()),
-        depth=options.depth or DEPTH,
-        draws=options.draws,
-        keep=save,
-        folder=out / "rows",
-        progress=not options.quiet,
-    )
-    named = chosen[0].is_proposed or options.data is None
-    task = ["--task", chosen[0].source(out)] if named else ["YOURS.csv"]
-    after = f"claims and flows of one task:\n  {_command('run', options.model, *task)}"
-    found = replace(paper_answer(numbers), next=after)
-    output.answer("", found, paper_sections(numbers))
-    figures_1 = dict[str, Any]()
-    for each in chosen:
-        setting = setting_of(
-            loaded, each.name, each.examples, queries, options.seeds[0], {each.name: each.task}
+    tasks = {each.name: each.task for each in chosen}
+    try:
+        found = paper_records(
+            loaded,
+            examples,
+            tasks=tasks,
+            queries=queries,
+            seeds=options.seeds,
+            parts=MAIN + (APPENDIX if options.appendix else ()),
+            depth=options.depth,
+            draws=options.draws,
+            keep=save,
+            folder=out / "rows",
+            progress=not options.quiet,
         )
-        for picture in pictures(loaded, setting.prompts()[:1], 1, options.quiet).values():
-            if picture.sums is not None:
-                figures_1[f"{task_name(each.name)}: Figure 1"] = picture.figure()
-    page: dict[str, Any] = {"title": "The figures and tables of 'Label Words are Anchors'"}
-    page |= {"figures": figures_1 | paper_figures(numbers), "summary": paper_tables(numbers)}
-    report = _report({}, out, settings, answers={"": found}, **page)
-    values = {"model": options.model, "answer": values_of_answer(found)}
-    output.document({**values, "numbers": numbers.to_dict("records"), "report": report})
-    output.last_line(after, report, "all numbers: numbers.csv beside it")
+    except RunError as error:
+        if not any(error.results.values()):
+            raise
+        warn_user(str(error))
+        found = {task: results for task, results in error.results.items() if results}
+    summaries = {task: summarised(task, results) for task, results in found.items()}
+    said = [[each.answer.section(task), *each.tables] for task, each in summaries.items()]
+    output.tables([*chain.from_iterable(said), *paper_sections(found)])
+    if is_main():
+        write_text(out / "tables.txt", f"{paper_tables(found)}\n")
+    shown: dict[str, Any] = {**found}
+    for task, (first, *_) in drawn_of(examples, tasks, queries, options.seeds).items():
+        figure_1 = pictures(loaded, first.prompts(loaded)[:1], 1, options.quiet)
+        shown[task] = {**figure_1, **found.get(task, {})}
+    named = chosen[0].is_proposed or options.data is None
+    words = ["--task", chosen[0].source(out)] if named else ["YOURS.csv"]
+    after = f"one task with more queries:\n  {_command('run', options.model, *words)}"
+    answers = {task: replace(each.answer, next=after) for task, each in summaries.items()}
+    report = _report(
+        shown,
+        out,
+        _settings(options, chosen),
+        title="The figures and tables of 'Label Words are Anchors'",
+        summary=paper_tables(found),
+        answers=answers,
+    )
+    values = [
+        {**summary.values, "answer": values_of_answer(answers[task])}
+        for task, summary in summaries.items()
+    ]
+    output.document({"model": options.model, "tasks": values, "report": report})
+    output.last_line(after, report)
 
 
 @fails_together()
@@ -388,9 +417,7 @@ def across(options: Across) -> None:
     by_task = partial(_prompts, [chosen], {name: draws}, options.batch_size)
     _refuse_models(options, lambda tokenizer: by_task(tokenizer)[name])
     if options.fresh:
-        for model in paths_in(out / "rows"):
-            for rows in paths_in(model):
-                forget_run(rows)
+        forget_rows(out / "rows")
     record = across_models(
         options.model,
         lambda tokenizer: by_task(tokenizer)[name],

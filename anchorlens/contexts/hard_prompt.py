@@ -144,9 +144,12 @@ def answers_after_tokens(
 ) -> tuple[float, float]:
     """Accuracy and mean loss of the queries after tokens with their BOS."""
     moved = [batch.to(device_of(model)) for batch in batches]
-    context = PrefixContext(
-        prefix=prefix_of_tokens(model, batches[0], tokens),
-        tokens=tokens,
-        info={"bos": bos_of(batches[0]).tolist()},
-    )
-    return answers(model, context, moved, loss)
+    return answers(model, after_tokens(model, tokens, batches[0]), moved, loss)
+
+
+def after_tokens(
+    model: HookedModel, tokens: Int[Tensor, " position"], batch: PromptBatch
+) -> PrefixContext:
+    """The context of tokens with their BOS, for prompts like those of a batch."""
+    prefix = prefix_of_tokens(model, batch, tokens)
+    return PrefixContext(prefix=prefix, tokens=tokens, info={"bos": bos_of(batch).tolist()})

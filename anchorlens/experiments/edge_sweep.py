@@ -59,19 +59,6 @@ def random_whole_words(batch: PromptBatch, edges: edge_sets.Edges, seed: int) ->
 # The edges and the control that isolate words, as in the paper's Figure 4.
 ISOLATIONS = ((edge_sets.wp, random_words), (whole_wp, random_whole_words))
 
-# The caption of isolation alone, in the paper's figures, and what is said where BOS edges stay.
-ISOLATION = (
-    "Isolated words cannot collect information from the words before them. Label loyalty: share of "
-    "predicted labels that stay. Word loyalty: overlap (Jaccard) of the 5 likeliest next words. "
-    "All of it stays where isolation changes nothing. Random words: as many, mean of the draws. In "
-    "the paper label words in the first layers matter most."
-)
-KEEP_BOS = (
-    "Where the BOS edge is kept, label words still attend to BOS, which the paper's prompts do not "
-    "have."
-)
-
-
 _KINDS = ("label", "word")
 
 
@@ -130,7 +117,8 @@ class EdgeSweepRecord(Record):
         "labels that stay. Word loyalty: overlap (Jaccard) of the 5 likeliest next words. All of "
         "it stays where the cut changes nothing. Random edges or words: as many, mean of the "
         "draws. In the paper label words isolated in the first layers matter most. "
-        f"{KEEP_BOS}"
+        "Where the BOS edge is kept, label words still attend to BOS, which the paper's prompts do "
+        "not have."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"site": "sites"}
 

@@ -27,13 +27,6 @@ from .metric import Metric
 from .predictions import predicted_class
 from .reads import At, Reads, Seen
 
-EQUATION_6 = (
-    "The shares of the target's attention that the label words get, taken for their probabilities. "
-    "KL of the probabilities from the shares, in nats: 0 where both are the same; it should be "
-    "well below that of uniform shares. Slope of the probabilities on the shares: 1 where "
-    "attention is calibrated, above 1 where it is too even, below 0 where it points away from "
-    "likely labels."
-)
 _CUMULATIVE = "part of all layers that is reached up to this one (R_l)"
 
 

@@ -39,15 +39,6 @@ _LEGEND = {
     "pq": "label word to target (S_pq)",
     "ww": "between other words (S_ww)",
 }
-FLOWS = (
-    "S_wp: from the demonstrations' texts to their label words. S_pq: from label words to the "
-    "target, where the answer is predicted. S_ww: between all other words. In the paper S_wp is "
-    "large in shallow layers, and S_pq in deep ones."
-)
-RATIO = (
-    "S_pq / S_tq (not in the paper): S_pq over the mean saliency from all other words to the "
-    "target; about 1 says that label words are read no more than those."
-)
 
 
 def _shallow(by_layer: Float[Tensor, "layer *axes"]) -> Float[Tensor, "_ *axes"]:
@@ -121,9 +112,13 @@ class SaliencyFlowsRecord(Record):
     per_prompt: Float[Tensor, "prompt layer flow"] = of_prompts("flows")
 
     caption: ClassVar[str] = (
-        f"Top: {RATIO} Middle: each flow's share of the three means. {FLOWS} A flow inside the "
-        "hatched band of its colour is as in models with random weights. Bottom: the sum; where it "
-        "is small, shares say little."
+        "Top: S_pq / S_tq (not in the paper): S_pq over the mean saliency from all other words to "
+        "the target; about 1 says that label words are read no more than those. Middle: each "
+        "flow's share of the three means. S_wp: from the demonstrations' texts to their label "
+        "words. S_pq: from label words to the target, where the answer is predicted. S_ww: between "
+        "all other words. In the paper S_wp is large in shallow layers, and S_pq in deep ones. A "
+        "flow inside the hatched band of its colour is as in models with random weights. Bottom: "
+        "the sum; where it is small, shares say little."
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": tuple(PAPER_FLOWS)}
     names_in_info: ClassVar[Mapping[str, str]] = {"flow": "flows"}

@@ -9,6 +9,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import isnan, nan
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -40,7 +41,7 @@ from ..report.claims import (
 from ..results import figures
 from ..results.answer import Answer, cannot_tell, listed, speaks_of
 from ..results.estimate import Estimate
-from ..results.html_tables import note, table, titled
+from ..results.html_tables import note, titled
 from ..results.population import check_resamples
 from ..results.record import Record
 from ..results.text_frame import TextFrame
@@ -89,13 +90,13 @@ class AcrossModelsRecord(Record):
 
     def table(self) -> TextFrame:
         """A row for each model: accuracy, sign and number of each claim, and what is missing."""
-        columns = {"accuracy": [str(self.estimate("accuracy", k)) for k, _ in self._names("model")]}
-        for claim, statement in self._names("claim"):
+        models: list[str] = self.info["models"]
+        columns = {"accuracy": [str(self.estimate("accuracy", k)) for k in range(len(models))]}
+        for claim, statement in enumerate(self.info["claims"]):
             columns[statement.rstrip(".")] = [
                 f"{SIGNS[self._verdict(model, claim)]} {self._number(model, claim)}"
-                for model, _ in self._names("model")
+                for model in range(len(models))
             ]
-        models = [name for _, name in self._names("model")]
         if missing := self.info.get("missing"):
             columns["what is missing"] = [missing.get(name, "") for name in models]
         return TextFrame(columns, index=pd.Index(models, name="model"))
@@ -104,24 +105,21 @@ class AcrossModelsRecord(Record):
         """The numbers as text for a terminal, claim by claim, and what is missing below them."""
         rows: TextTable = {
             ("accuracy", name): {_NUMBER: str(self.estimate("accuracy", model))}
-            for model, name in self._names("model")
+            for model, name in enumerate(self.info["models"])
         }
-        for claim, statement in self._names("claim"):
-            for model, name in self._names("model"):
+        for claim, statement in enumerate(self.info["claims"]):
+            for model, name in enumerate(self.info["models"]):
                 verdict = self._verdict(model, claim)
-                rows[statement, name] = {
-                    _NUMBER: self._number(model, claim),
-                    "verdict": f"{SIGNS[verdict]} {verdict}",
-                }
-        missing = self.info.get("missing", {})
-        names = [name for _, name in self._names("model") if name in missing]
-        return Section(_TITLE, rows, "\n".join(f"{name}: {missing[name]}" for name in names))
+                texts = {"verdict": f"{SIGNS[verdict]} {verdict}"}
+                rows[statement, name] = {_NUMBER: self._number(model, claim)} | texts
+        missing = [f"{name}: {reason}" for name, reason in self.info.get("missing", {}).items()]
+        return Section(_TITLE, rows, "\n".join(missing))
 
     @checked
     def answer(self, unable: str) -> Answer:
         """In how many of the models that do the task predictions need what label words gather."""
-        missing, names = self.info.get("missing", {}), dict(self._names("model"))
-        able = [k for k, name in names.items() if name not in missing]
+        missing, names = self.info.get("missing", {}), self.info["models"]
+        able = [k for k, name in enumerate(names) if name not in missing]
         limits = (
             f"{speaks_of(self.info)} It speaks of these models, not of others; up to 5 of 100 "
             "verdicts agree although the claim is false."
@@ -130,7 +128,7 @@ class AcrossModelsRecord(Record):
         if not able:
             rights = [
                 f"{name} ({'failed' if isnan(right.value) else f'{right.percent()} right'})"
-                for k, name in names.items()
+                for k, name in enumerate(names)
                 if (right := self.estimate("accuracy", k))
             ]
             reason = f"no model is clearly better than naming the commonest class: {listed(rights)}"
@@ -156,13 +154,9 @@ class AcrossModelsRecord(Record):
         """All numbers as one long table; verdicts and their reasons are texts beside them."""
         frame = super().to_frame()
         frame = frame[frame["quantity"] != "verdict"].reset_index(drop=True)
-        reasons = [text for of_model in self.info["reasons"] for text in of_model]
-        columns = {
-            "verdict": [_VERDICTS[k].value for k in self.verdict.flatten()],
-            "reason": reasons,
-        }
-        for column, texts in columns.items():
-            frame.loc[frame["quantity"] == "number", column] = texts
+        numbers = frame["quantity"] == "number"
+        frame.loc[numbers, "verdict"] = [_VERDICTS[k].value for k in self.verdict.flatten()]
+        frame.loc[numbers, "reason"] = [*chain.from_iterable(self.info["reasons"])]
         return frame
 
     def plot(self) -> go.Figure:
@@ -185,23 +179,16 @@ class AcrossModelsRecord(Record):
         return self.section().text()
 
     def _repr_html_(self) -> str:
-        frame = self.table().reset_index()
-        rows = [list(map(str, row)) for row in frame.to_numpy()]
         how = note("to_frame() has all numbers with their reasons, plot() draws them")
         heading = ": ".join(filter(None, [_TITLE, self._source()]))
-        return titled(heading, table([*frame.columns], rows), how)
-
-    def _names(self, axis: str) -> list[tuple[int, str]]:
-        """The index and the name of each entry along an axis."""
-        numbers = range(self.number.shape[axis == "claim"])
-        return [*enumerate(self.axis_names(axis) or map(str, numbers))]
+        return titled(heading, self.table()._repr_html_(), how)
 
     def _number(self, model: int, claim: int) -> str:
         """A number with its interval, or why there is none."""
-        number, name = self.estimate("number", model, claim), dict(self._names("model"))[model]
+        number = self.estimate("number", model, claim)
         if not isnan(number.value):
             return str(number)
-        missing = self.info.get("missing", {}).get(name, "")
+        missing = self.info.get("missing", {}).get(self.info["models"][model], "")
         failed = missing.startswith("failed")
         reason = self.info["reasons"][model][claim].partition("; for ")[0]  # without the scope
         return f"no number: {'the model failed' if failed else reason}"
@@ -346,8 +333,7 @@ def _row(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..., 
     known = accuracy_of(kept.values())
     info = next((record.info for record in kept.values()), {})
     accuracy = known[0] if known else Estimate(nan)
-    failed = bool(outcome.failed)
-    return _Row(claims(kept), accuracy, failed, missing, outcome.warnings, info)
+    return _Row(claims(kept), accuracy, bool(outcome.failed), missing, outcome.warnings, info)
 
 
 def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
@@ -372,7 +358,10 @@ def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
         info={
             "models": [*rows],
             "claims": [*LIMITS],
-            "reasons": [[_reason(claim) for claim in of_model] for of_model in cells],
+            "reasons": [
+                [f"{each.reason}; for {each.scope}" if each.scope else each.reason for each in of]
+                for of in cells
+            ],
             "missing": {name: row.missing for name, row in rows.items() if row.missing},
             "warnings": {k: "; ".join(row.warnings) for k, row in rows.items() if row.warnings},
             **{key: first[key] for key in shared if key in first},
@@ -386,8 +375,3 @@ def _claim(row: _Row, statement: str) -> Claim:
     reason = row.missing if row.is_failed else "the model gives no such result; a warning says why"
     none = Claim(statement, "", Estimate(nan), nan, "", "", Verdict.CANNOT_TELL, reason)
     return next((claim for claim in row.claims if claim.statement == statement), none)
-
-
-def _reason(claim: Claim) -> str:
-    """Why a verdict was reached, and of what it speaks."""
-    return f"{claim.reason}; for {claim.scope}" if claim.scope else claim.reason

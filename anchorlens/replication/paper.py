@@ -1,69 +1,101 @@
-"""``paper``: the paper's figures and tables for a model, as one long table of numbers."""
+"""``paper``: the paper's figures and tables for a model, as the records of questions.
 
-import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+1. Draw demonstrations, training examples and queries of each task and seed, and check them.
+2. Ask the questions of each part, of the prompts of all seeds.
+3. A part that fails is in the error at the end, which has the records of all others.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, product
 from pathlib import Path
-from statistics import fmean
+from string import ascii_uppercase
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
-import pandas as pd
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
-from ..errors import AnchorlensError, ArgumentError, DataError, HookError, PromptError
+from ..contexts.compressed import compress
+from ..contexts.hard_prompt import after_tokens
+from ..contexts.protocol import Context, demonstrations_of
+from ..contexts.reweighted import train_reweighting
+from ..contexts.selection import everything, label_words
+from ..contexts.training import Training
+from ..errors import AnchorlensError, DataError, HookError, PromptError, RunError, StoreError
+from ..experiments.analysis import analyse, depth_of
+from ..experiments.context_comparison import ContextComparison
+from ..experiments.diagnosis import diagnose
+from ..experiments.edge_sweep import EdgeSweep
+from ..experiments.sites import first_and_last
+from ..hooks import reweight_anchors
+from ..metrics.accuracy import Accuracy, compare_accuracies
 from ..metrics.distances import AnchorDistances
-from ..models.hooked import HookedModel, dtype_of, layer_numbers
+from ..metrics.question import HooksOfBatch, Question
+from ..models.hooked import HookedModel, layer_numbers
 from ..models.load import ensure_prepared
-from ..models.model_identity import tokenizer_identity
-from ..passes.forward import after_each_pass
+from ..prompts.batch import PromptBatch, only_set
+from ..prompts.build import build_prompts, text_anchor_prompts
 from ..prompts.demonstration_sets import demonstrations_by_query, task_of_name
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
-from ..runs.by_value import Known, identity_of
-from ..runs.identity import fingerprint, warn_of_unknown
-from ..runs.run import target_logits
-from ..runs.store import Store, require_same
-from ..system.arguments import check_counts, checked, fitted
+from ..results.population import check_resamples
+from ..results.record import Record
+from ..results.results import Results
+from ..runs.run import run
+from ..runs.study import Study, checked_batches
+from ..system.arguments import check_counts, checked
 from ..system.hidden_warnings import recorded_warnings, warnings_kept
-from ..system.processes import fails_together, gather_from_processes, is_main, main_first
+from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
-from ..system.steps import Bar, expect, planned, step
+from ..system.steps import planned, step
 from ..system.warn import warn_user
-from .paper_parts import PAPER_PARTS, SPEED_UP, PaperNumber, PaperSetting, Part
-from .tables import AVERAGE, with_averages
 
-COLUMNS = ["task", "seed", "part", "row", "column", "layer", "value"]
 TRAINING = 4  # examples of each class for re-weighting
+RANDOM_CONTEXTS = 20  # the paper's number of random controls in Table 2
+TIMED, TIMED_PASSES = 8, 24  # queries of Table 3, and passes of each method
+DEPTHS, DIRECTIONS, LETTER_SHOTS = (1, 3, 5, 7), (5, 10, 20, 50, 100, 200), 8  # of the appendix
+MAIN = ("figures", "table 1", "table 2", "table 3")
+APPENDIX = ("two shots", "letters as labels", "other settings")
 
-Todo = Sequence[tuple[str, PaperSetting, Part]]  # the name of each task, its setting and a part
+Pools = Mapping[str, tuple[Sequence[Example], Sequence[Example]]]
 
 
+@checked
 @fails_together()
 @each_call_inside(warnings_kept)
-@checked
 def paper(
     model: HookedModel,
-    examples: Mapping[str, tuple[Sequence[Example], Sequence[Example]]],
+    examples: Pools,
     *,
     tasks: Mapping[str, Task] = MappingProxyType({}),
     queries: int = 40,
     seeds: Sequence[int] = (42, 43),
-    parts: Sequence[Part] = PAPER_PARTS,
-    depth: int = 5,
+    parts: Sequence[str] = MAIN,
+    depth: int | None = None,
     draws: int = 10,
-    keep: Callable[[pd.DataFrame], Any] = lambda frame: None,
+    random_weights: bool | None = None,
+    resamples: int = 200,
+    keep: Callable[[str, str, Record], Any] = lambda task, name, record: None,
     folder: str | Path | None = None,
     progress: bool = True,
-) -> pd.DataFrame:
-    """The paper's figures and tables for a model, over tasks and seeds.
+) -> dict[str, Results]:
+    """The paper's figures and tables for a model, as records of each task over all seeds.
 
-    A part that fails gives a warning, and the other parts are computed: prompts with more shots
-    may be too long, for example, and all other prompts fit.
+    - ``figures``: the records of ``analyse`` (Figures 3 to 5) and ``diagnosis`` (Figure 6);
+    - ``table 1``: ``accuracies`` with one demonstration a class ("vanilla"), with the training
+      examples as further ones, as many of each class as fit ("more shots"), with label words
+      re-weighted by a beta that is trained on these, and of naming the commonest class;
+    - ``table 2``: ``contexts``, the loyalty to whole prompts of label words and format alone
+      (Hidden_anchor), also with each demonstration cached by itself, of label words alone, of
+      prompts without the demonstrations' texts (Text_anchor), and of 20 draws of random words;
+    - ``table 3``: ``times`` of a query after whole and after compressed demonstrations;
+    - of the appendix, each under a name of its own such as "trec (two shots)": ``two shots`` and
+      ``letters as labels`` (A, B, ..., eight demonstrations a class), both as ``figures``; and
+      ``other settings``, isolation in 1 to 7 layers and 5 to 200 directions of Figure 6.
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.
@@ -71,281 +103,280 @@ def paper(
             for queries. They may be the same list.
         tasks: Tasks of your own by these names; other names are in ``TASKS``.
         queries: Queries of each task and seed.
-        seeds: Each draws demonstrations, training examples and queries.
-        parts: What to compute; ``paper_tables`` and ``paper_figures`` show the parts that were. A
-            part of your own is a function of a ``PaperSetting`` that yields each ``PaperNumber``.
-        depth: Layers isolated at each end of the model.
+        seeds: Each draws demonstrations, 4 training examples a class, and queries.
+        parts: What to compute, of the names above; by default all but the appendix.
+        depth: As in ``analyse``.
         draws: Random controls of each isolation.
-        keep: Called with all numbers so far after each part, in the main process.
-        folder: Where the numbers of each part of a task and seed are stored; after an
-            interruption the same call goes on from there. Parts that failed are computed again.
-        progress: Show a progress bar of the passes. Their total is learned part by part.
+        random_weights: As in ``analyse``.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+        keep: Called with the task, the name and the record after each part, in the main process.
+        folder: Where what each batch contributed is stored, and the state of trainings; after an
+            interruption the same call goes on from there.
+        progress: Show a progress bar.
 
     Returns:
-        One row per number: task, seed, part, row, column, layer (-1 without a layer), value. After
-        all tasks come R_l of Figure 5, which is that of the mean over seeds in the rows of each
-        seed, and the means over tasks of Tables 1 and 3, as those of a task "Average".
+        The records of each task by name. ``paper_tables`` shows them beside the paper's numbers,
+        ``write_report`` draws all, and ``claims`` judges those of a task.
 
     Raises:
-        DataError: Before anything runs: a task does not exist, its examples are too few or have
-            other classes, or seeds are equal.
+        DataError: Before anything runs: a task or part does not exist, examples are too few or
+            have other classes, or seeds are equal.
         HookError: The model has fewer layers than ``depth``.
         StoreError: ``folder`` holds another run, or files cannot be written there.
+        RunError: A part has no result: prompts with more shots may be too long, for example. It is
+            raised after all others were computed, which are in its ``results``.
 
     Examples:
         >>> examples = al.load_examples("questions", "train"), al.load_examples("questions", "test")
-        >>> numbers = al.paper(model, {"questions": examples}, queries=12, seeds=[1], depth=1,
-        ...     draws=1, parts=[al.replication.PAPER_PARTS[1]], progress=False)
-        >>> "label words, first layer" in al.replication.paper_tables(numbers)
-        True
+        >>> found = al.paper(model, {"questions": examples}, queries=12, seeds=[1],
+        ...     parts=["table 3"], progress=False)
+        >>> found["questions"]["times"].info["contexts"]
+        ['cached', 'compressed']
     """
     ensure_prepared(model)
     check_counts(HookError, depth=depth, draws=draws)
-    layer_numbers(model, range(depth))
-    check_examples(examples, queries, seeds, tasks)
-    settings = [
-        (name, setting_of(model, name, examples[name], queries, seed, tasks, depth, draws))
-        for name in examples
-        for seed in seeds
-    ]
-    todo = [(name, setting, part) for name, setting in settings for part in parts]
-    if not todo:
-        raise DataError("nothing can be computed: expected a task, a seed and a part at least")
-    store = None
-    if folder is not None:
-        expected = fingerprint(model, (), _description(todo))
-        warn_of_unknown(folder, expected.unknown)
-        opened = main_first(lambda: Store.open(folder, expected.facts))
-        believed = frozenset[str]() if expected.unknown else frozenset({""})
-        store = replace(opened, functions={"": ""}, believed=believed)
-        _check_logits(store, len(todo), settings[0][1])
-    stored = gather_from_processes(
-        "stored parts", [{} if store is None else store.read(k) for k in range(len(todo))]
-    )[0]
-    outcomes = [_Outcome.of(rows) if rows else None for rows in stored]
-    _check_number(folder, todo, outcomes)
-    titles = [f"{name}, seed {setting.seed}, {_name(part)}" for name, setting, part in todo]
-    names = [_name(part) for *_, part in todo]
-    shown: dict[str, Any] = {"disable": not (progress and is_main()), "unit": " passes"}
-    passes = dict[str, int]()
-    with planned({t: _expected(names[k], passes) for k, t in enumerate(titles) if not outcomes[k]}):
-        for k, (title, (_, setting, part)) in enumerate(zip(titles, todo, strict=True)):
-            outcome, computed = outcomes[k], outcomes[k] is None
-            if outcome is None:
-                total, counted = (_PASSES | passes).get(names[k]), Counter[str]()
-                with (
-                    step(title),
-                    Bar(title=title, total=total, **shown) as bar,
-                    after_each_pass(partial(_advance, bar, counted, title)),
-                ):
-                    outcome = _outcome(part, setting)
-                passes[names[k]], outcomes[k] = counted[title], outcome
-                for later in range(k + 1, len(todo)):
-                    expect(titles[later], _expected(names[later], passes))
-            for warning in outcome.warnings:
-                warn_user(f"{title}: {warning}")
-            with fails_together():
-                if is_main():
-                    if store and computed and not outcome.failed:
-                        store.write(k, outcome.rows())
-                    if computed or k == len(todo) - 1:
-                        keep(_frame(todo, outcomes))
-    return _frame(todo, outcomes)
-
-
-def setting_of(
-    model: HookedModel,
-    name: str,
-    examples: tuple[Sequence[Example], Sequence[Example]],
-    queries: int,
-    seed: int,
-    tasks: Mapping[str, Task],
-    depth: int = 1,
-    draws: int = 1,
-) -> PaperSetting:
-    """The setting of a task and seed."""
-    drawn = _drawn(name, *examples, queries, seed, tasks)
-    return PaperSetting(model, *drawn, depth, draws, seed)
-
-
-def _check_logits(store: Store, number: int, setting: PaperSetting) -> None:
-    """Compare the model's logits of a few prompts with the stored ones, or store them."""
-    # A fingerprint does not show everything, such as hooks that were left on the model.
-    try:
-        batches = setting.prompts(queries=setting.queries[:4])
-        logits = target_logits(setting.model, batches, progress=False)
-    except PromptError:  # a prompt is too long; each part gives that as a warning
-        return
-    rows = {"logits": batches[0].label_scores(logits)}
-    with fails_together():
-        if is_main():
-            stored = store.read(number)
-            if not stored:
-                store.write(number, rows)
-            else:
-                require_same(
-                    stored,
-                    rows,
-                    dtype=dtype_of(setting.model),
-                    told="the model gives other logits than when the numbers in "
-                    f"{store.folder} were computed",
-                    reason="so its hooks or its way of computing are not the same",
-                )
-
-
-def _check_number(
-    folder: str | Path | None, todo: Todo, outcomes: "Sequence[_Outcome | None]"
-) -> None:
-    """Compute the first stored number again: logits alone do not tell what a pass does."""
-    for (name, setting, part), outcome in zip(todo, outcomes, strict=True):
-        if outcome is None or not outcome.numbers or outcome.numbers[0].column == SPEED_UP:
-            continue
-        first, stored = partial(_first_number, part), outcome.numbers[0]
-        for now in _outcome(first, setting).numbers:  # none if it fails, such as without memory
-            values = [
-                {"number": torch.tensor([each.value], device="cpu")} for each in (stored, now)
-            ]
-            is_named = replace(now, value=stored.value) == stored
-            require_same(
-                *(values if is_named else (*values[:1], {})),
-                dtype=dtype_of(setting.model),
-                told=f"{name}, seed {setting.seed}, {_name(part)}: its first number is {now} and "
-                f"was {stored} when {folder} was written",
-                reason="so the model or the part does not compute as it did then",
-            )
-        return
-
-
-def _first_number(part: Part, setting: PaperSetting) -> Iterator[PaperNumber]:
-    return islice(part(setting), 1)
-
-
-class _Outcome(NamedTuple):
-    """What a part of a task and seed gave."""
-
-    numbers: list[PaperNumber]
-    warnings: list[str]
-    failed: bool
-
-    def rows(self) -> dict[str, Tensor]:
-        """Rows for a store: JSON, as most fields of a number are texts."""
-        text = json.dumps([[*map(astuple, self.numbers)], self.warnings]).encode()
-        return {"numbers": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-
-    @classmethod
-    def of(cls, rows: Mapping[str, Tensor]) -> "_Outcome":
-        numbers, messages = json.loads(bytes(rows["numbers"].tolist()))
-        return cls([PaperNumber(*fields) for fields in numbers], messages, failed=False)
-
-
-def _outcome(part: Part, setting: PaperSetting) -> _Outcome:
-    """Run a part. If it fails, that is a warning, and the numbers before it are there."""
-    numbers: list[PaperNumber] = []
-    failed = False
-    with recorded_warnings() as recorded:
-        try:
-            with fails_together():
-                for number in fitted("what it returns", part(setting), Iterable[Any]):
-                    numbers.append(fitted("what it yields", number, PaperNumber))
-        except ArgumentError as error:  # a mistake in its code
-            raise ArgumentError(f"the part {_name(part)!r}: {error}") from error
-        except (AnchorlensError, torch.OutOfMemoryError) as error:
-            failed = True
-            warn_user(str(error))
-    return _Outcome(numbers, [str(warning.message) for warning in recorded], failed)
-
-
-def _description(todo: Todo) -> dict[str, Any]:
-    """What was computed, so that a folder with the numbers of something else is not continued."""
-    _, first, _ = todo[0]
-    known = Known(**{"the model": first.model})
-    examples = identity_of([(name, vars(setting)) for name, setting, _ in todo], known)
-    return {
-        "tasks": ", ".join(dict.fromkeys(name for name, _, _ in todo)),
-        "seeds": ", ".join(dict.fromkeys(str(setting.seed) for _, setting, _ in todo)),
-        "parts": [part for _, setting, part in todo if setting is first],
-        "isolated": f"{first.depth} layers, {first.draws} draws",
-        "queries": str(len(first.queries)),
-        "examples": examples.digest,
-        "tokenizer": tokenizer_identity(first.tokenizer),
-    }
-
-
-def _frame(todo: Todo, outcomes: Sequence[_Outcome | None]) -> pd.DataFrame:
-    """All numbers so far, in the order of the parts."""
-    numbers = [
-        replace(number, task=name, seed=setting.seed)
-        for (name, setting, _), outcome in zip(todo, outcomes, strict=True)
-        if outcome is not None
-        for number in outcome.numbers
-    ]
-    return with_averages(pd.DataFrame(numbers, columns=COLUMNS))
-
-
-def _name(part: Part) -> str:
-    return str(getattr(part, "__name__", type(part).__name__)).replace("_", " ")
-
-
-def check_examples(
-    examples: Mapping[str, tuple[Sequence[Example], Sequence[Example]]],
-    queries: int,
-    seeds: Sequence[int],
-    tasks: Mapping[str, Task],
-) -> None:
-    """Raise an error for wrong tasks, examples, queries or seeds, before anything runs."""
-    if queries <= AnchorDistances().directions:
+    check_resamples(resamples)
+    layer_numbers(model, range(depth_of(depth, model.cfg.n_layers)))
+    if not parts or len(set(parts)) < len(parts) or not set(parts) <= {*MAIN, *APPENDIX}:
         raise DataError(
-            f"Figure 6 needs more queries than its {AnchorDistances().directions} directions; got "
-            f"{queries}"
+            f"parts are different ones of {', '.join((*MAIN, *APPENDIX))}; got {list(parts)}"
         )
-    if len(set(seeds)) < len(seeds):
-        raise DataError(f"seeds must differ, as equal seeds have no spread; got {list(seeds)}")
-    if AVERAGE in examples:
-        raise DataError(f"a task may not be named {AVERAGE}, which is the mean over tasks")
-    for name, both in examples.items():
-        for seed in seeds:
-            _drawn(name, *both, queries, seed, tasks)
+    drawn = drawn_of(examples, tasks, queries, seeds)
+    steps = [*product(drawn, parts)]
+    costs = {"figures": 130, "table 1": 250, "table 2": 170, "table 3": 120}  # passes
+    settings = {"depth": depth, "draws": draws, "random_weights": random_weights}
+    options: dict[str, Any] = {"resamples": resamples, "progress": progress}
+    found, failed = dict[str, Results](), dict[str, str]()
+    with planned({f"{task}, {part}": costs.get(part, 130) for task, part in steps}):
+        for task, part in steps:
+            title = f"{task}, {part}"
+            store = None if folder is None else Path(folder) / quote(task, safe=" ") / part
+            asked = _Asked(model, drawn[task], settings, options, store)
+            chapter, records = task if part in MAIN else f"{task} ({part})", Results()
+            with step(title), recorded_warnings() as recorded:
+                try:
+                    with fails_together():
+                        records = getattr(asked, part.replace(" ", "_"))()
+                except StoreError:  # of another run, or a full disk: so it would be for all parts
+                    raise
+                except (AnchorlensError, torch.OutOfMemoryError) as error:
+                    failed[title], records = str(error), Results(getattr(error, "results", {}))
+            for text in dict.fromkeys(str(warning.message) for warning in recorded):
+                warn_user(f"{title}: {text}")
+            found.setdefault(chapter, Results()).update(records)
+            with fails_together():
+                for name, record in records.items() if is_main() else ():
+                    keep(chapter, name, record)
+    if failed:
+        listed = "; ".join(f"{title}: {reason}" for title, reason in failed.items())
+        raise RunError(f"no result, or not all, for {listed}", found)
+    return found
+
+
+class Drawn(NamedTuple):
+    """What a seed draws of a task: no text of one list is in another, but for ``rest``."""
+
+    task: Task
+    demonstrations: Sequence[Example]  # one of each class
+    training: Sequence[Example]  # equally many of each class
+    queries: Sequence[Example]
+    rest: Sequence[Example]  # the examples for demonstrations without the queries
+    seed: int
+
+    def prompts(self, model: Any, queries: Any = None, size: int = 8) -> list[PromptBatch]:
+        """The prompts of the queries, or of those that are given, up to ``size`` in a batch."""
+        given = self.task, self.demonstrations, self.queries if queries is None else queries
+        return build_prompts(model.tokenizer, *given, batch_size=size)
+
+
+def drawn_of(
+    examples: Pools, tasks: Mapping[str, Task], queries: int, seeds: Sequence[int]
+) -> dict[str, list[Drawn]]:
+    """What each seed draws of each task, or an error for wrong tasks, examples or seeds."""
+    directions = AnchorDistances().directions
+    if queries <= directions:
+        raise DataError(
+            f"Figure 6 needs more queries than its {directions} directions; got {queries}"
+        )
+    if not examples or not seeds or len(set(seeds)) < len(seeds):
+        raise DataError(
+            "expected the examples of a task at least, and different seeds, at least one; got "
+            f"examples of {', '.join(examples) or 'no task'}, and seeds {list(seeds)}"
+        )
+    drawn = dict[str, list[Drawn]]()
+    for name, (pool, tests) in examples.items():
+        task = tasks[name] if name in tasks else task_of_name(name)
+        try:
+            drawn[name] = [_drawn(task, pool, tests, queries, seed) for seed in seeds]
+        except DataError as error:
+            raise DataError(
+                f"{name}: {error} (a demonstration and {TRAINING} training examples of each class, "
+                f"and {queries} other examples as queries)"
+            ) from error
+    return drawn
 
 
 def _drawn(
-    name: str,
-    pool: Sequence[Example],
-    tests: Sequence[Example],
-    queries: int,
-    seed: int,
-    tasks: Mapping[str, Task],
-) -> tuple[Task, list[Example], list[Example], list[Example], list[Example]]:
-    """Task, demonstrations, training examples, queries, and the pool without the queries."""
-
+    task: Task, pool: Sequence[Example], tests: Sequence[Example], queries: int, seed: int
+) -> Drawn:
     def without(excluded: Sequence[Example]) -> list[Example]:
         texts = {example.text for example in excluded}
         return [example for example in pool if example.text not in texts]
 
-    task = tasks[name] if name in tasks else task_of_name(name)
-    try:
-        demos = sample_demonstrations(pool, 1, seed)
-        if len(demos) != len(task.labels):
-            raise DataError(f"there are {len(task.labels)} classes, but {len(demos)} in the data")
-        training = sample_demonstrations(without(demos), TRAINING, seed)
-        chosen = sample_queries(tests, queries, seed, exclude=[*demos, *training])
-    except DataError as error:
-        raise DataError(
-            f"{name}: {error} (a demonstration and {TRAINING} training examples of each class, and "
-            f"{queries} other examples as queries)"
-        ) from error
+    demos = sample_demonstrations(pool, 1, seed)
+    if len(demos) != len(task.labels):
+        raise DataError(f"there are {len(task.labels)} classes, but {len(demos)} in the data")
+    training = sample_demonstrations(without(demos), TRAINING, seed)
+    chosen = sample_queries(tests, queries, seed, exclude=[*demos, *training])
     demonstrations_by_query(task, demos, chosen)
-    return task, demos, training, chosen, without(chosen)
+    return Drawn(task, demos, training, chosen, without(chosen), seed)
 
 
-# How many passes a part takes with the defaults, until it has run once.
-_PASSES = {"figures 3 5 6": 8, "figure 4": 122, "table 1": 250, "table 2": 170, "table 3": 120}
+@dataclass(frozen=True)
+class _Asked:
+    """A task as it is asked of a model: the method of its name gives the records of a part."""
+
+    model: HookedModel
+    seeds: Sequence[Drawn]
+    settings: Mapping[str, Any]  # of the analysis
+    options: Mapping[str, Any]  # of each run
+    folder: Path | None
+
+    def prompts(self, count: int | None = None, size: int = 8) -> list[PromptBatch]:
+        """The prompts of all seeds, or of the first queries of each."""
+        of_seeds = [each.prompts(self.model, each.queries[:count], size) for each in self.seeds]
+        return [*chain.from_iterable(of_seeds)]
+
+    def figures(self) -> Mapping[str, Record]:
+        """Figures 3 to 6."""
+        given = {**self.settings, **self.options}
+        records = analyse(self.model, self.prompts(), **given, folder=self.folder)
+        if distances := records.get("anchor_distances"):
+            records["diagnosis"] = diagnose(distances)
+        return records
+
+    def table_1(self) -> Mapping[str, Record]:
+        """Accuracies of the same queries, paired over all seeds."""
+        more = [_more_shots(self.model, each) for each in self.seeds]
+        costs = {"training": 40 * TRAINING, "vanilla": 10, "more shots": 30, "re-weighted": 10}
+        steps = product(self.seeds, costs.items())
+        with planned({f"seed {each.seed}, {name}": cost for each, (name, cost) in steps}):
+            of_seeds = [self._right(*each) for each in zip(self.seeds, more, strict=True)]
+        correct = {name: torch.cat([each[name] for each in of_seeds]) for name in of_seeds[0]}
+        sets = [torch.full_like(each["vanilla"], k).long() for k, each in enumerate(of_seeds)]
+        shots = [batches[0].label_positions.shape[1] // len(batches[0].labels) for batches in more]
+        with Study(self.model, self.prompts(), {}) as study:
+            info = study.describe() | {"more_shots": shots}
+        info["seeds"], resamples = [each.seed for each in self.seeds], self.options["resamples"]
+        record = compare_accuracies(correct, sets=torch.cat(sets), resamples=resamples, info=info)
+        return {"accuracies": record}
+
+    def _right(self, drawn: Drawn, more: list[PromptBatch]) -> dict[str, Tensor]:
+        """Which queries of a seed each method gets right."""
+        title, options = f"seed {drawn.seed}, {{}}".format, {**self.options, "resamples": 0}
+        with step(title("training")):
+            folder = self.folder and self.folder / title("training")
+            training = Training(seed=drawn.seed, folder=folder, progress=options["progress"])
+            steps = drawn.prompts(self.model, drawn.training, size=1)
+            beta = train_reweighting(self.model, steps, training)
+        batches, right = drawn.prompts(self.model), dict[str, Tensor]()
+        runs: dict[str, tuple[list[PromptBatch], HooksOfBatch | None]] = {
+            "vanilla": (batches, None),
+            "more shots": (more, None),
+            "re-weighted": (batches, lambda batch: reweight_anchors(self.model, batch, beta)),
+        }
+        for name, (prompts, hooks) in runs.items():
+            options["folder"] = self.folder and self.folder / title(name)
+            with step(title(name)):
+                results = run(self.model, prompts, [Accuracy()], hooks=hooks, **options)
+            right[name] = results["accuracy"].correct
+        labels = [query.label for query in drawn.queries]
+        is_commonest = [float(label == max(labels, key=labels.count)) for label in labels]
+        return right | {"always the commonest class": torch.tensor(is_commonest, device="cpu")}
+
+    def table_2(self) -> Mapping[str, Record]:
+        """What compressed demonstrations keep, beside prompts without texts, and random words."""
+        contexts: dict[str, Any] = {
+            "ICL": partial(compress, select=everything),
+            "Hidden_anchor": compress,
+            "Hidden_anchor, separately": partial(compress, separately=True),
+            "label words alone": partial(compress, select=label_words),
+            "Text_anchor": partial(_without_texts, dict(map(self._bare, self.seeds))),
+        }
+        draws: dict[str, Any] = {"draws": RANDOM_CONTEXTS, "seed": self.seeds[0].seed}
+        return self._run(self.prompts(), [ContextComparison(contexts, repeats=0, **draws)])
+
+    def _bare(self, drawn: Drawn) -> tuple[int | None, Tensor]:
+        """The set of demonstrations of a seed, and their tokens without the texts."""
+        first, tokenizer = drawn.queries[:1], self.model.tokenizer  # type: ignore[attr-defined]
+        bare = text_anchor_prompts(tokenizer, drawn.task, drawn.demonstrations, first)[0]
+        return only_set(drawn.prompts(self.model, first)[0]), demonstrations_of(bare).tokens[0]
+
+    def table_3(self) -> Mapping[str, Record]:
+        """The time of one query: the one of middle length of the first queries of each seed."""
+        contexts: Any = {"cached": partial(compress, select=everything), "compressed": compress}
+        asked = ContextComparison(contexts, repeats=TIMED_PASSES, name="times")
+        return self._run(self.prompts(TIMED, size=1), [asked], resamples=0)
+
+    def two_shots(self) -> Mapping[str, Record]:
+        """Figures 3 to 6 with two demonstrations a class."""
+        return self._with_shots(2).figures()
+
+    def letters_as_labels(self) -> Mapping[str, Record]:
+        """Figures 3 to 6 with A, B, ... as label words and eight demonstrations a class."""
+        words = [f" {letter}" for letter in ascii_uppercase[: len(self.seeds[0].task.labels)]]
+        return self._with_shots(LETTER_SHOTS, labels=words).figures()
+
+    def _with_shots(self, shots: int, **changes: Any) -> "_Asked":
+        """The same with more demonstrations, and another task."""
+        changed = [
+            each._replace(
+                task=replace(each.task, **changes),
+                demonstrations=sample_demonstrations(each.rest, shots, each.seed),
+            )
+            for each in self.seeds
+        ]
+        return replace(self, seeds=changed)
+
+    def other_settings(self) -> Mapping[str, Record]:
+        """Isolation in more and fewer layers, and Figure 6 with more and fewer directions."""
+        depths = [depth for depth in DEPTHS if depth <= self.model.cfg.n_layers]
+        sites, draws = first_and_last(self.model, depths), self.settings["draws"]
+        counts = [count for count in DIRECTIONS if count < len(self.seeds[0].queries)]
+        questions: list[Question] = [EdgeSweep.isolation(sites, draws=draws)]
+        questions += [AnchorDistances(count, name=f"{count} directions") for count in counts]
+        return self._run(self.prompts(), questions)
+
+    def _run(
+        self, batches: Sequence[PromptBatch], questions: Sequence[Question], **options: Any
+    ) -> Results:
+        options = {**self.options, **options}
+        return run(self.model, batches, questions, folder=self.folder, **options)
 
 
-def _expected(name: str, passes: dict[str, int]) -> int | float:
-    """How many passes a part takes: as many as it took, by default, or as the others on average."""
-    return (_PASSES | passes).get(name) or fmean((passes or _PASSES).values())
+def _without_texts(
+    bare: Mapping[int | None, Int[Tensor, " position"]], model: HookedModel, batch: PromptBatch
+) -> Context:
+    """Text_anchor: the demonstrations of a batch without their texts, run before the query."""
+    return after_tokens(model, bare[only_set(batch)].to(batch.tokens), batch)
 
 
-def _advance(bar: Bar, counted: Counter[str], name: str) -> None:
-    counted[name] += 1
-    bar.update()
+def _more_shots(model: HookedModel, drawn: Drawn) -> list[PromptBatch]:
+    """Prompts with the training examples as demonstrations, as many of each class as fit."""
+    labels = [example.label for example in drawn.training]
+    for shots in range(TRAINING, 0, -1):
+        first = [
+            example
+            for number, example in enumerate(drawn.training)
+            if labels[:number].count(example.label) < shots
+        ]
+        longer = drawn._replace(demonstrations=[*drawn.demonstrations, *first])
+        try:
+            batches = longer.prompts(model)
+            checked_batches(model, batches)
+        except PromptError:  # too long for the tokenizer, or for the model
+            continue
+        return batches
+    raise DataError(
+        f"not even two demonstrations a class fit the model's context of {model.cfg.n_ctx}"
+    )

@@ -179,12 +179,9 @@ def write_report(
         _figure_section(_id("figure", number, heading), heading, figure)
         for number, (heading, figure) in enumerate(extra.items())
     ]
-    of_figures = None if chapters else given_answers.get("")
-    if of_figures:
-        own.sort(key=lambda section: section.heading != of_figures.figure)
     if own:
         source = "".join(_model(common))
-        chapters.append(_Chapter("figures", source=source, answer=of_figures, sections=own))
+        chapters.append(_Chapter("figures", source=source, sections=own))
     has_figures = any(section.figure for chapter in chapters for section in chapter.sections)
     has_prompts = any(chapter.prompts or chapter.answers for chapter in chapters)
     of_prompts = (flow_page.style(), flow_page.script()) if has_prompts else ("", "")

@@ -16,7 +16,7 @@ from .text_tables import Section
 @checked
 @dataclass(frozen=True)
 class Answer:
-    """What stands before all numbers: a sentence, its limits, the picture of it, and what is next.
+    """What stands before all numbers: a sentence, its limits, and what is next.
 
     A record of your own gives one if its class has a method ``answer``; a report begins with it.
 
@@ -25,7 +25,6 @@ class Answer:
         sentence: The answer, with its number and the interval; "" where there is none.
         limits: What the answer speaks of, and what it does not.
         estimate: The number of the sentence; NaN where nothing can be told.
-        figure: The heading of the figure that shows it; "" for that of the record that answers.
         next: What to try next, with its command.
     """
 
@@ -33,7 +32,6 @@ class Answer:
     sentence: str
     limits: str = ""
     estimate: Estimate = Estimate(nan)
-    figure: str = ""
     next: str = ""
 
     def __repr__(self) -> str:

@@ -133,14 +133,6 @@ def step(name: str) -> Iterator[None]:
         yield
 
 
-def expect(name: str, cost: int | float) -> None:
-    """Correct what a coming step costs."""
-    plan = _running.get()
-    for each in plan.inner if plan else ():
-        if each.name == name and each.began is None:
-            each.cost = cost
-
-
 class Bar(tqdm):
     """A bar with the name of its step, and the time that all steps take."""
 

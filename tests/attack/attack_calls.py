@@ -370,7 +370,7 @@ def calls() -> list[Call]:
             {
                 "examples": [{}, {"nope": (setup.examples,) * 2}, {"trec": ([], [])}],
                 **{"queries": sizes, "seeds": [[], ["x"]], "depth": [0, 99, -1], "draws": sizes},
-                "parts": [[], [None]],
+                "parts": [[], [None], ["table 4"]],
             },
         ),
     ]

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import anchorlens as al
 from anchorlens.cli import work
 from anchorlens.cli.output import Output, lasting_streams
 from anchorlens.models.quiet_libraries import quiet_datasets, quiet_libraries
-from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 from anchorlens.report.claims import Verdict
 from anchorlens.results.text_tables import Section
 from tests.cli.test_cli import QUICK, call
@@ -77,24 +77,28 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
 def test_paper_prints_its_tables_stores_the_same_text_and_prints_json(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    def accuracy(setting: PaperSetting) -> Any:
-        yield PaperNumber("Table 1", "vanilla", "accuracy", 0.5)
-        yield PaperNumber("Mine", "a", "c", float("nan"), layer=2)
+    def records(model: Any, examples: dict[str, Any], **options: Any) -> dict[str, al.Results]:
+        right = {"vanilla": torch.tensor([1.0, 0.0]), "re-weighted": torch.ones(2)}
+        accuracies = al.metrics.compare_accuracies(right, resamples=0)
+        return {name: al.Results(accuracies=accuracies) for name in examples}
 
-    monkeypatch.setattr(work, "PAPER_PARTS", (accuracy,))
+    monkeypatch.setattr(work, "paper_records", records)
     arguments = ["--model", str(model_folder), "--out", str(tmp_path), "--task", "news", "--quiet"]
     arguments += ["--queries", "11", "--seed", "1", "--depth", "1", "--draws", "1"]
     assert call(monkeypatch, "paper", *arguments) == 0
     stored = (tmp_path / "tables.txt").read_bytes()
     printed = capsys.readouterr().out
     assert stored.decode() in printed and "anchorlens run --task news --model" in printed
-    assert "\nTable 1. Accuracy, %\n" in stored.decode()
+    assert "Table 1. Accuracy, % [95 % intervals]\n" in stored.decode()
     assert max(map(len, stored.decode().splitlines())) <= 80
     assert (tmp_path / "tables.txt").read_bytes() == stored
     assert call(monkeypatch, "paper", *arguments, "--json") == 0
-    numbers = json.loads(capsys.readouterr().out)["numbers"]
-    assert [number["value"] for number in numbers] == [0.5, None]
-    assert numbers[1]["task"] == "news" and numbers[1]["seed"] == 1 and numbers[1]["layer"] == 2
+    [task] = json.loads(capsys.readouterr().out)["tasks"]
+    assert task["task"] == "news" and task["answer"]["sentence"].startswith("This cannot be told")
+    assert task["accuracies"]["accuracy"] == {
+        "vanilla": {"value": 0.5},
+        "re-weighted": {"value": 1},
+    }
 
 
 @pytest.mark.parametrize("on_a_terminal", [True, False])

@@ -24,7 +24,6 @@ from anchorlens.prompts.own_data import (
     told_apart,
     words_that_say_nothing,
 )
-from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 from anchorlens.results.answer import Answer
 from tests.cli.test_cli import call, error_of
 from tests.support.chat_tokenizers import chat_tokenizer
@@ -452,17 +451,20 @@ def test_of_one_query_no_one_knows_whether_the_task_is_too_hard(
 def test_paper_takes_a_file_and_has_no_published_values_for_it(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    def accuracy(setting: PaperSetting) -> Any:
-        yield PaperNumber("Table 1", "vanilla", "accuracy", float(len(setting.task.labels)))
+    given: list[tuple[list[str], int]] = []
 
-    monkeypatch.setattr(work, "PAPER_PARTS", (accuracy,))
+    def records(model: Any, examples: dict[str, Any], **options: Any) -> dict[str, al.Results]:
+        given.append(([*examples], len(options["tasks"]["own"].labels)))
+        return {name: al.Results() for name in examples}
+
+    monkeypatch.setattr(work, "paper_records", records)
     monkeypatch.chdir(tmp_path)
     table = pd.concat([frame(["a", "b", "c"])] * 2)
     commas(table.assign(message=[f"text {k}" for k in range(30)]), Path("own.csv"))
     arguments = ["own.csv", "--text-column", "message", "--model", str(shallow_folder)]
     assert call(monkeypatch, "paper", *arguments, "--out", "out", "--seed", "1") == 0
     printed = capsys.readouterr()
-    assert pd.read_csv("out/numbers.csv")[["task", "value"]].values.tolist() == [["own", 3.0]]
+    assert given == [(["own"], 3)]
     assert "in the paper\n" not in printed.out and "--queries 15 " in printed.err
     assert "--task out/own.toml" in printed.out.splitlines()[-1]
 

@@ -1,36 +1,30 @@
-"""The numbers of ``paper``, compared with the package's functions or with transformers."""
+"""The records of ``paper``, compared with the package's functions or with transformers."""
 
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 
 import anchorlens as al
 from anchorlens.errors import DataError
-from anchorlens.replication import paper_parts
-from anchorlens.replication.paper_parts import (
-    PaperNumber,
-    PaperSetting,
-    table_2_baselines,
-    table_3,
-)
+from anchorlens.replication.paper import Drawn, drawn_of
 from tests.support.asked import ask
 from tests.support.tiny_models import randomize, tiny_gpt2
 
+papers: Any = importlib.import_module("anchorlens.replication.paper")
 EXAMPLES = al.load_examples("emotions")
 EMOTIONS = {"emotions": (EXAMPLES, EXAMPLES)}
 TASK = al.TASKS["emo"]
 FORMAT = "Dialogue:\nEmotion:{}\n"
 SEEDS = (3, 4)
-QUICK: dict[str, Any] = {"queries": 12, "depth": 1, "draws": 2, "progress": False}
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+QUICK: dict[str, Any] = {"queries": 12, "depth": 1, "draws": 2, "random_weights": False, **QUIET}
 
-pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers")
-over_seeds = pytest.mark.parametrize("seed", SEEDS)
+pytestmark = pytest.mark.filterwarnings("ignore:.*in . of . sets", "ignore:.*in layers")
 
 
 def weights_for(tokenizer: Any) -> Any:
@@ -44,8 +38,8 @@ def model(byte_level: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(model: Any) -> tuple[pd.DataFrame, list[al.contexts.Beta]]:
-    """All numbers, and the betas that were learned in two rounds of ten."""
+def computed(model: Any) -> tuple[al.Results, list[al.contexts.Beta]]:
+    """The records of both seeds, and the betas that were learned in two rounds of ten."""
     betas: list[al.contexts.Beta] = []
 
     def train(
@@ -56,14 +50,16 @@ def found(model: Any) -> tuple[pd.DataFrame, list[al.contexts.Beta]]:
         return betas[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paper_parts, "train_reweighting", train)
-        patch.setattr(paper_parts, "TIMED_PASSES", 2)
-        return al.paper(model, EMOTIONS, seeds=SEEDS, **QUICK), betas
+        patch.setattr(papers, "train_reweighting", train)
+        patch.setattr(papers, "TIMED_PASSES", 2)
+        found = al.paper(model, EMOTIONS, seeds=SEEDS, **QUICK)
+    assert list(found) == ["emotions"]
+    return found["emotions"], betas
 
 
 @pytest.fixture(scope="module")
-def numbers(found: tuple[pd.DataFrame, list[al.contexts.Beta]]) -> pd.DataFrame:
-    return found[0]
+def found(computed: tuple[al.Results, list[al.contexts.Beta]]) -> al.Results:
+    return computed[0]
 
 
 Draws = tuple[list[al.Example], list[al.Example], list[al.Example]]
@@ -80,15 +76,11 @@ def draw_examples(seed: int) -> Draws:
     return demos, training, queries
 
 
-def prompts(model: Any, seed: int) -> list[al.PromptBatch]:
-    demos, _, queries = draw_examples(seed)
-    return al.build_prompts(model.tokenizer, TASK, demos, queries)
-
-
-def values(numbers: pd.DataFrame, seed: int, part: str, row: str, column: str) -> list[float]:
-    fields = {"seed": seed, "part": part, "row": row, "column": column}
-    chosen = numbers[(numbers[[*fields]] == pd.Series(fields)).all(axis=1)]
-    return list(chosen.sort_values("layer").value)
+def prompts(model: Any, *seeds: int) -> list[al.PromptBatch]:
+    batches = []
+    for demos, _, queries in map(draw_examples, seeds):
+        batches += al.build_prompts(model.tokenizer, TASK, demos, queries)
+    return batches
 
 
 def plain_answers(weights: Any, tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
@@ -101,238 +93,148 @@ def plain_answers(weights: Any, tokenizer: Any, texts: Sequence[str]) -> torch.T
     return torch.stack(rows)[:, ids]
 
 
-def test_each_row_names_one_number(numbers: pd.DataFrame) -> None:
-    assert list(numbers) == ["task", "seed", "part", "row", "column", "layer", "value"]
-    assert set(numbers.task) == {"emotions"} and set(numbers.seed) == set(SEEDS)
-    names = ["task", "seed", "part", "row", "column", "layer"]
-    assert not numbers.duplicated(names).any()
-    assert (numbers[numbers.part == "Table 3"].value > 0).all()
-    assert not numbers[names].isna().any(axis=None) and not (numbers[names] == "").any(axis=None)
+def assert_same(ours: al.Record, expected: al.Record) -> None:
+    for name, values in expected.tensors().items():
+        if "seconds" not in name:
+            torch.testing.assert_close(getattr(ours, name), values, equal_nan=True, msg=name)
 
 
-@over_seeds
-def test_figures_3_5_and_6_equal_the_metrics(numbers: pd.DataFrame, model: Any, seed: int) -> None:
+def test_the_figures_are_the_records_of_all_seeds(found: al.Results, model: Any) -> None:
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
-    results = al.run(model, prompts(model, seed), metrics, **QUIET)
-    flows, attention = results["saliency_flows"], results["attention_aucroc"]
-    diagnosis = al.diagnose(results["anchor_distances"])
-    both = [batch for each in SEEDS for batch in prompts(model, each)]
-    of_all = al.run(model, both, [al.AttentionAUCROC()], **QUIET)["attention_aucroc"]
-    for row, column, part, expected in [
-        *((f"S_{name}", "share", "Figure 3", flows.share[:, k])
-          for k, name in enumerate(("wp", "pq", "ww"))),
-        ("S_pq / S_tq", "ratio", "Figure 3", flows.pq_over_tq),
-        ("AUCROC_l", "area", "Figure 5", attention.aucroc),
-        ("R_l", "share", "Figure 5", of_all.r),
-        ("KL from attention", "nats", "Equation 6", attention.kl),
-        ("KL from uniform shares", "nats", "Equation 6", attention.uniform_kl.expand(2)),
-        ("slope", "calibration", "Equation 6", attention.calibration),
-        ("rank correlation", "rho", "Figure 6", diagnosis.correlation),
-        ("p-value", "share", "Figure 6", diagnosis.p_value),
-    ]:  # fmt: skip
-        ours = values(numbers, seed, part, row, column)
-        assert ours == pytest.approx(expected.tolist(), rel=1e-4, nan_ok=True), row
-        assert len(ours) == 2
-    for k, name in enumerate(("S_wp / S_ww", "S_pq / S_ww")):
-        ours = values(numbers, seed, "Section 2.1", "median over layers", name)
-        assert ours == [pytest.approx(float(flows.over_ww[k]), rel=1e-4)]
-    for kind in ("predicted", "actual"):
-        for a, first in enumerate(("Others", "Happy", "Sad", "Angry")):
-            for b, second in enumerate(("Others", "Happy", "Sad", "Angry")):
-                expected = getattr(diagnosis, kind)[a, b]
-                ours = values(numbers, seed, f"Figure 6, {kind}", first, second)
-                assert ours == pytest.approx([float(expected)], nan_ok=True)
+    expected = al.run(model, prompts(model, *SEEDS), metrics, **QUIET)
+    expected["diagnosis"] = al.diagnose(expected["anchor_distances"])
+    sites = {"first layer": al.Site([0]), "last layer": al.Site([1])}
+    sweep = al.EdgeSweep.isolation(sites, draws=2)
+    expected["isolation"] = ask(model, prompts(model, *SEEDS), sweep, **QUIET)
+    for name, record in expected.items():
+        assert_same(found[name], record)
+    assert found["isolation"].info["demonstration_sets"] == 2
+    assert [*found][:3] == [each.name for each in metrics]
+    assert [*found][3:] == ["isolation", "diagnosis", "accuracies", "contexts", "times"]
 
 
-@over_seeds
-def test_figure_4_equals_an_isolation_of_each_site(
-    numbers: pd.DataFrame, model: Any, seed: int
-) -> None:
-    batches = prompts(model, seed)
-    for site, layers in (("first layer", [0]), ("last layer", [1])):
-        sweep = al.EdgeSweep.isolation({"isolated": al.Site(layers)}, draws=2)
-        record = ask(model, batches, sweep, **QUIET)
-        for kind in ("label", "word"):
-            label = values(numbers, seed, "Figure 4", f"label words, {site}", f"{kind} loyalty")
-            random = values(numbers, seed, "Figure 4", f"random words, {site}", f"{kind} loyalty")
-            assert label == [float(getattr(record, f"{kind}_loyalty"))]
-            expected = getattr(record, f"random_{kind}_loyalty")
-            assert len(expected) == 2 and random == pytest.approx([float(expected.sum()) / 2])
+def test_flows_of_several_seeds_are_the_means_of_each(found: al.Results, model: Any) -> None:
+    """As the paper's numbers, which are means over seeds."""
+    of_seeds = [
+        al.run(model, prompts(model, seed), [al.SaliencyFlows(), al.AttentionAUCROC()], **QUIET)
+        for seed in SEEDS
+    ]
+    for name, field in (("saliency_flows", "share"), ("attention_aucroc", "aucroc")):
+        mean = sum(getattr(each[name], field) for each in of_seeds) / len(SEEDS)
+        torch.testing.assert_close(getattr(found[name], field), mean, rtol=1e-9, atol=0)
 
 
-@over_seeds
-def test_table_1_equals_plain_transformers(
-    numbers: pd.DataFrame, model: Any, byte_level: Any, seed: int
-) -> None:
+def test_table_1_equals_plain_transformers(found: al.Results, byte_level: Any) -> None:
     """Vanilla and more shots are compared with plain transformers."""
-    demos, training, queries = draw_examples(seed)
-    weights = weights_for(byte_level)
-    gold = torch.tensor([query.label for query in queries])
-    for name, shots in (("vanilla", demos), ("more shots", [*demos, *training])):
-        lines = [TASK.demonstration(demo.text, int(demo.label or 0)) for demo in shots]
-        texts = ["\n".join([*lines, TASK.query(query.text)]) for query in queries]
-        correct = plain_answers(weights, byte_level, texts).argmax(1) == gold
-        ours = values(numbers, seed, "Table 1", name, "accuracy")
-        assert ours == pytest.approx([float(correct.double().mean())])
-    assert values(numbers, seed, "Table 1, shots", "more shots", "a class") == [5]
+    weights, right = weights_for(byte_level), dict[str, list[torch.Tensor]]()
+    for seed in SEEDS:
+        demos, training, queries = draw_examples(seed)
+        gold = torch.tensor([query.label for query in queries])
+        for name, shots in (("vanilla", demos), ("more shots", [*demos, *training])):
+            lines = [TASK.demonstration(demo.text, int(demo.label or 0)) for demo in shots]
+            texts = ["\n".join([*lines, TASK.query(query.text)]) for query in queries]
+            correct = plain_answers(weights, byte_level, texts).argmax(1) == gold
+            right.setdefault(name, []).append(correct)
+        right.setdefault("always the commonest class", []).append(gold == gold.mode().values)
+    record = found["accuracies"]
+    for name, of_seeds in right.items():
+        method = record.info["methods"].index(name)
+        share = torch.cat(of_seeds).double().mean()
+        assert float(record.accuracy[method]) == pytest.approx(float(share))
+    assert record.info["more_shots"] == [5, 5] and record.info["prompts"] == 24
+    assert float(record.gain[2]) == pytest.approx(float(record.accuracy[2] - record.accuracy[0]))
 
 
 def test_beta_is_learned_from_the_training_examples(
-    found: tuple[pd.DataFrame, list[al.contexts.Beta]], model: Any
+    computed: tuple[al.Results, list[al.contexts.Beta]], model: Any
 ) -> None:
-    numbers, betas = found
-    assert len(betas) == len(SEEDS)
-    seed, beta = SEEDS[1], betas[1]
-    demos, training, queries = draw_examples(seed)
-    training_batches = al.build_prompts(model.tokenizer, TASK, demos, training, batch_size=1)
-    training_of_seed = al.contexts.Training(steps=32, seed=seed, progress=False)
-    expected = al.contexts.train_reweighting(model, training_batches, training_of_seed)
-    assert torch.equal(beta.beta, expected.beta) and expected.beta.abs().max() > 0.1
-    logits = al.target_logits(
-        model,
-        prompts(model, seed),
-        hooks=lambda batch: al.reweight_anchors(model, batch, expected),
-        progress=False,
-    )
-    gold = torch.tensor([query.label for query in queries])
-    correct = logits[:, training_batches[0].label_token_ids].argmax(1) == gold
-    accuracy = values(numbers, seed, "Table 1", "re-weighted", "accuracy")
-    assert accuracy == pytest.approx([float(correct.double().mean())])
+    found, betas = computed
+    right = list[torch.Tensor]()
+    for seed, beta in zip(SEEDS, betas, strict=True):
+        demos, training, queries = draw_examples(seed)
+        steps = al.build_prompts(model.tokenizer, TASK, demos, training, batch_size=1)
+        how = al.contexts.Training(steps=32, seed=seed, progress=False)
+        expected = al.contexts.train_reweighting(model, steps, how)
+        assert torch.equal(beta.beta, expected.beta) and expected.beta.abs().max() > 0.1
+        hooks = partial(al.reweight_anchors, model, beta=expected)
+        logits = al.target_logits(model, prompts(model, seed), hooks=hooks, progress=False)
+        gold = torch.tensor([query.label for query in queries])
+        right.append(logits[:, steps[0].label_token_ids].argmax(1) == gold)
+    record = found["accuracies"]
+    assert record.info["methods"][2] == "re-weighted"
+    assert torch.equal(record.correct[:, 2], torch.cat(right).double())
 
 
-@over_seeds
 def test_table_2_equals_compression_and_plain_transformers(
-    numbers: pd.DataFrame, model: Any, byte_level: Any, seed: int
+    found: al.Results, model: Any, byte_level: Any
 ) -> None:
-    batches = prompts(model, seed)
-    whole_cache, alone = (
-        partial(al.compress, select=select)
-        for select in (al.contexts.selection.everything, al.contexts.selection.label_words)
-    )
-    apart = partial(al.compress, separately=True)
-    contexts: dict[str, Any] = {"anchors": al.compress, "alone": alone, "all": whole_cache}
-    contexts["apart"] = apart
-    record = ask(
-        model, batches, al.ContextComparison(contexts, draws=20, seed=seed, repeats=0), **QUIET
-    )
-    demos, _, queries = draw_examples(seed)
-    weights = weights_for(byte_level)
-    bare = "".join(FORMAT.format(TASK.labels[int(demo.label or 0)]) for demo in demos)
-    answers = plain_answers(weights, byte_level, [bare + TASK.query(q.text) for q in queries])
-    lines = "".join(TASK.demonstration(demo.text, int(demo.label or 0)) + "\n" for demo in demos)
-    whole = plain_answers(weights, byte_level, [lines + TASK.query(q.text) for q in queries])
-    gold = torch.tensor([query.label for query in queries])
-
-    def mean_of(correct: torch.Tensor) -> float:
-        return float(correct.double().mean())
-
-    expected: dict[str, list[Any]] = {
-        "ICL": [1, 1, mean_of(whole.argmax(1) == gold), 1],
-        "Text_anchor": [mean_of(answers.argmax(1) == whole.argmax(1)), None,
-                        mean_of(answers.argmax(1) == gold)],
-        "Hidden_random": [record.random_label_loyalty.mean(), record.random_word_loyalty.mean(),
-                          record.random_accuracy.mean()],
-        "Hidden_random-top": [record.top_label_loyalty, record.top_word_loyalty,
-                              record.top_accuracy],
-        "Hidden_anchor": [record.label_loyalty[0], record.word_loyalty[0], record.accuracy[0],
-                          record.bytes_stored[0] / record.bytes_stored[2]],
-        "Hidden_anchor, separately": [record.label_loyalty[3], record.word_loyalty[3],
-                                      record.accuracy[3],
-                                      record.bytes_stored[0] / record.bytes_stored[2]],
-        "label words alone": [record.label_loyalty[1], record.word_loyalty[1], record.accuracy[1],
-                              record.bytes_stored[1] / record.bytes_stored[2]],
-    }  # fmt: skip
-    assert len(record.random_accuracy) == 20
-    for name, row in expected.items():
-        columns = ("label loyalty", "word loyalty", "accuracy", "cache kept")[: len(row)]
-        for column, value in zip(columns, row, strict=True):
-            ours = values(numbers, seed, "Table 2", name, column)
-            assert value is None or ours == pytest.approx([float(value)]), (name, column)
-    demonstrations = batches[0].prompt(0).before(int(batches[0].prompt(0).query_start[0]))
-    count = len(demonstrations.tokens[0])
-    selected = int(al.contexts.selection.anchors_and_format(demonstrations).sum())
-    assert values(numbers, seed, "Table 2", "Hidden_anchor", "cache kept") == [selected / count]
+    selection = al.contexts.selection
+    contexts: dict[str, Any] = {
+        "ICL": partial(al.compress, select=selection.everything),
+        "Hidden_anchor": al.compress,
+        "Hidden_anchor, separately": partial(al.compress, separately=True),
+        "label words alone": partial(al.compress, select=selection.label_words),
+    }
+    asked = al.ContextComparison(contexts, draws=20, seed=SEEDS[0], repeats=0)
+    expected = ask(model, prompts(model, *SEEDS), asked, **QUIET)
+    ours = found["contexts"]
+    assert ours.info["contexts"] == [*contexts, "Text_anchor"] and len(ours.random_accuracy) == 20
+    for name in ("label_loyalty", "word_loyalty", "accuracy", "bytes_stored"):
+        torch.testing.assert_close(getattr(ours, name)[:4], getattr(expected, name))
+    for name in ("random_label_loyalty", "random_word_loyalty", "top_accuracy", "whole_accuracy"):
+        torch.testing.assert_close(getattr(ours, name), getattr(expected, name))
+    assert ours.accuracy[0] == ours.whole_accuracy and ours.label_loyalty[0] == 1
+    kept, right = [], []
+    for seed in SEEDS:
+        demos, _, queries = draw_examples(seed)
+        weights = weights_for(byte_level)
+        bare = "".join(FORMAT.format(TASK.labels[int(demo.label or 0)]) for demo in demos)
+        answers = plain_answers(weights, byte_level, [bare + TASK.query(q.text) for q in queries])
+        lines = "".join(TASK.demonstration(d.text, int(d.label or 0)) + "\n" for d in demos)
+        whole = plain_answers(weights, byte_level, [lines + TASK.query(q.text) for q in queries])
+        kept.append(answers.argmax(1) == whole.argmax(1))
+        right.append(answers.argmax(1) == torch.tensor([query.label for query in queries]))
+    assert torch.equal(ours.label_kept[:, 4], torch.cat(kept).double())
+    assert torch.equal(ours.correct[:, 4], torch.cat(right).double())
 
 
-def test_baselines_of_table_2_are_contexts_by_score(model: Any) -> None:
-    """As many positions as label words and format; the rows of the paper stay as they are."""
-    numbers = [*table_2_baselines(setting(model))]
-    assert {number.part for number in numbers} == {"Table 2"}
-    ours = {(number.row, number.column): number.value for number in numbers}
-    selection, one_set = al.contexts.selection, "one set for all layers and heads"
-    names = ("small_keys", "large_values", "heavy_hitters", "most_read")
-    contexts: dict[str, Any] = {"all": partial(al.compress, select=selection.everything)}
-    contexts |= {name: partial(al.compress, select=getattr(selection, name)()) for name in names}
-    contexts["anchors"] = al.compress
-    draws: dict[str, Any] = {"draws": 20, "control": selection.random_tokens}
-    asked = al.ContextComparison(contexts, seed=3, repeats=0, **draws)
-    record = ask(model, setting(model).prompts(), asked, **QUIET)
-    cached = record.bytes_stored / record.bytes_stored[0]
-    for k, name in enumerate(names, 1):
-        row = f"{name}, {one_set}"
-        assert ours[row, "label loyalty"] == float(record.label_loyalty[k])
-        assert ours[row, "word loyalty"] == float(record.word_loyalty[k])
-        assert ours[row, "accuracy"] == float(record.accuracy[k])
-        assert ours[row, "cache kept"] == float(cached[k]) == float(cached[-1]) < 1
-    assert ours["random_tokens", "word loyalty"] == float(record.random_word_loyalty.mean())
-    assert ours["random_tokens-top", "accuracy"] == float(record.top_accuracy)
-    assert len(ours) == 4 * 4 + 2 * 3 and len(set(record.kl.tolist())) == 6
+def drawn(seed: int = 3) -> Drawn:
+    [found] = drawn_of(EMOTIONS, {}, 12, [seed])["emotions"]
+    return found
 
 
-def setting(model: Any, seed: int = 3) -> PaperSetting:
-    demos, training, queries = draw_examples(seed)
-    rest = [example for example in EXAMPLES if example not in queries]
-    return PaperSetting(model, TASK, demos, training, queries, rest, depth=1, draws=2, seed=seed)
-
-
-def test_no_text_is_drawn_twice(model: Any) -> None:
+def test_no_text_is_drawn_twice() -> None:
     """This holds also if a text occurs twice, or among the examples for queries."""
-    settings: list[PaperSetting] = []
-
-    def record(setting: PaperSetting) -> Iterator[PaperNumber]:
-        settings.append(setting)
-        yield PaperNumber("Mine", "a", "b", 0.5)
-
     twice = [*EXAMPLES, *(replace(example) for example in EXAMPLES)]
-    al.paper(model, {"emotions": (twice, EXAMPLES)}, seeds=SEEDS, parts=[record], **QUICK)
-    for draw in settings:
-        demos, training, queries, pool = (
+    draws = drawn_of({"emotions": (twice, EXAMPLES)}, {}, 12, SEEDS)["emotions"]
+    for draw in draws:
+        demos, training, queries, rest = (
             [example.text for example in examples]
-            for examples in (draw.demonstrations, draw.training, draw.queries, draw.pool)
+            for examples in (draw.demonstrations, draw.training, draw.queries, draw.rest)
         )
         assert len({*demos, *queries}) == 4 + 12
-        assert not {*demos, *queries} & {*training} and not {*queries} & {*pool}
-        assert {*demos, *training} <= {*pool} and len({*pool}) == len(EXAMPLES) - 12
-    first, second = settings
+        assert not {*demos, *queries} & {*training} and not {*queries} & {*rest}
+        assert {*demos, *training} <= {*rest} and len({*rest}) == len(EXAMPLES) - 12
+    first, second = draws
     assert first.queries != second.queries and first.demonstrations != second.demonstrations
 
 
-def test_table_3_has_the_times_and_lengths_of_the_first_queries(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+def test_table_3_times_the_first_queries_one_at_a_time(
+    model: Any, found: al.Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first eight queries are timed, one at a time."""
-    timed_batches: list[al.PromptBatch] = []
+    timed: list[al.PromptBatch] = []
 
-    def times(model: Any, batches: list[al.PromptBatch], asked: Any, **options: Any) -> Any:
-        timed_batches.extend(batches)
-        record: Any = al.run(model, batches, asked, **options)["contexts"]
-        times = {"whole_seconds": torch.tensor(6.0), "seconds": torch.tensor([8.0, 2.0])}
-        return {"contexts": replace(record, **times)}
+    def run(model: Any, batches: list[al.PromptBatch], asked: Any, **options: Any) -> Any:
+        timed.extend(batches)
+        assert asked[0].repeats == 24
+        return al.Results(times=found["times"])
 
-    monkeypatch.setattr(paper_parts, "run", times)
-    monkeypatch.setattr(paper_parts, "TIMED_PASSES", 2)
-    ours = {number.row: number.value for number in table_3(setting(model))}
-    demos, _, queries = draw_examples(3)
-    lines = "".join(TASK.demonstration(demo.text, int(demo.label or 0)) + "\n" for demo in demos)
-    lengths = [len(model.tokenizer(TASK.query(query.text))["input_ids"]) for query in queries[:8]]
-    assert ours == {
-        "against the whole prompt": 3,
-        "against a cached prefix": 4,
-        "tokens of the demonstrations": len(model.tokenizer(lines)["input_ids"]),
-        "tokens of a query": sum(lengths) / 8,
-    }
-    assert all(len(batch) == 1 for batch in timed_batches)
-    assert sorted(int(batch.index[0]) for batch in timed_batches) == list(range(8))
+    monkeypatch.setattr(papers, "run", run)
+    al.paper(model, EMOTIONS, seeds=SEEDS, parts=["table 3"], **QUICK)
+    assert all(len(batch) == 1 for batch in timed) and len(timed) == 16
+    assert sorted(int(batch.index[0]) for batch in timed) == sorted([*range(8)] * 2)
+    times = found["times"]
+    assert (times.seconds > 0).all() and times.whole_seconds > 0 and times.info["timed_batch"] == 1
 
 
 @pytest.mark.parametrize("limited", ["model", "tokenizer"])
@@ -343,23 +245,66 @@ def test_more_shots_takes_as_many_demonstrations_as_fit(
     model = al.load_model(
         tiny_gpt2(len(byte_level), n_layer=1, n_positions=1024), tokenizer=byte_level
     )
-    base = setting(model)
+    base = drawn()
     chosen = [
         [example for example in base.training if example.label == label][:2] for label in range(4)
     ]
     expected = [example for example in base.training if any(example in group for group in chosen)]
-    three = base.prompts([*base.demonstrations, *expected])
+    longer = base._replace(demonstrations=[*base.demonstrations, *expected])
+    three = longer.prompts(model)
     longest = max(int(batch.attention_mask.sum(1).max()) for batch in three)
     if limited == "model":
         monkeypatch.setattr(model.cfg, "n_ctx", longest)
     else:
         monkeypatch.setattr(model.tokenizer, "model_max_length", longest)
-    count, batches = paper_parts._more_shots(base)
-    assert count == 3
+    batches = papers._more_shots(model, base)
     assert [batch.tokens.tolist() for batch in batches] == [
         batch.tokens.tolist() for batch in three
     ]
     if limited == "model":
         monkeypatch.setattr(model.cfg, "n_ctx", 60)
         with pytest.raises(DataError, match="not even two demonstrations a class fit"):
-            paper_parts._more_shots(base)
+            papers._more_shots(model, base)
+
+
+def test_two_shots_and_letters_are_figures_of_other_prompts(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The letters are label words, and the queries stay."""
+    given: list[list[al.PromptBatch]] = []
+
+    def analysed(model: Any, batches: list[al.PromptBatch], **options: Any) -> al.Results:
+        given.append(batches)
+        return al.Results()
+
+    monkeypatch.setattr(papers, "analyse", analysed)
+    al.paper(model, EMOTIONS, seeds=[3], parts=["two shots", "letters as labels"], **QUICK)
+    draw = drawn()
+    for batches, shots, words in zip(given, (2, 8), (TASK.first_words, "ABCD"), strict=True):
+        demos = al.sample_demonstrations(draw.rest, shots, 3)
+        assert len(demos) == 4 * shots and not set(demos) & set(draw.queries)
+        lines = [f"{demo.text}\nEmotion: {words[demo.label or 0].strip()}\n" for demo in demos]
+        whole = "".join(f"Dialogue: {line}" for line in lines)
+        expected = {f"{whole}Dialogue: {query.text}\nEmotion:" for query in draw.queries}
+        assert set(texts_of(model, batches)) == expected
+
+
+def texts_of(model: Any, batches: list[al.PromptBatch]) -> Iterator[str]:
+    for batch in batches:
+        for tokens, mask in zip(batch.tokens, batch.attention_mask, strict=True):
+            yield model.tokenizer.decode(tokens[mask])
+
+
+def test_other_settings_are_isolations_and_directions(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Depths that the model does not have, and directions without as many queries, are left out."""
+    assert papers.DEPTHS == (1, 3, 5, 7) and papers.DIRECTIONS == (5, 10, 20, 50, 100, 200)
+    monkeypatch.setattr(papers, "DIRECTIONS", (1, 3, 12))
+    found = al.paper(model, EMOTIONS, seeds=[3], parts=["other settings"], **QUICK)
+    records = found["emotions (other settings)"]
+    assert len(found) == 1 and [*records] == ["isolation", "1 directions", "3 directions"]
+    assert records["isolation"].axis_names("site") == ("first layer", "last layer")
+    for count in (1, 3):
+        [record] = al.run(model, prompts(model, 3), [al.AnchorDistances(count)], **QUIET).values()
+        assert_same(records[f"{count} directions"], record)

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from anchorlens.replication.published import Published, published
+from anchorlens.replication.beside_published import Published, published
 
 pytestmark = pytest.mark.with_shapes
 

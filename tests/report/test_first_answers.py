@@ -3,13 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 
 import anchorlens as al
 from anchorlens.experiments.faithfulness import FaithfulnessRecord
-from anchorlens.replication.paper_answer import paper_answer
 from anchorlens.report.answer import answer_of
 from anchorlens.report.claims import LIMITS, NEEDED
 from anchorlens.results.answer import Answer
@@ -49,44 +47,6 @@ def test_nothing_is_told_of_random_weights(make: Any, byte_level: Any, hooked: A
     whole = contexts.estimate("whole_accuracy").percent()
     assert said.startswith(f"After the demonstrations {whole} of the queries")
     assert f"one by one {faithfulness.estimate('lds', 0)}" in told and "Random scores have" in told
-
-
-def paper_numbers(accuracy: float, label: list[float], random: list[float]) -> pd.DataFrame:
-    """Numbers of two tasks, each with as many seeds as there are loyalties; of 40 queries."""
-    rows = []
-    for task, right in (("trec", accuracy), ("sst2", 0.5)):
-        for seed, loyalties in enumerate(zip(label, random, strict=True)):
-            table_1 = {"vanilla": right, "always the commonest class": ABLE}
-            found = [("Table 1", row, "accuracy", value) for row, value in table_1.items()]
-            found.append(("Table 1, queries", "queries", "a seed", 40.0))
-            for words, value in zip(("label", "random"), loyalties, strict=True):
-                for site in ("first 2 layers", "last 2 layers"):
-                    row = f"{words} words, {site}"
-                    found.append(("Figure 4", row, "label loyalty", value * (site[0] == "f")))
-            rows += [(task, seed, *each[:3], -1, each[3]) for each in found]
-    columns = ["task", "seed", "part", "row", "column", "layer", "value"]
-    return pd.DataFrame(rows, columns=columns)
-
-
-def test_the_paper_answers_for_the_tasks_that_the_model_does() -> None:
-    answer = paper_answer(paper_numbers(0.8, [0.4, 0.5, 0.6], [0.8, 0.9, 0.9]))
-    # Differences 0.4, 0.4, 0.3: mean 0.3667, sd 0.05774, Student's t of 2 is 4.3027.
-    assert answer.estimate.low == pytest.approx(0.36667 - 4.3027 * 0.057735 / 3**0.5, abs=1e-4)
-    assert answer.sentence == (
-        "Yes: isolating the label words in the first 2 layers changes 50 % of the predictions and "
-        "isolating random words 13 % (a difference of 37 percentage points [22, 51]), on average "
-        "over TREC. Left out, as the model does not clearly do them: SST-2."
-    )
-    assert answer.figure == "TREC: Figure 4"
-    unable = paper_answer(paper_numbers(0.55, [0.4, 0.5], [0.8, 0.9])).sentence
-    # Wilson's interval of 44 of 80.
-    none = "the model clearly does none of these tasks: TREC (55 % [44, 65] right, the commonest"
-    assert unable.startswith(f"This cannot be told: {none}")
-    unsure = paper_answer(paper_numbers(0.8, [0.4, 0.9], [0.8, 0.9]))
-    assert unsure.sentence.startswith("Not sure: ") and "speaks of other sets" in unsure.limits
-    one = paper_answer(paper_numbers(0.9, [0.4], [0.8]))
-    assert one.sentence.startswith("Not sure") and "without an interval" in one.limits
-    assert str(one.estimate) == "0.40"
 
 
 def test_across_models_the_answer_names_the_models_that_do_the_task() -> None:

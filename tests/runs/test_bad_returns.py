@@ -1,12 +1,10 @@
 """What a function of the user returns is compared, where it is received, with what it must give."""
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
@@ -127,19 +125,6 @@ def of_kind(declare: Callable[[Given], Any]) -> Any:
     return call
 
 
-def paper(part: Callable[[Given], Any]) -> Any:
-    return lambda model, batches, given: al.paper(
-        model,
-        {"questions": (PAPER, PAPER)},
-        queries=12,
-        seeds=[1],
-        depth=1,
-        draws=1,
-        parts=[part(given)],
-        progress=False,
-    )
-
-
 def compressed(**options: Callable[[Given], Any]) -> Any:
     def call(model: Any, batches: Any, given: Given) -> Any:
         return al.compress(model, batches[0], **{k: of(given) for k, of in options.items()})
@@ -227,11 +212,6 @@ ROWS: dict[str, Any] = {
     "demonstrations of how": lambda m, b, f: al.relabeling.relabel(
         PAPER[:6], al.TASKS["trec"], lambda task, demonstrations: (task, f())
     ),
-    "a part": paper(lambda f: f),
-    "a number of a part": paper(lambda f: lambda setting: iter([f()])),
-    "a value of a part": paper(
-        lambda f: lambda setting: iter([al.replication.PaperNumber("a", "b", "c", f())])
-    ),
     "plot": reported("plot"),
     "table": reported("table"),
     "answer": reported("answer"),
@@ -273,38 +253,3 @@ def test_what_users_build_has_the_types_of_its_fields(gpt2: Any) -> None:
     for build in built:
         with pytest.raises(AnchorlensError, match=r"(must be a list of|takes sets of) .*; got "):
             build()
-
-
-def a_part(*numbers: Any) -> Callable[[Any], Iterator[Any]]:
-    return lambda setting: iter(numbers)
-
-
-@pytest.mark.parametrize("value", [np.float32(1.5), torch.tensor(1.5), np.array(1.5), 1.5])
-def test_a_number_of_numpy_or_torch_is_a_number(value: Any, gpt2: Any, tmp_path: Any) -> None:
-    layer: Any = torch.tensor(1)
-    number = al.replication.PaperNumber("a", "b", "c", value, layer)
-    run = partial(
-        al.paper,
-        gpt2,
-        {"questions": (PAPER, PAPER)},
-        queries=12,
-        seeds=[1],
-        depth=1,
-        draws=1,
-        parts=[a_part(number)],
-        progress=False,
-    )
-    for folder in (None, tmp_path / "stored", tmp_path / "stored"):
-        (row,) = run(folder=folder).to_dict("records")
-        assert (row["value"], row["layer"], type(row["value"])) == (1.5, 1, float)
-
-
-def test_a_wrong_number_names_the_part(gpt2: Any) -> None:
-    def entropies(setting: Any) -> Iterator[Any]:
-        wrong: Any = "high"
-        yield replace(al.replication.PaperNumber("a", "b", "c", 0.5), value=wrong)
-
-    with pytest.raises(
-        AnchorlensError, match="the part 'entropies': value of PaperNumber must be a number; got "
-    ):
-        paper(lambda given: entropies)(gpt2, [], None)

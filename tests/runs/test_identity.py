@@ -4,7 +4,6 @@ import copy
 import re
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -405,28 +404,6 @@ def test_a_file_that_is_no_training_is_refused(gpt2: Any, tmp_path: Path, conten
         path.write_bytes(to_bytes_with_digest(header, tensors | {contents: torch.zeros(1)}))
     with pytest.raises(StoreError, match=r"training\.safetensors"):
         trained(gpt2, folder=tmp_path)
-
-
-def test_parts_of_the_paper_whose_code_changed_are_refused(gpt2: Any, tmp_path: Path) -> None:
-    def part(value: float) -> Any:
-        def my_part(setting: Any) -> Any:
-            yield replace(next(iter(al.replication.PAPER_PARTS[1](setting))), value=value)
-
-        return my_part
-
-    def values(value: float) -> list[float]:
-        options: dict[str, Any] = {"queries": 12, "seeds": (1,), "depth": 1, "draws": 1}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            examples = {"trec": (EXAMPLES, EXAMPLES)}
-            numbers = al.paper(
-                gpt2, examples, parts=[part(value)], folder=tmp_path, progress=False, **options
-            )
-        return list(numbers.value)
-
-    assert values(1.0) == values(1.0) == [1.0]
-    with pytest.raises(StoreError, match=r"another run.* parts: stored"):
-        values(2.0)
 
 
 @pytest.mark.parametrize(

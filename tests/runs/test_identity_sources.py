@@ -537,7 +537,7 @@ BELIEVED = {
     ),
     "settings": (
         "import anchorlens as al\nimport numpy as np\nfrom pathlib import Path\n"
-        "value = [al.SaliencyFlows(), al.contexts.hard_prompts.PEZ, al.TASKS, al.replication.PAPER_PARTS, {'a': {1, 2}},\n"
+        "value = [al.SaliencyFlows(), al.contexts.hard_prompts.PEZ, al.TASKS, al.sites.windows, {'a': {1, 2}},\n"
         " al.contexts.Training(steps=3), al.weights.attention, Path('x'), np.arange(3.), {'a': 1}.get]"
     ),
     "a name": "import numpy as np, anchorlens as al\nvalue = al.named('a, 1', lambda x: np.exp(x))",

@@ -28,7 +28,7 @@ from tests.support.process_work import (
     assert_equal,
     everything,
     in_process,
-    paper_numbers,
+    paper_records,
     resumed,
     tensors_of,
     two_sets,
@@ -182,22 +182,23 @@ def test_a_question_that_is_added_is_divided_among_the_processes(
         assert_equal(results["added"][0], expected)
 
 
-def test_a_failing_part_of_the_paper_leaves_the_numbers_of_the_others(
+def test_a_failing_part_of_the_paper_leaves_the_records_of_the_others(
     launch: Launch,
     tiny: Any,
 ) -> None:
-    expected, tables, _ = paper_numbers(tiny, [])
-    assert expected and len(tables) == 2
+    expected, names, none = paper_records(tiny)
+    assert len(names) == 3 and not none
     for process, results in enumerate(launch.results):
-        numbers, tables, warnings = results["paper"]
-        assert numbers == expected
-        assert len(tables) == (0 if process else 2)  # only the main process calls keep
+        numbers, kept, error = results["paper"]
+        assert_equal(numbers, expected)
+        assert kept == ([] if process else names)  # only the main process calls keep
         message = (
             "in a part"
             if process == len(launch.results) - 1
             else f"process {len(launch.results) - 1} of {len(launch.results)} failed"
         )
-        assert message in warnings[0] and len(warnings) == 1
+        assert error.startswith("no result, or not all, for questions, table 1: ")
+        assert message in error
 
 
 @pytest.mark.draws

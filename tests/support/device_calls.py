@@ -20,7 +20,7 @@ QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 WITHOUT_RESULT_ON_A_DEVICE = {
     # values that are made or read without a model
     *("AnchorlensError", "ChatTask", "Context", "EdgeSet", "Example", "SEGMENTS"),
-    *("Metric", "NoContext", "PAPER_APPENDIX", "PAPER_BASELINES", "PAPER_PARTS", "Site"),
+    *("Metric", "NoContext", "Site"),
     *("TASKS", "Task", "Verbalizer", "figures", "hard_prompts", "relabeling", "relabel"),
     # images are read and laid out before a model sees them; tests/models/test_images.py runs them
     "with_images",
@@ -33,9 +33,9 @@ WITHOUT_RESULT_ON_A_DEVICE = {
         "sample_queries",
         "forget_run",
     ),
-    *("PaperNumber", "PaperSetting", "read_task", "kinds", "named"),
-    # they compute by the other calls, for whole papers and tables of numbers
-    *("paper", "paper_figures"),
+    *("read_task", "kinds", "named"),
+    # it computes by the other calls
+    "paper",
 }
 # What the calls return, or hold while they run.
 RETURNED = {

@@ -1,11 +1,12 @@
 """The work of test_processes.py, in each of several processes and in a single one."""
 
+import importlib
 import os
 import pickle
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +32,7 @@ from tests.support.asked import ask
 from tests.support.stored_runs import Logits, LogitsRecord
 from tests.support.tiny_models import questions
 
+papers: Any = importlib.import_module("anchorlens.replication.paper")
 QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
 
 
@@ -224,30 +226,32 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
     return errors
 
 
-def paper_numbers(model: Any, batches: list[al.PromptBatch]) -> tuple[list[Any], ...]:
-    """The paper with two parts, of which the first fails in the last of several processes."""
+def paper_records(model: Any) -> tuple[dict[str, Tensor], list[str], str]:
+    """The paper with two parts, of which the first fails in the last of several processes.
 
-    def failing(setting: Any) -> Iterator[Any]:
+    Gives the numbers, what ``keep`` was called with, and the error.
+    """
+
+    def failing(asked: Any) -> dict[str, Any]:
         if not is_single_process() and PartialState().is_last_process:
             raise PromptError("in a part")
-        yield from ()
+        return {}
 
-    examples = al.load_examples("questions")
-    tables: list[Any] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        numbers = al.paper(
-            model,
-            {"questions": (examples, examples)},
-            queries=11,
-            seeds=[1],
-            depth=1,
-            draws=1,
-            parts=[failing, al.replication.PAPER_PARTS[1]],
-            keep=tables.append,
-            progress=False,
-        )
-    return numbers.to_numpy().tolist(), tables, [str(warning.message) for warning in caught]
+    examples, kept, error = al.load_examples("questions"), list[str](), ""
+    options: dict[str, Any] = {"queries": 11, "seeds": [1], "depth": 1, "draws": 1, **QUIET}
+    options |= {"parts": ["table 1", "other settings"]}
+    with warnings.catch_warnings(), patch.object(papers._Asked, "table_1", failing):
+        warnings.simplefilter("ignore")
+        try:
+            found: Any = al.paper(
+                model,
+                {"questions": (examples, examples)},
+                keep=lambda task, name, record: kept.append(name),
+                **options,
+            )
+        except RunError as raised:
+            found, error = raised.results, str(raised)
+    return tensors_of(found["questions (other settings)"]), kept, error
 
 
 def split_weights(count: int) -> torch.nn.Module:
@@ -305,7 +309,7 @@ def in_process(model: Any, batches: list[al.PromptBatch], folder: Path) -> None:
             state.wait_for_everyone()
             results[f"resumed {name}"] = resumed(model, folder / name)
     results["added"] = added(model, folder / "added")
-    results["paper"] = paper_numbers(model, batches)
+    results["paper"] = paper_records(model)
     layer = split_weights(state.num_processes)
     results["split weights"] = raised_by(lambda: require_whole_model(layer))
     (folder / f"{state.process_index}.pickle").write_bytes(pickle.dumps(results))

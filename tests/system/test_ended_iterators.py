@@ -1,6 +1,6 @@
 """A function of the user that reads an iterator beyond its end is named in the error."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,10 +23,6 @@ class Ended(al.Accuracy):
         return {"correct": ended(batch)}
 
 
-def part(setting: Any) -> Iterator[Any]:
-    yield ended(setting)
-
-
 def run(**options: Any) -> Callable[[Any, Any], Any]:
     asked = options.pop("asked", [al.SaliencyFlows()])
     return lambda model, batches: al.run(model, batches, asked, **QUIET, **options)
@@ -44,12 +40,6 @@ def train(model: Any, batches: Any) -> Any:
     return al.train_prefix(model, batches[:1], training, held_out=batches[1:], length=2)
 
 
-def paper(model: Any, batches: Any) -> Any:
-    examples = al.load_examples("questions", "train"), al.load_examples("questions", "test")
-    options: dict[str, Any] = {"queries": 12, "seeds": [1], "depth": 1, "draws": 1}
-    return al.paper(model, {"questions": examples}, parts=[part], progress=False, **options)
-
-
 CALLS = {
     "hooks": run(hooks=ended),
     "hook": run(hooks=lambda batch: [("blocks.0.hook_resid_post", ended)]),
@@ -58,7 +48,6 @@ CALLS = {
     "weight": run(asked=[al.SaliencyFlows(weight=ended)]),
     "edges": lambda model, batches: al.block_edges(model, batches[0], ended),
     "optimizer": train,
-    "part of the paper": paper,
     "saliency": lambda model, batches: al.saliency(model, batches[0], loss=ended),
 }
 

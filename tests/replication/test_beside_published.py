@@ -1,0 +1,115 @@
+"""``paper_tables``: numbers with their intervals, beside those that the paper prints."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens.replication.beside_published import paper_sections, published
+
+pytestmark = pytest.mark.with_shapes
+NAMES = ("ICL", "Hidden_anchor", "Text_anchor")
+
+
+def accuracies(resamples: int = 0) -> al.Results:
+    """Of four queries; vanilla gets two right, and re-weighting three."""
+    right = {"vanilla": [1, 1, 0, 0], "more shots": [0, 0, 0, 0], "re-weighted": [1, 1, 1, 0]}
+    correct = {name: torch.tensor(values).double() for name, values in right.items()}
+    return al.Results(accuracies=al.metrics.compare_accuracies(correct, resamples=resamples))
+
+
+def contexts(names: Sequence[str] = NAMES, **changes: Any) -> Any:
+    """Contexts of these names, and two draws of random words."""
+    shapes = {"context": len(names), "draw": 2, "layer": 2, "prompt": 4}
+    kind = al.records.ContextsRecord
+    fields = {
+        name: torch.full([shapes[axis] for axis in axes], 0.5) for name, axes in kind.axes().items()
+    }
+    return kind(**(fields | changes), info={"contexts": list(names)})
+
+
+def lines(text: str) -> list[list[str]]:
+    """The cells of each line, whose columns two spaces divide."""
+    return [[*filter(None, line.split("  "))] for line in text.splitlines()]
+
+
+def cells(text: str, title: str) -> list[list[str]]:
+    block = next(block for block in text.split("\n\n") if block.startswith(title))
+    return [[cell.strip() for cell in line] for line in lines(block)][1:]
+
+
+def test_published_rows_of_the_same_tasks_follow_those_of_the_model() -> None:
+    found = {"emo": accuracies(), "sentiment": accuracies()}
+    text = al.replication.paper_tables(found)
+    assert "Bundled examples, not the paper's data: sentiment (as SST-2)." in text
+    assert cells(text, "Table 1")[:9] == [
+        ["EmoC", "sentiment (as SST-2)"],
+        ["this model"],
+        ["vanilla", "50", "50"],
+        ["more shots", "0", "0"],
+        ["re-weighted", "75", "75"],
+        ["gain of re-weighting", "25", "25"],
+        ["GPT2-XL in the paper"],
+        ["vanilla", "15.44", "61.28"],
+        ["more shots", "9.80", "64.75"],
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_each_number_stands_with_its_interval() -> None:
+    found = accuracies(resamples=200)
+    [row] = [row for row in cells(al.replication.paper_tables({"emo": found}), "Table 1")][2:3]
+    expected = found["accuracies"].estimate("accuracy", 0).percent("")
+    assert row == ["vanilla", expected] and "[" in expected
+
+
+def test_table_2_has_a_group_for_each_task_and_the_means_of_the_paper() -> None:
+    record = contexts(
+        label_loyalty=torch.tensor([1.0, 0.75, 0.25]),
+        bytes_stored=torch.tensor([200.0, 50.0, 20.0]),
+        random_label_loyalty=torch.tensor([0.2, 0.4]),
+        top_label_loyalty=torch.tensor(0.4),
+    )
+    found = {"trec": al.Results(contexts=record), "mine": al.Results(contexts=record)}
+    shown = cells(al.replication.paper_tables(found), "Table 2")
+    assert shown[:7] == [
+        ["label loyalty", "word loyalty", "accuracy", "cache kept"],
+        ["this model, TREC"],
+        ["ICL", "100", "50", "50", "100"],
+        ["Hidden_anchor", "75", "50", "50", "25"],
+        ["Text_anchor", "25", "50", "50", "10"],
+        ["Hidden_random", "30", "50", "50"],
+        ["Hidden_random-top", "40", "50", "50"],
+    ]
+    assert shown[7] == ["this model, mine"]
+    assert shown[13] == ["GPT2-XL in the paper, mean of its 4 tasks"]
+    printed = published("anchors", "table_2")["GPT2-XL"]["Hidden_anchor"]
+    assert ["Hidden_anchor", *(f"{each.value:.2f}" for each in printed.values())] in shown
+
+
+def test_table_3_divides_times() -> None:
+    times = {"seconds": torch.tensor([8.0, 2.0]), "whole_seconds": torch.tensor(6.0)}
+    record = contexts(("cached", "compressed"), **times)
+    text = al.replication.paper_tables({"emo": al.Results(times=record)})
+    assert cells(text, "Table 3")[:5] == [
+        ["EmoC"],
+        ["this model"],
+        ["against the whole prompt", "3.00"],
+        ["against a cached prefix", "4.00"],
+        ["GPT2-XL in the paper"],
+    ]
+
+
+def test_a_task_that_the_paper_has_not_has_no_published_values() -> None:
+    """Not even one that is named as the paper's average."""
+    text = al.replication.paper_tables({"average": accuracies(), "mine": al.Results()})
+    assert "in the paper\n" not in text and "average" in text and "mine" not in text
+
+
+def test_tables_without_records_are_left_out() -> None:
+    titles = [section.title.partition(".")[0] for section in paper_sections({"emo": accuracies()})]
+    assert titles == ["Table 1"]
+    assert al.replication.paper_tables({"sentiment": al.Results()}) == ""
+    assert al.replication.paper_tables({}) == ""
