@@ -26,11 +26,8 @@ class Published(NamedTuple):
     spread: float = nan
 
 
-Table = Mapping[str, Mapping[str, Mapping[str, Published]]]  # setting, row, column
-
-
-def published(paper: str, table: str) -> Table:
-    """The values of a table, for example those of ``published("anchors", "table_1")``."""
+def published(paper: str, table: str) -> Mapping[str, Mapping[str, Mapping[str, Published]]]:
+    """The values of ``published("anchors", "table_1")``, say, by setting, row and column."""
     return {
         setting: {
             row: {

@@ -90,9 +90,9 @@ class AcrossModelsRecord(Record):
 
     def table(self) -> TextFrame:
         """A row for each model: accuracy, sign and number of each claim, and what is missing."""
-        models: list[str] = self.info["models"]
+        models: list[str] = self.info.get("models", [])
         columns = {"accuracy": [str(self.estimate("accuracy", k)) for k in range(len(models))]}
-        for claim, statement in enumerate(self.info["claims"]):
+        for claim, statement in enumerate(self.info.get("claims", [])):
             columns[statement.rstrip(".")] = [
                 f"{SIGNS[self._verdict(model, claim)]} {self._number(model, claim)}"
                 for model in range(len(models))
@@ -112,8 +112,9 @@ class AcrossModelsRecord(Record):
                 verdict = self._verdict(model, claim)
                 texts = {"verdict": f"{SIGNS[verdict]} {verdict}"}
                 rows[statement, name] = {_NUMBER: self._number(model, claim)} | texts
-        missing = [f"{name}: {reason}" for name, reason in self.info.get("missing", {}).items()]
-        return Section(_TITLE, rows, "\n".join(missing))
+        missing = self.info.get("missing", {})
+        lines = [f"{name}: {missing[name]}" for name in self.info["models"] if name in missing]
+        return Section(_TITLE, rows, "\n".join(lines))
 
     @checked
     def answer(self, unable: str) -> Answer:
