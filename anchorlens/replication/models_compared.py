@@ -90,16 +90,19 @@ class AcrossModelsRecord(Record):
 
     def table(self) -> TextFrame:
         """A row for each model: accuracy, sign and number of each claim, and what is missing."""
-        models: list[str] = self.info.get("models", [])
+        models, statements = (
+            self.axis_names(axis) or [*map(str, range(count))]
+            for axis, count in zip(("model", "claim"), self.number.shape, strict=True)
+        )
         columns = {"accuracy": [str(self.estimate("accuracy", k)) for k in range(len(models))]}
-        for claim, statement in enumerate(self.info.get("claims", [])):
+        for claim, statement in enumerate(statements):
             columns[statement.rstrip(".")] = [
                 f"{SIGNS[self._verdict(model, claim)]} {self._number(model, claim)}"
                 for model in range(len(models))
             ]
         if missing := self.info.get("missing"):
             columns["what is missing"] = [missing.get(name, "") for name in models]
-        return TextFrame(columns, index=pd.Index(models, name="model"))
+        return TextFrame(columns, index=pd.Index([*models], name="model"))
 
     def section(self) -> Section:
         """The numbers as text for a terminal, claim by claim, and what is missing below them."""
@@ -331,9 +334,8 @@ def _row(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..., 
         load, lambda model: run(model, make_prompts(model.tokenizer), keep=kept.__setitem__)
     )
     missing = outcome.failed or reason_against_ability(kept.values())
-    known = accuracy_of(kept.values())
     info = next((record.info for record in kept.values()), {})
-    accuracy = known[0] if known else Estimate(nan)
+    accuracy, _ = accuracy_of(kept.values()) or (Estimate(nan), nan)
     return _Row(claims(kept), accuracy, bool(outcome.failed), missing, outcome.warnings, info)
 
 

@@ -421,15 +421,16 @@ def _read(code: CodeType) -> tuple[str, list[tuple[str, Any]]]:
 def _asserts(every: list[dis.Instruction]) -> list[dis.Instruction]:
     """The instructions of asserts that do nothing but compare."""
     found = list[dis.Instruction]()
-    for error in every:
-        spans = error.positions
+    for number, error in enumerate(every):
+        spans = error.positions  # of what is asked; behind it is the message, until it is raised
         if "AssertionError" not in error.argrepr + error.opname.title().replace("_", ""):
             continue
         if spans is None or None in spans:
             continue
-        inside = [each for each in every if _is_inside(each.positions, spans)]
-        if not any(each.opname.startswith(_DOES) for each in inside):
-            found += inside
+        asked = [each for each in every[:number] if _is_inside(each.positions, spans)]
+        names = [each.opname for each in every[number:]]
+        if "RAISE_VARARGS" in names and not any(each.opname.startswith(_DOES) for each in asked):
+            found += [*asked, *every[number : number + names.index("RAISE_VARARGS") + 1]]
     return found
 
 

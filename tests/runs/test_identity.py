@@ -431,3 +431,27 @@ def test_texts_and_modules_decide_no_number() -> None:
     first, second = (value_of(source.replace("<first|second>", word)) for word in ("a", "b c"))
     type(second[1]).__module__ = "elsewhere"
     assert identity_of(first) == identity_of(second)
+
+
+@pytest.mark.parametrize(
+    ("source", "equal"),
+    [
+        ("def value(x, k=2):\n assert k > 0, f'a {k} of {len(x)}'\n return x * k", True),
+        (
+            "def value(x, k=2):\n assert 0 < k < 3\n assert x and k, 'm'\n return x",
+            True,
+        ),
+        ("def value(x, k=2):\n while k < 9:\n  assert k, 'no'\n  k += 1\n return x * k", True),
+        ("def value(x):\n if x:\n  assert x > 2\n else:\n  x = 3\n return x", True),
+        ("def value(x):\n assert x.mul_(2) is not None\n return x", False),
+        ("def value(x):\n assert (k := 2)\n return x * k", False),
+    ],
+)
+def test_asserts_that_only_compare_decide_nothing(source: str, equal: bool) -> None:
+    """``python -O`` leaves asserts out."""
+    values = []
+    for optimize in (0, 1):
+        module = ModuleType("notebook")
+        exec(compile(source, "<source>", "exec", optimize=optimize), vars(module))
+        values.append(identity_of(module.value))
+    assert (values[0] == values[1]) is equal
