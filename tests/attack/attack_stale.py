@@ -103,7 +103,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Logits(al.Metric):
-    """A user's metric, which acts on no prompt but those from the third on."""
+    """A user's metric, which acts on the third prompt alone."""
 
     scale: Scale
     stop: Stop = field(compare=False)
@@ -112,7 +112,7 @@ class Logits(al.Metric):
     def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
         self.stop()
         found = seen.logits[:, batch.label_token_ids]
-        return {"logits": self.scale(found) if int(batch.index.min()) >= 2 else found}
+        return {"logits": self.scale(found) if int(batch.index.min()) == 2 else found}
 
     def result(self, rows: Any) -> LogitsRecord:
         return LogitsRecord(logits=rows["logits"])
@@ -143,10 +143,10 @@ class Call(NamedTuple):
 
 
 def hooks(call: Call) -> dict[str, Tensor]:
-    """They act from the third prompt on, so that the first ones are the same."""
+    """They act on the third prompt alone, so that the first and the last are the same."""
 
     def late(batch: al.PromptBatch) -> Any:
-        acts = int(batch.index.min()) >= 2
+        acts = int(batch.index.min()) == 2
         return [("blocks.0.hook_resid_post", lambda x, hook: call.scale(x) if acts else x)]
 
     return call.run(Logits(unchanged, call.stop), hooks=late)
@@ -162,7 +162,7 @@ def loss(call: Call) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Experiment(al.Question):
-    """A user's question, which acts on no prompt but those from the third on."""
+    """A user's question, which acts on the third prompt alone."""
 
     scale: Scale
     stop: Stop = field(compare=False)
@@ -171,7 +171,7 @@ class Experiment(al.Question):
     def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
         self.stop()
         logits = passes.logits(batch)[:, batch.label_token_ids].cpu()
-        return {"logits": self.scale(logits) if int(batch.index.min()) >= 2 else logits}
+        return {"logits": self.scale(logits) if int(batch.index.min()) == 2 else logits}
 
     def result(self, rows: Any) -> LogitsRecord:
         return LogitsRecord(logits=rows["logits"])
@@ -182,11 +182,11 @@ def experiment(call: Call) -> dict[str, Tensor]:
 
 
 def sweep(call: Call) -> dict[str, Tensor]:
-    """Other edges are cut from the third prompt on, where the number is large."""
+    """Other edges are cut in the third prompt, where the number is large."""
     scale = call.scale
 
     def cut(batch: al.PromptBatch) -> al.edges.Edges:
-        is_large = int(batch.index.min()) >= 2 and scale(1.0) > 1
+        is_large = int(batch.index.min()) == 2 and scale(1.0) > 1
         return al.edges.wp(batch) if is_large else al.edges.tq(batch)
 
     asked = al.EdgeSweep(cut, {"first": al.Site(0)}, draws=1, control=al.edges.random_edges)
@@ -229,7 +229,7 @@ def stale_results(rng: random.Random) -> None:
     first, second = rng.sample([0.5, 0.9, 1.5, 3.0], 2)
     is_same = rng.random() < 0.4
     numbers = (first, first if is_same else second)
-    stop_at = rng.choice([None, 2, 3, 4])
+    stop_at = rng.choice([None, None, 2, 4])
     case = f"{place} of {call.__name__}: {numbers}, stopped at {stop_at}"
     with tempfile.TemporaryDirectory() as name:
         folder, file = Path(name, "results"), Path(name, "number")

@@ -86,7 +86,7 @@ def test_a_section_finds_no_fault(section: Section, count: int) -> None:
 @pytest.mark.parametrize(
     ("section", "count", "owners", "name", "instead"),
     [
-        (stale_results, 20, [identity, study], "identity_of", lambda *_: Identity("same", ())),
+        (stale_results, 40, [identity, study], "identity_of", lambda *_: Identity("same", ())),
         (odd_lengths, 50, [rotary, way], "rotate_alike", lambda *_: True),
         (odd_edges, 6, [Tensor], "nanmean", Tensor.mean),
         (odd_turns, 60, [al.ChatTask], "written_word", lambda *given: given[-1]),

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -100,11 +100,13 @@ def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
     assert "hard prompt" in record.info["contexts"]
 
 
+@dataclass
 class Counted:
     """A function that counts its calls; the one with the number ``stops_at`` is interrupted."""
 
-    def __init__(self, function: Any) -> None:
-        self.function, self.calls, self.stops_at = function, 0, 0
+    function: Any
+    calls: int = field(default=0, compare=False)
+    stops_at: int = field(default=0, compare=False)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         self.calls += 1
@@ -153,9 +155,9 @@ def test_an_interrupted_command_continues_and_a_fresh_one_begins_again(
         return exit_status, [function.calls for function in counted.values()]
 
     assert status(prefix=1) == (130, [2, 1, 0])
-    # The first loss of a stored training is computed again, and the first stored batch.
+    # The first loss of a stored training is computed again, and the first and last stored batch.
     assert status(rows=3) == (130, [1, 2, 3])
-    assert status() == (0, [1, 1, 2])
+    assert status() == (0, [1, 1, 3])
     resumed = results_in(tmp_path / "sentiment")
     capsys.readouterr()
     assert status("--length", "3") == (1, [0, 0, 0])
