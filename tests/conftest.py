@@ -299,6 +299,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     quick_analyses(monkeypatch)
 
 
+@pytest.fixture
+def patches_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test puts into the package to stop or count a run does not make it another run."""
+    monkeypatch.setattr("anchorlens.runs.identity.changed", lambda *_: {})
+
+
 @pytest.fixture(scope="session", params=["sentiment", "questions"])
 def golden(request: pytest.FixtureRequest) -> Any:
     from tests.references.golden_case import GoldenCase

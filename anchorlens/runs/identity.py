@@ -76,6 +76,8 @@ def fingerprint(
         "changes of torch and anchorlens": changed(),
         "prompts": [*batches],
     }
+    words = {name: "some" if value else "none" for name, value in own.items()} | {**settings}
+    words["changes of torch and anchorlens"] = [*changed()] or "none"
     if both := (facts.keys() | own.keys()) & settings.keys():
         raise StoreError(
             f"settings cannot be named {', '.join(sorted(both))}: the model and the prompts are "
@@ -84,7 +86,7 @@ def fingerprint(
     unknown = {}
     for name, value in {**own, **settings}.items():
         found = identity_of(value, known)
-        told = in_words(value) if name in settings else "some" if value else "none"
+        told = in_words(words[name])
         facts[name] = told if _is_told(value) else f"{told} ({found.digest[:16]})"
         if found.unknown:
             unknown[name] = found.unknown

@@ -178,6 +178,7 @@ def raise_out_of_memory(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:what .* holds is computed again")  # by what is put there
+@pytest.mark.usefixtures("patches_unseen")
 def test_it_goes_on_where_it_was_stopped(
     gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

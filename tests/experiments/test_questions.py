@@ -90,7 +90,9 @@ def test_clean_passes_and_shared_tokens_are_run_once_for_all_questions(
 
 
 @pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[str]]]:
+def computed(
+    monkeypatch: pytest.MonkeyPatch, patches_unseen: None
+) -> list[tuple[list[int], list[str]]]:
     """Of each batch that is computed the queries, and the questions that are asked."""
     calls, contributions = list[tuple[list[int], list[str]]](), Passes.contributions
 
@@ -113,8 +115,9 @@ def test_a_question_that_is_added_to_a_folder_is_computed_alone(
     assert computed == [(number, [sweep]) for number in numbers]
     computed.clear()
     both = al.run(exact_gpt2, batches, [ATTRIBUTION, SWEEP], **options)
-    # The first stored batch is computed again, to compare.
-    assert computed == [(numbers[0], [sweep]), *((number, [attribution]) for number in numbers)]
+    # The first and the last stored batch are computed again, to compare.
+    compared = [(numbers[k], [sweep]) for k in (0, 2)]
+    assert computed == [*compared, *((number, [attribution]) for number in numbers)]
     the_same(both[sweep], first)
     the_same(both[attribution], ask(exact_gpt2, batches, ATTRIBUTION, **QUIET))
     computed.clear()
@@ -122,7 +125,8 @@ def test_a_question_that_is_added_to_a_folder_is_computed_alone(
         for name, record in al.run(exact_gpt2, batches, asked, **options).items():
             the_same(record, both[name])
     names = [{sweep, attribution}, {sweep}, {attribution}]
-    assert [(number, {*asked}) for number, asked in computed] == [(numbers[0], n) for n in names]
+    expected = [(numbers[k], each) for each in names for k in (0, 2)]
+    assert [(number, {*asked}) for number, asked in computed] == expected
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -202,7 +206,7 @@ def test_a_question_of_ones_own_is_stored_and_goes_on(
     (tmp_path / "run" / "rows-00001.safetensors").unlink()
     computed.clear()
     the_same(ask(exact_gpt2, batches, Moved(), **options), record)
-    assert computed == [(batches[k].index.tolist(), ["moved"]) for k in (0, 1)]
+    assert computed == [(batches[k].index.tolist(), ["moved"]) for k in (0, 2, 1)]
     message = r"holds 'moved' of another run; .* stored .Moved\(.*, now .Moved\("
     with pytest.raises(StoreError, match=message):
         ask(exact_gpt2, batches, Moved((2,)), **options)
@@ -228,9 +232,14 @@ def test_a_question_that_fails_leaves_the_others_their_records(
     computed.clear()
     with pytest.raises(RunError, match=message):
         al.run(exact_gpt2, batches, asked, folder=tmp_path, **QUIET)
-    # What did not fail was stored; the first batch is computed again, to compare.
+    # What did not fail was stored; both batches are computed again, to compare.
     first, second = (batch.index.tolist() for batch in batches)
-    assert computed == [(first, [each.name for each in asked]), (second, ["moved"])]
+    of_others = [each.name for each in others]
+    assert computed == [
+        (first, [each.name for each in asked]),
+        (second, of_others),
+        (second, ["moved"]),
+    ]
 
 
 @pytest.mark.parametrize("question", [*EXPERIMENTS, Moved()], ids=lambda each: each.name)
