@@ -263,7 +263,10 @@ def _is_installed(member: Any, name: str = "") -> bool:
 
 @functools.lru_cache(1)
 def _owners(_: int) -> list[Any]:
-    """The watched modules and their classes, as far as they are imported."""
+    """The watched modules of others and all their classes, as far as they are imported.
+
+    A function that is put into a module of this package is by value where somebody gives it.
+    """
     modules = [
         each for name, each in list(sys.modules.items()) if each and _WATCHED.fullmatch(name)
     ]
@@ -273,7 +276,8 @@ def _owners(_: int) -> list[Any]:
         for each in list(vars(module).values())
         if isinstance(each, type) and each.__module__ == module.__name__
     )
-    return [*modules, *dict.fromkeys(classes)]
+    others = (module for module in modules if not module.__name__.startswith(PACKAGE))
+    return [*others, *dict.fromkeys(classes)]
 
 
 changed()  # as they were installed

@@ -65,10 +65,6 @@ SOURCES = {
         "_c=F.layer_norm.__code__\ndef g(input,normalized_shape,weight=None,bias=None,eps=1): return input*N\nF.layer_norm.__code__=g.__code__\nvalue=lambda x: F.layer_norm(x,(3,))",
         "F.layer_norm.__code__=_c",
     ),
-    "a constant of a module of ours": (
-        "import anchorlens.metrics.aucroc as m\n_n=[n for n in vars(m) if n.isupper()]\nimport anchorlens.contexts.training as m\n_d=m._TOO_HIGH\nm._TOO_HIGH=N\nvalue=al.contexts.Training()",
-        "m._TOO_HIGH=_d",
-    ),
     "an operator of tensors": (
         "torch.Tensor.__matmul__=lambda a,b: a*N\nvalue=lambda x: x@x",
         "del torch.Tensor.__matmul__",
