@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from math import lcm
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -30,9 +31,10 @@ from ..models.hooked import (
 from ..models.tiny_pass import logits_of, tiny_passes, tiny_tokens
 from ..prompts.batch import PromptBatch
 from ..system.arguments import called
+from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, on_one_device, sent, wide
 from ..system.texts import described
-from .forward import unedited
+from .forward import edited
 
 Shared = Float[Tensor, "_ head query key"]  # one pattern for the gradients of several prompts
 Use = Callable[[int, Shared, Pattern], None]
@@ -197,8 +199,9 @@ class SumsObserver(Observer):
         self._sums = EdgeSums(read.sets, read.weight)
 
     def _add(self, layer: int, pattern: Shared, slope: Pattern, *values: Values) -> None:
-        with unedited(f"metric {self._owner!r}", "A or dL/dA", pattern):
-            self._sums.add(layer, pattern, slope, *values, first=self._first)
+        version = pattern._version
+        self._sums.add(layer, pattern, slope, *values, first=self._first)
+        _refuse_edit(self._owner, pattern, version)
 
     def _add_pattern(self, layer: int, pattern: Tensor) -> None:
         self._add(layer, pattern.detach(), pattern.detach())  # the weight uses the first alone
@@ -238,11 +241,11 @@ class BlocksObserver(Observer):
         self._of_layers: dict[int, Tensor] = {}
 
     def _add(self, layer: int, pattern: Shared, slope: Pattern) -> None:
-        # The hook that calls this is watched too, but gets the slope alone.
-        with unedited(f"metric {self._owner!r}", "A or dL/dA", pattern):
-            for rows, a, of_rows in row_pieces(pattern.expand_as(slope), slope):
-                queries = slice(self._first + rows.start, self._first + rows.stop)
-                self.use_rows(layer, queries, slice(0, a.shape[3]), a, of_rows)
+        version = pattern._version
+        for rows, a, of_rows in row_pieces(pattern.expand_as(slope), slope):
+            queries = slice(self._first + rows.start, self._first + rows.stop)
+            self.use_rows(layer, queries, slice(0, a.shape[3]), a, of_rows)
+        _refuse_edit(self._owner, pattern, version)
 
     def _add_pattern(self, layer: int, pattern: Tensor) -> None:
         a = pattern.detach()
@@ -257,9 +260,11 @@ class BlocksObserver(Observer):
             padding = self._padding[:, None, rows, None].to(a.device)
             a, slope = (each.masked_fill(padding, 0) for each in (a, slope))
         copies = [] if self._padding is None else [a, slope]  # which no hook watches
+        before = [row_sums(each.detach()) for each in copies]
         block = Block(layer, rows, keys, a, slope if self._read.slope else None)
-        with unedited(f"metric {self._owner!r}", "A or dL/dA", *copies, of_data=True):
-            made: Any = called(f"a function of {self._owner}", self._read.of, "a block", block)
+        made: Any = called(f"a function of {self._owner}", self._read.of, "a block", block)
+        if not all(map(np.array_equal, [row_sums(each.detach()) for each in copies], before)):
+            raise edited(f"metric {self._owner!r}", "A or dL/dA")
         first = next(iter(self._of_layers.values()), made)
         if not holds_numbers(made) or made.shape[:1] != a.shape[:1] or made.shape != first.shape:
             raise MetricError(
@@ -390,6 +395,15 @@ class AtObserver(Observer):
 
     def dtype(self) -> torch.dtype | None:
         return max(self._dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+def _refuse_edit(owner: str, pattern: Tensor, version: int) -> None:
+    """Raise an error if a weight or a function of blocks edited the pattern.
+
+    The hook that calls it is watched too, but gets the slope alone.
+    """
+    if pattern._version != version:
+        raise edited(f"metric {owner!r}", "A or dL/dA")
 
 
 @dataclass(frozen=True, eq=False)
