@@ -597,7 +597,13 @@ def digests(batch: PromptBatch, inside: Bool[Tensor, "batch position"]) -> Int[T
 
 def all_padded_right(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
     """Every batch with its padding on the right, without inference tensors."""
-    return [batch.padded_right().to(batch.tokens.device) for batch in batches]
+    padded = [batch.padded_right() for batch in batches]
+    return [
+        batch.to(batch.tokens.device)
+        if any(value.is_inference() for value in batch._tensors().values())
+        else batch
+        for batch in padded
+    ]
 
 
 def anchors_of(batch: PromptBatch) -> Bool[Tensor, "batch position"]:
