@@ -1,6 +1,7 @@
 """What each prompt contributes to a result, and how a mean over prompts is made."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from textwrap import shorten
 from typing import Any, TypeVar
 
@@ -81,7 +82,7 @@ class Contributions(Mapping[str, Tensor]):
         others.draw_left_out = draw
         return others
 
-    @property
+    @cached_property
     def has_repeats(self) -> bool:
         """Whether a prompt is there several times, as in a resample."""
         return self._of is not None and int(torch.bincount(self._of[1]).max()) > 1
