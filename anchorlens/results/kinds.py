@@ -136,7 +136,8 @@ def ratio(of: Of, over: Of | None = None, *, by_set: bool = False) -> Any:
 
     Args:
         of: As of ``mean``. Without ``over``, a function of the contributions of a set to a ratio,
-            or to a number made of ratios; it is called without each prompt in turn.
+            or to a smooth number made of ratios; it is called without each prompt in turn, which
+            does not suit a median (that is a ``statistic``).
         over: The same of the lower number.
         by_set: As of ``mean``.
     """
