@@ -55,7 +55,7 @@ def blocks_are_named() -> bool:
 @use_of(
     "torch",
     "_version",
-    "passes/forward.py prompts/batch.py models/twin.py",
+    "passes/forward.py passes/observers.py prompts/batch.py models/twin.py",
 )
 def version_counts_edits() -> bool:
     """Tensor._version counts edits in place."""
