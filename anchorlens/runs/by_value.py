@@ -84,7 +84,7 @@ class Known:
         self.tokenizers: dict[int, str] = {}  # what was told of each, once a run
         settings = {f"cfg of {name}": getattr(each, "cfg", None) for name, each in values.items()}
         self.values = values | {name: each for name, each in settings.items() if each is not None}
-        self.modules = {
+        self.modules = {  # below these, by their paths
             f"{name}.{path}": module
             for name, each in values.items()
             if isinstance(each, nn.Module)
@@ -93,6 +93,7 @@ class Known:
         }
         everything = {**self.modules, **self.values}
         self.names = {id(each): name for name, each in everything.items()}
+        # Of all of these: their classes, and what each holds, which code may name.
         self.kinds = [*dict.fromkeys(map(type, everything.values()))]
         self.fields = [vars(each) for each in everything.values() if hasattr(each, "__dict__")]
         # What is put on the class of a hook point, hooks may read.
@@ -117,7 +118,7 @@ class _Walk:
     def __init__(self, known: Known) -> None:
         self.sha = hashlib.sha256()  # of all parts so far
         self.unknown: list[str] = []  # what cannot be seen so far
-        self.known = known
+        self._known = known
         self._seen: dict[int, int] = {}  # the number of each part, for parts that hold themselves
         self._alive: list[Any] = []  # so that no id is used again
         self._code, self._name = "", ""  # the function whose code is read, and what it names
@@ -129,13 +130,13 @@ class _Walk:
         kind = type(value)
         if kind in _PLAIN:
             self._write(kind.__name__, repr(value))
-        elif name := self.known.names.get(id(value)):
+        elif name := self._known.names.get(id(value)):
             self._write("known", name)
-            if name in self.known.values and getattr(value, "tokenizer", None) is not None:
+            if name in self._known.values and getattr(value, "tokenizer", None) is not None:
                 prepends = getattr(value.cfg, "default_prepend_bos", None)
-                self.add_all("texts", value.tokenizer, prepends)  # it may be asked for tokens
+                self._add_all("texts", value.tokenizer, prepends)  # it may be asked for tokens
         elif name := installed.pure_name(value):
-            self._write("believed", name)
+            self._write("installed", name)
         elif value is hash and self._code.endswith(".__hash__"):  # of a dataclass, for instance
             self._write("hash")
         elif id(value) in self._seen:
@@ -152,46 +153,46 @@ class _Walk:
             for name in sorted(names):
                 done.add(name)
                 self._code, self._name = self._wanted[name], ""
-                put = [own[name] for own in self.known.fields if name in own]
-                self.add_all(name, *put)
+                put = [own[name] for own in self._known.fields if name in own]
+                self._add_all(name, *put)
                 is_public = not name.startswith("_") or name in _SPECIAL
-                has_it = is_public and (put or installed.has_member(name, self.known.given))
+                has_it = is_public and (put or installed.has_member(name, self._known.given))
                 if installed.is_outside(name) or not (has_it or name in self._held):
                     self._miss(f"the attribute {name!r}")
 
     def _add_new(self, value: Any, kind: type) -> None:
         if kind in _PARTS:
-            self.add_all(kind.__name__, *_PARTS[kind](value))
+            self._add_all(kind.__name__, *_PARTS[kind](value))
         elif kind in _WAYS:
             _WAYS[kind](self, value)
         elif issubclass(kind, type):
             self._add_class(value)
         elif issubclass(kind, Enum):
             own = {name: part for name, part in vars(value).items() if name not in _OF_ENUM}
-            self.add_all("member", kind, value.name, value.value)
+            self._add_all("member", kind, value.name, value.value)
             self._add_fields({name: own[name] for name in own if name[0] != "_"})
         elif hasattr(kind, "backend_tokenizer") and installed.place_of(kind):
             self._add_tokenizer(value, kind)
         else:
             self._add_object(value, kind)
 
-    def add_all(self, kind: str, *parts: Any) -> None:
+    def _add_all(self, kind: str, *parts: Any) -> None:
         self._write(kind, str(len(parts)))
         for part in parts:
             self.add(part)
 
     def _add_tokenizer(self, value: Any, kind: type) -> None:
-        told = self.known.tokenizers
+        told = self._known.tokenizers
         if id(value) not in told:
             told[id(value)] = tokenizer_identity(value)
         put = {name: part for name, part in vars(value).items() if callable(part)}
         by_class = installed.changed(installed.bases_of([kind]))
-        self.add_all("tokenizer", kind.__name__, told[id(value)], put, by_class)
-        self.known.given.append(kind)
+        self._add_all("tokenizer", kind.__name__, told[id(value)], put, by_class)
+        self._known.given.append(kind)
 
     def _add_tensor(self, value: Tensor) -> None:
         self._write("tensor", digest_of(iter([("", value)])), str(value.requires_grad))
-        self.add_all("fields", vars(value))
+        self._add_all("fields", vars(value))
         if value._backward_hooks or value._post_accumulate_grad_hooks:
             self._miss("a hook on a tensor")
 
@@ -202,19 +203,19 @@ class _Walk:
 
     def _add_set(self, value: Any) -> None:
         """In an order that is the same in every process."""
-        self.add_all("set", *sorted(value, key=lambda part: identity_of(part, self.known).digest))
+        self._add_all("set", *sorted(value, key=lambda part: identity_of(part, self._known).digest))
 
     def _add_method_in_c(self, value: Any) -> None:
         owner = value.__self__
         if owner is None or type(owner) not in (*_PLAIN, dict, list, tuple, set, frozenset, Tensor):
             self._miss(f"the function {_in_full(value)}")
         else:
-            self.add_all("method in C", value.__name__, owner)
+            self._add_all("method in C", value.__name__, owner)
 
     def _add_descriptor(self, value: Any) -> None:
         if installed.is_outside(value.__name__):
             self._miss(f"the method {value.__qualname__}")
-        self.add_all("method of a class in C", value.__name__, value.__objclass__)
+        self._add_all("method of a class in C", value.__name__, value.__objclass__)
 
     def _add_function(self, function: FunctionType) -> None:
         """What a function holds, and, if it is of the user, its code and what that names."""
@@ -223,10 +224,10 @@ class _Walk:
         if place and not installed.is_known(place):
             self._miss(f"the function {_in_full(function)}")
         elif not place or not installed.is_found(function):
-            self.add_all("defaults", function.__defaults__, function.__kwdefaults__)
+            self._add_all("defaults", function.__defaults__, function.__kwdefaults__)
             self._add_fields(vars(function))
             if place:
-                self.add_all("closure", *map(_content, function.__closure__ or ()))
+                self._add_all("closure", *map(_content, function.__closure__ or ()))
             else:
                 outside, self._code = (self._code, self._name), function.__qualname__
                 self._add_code(function.__code__, function)
@@ -287,7 +288,7 @@ class _Walk:
             return None
         if type(kind) not in (type, abc.ABCMeta, type(Protocol), EnumType):
             return self._miss(f"the metaclass {_in_full(type(kind))}")
-        self.add_all("bases", *(base for base in kind.__bases__ if base not in _BASES))
+        self._add_all("bases", *(base for base in kind.__bases__ if base not in _BASES))
         self._held.update(getattr(kind, "__dataclass_fields__", ()))
         skipped = _NOT_OF_CLASS
         if isinstance(kind, EnumType):
@@ -311,7 +312,7 @@ class _Walk:
         self.add(kind)
         is_ours = place.startswith(f"{installed.PACKAGE}.")
         if is_ours and issubclass(kind, tuple):
-            self.add_all("parts", *value)
+            self._add_all("parts", *value)
         elif issubclass(kind, _CONTAINERS):
             self._miss(f"a {_in_full(kind)}, whose class inherits from a container or a number")
         else:

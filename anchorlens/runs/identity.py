@@ -71,13 +71,15 @@ def fingerprint(
         "python": ".".join(platform.python_version_tuple()[:2]),
         **versions(),
     }
+    changes = changed()
     own = {
         "hooks on the model": [*user_hooks(model), *_acting(known)],
-        "changes of torch and anchorlens": changed(),
+        "changes of torch and anchorlens": changes,
         "prompts": [*batches],
     }
     words = {name: "some" if value else "none" for name, value in own.items()} | {**settings}
-    words["changes of torch and anchorlens"] = [*changed()] or "none"
+    if changes:
+        words["changes of torch and anchorlens"] = [*changes]
     if both := (facts.keys() | own.keys()) & settings.keys():
         raise StoreError(
             f"settings cannot be named {', '.join(sorted(both))}: the model and the prompts are "

@@ -70,7 +70,8 @@ _INSTALLED = [
     for scheme in (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user"))
     for name in ("purelib", "platlib", "stdlib", "platstdlib")
 ]
-# Modules whose contents decide numbers are compared with what was installed, and their classes.
+# Modules of which the classes are compared with what was installed. Of modules of others the
+# functions are too; one of this package is by value where somebody gives it.
 _WATCHED = re.compile(
     r"anchorlens(\.(?!system|report|cli).*)?|torch\.(optim|nn\.modules|autograd)(\..*)?|math|torch"
     r"|torch\.(functional|_tensor|special|linalg|fft|utils\._contextlib|nn|nn\.(functional|init"
@@ -263,10 +264,7 @@ def _is_installed(member: Any, name: str = "") -> bool:
 
 @functools.lru_cache(1)
 def _owners(_: int) -> list[Any]:
-    """The watched modules of others and all their classes, as far as they are imported.
-
-    A function that is put into a module of this package is by value where somebody gives it.
-    """
+    """What is compared with what was installed, as far as it is imported."""
     modules = [
         each for name, each in list(sys.modules.items()) if each and _WATCHED.fullmatch(name)
     ]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeVar
@@ -509,11 +509,13 @@ class Study:
 
         Those are the first and the last, as what acts late is not seen in the first.
         """
-        numbers = range(len(self._parts))
+        numbers, ends = range(len(self._parts)), dict[int, dict[str, Tensor]]()
         with hidden_warnings():  # the loop warns of a damaged file
-            ends = [next(filter(store.read, order), None) for order in (numbers, numbers[::-1])]
-        for number in dict.fromkeys(each for each in ends if each is not None):
-            batch, stored = self._parts[number], store.read(number)
+            for order in (numbers, numbers[::-1]):
+                rows = ((number, store.read(number)) for number in order)
+                ends |= islice((each for each in rows if each[1]), 1)
+        for number, stored in ends.items():
+            batch = self._parts[number]
             names = [name for name in store.functions if name not in store.missing(stored)]
             computed = fitting.contributions(batch.to(device_of(self.model)), names)
             both = {
@@ -527,7 +529,7 @@ class Study:
                 reason="so hooks, loss or weights are not those of the stored run (or, in bfloat16 "
                 "or float16, a question was added or left out that makes all passes have hooks)",
             )
-        if store.differ and any(ends) and is_main():
+        if store.differ and ends and is_main():
             told = "; ".join(store.differ.values())
             warn_user(f"what {store.folder} holds is believed although this differs: {told}")
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -100,13 +100,11 @@ def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
     assert "hard prompt" in record.info["contexts"]
 
 
-@dataclass
 class Counted:
     """A function that counts its calls; the one with the number ``stops_at`` is interrupted."""
 
-    function: Any
-    calls: int = field(default=0, compare=False)
-    stops_at: int = field(default=0, compare=False)
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls, self.stops_at = function, 0, 0
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         self.calls += 1

@@ -191,7 +191,6 @@ def test_gains_have_the_intervals_of_compared_accuracies(gpt2: Any) -> None:
     assert low < record.gain_over_first[1] < high
 
 
-@pytest.mark.usefixtures("patches_unseen")
 def test_a_call_after_an_interruption_goes_on(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -12,6 +12,7 @@ from anchorlens.errors import StoreError
 from anchorlens.runs import identity
 from anchorlens.system import package
 from tests.support.stored_runs import Logits, run, same
+from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
 
@@ -43,6 +44,19 @@ def test_a_version_with_another_last_number_resumes_and_is_told(
         assert same(run(gpt2, again, tmp_path), expected)
     assert again.seen == [1] * 2  # the first batch and the last
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_single_stored_batch_that_is_believed_is_told_too(
+    gpt2: Any, tmp_path: Path, installed: Any
+) -> None:
+    options: dict[str, Any] = {"batches": questions(gpt2, count=4, batch_size=4)}
+    installed(torch="2.13.0")
+    run(gpt2, Logits(), tmp_path, **options)
+    installed(torch="2.13.1")
+    again = Logits()
+    with pytest.warns(UserWarning, match="believed although this differs: torch: stored"):
+        run(gpt2, again, tmp_path, **options)
+    assert again.seen == [4]
 
 
 def test_another_version_is_refused_unless_it_is_believed_by_name(

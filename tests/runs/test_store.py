@@ -228,18 +228,6 @@ def test_one_more_question_is_computed_alone_and_the_stored_ones_stay(
     assert same(whole[1], {"logits": expected["logits"]})
 
 
-@dataclass
-class Counted:
-    """Counts without being another function each time."""
-
-    swept: list[int] = field(default_factory=list, compare=False)  # without cuts, with each cut
-
-    def __call__(self, batch: al.PromptBatch, logits: Tensor) -> Any:
-        self.swept.append(len(batch))
-        return tokens_of(batch, logits)
-
-
-@pytest.mark.filterwarnings("ignore:.*is believed although this differs")
 def test_a_folder_holds_experiments_beside_metrics(
     gpt2: Any, stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,15 +239,18 @@ def test_a_folder_holds_experiments_beside_metrics(
     asked[0] = first = Logits()
     assert same(run(gpt2, first, stored, **options), expected)
     assert first.seen == [1] * 2
-    monkeypatch.setattr(edge_sweep, "tokens_of", counted := Counted())
-    swept = counted.swept
-    believe = {"believe": ["changes of torch and anchorlens"]}
-    assert same(run(gpt2, Logits(), stored, **options, **believe), expected)
+    swept: list[int] = []  # a batch without cuts, and with each cut
+
+    def counted(batch: al.PromptBatch, logits: Tensor) -> Any:
+        swept.append(len(batch))
+        return tokens_of(batch, logits)
+
+    monkeypatch.setattr(edge_sweep, "tokens_of", counted)
+    assert same(run(gpt2, Logits(), stored, **options), expected)
     assert len(swept) == 2 * (1 + 2 * 3)
     other = al.EdgeSweep.isolation({"first": al.Site(0)}, draws=1, name="another")
     swept.clear()
-    asked = [sweep, other]
-    again = run(gpt2, Logits(), stored, share_prefix=False, metrics=asked, **believe)
+    again = run(gpt2, Logits(), stored, share_prefix=False, metrics=[sweep, other])
     # Two stored sweeps are checked, and four batches are swept.
     assert len(swept) == 2 * (1 + 2 * 3) + 4 * (1 + 2)
     assert torch.equal(again["isolation"].kl, expected["isolation"].kl)
