@@ -100,7 +100,9 @@ def _of(name: str, value: Any) -> dict[str, Callable[..., Any]]:
     methods: dict[str, Any] = {
         key: function
         for key, function in members.items()
-        if inspect.isroutine(function) and key.rpartition(".")[2] not in NOT_CALLED_BY_USERS
+        if callable(function)
+        and inspect.isroutine(function)
+        and key.rpartition(".")[2] not in NOT_CALLED_BY_USERS
     }
     if not issubclass(value, MADE_BY_THE_PACKAGE):
         methods |= {name: value.__init__}
