@@ -13,6 +13,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
 from anchorlens.cli import commands
+from anchorlens.errors import AnchorlensError
 from tests.support.tiny_models import randomize
 
 COMMANDS: dict[str, Any] = getattr(typer.main.get_command(commands.app), "commands", {})
@@ -40,6 +41,29 @@ def test_help_shows_options_of_the_task_before_those_of_the_machine() -> None:
     assert names[:2] == ["model", "data"] and names.index("gradient_checkpointing") < min(
         names.index(name) for name in ("device", "out", "fresh", "quiet", "as_json")
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "analysis"),
+    [
+        ("run --task sentiment --model", "analysis.analyse"),
+        ("paper --tasks sentiment --model", "work.paper_records"),
+        ("across --task sentiment", "work.across_models"),
+    ],
+)
+def test_depth_and_draws_are_not_taken_for_each_other(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, command: str, analysis: str
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def analyse(*_: Any, **options: Any) -> None:
+        asked.update(options)
+        raise AnchorlensError("nothing is analysed")
+
+    monkeypatch.setattr(f"anchorlens.cli.{analysis}", analyse)
+    arguments = [*command.split(), str(shallow_folder), "--out", str(tmp_path), "--queries", "11"]
+    assert call(monkeypatch, *arguments, "--depth", "2", "--draws", "3") == 1
+    assert (asked["depth"], asked["draws"]) == (2, 3)
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning", "ignore:some pairs:UserWarning")

@@ -251,6 +251,7 @@ def test_what_is_stored_tells_separate_demonstrations_apart(gpt2: Any, tmp_path:
         assert loaded.info["separately"] is (make is separate)
         for each in (context, loaded):
             assert f"placement as_in_prompt{text}; " in repr(each)
+        assert torch.equal(*(each.logits(gpt2, batches[0]) for each in (context, loaded)))
     damaged = replace(context, info={**context.info, "separately": 1})
     with pytest.raises(StoreError, match="does not say whether demonstrations were run separately"):
         al.contexts.load_context(damaged.save(tmp_path / "context.safetensors"))

@@ -501,13 +501,34 @@ def test_a_cache_that_gives_other_logits_is_refused(
         make(gpt2, batches, held_out=held_out)
 
 
-def test_each_round_has_every_batch_once() -> None:
+class Untrained(al.contexts.NoContext, training.Trainable):
+    """Tells which prompt each step takes, without a pass."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [torch.zeros(1, requires_grad=True)]
+
+    def backward(self, model: Any, batch: al.PromptBatch, loss: Any) -> float:
+        self.taken.append(int(batch.index))
+        return 1.0
+
+
+def test_each_round_has_every_batch_once(gpt2: Any) -> None:
     """The order of re-weighting is tested by hand."""
-    nothing: Any = None
-    rounds = [training.Trainable.order(nothing, number, 5, seed=3) for number in range(8)]
-    assert all(sorted(batches) == [*range(5)] for batches in rounds)
-    assert rounds != [training.Trainable.order(nothing, number, 5, seed=4) for number in range(8)]
-    assert len({tuple(batches) for batches in rounds}) > 4
+    held_out, *batches = questions(gpt2, 6, batch_size=1)
+
+    def rounds(seed: int) -> list[list[int]]:
+        untrained = Untrained()
+        how = al.contexts.Training(steps=40, check_every=40, seed=seed, progress=False)
+        al.contexts.train_context(gpt2, untrained, batches, how, held_out=[held_out])
+        return [untrained.taken[start : start + 5] for start in range(0, 40, 5)]
+
+    of_seed = rounds(3)
+    assert all(sorted(order) == [1, 2, 3, 4, 5] for order in of_seed)
+    assert len(set(map(tuple, of_seed))) > 4 and of_seed != rounds(4)
 
 
 def test_the_best_check_has_the_highest_accuracy_then_the_lowest_loss() -> None:

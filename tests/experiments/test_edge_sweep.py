@@ -114,6 +114,15 @@ def test_isolation_equals_separate_runs(model: Any, site: al.Site, words: dict[s
     compare(record, model, batches, isolated, draws, rtol=1e-4, atol=1e-5)
 
 
+def test_each_draw_cuts_other_heads(gpt2: Any) -> None:
+    batches, site = questions(gpt2, 3), al.Site(range(3), heads=0)
+    sweep = al.EdgeSweep(edges.pq, {"first": site}, control=al.sites.random_heads, draws=4, seed=2)
+    drawn = {str(seed): al.sites.random_heads(gpt2, site, seed) for seed in range(2, 6)}
+    kl = ask(gpt2, batches, al.EdgeSweep(edges.pq, drawn, draws=1), **QUIET).kl
+    assert torch.equal(ask(gpt2, batches, sweep, **QUIET).random_kl[:, 0], kl)
+    assert len(kl.unique()) > 2
+
+
 def test_keep_bos_changes_the_isolation(llama: Any) -> None:
     batches, site = questions(llama, 6), al.Site(0, keep_bos=True)
     sweep = al.EdgeSweep.isolation({"kept": site, "cut": al.Site(0)}, draws=2)

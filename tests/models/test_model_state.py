@@ -12,7 +12,7 @@ import torch
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
 from anchorlens.models.kinds import modules_of
-from anchorlens.models.model_state import without_user_hooks
+from anchorlens.models.model_state import frozen_in_eval_mode, without_user_hooks
 from tests.models.test_matrix import LINE, cases
 from tests.references.architectures import BY_NAME, ROWS
 from tests.references.comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
@@ -181,6 +181,16 @@ def test_hooks_come_back_after_an_exception(gpt2: Any) -> None:
     assert not calls and functions_of(gpt2) == hooks
     gpt2.reset_hooks()
     assert functions_of(gpt2) != hooks  # the hooks can still be removed
+
+
+def test_how_far_images_moved_positions_is_put_back() -> None:
+    """Qwen's models keep it from one pass to the next."""
+    model: Any = torch.nn.Linear(1, 1)
+    model.rope_deltas = before = torch.ones(1)
+    with pytest.raises(RuntimeError, match="in the middle"), frozen_in_eval_mode(model):
+        model.rope_deltas = None
+        raise RuntimeError("in the middle")
+    assert model.rope_deltas is before
 
 
 @pytest.mark.every_kind

@@ -1,10 +1,13 @@
 """Label words after every query, against the tokens of the whole text with each word at its end."""
 
+import re
 import warnings
 from itertools import product
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import anchorlens as al
 from anchorlens.errors import PromptError
@@ -79,6 +82,40 @@ def test_label_words_after_every_query_are_those_of_the_whole_text(kind: str) ->
         accepted += len(joined)
         refused += len(ENDS) - len(joined)
     assert accepted and refused
+
+
+def joining(*pairs: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes that joins these pairs, the first ones first, also over spaces."""
+    merges = [(a, b) for a, b in map(str.split, pairs)]
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    core = Tokenizer(models.BPE({name: k for k, name in enumerate(names)}, merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "query", "merged"),
+    [
+        # In the prompt the line break joins the whole query; without it the word would.
+        (["Ċ a", "Ċa b", "b 1"], "ab", ""),
+        # The line break joins the letter before the end, so that the end joins the word.
+        (["Ċ z", "Ċz a", "a b", "b 1"], "zab", "'111' merges with this end to ['b1', '1', '1']"),
+        # The end joins the first letter of the word, and what follows is as the word begins.
+        (["1 1"], "a1", "'111' merges with this end to ['11', '11']"),
+    ],
+)
+def test_label_words_stand_in_the_prompt_after_its_last_token(
+    pairs: list[str], query: str, merged: str
+) -> None:
+    tokenizer, task = joining(*pairs), al.Task("{text}{label}", ["111", "d"])
+    demos = [al.Example("x", 0), al.Example("y", 1)]
+    if merged:
+        with pytest.raises(PromptError, match=re.escape(merged)):
+            al.build_prompts(tokenizer, task, demos, [query])
+    else:
+        (batch,) = al.build_prompts(tokenizer, task, demos, [query])
+        tokens = batch.label_token_ids.tolist()
+        assert tokenizer.convert_ids_to_tokens(tokens) == ["1", "d"]
 
 
 @pytest.mark.parametrize(
