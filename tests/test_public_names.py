@@ -26,39 +26,39 @@ def python(code: str) -> str:
     return completed.stdout.strip()
 
 
-def test_importing_the_package_imports_no_heavy_package() -> None:
-    heavy = (
-        "torch",
-        "pandas",
-        "scipy",
-        "numpy",
-        "plotly",
-        "transformers",
-        "datasets",
-        "peft",
-        "sklearn",
-    )
-    code = (
-        "import sys, anchorlens as al; names = dir(al); task = al.TASKS['sst2'];"
-        f"print([name for name in {heavy} if name in sys.modules]);"
-        "al.run; al.subsets.lasso(); print([each in sys.modules for each in ('torch', 'sklearn')])"
-    )
-    assert python(code).split("\n") == ["[]", "[True, False]"]
+# In one process, because each process imports PyTorch again.
+FIRST_USES = """
+import random, sys
+import anchorlens as al
+names, task, error = dir(al), al.TASKS["sst2"], al.errors.DataError
+print([each for each in {heavy!r} if each in sys.modules])
+uses = al.run, al.subsets.lasso(), al.contexts.context_to_peft
+print([each for each in ("torch", "sklearn", "peft") if each in sys.modules])
+import numpy, torch
+state = lambda: (random.getstate(), str(numpy.random.get_state()))
+before, kept = state(), torch.eye(3).bool()
+al.subsets.lasso(3).scores(kept, torch.arange(3.0).double())
+print(state() == before)
+from anchorlens import *
+print(Task.__module__)
+"""
+HEAVY = (
+    "torch",
+    "pandas",
+    "scipy",
+    "numpy",
+    "plotly",
+    "transformers",
+    "datasets",
+    "peft",
+    "sklearn",
+)
 
 
-def test_peft_is_imported_only_when_an_adapter_is_written() -> None:
-    code = "import sys, anchorlens as al; al.contexts.context_to_peft; print('peft' in sys.modules)"
-    assert python(code) == "False"
-
-
-def test_the_first_lasso_leaves_the_random_states_as_they_are() -> None:
-    """Scikit-learn is imported then, and draws from that of Python."""
-    code = (
-        "import random, numpy, torch, anchorlens as al; kept = torch.eye(3).bool();"
-        "state = lambda: (random.getstate(), str(numpy.random.get_state())); before = state();"
-        "al.subsets.lasso(3).scores(kept, torch.arange(3.0).double()); print(state() == before)"
-    )
-    assert python(code) == "True"
+def test_packages_are_imported_at_first_use_and_leave_random_states_as_they_are() -> None:
+    """Scikit-learn is imported at the first lasso, and draws from the random state of Python."""
+    printed = python(FIRST_USES.format(heavy=HEAVY)).split("\n")
+    assert printed == ["[]", "['torch']", "True", "anchorlens.prompts.tasks"]
 
 
 MODULES = ("records", "contexts", "replication", "metrics", "prompts")  # that list their names
@@ -113,11 +113,6 @@ def test_a_name_is_the_one_of_its_module() -> None:
 
     assert al.run is run and al.edges is edges
     assert vars(al)["run"] is run  # the second use does not look for it again
-    assert python("from anchorlens import *; print(Task.__module__)") == "anchorlens.prompts.tasks"
-
-
-def test_folders_and_files_of_the_package_are_attributes() -> None:
-    assert python("import anchorlens as al; print(al.errors.DataError.__name__)") == "DataError"
 
 
 def test_an_unknown_name_is_an_ordinary_attribute_error() -> None:

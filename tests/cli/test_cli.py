@@ -117,61 +117,7 @@ def test_run_takes_a_file_and_several_seeds(
     assert len(flows.per_prompt) == 24
 
 
-@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
-def test_a_different_run_in_the_same_folder_needs_fresh(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
-) -> None:
-    arguments = ["--model", str(shallow_folder), "--task", "questions", "--out", str(tmp_path)]
-    arguments += QUICK
-    users_file = tmp_path / "questions" / "rows" / "mine.txt"
-    assert call(monkeypatch, "run", *arguments) == 0
-    users_file.write_text("mine")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("rows-*")}
-    assert call(monkeypatch, "run", *arguments, "--seed", "7") == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(
-        f"error: {users_file.parent / 'metrics'} holds the contributions of another run; use"
-    )
-    assert "--fresh" in error and "prompts: stored" in error
-    # A command that fails deletes nothing.
-    assert call(monkeypatch, "run", *arguments, "--fresh", "--depth", "99") == 1
-    assert "--depth 99 is more than the 3 layers" in capsys.readouterr().err
-    assert call(monkeypatch, "run", *arguments, "--fresh", "--seed", "7", "--seed", "7") == 1
-    assert "--seed takes different whole numbers" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tmp_path.rglob("rows-*")} == before
-    assert call(monkeypatch, "run", *arguments, "--seed", "7", "--fresh") == 0
-    after = {path: path.read_bytes() for path in tmp_path.rglob("rows-*")}
-    assert after.keys() == before.keys() and not after.items() & before.items()
-    assert users_file.read_text() == "mine"
-
-
-@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
-@pytest.mark.filterwarnings("ignore:intervals of")
-def test_fresh_leaves_no_record_of_the_run_before(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """Eight queries are too few for distances; everything else is computed, and this is said."""
-    out, folder = tmp_path / "out", tmp_path / "out" / "questions"
-    arguments = ["--model", str(shallow_folder), "--task", "questions", "--out", str(out)]
-    assert call(monkeypatch, "run", *arguments, "--queries", "11", "--depth", "1") == 0
-    of_a_user = ["isolation_mine.safetensors", "mine.txt", "rows/mine.txt"]
-    for name in of_a_user:
-        (folder / name).write_text("mine")
-    capsys.readouterr()
-    arguments += ["--queries", "8", "--depth", "2", "--draws", "1", "--fresh"]
-    message = "no result for anchor_distances: anchor distances need more prompts than"
-    with pytest.warns(UserWarning, match=message):
-        assert call(monkeypatch, "run", *arguments) == 0
-    records = {path.name for path in folder.glob("*.safetensors")}
-    assert records == {
-        *("saliency_flows.safetensors", "attention_aucroc.safetensors", "accuracy.safetensors"),
-        *("isolation.safetensors", "isolation_mine.safetensors"),
-    }
-    assert all((folder / name).read_text() == "mine" for name in of_a_user)
-    assert (out / "report.html").exists()
-
-
-@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+@pytest.mark.usefixtures("analysis_made_before")
 def test_without_a_picture_of_a_prompt_there_is_still_a_report(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:

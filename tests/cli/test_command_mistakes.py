@@ -157,12 +157,3 @@ def test_numbers_out_of_range_are_usage_errors(
 ) -> None:
     assert call(monkeypatch, *RUN, "--model", "x", option, value) == 2
     assert f"Invalid value for '{option}'" in capsys.readouterr().err
-
-
-@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers")
-@pytest.mark.filterwarnings("ignore:training diverged")
-def test_seeds_can_have_any_size(monkeypatch: Any, shallow_folder: Path, data: Path) -> None:
-    """A seed below 0 is that of test_paper_writes_numbers_tables_and_report."""
-    monkeypatch.chdir(data)
-    seeds = ["--seeds", str(2**70)]
-    assert call(monkeypatch, *PAPER, "--model", str(shallow_folder), "--out", "out", *seeds) == 0

@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 
 import anchorlens as al
-from anchorlens.cli import trained_contexts
 from anchorlens.cli import work as command_prompts
-from anchorlens.contexts import soft_prompt, training
-from anchorlens.experiments import context_comparison
 from tests.cli.test_cli import call, error_of
-from tests.support.measures import assert_same
-from tests.support.trained_contexts import same
 
 SMALL = ["--queries", "6", "--training", "4", "--held-out", "3", "--steps", "1", "--draws", "1"]
 COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
@@ -98,73 +93,6 @@ def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
     assert note in capsys.readouterr().err
     record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
     assert "hard prompt" in record.info["contexts"]
-
-
-class Counted:
-    """A function that counts its calls; the one with the number ``stops_at`` is interrupted."""
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.calls, self.stops_at = function, 0, 0
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        self.calls += 1
-        if self.calls == self.stops_at:
-            raise KeyboardInterrupt
-        return self.function(*arguments, **options)
-
-
-def results_in(folder: Path) -> tuple[al.records.ContextsRecord, list[Any]]:
-    """The comparison without its times, and the trained contexts."""
-    record = al.records.ContextsRecord.load(folder / "contexts.safetensors")
-    names = ("soft_prompt", "prefix")
-    contexts = [al.contexts.load_context(folder / f"{name}.safetensors") for name in names]
-    no_times: dict[str, Any] = {
-        "seconds": record.seconds * 0,
-        "whole_seconds": record.whole_seconds * 0,
-    }
-    return replace(record, **no_times), contexts
-
-
-@pytest.mark.filterwarnings("ignore:intervals of")
-def test_an_interrupted_command_continues_and_a_fresh_one_begins_again(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """It is interrupted once in the second training, and once in the comparison."""
-    counted = {}
-    for name, module, function in (
-        ("soft_prompt", soft_prompt, "mean_loss_with_gradient"),
-        ("prefix", training, "mean_loss_with_gradient"),
-        ("rows", context_comparison, "_contributions"),
-    ):
-        counted[name] = Counted(getattr(module, function))
-        monkeypatch.setattr(module, function, counted[name])
-    arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path), "--quiet"]
-    arguments += ["--steps", "2", "--training", "2", "--held-out", "2", "--batch-size", "2"]
-    # What this test is not about, left out or made short.
-    monkeypatch.setattr("anchorlens.cli.work.reweighted", lambda *arguments: al.compress)
-    monkeypatch.setattr(trained_contexts, "_seconds_of_a_step", lambda *arguments: 0.0)
-    monkeypatch.setattr("anchorlens.cli.work.write_report", lambda *results, **page: None)
-
-    def status(*others: str, **stops: int) -> tuple[int, list[int]]:
-        """The exit status, and how often each function was called."""
-        for name, function in counted.items():
-            function.calls, function.stops_at = 0, stops.get(name, 0)
-        exit_status = call(monkeypatch, *arguments, *others)
-        return exit_status, [function.calls for function in counted.values()]
-
-    assert status(prefix=1) == (130, [2, 1, 0])
-    # The first loss of a stored training is computed again, and the first and last stored batch.
-    assert status(rows=3) == (130, [1, 2, 3])
-    assert status() == (0, [1, 1, 3])
-    resumed = results_in(tmp_path / "sentiment")
-    capsys.readouterr()
-    assert status("--length", "3") == (1, [0, 0, 0])
-    error = error_of(capsys.readouterr())
-    assert "of a training with another context" in error and error.endswith("delete the file")
-    assert status("--fresh") == (0, [2, 2, 3])
-    fresh = results_in(tmp_path / "sentiment")
-    assert_same(resumed[0], fresh[0], 0)
-    assert all(same(*pair) for pair in zip(resumed[1], fresh[1], strict=True))
 
 
 def test_contexts_too_long_for_the_model_are_refused_before_weights_are_loaded(

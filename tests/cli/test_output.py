@@ -158,7 +158,7 @@ class Full:
     ("stdout", "reason"),
     [(Full, "No space left on device"), (lambda: nullcontext(None), "it is closed")],
 )
-@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+@pytest.mark.usefixtures("analysis_made_before")
 def test_a_command_stores_everything_where_nothing_can_be_printed(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, stdout: Any, reason: str
 ) -> None:
@@ -176,7 +176,7 @@ def test_a_command_stores_everything_where_nothing_can_be_printed(
     assert (tmp_path / "questions" / "isolation.safetensors").exists()
 
 
-@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+@pytest.mark.usefixtures("analysis_made_before")
 def test_names_that_are_no_text_lose_no_report_and_command_no_terminal(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:

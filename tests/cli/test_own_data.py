@@ -403,8 +403,7 @@ def next_command(printed: Any) -> tuple[str, list[str]]:
     return reason, shlex.split(line)[1:]
 
 
-@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers")
-@pytest.mark.filterwarnings("ignore:intervals of", "ignore:no result for")
+@pytest.mark.usefixtures("analysis_made_before")
 def test_the_next_command_has_the_same_data_and_no_more_queries_than_there_are(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:

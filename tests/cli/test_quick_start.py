@@ -1,82 +1,68 @@
 """Help, version and completion need none of the packages that take seconds to import."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.with_shapes
 
 HEAVY = ("torch", "pandas", "scipy", "numpy", "transformers", "plotly", "datasets", "accelerate")
-# Prints the heavy packages that main imported, to the standard error.
+# Runs commands one after another, in one process, and says which heavy packages they imported.
 CODE = """
-import sys
+import contextlib, io, json, sys
 from anchorlens.cli.commands import main
-sys.argv = ["anchorlens", *sys.argv[1:]]
-try:
-    main()
-finally:
-    print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
+told = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv, out, err = ["anchorlens", *arguments], io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    loaded = [name for name in {heavy!r} if name in sys.modules]
+    told.append((code, out.getvalue(), err.getvalue(), loaded))
+print(json.dumps(told))
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--help"], "paper"),
-        (["--version"], "anchorlens 0."),
-        (["run", "--help"], "--task"),
-        (["paper", "--help"], "--task"),
-        (["demo", "--help"], "--model"),
-    ],
-)
-def test_help_and_version_import_no_heavy_package(arguments: list[str], words: str) -> None:
-    completed = subprocess.run(
-        [sys.executable, "-c", CODE.format(heavy=HEAVY), *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
+def run_one_after_another(
+    folder: Path, *commands: list[str]
+) -> list[tuple[Any, str, str, list[str]]]:
+    code = [sys.executable, "-c", CODE.format(heavy=HEAVY), json.dumps(commands)]
+    done = subprocess.run(code, capture_output=True, text=True, check=True, cwd=folder)
+    told: list[tuple[Any, str, str, list[str]]] = json.loads(done.stdout)
+    return told
+
+
+def test_help_and_mistakes_in_data_files_come_before_heavy_packages(tmp_path: Path) -> None:
+    """The last command computes: it imports PyTorch before it finds that there is no such file."""
+    shown = {"--help": "paper", "--version": "anchorlens 0.", "run --help": "--task"}
+    shown |= {"paper --help": "--task", "demo --help": "--model"}
+    wrong = {"paper": b"text,label\n\xe9,0\n", "contexts": b"text,label\na b,0\n", "run": None}
+    wrong["faithfulness"] = b"question,documents\na,\n"
+    files = {command: f"own-{command}.csv" for command in wrong}
+    for command, content in wrong.items():
+        if content is not None:
+            (tmp_path / files[command]).write_bytes(content)
+    *told, last = run_one_after_another(
+        tmp_path,
+        *(words.split() for words in shown),
+        *([command, files[command], "--model", "x"] for command in wrong),
+        ["run", "--model", "x", "--task", "sentiment", "none.jsonl"],
     )
-    assert words in completed.stdout
-    assert completed.stderr.strip() == "[]"
-
-
-def test_the_test_sees_a_heavy_package() -> None:
-    """A command that computes imports PyTorch before it finds that there is no such file."""
-    arguments = ["run", "--model", "x", "--task", "sentiment", "none.jsonl"]
-    completed = subprocess.run(
-        [sys.executable, "-c", CODE.format(heavy=("torch",)), *arguments],
-        capture_output=True,
-        text=True,
-    )
-    assert completed.returncode == 1
-    assert completed.stderr.splitlines()[-1] == "['torch']"
-
-
-@pytest.mark.parametrize(
-    ("command", "content"),
-    [
-        ("run", None),
-        ("paper", b"text,label\n\xe9,0\n"),
-        ("contexts", b"text,label\na b,0\n"),
-        ("faithfulness", b"question,documents\na,\n"),
-    ],
-)
-def test_a_mistake_in_a_data_file_is_said_before_pytorch_is_imported(
-    tmp_path: Path, command: str, content: bytes | None
-) -> None:
-    if content:
-        (tmp_path / "own.csv").write_bytes(content)
-    completed = subprocess.run(
-        [sys.executable, "-c", CODE.format(heavy=("torch",)), command, "own.csv", "--model", "x"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert completed.returncode == 1 and completed.stderr.startswith("error: ")
-    assert "own.csv" in completed.stderr and completed.stderr.splitlines()[-1] == "[]"
+    of_help, of_mistakes = told[: len(shown)], told[len(shown) :]
+    for (code, out, err, loaded), words in zip(of_help, shown.values(), strict=True):
+        assert (code, err, loaded) == (0, "", []) and words in out
+    for (code, _, err, loaded), file in zip(of_mistakes, files.values(), strict=True):
+        assert code == 1 and err.startswith("error: ") and file in err
+        assert "torch" not in loaded, file
+    assert last[0] == 1 and "torch" in last[3]
 
 
 def test_a_shell_completes_commands_and_tasks() -> None:

@@ -176,7 +176,7 @@ def test_all_segments_are_the_clean_run_bit_for_bit(model: Any) -> None:
 
 
 @pytest.mark.parametrize("remove", [al.removal.edges, al.removal.text])
-def test_shared_tokens_batches_and_padding_do_not_matter(
+def test_shared_tokens_run_once_for_each_subset(
     remove: Any, exact_gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, runs = exact_gpt2, list[int]()
@@ -188,17 +188,11 @@ def test_shared_tokens_batches_and_padding_do_not_matter(
 
     outcomes(model, questions(model, 6, batch_size=2), remove=remove)  # facts are found
     monkeypatch.setattr(shared_prefix, "run_prefix", counted)
-    _, subsets, got = outcomes(model, questions(model, 6, batch_size=2), remove=remove)
+    _, subsets, _ = outcomes(model, questions(model, 6, batch_size=2), remove=remove)
     # One for the clean run and one for each subset, for the three batches.
     different = len(subsets[0][0].unique(dim=0)) - int(subsets[0][0].all(-1).any())
     expected = {al.removal.edges: 1 + different, al.removal.text: 1}
     assert len(runs) == expected[remove] and different > 4
-    reference = torch.cat([outcome.log_odds for outcome in got])
-    for options in ({"batch_size": 6}, {"batch_size": 4, "padding_side": "left"}):
-        _, _, again = outcomes(model, questions(model, 6, **options), remove=remove)
-        torch.testing.assert_close(torch.cat([o.log_odds for o in again]), reference)
-    _, _, again = outcomes(model, questions(model, 6, batch_size=2), remove=remove, whole=True)
-    torch.testing.assert_close(torch.cat([o.log_odds for o in again]), reference)
 
 
 def test_text_without_a_demonstration_is_the_prompt_without_it(

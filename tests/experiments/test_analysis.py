@@ -21,10 +21,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:in .* of .* sets", "ignore:some 
 FEW: dict[str, Any] = {"resamples": 5, "progress": False}
 
 
+@pytest.fixture
+def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One model of random weights instead of three."""
+    monkeypatch.setattr(random_weights, "SEEDS", (0,))
+
+
+@pytest.fixture
+def no_random_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analysis, "with_random_models", lambda *given, **_: given[3])
+
+
 def prompts_of(model: Any, queries: int = 12) -> list[al.PromptBatch]:
     return al.sample_prompts(model, "questions", queries=queries, seeds=[1])
 
 
+@pytest.mark.usefixtures("one_seed")
 @pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
 def test_all_analyses_are_those_of_separate_calls(model: Any) -> None:
     batches, kept = prompts_of(model), list[tuple[str, al.Record]]()
@@ -53,6 +65,7 @@ def test_all_analyses_are_those_of_separate_calls(model: Any) -> None:
         assert_same(replace(results[key], info=known), record)
 
 
+@pytest.mark.usefixtures("no_random_models")
 def test_a_metric_without_a_result_is_a_warning(gpt2: Any) -> None:
     with pytest.warns(UserWarning, match="no result for anchor_distances: .* more prompts than"):
         results = al.analyse(gpt2, prompts_of(gpt2, queries=6), depth=1, draws=1, **FEW)
@@ -90,6 +103,7 @@ def test_models_of_random_weights_are_run_beside_the_model(model: Any) -> None:
     ]
 
 
+@pytest.mark.usefixtures("one_seed")
 def test_facts_of_the_architecture_are_not_found_again_for_random_weights(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,25 +119,30 @@ def test_facts_of_the_architecture_are_not_found_again_for_random_weights(
     assert tried == [llama]
 
 
+@pytest.mark.usefixtures("one_seed")
 def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches, options = prompts_of(gpt2), FEW | {"depth": 1, "draws": 1}
+    batches, metrics = prompts_of(gpt2), [al.SaliencyFlows()]
     monkeypatch.setattr(random_weights, "MOST_PARAMETERS", 10)
+    records = al.run(gpt2, batches, metrics, **FEW)
 
-    def reason(**asked: Any) -> str:
-        record = al.analyse(gpt2, batches, **options, **asked)["saliency_flows"]
+    def reason(asked: bool | None = None) -> str:
+        given = gpt2, batches, metrics, records
+        results = random_weights.with_random_models(*given, asked=asked, progress=False)
+        record: Any = results["saliency_flows"]
         assert bool(len(record.of_random_models("share"))) == (
             "seeds" in record.info["random_weights"]
         )
         return str(record.info["random_weights"])
 
-    assert reason(random_weights=False) == "left out"
+    of_call = al.analyse(gpt2, batches, depth=1, draws=1, random_weights=False, **FEW)
+    assert of_call["saliency_flows"].info["random_weights"] == reason(False) == "left out"
     assert "random_weights=True draws it" in reason()
-    assert reason(random_weights=True).startswith("seeds")
+    assert reason(True).startswith("seeds")
     monkeypatch.setattr(random_weights, "bridge_of", raise_out_of_memory)
     with pytest.warns(UserWarning, match="no models of random weights to compare with: no room"):
-        assert reason(random_weights=True) == "no room"
+        assert reason(True) == "no room"
 
 
 class MadeFromMore(GPT2LMHeadModel):
@@ -142,7 +161,7 @@ class MadeFromMore(GPT2LMHeadModel):
         (MadeFromMore, {}, "MadeFromMore cannot be made from its configuration alone: .*'more'"),
     ],
 )
-def test_a_model_that_cannot_be_drawn_again_is_analysed_without_controls(
+def test_a_model_that_cannot_be_drawn_again_has_no_controls(
     kind: type[GPT2LMHeadModel], changes: dict[str, int], reason: str
 ) -> None:
     tokenizer = byte_level_tokenizer()
@@ -155,12 +174,16 @@ def test_a_model_that_cannot_be_drawn_again_is_analysed_without_controls(
     batches = prompts_of(model)
     for name, value in changes.items():
         setattr(weights.config, name, value)
+    metrics = [al.Accuracy()]
+    records = al.run(model, batches, metrics, **FEW)
     with pytest.warns(UserWarning, match=f"no models of random weights .*: .*{reason}"):
-        results = al.analyse(model, batches, depth=1, draws=1, **FEW)
-    assert re.search(reason, results["saliency_flows"].info["random_weights"])
-    assert "first layer" in results["isolation"].info["sites"]
+        results = random_weights.with_random_models(
+            model, batches, metrics, records, progress=False
+        )
+    assert re.search(reason, results["accuracy"].info["random_weights"])
 
 
+@pytest.mark.usefixtures("one_seed")
 def test_a_metric_that_fails_on_random_weights_leaves_the_others_their_numbers(gpt2: Any) -> None:
     class Fails(al.Accuracy):
         def result(self, *_: Any, **__: Any) -> Any:
@@ -170,7 +193,7 @@ def test_a_metric_that_fails_on_random_weights_leaves_the_others_their_numbers(g
     batches = prompts_of(gpt2)
     results = al.run(gpt2, batches, metrics[:1], **FEW)
     record = random_weights.with_random_models(gpt2, batches, metrics, results, progress=False)
-    assert len(record["saliency_flows"].of_random_models("share")) == 3
+    assert len(record["saliency_flows"].of_random_models("share")) == 1
 
 
 def raise_out_of_memory(*_: Any, **__: Any) -> None:
@@ -178,7 +201,7 @@ def raise_out_of_memory(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:what .* holds is computed again")  # by what is put there
-@pytest.mark.usefixtures("patches_unseen")
+@pytest.mark.usefixtures("patches_unseen", "one_seed")
 def test_it_goes_on_where_it_was_stopped(
     gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +212,7 @@ def test_it_goes_on_where_it_was_stopped(
         with pytest.raises(ZeroDivisionError):
             al.analyse(gpt2, batches, folder=tmp_path, **options)
     stored = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*")}
-    assert len({path.parent.name for path in stored}) == 4  # the metrics, and three random models
+    assert len({path.parent.name for path in stored}) == 2  # the metrics, and a random model
     resumed = al.analyse(gpt2, batches, folder=tmp_path, **options)
     assert {path: path.stat().st_mtime_ns for path in stored} == stored
     for name, record in whole.items():

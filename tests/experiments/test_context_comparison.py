@@ -142,16 +142,6 @@ def test_the_best_draw_is_that_of_the_best_label_loyalty(gpt2: Any) -> None:
     assert record.top_accuracy < record.random_accuracy.max()
 
 
-def test_batches_and_padding_do_not_change_the_numbers(llama: Any) -> None:
-    records = [
-        ask(llama, questions(llama, 9, **options), Compared(TWO, draws=2), **QUIET)
-        for options in ({"batch_size": 4}, {"batch_size": 3, "padding_side": "left"})
-    ]
-    for name, value in records[0].tensors().items():
-        if "seconds" not in name:
-            assert difference(value, getattr(records[1], name)) < 1e-5, name
-
-
 def test_each_set_of_demonstrations_has_a_context_of_its_own(gpt2: Any) -> None:
     sets = [questions(gpt2, 5, seed=seed, batch_size=2) for seed in (1, 2)]
     calls: list[int] = []
@@ -189,45 +179,6 @@ def test_gains_have_the_intervals_of_compared_accuracies(gpt2: Any) -> None:
     assert record.label_loyalty[2] == 1 and record.intervals["label_loyalty"][0, 2] < 1
     low, high = record.intervals["gain_over_first"][:, 1]
     assert low < record.gain_over_first[1] < high
-
-
-def test_a_call_after_an_interruption_goes_on(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    batches = questions(gpt2, 9, batch_size=3)
-    options: dict[str, Any] = {"contexts": TWO, "draws": 2}
-    expected = ask(gpt2, batches, Compared(**options), **QUIET)
-    rows, calls = context_comparison._contributions, list[int]()
-
-    def stops_at(last: int) -> None:
-        def counted(*arguments: Any) -> Any:
-            calls.append(len(calls))
-            if len(calls) == last:
-                raise KeyboardInterrupt
-            return rows(*arguments)
-
-        calls.clear()
-        monkeypatch.setattr(context_comparison, "_contributions", counted)
-
-    stops_at(3)
-    with pytest.raises(KeyboardInterrupt):
-        ask(gpt2, batches, Compared(**options), folder=tmp_path, **QUIET)
-    stops_at(99)
-    record = ask(gpt2, batches, Compared(**options), folder=tmp_path, **QUIET)
-    assert len(calls) == 3  # the first and the last stored batch are computed again, then the third
-    assert torch.equal(record.correct, expected.correct)
-    assert torch.equal(record.stolen_by_layer, expected.stolen_by_layer)
-    assert torch.equal(record.random_kl, expected.random_kl) and len(record.random_kl) == 2
-    others: list[dict[str, Any]] = [
-        {"contexts": dict(reversed(TWO.items()))},
-        {"contexts": TWO | {"anchors only": DEMONSTRATIONS}},
-        {"draws": 1},
-        {"seed": 1},
-        {"positions": al.contexts.placement.restarted},
-    ]
-    for other in others:
-        with pytest.raises(al.errors.StoreError, match="another run"):
-            ask(gpt2, batches, Compared(**options | other), folder=tmp_path, **QUIET)
 
 
 def with_interval(record: al.records.ContextsRecord, name: str, form: str) -> str:

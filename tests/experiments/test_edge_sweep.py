@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError, RunError, StoreError
+from anchorlens.errors import AnchorlensError, MetricError, RunError
 from anchorlens.experiments import edge_sweep
 from anchorlens.prompts import edges
-from anchorlens.runs import way
 from tests.support.asked import ask, by_site
 from tests.support.measures import assert_same, does_not_run, logits_of
 from tests.support.tiny_models import LONG_LABELS, questions
@@ -134,40 +133,6 @@ def test_keep_bos_changes_the_isolation(llama: Any) -> None:
     compare(with_bos, llama, batches, isolated, draws, rtol=1e-4, atol=1e-5)
 
 
-def test_batches_padding_and_order_change_nothing(model: Any) -> None:
-    sweep = al.EdgeSweep.isolation({"first 2": al.Site(range(2))}, draws=2)
-    options: dict[str, Any] = {"resamples": 10, "progress": False}
-    plans = [
-        questions(model, batch_size=5),
-        questions(model, batch_size=1),
-        questions(model, batch_size=12, padding_side="left"),
-        questions(model, batch_size=5)[::-1],
-    ]
-    first, *others = (ask(model, batches, sweep, **options) for batches in plans)
-    for other in others:
-        for field, values in other.tensors().items():
-            close(values, getattr(first, field), rtol=1e-4, atol=1e-5)
-        for field, bounds in other.intervals.items():
-            close(bounds, first.intervals[field], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.every_kind
-@pytest.mark.parametrize("cut", [labels_read_forerunners, edges.pq, forerunners_read])
-def test_shared_tokens_give_the_records_of_whole_prompts(
-    model: Any, cut: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = questions(model, 6, batch_size=3, padding_side="left")
-    sites = {"all": al.Site(range(3)), "last": al.Site(-1)}
-    sweep = al.EdgeSweep(cut, sites, draws=2)
-    shared: dict[str, Any] = by_site(ask(model, batches, sweep, **QUIET))
-    monkeypatch.setattr(way, "shared_lengths", lambda *of: {})
-    whole: dict[str, Any] = by_site(ask(model, batches, sweep, **QUIET))
-    for name, record in whole.items():
-        assert "run once" in shared[name].info["shared_prefix"]
-        assert record.info["shared_prefix"].startswith("off")
-        assert_same(shared[name], record, 1e-4)
-
-
 def test_an_edge_to_bos_is_not_cut_and_none_is_drawn_for_it(llama: Any) -> None:
     (batch,) = questions(llama, 3)
     seen: list[Tensor] = []
@@ -237,33 +202,6 @@ def test_wrong_options_raise_an_error_when_the_sweep_is_made(
     options: dict[str, Any] = {"edges": edges.pq, "sites": {"a": al.Site(0)}, **change}
     with pytest.raises(AnchorlensError, match=message):
         al.EdgeSweep(**options)
-
-
-def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) -> None:
-    batches = questions(llama, 4, batch_size=2)
-    options: dict[str, Any] = {"draws": 1, "sites": {"a": al.Site(0)}}
-    stored: dict[str, Any] = {"folder": tmp_path, **QUIET}
-    isolation = ask(llama, batches, al.EdgeSweep.isolation(**options), **stored)
-    cut = options | {"edges": forerunners_read}
-    first = ask(llama, batches, al.EdgeSweep(**cut), **stored)
-    assert_same(ask(llama, batches, al.EdgeSweep(**cut), **stored), first, 0)
-    assert_same(ask(llama, batches, al.EdgeSweep.isolation(**options), **stored), isolation, 0)
-    changes: list[dict[str, Any]] = [
-        {"edges": edges.pq},
-        {"control": edges.random_edges},
-        {"sites": {"a": al.Site(0, renormalize=False)}},
-        {"seed": 1},
-        {"draws": 2},
-        {"sites": {"a": al.Site(1)}},
-        {"sites": {"a": al.Site(0, heads=0)}},
-        {"sites": {"a": al.Site(0, keep_bos=True)}},
-    ]
-    message = r"holds '{0}' of another run.* {0}: stored .EdgeSweep\(.*, now .EdgeSweep\("
-    for change in changes:
-        with pytest.raises(StoreError, match=message.format("edge_sweep")):
-            ask(llama, batches, al.EdgeSweep(**cut | change), **stored)
-    with pytest.raises(StoreError, match=message.format("isolation")):
-        ask(llama, batches, al.EdgeSweep.isolation(whole_words=True, **options), **stored)
 
 
 def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import copy
 from dataclasses import dataclass, replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError, ModelError, RunError, StoreError
+from anchorlens.errors import AnchorlensError, MetricError, ModelError, RunError
 from anchorlens.experiments import ablation, faithfulness, segment_scores
 from anchorlens.experiments.ablation import Outcome
 from anchorlens.passes import provide
@@ -27,7 +26,7 @@ from anchorlens.system.torch_state import own_random_state
 from tests.references import plain
 from tests.support.asked import ask
 from tests.support.made_up_records import made_up_record
-from tests.support.measures import assert_same, does_not_run, patterns_of
+from tests.support.measures import does_not_run, patterns_of
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -425,33 +424,6 @@ def test_methods_are_not_tested_on_their_own_subsets(
         number = int(study.batches[0].demonstrations_id[0])
     assert torch.equal(kept[-1], al.subsets.random(9, 6, draw_generator(3, number)))
     assert torch.equal(tested[0], al.subsets.random(9, 6, draw_generator(-4, number)))
-
-
-@pytest.mark.filterwarnings("ignore:intervals of")
-@pytest.mark.usefixtures("patches_unseen")
-def test_an_interrupted_run_goes_on(
-    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    removals = spied(monkeypatch, ablation.Answers, "of_kept")
-    batches = questions(gpt2, 4, batch_size=2)
-    scores: Any = {"given": weights_of(4, 6), "signed": al.SegmentFlows(weight=al.weights.helpful)}
-    scores["one by one"] = al.subsets.one_by_one
-    asked = al.Faithfulness(scores, subsets=8)
-    options: dict[str, Any] = {"folder": tmp_path, "progress": False, "resamples": 9}
-    whole = ask(gpt2, batches, asked, **options)
-    count = len(removals)
-    assert_same(ask(gpt2, batches, asked, **options), whole, 0)
-    assert len(removals) == 2 * count  # the first and the last batch are computed again
-    [stored] = tmp_path.rglob("*1.safetensors")
-    stored.unlink()
-    assert_same(ask(gpt2, batches, asked, **options), whole, 0)
-    assert len(removals) == 3 * count  # one is stored, and the other is missing
-    assert al.records.FaithfulnessRecord.load(whole.save(tmp_path / "record")).info["top"] == 1
-    for changes in ({"given": weights_of(4, 6, seed=1)}, {"one by one": al.subsets.lasso(8)}):
-        with pytest.raises(StoreError, match="another run"):
-            ask(gpt2, batches, replace(asked, scores=scores | changes), **options)
-    with pytest.raises(StoreError, match="another run"):
-        ask(gpt2, batches, replace(asked, top=2), **options)
 
 
 def test_by_default_the_table_has_the_scores_of_the_paper_and_their_baselines(

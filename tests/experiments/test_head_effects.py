@@ -11,7 +11,7 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, HookError, StoreError
 from anchorlens.passes import shared_prefix
 from tests.references import states
-from tests.support.measures import assert_same, does_not_run, hooks_on
+from tests.support.measures import does_not_run, hooks_on
 from tests.support.tiny_models import tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -80,22 +80,6 @@ def test_own_outputs_have_no_effect(model: Any) -> None:
     torch.testing.assert_close(record.log_odds[0], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_batches_padding_and_shared_tokens_change_nothing(gpt2: Any) -> None:
-    """Means are over the prompts of a set, then over sets; shuffled labels differ by set."""
-
-    def computed(**options: Any) -> al.records.HeadEffectsRecord:
-        of_mean = prompts(gpt2, slice(6), **options)
-        shuffled = prompts(gpt2, slice(6, 18), MIXED, (0, 1), **options)
-        return al.head_effects(gpt2, of_mean, shuffled, **QUIET)
-
-    together = computed(batch_size=12)
-    assert "of each prompt" in together.info["shared_prefix"]
-    assert_same(together, computed(batch_size=5, padding_side="left"), 1e-4)
-    of_prompts = together.effect_of_prompts
-    assert len(of_prompts) == 24
-    torch.testing.assert_close(together.effect, of_prompts.mean(0))
-
-
 def test_shared_tokens_run_once_for_all_heads(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of the target alone leaves the keys and values of shared tokens as they are."""
     lengths: list[int] = []
@@ -140,18 +124,13 @@ def test_the_largest_heads_of_each_sign_and_what_replaces_them(gpt2: Any) -> Non
         record.largest(0)
 
 
-def test_a_run_resumes_and_refuses_other_prompts(gpt2: Any, tmp_path: Path) -> None:
-    of_mean, shuffled = prompts(gpt2, slice(3)), prompts(gpt2, slice(3, 6), MIXED)
+def test_effects_belong_to_the_outputs_that_replace_heads(gpt2: Any, tmp_path: Path) -> None:
+    shuffled = prompts(gpt2, slice(3, 6), MIXED)
     options: dict[str, Any] = {"folder": tmp_path, **QUIET}
-    first = al.head_effects(gpt2, of_mean, shuffled, **options)
-    assert_same(al.head_effects(gpt2, of_mean, shuffled, **options), first, 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["effects", "outputs"]
-    other = prompts(gpt2, slice(6, 9))
-    with pytest.raises(StoreError, match="another run"):
-        al.head_effects(gpt2, other, shuffled, **options)
+    al.head_effects(gpt2, prompts(gpt2, slice(3)), shuffled, **options)
     al.forget_run(tmp_path / "outputs")
     with pytest.raises(StoreError, match="holds 'head_effects' of another run"):
-        al.head_effects(gpt2, other, shuffled, **options)
+        al.head_effects(gpt2, prompts(gpt2, slice(6, 9)), shuffled, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """Flows with the integrated gradient against plain transformers with scaled patterns."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, ModelError, StoreError
+from anchorlens.errors import AnchorlensError, ModelError
 from anchorlens.experiments.integrated_flows import (
     mean_gradient,
     output_with,
@@ -206,22 +204,6 @@ def test_passes_start_at_their_layer_and_whole_passes_give_the_same(
         assert calls == [1 + 3 * 5] * 3  # the clean run, then four steps and F(0) for each layer
     assert whole.info["whole passes"] == reasons
     assert_same(record, whole, 1e-12)
-
-
-def test_a_run_resumes_with_the_same_settings(
-    gpt2: Any, batch: al.PromptBatch, tmp_path: Path
-) -> None:
-    batches = questions(gpt2, 4, batch_size=2)
-    asked = al.IntegratedFlows(["label", "target"], steps=2)
-    options: dict[str, Any] = {"folder": tmp_path, "progress": False}
-    expected = ask(gpt2, batches, asked, **options)
-    assert expected.intervals["flow"].shape == (2, 3, 2, 2)
-    stored = sorted(tmp_path.glob("rows-*"))
-    assert len(stored) == 2
-    stored[1].unlink()
-    assert_same(ask(gpt2, batches, asked, **options), expected)
-    with pytest.raises(StoreError, match=r"another run.* stored .*steps=2, .*now .*steps=3, "):
-        ask(gpt2, batches, replace(asked, steps=3), **options)
 
 
 @pytest.mark.parametrize(

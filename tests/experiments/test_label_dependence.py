@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isnan
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ import torch
 from scipy.stats import binomtest
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, StoreError
+from anchorlens.errors import AnchorlensError
 from anchorlens.experiments import label_dependence as experiment
 from anchorlens.runs.study import Study
 from tests.references import states
-from tests.support.measures import assert_same, does_not_run, hooks_on
+from tests.support.measures import does_not_run, hooks_on
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TASK, EXAMPLES = al.TASKS["trec"], al.load_examples("questions")
@@ -134,20 +133,15 @@ def test_predictors_whose_rule_is_known(gpt2: Any, monkeypatch: pytest.MonkeyPat
     assert abs(share - 1 / 6) < 4 * (1 / 6 * 5 / 6 / 600) ** 0.5 and random == 1
 
 
-def test_a_run_resumes_and_has_a_figure_and_a_table(gpt2: Any, tmp_path: Path) -> None:
+def test_the_figure_and_the_table(gpt2: Any) -> None:
     two = {"gold": al.relabeling.gold, "gold/again": al.relabeling.gold}
-    run = partial(al.label_dependence, gpt2, TASK, DEMOS, folder=tmp_path, progress=False)
-    first = run(QUERIES[:22], two, resamples=20)
+    options: dict[str, Any] = {"resamples": 20, "progress": False}
+    first = al.label_dependence(gpt2, TASK, DEMOS, QUERIES[:22], two, **options)
     assert first.info["relabelings"] == [*two] and first.info["compared_with"] == "gold"
-    assert_same(run(QUERIES[:22], two, resamples=20), first, 0)
     for name in ("truth", "prior", "prompt"):
         values, bounds = getattr(first, name), first.intervals[name]
         assert values[0] == values[1] and torch.equal(bounds[:, 0], bounds[:, 1])
     assert first.change.tolist() == [0, 0] and first.intervals["change"][:, 0].tolist() == [0, 0]
-    folders = sorted(path.name for path in tmp_path.iterdir())
-    assert folders == ["alone", "labels gold", "labels gold%2Fagain"]
-    with pytest.raises(StoreError, match="another run"):
-        run(QUERIES[1:23], two, resamples=0)
     bars = first.plot().data
     assert [bar.name for bar in bars] == ["truth", "prior", "prompt", "override"]
     assert list(bars[1].y) == first.prior.tolist()

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +9,10 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, StoreError
-from anchorlens.runs import way
+from anchorlens.errors import AnchorlensError
 from anchorlens.runs.passes import Passes
 from tests.references import plain
-from tests.support.measures import assert_same, does_not_run, hooks_on
+from tests.support.measures import does_not_run, hooks_on
 from tests.support.tiny_models import tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -156,28 +154,14 @@ def test_a_null_query_that_is_the_query_leaves_nothing(gpt2: Any) -> None:
         assert not record.score.any() and not record.found.any() and record.raw.all()
 
 
-def test_long_and_shared_prompts_change_nothing(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of two calls have the same numbers of queries."""
-
-    def computed() -> list[Any]:
-        null = demonstrations(gpt2, ["N/A"] * 10, batch_size=3)
-        both = [*demonstrations(gpt2), *demonstrations(gpt2, QUERIES[::-1])]
-        of_documents = documents(gpt2), documents(gpt2, " N/A")
-        return [
-            al.retrieval_heads(gpt2, both, null, **QUIET),
-            al.retrieval_heads(gpt2, *of_documents, right=RIGHT, **QUIET),
-        ]
-
-    shared, alone = computed()
-    assert "run once for all" in shared.info["shared_prefix"] and shared.info["passes"] == "native"
-    once = al.retrieval_heads(
-        gpt2, demonstrations(gpt2), demonstrations(gpt2, ["N/A"] * 5), **QUIET
-    )
-    torch.testing.assert_close(shared.score, once.score)
-    monkeypatch.setattr(way, "LARGE", 0)
-    for long, record in zip(computed(), (shared, alone), strict=True):
-        assert "fused" in long.info["attention"]
-        assert_same(long, record, 1e-5)
+def test_prompts_of_two_calls_have_the_same_numbers_of_queries(gpt2: Any) -> None:
+    null = demonstrations(gpt2, ["N/A"] * 10, batch_size=3)
+    both = [*demonstrations(gpt2), *demonstrations(gpt2, QUERIES[::-1])]
+    twice = al.retrieval_heads(gpt2, both, null, **QUIET)
+    null = demonstrations(gpt2, ["N/A"] * 5)
+    once = al.retrieval_heads(gpt2, demonstrations(gpt2), null, **QUIET)
+    torch.testing.assert_close(twice.score, once.score)
+    assert once.info["passes"] == "native"
 
 
 def test_the_best_heads_are_cut_and_as_many_random_ones(request: Any) -> None:
@@ -225,18 +209,14 @@ def test_the_best_heads_are_cut_and_as_many_random_ones(request: Any) -> None:
         assert masked.plot().data[1].name == "random heads cut, mean"
 
 
-def test_a_run_resumes_and_has_a_figure(gpt2: Any, tmp_path: Path) -> None:
-    run = partial(al.retrieval_heads, gpt2, folder=tmp_path, progress=False)
+def test_the_figure_and_the_intervals(gpt2: Any) -> None:
     queries = [example for example in EXAMPLES if example not in DEMOS][:20]
     batches, null = demonstrations(gpt2, queries), demonstrations(gpt2, ["N/A"] * 20)
-    first = run(batches, null, resamples=5)
+    first = al.retrieval_heads(gpt2, batches, null, resamples=5, progress=False)
     assert first.intervals.keys() == {"score", "raw", "found"}
-    assert_same(run(batches, null, resamples=5), first, 0)
-    with pytest.raises(StoreError, match="another run"):
-        run(batches, demonstrations(gpt2, ["Nothing"] * 20), resamples=0)
     assert first.plot().data[0].z[1][2] == float(first.score[2, 1])
     # A warning that the edges cannot be compared would be an error here.
-    masked = al.run(gpt2, batches, [first.masking(2, draws=1)], folder=tmp_path / "masked", **QUIET)
+    masked = al.run(gpt2, batches, [first.masking(2, draws=1)], **QUIET)
     assert masked["retrieval_masking"].kl[0] > 0
 
 

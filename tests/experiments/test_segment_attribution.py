@@ -14,7 +14,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, RunError, StoreError
+from anchorlens.errors import AnchorlensError, RunError
 from anchorlens.hooks import Site, hooks_on_edges
 from anchorlens.passes.forward import logits_at
 from tests.experiments.test_ablation import misquoted, of_context_cite, returning, written
@@ -165,24 +165,6 @@ def test_shapley_values_sum_to_what_all_segments_add(exact_gpt2: Any) -> None:
             is_exact = "2 perm" not in method.name
             assert (record.errors_of_prompts == 0).all() == is_exact
     assert record.info["remove"] == "text" and gain.abs().min() > 1e-3
-
-
-def test_batches_and_an_interruption_do_not_matter(exact_gpt2: Any, tmp_path: Path) -> None:
-    model, asked = exact_gpt2, al.SegmentAttribution(al.subsets.lasso(8), seed=3)
-    batches = questions(model, 4, batch_size=2)
-    options: dict[str, Any] = {"progress": False, "resamples": 40}
-    record = ask(model, batches, asked, folder=tmp_path, **options)
-    low, high = record.intervals["scores"]
-    assert (low < record.scores).all() and (record.scores < high).all()
-    alone = questions(model, 4, batch_size=1)
-    assert_same(ask(model, alone, asked, **options), record, 1e-9)
-    [stored] = tmp_path.rglob("*1.safetensors")
-    stored.unlink()
-    again = ask(model, batches, asked, folder=tmp_path, **options)
-    assert_same(again, record, 0)
-    with pytest.raises(StoreError, match="another run"):
-        another = replace(asked, method=al.subsets.lasso(9))
-        ask(model, batches, another, folder=tmp_path, **options)
 
 
 def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any, byte_level: Any) -> None:

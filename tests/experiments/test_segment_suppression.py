@@ -1,6 +1,5 @@
 """Suppression of segments, as documented, against plain transformers with masks of four axes."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 import anchorlens as al
-from anchorlens.errors import PromptError, StoreError
+from anchorlens.errors import PromptError
 from tests.support.asked import ask
-from tests.support.measures import assert_same, does_not_run
+from tests.support.measures import does_not_run
 from tests.support.printed_code import printed
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2
 
@@ -113,20 +112,3 @@ def test_means_are_over_prompts_and_then_over_sets() -> None:
     kl = torch.tensor([[[1.0]], [[3.0]], [[torch.nan]], [[8.0]], [[torch.nan]]])
     rows = al.Contributions({"kl": kl.double()}, torch.tensor([4, 4, 4, 2, 7]))
     assert Suppression.record.of(rows).kl.tolist() == [[5.0]]
-
-
-def test_an_interrupted_run_goes_on(raw: Any, byte_level: Any, tmp_path: Path) -> None:
-    model = raw(tiny_gpt2(len(byte_level)), byte_level)  # is prepared by the call
-    batches = questions(model, 3, batch_size=1)
-    options: dict[str, Any] = {"folder": tmp_path, "progress": False}
-    asked = Suppression(("label", "query"))
-    with pytest.warns(UserWarning, match="intervals of 3 prompts"):
-        whole = ask(model, batches, asked, **options)
-    low, high = whole.intervals["kl"][:, 1, 0]
-    assert low < whole.kl[1, 0] < high
-    [stored] = tmp_path.rglob("*1.safetensors")
-    stored.unlink()
-    with pytest.warns(UserWarning, match="intervals of 3 prompts"):
-        assert_same(ask(model, batches, asked, **options), whole, 0)
-    with pytest.raises(StoreError, match="another run"):
-        ask(model, batches, Suppression(("label", "target")), resamples=0, **options)

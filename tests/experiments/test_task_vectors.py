@@ -1,6 +1,5 @@
 """Task vectors against loops with raw hooks over single prompts and layers."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +7,10 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, HookError, StoreError
+from anchorlens.errors import AnchorlensError, HookError
 from tests.experiments.test_head_effects import EXAMPLES, MIXED, QUIET, TASK, prompts
 from tests.references import states
-from tests.support.measures import assert_same, does_not_run, hooks_on
+from tests.support.measures import does_not_run, hooks_on
 from tests.support.tiny_models import randomize, tiny_gpt2
 
 READ, ASKED = slice(2), slice(3, 15)
@@ -156,27 +155,6 @@ def test_vectors_of_other_models_and_positions_are_refused(gpt2: Any, llama: Any
     after = tested[0].after(int(tested[0].label_ends.min()) + 1)
     with pytest.raises(HookError, match=f"positions before {after.first_query}, from which on"):
         at_words.hooks(gpt2, after, 0, al.edges.anchors)
-
-
-def test_batches_and_padding_change_nothing(gpt2: Any) -> None:
-    def computed(seeds: Any = (0,), **options: Any) -> al.records.TaskVectorsRecord:
-        tested = prompts(gpt2, ASKED, seeds=seeds, **options)
-        return al.task_vectors(gpt2, prompts(gpt2, slice(3), **options), tested, **QUIET)
-
-    together = computed()
-    assert_same(computed(batch_size=5, padding_side="left"), together, 1e-5)
-    assert len(computed((0, 1), batch_size=7).correct) == 24
-
-
-def test_a_run_resumes_and_refuses_other_prompts(gpt2: Any, tmp_path: Path) -> None:
-    batches, tested = prompts(gpt2, READ), prompts(gpt2, ASKED)
-    options: dict[str, Any] = {"folder": tmp_path, **QUIET}
-    first = al.task_vectors(gpt2, batches, tested, **options)
-    assert_same(al.task_vectors(gpt2, batches, tested, **options), first, 0)
-    folders = sorted(path.name for path in tmp_path.iterdir())
-    assert folders == ["demonstrations", "vectors", "written"]
-    with pytest.raises(StoreError, match="another run"):
-        al.task_vectors(gpt2, batches, prompts(gpt2, slice(4, 6)), **options)
 
 
 @pytest.mark.with_shapes

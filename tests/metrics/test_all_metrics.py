@@ -1,6 +1,5 @@
 """All metrics of one run: against plain transformers, and what must not matter."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -81,34 +80,6 @@ def test_records_equal_plain_transformers(
             ours, values = getattr(results[number][record_name], field), expected[field]
             assert torch.equal(ours.isnan(), values.isnan()), field
             assert difference(ours.nan_to_num(), values.nan_to_num()) <= tolerance, field
-
-
-@pytest.mark.every_kind
-@pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts", "ignore:in layers")
-def test_batches_padding_order_and_sharing_change_nothing(model: Any) -> None:
-    segments = ["text", "label", "target"]
-    of_segments = [al.SegmentFlows(segments), al.SegmentAttention(segments, apart=1)]
-    metrics = [*METRICS, *of_segments, al.PrefixEffect(), al.Accuracy()]
-    few = questions(model, batch_size=5)
-    runs = [questions(model), questions(model, batch_size=1)[::-1], few]
-    runs += [few[::-1], questions(model, batch_size=5, padding_side="left")]
-    whole, *others = (
-        al.run(model, batches, metrics, share_prefix=share, resamples=5, progress=False)
-        for batches, share in zip(runs, (False, True, False, True, True), strict=True)
-    )
-    for results in others:
-        for key, ours in results.items():
-            expected: Any = whole[key]
-            tolerance = 1e-5
-            if key == "prefix_effect":
-                rounding: dict[str, Any] = {"invariance": torch.zeros(3)}
-                assert ours.indirect[0] == 0 and ours.invariance.max() < 1e-5
-                ours, expected = (replace(each, **rounding) for each in (ours, expected))
-                tolerance = 1e-4
-            assert_same(ours, expected, tolerance)
-            for field in ours.intervals:
-                bounds = [each.intervals[field].nan_to_num() for each in (ours, expected)]
-                assert difference(*bounds) <= tolerance, (key, field)
 
 
 def test_attention_is_that_of_the_changed_run(gpt2: Any) -> None:

@@ -270,33 +270,6 @@ def test_totals_of_merged_segments_add_up_to_every_edge(
     assert difference(everything[:, 0, 0], edges.sum((1, 2))) <= 1e-12
 
 
-@pytest.mark.every_kind
-@pytest.mark.usefixtures("kind_of_model")
-def test_results_do_not_depend_on_batches_and_checkpoints(gpt2: Any, batch: al.PromptBatch) -> None:
-    names = ["question", "answer"]
-    together = flows_in(gpt2, [batch], names)
-    split = [replace(batch.prompt(row), index=torch.tensor([row])) for row in range(2)]
-    assert_same(flows_in(gpt2, split, names), together)
-    assert_same(flows_in(gpt2, [batch], names, gradient_checkpointing=True), together)
-
-
-@pytest.mark.every_kind
-@pytest.mark.usefixtures("kind_of_model")
-def test_a_span_in_the_query_is_the_same_after_shared_demonstrations(gpt2: Any) -> None:
-    batches = questions(gpt2, 4)
-    loss = al.losses.span_cross_entropy("target")
-    metrics: list[al.Metric] = [al.SegmentFlows(), al.SaliencyFlows()]
-    shared = al.run(gpt2, batches, metrics, loss=loss, **QUIET)
-    whole = al.run(gpt2, batches, metrics, loss=loss, share_prefix=False, **QUIET)
-    assert "run once" in shared["segment_flows"].info["shared_prefix"]
-    for name in shared:
-        assert_same(shared[name], whole[name], 1e-4)
-    # Label words are predicted in the tokens that would be shared.
-    loss = al.losses.span_cross_entropy("label")
-    record = al.run(gpt2, batches, metrics, loss=loss, **QUIET)["segment_flows"]
-    assert record.info["shared_prefix"].startswith("off")
-
-
 def test_weights_of_a_loss_are_factors(precise: Any, batch: al.PromptBatch) -> None:
     span = al.losses.span_cross_entropy("answer")
     mean = al.losses.next_token_cross_entropy(

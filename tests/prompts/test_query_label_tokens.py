@@ -13,8 +13,6 @@ import anchorlens as al
 from anchorlens.errors import PromptError
 from tests.attack.attack_tokenizers import made
 
-pytestmark = pytest.mark.with_shapes
-
 ENDS = [
     *("stage 1", "stage 1 ", "v1.", "12", "caf", "cafe", "naïve", "e\u0301", "x\u0308", "x:"),
     *(

@@ -78,108 +78,6 @@ def forwards_of(model: Any) -> list[Any]:
     return [vars(module).get(name) for module in modules_of(model) for name in names]
 
 
-@pytest.mark.parametrize(
-    ("make", "side"), [(tiny_gpt2, "left"), (tiny_llama, "right"), (tiny_gemma3, "left")]
-)
-def test_flows_equal_those_of_whole_patterns(
-    make: Any, side: Any, hooked: Any, byte_level: Any, fuse: Callable[[], None]
-) -> None:
-    model = hooked(make(len(byte_level)).double(), byte_level)
-    batches = questions(model, 9, padding_side=side)
-    expected = al.run(model, batches, METRICS, share_prefix=False, **QUIET)
-    assert "attention" not in expected["saliency_flows"].info
-    before = hooks_on(model), forwards_of(model), registered()
-    fuse()
-    for checkpoints in (False, True):
-        ours = al.run(model, batches, METRICS, gradient_checkpointing=checkpoints, **QUIET)
-        info = ours["saliency_flows"].info
-        assert info["attention"].startswith("fused: the patterns of a prompt would take")
-        once = (
-            "tokens of each prompt, run once for all, but whole prompts for rows of the attention"
-        )
-        assert info["shared_prefix"].endswith(once)
-        # The softmax of whole patterns is computed in float32 in Llama and Gemma.
-        for name, record in ours.items():
-            assert_same(record, expected[name], 1e-12 if make is tiny_gpt2 else 1e-5)
-    assert (hooks_on(model), forwards_of(model), registered()) == before
-    assert implementation_of(model) == "eager"
-
-
-def test_loyalties_equal_those_of_whole_patterns(
-    hooked: Any, byte_level: Any, fuse: Callable[[], None]
-) -> None:
-    """Edges are cut in the tokens that prompts share, which have no pattern, and after them."""
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-    batches = questions(model, 4)
-    sites = {"first": al.Site(0), "head": al.Site([1, 2], heads=1), "last": al.Site(2)}
-    to_demonstrations = lambda batch: al.edges.between(  # noqa: E731
-        al.edges.query(batch), al.edges.demonstrations(batch)
-    )
-
-    draws: dict[str, Any] = {"draws": 2}
-    control: dict[str, Any] = {"control": al.edges.random_edges, "name": "query", **draws}
-    asked = [
-        al.Accuracy(),
-        al.EdgeSweep.isolation(sites, **draws),
-        al.EdgeSweep(al.edges.pq, sites, name="labels", **draws),
-        al.EdgeSweep(to_demonstrations, sites, **control),
-    ]
-
-    def records() -> dict[str, al.Record]:
-        return al.run(model, batches, asked, **QUIET)
-
-    expected = records()
-    assert "attention" not in expected["labels"].info
-    fuse()
-    ours = records()
-    assert list(ours) == ["accuracy", "isolation", "labels", "query"]
-    for record in ours.values():
-        assert record.info["attention"].startswith("fused: ")
-    assert ours["isolation"].info["sites"]["last"]["skipped_layers"] == (
-        "a long prefix runs from the first layer on"
-    )
-    for name, record in ours.items():
-        assert_same(record, expected[name], 1e-10)
-    assert implementation_of(model) == "eager"
-
-
-@pytest.mark.parametrize("large", [0, 2**31])
-def test_the_effect_of_a_prefix_equals_that_of_whole_prompts(
-    large: int, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its passes continue from the tokens before the query, though prompts share more tokens."""
-    model = hooked(tiny_llama(len(byte_level)).double(), byte_level)
-    batches = questions(model, 4)
-    effect = al.PrefixEffect()
-    expected = ask(model, batches, effect, share_prefix=False, **QUIET)
-    assert expected.info["shared_prefix"].startswith("off")
-    monkeypatch.setattr(decision, "LARGE", large)
-    ours = ask(model, batches, effect, **QUIET)
-    assert ours.info["shared_prefix"].endswith("tokens of each prompt, run once for all")
-    assert ours.info.get("attention", "").startswith("fused: " if large == 0 else "")
-    for name, values in expected.tensors().items():
-        # The softmax of whole patterns is computed in float32 in Llama.
-        assert getattr(ours, name).allclose(values, rtol=0, atol=1e-6, equal_nan=True), name
-
-
-def test_flows_with_cut_edges_equal_those_of_whole_patterns(
-    gpt2: Any, fuse: Callable[[], None]
-) -> None:
-    batches = questions(gpt2, 3)
-    options: dict[str, Any] = {
-        "hooks": lambda batch: al.isolate_labels(gpt2, batch, al.Site([0, 2], heads=1)),
-        **QUIET,
-    }
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.Loyalty()]
-    expected = al.run(gpt2, batches, metrics, **options)
-    fuse()
-    for checkpoints in (False, True):
-        ours = al.run(gpt2, batches, metrics, gradient_checkpointing=checkpoints, **options)
-        assert ours["saliency_flows"].info["attention"].startswith("fused: ")
-        for name, record in ours.items():
-            assert_same(record, expected[name], 1e-4)
-
-
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_gemma3])  # with a window, shorter than prompts
 def test_a_page_of_a_prompt_has_the_flows_of_whole_patterns(
     make: Any, hooked: Any, byte_level: Any, fuse: Callable[[], None]
@@ -352,18 +250,6 @@ def test_an_error_leaves_no_trace(gpt2: Any) -> None:
     after = al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))
     with pytest.raises(ModelError, match="does not cut edges of the scores"):
         fused_attention(gpt2, hooks=after)
-
-
-@pytest.mark.usefixtures("small")
-def test_an_interrupted_run_goes_on_with_the_same_rows(gpt2: Any, tmp_path: Path) -> None:
-    batches = questions(gpt2, 4, batch_size=2)
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]
-    expected = al.run(gpt2, batches, metrics, folder=tmp_path / "rows", **QUIET)
-    first, *_ = sorted((tmp_path / "rows").glob("*.safetensors"))
-    first.unlink()
-    again = al.run(gpt2, batches, metrics, folder=tmp_path / "rows", **QUIET)
-    for name, record in again.items():
-        assert_same(record, expected[name], 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -10,10 +9,8 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import HookError
-from anchorlens.runs import way
-from anchorlens.system import row_pieces
-from tests.support.measures import assert_same, difference, hooks_on
-from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from tests.support.measures import assert_same, difference
+from tests.support.tiny_models import questions, tiny_gpt2
 
 pytestmark = pytest.mark.filterwarnings("ignore:nothing is cut or scaled:UserWarning")
 
@@ -74,68 +71,19 @@ def exact(hooked: Any, byte_level: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def clean_flows(exact: Any) -> torch.Tensor:
-    """Without hooks; the side of the padding changes none."""
-    batches = questions(exact, 5, batch_size=3)
-    return al.run(exact, batches, METRICS[:1], share_prefix=False, **QUIET)["saliency_flows"].flows
+    batches = questions(exact, 3)
+    return al.run(exact, batches, METRICS[:1], **QUIET)["saliency_flows"].flows
 
 
 @pytest.mark.every_kind
-@pytest.mark.parametrize(("name", "side"), list(zip([*CUTS, *OTHERS], cycle(["left", "right"]))))
-def test_hooks_of_the_package_share_the_prefix(
-    name: str, side: Any, exact: Any, clean_flows: torch.Tensor
+@pytest.mark.parametrize("name", [*CUTS, *OTHERS])
+def test_hooks_of_the_package_change_what_prompts_share(
+    name: str, exact: Any, clean_flows: torch.Tensor
 ) -> None:
+    """In which other runs they do the same: tests/test_what_must_not_matter.py."""
     change = (CUTS | OTHERS)[name]
-    batches = questions(exact, 5, batch_size=3, padding_side=side)
-    before = hooks_on(exact)
-    ours = flows_and_others(exact, batches, change)
-    theirs = flows_and_others(exact, batches, change, share_prefix=False)
-    for record_name, record in ours.items():
-        assert "run once for all" in record.info["shared_prefix"]
-        assert theirs[record_name].info["shared_prefix"] == "off: share_prefix=False"
-        assert_same(record, theirs[record_name], 1e-10)
-    # These hooks do something, of which most is in the tokens that are shared.
-    flows = theirs["saliency_flows"].flows
+    flows = flows_and_others(exact, questions(exact, 3), change)["saliency_flows"].flows
     assert difference(flows, clean_flows) > 1e-3
-    assert hooks_on(exact) == before
-
-
-@pytest.mark.parametrize("name", CUTS)
-def test_cuts_and_detached_heads_need_no_pattern(
-    name: str, exact: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = questions(exact, 5, batch_size=3)
-    expected = flows_and_others(exact, batches, CUTS[name], share_prefix=False)
-    monkeypatch.setattr(way, "LARGE", 0)
-    monkeypatch.setattr(row_pieces, "PIECE", 5_000)
-    for record_name, record in flows_and_others(exact, batches, CUTS[name]).items():
-        assert record.info["attention"].startswith("fused: ")
-        assert "run once for all" in record.info["shared_prefix"]
-        assert_same(record, expected[record_name], 1e-10)
-
-
-@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma3])
-def test_they_also_do_in_other_architectures(
-    make: Any, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = hooked(make(len(byte_level)).double(), byte_level)
-    batches, change = questions(model, 4, padding_side="left"), CUTS["detached and cut"]
-    expected = flows_and_others(model, batches, change, share_prefix=False)
-    shared = flows_and_others(model, batches, change)
-    monkeypatch.setattr(way, "LARGE", 0)
-    fused = flows_and_others(model, batches, change)
-    assert fused["accuracy"].info["attention"].startswith("fused: ")
-    for name, record in expected.items():  # their softmax is in float32
-        assert_same(shared[name], record, 1e-5)
-        assert_same(fused[name], record, 1e-5)
-
-
-def test_hooks_that_scale_say_why_patterns_stay_whole(
-    exact: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(way, "LARGE", 0)
-    for name in OTHERS:
-        record = flows_and_others(exact, questions(exact, 3), OTHERS[name])["accuracy"]
-        assert record.info["attention"].startswith("whole patterns, because hooks act at blocks.0")
 
 
 def longer_queries(batch: al.PromptBatch) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""A user's metric says what it reads; each way to run gives it the numbers of whole prompts."""
+"""A user's metric says what it reads.
+
+That each way to run gives it the numbers of whole prompts is in tests/test_what_must_not_matter.py.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -13,8 +15,6 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, RunError
-from anchorlens.runs import way
-from tests.support.device_calls import EveryRead
 from tests.support.measures import assert_same
 from tests.support.tiny_models import questions, tiny_gpt2
 
@@ -50,11 +50,6 @@ class Numbers(al.Metric):
 @pytest.fixture(scope="module")
 def exact(hooked: Any, byte_level: Any) -> Any:
     return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-
-
-def several_sets(model: Any) -> list[al.PromptBatch]:
-    """Batches of several sizes, of two sets of demonstrations."""
-    return [*questions(model, 5, batch_size=3), *questions(model, 4, batch_size=2, seed=7)]
 
 
 def first_forerunner(batch: al.PromptBatch) -> Tensor:
@@ -106,47 +101,6 @@ READS: dict[str, tuple[Read, bool, bool]] = {  # whether prompts share tokens, a
 }
 
 
-@pytest.mark.parametrize("name", READS)
-def test_the_records_of_a_metric_are_those_of_whole_prompts(
-    name: str, exact: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, shares, is_fused = READS[name]
-    batches, metrics = several_sets(exact), [Numbers(read)]
-    expected = al.run(exact, batches, metrics, share_prefix=False, **QUIET)["numbers"]
-    ours = al.run(exact, batches, metrics, **QUIET)["numbers"]
-    off = "off: numbers reads blocks of the pattern of each prompt"
-    assert ours.info["shared_prefix"] == off or shares
-    assert ("run once for all" in ours.info["shared_prefix"]) == shares
-    monkeypatch.setattr(way, "LARGE", 0)
-    long = al.run(exact, batches, metrics, **QUIET)["numbers"]
-    whole = "whole patterns, because numbers needs them"
-    assert long.info["attention"].startswith(FUSED if is_fused else whole)
-    for record in (ours, long):
-        assert_same(record, expected, 1e-10)
-    first = expected.numbers[:, 0]  # slopes of demonstrations are 0 in the last layer
-    assert float(first.abs().sum(1).min()) > 0
-
-
-@pytest.mark.parametrize("has_hooks", [False, True])
-def test_a_metric_may_read_in_every_way_at_once(
-    has_hooks: bool, exact: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches, metrics = several_sets(exact), [EveryRead(has_hooks), al.SaliencyFlows()]
-    expected = al.run(exact, batches, metrics, share_prefix=False, **QUIET)
-    ours = al.run(exact, batches, metrics, **QUIET)
-    info = ours["saliency_flows"].info["shared_prefix"]
-    hooks = "off: every_read has hooks of its own, which see whole prompts"
-    assert info == hooks if has_hooks else "run once for all" in info
-    monkeypatch.setattr(way, "LARGE", 0)
-    long = al.run(exact, batches, metrics, **QUIET)
-    # States come from hooks, and rows of A without them; one metric gets either.
-    because = "whole patterns, because every_read needs them"
-    assert long["every_read"].info["attention"].startswith(because)
-    for name, record in expected.items():
-        assert_same(ours[name], record, 1e-10)
-        assert_same(long[name], record, 1e-10)
-
-
 def early(batch: al.PromptBatch) -> Tensor:
     """A position of the demonstrations, which differs between prompts."""
     return (9 + batch.index % 3)[:, None]
@@ -158,52 +112,29 @@ def first_labels(batch: al.PromptBatch) -> Tensor:
     return torch.stack([labels.roll(number) for number, labels in pairs])
 
 
-@pytest.mark.parametrize(
-    ("read", "shares"),
-    [
-        (lambda batch: al.reads.At("pattern", early(batch), first_forerunner), False),
-        (lambda batch: al.reads.At("blocks.{}.hook_resid_post", first_labels(batch)), False),
-        (lambda batch: al.reads.At("keys", early(batch)), False),
-        (lambda batch: al.reads.At("slope", early(batch), first_forerunner), False),
-        (lambda batch: al.reads.At("pattern", al.edges.target, first_labels(batch)), True),
-    ],
-    ids=["pattern", "states", "keys", "slope", "only keys of the target"],
-)
-def test_positions_of_demonstrations_that_differ_between_prompts_run_whole_prompts(
-    read: Read, shares: bool, exact: Any
-) -> None:
-    batches, metrics = several_sets(exact), [Numbers(read)]
-    expected = al.run(exact, batches, metrics, share_prefix=False, **QUIET)["numbers"]
-    ours = al.run(exact, batches, metrics, **QUIET)["numbers"]
-    off = "off: numbers differs between prompts that share their demonstrations"
-    assert ours.info["shared_prefix"] == off or shares
-    assert ("run once for all" in ours.info["shared_prefix"]) == shares
-    assert_same(ours, expected, 1e-10)
-
-
-def test_what_a_metric_reads_follows_the_hooks_that_change_the_run(exact: Any) -> None:
-    batches = several_sets(exact)
-    read = lambda batch: al.reads.At("pattern", al.edges.forerunners, first_forerunner)  # noqa: E731
-    options: dict[str, Any] = {"hooks": lambda batch: al.block_edges(exact, batch, al.edges.wp, 0)}
-    metrics = [Numbers(read), EveryRead(has_hooks=False)]
-    expected = al.run(exact, batches, metrics, share_prefix=False, **options, **QUIET)
-    ours = al.run(exact, batches, metrics, **options, **QUIET)
-    assert "run once for all" in ours["numbers"].info["shared_prefix"]
-    clean = al.run(exact, batches, metrics, **QUIET)
-    for name, record in expected.items():
-        assert_same(ours[name], record, 1e-10)
-        with pytest.raises(AssertionError):
-            assert_same(clean[name], record)
-
-
-def test_a_run_goes_on_after_the_batches_that_are_stored(exact: Any, tmp_path: Path) -> None:
-    batches, metrics = several_sets(exact), [EveryRead(has_hooks=False)]
-    expected = al.run(exact, batches, metrics, **QUIET)["every_read"]
-    al.run(exact, batches, metrics, folder=tmp_path, **QUIET)
-    for number in (1, 2):
-        (tmp_path / f"rows-0000{number}.safetensors").unlink()
-    again = al.run(exact, batches, metrics, folder=tmp_path, **QUIET)["every_read"]
-    assert_same(again, expected, 1e-10)
+READS |= {
+    "differing pattern": (
+        lambda batch: al.reads.At("pattern", early(batch), first_forerunner),
+        False,
+        True,
+    ),
+    "differing states": (
+        lambda batch: al.reads.At("blocks.{}.hook_resid_post", first_labels(batch)),
+        False,
+        True,
+    ),
+    "differing keys": (lambda batch: al.reads.At("keys", early(batch)), False, True),
+    "differing slope": (
+        lambda batch: al.reads.At("slope", early(batch), first_forerunner),
+        False,
+        True,
+    ),
+    "differing keys of the target": (
+        lambda batch: al.reads.At("pattern", al.edges.target, first_labels(batch)),
+        True,
+        True,
+    ),
+}
 
 
 def test_what_a_metric_does_not_read_leaves_the_results_of_the_others(exact: Any) -> None:

@@ -169,27 +169,6 @@ def test_many_metrics_in_one_pass_equal_each_metric_alone(
     assert isolated == (6, 3)  # the clean pass runs first
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
-def test_rows_do_not_depend_on_the_batches(name: str, request: pytest.FixtureRequest) -> None:
-    model = request.getfixturevalue(name)
-    metrics = [*METRICS, al.Loyalty(), SelfAttention()]
-
-    def results_of(batches: list[al.PromptBatch]) -> dict[str, al.Record]:
-        # All layers are changed, because the KL of a small change is lost in float32.
-        hooks = lambda batch: al.isolate_labels(model, batch, range(3))  # noqa: E731
-        return run(model, batches, metrics, hooks=hooks, resamples=3)
-
-    first = results_of(questions(model, batch_size=12))
-    for batches in (
-        questions(model, batch_size=1),
-        questions(model, batch_size=5, padding_side="left"),
-        questions(model, batch_size=5)[::-1],
-    ):
-        other = results_of(batches)
-        for metric in metrics:
-            assert_same(other[metric.name], first[metric.name])
-
-
 def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
     """Each call and each batch from positions counts its prompts from 0."""
     examples = al.load_examples("questions")

@@ -31,7 +31,6 @@ from anchorlens.runs.store import Store, forget_run, off_by, require_same
 from anchorlens.system import files
 from anchorlens.system.digest_file import read_with_digest
 from anchorlens.system.signals import Stopped, signals_raise
-from tests.support.asked import ask
 from tests.support.damages import DAMAGES, DEEP, Damage, flipped_after, rewritten
 from tests.support.stored_runs import Killed, Logits, run, same, stored_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
@@ -724,37 +723,6 @@ def test_only_temporary_files_of_ended_processes_are_removed(tmp_path: Path) -> 
         (tmp_path / name).touch()
     Store.open(tmp_path, {"model": "x"})
     assert {path.name for path in tmp_path.iterdir()} == remaining | {"run.json"}
-
-
-def test_an_interrupted_isolation_resumes(
-    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = al.build_prompts(
-        gpt2.tokenizer,
-        al.TASKS["trec"],
-        al.sample_demonstrations(al.load_examples("questions"), seed=1),
-        al.load_examples("questions")[20:26],
-        batch_size=2,
-    )
-
-    def isolation(folder: Path | None, layers: Any = (0,)) -> al.records.EdgeSweepRecord:
-        sweep = al.EdgeSweep.isolation({"isolated": al.Site(layers)}, draws=2)
-        record: al.records.EdgeSweepRecord = ask(
-            gpt2, batches, sweep, resamples=5, folder=folder, progress=False
-        )
-        return record
-
-    expected = isolation(None)
-    with monkeypatch.context() as patched:
-        patched.setattr("os.replace", failing(os.replace, 2, Stopped(2)))
-        with pytest.raises(Stopped):
-            isolation(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2  # the fingerprint and one batch
-    assert same({"isolation": isolation(tmp_path)}, {"isolation": expected})
-    assert len(list(tmp_path.iterdir())) == 4
-    differs = r"isolation: stored .*layers=0\b.*draws=2, seed=0, .*now .*layers=1\b"
-    with pytest.raises(StoreError, match=differs):
-        isolation(tmp_path, layers=[1])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

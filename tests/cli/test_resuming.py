@@ -1,0 +1,93 @@
+"""Each command goes on where it was stopped, and begins again with --fresh.
+
+What a command computes is a fake here, which stores a batch and is interrupted.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens.runs.store import Store
+from tests.cli.test_cli import call, error_of
+
+
+class Row(NamedTuple):
+    """A command, what computes, the folder of its rows, and its files that --fresh deletes."""
+
+    words: str
+    computes: str
+    rows: str
+    files: tuple[str, ...]
+
+
+OF_RUN = ("questions/isolation.safetensors", "questions/accuracy.safetensors")
+OF_PAPER = ("questions/times.safetensors", "questions (two shots)/isolation.safetensors")
+OF_CONTEXTS = (
+    *("questions/contexts.safetensors", "questions/prefix.safetensors"),
+    "questions/rows/prefix/training.safetensors",
+)
+CONTEXTS = "contexts --task questions --queries 6 --training 4 --held-out 3 --length 2"
+ROWS = {
+    "run": Row("run --task questions", "analysis.analyse", "questions/rows", OF_RUN),
+    "demo": Row("demo", "analysis.analyse", "questions/rows", OF_RUN),
+    "paper": Row("paper --task questions --queries 11", "work.paper_records", "rows", OF_PAPER),
+    "trainings": Row(CONTEXTS, "work.trained_contexts", "questions/rows", OF_CONTEXTS),
+    "contexts": Row(CONTEXTS, "work.answer", "questions/rows/contexts", OF_CONTEXTS),
+    "across": Row("across --task questions", "work.across_models", "rows", ()),
+    "faithfulness": Row("faithfulness --task questions", "work.answer", "questions/rows", ()),
+}
+
+
+class Stopped:
+    """Stores a batch of another run at each call, and is interrupted."""
+
+    def __init__(self) -> None:
+        self.folders: list[Path] = []
+
+    def __call__(self, *given: Any, folder: Path | None = None, **_: Any) -> Any:
+        self.folders.append(folder or given[-1])
+        store = Store.open(self.folders[-1], {"number": str(len(self.folders))})
+        store.write(0, {"a/b": torch.zeros(1)})
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def loaded(shallow_folder: Path) -> Any:
+    return al.load_model(shallow_folder)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_stopped_command_finds_its_rows_and_a_fresh_one_none(
+    monkeypatch: Any, loaded: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, name: str
+) -> None:
+    row, stopped = ROWS[name], Stopped()
+    monkeypatch.setattr("anchorlens.cli.work.load_model", lambda *_, **__: loaded)
+    if name == "contexts":
+        monkeypatch.setattr("anchorlens.cli.work.trained_contexts", lambda *_: {})
+        monkeypatch.setattr("anchorlens.cli.work.reweighted", lambda *_: al.compress)
+    monkeypatch.setattr("anchorlens.cli.trained_contexts._seconds_of_a_step", lambda *_: 0.0)
+    monkeypatch.setattr(f"anchorlens.cli.{row.computes}", stopped)
+    command, *words = row.words.split()
+    model = [str(shallow_folder)] if command == "across" else ["--model", str(shallow_folder)]
+    arguments = [command, *model, *words, "--out", str(tmp_path)]
+    assert call(monkeypatch, *arguments) == 130
+    assert stopped.folders == [tmp_path / row.rows]
+    of_a_user = [tmp_path / row.rows / "mine.txt", tmp_path / "isolation_mine.safetensors"]
+    of_the_run = [tmp_path / file for file in row.files]
+    for path in (*of_a_user, *of_the_run):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    stored = [*of_the_run, *(tmp_path / row.rows).glob("rows-*")]
+    capsys.readouterr()
+    assert call(monkeypatch, *arguments) == 1
+    error = error_of(capsys.readouterr())
+    assert f"{tmp_path / row.rows} holds" in error and "another run" in error and "--fresh" in error
+    # A command that fails deletes nothing.
+    assert call(monkeypatch, *arguments, "--fresh", "--queries", "9999") == 1
+    assert len(stored) > len(of_the_run) and all(path.exists() for path in stored)
+    assert call(monkeypatch, *arguments, "--fresh") == 130
+    assert len(stopped.folders) == 3 and all(path.exists() for path in of_a_user)
+    assert not any(path.exists() for path in of_the_run)
