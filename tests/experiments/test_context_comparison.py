@@ -2,7 +2,6 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import HookError, MetricError, ModelError, PromptError, RunError
+from anchorlens.errors import HookError, ModelError, PromptError, RunError
 from anchorlens.experiments import context_comparison
 from anchorlens.passes.forward import run_pass
 from tests.support.asked import ask
@@ -388,50 +387,6 @@ def test_stored_contributions_are_those_of_any_number_of_timed_passes(
     first = ask(gpt2, batches, Compared(TWO, repeats=0), **options)
     again = ask(gpt2, batches, Compared(TWO, repeats=1, seed=3), **options)
     assert torch.equal(first.kl, again.kl) and again.seconds.isfinite().all()
-
-
-def prompts_of(model: Any, seeds: Sequence[int], queries: Sequence[Any]) -> list[al.PromptBatch]:
-    examples = al.load_examples("questions")
-    sets = [al.sample_demonstrations(examples, seed=seed) for seed in seeds]
-    return al.build_prompts(model.tokenizer, al.TASKS["trec"], sets, queries)
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"contexts": {}}, "contexts are given by name, .*; got none"),
-    (
-        {"contexts": {" ": al.contexts.NoContext()}},
-        "the name of a context must not be blank; got ' '",
-    ),
-    (
-        {"contexts": {"none": al.contexts.NoContext}},
-        "'none' must be a context, .*; got the class NoContext",
-    ),
-    ({"draws": -1}, "draws must be a whole number from 0 to 1,000,000; got -1"),
-    ({"repeats": -1}, "repeats must be a whole number from 0 to 1,000,000; got -1"),
-]
-
-
-@pytest.mark.parametrize(("change", "words"), WRONG)
-def test_wrong_options_are_an_error_when_the_question_is_made(
-    change: dict[str, Any], words: str
-) -> None:
-    with pytest.raises((MetricError, PromptError), match=words):
-        Compared(**{"contexts": TWO, **change})
-
-
-def test_prompts_that_cannot_be_compared_are_an_error_before_any_pass(gpt2: Any) -> None:
-    examples = al.load_examples("questions")
-    none, anchors = {"none": al.contexts.NoContext()}, {"anchors": al.compress}
-    unlabelled = prompts_of(gpt2, [42], ["Who wrote it?"])
-    with pytest.raises(MetricError, match="accuracy needs the true label"), does_not_run(gpt2):
-        ask(gpt2, unlabelled, Compared(none), **QUIET)
-    several = prompts_of(gpt2, [1, 2], examples[-2:])
-    several_sets = r"'anchors' makes a context for each set.*has several"
-    with pytest.raises(PromptError, match=several_sets), does_not_run(gpt2):
-        ask(gpt2, several, Compared(anchors), **QUIET)
-    join = "call build_prompts for each set and join"
-    with pytest.raises(PromptError, match=join), does_not_run(gpt2):
-        ask(gpt2, several, Compared(none, draws=1), **QUIET)
 
 
 def test_queries_of_the_training_are_refused(gpt2: Any, tmp_path: Any) -> None:

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError, RunError, StoreError
-from anchorlens.experiments import edge_sweep
+from anchorlens.errors import MetricError, RunError, StoreError
 from anchorlens.prompts import edges
 from anchorlens.runs import way
 from tests.support.asked import ask, by_site
-from tests.support.measures import assert_same, does_not_run, logits_of
+from tests.support.measures import assert_same, logits_of
 from tests.support.tiny_models import LONG_LABELS, questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -179,55 +178,6 @@ def test_an_edge_to_bos_is_not_cut_and_none_is_drawn_for_it(llama: Any) -> None:
     assert torch.equal(seen[0], edges.pq(batch)) and not torch.equal(seen[0], with_bos(batch))
     for field, values in expected.tensors().items():
         assert torch.equal(getattr(record, field), values)
-
-
-# In one prompt all tokens of the demonstrations are label words.
-TIGHT = al.PromptBatch.from_positions(
-    torch.tensor([[9, 5, 6, 8]]),
-    label_positions=[[1, 2]],
-    label_classes=[[0, 1]],
-    label_token_ids=[5, 6],
-)
-ISOLATION = {"edges": edges.wp, "control": edge_sweep.random_words}
-WRONG: list[tuple[dict[str, Any], str]] = [
-    (ISOLATION | {"batches": [TIGHT]}, "too few for a random control"),
-    ({"edges": lambda b: edges.pq(b).float()}, "edges must be a tensor of True and False"),
-    ({"edges": lambda b: edges.pq(b)[:, :5]}, r"= \(2, .*got torch.bool of the shape \(2, 5"),
-    ({"edges": lambda b: torch.ones_like(edges.pq(b))}, "token to an earlier token"),
-    ({"edges": lambda b: edges.pq(b) & False}, "nothing to cut: .* no edge in any prompt$"),
-    ({"edges": context}, r"too few for a random control; .*control=al.edges.random_edges"),
-    ({"control": lambda b, e, seed: e[:1]}, "edges must be a tensor of True and False"),
-    ({"sites": {"a": al.Site(9)}}, r"layers must be numbers .*got \[9\]"),
-    ({"sites": {"a": al.Site(0, keep_bos=True)}}, "do not begin with a BOS"),
-    ({"sites": {"a": al.Site([])}}, "got none"),
-    ({"beside": [al.AttentionAUCROC()] * 2}, "different names"),
-    ({"beside": [al.AttentionAUCROC(name="edge_sweep")]}, "different names"),
-    ({"beside": [al.Loyalty()]}, "nothing changes this run"),
-]
-WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"sites": {}}, "there is no site"),
-    ({"draws": 0}, "draws must be a whole number from 1 to .*; got 0"),
-    ({"edges": 7}, "edges of EdgeSweep must be a function; got 7"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), WRONG)
-def test_wrong_arguments_raise_an_error_before_any_pass(
-    gpt2: Any, change: dict[str, Any], message: str
-) -> None:
-    options: dict[str, Any] = {"edges": edges.pq, "sites": {"a": al.Site(0)}, **change}
-    batches, beside = options.pop("batches", questions(gpt2, 2)), options.pop("beside", [])
-    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        al.run(gpt2, batches, [al.EdgeSweep(**options), *beside], **QUIET)
-
-
-@pytest.mark.parametrize(("change", "message"), WRONG_OPTIONS)
-def test_wrong_options_raise_an_error_when_the_sweep_is_made(
-    change: dict[str, Any], message: str
-) -> None:
-    options: dict[str, Any] = {"edges": edges.pq, "sites": {"a": al.Site(0)}, **change}
-    with pytest.raises(AnchorlensError, match=message):
-        al.EdgeSweep(**options)
 
 
 def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import MetricError, PromptError
-from tests.support.measures import assert_same, difference, does_not_run, hooks_on
+from anchorlens.errors import PromptError
+from tests.support.measures import assert_same, difference, hooks_on
 
 PIECES: list[tuple[str | None, str]] = [
     ("document", "The museum opens at ten. "),
@@ -70,22 +70,3 @@ def test_the_end_of_the_text_is_left_out(gpt2: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tokenizer, "eos_token", tokenizer.convert_ids_to_tokens(written[0]))
     with pytest.raises(PromptError, match="the model ends the text at once"):
         al.trace_generation(gpt2, PIECES, max_new_tokens=6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompt": [("answer", "Yes")]}, "a piece of the prompt is called 'answer'"),
-        ({"prompt": ""}, "prompt 0 has no text"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number from 1"),
-        ({"max_new_tokens": 10_000}, "max_new_tokens=10000 does not fit"),
-        ({"tempratur": 0.5}, "'tempratur' is no option here; .* do_sample, top_k"),
-        ({"return_type": "str"}, "'return_type' is no option here"),
-        ({"chunk": 0}, "chunk must be a whole number from 1 to 1,000,000; got 0"),
-        ({"weight": lambda a, g: a}, "to a number for each edge"),
-    ],
-)
-def test_wrong_arguments_raise_an_error(arguments: dict[str, Any], message: str, gpt2: Any) -> None:
-    options: dict[str, Any] = {"prompt": PIECES} | arguments
-    with pytest.raises((MetricError, PromptError), match=message), does_not_run(gpt2):
-        al.trace_generation(gpt2, **options)

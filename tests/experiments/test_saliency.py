@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import MetricError
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import edges
@@ -103,37 +102,6 @@ def test_flows_of_custom_edges_equal_plain_transformers(gpt2: Any, share_prefix:
     assert difference(record.pq_over_tq, paper.pq_over_tq) <= 1e-12
     drawn = [trace.name for trace in record.plot().data if trace.name]
     assert drawn[0].endswith("(S_pq / S_tq)") and drawn[1:3] == ["first", "into texts"]
-
-
-def test_functions_that_return_no_edges_raise_an_error(gpt2: Any) -> None:
-    with pytest.raises(MetricError, match="edges are functions of the batch by name"):
-        al.SaliencyFlows(edges={})
-    functions: list[tuple[Any, str]] = [
-        (lambda batch: None, "a NoneType"),
-        (lambda batch: edges.pq(batch).float(), "torch.float32"),
-        (lambda batch: edges.pq(batch)[:, 1:], r"torch.bool of the shape \(3, "),
-    ]
-    for function, got in functions:
-        metric = al.SaliencyFlows(edges={"mine": function})
-        with pytest.raises(MetricError, match=rf"the edges \['mine'\] of .* got {got}"):
-            al.run(gpt2, questions(gpt2, 3), [metric], progress=False)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda batch: edges.pq(batch).transpose(1, 2),
-        lambda batch: edges.wp(batch) | torch.eye(batch.tokens.shape[1], dtype=torch.bool),
-        lambda batch: edges.between(torch.ones_like(batch.attention_mask), edges.anchors(batch)),
-    ],
-    ids=["later tokens", "the diagonal", "padding"],
-)
-def test_edges_that_no_token_has_are_refused(gpt2: Any, function: Any) -> None:
-    """Their saliency is 0, so that they would silently lower the mean."""
-    metric = al.SaliencyFlows(edges={"pq": edges.pq, "mine": function})
-    message = r"the edges \['mine'\] of saliency_flows: edges must go from a token to an earlier"
-    with pytest.raises(MetricError, match=message):
-        al.run(gpt2, questions(gpt2, 3), [metric], progress=False)
 
 
 def in_long_queries(batch: al.PromptBatch) -> Tensor:

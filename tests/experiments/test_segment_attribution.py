@@ -260,8 +260,6 @@ OF_NO_ERRORS = replace(MINE, errors=lambda kept, y: y)
 def test_bad_input_is_an_error_before_any_pass(options: Any, message: str, gpt2: Any) -> None:
     with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
         ask(gpt2, questions(gpt2, 2), al.SegmentAttribution(**options), **QUIET)
-    with pytest.raises(AnchorlensError, match="there are no batches to run"):
-        ask(gpt2, [], al.SegmentAttribution(), **QUIET)
 
 
 @pytest.mark.with_shapes

@@ -219,10 +219,3 @@ def test_a_result_that_is_no_record_is_named(gpt2: Any) -> None:
         RunError, match=r"no result for mine: a result must be a Record; got \{'mean'"
     ):
         al.run(gpt2, questions(gpt2, 2), [metric], progress=False, resamples=0)
-
-
-def test_a_list_in_place_of_a_batch_says_to_take_one(gpt2: Any) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"must be a PromptBatch; got .*; give one element of the list"
-    ):
-        al.isolate_labels(gpt2, questions(gpt2, 2), 0)  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """Values that no function can use raise an error of this package."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -187,34 +186,6 @@ def test_hooks_that_count_as_false_act(gpt2: Any) -> None:
     assert float(plain(hooks=Falsy())["loyalty"].kl) > 0
     logits = partial(al.target_logits, gpt2, batches, progress=False)
     assert not torch.equal(logits(hooks=Falsy()), logits())
-
-
-def test_batches_without_label_words_are_refused(gpt2: Any) -> None:
-    batch = questions(gpt2, 2)[0]
-    none = torch.zeros(2, 0, dtype=torch.long)
-    names = ("label_positions", "label_ends", "label_classes")
-    changes: dict[str, Any] = dict.fromkeys(names, none)
-    bare = replace(batch, **changes)
-    with pytest.raises(PromptError, match="no label words, so that there is nothing to isolate"):
-        al.isolate_labels(gpt2, bare, 0)
-    with pytest.raises(PromptError, match="at least one label word in each prompt; got label_pos"):
-        al.run(gpt2, [bare], [al.SaliencyFlows()], progress=False)
-
-
-@pytest.mark.parametrize("shift", [-10_000, 10_000])
-def test_label_positions_outside_the_prompt_are_refused(gpt2: Any, shift: int) -> None:
-    batch = questions(gpt2, 2)[0]
-    wrong = replace(batch, label_positions=batch.label_positions + shift)
-    beta = torch.zeros(gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
-    calls: list[Callable[[], Any]] = [
-        lambda: al.isolate_labels(gpt2, wrong, 0),
-        lambda: al.hooks.isolate_random(gpt2, wrong, 0, seed=1),
-        lambda: al.reweight_anchors(gpt2, wrong, beta),
-        lambda: al.edges.pq(wrong),
-    ]
-    for call in calls:
-        with pytest.raises(PromptError, match="label_positions of prompt 0 has a position outside"):
-            call()
 
 
 def test_a_model_that_cannot_run_in_a_type_is_refused(byte_level: Any) -> None:
