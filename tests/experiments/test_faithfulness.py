@@ -27,7 +27,7 @@ from anchorlens.system.torch_state import own_random_state
 from tests.references import plain
 from tests.support.asked import ask
 from tests.support.made_up_records import made_up_record
-from tests.support.measures import assert_same, patterns_of
+from tests.support.measures import assert_same, is_shared, patterns_of
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -305,7 +305,7 @@ def test_numbers_equal_passes_written_out(exact_model: Any, kind_of_model: str) 
             batches = questions(model, 2, batch_size=size, padding_side=side)
             asked = al.Faithfulness(scores, subsets=7)
             record = ask(model, batches, asked, share_prefix=share, **QUIET)
-            assert ("run once" in record.info["shared_prefix"]) == share
+            assert is_shared(record) == share
             ours = {"lds": record.lds_of_prompts[:, :5], "drop": record.drop_of_prompts[:, :5]}
             ours["beside"] = torch.cat([record.drop_of_prompts[:, 5:], record.log_prob[:, None]], 1)
             for key, values in ours.items():

@@ -17,7 +17,7 @@ from anchorlens.experiments.prefix_effect import (
 )
 from anchorlens.experiments.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
 from anchorlens.passes.forward import run_prefix
-from tests.support.measures import assert_same, contributed, patterns_of
+from tests.support.measures import assert_same, contributed, is_shared, patterns_of
 from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
@@ -206,7 +206,7 @@ def test_rows_of_different_attention_are_averaged_over_the_query(gpt2: Any) -> N
 def test_other_metrics_of_the_run_share_the_demonstrations(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
     results = al.run(gpt2, batches, [al.PrefixEffect(), al.SaliencyFlows()], **QUIET)
-    assert "run once" in results["prefix_effect"].info["shared_prefix"]
+    assert is_shared(results["prefix_effect"])
     alone = effect_of(gpt2, batches)
     assert_same(results["prefix_effect"], replace(alone, info={}), 1e-12)
 

@@ -10,7 +10,7 @@ from scipy.stats import kurtosis
 
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
-from tests.support.measures import assert_same
+from tests.support.measures import assert_same, is_shared
 from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.with_shapes
@@ -106,7 +106,7 @@ def test_means_of_prompts_equal_those_of_patterns(gpt2: Any, side: Any) -> None:
     batches = questions(gpt2, 5, batch_size=3, padding_side=side)
     metric = al.SegmentAttention(["text", "label", "target"], apart=1)
     [shared] = al.run(gpt2, batches, [metric], **QUIET).values()
-    assert "run once" in shared.info["shared_prefix"]
+    assert is_shared(shared)
     values = []
     for batch in batches:
         for number in range(len(batch)):

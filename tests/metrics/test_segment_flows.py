@@ -15,7 +15,7 @@ from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import segment_names
 from tests.references import plain
-from tests.support.measures import assert_same, difference, does_not_run
+from tests.support.measures import assert_same, difference, does_not_run, is_shared
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 MAKE: dict[str, Callable[[int], Any]] = {"gpt2": tiny_gpt2, "llama": tiny_llama}
@@ -182,7 +182,7 @@ def test_anchors_target_and_rest_give_the_flows_of_the_paper(
     }
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.SegmentFlows(parts)]
     flows, segments = al.run(precise, batches, metrics, share_prefix=share, **QUIET).values()
-    assert ("run once" in segments.info["shared_prefix"]) is share
+    assert is_shared(segments) is share
     assert difference(segments.flow_of_prompts[..., 1, 0], flows.per_prompt[..., 1]) <= 1e-12
     # One prompt, whose totals are its own.
     alone = [batches[0].prompt(0)]
@@ -288,13 +288,13 @@ def test_a_span_in_the_query_is_the_same_after_shared_demonstrations(gpt2: Any) 
     metrics: list[al.Metric] = [al.SegmentFlows(), al.SaliencyFlows()]
     shared = al.run(gpt2, batches, metrics, loss=loss, **QUIET)
     whole = al.run(gpt2, batches, metrics, loss=loss, share_prefix=False, **QUIET)
-    assert "run once" in shared["segment_flows"].info["shared_prefix"]
+    assert is_shared(shared["segment_flows"])
     for name in shared:
         assert_same(shared[name], whole[name], 1e-4)
     # Label words are predicted in the tokens that would be shared.
     loss = al.losses.span_cross_entropy("label")
     record = al.run(gpt2, batches, metrics, loss=loss, **QUIET)["segment_flows"]
-    assert record.info["shared_prefix"].startswith("off")
+    assert not is_shared(record)
 
 
 def test_weights_of_a_loss_are_factors(precise: Any, batch: al.PromptBatch) -> None:
@@ -434,7 +434,7 @@ def test_segments_that_depend_on_later_tokens_run_whole_prompts(gpt2: Any) -> No
     metrics: list[al.Metric] = [al.SegmentFlows(parts), al.SegmentAttention(parts, apart=1)]
     ours, whole = (al.run(gpt2, batches, metrics, share_prefix=s, **QUIET) for s in (True, False))
     for name, record in ours.items():
-        assert record.info["shared_prefix"].startswith("off: ")
+        assert not is_shared(record)
         assert_same(record, whole[name], 0)
 
 

@@ -73,16 +73,6 @@ def test_a_function_of_ones_own_gets_the_values_a_few_rows_at_a_time(
         assert_same(results[name], expected[name])
 
 
-def test_prompts_run_whole_because_shared_values_are_not_computed_again(gpt2: Any) -> None:
-    batches = questions(gpt2, 4, batch_size=2)
-    metrics = [NORM, al.SegmentFlows()]
-    results = al.run(gpt2, batches, metrics, **QUIET)
-    reason = "off: norm needs the values of all tokens of each prompt"
-    assert {record.info["shared_prefix"] for record in results.values()} == {reason}
-    shared = al.run(gpt2, batches, metrics[1:], **QUIET)
-    assert "run once" in shared["segment_flows"].info["shared_prefix"]
-
-
 @pytest.mark.every_kind
 @pytest.mark.usefixtures("kind_of_model")
 def test_a_cache_needs_the_model_for_values(gpt2: Any) -> None:

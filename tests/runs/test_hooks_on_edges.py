@@ -12,7 +12,7 @@ import anchorlens as al
 from anchorlens.errors import HookError
 from anchorlens.runs import way
 from anchorlens.system import row_pieces
-from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.measures import assert_same, difference, is_fused, is_shared
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:nothing is cut or scaled:UserWarning")
@@ -86,17 +86,15 @@ def test_hooks_of_the_package_share_the_prefix(
 ) -> None:
     change = (CUTS | OTHERS)[name]
     batches = questions(exact, 5, batch_size=3, padding_side=side)
-    before = hooks_on(exact)
     ours = flows_and_others(exact, batches, change)
     theirs = flows_and_others(exact, batches, change, share_prefix=False)
     for record_name, record in ours.items():
-        assert "run once for all" in record.info["shared_prefix"]
-        assert theirs[record_name].info["shared_prefix"] == "off: share_prefix=False"
+        assert is_shared(record)
+        assert not is_shared(theirs[record_name])
         assert_same(record, theirs[record_name], 1e-10)
     # These hooks do something, of which most is in the tokens that are shared.
     flows = theirs["saliency_flows"].flows
     assert difference(flows, clean_flows) > 1e-3
-    assert hooks_on(exact) == before
 
 
 @pytest.mark.parametrize("name", CUTS)
@@ -108,8 +106,8 @@ def test_cuts_and_detached_heads_need_no_pattern(
     monkeypatch.setattr(way, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
     for record_name, record in flows_and_others(exact, batches, CUTS[name]).items():
-        assert record.info["attention"].startswith("fused: ")
-        assert "run once for all" in record.info["shared_prefix"]
+        assert is_fused(record)
+        assert is_shared(record)
         assert_same(record, expected[record_name], 1e-10)
 
 
@@ -123,19 +121,10 @@ def test_they_also_do_in_other_architectures(
     shared = flows_and_others(model, batches, change)
     monkeypatch.setattr(way, "LARGE", 0)
     fused = flows_and_others(model, batches, change)
-    assert fused["accuracy"].info["attention"].startswith("fused: ")
+    assert is_fused(fused["accuracy"])
     for name, record in expected.items():  # their softmax is in float32
         assert_same(shared[name], record, 1e-5)
         assert_same(fused[name], record, 1e-5)
-
-
-def test_hooks_that_scale_say_why_patterns_stay_whole(
-    exact: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(way, "LARGE", 0)
-    for name in OTHERS:
-        record = flows_and_others(exact, questions(exact, 3), OTHERS[name])["accuracy"]
-        assert record.info["attention"].startswith("whole patterns, because hooks act at blocks.0")
 
 
 def longer_queries(batch: al.PromptBatch) -> torch.Tensor:
@@ -179,7 +168,7 @@ def test_hooks_that_differ_between_prompts_of_a_set_run_whole_prompts(
     ours = flows_and_others(exact, batches, change)
     theirs = flows_and_others(exact, batches, change, share_prefix=False)
     for name, record in ours.items():
-        assert "hooks differ between prompts" in record.info["shared_prefix"]
+        assert not is_shared(record)
         assert_same(record, theirs[name], 1e-10)
 
 
@@ -206,9 +195,7 @@ def test_sets_that_differ_between_prompts_have_the_sums_of_whole_prompts(exact: 
             al.run(exact, batches, [metric], share_prefix=share, **QUIET)[metric.name]
             for share in (True, False)
         )
-        off = f"off: {metric.name} differs between prompts that share their demonstrations"
-        info = ours.info["shared_prefix"]
-        assert "run once for all" in info if shares else info == off
+        assert is_shared(ours) == shares
         assert_same(ours, theirs, 1e-12)
 
 

@@ -15,11 +15,10 @@ import anchorlens as al
 from anchorlens.errors import MetricError, RunError
 from anchorlens.runs import way
 from tests.support.device_calls import EveryRead
-from tests.support.measures import assert_same
+from tests.support.measures import assert_same, is_fused, is_shared
 from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
-FUSED = "fused: the patterns of a prompt would take"
 Read = Callable[[al.PromptBatch], Any]
 
 
@@ -110,17 +109,14 @@ READS: dict[str, tuple[Read, bool, bool]] = {  # whether prompts share tokens, a
 def test_the_records_of_a_metric_are_those_of_whole_prompts(
     name: str, exact: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, shares, is_fused = READS[name]
+    read, shares, fuses = READS[name]
     batches, metrics = several_sets(exact), [Numbers(read)]
     expected = al.run(exact, batches, metrics, share_prefix=False, **QUIET)["numbers"]
     ours = al.run(exact, batches, metrics, **QUIET)["numbers"]
-    off = "off: numbers reads blocks of the pattern of each prompt"
-    assert ours.info["shared_prefix"] == off or shares
-    assert ("run once for all" in ours.info["shared_prefix"]) == shares
+    assert is_shared(ours) == shares
     monkeypatch.setattr(way, "LARGE", 0)
     long = al.run(exact, batches, metrics, **QUIET)["numbers"]
-    whole = "whole patterns, because numbers needs them"
-    assert long.info["attention"].startswith(FUSED if is_fused else whole)
+    assert is_fused(long) == fuses
     for record in (ours, long):
         assert_same(record, expected, 1e-10)
     first = expected.numbers[:, 0]  # slopes of demonstrations are 0 in the last layer
@@ -134,14 +130,11 @@ def test_a_metric_may_read_in_every_way_at_once(
     batches, metrics = several_sets(exact), [EveryRead(has_hooks), al.SaliencyFlows()]
     expected = al.run(exact, batches, metrics, share_prefix=False, **QUIET)
     ours = al.run(exact, batches, metrics, **QUIET)
-    info = ours["saliency_flows"].info["shared_prefix"]
-    hooks = "off: every_read has hooks of its own, which see whole prompts"
-    assert info == hooks if has_hooks else "run once for all" in info
+    assert is_shared(ours["saliency_flows"]) != has_hooks
     monkeypatch.setattr(way, "LARGE", 0)
     long = al.run(exact, batches, metrics, **QUIET)
     # States come from hooks, and rows of A without them; one metric gets either.
-    because = "whole patterns, because every_read needs them"
-    assert long["every_read"].info["attention"].startswith(because)
+    assert not is_fused(long["every_read"])
     for name, record in expected.items():
         assert_same(ours[name], record, 1e-10)
         assert_same(long[name], record, 1e-10)
@@ -175,9 +168,7 @@ def test_positions_of_demonstrations_that_differ_between_prompts_run_whole_promp
     batches, metrics = several_sets(exact), [Numbers(read)]
     expected = al.run(exact, batches, metrics, share_prefix=False, **QUIET)["numbers"]
     ours = al.run(exact, batches, metrics, **QUIET)["numbers"]
-    off = "off: numbers differs between prompts that share their demonstrations"
-    assert ours.info["shared_prefix"] == off or shares
-    assert ("run once for all" in ours.info["shared_prefix"]) == shares
+    assert is_shared(ours) == shares
     assert_same(ours, expected, 1e-10)
 
 
@@ -188,7 +179,7 @@ def test_what_a_metric_reads_follows_the_hooks_that_change_the_run(exact: Any) -
     metrics = [Numbers(read), EveryRead(has_hooks=False)]
     expected = al.run(exact, batches, metrics, share_prefix=False, **options, **QUIET)
     ours = al.run(exact, batches, metrics, **options, **QUIET)
-    assert "run once for all" in ours["numbers"].info["shared_prefix"]
+    assert is_shared(ours["numbers"])
     clean = al.run(exact, batches, metrics, **QUIET)
     for name, record in expected.items():
         assert_same(ours[name], record, 1e-10)
