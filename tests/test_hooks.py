@@ -297,11 +297,6 @@ def test_reweighting_multiplies_the_pattern_by_exp_of_beta(
     torch.testing.assert_close(after, before)
 
 
-def test_beta_of_a_wrong_shape_is_an_error(gpt2: Any, batch: al.PromptBatch) -> None:
-    with pytest.raises(HookError, match=r"\(layer, head, anchor\) = \(3, 2, 6\); got \(3, 6, 2\)"):
-        al.reweight_anchors(gpt2, batch, torch.zeros(3, 6, 2))
-
-
 Weighted = Callable[[Any, al.PromptBatch, Tensor], list[Hook]]
 # Hooks of a tensor, its shape, the step of the differences, and the tolerance.
 OF_TENSORS: dict[str, tuple[Weighted, tuple[int, ...], float, float]] = {

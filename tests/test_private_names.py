@@ -1,7 +1,6 @@
 """Private or undocumented names of other packages that anchorlens needs.
 
-None of them has a public replacement. A failure names the package, our need, and our file that uses
-the name.
+None of them has a public replacement. A failure names the package and our need.
 """
 
 import abc
@@ -28,23 +27,22 @@ PACKAGE = Path(al.__file__).parent
 
 
 class Use(NamedTuple):
-    """One use of private names of a package, in our files inside ``anchorlens/``."""
+    """One use of private names of a package."""
 
     package: str
     names: list[str]
-    files: list[str]
     holds: Callable[[], bool]  # says what we need; returns False or raises where it does not hold
 
 
 USES: list[Use] = []
 
 
-def use_of(package: str, names: str, files: str) -> Callable[[Callable[[], bool]], Any]:
-    """Add a function to the list of uses; names and files stand in one text each."""
-    return lambda holds: USES.append(Use(package, names.split(), files.split(), holds))
+def use_of(package: str, names: str) -> Callable[[Callable[[], bool]], Any]:
+    """Add a function to the list of uses; names stand in one text."""
+    return lambda holds: USES.append(Use(package, names.split(), holds))
 
 
-@use_of("transformers", "_no_split_modules", "models/read_weights.py")
+@use_of("transformers", "_no_split_modules")
 def blocks_are_named() -> bool:
     """A model names the blocks that must not be spread over devices."""
     from transformers import GPT2LMHeadModel
@@ -52,11 +50,7 @@ def blocks_are_named() -> bool:
     return "GPT2Block" in GPT2LMHeadModel._no_split_modules
 
 
-@use_of(
-    "torch",
-    "_version",
-    "passes/forward.py passes/observers.py prompts/batch.py models/twin.py",
-)
+@use_of("torch", "_version")
 def version_counts_edits() -> bool:
     """Tensor._version counts edits in place."""
     tensor = torch.zeros(2)
@@ -67,7 +61,7 @@ def version_counts_edits() -> bool:
     return before < edited == tensor._version
 
 
-@use_of("torch", "_make_wrapper_subclass _disabled_torch_function_impl", "prompts/edge_set.py")
+@use_of("torch", "_make_wrapper_subclass _disabled_torch_function_impl")
 def a_tensor_may_compute_its_values() -> bool:
     """A tensor without values has a shape, and its operations reach __torch_dispatch__."""
     called: list[Any] = []
@@ -88,11 +82,7 @@ def a_tensor_may_compute_its_values() -> bool:
     return shape_is_free and bool(lazy.sum() == 2) and len(called) == 1
 
 
-@use_of(
-    "torch",
-    "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks",
-    "models/model_state.py",
-)
+@use_of("torch", "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks")
 def hook_tables_hold_all_hooks() -> bool:
     """These four dictionaries of a Module hold all its hooks under the numbers of their handles."""
     module = nn.Linear(1, 1)
@@ -105,7 +95,7 @@ def hook_tables_hold_all_hooks() -> bool:
     return all(isinstance(table, dict) and list(table.values()) == [print] for table in tables)
 
 
-@use_of("torch", "_global_", "runs/identity.py")
+@use_of("torch", "_global_")
 def tables_of_hooks_on_all_modules_begin_so() -> bool:
     """A hook on all modules is in a dictionary of torch.nn.modules.module with such a name."""
     handle = nn.modules.module.register_module_forward_hook(print)
@@ -115,7 +105,7 @@ def tables_of_hooks_on_all_modules_begin_so() -> bool:
     return found == [[print]]
 
 
-@use_of("transformer_lens", "user_hook hook.id is_permanent", "models/model_state.py")
+@use_of("transformer_lens", "user_hook hook.id is_permanent")
 def handles_mark_permanent_hooks() -> bool:
     """A handle of a HookPoint holds the function, its number, and whether it is permanent."""
     point: Any = HookPoint()
@@ -125,7 +115,7 @@ def handles_mark_permanent_hooks() -> bool:
     return attributes_hold and list(point._forward_hooks) == [handle.hook.id]
 
 
-@use_of("torch", "_forward_hooks _backward_hooks _is_full_backward_hook", "models/added_hooks.py")
+@use_of("torch", "_forward_hooks _backward_hooks _is_full_backward_hook")
 def adding_hooks_changes_what_is_put_back() -> bool:
     """Adding a hook to a hook point changes these, fwd_hooks and bwd_hooks, and nothing else."""
     point: Any = HookPoint()
@@ -144,7 +134,7 @@ def adding_hooks_changes_what_is_put_back() -> bool:
     }
 
 
-@use_of("torch", "_backward_hooks _post_accumulate_grad_hooks", "runs/by_value.py")
+@use_of("torch", "_backward_hooks _post_accumulate_grad_hooks")
 def tensors_hold_their_hooks() -> bool:
     """A Tensor holds its hooks in these two dictionaries, which are None without hooks."""
     tensor: Any = torch.ones(1, requires_grad=True)
@@ -155,7 +145,7 @@ def tensors_hold_their_hooks() -> bool:
     return without == [None, None] and all(len(getattr(tensor, name)) == 1 for name in names)
 
 
-@use_of("abc", "_get_dump", "runs/by_value.py")
+@use_of("abc", "_get_dump")
 def classes_tell_what_is_registered() -> bool:
     """An abstract class tells which classes were registered with it, first of all."""
     dump: Any = vars(abc)["_get_dump"]
@@ -168,7 +158,7 @@ def classes_tell_what_is_registered() -> bool:
     return (without, len(dump(A)[0])) == (0, 1)
 
 
-@use_of("torch", "__call__.__code__", "models/native_attention.py")
+@use_of("torch", "__call__.__code__")
 def a_call_of_a_module_is_one_frame() -> bool:
     """Each call of a Module is one Python frame of Module.__call__."""
     code = nn.Module.__call__.__code__
@@ -191,7 +181,7 @@ def a_call_of_a_module_is_one_frame() -> bool:
     return counts == [3, 1, 0]
 
 
-@use_of("torch", "__tensor_flatten__", "system/checksum.py")
+@use_of("torch", "__tensor_flatten__")
 def quantised_tensors_name_their_parts() -> bool:
     """A tensor that consists of others names them in __tensor_flatten__()."""
     nested: Any = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
@@ -202,7 +192,7 @@ def quantised_tensors_name_their_parts() -> bool:
     )
 
 
-@use_of("torch", "_orig_mod", "models/load.py")
+@use_of("torch", "_orig_mod")
 def a_compiled_module_holds_its_own() -> bool:
     """A compiled model holds the module that was compiled."""
     module = nn.Linear(1, 1)
@@ -212,11 +202,7 @@ def a_compiled_module_holds_its_own() -> bool:
     return compiled._orig_mod is module
 
 
-@use_of(
-    "transformers",
-    "_attn_implementation",
-    "models/native_attention.py models/read_weights.py runs/identity.py",
-)
+@use_of("transformers", "_attn_implementation")
 def configurations_name_the_attention() -> bool:
     """The configuration of a model names its attention implementation."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -228,7 +214,7 @@ def configurations_name_the_attention() -> bool:
     return (named, model.config._attn_implementation) == ("eager", "sdpa")
 
 
-@use_of("torch", "_global_forward_hooks _global_forward_pre_hooks", "models/twin.py")
+@use_of("torch", "_global_forward_hooks _global_forward_pre_hooks")
 def hooks_on_every_module_are_listed() -> bool:
     """Hooks on every module of the process are in two tables of torch."""
     from torch.nn.modules import module
@@ -243,7 +229,7 @@ def hooks_on_every_module_are_listed() -> bool:
     return sizes == (1, 1)
 
 
-@use_of("torch", "_modules _parameters _buffers", "models/twin.py")
+@use_of("torch", "_modules _parameters _buffers")
 def a_module_holds_its_parts_in_tables() -> bool:
     """A copy of what a module holds has its parts, which are looked up in three tables."""
     norm = nn.Sequential(nn.BatchNorm1d(2))
@@ -255,7 +241,7 @@ def a_module_holds_its_parts_in_tables() -> bool:
     return made[0] is norm[0] and tables["weight"] is norm[0].weight and len(tables) == 5
 
 
-@use_of("torch", "_compiled_call_impl", "models/twin.py")
+@use_of("torch", "_compiled_call_impl")
 def a_compiled_module_calls_another_function() -> bool:
     """A compiled module has what it calls in _compiled_call_impl."""
     linear = nn.Linear(1, 1)
@@ -264,7 +250,7 @@ def a_compiled_module_calls_another_function() -> bool:
     return before is None and linear._compiled_call_impl is not None
 
 
-@use_of("transformers", "_attn_implementation_internal", "models/twin.py")
+@use_of("transformers", "_attn_implementation_internal")
 def a_copy_of_a_configuration_names_another_attention() -> bool:
     """A configuration holds the name of its attention as _attn_implementation_internal."""
     from transformers import GPT2Config
@@ -276,7 +262,7 @@ def a_copy_of_a_configuration_names_another_attention() -> bool:
     return (config._attn_implementation, made._attn_implementation) == ("eager", "ours")
 
 
-@use_of("transformers", "_global_mapping", "models/replaced_attention.py")
+@use_of("transformers", "_global_mapping")
 def registrations_can_be_undone() -> bool:
     """The attention interfaces hold what was registered in _global_mapping."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -290,7 +276,7 @@ def registrations_can_be_undone() -> bool:
     return True
 
 
-@use_of("transformer_lens", "_pattern", "passes/recompute.py models/added_hooks.py")
+@use_of("transformer_lens", "_pattern")
 def a_bridge_stores_its_last_pattern() -> bool:
     """An AttentionBridge stores its last pattern as _pattern, which is None at first."""
     from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
@@ -299,7 +285,7 @@ def a_bridge_stores_its_last_pattern() -> bool:
     return vars(AttentionBridge("attn", config))["_pattern"] is None
 
 
-@use_of("accelerate", "_old_forward", "models/head.py")
+@use_of("accelerate", "_old_forward")
 def accelerate_keeps_the_former_forward() -> bool:
     """Where accelerate replaces the forward of a module, it keeps the former one."""
     from accelerate.hooks import ModelHook, add_hook_to_module
@@ -310,7 +296,7 @@ def accelerate_keeps_the_former_forward() -> bool:
     return module._old_forward == former and "forward" in vars(module)
 
 
-@use_of("accelerate", "__new__", "system/processes.py")
+@use_of("accelerate", "__new__")
 def accelerate_reads_its_state_without_initializing_it() -> bool:
     """An object made by __new__ says whether the state is initialized, and does not do so."""
     from accelerate import PartialState
@@ -327,7 +313,7 @@ def accelerate_reads_its_state_without_initializing_it() -> bool:
     return not before and after and not is_initialized()
 
 
-@use_of("torch", "_get_default_store", "system/processes.py")
+@use_of("torch", "_get_default_store")
 def the_default_store_is_that_of_all_processes() -> bool:
     """_get_default_store() returns the store through which the processes connected."""
     from torch.distributed.distributed_c10d import _get_default_store
@@ -344,7 +330,7 @@ def the_default_store_is_that_of_all_processes() -> bool:
         torch.distributed.destroy_process_group()
 
 
-@use_of("jaxtyping", "dim_str", "results/record.py")
+@use_of("jaxtyping", "dim_str")
 def annotations_name_their_axes() -> bool:
     """dim_str of an annotation holds its axes."""
     from jaxtyping import Float
@@ -355,9 +341,8 @@ def annotations_name_their_axes() -> bool:
 
 @use_of(
     "torch",
-    "_get_current_function_mode_stack _pop_mode _autograd "
-    "_top_saved_tensors_default_hooks _pop_saved_tensors_default_hooks",
-    "system/torch_state.py",
+    "_get_current_function_mode_stack _pop_mode "
+    "_autograd _top_saved_tensors_default_hooks _pop_saved_tensors_default_hooks",
 )
 def modes_of_torch_can_be_removed() -> bool:
     """The function modes and the hooks of saved tensors of a thread can be read and removed."""
@@ -376,7 +361,7 @@ def modes_of_torch_can_be_removed() -> bool:
     return top == hooks and after is None and count == before + 1
 
 
-@use_of("torch", "_InferenceMode _set_grad_enabled", "system/torch_state.py")
+@use_of("torch", "_InferenceMode _set_grad_enabled")
 def the_guard_of_inference_mode_can_end_twice() -> bool:
     """The guard of inference_mode restores what it found, and nothing at its second end."""
     with torch.inference_mode():
@@ -390,7 +375,7 @@ def the_guard_of_inference_mode_can_end_twice() -> bool:
     return not inside and restored and torch.is_grad_enabled()
 
 
-@use_of("torch", "_enable_checkpoint_early_stop", "system/torch_state.py")
+@use_of("torch", "_enable_checkpoint_early_stop")
 def a_value_says_whether_checkpoints_stop_early() -> bool:
     """set_checkpoint_early_stop changes _enable_checkpoint_early_stop, and restores it."""
     from torch.utils import checkpoint
@@ -401,7 +386,7 @@ def a_value_says_whether_checkpoints_stop_early() -> bool:
     return before is not False and inside is False
 
 
-@use_of("Python", "_showwarnmsg_impl", "system/hidden_warnings.py")
+@use_of("Python", "_showwarnmsg_impl")
 def warnings_are_recorded_by_three_values() -> bool:
     """catch_warnings changes these values of the module, and no others that say what is shown."""
 
@@ -415,7 +400,7 @@ def warnings_are_recorded_by_three_values() -> bool:
     return changed <= {"filters", "showwarning", "_showwarnmsg_impl"}
 
 
-@use_of("transformers", "_name_or_path", "models/model_identity.py")
+@use_of("transformers", "_name_or_path")
 def configurations_name_their_folder() -> bool:
     """A configuration as a dict holds the folder it was loaded from under this name."""
     from transformers import GPT2Config
@@ -426,22 +411,11 @@ def configurations_name_their_folder() -> bool:
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.package}-{use.names[0]}")
 def test_a_private_name_does_what_we_need(use: Use) -> None:
-    where = ", ".join(f"anchorlens/{file}" for file in use.files)
     try:
         holds = use.holds()
     except Exception as error:
-        pytest.fail(
-            f"{use.package} changed: see {where}. We need: {use.holds.__doc__}. Got {error!r}"
-        )
-    assert holds, f"{use.package} changed: see {where}. We need: {use.holds.__doc__}"
-
-
-@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.package}-{use.names[0]}")
-def test_the_listed_files_use_the_listed_names(use: Use) -> None:
-    for file in use.files:
-        text = (PACKAGE / file).read_text()
-        missing = [name for name in use.names if name not in text]
-        assert not missing, f"anchorlens/{file} no longer uses {missing}: remove it from USES"
+        pytest.fail(f"{use.package} changed. We need: {use.holds.__doc__}. Got {error!r}")
+    assert holds, f"{use.package} changed. We need: {use.holds.__doc__}"
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
@@ -463,20 +437,19 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
             yield node.id
 
 
-def test_no_private_name_is_missing_from_the_list() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    defined = {name for tree in trees.values() for name in defined_names(tree)}
+def test_the_list_has_the_private_names_that_are_used() -> None:
+    texts = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    trees = [ast.parse(text) for text in texts]
+    defined = {name for tree in trees for name in defined_names(tree)}
     # Documented methods of a NamedTuple, and the endings of some names.
     other = {"_fields", "_replace", "_asdict", "_loyalty", "_share", "_grad", "_rank"}
     other |= {"_gap", "_attention", "_column", "_token", "_token_id", "_moe"}
-    listed = {(PACKAGE / file, name) for use in USES for file in use.files for name in use.names}
-    unlisted = {
-        f"{path.relative_to(PACKAGE)}: {name}"
-        for path, tree in trees.items()
-        for name in private_names(tree)
-        if name not in defined | other and (path, name) not in listed
-    }
+    listed = {name for use in USES for name in use.names}
+    used = {name for tree in trees for name in private_names(tree)}
+    unlisted = used - defined - other - listed
     assert not unlisted, "private names of other packages: use public ones, or add them to USES"
+    unused = {name for name in listed if not any(name in text for text in texts)}
+    assert not unused, "no longer used: remove them from USES"
 
 
 def test_the_search_finds_private_names_of_other_packages() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import HookError
 from anchorlens.prompts import edges
 from tests.support.measures import patterns_of
 from tests.support.tiny_models import LONG_LABELS, questions
@@ -91,16 +90,3 @@ def test_instructions_are_never_drawn(gpt2: Any) -> None:
     assert int(instructions.sum()) > 20
     for seed in range(20):
         assert not (edges.random_positions(batch, seed) & instructions).any()
-
-
-def test_too_few_other_words_are_an_error(gpt2: Any) -> None:
-    tight = al.PromptBatch.from_positions(
-        torch.tensor([[9, 5, 6, 8]]),
-        label_positions=[[1, 2]],
-        label_classes=[[0, 1]],
-        label_token_ids=[5, 6],
-    )
-    with pytest.raises(
-        HookError, match=r"have 0 tokens other than the 2 of .*longer demonstrations"
-    ):
-        al.hooks.isolate_random(gpt2, tight, 0, seed=0)

@@ -382,44 +382,6 @@ def test_a_query_that_is_too_long_is_refused(hooked: Any, byte_level: Any) -> No
         assert again.logits(model, long).isfinite().all()
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"select": lambda demos: torch.ones(3, dtype=torch.bool)},
-        r"got torch.bool of the shape \(3,\)",
-    ),
-    ({"select": lambda demos: al.contexts.selection.everything(demos) & False}, ", all False"),
-    (
-        {"positions": lambda selected: (selected.nonzero().flatten() + 1, 9)},
-        "a placement must leave the keys at their positions",
-    ),
-    (
-        {"demonstrations": lambda batch: replace(batch, demonstrations_id=torch.arange(3))},
-        "these prompts have several; compress each",
-    ),
-    (
-        {"demonstrations": lambda batch: replace(batch, segments=batch.segments.clamp(max=OTHER))},
-        "not known which tokens of these prompts are texts",
-    ),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), REFUSED)
-def test_bad_input_is_refused(gpt2: Any, change: dict[str, Any], message: str) -> None:
-    (batch,) = questions(gpt2, 3)
-    call = {"demonstrations": lambda batch: batch} | change
-    call["demonstrations"] = call["demonstrations"](batch)
-    with pytest.raises(PromptError, match=message):
-        al.compress(gpt2, **call)
-
-
-def test_texts_shorter_than_label_words_are_refused(gpt2: Any) -> None:
-    task = al.TASKS["trec"]
-    demos = [al.Example("", 0), *(al.Example("What is it?", k) for k in range(1, 6))]
-    (batch,) = al.build_prompts(gpt2.tokenizer, task, demos, ["Who?"])
-    with pytest.raises(PromptError, match="has 0 text tokens, but its label word has"):
-        al.compress(gpt2, batch, select=al.contexts.selection.random_and_format(0))
-
-
 def test_a_context_of_all_tokens_is_fully_loyal(gpt2: Any) -> None:
     contexts: dict[str, Any] = {
         "all": partial(al.compress, select=al.contexts.selection.everything)

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
 import anchorlens as al
-from anchorlens.errors import ModelError, PromptError
+from anchorlens.errors import ModelError
 from tests.support.asked import ask
-from tests.support.measures import difference, does_not_run
+from tests.support.measures import difference
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
@@ -99,17 +99,6 @@ def test_a_changed_sliding_window_changes_the_logits(hooked: Any, sentencepiece_
 def test_a_prefix_beside_its_model_is_not_copied(gpt2: Any) -> None:
     prefix = al.compress(gpt2, questions(gpt2, 2)[0]).prefix
     assert prefix.beside(gpt2) is prefix
-
-
-def test_a_later_set_is_refused_before_any_pass(gpt2: Any) -> None:
-    bare = [al.Example("", 0), *(al.Example("What is it?", k) for k in range(1, 6))]
-    query = al.Example("Who?", 3)
-    batches = questions(gpt2, 3)
-    batches += al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], bare, [query])
-    with pytest.raises(PromptError, match="has 0 text tokens"), does_not_run(gpt2):
-        ask(
-            gpt2, batches, al.ContextComparison({"none": al.contexts.NoContext()}, draws=1), **QUIET
-        )
 
 
 def test_a_comparison_leaves_no_trace(hooked: Any, byte_level: Any) -> None:

@@ -20,12 +20,12 @@ from anchorlens.contexts.hard_prompt_search import (
     prompts_of_next_tokens,
 )
 from anchorlens.contexts.protocol import bos_of, queries_after
-from anchorlens.errors import MetricError, ModelError, NotFiniteError, PromptError
+from anchorlens.errors import ModelError, NotFiniteError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.batch import check_batch
 from anchorlens.prompts.plain_tokens import plain_tokens
 from tests.support.measures import assert_gradient, difference
-from tests.support.tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
+from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 from tests.support.trained_contexts import halves, train_hard_prompt
 
 SGD = partial(torch.optim.SGD, lr=30.0)
@@ -513,12 +513,6 @@ def test_every_metric_runs_on_prompts_with_inserted_tokens(gpt2: Any) -> None:
     assert difference(both[4:], alone) < 1e-5
 
 
-def test_prompts_with_another_bos_are_refused(gpt2: Any, llama: Any) -> None:
-    prompt = al.contexts.hard_prompts.of_tokens(gpt2, [300], held_out=questions(gpt2, 2))
-    with pytest.raises(PromptError, match="begin with no BOS"):
-        prompt.insert(questions(llama, 2)[0])
-
-
 @pytest.mark.changes_model
 def test_embeddings_that_are_no_multiple_of_the_table_are_refused(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
@@ -531,15 +525,3 @@ def test_embeddings_that_are_no_multiple_of_the_table_are_refused(gpt2: Any) -> 
         check_embeds_by_table(gpt2, batch, tokens)
     with pytest.raises(ModelError, match="is no multiple of the rows of W_E"):
         searched(gpt2, start=[300])
-
-
-def test_a_fluency_outside_0_to_1_is_an_error() -> None:
-    with pytest.raises(MetricError, match="fluency must be a weight from 0 to 1; got 2"):
-        replace(al.contexts.hard_prompts.PEZ, fluency=2)
-
-
-def test_label_words_of_several_tokens_are_no_start(gpt2: Any) -> None:
-    demos = [al.Example("a", 0), al.Example("b", 1)]
-    batches = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, [al.Example("c", 0)])
-    with pytest.raises(PromptError, match="a label word has several tokens"):
-        al.contexts.hard_prompts.class_words(batches)

@@ -15,7 +15,7 @@ from transformers import BloomConfig, BloomForCausalLM, DynamicCache
 import anchorlens as al
 from anchorlens.contexts.protocol import bos_of, queries_after
 from anchorlens.contexts.stored import key_values_at_start
-from anchorlens.errors import ModelError, PromptError, StoreError
+from anchorlens.errors import StoreError
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.system.digest_file import to_bytes_with_digest
@@ -182,22 +182,3 @@ def test_wrong_contents_are_refused(gpt2: Any, tmp_path: Path, change: Callable[
     path.write_bytes(to_bytes_with_digest({"context": header}, tensors))
     with pytest.raises(StoreError, match="not hold what a PrefixContext of this version holds"):
         al.contexts.load_context(path)
-
-
-def test_other_models_and_prompts_are_refused(gpt2: Any, llama: Any) -> None:
-    context = trained(gpt2, steps=0)
-    with pytest.raises(ModelError, match="this context was made with"):
-        context.logits(llama, questions(llama, 2)[0])
-    (batch,) = questions(gpt2, 2)
-    with pytest.raises(PromptError, match="with no BOS, but these begin with the BOS"):
-        context.logits(gpt2, replace(batch, begins_with_bos=True))
-    other = trained(llama, steps=0)
-    (batch,) = questions(llama, 2)
-    with pytest.raises(PromptError, match="begin with the BOS 1, but these begin with no BOS"):
-        other.logits(llama, replace(batch, begins_with_bos=False))
-    long = questions(gpt2, 2)[0]
-    wide = replace(
-        context, prefix=replace(context.prefix), tokens=torch.zeros(505, dtype=torch.long)
-    )
-    with pytest.raises(PromptError, match="7 of the model's context of 512 are left after 505"):
-        wide.query_pass(gpt2, long)

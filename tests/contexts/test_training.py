@@ -216,12 +216,6 @@ def test_a_bad_argument_is_an_error_before_any_pass(
         TRAINERS[kind](gpt2, **call)
 
 
-def test_held_out_queries_must_not_be_those_of_training(gpt2: Any) -> None:
-    batches, _ = split(gpt2)
-    with pytest.raises(PromptError, match="4 held-out queries are training queries"):
-        trained(gpt2, held_out=batches[:1])
-
-
 def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) -> None:
     expected = trained(gpt2, folder=tmp_path)
     path = tmp_path / "training.safetensors"

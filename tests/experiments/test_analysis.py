@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 import anchorlens as al
-from anchorlens.errors import HookError, MetricError
+from anchorlens.errors import MetricError
 from anchorlens.experiments import analysis, random_weights
 from anchorlens.passes import twin_for
 from tests.support.found_anew import found_anew
@@ -217,11 +217,6 @@ def test_it_goes_on_where_it_was_stopped(
     assert {path: path.stat().st_mtime_ns for path in stored} == stored
     for name, record in whole.items():
         assert_same(resumed[name], record)
-
-
-def test_too_many_layers_are_an_error_before_any_pass(gpt2: Any) -> None:
-    with pytest.raises(HookError, match="depths are from 1 to 3 layers; got 4"):
-        al.analyse(gpt2, prompts_of(gpt2), depth=4, **FEW)
 
 
 @pytest.mark.parametrize(

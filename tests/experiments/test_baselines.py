@@ -12,7 +12,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.prompts.examples import sample_queries
-from tests.support.measures import difference
+from tests.support.measures import difference, is_shared
 from tests.support.tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -70,7 +70,7 @@ def test_target_states_equal_those_of_transformers(side: str) -> None:
     model = al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=tokenizer)
     batches = questions(model, 12, padding_side=side)
     [record] = al.run(model, batches, [reweighting.TargetStates(layer=1)], resamples=0).values()
-    assert "run once for all" in record.info["shared_prefix"]
+    assert is_shared(record)
     for batch in batches:
         for row, index in enumerate(batch.index.tolist()):
             expected = hidden_states(

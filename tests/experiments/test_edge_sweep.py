@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError, RunError
-from anchorlens.experiments import edge_sweep
+from anchorlens.errors import MetricError, RunError
 from anchorlens.prompts import edges
 from tests.support.asked import ask, by_site
-from tests.support.measures import assert_same, does_not_run, logits_of
+from tests.support.measures import assert_same, logits_of
 from tests.support.tiny_models import LONG_LABELS, questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -155,56 +153,7 @@ def test_an_edge_to_bos_is_not_cut_and_none_is_drawn_for_it(llama: Any) -> None:
         assert torch.equal(getattr(record, field), values)
 
 
-# In one prompt all tokens of the demonstrations are label words.
-TIGHT = al.PromptBatch.from_positions(
-    torch.tensor([[9, 5, 6, 8]]),
-    label_positions=[[1, 2]],
-    label_classes=[[0, 1]],
-    label_token_ids=[5, 6],
-)
-ISOLATION = {"edges": edges.wp, "control": edge_sweep.random_words}
-WRONG: list[tuple[dict[str, Any], str]] = [
-    (ISOLATION | {"batches": [TIGHT]}, "too few for a random control"),
-    ({"edges": lambda b: edges.pq(b).float()}, "edges must be a tensor of True and False"),
-    ({"edges": lambda b: edges.pq(b)[:, :5]}, r"= \(2, .*got torch.bool of the shape \(2, 5"),
-    ({"edges": lambda b: torch.ones_like(edges.pq(b))}, "token to an earlier token"),
-    ({"edges": lambda b: edges.pq(b) & False}, "nothing to cut: .* no edge in any prompt$"),
-    ({"edges": context}, r"too few for a random control; .*control=al.edges.random_edges"),
-    ({"control": lambda b, e, seed: e[:1]}, "edges must be a tensor of True and False"),
-    ({"sites": {"a": al.Site(9)}}, r"layers must be numbers .*got \[9\]"),
-    ({"sites": {"a": al.Site(0, keep_bos=True)}}, "do not begin with a BOS"),
-    ({"sites": {"a": al.Site([])}}, "got none"),
-    ({"beside": [al.AttentionAUCROC()] * 2}, "different names"),
-    ({"beside": [al.AttentionAUCROC(name="edge_sweep")]}, "different names"),
-    ({"beside": [al.Loyalty()]}, "nothing changes this run"),
-]
-WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"sites": {}}, "there is no site"),
-    ({"draws": 0}, "draws must be a whole number from 1 to .*; got 0"),
-    ({"edges": 7}, "edges of EdgeSweep must be a function; got 7"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), WRONG)
-def test_wrong_arguments_raise_an_error_before_any_pass(
-    gpt2: Any, change: dict[str, Any], message: str
-) -> None:
-    options: dict[str, Any] = {"edges": edges.pq, "sites": {"a": al.Site(0)}, **change}
-    batches, beside = options.pop("batches", questions(gpt2, 2)), options.pop("beside", [])
-    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        al.run(gpt2, batches, [al.EdgeSweep(**options), *beside], **QUIET)
-
-
-@pytest.mark.parametrize(("change", "message"), WRONG_OPTIONS)
-def test_wrong_options_raise_an_error_when_the_sweep_is_made(
-    change: dict[str, Any], message: str
-) -> None:
-    options: dict[str, Any] = {"edges": edges.pq, "sites": {"a": al.Site(0)}, **change}
-    with pytest.raises(AnchorlensError, match=message):
-        al.EdgeSweep(**options)
-
-
-def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path) -> None:
+def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any) -> None:
     batches = questions(gpt2)
     asked = al.EdgeSweep.isolation({"last 2": al.Site(range(-2, 0))}, draws=4, seed=5)
     record = ask(gpt2, batches, asked, progress=False)
@@ -245,14 +194,8 @@ def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path
     # All sites are in one figure.
     assert len(drawn) == 6 and drawn[0].y == tuple(cut.label_loyalty.tolist())
     assert len(drawn[0].y) == len(cut.info["sites"]) == 2
-    loaded = al.load_record(cut.save(tmp_path / "cut.safetensors"))
-    assert loaded.plot().to_json() == cut.plot().to_json()
-    results = {"edge_sweep": cut, "isolation": record}
-    text = al.write_report(results, tmp_path / "report.html").read_text("utf-8")
-    titles = [
-        f"What stays as it was when {what}" for what in ("edges are cut", "words are isolated")
-    ]
-    assert text.count(titles[0]) == text.count(titles[1]) > 0
+    assert "edges are cut" in cut.plot().layout.title.text
+    assert "words are isolated" in record.plot().layout.title.text
 
 
 class Failing(al.Accuracy):

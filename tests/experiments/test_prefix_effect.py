@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import HookError, MetricError, PromptError
 from anchorlens.experiments.prefix_effect import (
     POSITIONS,
     _sampled,
@@ -18,7 +17,7 @@ from anchorlens.experiments.prefix_effect import (
 )
 from anchorlens.experiments.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
 from anchorlens.passes.forward import run_prefix
-from tests.support.measures import assert_same, contributed, patterns_of
+from tests.support.measures import assert_same, contributed, is_shared, patterns_of
 from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
@@ -207,7 +206,7 @@ def test_rows_of_different_attention_are_averaged_over_the_query(gpt2: Any) -> N
 def test_other_metrics_of_the_run_share_the_demonstrations(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
     results = al.run(gpt2, batches, [al.PrefixEffect(), al.SaliencyFlows()], **QUIET)
-    assert "run once" in results["prefix_effect"].info["shared_prefix"]
+    assert is_shared(results["prefix_effect"])
     alone = effect_of(gpt2, batches)
     assert_same(results["prefix_effect"], replace(alone, info={}), 1e-12)
 
@@ -317,46 +316,5 @@ def test_what_one_token_moves_lies_on_a_line_in_the_figure(llama: Any) -> None:
     assert max(map(abs, dots.y)) > 1e-2 * max(map(abs, dots.x))
 
 
-FIRST_OF_QUERY = {"a": lambda batch: batch.positions == batch.query_start[:, None]}
-FLOATS = {"a": lambda batch: batch.attention_mask.float()}
-OVERLAPPING = {"a": al.edges.anchors, "b": al.edges.demonstrations}
-
-
 def nothing(batch: al.PromptBatch) -> Tensor:
     return torch.zeros_like(batch.attention_mask)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keys": {"query": al.edges.query}}, "lies in the query"),
-        ({"keys": FIRST_OF_QUERY}, "lies in the query"),
-        ({"keys": OVERLAPPING}, "is in two segments; every token can be in one"),
-        ({"keys": {"a": nothing}}, "hold no token of some prompt"),
-        (
-            {"keys": FLOATS},
-            "'a' of prefix_effect must give a tensor of True",
-        ),
-        ({"rows": al.edges.demonstrations}, "positions of every query"),
-        ({"rows": nothing}, "none in some prompt"),
-        ({"rows": lambda batch: None}, "'rows' of prefix_effect must give .* got a NoneType"),
-    ],
-)
-def test_positions_that_are_no_prefix_or_no_query_are_refused(
-    gpt2: Any, options: Any, message: str
-) -> None:
-    with pytest.raises(MetricError, match=message):
-        effect_of(gpt2, questions(gpt2, 3), **options)
-
-
-def test_wrong_options_and_changed_runs_are_refused(gpt2: Any) -> None:
-    with pytest.raises(MetricError, match="keys are functions of the batch by name"):
-        al.PrefixEffect(keys={})
-    batches = questions(gpt2, 3)
-    options: dict[str, Any] = {"hooks": lambda batch: al.isolate_labels(gpt2, batch, 0), **QUIET}
-    with pytest.raises(MetricError, match="passes of its own"):
-        al.run(gpt2, batches, [al.PrefixEffect()], **options)
-    with pytest.raises(HookError, match="heads must be numbers from 0 to 1"):
-        al.PrefixEffect().plot_pattern(gpt2, batches[0], 0, 7)
-    with pytest.raises(PromptError, match="the batch has the prompts 0 to 2"):
-        al.PrefixEffect().plot_pattern(gpt2, batches[0], 0, 0, prompt=3)

@@ -253,13 +253,6 @@ def test_hooks_that_change_the_run_are_refused_before_any_pass(
         al.run(gpt2, batches, [al.Accuracy(), question], hooks=hooks, **QUIET)
 
 
-def test_two_questions_of_one_name_are_refused_before_any_pass(gpt2: Any) -> None:
-    batches = questions(gpt2, 2)
-    for asked in ([SWEEP, SWEEP], [SWEEP, al.Accuracy(), Moved(name="isolation")]):
-        with pytest.raises(MetricError, match="need different names; got"), does_not_run(gpt2):
-            al.run(gpt2, batches, asked, **QUIET)
-
-
 def logit_of_a_word(logits: Tensor, batch: al.PromptBatch) -> Tensor:
     return logits[:, 7]
 

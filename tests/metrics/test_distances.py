@@ -1,6 +1,5 @@
 """Tests of key distances against the published steps, of confusions, and of errors."""
 
-from dataclasses import replace
 from math import isnan
 from typing import Any
 
@@ -14,10 +13,8 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import MetricError
 from anchorlens.metrics.distances import confusions, key_distances, pair_auc, rank_correlation
-from tests.support.measures import does_not_run
-from tests.support.tiny_models import questions, tiny_gpt2
+from tests.support.tiny_models import tiny_gpt2
 
 pytestmark = pytest.mark.with_shapes
 
@@ -178,29 +175,6 @@ def test_the_key_of_a_class_is_the_mean_of_its_label_words(hooked: Any, byte_lev
         queries_of_layer = torch.stack([each[layer] for each in at_target])
         theirs = published(queries_of_layer, same_keys[0, layer], 3)
         np.testing.assert_allclose(ours[layer], theirs, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("count", "change", "options", "message"),
-    [
-        # A mean key of several small sets would describe none of them.
-        (
-            9,
-            {"demonstrations_id": torch.arange(9) % 3},
-            {"directions": 2},
-            r"at least 10 as there are several sets, but one has 3",
-        ),
-        (10, {}, {}, r"\(10\).* has 10; .*AnchorDistances\(directions=9\)"),
-        (12, {"gold": None}, {}, "confusion of classes needs the true label"),
-        (12, {"label_classes": torch.arange(6).clamp(max=4).expand(12, -1)}, {}, r"one: \[5\]"),
-    ],
-)
-def test_prompts_without_distances_raise_an_error_before_any_pass(
-    count: int, change: Any, options: Any, message: str, gpt2: Any
-) -> None:
-    batches = [replace(batch, **change) for batch in questions(gpt2, count, batch_size=count)]
-    with pytest.raises(MetricError, match=message), does_not_run(gpt2):
-        al.run(gpt2, batches, [al.AnchorDistances(**options)], progress=False)
 
 
 def test_pairs_of_classes_without_prompts_give_nan_and_a_warning() -> None:

@@ -177,19 +177,6 @@ def test_figures_show_shares_and_gaps(gpt2: Any) -> None:
         record.plot_share("reads")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"times": 0}, "times must be a number above 0.*got 0"),
-        ({"times": float("nan")}, "times must be a number above 0.*got nan"),
-        ({"draws": 0}, "draws must be a whole number from 1 to .*; got 0"),
-    ],
-)
-def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(MetricError, match=message):
-        al.LabelHeads(**options)
-
-
 def at(*positions: int) -> dict[str, Tensor]:
     """Other label words of the first prompt."""
     return dict.fromkeys(("label_positions", "label_ends"), torch.tensor([positions, (1, 3, 7)]))

@@ -9,7 +9,7 @@ from scipy.special import log_softmax
 from sklearn.metrics import roc_auc_score
 
 import anchorlens as al
-from anchorlens.errors import MetricError, PromptError
+from anchorlens.errors import PromptError
 from anchorlens.passes.forward import run_pass
 from anchorlens.runs.identity import fingerprint
 from tests.support.asked import ask, by_site
@@ -171,18 +171,3 @@ def test_batches_of_other_words_are_not_run_together(gpt2: Any) -> None:
     mixed = [prompts(gpt2, SEVERAL)[0], prompts(gpt2, SEVERAL, score=torch.amax)[0]]
     with pytest.raises(PromptError, match="must have the same label words"):
         al.run(gpt2, mixed, [al.Accuracy()], **QUIET)
-
-
-def test_words_beyond_the_vocabulary_raise_an_error(gpt2: Any) -> None:
-    batch = al.PromptBatch.from_positions(
-        torch.tensor([[5, 1, 6, 2, 7, 8]]),
-        label_positions=[[1, 3]],
-        label_classes=[[0, 1]],
-        label_token_ids=al.prompts.Verbalizer([[1, 10**6], [2]]),
-        gold=[0],
-    )
-    with pytest.raises(PromptError, match="token 1000000 is outside the model's vocabulary"):
-        al.run(gpt2, [batch], [al.Accuracy()], **QUIET)
-    logits = torch.zeros(2, 9)
-    with pytest.raises(MetricError, match=r"from 0 to 8, .*; got \[1, 1000000, 2\]"):
-        al.metrics.loyalty(logits, logits, al.prompts.Verbalizer([[1, 10**6], [2]]))

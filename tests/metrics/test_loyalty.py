@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import MetricError
 from anchorlens.passes.forward import run_pass
-from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions
 
 
@@ -83,23 +81,6 @@ def test_low_precision_logits_give_the_same_as_float32() -> None:
         torch.testing.assert_close(values, getattr(wide, name))
 
 
-@pytest.mark.parametrize(
-    ("shapes", "top", "message"),
-    [
-        (((2, 9), (3, 9)), 5, r"\(batch, vocab\).*got \(2, 9\) and \(3, 9\)"),
-        (((0, 9), (0, 9)), 5, r"one row a prompt; got .*0, 9"),
-        (((2, 9), (2, 9)), 0, r"`top` is from 1 to the 9 tokens.*got 0"),
-        (((2, 9), (2, 9)), 10, r"`top` is from 1 to the 9 tokens.*got 10"),
-    ],
-)
-def test_logits_and_tops_without_a_loyalty_raise_an_error(
-    shapes: Any, top: int, message: str
-) -> None:
-    with pytest.raises(MetricError, match=message):
-        clean, changed = map(torch.rand, shapes)
-        al.metrics.loyalty(clean, changed, torch.tensor([0, 1]), top=top)
-
-
 @pytest.mark.with_shapes
 def test_of_bare_texts_the_likeliest_token_is_the_label(gpt2: Any) -> None:
     batches = al.build_segments(gpt2.tokenizer, ["Who was it?", "Where is the red house?"])
@@ -114,13 +95,6 @@ def test_of_bare_texts_the_likeliest_token_is_the_label(gpt2: Any) -> None:
     assert record.label_kept.tolist() == (clean.argmax(1) == changed.argmax(1)).double().tolist()
     kl = (clean.softmax(1) * (clean.log_softmax(1) - changed.log_softmax(1))).sum(1)
     torch.testing.assert_close(record.kl_per_prompt.float(), kl, atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.with_shapes
-def test_a_run_without_hooks_raises_an_error_before_any_pass(gpt2: Any) -> None:
-    message = r"nothing changes this run; give al.run\(\.\.\., hooks="
-    with pytest.raises(MetricError, match=message), does_not_run(gpt2):
-        al.run(gpt2, questions(gpt2, 2), [al.Loyalty()])
 
 
 @pytest.mark.with_shapes

@@ -189,14 +189,6 @@ def test_functions_may_select_hook_points(gpt2: Any) -> None:
         al.run(gpt2, questions(gpt2, 2), [hooked(selected, nothing)], progress=False)
 
 
-@pytest.mark.every_kind
-def test_a_missing_hook_point_leaves_no_hook_behind(gpt2: Any) -> None:
-    metric = hooked((PATTERN, observe_nothing), (MISSING, observe_nothing))
-    with pytest.raises(HookError, match=f"no hook point '{MISSING}', which mine names"):
-        al.run(gpt2, questions(gpt2, 4), [metric], progress=False)
-    assert not [name for name, point in gpt2.hook_dict.items() if point.fwd_hooks]
-
-
 @pytest.mark.parametrize("slope", [False, True])
 def test_a_function_of_blocks_that_gives_no_number_for_each_prompt_is_named(
     slope: bool, gpt2: Any
@@ -219,10 +211,3 @@ def test_a_result_that_is_no_record_is_named(gpt2: Any) -> None:
         RunError, match=r"no result for mine: a result must be a Record; got \{'mean'"
     ):
         al.run(gpt2, questions(gpt2, 2), [metric], progress=False, resamples=0)
-
-
-def test_a_list_in_place_of_a_batch_says_to_take_one(gpt2: Any) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"must be a PromptBatch; got .*; give one element of the list"
-    ):
-        al.isolate_labels(gpt2, questions(gpt2, 2), 0)  # type: ignore[arg-type]

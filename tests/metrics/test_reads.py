@@ -235,34 +235,24 @@ HOOKS_ON_PATTERNS: dict[str, Case] = {
         lambda hand, batch: hand.patterns.diagonal(-1, 3, 4)[..., :100],
     )
 }
-OFF_BLOCKS = "off: blocks reads blocks of the pattern of each prompt"
-OFF_HOOKS = "off: hooks has hooks of its own, which see whole prompts"
 
 
 @pytest.mark.parametrize(
-    ("cases", "of_shared", "of_long"),
+    ("cases", "shares", "fuses"),
     [
-        (ANYWHERE, "run once for all", "fused: "),
-        (BLOCKS, OFF_BLOCKS, "fused: "),
-        (
-            WHOLE_BLOCKS,
-            OFF_BLOCKS.replace("blocks ", "whole blocks ", 1),
-            "whole patterns, because",
-        ),
-        (HOOKS, OFF_HOOKS, "fused: "),
-        (HOOKS | ANYWHERE, OFF_HOOKS, "fused: "),
-        (
-            HOOKS_ON_PATTERNS,
-            OFF_HOOKS.replace("hooks ", "hooks on patterns ", 1),
-            "whole patterns, because",
-        ),
+        (ANYWHERE, True, True),
+        (BLOCKS, False, True),
+        (WHOLE_BLOCKS, False, False),
+        (HOOKS, False, True),
+        (HOOKS | ANYWHERE, False, True),
+        (HOOKS_ON_PATTERNS, False, False),
     ],
     ids=["anywhere", "blocks", "whole blocks", "hooks", "beside hooks", "hooks on patterns"],
 )
 def test_reads_are_those_of_whole_prompts(
     cases: dict[str, Case],
-    of_shared: str,
-    of_long: str,
+    shares: bool,
+    fuses: bool,
     exact_model: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,21 +262,22 @@ def test_reads_are_those_of_whole_prompts(
     with plain.everything_in_float64():
         by_hand = [ByHand.of(model, batch) for batch in batches]
 
-        def check(status: str, attention: str, **options: Any) -> None:
+        def check(shared: bool | None, fused: bool, **options: Any) -> None:
             with Study(model, batches, {}, progress=False, resamples=0) as study:
                 passes = study.passes(metrics, **options)
-                assert status in passes.status and passes.way.attention.startswith(attention)
+                assert passes.way.is_fused == fused
+                assert shared is None or ("run once for all" in passes.status) == shared
                 for batch, hand in zip(batches, by_hand, strict=True):
                     ours = passes.contributions(batch)
                     for name, (_, expected) in cases.items():
                         values = expected(hand, batch)
                         assert difference(ours[f"{name}/it"], values) <= 1e-10, name
 
-        check("off: share_prefix=False", "", share_prefix=False)
-        check(of_shared, "")
+        check(False, False, share_prefix=False)
+        check(shares, False)
         monkeypatch.setattr(decision, "LARGE", 0)
         monkeypatch.setattr(row_pieces, "PIECE", 5_000)
-        check("", of_long)
+        check(None, fuses)
 
 
 @pytest.mark.with_shapes

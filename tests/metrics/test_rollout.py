@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import MetricError
 
 
 def random_patterns(*shape: int) -> Any:
@@ -48,9 +47,3 @@ def test_a_model_gives_the_rollout_of_its_cache(gpt2: Any) -> None:
     result = al.metrics.rollout(patterns.detach())
     assert result.shape == (1, 7, 7)
     torch.testing.assert_close(result.sum(-1), torch.ones(1, 7))
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 3), (1, 2, 3, 4)])
-def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(MetricError, match=r"those of whole prompts; got \("):
-        al.metrics.rollout(torch.zeros(shape))

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import MetricError, NotFiniteError, PromptError, RunError
+from anchorlens.errors import MetricError, NotFiniteError, RunError
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import segment_names
 from tests.references import plain
-from tests.support.measures import assert_same, difference, does_not_run
+from tests.support.measures import assert_same, difference, does_not_run, is_shared
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 MAKE: dict[str, Callable[[int], Any]] = {"gpt2": tiny_gpt2, "llama": tiny_llama}
@@ -182,7 +182,7 @@ def test_anchors_target_and_rest_give_the_flows_of_the_paper(
     }
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.SegmentFlows(parts)]
     flows, segments = al.run(precise, batches, metrics, share_prefix=share, **QUIET).values()
-    assert ("run once" in segments.info["shared_prefix"]) is share
+    assert is_shared(segments) is share
     assert difference(segments.flow_of_prompts[..., 1, 0], flows.per_prompt[..., 1]) <= 1e-12
     # One prompt, whose totals are its own.
     alone = [batches[0].prompt(0)]
@@ -296,40 +296,6 @@ def test_a_record_names_its_segments(gpt2: Any, batch: al.PromptBatch) -> None:
     assert own.axis_names("segment") == segment_names.SEGMENTS
 
 
-@pytest.mark.parametrize("names", [[], ["a", "a"]])
-def test_names_that_are_none_or_equal_raise_an_error(names: list[str]) -> None:
-    for of in (al.SegmentFlows, al.SegmentAttention):
-        with pytest.raises(MetricError, match="segments are different names"):
-            of(names)
-
-
-OVERLAPPING = dict.fromkeys(("all", "answer"), lambda batch: batch.attention_mask)
-
-
-@pytest.mark.parametrize(
-    ("metric", "loss", "message"),
-    [
-        (al.SegmentFlows(["reply"]), "answer", "there is no segment 'reply'; the segments are qu"),
-        (al.SegmentFlows(), "reply", "there is no segment 'reply'"),
-        (al.SegmentFlows({"a": lambda b: b.tokens}), "answer", "a tensor of True and False"),
-        (
-            al.SegmentFlows(OVERLAPPING),
-            "answer",
-            r"token 0 of prompt 0 is in the segments \['all', 'answer'\]",
-        ),
-        (al.SegmentFlows(weight=lambda a, g: a), "answer", "to a number for each edge, of the sh"),
-        (al.SaliencyFlows(), "answer", "these prompts have segments but no label words"),
-        (al.AttentionAUCROC(), "answer", "these prompts have segments but no label words"),
-        (al.Accuracy(), "answer", "label"),
-    ],
-)
-def test_what_does_not_fit_raises_an_error(
-    metric: Any, loss: str, message: str, gpt2: Any, batch: al.PromptBatch
-) -> None:
-    with pytest.raises((MetricError, PromptError), match=message), does_not_run(gpt2):
-        al.run(gpt2, [batch], [metric], loss=al.losses.span_cross_entropy(loss), **QUIET)
-
-
 def without_some(weight: Callable[..., Tensor], value: float) -> Callable[..., Tensor]:
     """A weight with another number at one edge."""
 
@@ -395,30 +361,6 @@ def test_padding_is_in_no_segment_of_a_function(gpt2: Any, batch: al.PromptBatch
     assert_same(every, tokens, 0)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (lambda b: torch.zeros(2, 9), "prompt 0 has no token to predict"),
-        (
-            lambda b: torch.ones(2, 8),
-            r"shape \(batch, position\) = \(2, 9\); got torch.float32 of the shape \(2, 8\)",
-        ),
-        (lambda b: torch.full((2, 9), torch.nan), "number for each position.*; got NaN or inf"),
-        (lambda b: torch.arange(9).expand(2, -1) == 8, "at position 8 of prompt 0, which is pad"),
-        (lambda b: torch.arange(9).expand(2, -1) % 6 == 2, "at position 8 of prompt 0, which is"),
-        (lambda b: 3, "got a int"),
-    ],
-)
-def test_wrong_weights_of_a_loss_raise_an_error(
-    weights: Any, message: str, gpt2: Any, batch: al.PromptBatch
-) -> None:
-    loss = al.losses.next_token_cross_entropy(weights)
-    with pytest.raises(MetricError, match=message):
-        al.run(gpt2, [batch], [al.SegmentFlows()], loss=loss, **QUIET)
-    with pytest.raises(MetricError, match=message):
-        al.saliency(gpt2, batch, loss=loss)
-
-
 def test_a_prompt_without_the_segment_of_a_loss_is_named(gpt2: Any) -> None:
     # The number of a prompt is that in the list of the user, not in the batch.
     pieces = [[("question", "Who is it?"), ("answer", " I")], [("question", "Who?")]]
@@ -427,36 +369,6 @@ def test_a_prompt_without_the_segment_of_a_loss_is_named(gpt2: Any) -> None:
         al.run(
             gpt2, batches, [al.SegmentFlows()], loss=al.losses.span_cross_entropy("answer"), **QUIET
         )
-
-
-def test_training_refuses_a_loss_of_several_tokens(gpt2: Any) -> None:
-    batches = questions(gpt2, 4, batch_size=2)
-    training = al.contexts.Training(loss=al.losses.span_cross_entropy("target"), progress=False)
-    with pytest.raises(MetricError, match="needs the logits at several positions"):
-        al.contexts.train_reweighting(gpt2, batches, training)
-    with pytest.raises(MetricError, match="needs the logits at several positions"):
-        al.train_prefix(gpt2, batches[:1], training, held_out=batches[1:])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"segments": [[0] * 9, [0] * 9]}, "prompt 1 has padding in a segment"),
-        ({"segments": [[3] * 9, [-1] * 9]}, "segments are numbers from 0 to 2"),
-        ({"segments": [[0] * 9]}, r"segments must have the shape .* = \(2, 9\)"),
-        ({"names": ["a", "a", "b"]}, "segments have different names"),
-        ({"names": []}, "segments have different names"),
-        ({"segments": [[-2] * 9] * 2}, "segments are numbers from 0 to 2, .*; got -2 to -2"),
-        ({"target_positions": [8, 9]}, "has a position outside the prompt"),
-        ({"target_positions": [8, 0]}, "has a position under padding"),
-        ({"tokens": TOKENS[0]}, "tokens must have the shape"),
-    ],
-)
-def test_wrong_segments_of_a_batch_raise_an_error(change: dict[str, Any], message: str) -> None:
-    options: dict[str, Any] = {"tokens": TOKENS, "segments": SEGMENTS, "names": NAMES}
-    options |= {"attention_mask": MASK} | change
-    with pytest.raises(PromptError, match=message):
-        al.PromptBatch.from_segments(**options)
 
 
 def test_a_batch_of_segments_shows_them(batch: al.PromptBatch, gpt2: Any) -> None:
@@ -495,7 +407,7 @@ def test_segments_that_depend_on_later_tokens_run_whole_prompts(gpt2: Any) -> No
     metrics: list[al.Metric] = [al.SegmentFlows(parts), al.SegmentAttention(parts, apart=1)]
     ours, whole = (al.run(gpt2, batches, metrics, share_prefix=s, **QUIET) for s in (True, False))
     for name, record in ours.items():
-        assert record.info["shared_prefix"].startswith("off: ")
+        assert not is_shared(record)
         assert_same(record, whole[name], 0)
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import MetricError
 from anchorlens.runs.study import Study
 from tests.references import plain
-from tests.support.measures import does_not_run, patterns_of
+from tests.support.measures import patterns_of
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -111,20 +110,3 @@ def test_a_rollout_has_a_figure_and_intervals(gpt2: Any) -> None:
     assert figure.layout.xaxis.ticktext == ("text", "label", "target")
     [alone] = al.run(gpt2, batches, [al.SegmentRollout(["label"])], **QUIET).values()
     assert alone.plot().data[0].y == (float(record.reach[1]),)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"queries": lambda batch: al.edges.target(batch) & False}, "got none in prompt 0; leave"),
-        ({"queries": al.edges.pq}, "'queries' of segment_rollout must give a tensor of True"),
-        ({"segments": ["reply"]}, "there is no segment 'reply'"),
-    ],
-)
-def test_wrong_queries_and_segments_are_an_error_before_any_pass(
-    options: Any, message: str, gpt2: Any
-) -> None:
-    with pytest.raises(al.AnchorlensError, match=message), does_not_run(gpt2):
-        al.run(gpt2, questions(gpt2, 2), [al.SegmentRollout(**options)], **QUIET)
-    with pytest.raises(MetricError, match="segments are different names"):
-        al.SegmentRollout(["text", "text"])

@@ -1,7 +1,5 @@
 """Weights of edges that need values: against norms by hand in plain transformers."""
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError
+from anchorlens.errors import AnchorlensError
 from anchorlens.system import row_pieces
 from tests.support.measures import assert_same, difference
 from tests.support.tiny_models import questions
@@ -75,16 +73,6 @@ def test_a_function_of_ones_own_gets_the_values_a_few_rows_at_a_time(
         assert_same(results[name], expected[name])
 
 
-def test_prompts_run_whole_because_shared_values_are_not_computed_again(gpt2: Any) -> None:
-    batches = questions(gpt2, 4, batch_size=2)
-    metrics = [NORM, al.SegmentFlows()]
-    results = al.run(gpt2, batches, metrics, **QUIET)
-    reason = "off: norm needs the values of all tokens of each prompt"
-    assert {record.info["shared_prefix"] for record in results.values()} == {reason}
-    shared = al.run(gpt2, batches, metrics[1:], **QUIET)
-    assert "run once" in shared["segment_flows"].info["shared_prefix"]
-
-
 @pytest.mark.every_kind
 @pytest.mark.usefixtures("kind_of_model")
 def test_a_cache_needs_the_model_for_values(gpt2: Any) -> None:
@@ -103,20 +91,3 @@ def test_a_cache_needs_the_model_for_values(gpt2: Any) -> None:
     assert_same(record, replace(expected, info=record.info))
     with pytest.raises(AnchorlensError, match=r"norm needs the prepared model.*model=model"):
         al.caches.from_caches([NORM], batches, passes)
-
-
-def test_where_there_are_no_values_an_error_names_the_cure(
-    gpt2: Any, batch: al.PromptBatch
-) -> None:
-    norm: Any = al.weights.value_norm
-    pattern = torch.ones(1, 1, 2, 2)
-    calls: dict[str, Callable[[], Any]] = {
-        "metrics.flows": lambda: al.metrics.flows(pattern, pattern, pattern[0].bool(), weight=norm),
-        "step_flows": lambda: al.step_flows(gpt2, batch.prompt(0), "answer", weight=norm),
-        "trace_generation": lambda: al.trace_generation(gpt2, "Who?", weight=norm),
-        "IntegratedFlows": lambda: al.IntegratedFlows(weight=norm),
-    }
-    for name, call in calls.items():
-        message = rf"value_norm needs the values.* al\.{re.escape(name)} has not.*SegmentFlows\("
-        with pytest.raises(MetricError, match=message):
-            call()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import HookError, ModelError
+from anchorlens.errors import ModelError
 from anchorlens.experiments.mean_states import mean_states
 from anchorlens.experiments.task_vectors import residual_name, write_states
 from anchorlens.models import head_outputs
@@ -269,14 +269,3 @@ def test_all_heads_are_detached_by_default_and_layers_count_from_the_end(gpt2: A
     options: dict[str, Any] = {"hooks": lambda batch: one, "resamples": 0, "progress": False}
     maps = al.run(gpt2, batches, [al.SaliencyFlows()], **options)["saliency_flows"]
     assert not maps.per_head[1, 0].any() and maps.per_head[1, 1].any()
-
-
-@pytest.mark.parametrize(
-    ("layers", "heads", "message"),
-    [(9, 0, r"layers must be numbers .*got \[9\]"), (0, 9, r"heads must .*got \[9\]")],
-)
-def test_layers_and_heads_that_do_not_exist_are_errors(
-    gpt2: Any, layers: int, heads: int, message: str
-) -> None:
-    with pytest.raises(HookError, match=message):
-        al.detach_heads(gpt2, al.Site(layers, heads=heads))

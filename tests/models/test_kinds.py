@@ -1,6 +1,5 @@
 """Kinds of models are compared with each other: folded, processed, HookedTransformer (--kind)."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -43,22 +42,6 @@ def test_prompts_have_the_tokens_of_the_tokenizer(
     mask = batch.attention_mask
     assert torch.equal(batch.tokens[mask], plain.tokens[mask])
     assert batch.begins_with_bos == plain.begins_with_bos == (name == "llama")
-
-
-def test_folded_value_biases_are_refused_where_they_matter(raw: Any, byte_level: Any) -> None:
-    folded = al.prepare_model(raw(tiny_gpt2(len(byte_level)), byte_level, fold=True))
-    batches = questions(folded, 3)
-    batch = batches[0]
-    calls: list[Callable[[], Any]] = [
-        lambda: al.saliency(folded, batch),
-        lambda: al.run(folded, batches, [al.SaliencyFlows()], progress=False),
-        lambda: al.reweight_anchors(folded, batch, torch.zeros(3, 2, 6)),
-        lambda: al.isolate_labels(folded, batch, al.Site(0, renormalize=False)),
-        lambda: al.block_edges(folded, batch, al.edges.wp, al.Site(0, renormalize=False)),
-    ]
-    for call in calls:
-        with pytest.raises(ModelError, match=r"biases of this model are folded .*_biases=False"):
-            call()
 
 
 def test_a_model_that_is_folded_after_verification_is_refused(byte_level: Any) -> None:

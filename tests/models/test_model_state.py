@@ -18,7 +18,7 @@ from tests.references.architectures import BY_NAME, ROWS
 from tests.references.comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
 from tests.support.asked import ask
 from tests.support.hooked_transformers import with_its_bos
-from tests.support.measures import difference
+from tests.support.measures import difference, is_shared
 from tests.support.tiny_models import boot, questions, tiny_gpt2, with_dropout
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -136,7 +136,7 @@ def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
     trained = al.contexts.train_reweighting(
         model, batches, al.contexts.Training(steps=1, progress=False)
     )
-    assert trained.info["shared_prefix"].startswith("off")
+    assert not is_shared(trained)
 
 
 @pytest.mark.every_kind

@@ -22,7 +22,7 @@ from anchorlens.models.rotary import rotate_alike
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.losses import WordCrossEntropy
 from anchorlens.runs import way
-from tests.support.measures import difference
+from tests.support.measures import difference, is_shared
 from tests.support.peft_oracle import peft_logits
 from tests.support.rotary_models import alone, longrope, rotating
 from tests.support.tiny_models import questions
@@ -97,7 +97,7 @@ def test_prompts_on_one_side_still_share_their_demonstrations(name: str) -> None
     model, plain = rotating(*MAKE[name])
     batches = on_side(prompts(model), is_long=False)
     record = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-    assert "run once" in record.info["shared_prefix"]
+    assert is_shared(record)
     assert "cached" not in record.info["shared_prefix"]
     logits = al.target_logits(model, batches, progress=False)
     ordered = sorted(batches, key=lambda batch: int(batch.index[0]))
@@ -145,7 +145,7 @@ def test_demonstrations_above_the_switch_are_cached() -> None:
     for batch in batches:
         assert difference(context.logits(model, batch), alone(plain, batch)) < 1e-5
     record = al.run(model, batches, [al.Accuracy()], **QUIET)["accuracy"]
-    assert "run once" in record.info["shared_prefix"]
+    assert is_shared(record)
 
 
 @pytest.mark.parametrize(

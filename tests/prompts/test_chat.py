@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import ArgumentError, PromptError
+from anchorlens.errors import PromptError
 from tests.support.chat_tokenizers import (
     CHATML,
     DEEPSEEK,
@@ -341,24 +341,3 @@ def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error
     message = "merges with (what stands (before|after) it|this end)"
     with pytest.raises(PromptError, match=message):
         built(tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        (
-            {"options": {"tokenize": True}},
-            PromptError,
-            r"options of a chat task are \{name: value\}",
-        ),
-        ({"options": {"tools": []}}, PromptError, r"options of a chat task are \{name: value\}"),
-        ({"date": "today"}, PromptError, "date of a chat task is a day such as '2024-07-26'"),
-        ({"date": "2024-13-01"}, PromptError, "date of a chat task is a day such as '2024-07-26'"),
-        ({"separator": "\n"}, ArgumentError, "ChatTask has no argument 'separator'"),
-    ],
-)
-def test_wrong_fields_raise_an_error(
-    fields: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        al.ChatTask(TEMPLATE, ["a", "b"], **fields)

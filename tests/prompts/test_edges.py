@@ -216,17 +216,6 @@ def test_positions_by_number_lie_in_their_prompts(batch: al.PromptBatch) -> None
 
 
 @pytest.mark.with_shapes
-def test_a_segment_that_does_not_exist_raises_an_error(batch: al.PromptBatch) -> None:
-    with pytest.raises(
-        PromptError, match=r"no segment 'labels'; the segments are other, text, label"
-    ):
-        edges.segment(batch, "labels")
-    own = replace(batch, segment_names=tuple(f"own{k}" for k in range(6)))
-    with pytest.raises(PromptError, match=r"no segment 'label'; .* as al.SegmentFlows\("):
-        edges.segment(own, "label")
-
-
-@pytest.mark.with_shapes
 def test_tokens_after_the_target_have_no_edges() -> None:
     """Later tokens cannot influence the target. Their edges would only lower the mean S_ww."""
     rows = torch.tensor([[9, 5, 8, 6, 7, 4, 4]])

@@ -9,7 +9,6 @@ from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast
 
 import anchorlens as al
-from anchorlens.errors import PromptError
 from anchorlens.prompts.prompt_html import PROMPT_CSS, PromptView, prompt_legend, token_spans
 from anchorlens.prompts.segment_names import (
     FORMAT,
@@ -72,13 +71,6 @@ def test_padding_is_left_out() -> None:
     parsed = Parsed(token_spans(["", "", "a", "x"], [PADDING, PADDING, TEXT, PADDING]))
     assert (parsed.text, len(parsed.elements)) == ("a", 1)
     assert parsed.elements[0][1]["data-token"] == "2"
-
-
-def test_wrong_segments_raise_an_error() -> None:
-    with pytest.raises(PromptError, match=r"each token has a segment; got 2 and 1 segments"):
-        token_spans(["a", "b"], [TEXT])
-    with pytest.raises(PromptError, match=r"segments are numbers from 0 to 5.*got 6"):
-        token_spans(["a"], [6])
 
 
 def test_the_legend_names_the_segments_that_occur() -> None:
@@ -146,23 +138,6 @@ def test_the_shown_prompt_is_escaped_html_and_plain_text(tokenizer: Any) -> None
     assert parsed.tags == {"style", "div", "p", "span", "strong", "mark", "br"}
     assert "dull <b>day</b>" in parsed.text
     assert "Out:◆<script>\n" in repr(view) and repr(view).endswith("Out■:")
-
-
-def test_wrong_arguments_of_show_raise_an_error(byte_level: Any, sentencepiece_like: Any) -> None:
-    batch = batch_of(sentencepiece_like)
-    for number in (-1, 2):
-        with pytest.raises(PromptError, match=rf"the prompts 0 to 1; got {number}"):
-            batch.show(sentencepiece_like, number)
-    with pytest.raises(PromptError, match=r"expected the tokenizer .*; got a str"):
-        batch.show("gpt2")
-    larger = al.PromptBatch.from_positions(
-        torch.tensor([[5, 1, len(byte_level)]]),
-        label_positions=[[1]],
-        label_classes=[[0]],
-        label_token_ids=[1],
-    )
-    with pytest.raises(PromptError, match=r"tokenizer has 3000 tokens, but .* token 3000; pass"):
-        larger.show(byte_level)
 
 
 def long_batch(length: int) -> al.PromptBatch:

@@ -147,25 +147,6 @@ def test_draws_leave_their_inputs_and_the_random_state() -> None:
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 
 
-@pytest.mark.parametrize(
-    ("demos", "how", "message"),
-    [
-        ([], al.relabeling.gold, "there are no demonstrations to relabel"),
-        ([BAD, GOOD], lambda task, demos: demos, r"as many demonstrations as it got.*got \[Exa"),
-        ([BAD, GOOD], lambda task, demos: (task, demos[:1]), "as many demonstrations as it got"),
-        ([al.Example("x"), GOOD], al.relabeling.gold, r"have the labels \[None\], but"),
-        ([BAD, al.Example("x", 2)], al.relabeling.random(0), r"have the labels \[2\], but"),
-        ([BAD, GOOD], al.relabeling.flipped(0.5), r"has the labels \[' (Pos|Neg).*more demon"),
-        ([BAD, GOOD], al.relabeling.symbols([" A"]), "at least two label words"),
-        ([BAD, GOOD], al.relabeling.symbols([" A", " B", " C"]), "each of the 2 classes; got"),
-        ([BAD, GOOD], al.relabeling.symbols([" A", " A"]), "different and not blank"),
-    ],
-)
-def test_wrong_relabelings_raise_an_error(demos: Any, how: Any, message: str) -> None:
-    with pytest.raises(PromptError, match=message):
-        al.relabeling.relabel(demos, SST2, how)
-
-
 @pytest.mark.with_shapes
 def test_wrong_shares_and_sets_with_different_tasks_raise_an_error() -> None:
     for share in (-0.1, 1.1, float("nan")):

@@ -1,18 +1,15 @@
 """``sample_prompts``: the draws of each seed, built into prompts in one call."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import DataError, PromptError
 
 pytestmark = pytest.mark.with_shapes
 
 TASK = al.Task("In: {text}\nOut:{label}", [" Table", " Window"])
-NO_TOKENIZER = SimpleNamespace(tokenizer=None)
 OWN = [al.Example(f"text {number}", number % 2) for number in range(12)]
 
 
@@ -52,27 +49,3 @@ def test_the_tokenizer_of_a_model_is_taken(gpt2: Any) -> None:
     assert tokens_of(of_model) == tokens_of(
         al.sample_prompts(gpt2.tokenizer, "sentiment", queries=3)
     )
-
-
-@pytest.mark.parametrize(
-    ("task", "options", "error", "message"),
-    [
-        ("nothing", {}, DataError, "there is no task 'nothing'; choose one of sst2, trec"),
-        ("questions", {"examples": []}, DataError, "there are no examples to draw"),
-        (TASK, {}, DataError, "a task of your own needs examples to draw from"),
-        ("questions", {"seeds": [1, 1]}, DataError, r"seeds are different .*; got \[1, 1\]"),
-        ("questions", {"seeds": []}, DataError, r"at least one; got \[\]"),
-        (
-            "questions",
-            {"queries": 0},
-            DataError,
-            "count must be a whole number from 1 to 1,000,000; got 0",
-        ),
-        ("questions", {"model": NO_TOKENIZER}, PromptError, "the model has no tokenizer"),
-    ],
-)
-def test_wrong_values_are_errors(
-    task: Any, options: dict[str, Any], error: type[Exception], message: str, byte_level: Any
-) -> None:
-    with pytest.raises(error, match=message):
-        al.sample_prompts(**{"model": byte_level, "task": task, **options})

@@ -73,24 +73,6 @@ def test_batches_are_as_large_as_asked(byte_level: Any) -> None:
     assert {batch.segment_names for batch in batches} == {("question", "answer", "step")}
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([], "prompts is a list of prompts"),
-        ([[]], r"prompt 0 must be a list of \(name, text\)"),
-        ([[("", "a")]], r"prompt 0 must be a list of \(name, text\)"),
-        ([[("a", "")]], r"prompt 0 has no text; got \[\('a', ''\)\]"),
-        ([[(None, "a")]], "prompt 0 has no piece with a name"),
-        ([[("a", "x"), ("b", "")]], "the piece '' of segment 'b' in prompt 0 has no token"),
-        ([[("a", "Hello wor"), ("b", ""), ("c", "ld")]], "of segment 'b' in prompt 0 has no tok"),
-        ([[("a", "half \ud800")]], "half of a surrogate pair"),
-    ],
-)
-def test_wrong_pieces_raise_an_error(prompts: Any, message: str, byte_level: Any) -> None:
-    with pytest.raises(PromptError, match=message):
-        al.build_segments(byte_level, prompts)
-
-
 @pytest.mark.with_shapes
 def test_a_space_that_the_next_token_takes_is_no_segment(byte_level: Any) -> None:
     word = next(token for token in byte_level.get_vocab() if token[0] == "Ġ" and len(token) > 2)

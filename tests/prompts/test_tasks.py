@@ -2,12 +2,11 @@
 
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import pytest
 
 import anchorlens as al
-from anchorlens.errors import DataError, PromptError
+from anchorlens.errors import DataError
 from anchorlens.prompts.examples import sample_queries
 
 pytestmark = pytest.mark.with_shapes
@@ -59,32 +58,6 @@ def test_a_task_copies_its_labels() -> None:
     words.clear()
     assert task.labels == tuple(WORDS)
     assert hash(task) == hash(al.Task("{text}{label}", WORDS))
-
-
-@pytest.mark.parametrize(
-    ("template", "labels", "message"),
-    [
-        ("no text:{label}", WORDS, r"contain \{text\} exactly once, but contains it 0 times: 'no"),
-        ("{context} {text}{label}", WORDS, r"nothing would fill '\{context\}' in"),
-        ("{{text}} {{label}}", WORDS, r"nothing would fill '\{\{text\}\}' in"),
-        ("{text}", WORDS, r"contain \{label\} exactly once, but contains it 0 times"),
-        ("{text}{text}{label}", WORDS, r"\{text\} exactly once, but contains it 2 times"),
-        ("{text}{label}{label}", WORDS, r"\{label\} exactly once, but contains it 2 times"),
-        ("{label}: {text}", WORDS, r"\{text\} before \{label\}, because .*; got '\{label\}: "),
-        ("{text}{label}", ["one"], r"at least two label words; got \['one'\]"),
-        ("{text}{label}", [], r"at least two label words; got \[\]"),
-        ("{text}{label}", ["a", "b", "a"], r"different and not blank; got \['a', 'b', 'a'\]"),
-        ("{text}{label}", ["a", " "], r"different and not blank; got \['a', ' '\]"),
-        ("{text}{label}", [["a", "a"], ["b"]], "different and not blank"),
-        ("{text}{label}", [["a", "b"], ["b"]], "different and not blank"),
-        ("{text}{label}", [["a", " "], ["b"]], "different and not blank"),
-        ("{text}{label}", [["a", "b"], []], "different and not blank"),
-        ("{text}{label}", [["a", "b"]], "at least two classes"),
-    ],
-)
-def test_wrong_tasks_raise_an_error(template: str, labels: Any, message: str) -> None:
-    with pytest.raises(PromptError, match=message):
-        al.Task(template, labels)
 
 
 def test_demonstrations_are_balanced_and_never_drawn_twice() -> None:

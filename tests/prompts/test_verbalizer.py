@@ -141,20 +141,6 @@ def test_wrong_scores_raise_an_error(score: Any, message: str) -> None:
             make()
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([], "whole numbers from 0, a list for each class"),
-        ([[1], [-2]], "whole numbers from 0, a list for each class"),
-        ([[1], []], "at least one for each class"),
-        ([[1, 2], [2]], r"must be different, .*got \[\[1, 2\], \[2\]\]"),
-    ],
-)
-def test_wrong_tokens_raise_an_error(ids: Any, message: str) -> None:
-    with pytest.raises(PromptError, match=message):
-        al.prompts.Verbalizer(ids)
-
-
 @pytest.mark.with_shapes
 def test_a_score_that_is_no_number_raises_an_error() -> None:
     def logarithm(log_probs: torch.Tensor, axis: int) -> torch.Tensor:

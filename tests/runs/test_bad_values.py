@@ -1,7 +1,6 @@
 """Values that no function can use raise an error of this package."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
 from anchorlens.errors import (
-    AnchorlensError,
     ArgumentError,
     DataError,
     HookError,
@@ -24,8 +22,6 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.system.arguments import called
 from tests.references.architectures import BY_NAME, native
 from tests.references.comparison import tokenizer
-from tests.support.asked import ask
-from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -146,27 +142,14 @@ def test_impossible_paths_are_refused(gpt2: Any) -> None:
         type(record).load("\0")
 
 
-@pytest.mark.parametrize(
-    "edges",
-    [torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long), torch.ones(4, 4) > 2],
-)
-def test_edges_must_be_true_or_false(gpt2: Any, edges: Any) -> None:
-    for hooks in (al.block_edges, partial(al.scale_edges, factor=0.5)):
-        with pytest.raises(PromptError, match=r"edges must be a tensor of True and False .*; got"):
-            hooks(gpt2, questions(gpt2, 2)[0], edges, site=0)
-
-
 def test_a_beta_is_below_infinity_and_may_be_minus_infinity(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 2)
     shape = (gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
+    training = al.contexts.Training(steps=1, progress=False)
     for value in (NAN, INF):
-        beta = changed(torch.zeros(shape), (0, 0, 0), value)
         with pytest.raises(HookError, match="beta must be numbers below infinity"):
-            al.reweight_anchors(gpt2, batch, beta)
-        with pytest.raises(HookError, match="beta must be numbers below infinity"):
-            al.contexts.train_reweighting(
-                gpt2, [batch], al.contexts.Training(steps=1, progress=False), start=beta
-            )
+            start = changed(torch.zeros(shape), (0, 0, 0), value)
+            al.contexts.train_reweighting(gpt2, [batch], training, start=start)
     hooks = al.reweight_anchors(gpt2, batch, torch.full(shape, -INF))
     hooks_by_hand = al.reweight_anchors(gpt2, batch, torch.full(shape, -80.0))  # as good as 0
     logits = run_pass(gpt2, batch, hooks=hooks)
@@ -187,34 +170,6 @@ def test_hooks_that_count_as_false_act(gpt2: Any) -> None:
     assert float(plain(hooks=Falsy())["loyalty"].kl) > 0
     logits = partial(al.target_logits, gpt2, batches, progress=False)
     assert not torch.equal(logits(hooks=Falsy()), logits())
-
-
-def test_batches_without_label_words_are_refused(gpt2: Any) -> None:
-    batch = questions(gpt2, 2)[0]
-    none = torch.zeros(2, 0, dtype=torch.long)
-    names = ("label_positions", "label_ends", "label_classes")
-    changes: dict[str, Any] = dict.fromkeys(names, none)
-    bare = replace(batch, **changes)
-    with pytest.raises(PromptError, match="no label words, so that there is nothing to isolate"):
-        al.isolate_labels(gpt2, bare, 0)
-    with pytest.raises(PromptError, match="at least one label word in each prompt; got label_pos"):
-        al.run(gpt2, [bare], [al.SaliencyFlows()], progress=False)
-
-
-@pytest.mark.parametrize("shift", [-10_000, 10_000])
-def test_label_positions_outside_the_prompt_are_refused(gpt2: Any, shift: int) -> None:
-    batch = questions(gpt2, 2)[0]
-    wrong = replace(batch, label_positions=batch.label_positions + shift)
-    beta = torch.zeros(gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
-    calls: list[Callable[[], Any]] = [
-        lambda: al.isolate_labels(gpt2, wrong, 0),
-        lambda: al.hooks.isolate_random(gpt2, wrong, 0, seed=1),
-        lambda: al.reweight_anchors(gpt2, wrong, beta),
-        lambda: al.edges.pq(wrong),
-    ]
-    for call in calls:
-        with pytest.raises(PromptError, match="label_positions of prompt 0 has a position outside"):
-            call()
 
 
 def test_a_model_that_cannot_run_in_a_type_is_refused(byte_level: Any) -> None:
@@ -238,52 +193,6 @@ def test_a_bridge_that_is_not_fully_built_is_refused() -> None:
         al.prepare_model(TransformerBridge.__new__(TransformerBridge))
 
 
-A_CLASS: Any = int
-BETWEEN: Any = al.edges.between
-# What takes a function of the user, and a call that gives a class in its place.
-FUNCTIONS: dict[str, Callable[[Any, list[al.PromptBatch]], Any]] = {
-    "how": lambda m, b: al.relabeling.relabel(
-        [al.Example("a", 0), al.Example("b", 1)], al.TASKS["sst2"], A_CLASS
-    ),
-    "weight": lambda m, b: al.run(m, b, [al.SegmentFlows(weight=A_CLASS)], **QUIET),
-    "weight of flows": lambda m, b: al.metrics.flows(
-        torch.ones(1, 2, 3, 3), torch.ones(1, 2, 3, 3), torch.ones(1, 3, 3).bool(), weight=A_CLASS
-    ),
-    "remove": lambda m, b: ask(
-        m,
-        b,
-        al.SegmentAttribution(
-            al.subsets.one_by_one, remove=A_CLASS, segments=["text", "label", "query"]
-        ),
-        **QUIET,
-    ),
-    "draw": lambda m, b: ask(
-        m,
-        b,
-        al.SegmentAttribution(
-            al.subsets.Method("of mine", A_CLASS, A_CLASS), segments=["text", "label"]
-        ),
-        **QUIET,
-    ),
-    "'a' of segment_flows": lambda m, b: al.run(m, b, [al.SegmentFlows({"a": A_CLASS})], **QUIET),
-    "'rows' of prefix_effect": lambda m, b: al.run(m, b, [al.PrefixEffect(rows=A_CLASS)], **QUIET),
-    "edges": lambda m, b: al.block_edges(m, b[0], A_CLASS),
-    "edges of a function of edges": lambda m, b: al.block_edges(m, b[0], BETWEEN),
-    "loss": lambda m, b: al.saliency(m, b[0], loss=A_CLASS),
-    "hooks": lambda m, b: al.target_logits(m, b, hooks=A_CLASS, progress=False),
-    "select": lambda m, b: al.compress(m, b[0], A_CLASS),
-    "positions": lambda m, b: al.compress(m, b[0], positions=A_CLASS),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_cannot_be_called_with_its_arguments_is_refused(name: str, gpt2: Any) -> None:
-    argument = name.partition(" of edges")[0].partition(" of flows")[0].partition(" of a")[0]
-    message = rf"{argument}.* must be a function of .*; got \w+, which cannot be called"
-    with pytest.raises(ArgumentError, match=message):
-        FUNCTIONS[name](gpt2, questions(gpt2, 2))
-
-
 @pytest.mark.with_shapes
 def test_a_mistake_inside_a_function_of_the_user_is_their_own() -> None:
     def add(pattern: Any, gradient: Any) -> Any:
@@ -293,40 +202,3 @@ def test_a_mistake_inside_a_function_of_the_user_is_their_own() -> None:
         called("weight", add, "(pattern, gradient)", 1, 2)
     with pytest.raises(ArgumentError, match=r"must be a function of \(pattern\); got add, which"):
         called("weight", add, "(pattern)", 1)
-
-
-HUGE = 10**18
-ENDLESS: dict[str, Callable[[Any, list[al.PromptBatch]], Any]] = {
-    "resamples": lambda m, b: al.run(m, b, [al.Accuracy()], resamples=HUGE),
-    "segments": lambda m, b: al.subsets.random(5, HUGE, torch.Generator()),
-    "count": lambda m, b: al.subsets.random(HUGE, 70, torch.Generator()),
-    "subsets": lambda m, b: al.subsets.lasso(HUGE),
-    "permutations": lambda m, b: al.subsets.shapley(HUGE),
-    "draws": lambda m, b: al.EdgeSweep.isolation({"first": al.Site(0)}, draws=HUGE),
-    "draws of heads": lambda m, b: al.LabelHeads(draws=HUGE),
-    "draws of contexts": lambda m, b: al.ContextComparison(
-        {"none": al.contexts.NoContext()}, draws=HUGE
-    ),
-    "repeats": lambda m, b: al.ContextComparison({"none": al.contexts.NoContext()}, repeats=HUGE),
-    "draws of words": lambda m, b: al.contexts.hard_prompts.random(
-        m, held_out=b, length=2, draws=HUGE
-    ),
-    "steps": lambda m, b: al.IntegratedFlows(steps=HUGE),
-    "steps of a training": lambda m, b: al.contexts.Training(steps=HUGE),
-}
-
-
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_number_of_repetitions_that_never_ends_is_refused(name: str, gpt2: Any) -> None:
-    argument = name.partition(" of ")[0]
-    message = rf"{argument} must be a whole number from \d to 1,000,000; got {HUGE}"
-    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        ENDLESS[name](gpt2, questions(gpt2, 2))
-
-
-@pytest.mark.with_shapes
-def test_loyalty_of_tensors_without_numbers_is_refused() -> None:
-    logits, ids = torch.eye(3, 8), torch.tensor([0, 1])
-    for given in ((logits, logits, ids.to("meta")), (logits, logits.to("meta"), ids)):
-        with pytest.raises(MetricError, match="on the device 'meta', whose tensors have no"):
-            al.metrics.loyalty(*given)

@@ -31,7 +31,7 @@ from anchorlens.system import row_pieces
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.live import Live
-from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.measures import assert_same, difference, hooks_on, is_fused
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -121,34 +121,6 @@ def test_a_single_prompt_runs_as_a_prefix_and_its_query(gpt2: Any) -> None:
     assert info["shared_prefix"] == f"{target} tokens of each prompt, run once for all"
 
 
-@pytest.mark.usefixtures("small")
-def test_a_reason_is_given_where_patterns_stay_whole(gpt2: Any) -> None:
-    batches = questions(gpt2, 3)
-
-    def attention(metrics: list[al.Metric], **options: Any) -> str:
-        results = al.run(gpt2, batches, metrics, **QUIET, **options)
-        return str(next(iter(results.values())).info.get("attention"))
-
-    whole = "whole patterns, because "
-    flows = al.SaliencyFlows()
-    read = al.SegmentAttention(["text", "target"], apart=1)
-    assert attention([flows, read]).startswith("fused: ")
-    assert attention([flows, al.SegmentRollout()]) == f"{whole}segment_rollout needs them"
-    of_values = al.SegmentFlows(weight=al.weights.value_norm)
-    assert attention([of_values]) == f"{whole}segment_flows needs them"
-    after = {"hooks": lambda batch: al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))}
-    assert attention([flows], **after) == f"{whole}hooks act at blocks.0.attn.hook_pattern"
-    outputs = (lambda name: name.endswith("hook_z"), lambda z, hook: z * 0)
-    points = "the points that a function selects"
-    assert (
-        attention([al.Accuracy()], hooks=lambda batch: [outputs]) == f"{whole}hooks act at {points}"
-    )
-    with gpt2.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda resid, hook: None)]):
-        assert attention([flows]) == f"{whole}hooks may act on them"
-    words = attention([flows], loss=al.losses.word_cross_entropy())
-    assert words == f"{whole}the words of the loss continue the prompts"
-
-
 @pytest.mark.every_kind
 def test_what_is_fused_depends_on_the_kind_of_model(
     gpt2: Any, kind_of_model: str, fuse: Callable[[], None]
@@ -163,12 +135,7 @@ def test_what_is_fused_depends_on_the_kind_of_model(
     expected, before = records(), forwards_of(gpt2)
     fuse()
     ours = records()
-    status = {
-        "bridge": "fused: the patterns of a prompt would take",
-        "processed": "whole patterns, because logits of a fused attention differ by",
-        "hooked-transformer": "fused: the patterns of a prompt would take",
-    }
-    assert ours["saliency_flows"].info["attention"].startswith(status[kind_of_model])
+    assert is_fused(ours["saliency_flows"]) == (kind_of_model != "processed")
     for name, record in ours.items():
         assert_same(record, expected[name], 1e-4)
     assert forwards_of(gpt2) == before
@@ -391,7 +358,7 @@ def test_blocks_are_checkpointed_if_little_is_free(
     said = "; blocks are checkpointed, because a prompt would store "
     assert (said in ours.info["attention"]) == is_little
     assert ours.info["attention"].endswith(" MiB and 0.0 MiB are free") == is_little
-    assert ours.info["attention"].startswith("fused: ")
+    assert is_fused(ours)
 
 
 def test_at_most_seven_tenths_of_the_free_memory_may_be_stored(gpt2: Any) -> None:

@@ -14,7 +14,7 @@ import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, RunError
 from anchorlens.models.hooked import pattern_name
 from tests.support.asked import ask
-from tests.support.measures import assert_same, does_not_run
+from tests.support.measures import assert_same, does_not_run, is_shared
 from tests.support.tiny_models import byte_level_tokenizer, questions, randomize
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -55,7 +55,7 @@ def test_sets_that_share_demonstrations_run_with_a_set_of_one_prompt(gpt2: Any) 
     several, single = questions(gpt2, 5, batch_size=2), questions(gpt2, 1, seed=2)
     metrics = [al.SaliencyFlows()]
     ours = al.run(gpt2, several + single, metrics, **QUIET)["saliency_flows"]
-    assert "run once" in ours.info["shared_prefix"]
+    assert is_shared(ours)
     prompts = [batch.prompt(row) for batch in several for row in range(len(batch))]
     alone = [
         al.run(gpt2, [prompt], metrics, **QUIET)["saliency_flows"]
@@ -261,7 +261,7 @@ def test_hooks_without_a_hash_share_demonstrations_in_inference_mode(gpt2: Any) 
 
     with torch.inference_mode():
         results = al.run(gpt2, questions(gpt2, 3), [al.SaliencyFlows()], hooks=Change([0]), **QUIET)
-    assert "run once" in results["saliency_flows"].info["shared_prefix"]
+    assert is_shared(results["saliency_flows"])
 
 
 OTHERS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy()]

@@ -22,7 +22,7 @@ from anchorlens.prompts.batch import after_shared
 from anchorlens.runs.study import Study
 from anchorlens.runs.way import shared_lengths
 from tests.support.asked import ask
-from tests.support.measures import difference, does_not_run, hooks_on
+from tests.support.measures import difference, does_not_run, is_shared
 from tests.support.tiny_models import questions
 
 DOCS = Path(al.__file__).parents[1] / "docs"
@@ -82,7 +82,7 @@ def test_the_experiment_equals_single_prompts(gpt2: Any) -> None:
         torch.cat([divergence(gpt2, batch, depth) for batch in batches]).mean() for depth in (1, 2)
     ]
     assert difference(record.kl, torch.stack(expected)) < 1e-5
-    assert "run once for all" in record.info["shared_prefix"]
+    assert is_shared(record)
     low, high = record.intervals["kl"]
     assert (low <= record.kl).all() and (record.kl <= high).all() and (low < high).all()
 
@@ -167,7 +167,7 @@ def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     metric = names_of("metrics.md")["TargetEntropy"]()
     assert not why_whole(metric.name, reads_of(metric, batches[0]))
     record = al.run(gpt2, batches, [metric], **QUIET)["target_entropy"]
-    assert "run once for all" in record.info["shared_prefix"]
+    assert is_shared(record)
     rows = []
     for batch in batches:
         for number in range(len(batch)):
@@ -186,7 +186,6 @@ def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
     study = Study(gpt2, batches, {}, **QUIET)
     with pytest.raises(PromptError, match=r"write: with Study\(\.\.\.\) as study"):
         study.passes()
-    before = hooks_on(gpt2)
     with Study(gpt2, batches, {}, **QUIET) as study:
         for rows, message in (
             (None, "contributions must be a dict of tensors"),
@@ -196,7 +195,6 @@ def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
             returned: Any = rows
             with pytest.raises(MetricError, match=message):
                 study.collect(partial(constant, returned))
-    assert hooks_on(gpt2) == before
 
 
 @dataclass(frozen=True)
@@ -240,8 +238,7 @@ def test_gradients_at_every_hook_point_equal_those_of_whole_prompts(
         al.run(gpt2, batches, [metric], share_prefix=share, **QUIET)["gradient"]
         for share in (True, False)
     )
-    reason = "off: gradient has hooks of its own, which see whole prompts"
-    assert ours.info["shared_prefix"] == reason
+    assert not is_shared(ours)
     assert whole.correct.min() > 0
     assert difference(ours.correct, whole.correct) < 1e-5
     if in_prefix:  # no metric gets gradients at a hook point of shared tokens

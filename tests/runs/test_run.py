@@ -1,7 +1,7 @@
 """One pass serves many metrics, also those of users. Bad input is refused before it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, ArgumentError, HookError, MetricError, PromptError
 from anchorlens.models.hooked import Hook, pattern_name
 from tests.support.measures import assert_same, counted_layers
 from tests.support.tiny_models import questions
@@ -68,74 +67,6 @@ def test_a_users_metric_equals_the_cached_pattern(gpt2: Any) -> None:
     frame = record.to_frame()
     assert set(frame["quantity"]) == {"own", "per_prompt"}
     assert record.info["prompts"] == 7 and record.info["demonstration_sets"] == 1
-
-
-REFUSED: list[tuple[Callable[[Any, list[al.PromptBatch]], Any], type[AnchorlensError], str]] = [
-    (lambda m, b: run(m, b, []), MetricError, "nothing to compute: give at least one"),
-    (
-        lambda m, b: run(m, b, [SelfAttention(), SelfAttention(2.0)]),
-        MetricError,
-        r"different names; got \['self_attention', 'self_attention'\]",
-    ),
-    (lambda m, b: run(m, [], METRICS), PromptError, "no batches to run"),
-    (
-        lambda m, b: run(
-            m,
-            [*b, replace(b[0], verbalizer=al.prompts.Verbalizer([[token] for token in range(6)]))],
-            METRICS,
-        ),
-        PromptError,
-        "same label words; run each task by itself",
-    ),
-    (
-        lambda m, b: run(m, b, METRICS[:1], hooks=lambda batch: al.isolate_labels(m, batch, 99)),
-        AnchorlensError,
-        r"got \[99\]",
-    ),
-    (
-        lambda m, b: run(m, b, [al.Accuracy()], hooks=lambda batch: None),
-        HookError,
-        r"hooks must return a list of \(hook point, function\); got None",
-    ),
-    (
-        lambda m, b: run(
-            m, b, [al.Accuracy()], hooks=lambda b: [("blocks.9.attn.hook_pattern", print)]
-        ),
-        HookError,
-        "no hook point 'blocks.9.attn.hook_pattern'",
-    ),
-    (
-        lambda m, b: run(m, b, METRICS, hooks=al.isolate_labels(m, b[0], 0)),
-        ArgumentError,
-        "hooks of run must be a function or None; got .*; write lambda batch: and then what makes",
-    ),
-    (
-        lambda m, b: run(m, b, METRICS, resamples=-3),
-        MetricError,
-        r"resamples must be a whole .* got -3",
-    ),
-    (lambda m, b: run("gpt2", [], METRICS), ArgumentError, r"A TransformerBridge or .* as ``al.l"),
-    (lambda m, b: run(m, b[0], METRICS), ArgumentError, r"batches of run must be a list .*; write"),
-    (lambda m, b: run(m, b, [al.AttentionAUCROC]), ArgumentError, r"an instance is needed, Atten"),
-    (lambda m, b: run(m, b, [object()]), ArgumentError, "questions of run must be .* Questions"),
-]
-
-
-@pytest.mark.parametrize(("call", "kind", "message"), REFUSED)
-def test_bad_arguments_are_refused_before_any_pass(
-    gpt2: Any,
-    call: Callable[..., Any],
-    kind: type[AnchorlensError],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse_to_run(*_: Any, **__: Any) -> None:
-        raise AssertionError("the model ran")
-
-    batches = questions(gpt2, 4)
-    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
-    with pytest.raises(kind, match=message):
-        call(gpt2, batches)
 
 
 def test_many_metrics_in_one_pass_equal_each_metric_alone(

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from anchorlens.contexts import compressed
 from anchorlens.errors import PromptError, RunError
 from anchorlens.metrics.question import no_hooks
 from anchorlens.models import kv_cache
-from anchorlens.models.facts import known_facts
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes import shared_prefix, shortcuts
 from anchorlens.passes.forward import run_pass, run_prefix
@@ -24,7 +22,7 @@ from anchorlens.runs.passes import Passes
 from anchorlens.runs.way import shared_lengths, way_of
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
-from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.measures import assert_same, difference, is_shared
 from tests.support.tiny_models import questions
 
 pytestmark = [
@@ -46,22 +44,6 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def isolated(model: Any) -> Any:
     return lambda batch: al.isolate_labels(model, batch, range(2))
-
-
-def test_shared_tokens_run_once(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    al.run(gpt2, questions(gpt2, 9, batch_size=4), METRICS, **QUIET)  # facts are found
-    calls = []
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls.append(args)
-        return run_prefix(*args, **options)
-
-    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
-    metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(3)]
-    for metric in metrics:
-        calls.clear()
-        al.run(gpt2, questions(gpt2, 9, batch_size=4), [metric], **QUIET)
-        assert len(calls) == 1
 
 
 def test_shared_tokens_end_before_the_logits_that_a_loss_reads(gpt2: Any) -> None:
@@ -159,8 +141,7 @@ class Watchful(al.Accuracy):
 def test_a_metric_with_hooks_of_its_own_runs_whole_prompts(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 5)
     result = al.run(gpt2, [batch], [Watchful()], **QUIET)["accuracy"]
-    reason = "off: accuracy has hooks of its own, which see whole prompts"
-    assert result.info["shared_prefix"] == reason
+    assert not is_shared(result)
     assert float(result.accuracy) == batch.tokens.shape[1]
 
 
@@ -177,51 +158,10 @@ def test_a_metric_that_fails_in_the_demonstrations_leaves_the_others(gpt2: Any) 
     message = "no result for unable: the weight none_in_demonstrations gives NaN"
     with pytest.raises(RunError, match=message) as error:
         al.run(gpt2, batches, [unable, *METRICS], **QUIET)
-    assert "run once" in error.value.results["accuracy"].info["shared_prefix"]
+    assert is_shared(error.value.results["accuracy"])
     assert set(error.value.results) == set(expected)
     for name, record in expected.items():
         assert_same(error.value.results[name], record)
-
-
-def own_and_packages(model: Any) -> Any:
-    own = (pattern_name(0), lambda pattern, hook: pattern * (pattern > 0.1))
-    return lambda batch: [*al.block_edges(model, batch, al.edges.wp, 0), own]
-
-
-@pytest.mark.parametrize(
-    ("metrics", "options", "reason"),
-    [
-        (
-            [al.SegmentFlows(weight=al.weights.value_norm)],
-            lambda model: {},
-            "off: segment_flows needs the values of all tokens of each prompt",
-        ),
-        (
-            [al.SaliencyFlows()],
-            lambda model: {"gradient_checkpointing": True},
-            "off: blocks are checkpointed",
-        ),
-        (
-            [al.Loyalty()],
-            lambda model: {"hooks": own_and_packages(model)},
-            "off: hooks of your own act on positions",
-        ),
-    ],
-)
-def test_whole_prompts_run_for_a_reason(
-    gpt2: Any, metrics: list[al.Metric], options: Any, reason: str
-) -> None:
-    metrics = [*metrics, al.Accuracy()]
-    results = al.run(gpt2, questions(gpt2, 5), metrics, **options(gpt2), **QUIET)
-    assert results["accuracy"].info["shared_prefix"].startswith(reason)
-
-
-def test_a_set_for_each_query_runs_whole_prompts(gpt2: Any) -> None:
-    examples = al.load_examples("questions")
-    sets = [al.sample_demonstrations(examples, seed=seed) for seed in range(4)]
-    batches = al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], sets, examples[:4])
-    result = al.run(gpt2, batches, [al.Accuracy()], **QUIET)["accuracy"]
-    assert "no two prompts" in result.info["shared_prefix"]
 
 
 def test_different_logits_turn_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,21 +278,14 @@ def test_modules_after_the_blocks_see_all_demonstrations(gpt2: Any) -> None:
 
 
 @pytest.mark.every_kind
-def test_sharing_leaves_no_trace(gpt2: Any) -> None:
-    before = hooks_on(gpt2)
-    batches = questions(gpt2, 6)
-    tokens = [batch.tokens.clone() for batch in batches]
-    al.run(gpt2, batches, METRICS, hooks=isolated(gpt2), **QUIET)
-    assert hooks_on(gpt2) == before and known_facts(gpt2) is not None
-    assert all(torch.equal(a, b.tokens) for a, b in zip(tokens, batches, strict=True))
-    prompt = batches[0].prompt(0).before(12)
+def test_an_error_in_shared_tokens_leaves_no_trace(gpt2: Any) -> None:
+    prompt = questions(gpt2, 6)[0].prompt(0).before(12)
 
     def fail(pattern: Any, hook: Any) -> None:
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):
         run_prefix(gpt2, prompt, hooks=[(pattern_name(1), fail)])
-    assert hooks_on(gpt2) == before
     assert run_prefix(gpt2, prompt).size == 2 * 3 * 12 * 24 * 4
 
 
@@ -379,11 +312,9 @@ def test_few_tokens_are_not_shared_where_passes_take_longer_to_start(
     weights = sum(parameter.numel() for parameter in gpt2.blocks.parameters())
     started = gpt2.cfg.n_layers * (25 + 2 * 60 * isinstance(metric, al.SaliencyFlows))
     limit = weights * shared * 5 / started
-    for work, is_shared in ((0.99 * limit, True), (1.01 * limit, False)):
+    for work, shares in ((0.99 * limit, True), (1.01 * limit, False)):
         monkeypatch.setattr(decision, "WORK_OF_A_START", {"cpu": work})
-        info = al.run(gpt2, batches, [metric], **QUIET)[metric.name].info
-        assert ("run once for all" in info["shared_prefix"]) == is_shared
-        assert ("shared tokens would save less time" in info["shared_prefix"]) != is_shared
+        assert is_shared(al.run(gpt2, batches, [metric], **QUIET)[metric.name]) == shares
 
 
 def test_an_unexpected_error_is_logged(
@@ -430,28 +361,6 @@ def test_questions_of_one_run_have_the_numbers_that_each_has_alone(gpt2: Any) ->
     assert float(together["first"].kl - together["second"].kl) != 0
     for question in asked:
         assert_same(together[question.name], ask(gpt2, batches, question, **QUIET))
-
-
-@pytest.mark.parametrize("metrics", [[], METRICS], ids=["alone", "beside metrics"])
-def test_the_clean_run_and_its_prefix_are_computed_once_for_all_questions(
-    gpt2: Any, metrics: list[al.Metric], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = questions(gpt2, 6, batch_size=2)
-    sites = {"first": al.Site(0)}
-    sweeps = [al.EdgeSweep.isolation(sites, draws=1), al.EdgeSweep(al.edges.pq, sites, draws=1)]
-    asked = [*metrics, *sweeps]
-    al.run(gpt2, batches, asked, **QUIET)  # facts are found
-    made: list[Any] = []
-
-    def counted(function: Any, *arguments: Any, **options: Any) -> Any:
-        made.append(function)
-        return function(*arguments, **options)
-
-    monkeypatch.setattr(shared_prefix, "run_prefix", partial(counted, run_prefix))
-    monkeypatch.setattr("anchorlens.runs.passes._run", partial(counted, run_pass))
-    al.run(gpt2, batches, asked, **QUIET)
-    assert made.count(run_prefix) == 1 + 2 * 2  # the clean one; of each sweep a site and a draw
-    assert made.count(run_pass) == len(batches) * (1 + 2 * 2)
 
 
 @pytest.mark.parametrize("key", [None, "cut"])

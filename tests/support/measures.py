@@ -102,6 +102,16 @@ def assert_gradient(function: Callable[[Tensor], float], point: Tensor, gradient
         assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-6)
 
 
+def is_shared(record: al.Record) -> bool:
+    """Whether tokens that prompts share ran once; tests/runs/test_way.py has the other words."""
+    return "run once for all" in record.info["shared_prefix"]
+
+
+def is_fused(record: al.Record) -> bool:
+    """Whether no whole pattern was formed."""
+    return str(record.info.get("attention", "")).startswith("fused: ")
+
+
 @contextmanager
 def counted_layers(model: Any) -> Iterator[list[int]]:
     """How often each layer runs inside, in native passes too."""

@@ -1,0 +1,784 @@
+"""What cannot be answered is refused before any pass, in words that say what came and the cure.
+
+A row is a call, what is wrong in it, and words of the message. A refusal that needs much of its
+own before it stays beside what it needs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens import edges, errors
+from anchorlens.contexts import hard_prompts, selection
+from anchorlens.errors import AnchorlensError, DataError, HookError, MetricError, PromptError
+from anchorlens.experiments import edge_sweep
+from anchorlens.passes.forward import run_pass
+from anchorlens.prompts.prompt_html import token_spans
+from anchorlens.prompts.segment_names import OTHER
+from tests.support.asked import ask
+from tests.support.measures import does_not_run
+from tests.support.tiny_models import LONG_LABELS, questions, raw_model, tiny_gpt2, tiny_llama
+from tests.support.trained_contexts import split, train_prefix, train_reweighting, trained
+from tests.support.unchanged import ModelState
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+NAN, INF = float("nan"), float("inf")
+METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(5)]
+SST2, TREC = al.TASKS["sst2"], al.TASKS["trec"]
+BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
+LABELS = [" Negative", " Positive"]
+DEMOS = al.sample_demonstrations(al.load_examples("questions"), seed=1)
+BARE = [al.Example("", 0), *(al.Example("What is it?", k) for k in range(1, 6))]
+PIECES = [("document", "The museum opens at ten. "), ("question", "When does it open? At")]
+OWN: dict[str, Any] = {
+    "tokens": torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30], [0, 0, 17, 4, 25, 9, 60, 12, 33]]),
+    "segments": [[0, 0, 0, -1, 1, 1, 1, 2, 2], [-1, -1, 0, 0, 1, 1, 2, 2, 2]],
+    "names": ["question", "step", "answer"],
+    "attention_mask": torch.tensor([[1] * 9, [0, 0, *[1] * 7]]),
+}
+FIRST = al.PromptBatch.from_segments(OWN["tokens"][:1], [[0] + [1] * 8], ["first", "rest"])
+# In one prompt all tokens of the demonstrations are label words.
+TIGHT = al.PromptBatch.from_positions(
+    torch.tensor([[9, 5, 6, 8]]),
+    label_positions=[[1, 2]],
+    label_classes=[[0, 1]],
+    label_token_ids=[5, 6],
+)
+OTHER_WORDS = al.prompts.Verbalizer([[token] for token in range(6)])
+PAIR = torch.tensor([0, 1])
+NO_TOKENIZER = SimpleNamespace(tokenizer=None)
+CHAT: Any = partial(al.ChatTask, "{text}{label}", LABELS)
+NONE, NO_CONTEXT = al.contexts.NoContext(), al.contexts.NoContext
+MISSING = "blocks.9.attn.hook_pattern"
+A_CLASS: Any = int
+A_NAME: Any = "gpt2"
+VALUES: Any = al.weights.value_norm
+HUGE = 10**18
+BEYOND = al.prompts.Verbalizer([[1, 10**6], [2]])  # no model has this token
+ISOLATION: dict[str, Any] = {"edges": edges.wp, "control": edge_sweep.random_words}
+OUTPUTS = torch.zeros(3, 2, 12)
+ONES, EDGE = torch.ones(2, 3, 3), torch.ones(1, 3, 3).bool()
+BETWEEN: Any = edges.between
+MINE = al.subsets.Method("mine", A_CLASS, A_CLASS)
+GOLD = al.losses.word_cross_entropy()
+CORRECT = {"given": torch.ones(2, 6)}
+FIRST_OF_QUERY = {"a": lambda batch: batch.positions == batch.query_start[:, None]}
+OVERLAPPING = {"a": edges.anchors, "b": edges.demonstrations}
+EQUAL = dict.fromkeys(("all", "answer"), lambda batch: batch.attention_mask)
+
+
+class Scene:
+    """What the calls take. The models may run here, and in no call."""
+
+    def __init__(self, model: Any, llama: Any) -> None:
+        self.model, self.llama, self.tokenizer = model, llama, model.tokenizer
+        self.two, [self.batch] = questions(model, 2), questions(model, 3)
+        self.own = al.PromptBatch.from_segments(**OWN)
+        self.context = al.compress(model, self.batch)
+        self.prefix, self.of_llama = trained(model, steps=0), trained(llama, steps=0)
+        self.tokens = hard_prompts.of_tokens(model, [300], held_out=self.two)
+        weights = tiny_gpt2(len(self.tokenizer))
+        self.folded = al.prepare_model(raw_model("bridge", weights, self.tokenizer, fold=True))
+        self.models = (model, llama, self.folded)
+
+    def built(self, task: al.Task, demos: Any, queries: Any) -> list[al.PromptBatch]:
+        return al.build_prompts(self.tokenizer, task, demos, queries)
+
+    @cached_property
+    def unlabelled(self) -> list[al.PromptBatch]:
+        return self.built(TREC, DEMOS, ["Who?"])
+
+    @cached_property
+    def bare(self) -> list[al.PromptBatch]:
+        """A demonstration has no text."""
+        return self.built(TREC, BARE, [al.Example("Who?", 3)])
+
+    @cached_property
+    def several_sets(self) -> list[al.PromptBatch]:
+        sets = [al.sample_demonstrations(al.load_examples("questions"), seed=k) for k in (1, 2)]
+        return self.built(TREC, sets, [al.Example("Who wrote it?", 3)] * 2)
+
+    @cached_property
+    def long_words(self) -> list[al.PromptBatch]:
+        """Label words have several tokens."""
+        return self.built(LONG_LABELS, [BAD, GOOD], [GOOD])
+
+    @cached_property
+    def beyond(self) -> list[al.PromptBatch]:
+        return [replace(self.long_words[0], verbalizer=BEYOND)]
+
+    def changed(self, **changes: Any) -> al.PromptBatch:
+        """The batch with other fields; a function makes one of the field as it is."""
+        made = {key: new(getattr(self.batch, key)) for key, new in changes.items() if callable(new)}
+        return replace(self.batch, **changes | made)
+
+    def without_label_words(self) -> al.PromptBatch:
+        none = torch.zeros(3, 0, dtype=torch.long)
+        return self.changed(label_positions=none, label_ends=none, label_classes=none)
+
+
+@pytest.fixture(scope="module")
+def setup(hooked: Any, byte_level: Any, sentencepiece_like: Any) -> Iterator[Scene]:
+    """No call leaves anything changed."""
+    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
+    made = Scene(model, hooked(tiny_llama(len(sentencepiece_like)), sentencepiece_like))
+    states = [(each, ModelState.of(each)) for each in made.models]
+    yield made
+    assert not [change for each, state in states for change in state.changes(each)]
+
+
+def run(s: Scene, asked: Any, batches: Any = None, **options: Any) -> Any:
+    return al.run(s.model, s.two if batches is None else batches, asked, **QUIET | options)
+
+
+def sweep(s: Scene, change: dict[str, Any]) -> Any:
+    options = {"edges": edges.pq, "sites": {"a": al.Site(0)}, **change}
+    batches, beside = options.pop("batches", s.two), options.pop("beside", [])
+    return run(s, [al.EdgeSweep(**options), *beside], batches)
+
+
+def flows(s: Scene, given: tuple[al.Question, str]) -> Any:
+    return run(s, given[:1], [s.own], loss=al.losses.span_cross_entropy(given[1]))
+
+
+def weighted(s: Scene, weights: Any) -> Any:
+    loss = al.losses.next_token_cross_entropy(weights)
+    return run(s, [al.SegmentFlows()], [s.own], loss=loss)
+
+
+def words(s: Scene, words: Any) -> Any:
+    loss = al.losses.word_cross_entropy(words)
+    return al.saliency(s.model, s.long_words[0], loss=loss)
+
+
+def train(s: Scene, given: tuple[Any, Any]) -> Any:
+    (trainer, loss), [training, held_out] = given, questions(s.model, 4, batch_size=2)
+    held = {} if trainer is train_reweighting else {"held_out": [held_out]}
+    return trainer(s.model, [training], loss=loss, **held)
+
+
+def faithful(s: Scene, given: tuple[Any, dict[str, Any]]) -> Any:
+    return run(s, [al.Faithfulness(given[0], **given[1])])
+
+
+def compared(s: Scene, batches: Any, **options: Any) -> Any:
+    return run(s, [al.ContextComparison(**{"contexts": {"mine": al.compress}} | options)], batches)
+
+
+def distances(s: Scene, count: int, change: dict[str, Any], **options: Any) -> Any:
+    batches = [replace(each, **change) for each in questions(s.model, count, batch_size=count)]
+    return run(s, [al.AnchorDistances(**options)], batches)
+
+
+def draw(s: Scene, how: Any) -> Any:
+    asked, [batch] = al.PrefixEffect(context=s.context), questions(s.llama, 3)
+    return how(asked, s.llama, batch, 0, 0)
+
+
+Call = Callable[[Scene, Any], Any]
+ERRORS = [each for each in vars(errors).values() if isinstance(each, type)]
+# The call of each name, and the error that it raises. In a row of an error alone, the call is what
+# is wrong.
+CALLS: dict[str, tuple[type[Exception], Call]] = {
+    **{error.__name__: (error, lambda s, call: call(s)) for error in ERRORS},
+    "Task": (PromptError, lambda s, given: al.Task(*given)),
+    "ChatTask": (PromptError, lambda s, fields: CHAT(**fields)),
+    "Verbalizer": (PromptError, lambda s, ids: al.prompts.Verbalizer(ids)),
+    "relabel": (PromptError, lambda s, given: al.relabeling.relabel(given[0], SST2, given[1])),
+    "sample_prompts": (
+        DataError,
+        lambda s, change: al.sample_prompts(**{"model": s.model, "task": "questions"} | change),
+    ),
+    "build_segments": (PromptError, lambda s, given: al.build_segments(s.tokenizer, given)),
+    "from_segments": (PromptError, lambda s, change: al.PromptBatch.from_segments(**OWN | change)),
+    "show": (PromptError, lambda s, given: s.batch.show(*given)),
+    "compress": (PromptError, lambda s, change: al.compress(s.model, s.batch, **change)),
+    "compress of": (PromptError, lambda s, change: al.compress(s.model, s.changed(**change))),
+    "hooks of a run": (HookError, lambda s, hooks: run(s, METRICS[:1], hooks=hooks)),
+    "plot_pattern": (
+        AnchorlensError,
+        lambda s, given: al.PrefixEffect().plot_pattern(s.model, s.batch, 0, **given),
+    ),
+    "ContextComparison": (AnchorlensError, lambda s, change: compared(s, s.two, **change)),
+    "LabelHeads": (MetricError, lambda s, options: al.LabelHeads(**options)),
+    "loyalty": (
+        MetricError,
+        lambda s, given: al.metrics.loyalty(
+            torch.zeros(given[0]), torch.zeros(given[1]), PAIR, top=given[2]
+        ),
+    ),
+    "rollout": (MetricError, lambda s, shape: al.metrics.rollout(torch.zeros(shape))),
+    "SegmentRollout": (AnchorlensError, lambda s, change: run(s, [al.SegmentRollout(**change)])),
+    "flows": (AnchorlensError, flows),
+    "weights of a loss": (MetricError, weighted),
+    "words of a loss": (MetricError, words),
+    "trains with": (MetricError, train),
+    "SaliencyFlows": (
+        MetricError,
+        lambda s, mine: run(s, [al.SaliencyFlows({"mine": mine})], [s.batch]),
+    ),
+    "EdgeSweep": (AnchorlensError, sweep),
+    "Faithfulness": (AnchorlensError, faithful),
+    "trace_generation": (
+        AnchorlensError,
+        lambda s, change: al.trace_generation(s.model, **{"prompt": PIECES} | change),
+    ),
+    "step_flows": (
+        AnchorlensError,
+        lambda s, change: al.step_flows(s.model, s.own.prompt(0), **{"segment": "answer"} | change),
+    ),
+    "IntegratedFlows": (
+        AnchorlensError,
+        lambda s, change: run(s, [al.IntegratedFlows(**change)], [s.own]),
+    ),
+    "PrefixEffect": (MetricError, lambda s, change: run(s, [al.PrefixEffect(**change)], [s.batch])),
+    "head_effects": (
+        AnchorlensError,
+        lambda s, of: al.head_effects(s.model, of(s), s.two, **QUIET),
+    ),
+    "shuffled": (
+        AnchorlensError,
+        lambda s, of: al.head_effects(s.model, s.two, of(s), **QUIET),
+    ),
+    "replace_heads": (
+        AnchorlensError,
+        lambda s, given: al.replace_heads(s.model, s.batch, *given),
+    ),
+    "a method of subsets": (MetricError, lambda s, make: make()),
+    "without label words": (PromptError, lambda s, call: call(s, s.without_label_words())),
+    "words beyond": (
+        PromptError,
+        lambda s, call: call(s, s.changed(label_positions=lambda old: old + 10_000)),
+    ),
+    "words before": (
+        PromptError,
+        lambda s, call: call(s, s.changed(label_positions=lambda old: old - 10_000)),
+    ),
+    "block edges": (PromptError, lambda s, given: al.block_edges(s.model, s.batch, given, 0)),
+    "scale edges": (PromptError, lambda s, given: al.scale_edges(s.model, s.batch, given, 0.5, 0)),
+    "folded values": (errors.ModelError, lambda s, call: call(s.folded, questions(s.folded, 3))),
+}
+OUTSIDE = "label_positions of prompt 0 has a position outside"
+FOLDED = "biases of this model are folded"
+UNREWEIGHTED = torch.zeros(3, 2, 6)
+AFTER = al.Site(0, renormalize=False)
+
+ROWS: list[tuple[str, Any, str]] = [
+    # Tasks, texts and tokens.
+    ("Task", ("no text:{label}", LABELS), r"contain \{text\} exactly once, but .* 0 times: 'no"),
+    ("Task", ("{context} {text}{label}", LABELS), r"nothing would fill '\{context\}' in"),
+    ("Task", ("{{text}} {{label}}", LABELS), r"nothing would fill '\{\{text\}\}' in"),
+    ("Task", ("{text}", LABELS), r"contain \{label\} exactly once, but contains it 0 times"),
+    ("Task", ("{text}{text}{label}", LABELS), r"\{text\} exactly once, but contains it 2 times"),
+    ("Task", ("{text}{label}{label}", LABELS), r"\{label\} exactly once, but contains it 2 times"),
+    ("Task", ("{label}: {text}", LABELS), r"\{text\} before \{label\}, because .*; got '\{label"),
+    ("Task", ("{text}{label}", ["one"]), r"at least two label words; got \['one'\]"),
+    ("Task", ("{text}{label}", []), r"at least two label words; got \[\]"),
+    ("Task", ("{text}{label}", ["a", "b", "a"]), r"different and not blank; got \['a', 'b', 'a'\]"),
+    ("Task", ("{text}{label}", ["a", " "]), r"different and not blank; got \['a', ' '\]"),
+    ("Task", ("{text}{label}", [["a", "a"], ["b"]]), "different and not blank"),
+    ("Task", ("{text}{label}", [["a", "b"], ["b"]]), "different and not blank"),
+    ("Task", ("{text}{label}", [["a", " "], ["b"]]), "different and not blank"),
+    ("Task", ("{text}{label}", [["a", "b"], []]), "different and not blank"),
+    ("Task", ("{text}{label}", [["a", "b"]]), "at least two classes"),
+    ("ChatTask", {"options": {"tokenize": True}}, r"options of a chat task are \{name: value\}"),
+    ("ChatTask", {"options": {"tools": []}}, r"options of a chat task are \{name: value\}"),
+    ("ChatTask", {"date": "today"}, "date of a chat task is a day such as '2024-07-26'"),
+    ("ChatTask", {"date": "2024-13-01"}, "date of a chat task is a day such as '2024-07-26'"),
+    ("ArgumentError", lambda s: CHAT(separator="\n"), "ChatTask has no argument 'separator'"),
+    ("Verbalizer", [], "whole numbers from 0, a list for each class"),
+    ("Verbalizer", [[1], [-2]], "whole numbers from 0, a list for each class"),
+    ("Verbalizer", [[1], []], "at least one for each class"),
+    ("Verbalizer", [[1, 2], [2]], r"must be different, .*got \[\[1, 2\], \[2\]\]"),
+    ("relabel", ([], al.relabeling.gold), "there are no demonstrations to relabel"),
+    ("relabel", ([BAD, GOOD], lambda _, demos: demos), r"as many demonstrations as.*got \[Exa"),
+    ("relabel", ([BAD, GOOD], lambda t, d: (t, d[:1])), "as many demonstrations as it got"),
+    ("relabel", ([al.Example("x"), GOOD], al.relabeling.gold), r"have the labels \[None\], but"),
+    ("relabel", ([BAD, al.Example("x", 2)], al.relabeling.random(0)), r"the labels \[2\], but"),
+    ("relabel", ([BAD, GOOD], al.relabeling.flipped(0.5)), r"has the labels \[' (Pos|Neg).*more d"),
+    ("relabel", ([BAD, GOOD], al.relabeling.symbols([" A"])), "at least two label words"),
+    ("relabel", ([BAD, GOOD], al.relabeling.symbols([" A", " B", " C"])), "of the 2 classes; got"),
+    ("relabel", ([BAD, GOOD], al.relabeling.symbols([" A", " A"])), "different and not blank"),
+    ("sample_prompts", {"task": "nothing"}, "there is no task 'nothing'; choose one of sst2, trec"),
+    ("sample_prompts", {"examples": []}, "there are no examples to draw"),
+    ("sample_prompts", {"task": SST2}, "a task of your own needs examples to draw from"),
+    ("sample_prompts", {"seeds": [1, 1]}, r"seeds are different .*; got \[1, 1\]"),
+    ("sample_prompts", {"seeds": []}, r"at least one; got \[\]"),
+    ("sample_prompts", {"queries": 0}, "count must be a whole number from 1 to 1,000,000; got 0"),
+    ("PromptError", lambda s: al.sample_prompts(NO_TOKENIZER, "news"), "model has no tokenizer"),
+    ("build_segments", [], "prompts is a list of prompts"),
+    ("build_segments", [[]], r"prompt 0 must be a list of \(name, text\)"),
+    ("build_segments", [[("", "a")]], r"prompt 0 must be a list of \(name, text\)"),
+    ("build_segments", [[("a", "")]], r"prompt 0 has no text; got \[\('a', ''\)\]"),
+    ("build_segments", [[(None, "a")]], "prompt 0 has no piece with a name"),
+    ("build_segments", [[("a", "x"), ("b", "")]], "the piece '' of segment 'b' in prompt 0 has no"),
+    ("build_segments", [[("a", "wor"), ("b", ""), ("c", "ld")]], "of segment 'b' in prompt 0 has"),
+    ("build_segments", [[("a", "half \ud800")]], "half of a surrogate pair"),
+    ("from_segments", {"segments": [[0] * 9, [0] * 9]}, "prompt 1 has padding in a segment"),
+    ("from_segments", {"segments": [[3] * 9, [-1] * 9]}, "segments are numbers from 0 to 2"),
+    ("from_segments", {"segments": [[0] * 9]}, r"segments must have the shape .* = \(2, 9\)"),
+    ("from_segments", {"segments": [[-2] * 9] * 2}, "numbers from 0 to 2, .*; got -2 to -2"),
+    ("from_segments", {"names": ["a", "a", "b"]}, "segments have different names"),
+    ("from_segments", {"names": []}, "segments have different names"),
+    ("from_segments", {"target_positions": [8, 9]}, "has a position outside the prompt"),
+    ("from_segments", {"target_positions": [8, 0]}, "has a position under padding"),
+    ("from_segments", {"tokens": OWN["tokens"][0]}, "tokens must have the shape"),
+    ("show", (None, -1), "the prompts 0 to 2; got -1"),
+    ("show", (None, 3), "the prompts 0 to 2; got 3"),
+    ("show", ("gpt2",), r"expected the tokenizer .*; got a str"),
+    (
+        "PromptError",
+        lambda s: s.changed(tokens=lambda old: old + 3000).show(s.tokenizer),
+        r"tokenizer has 3000 tokens, but .* token \d+; pass",
+    ),
+    ("PromptError", lambda s: token_spans(["a", "b"], [OTHER]), "a segment; got 2 and 1 segments"),
+    ("PromptError", lambda s: token_spans(["a"], [6]), r"segments are numbers from 0 to 5.*got 6"),
+    ("PromptError", lambda s: edges.segment(s.batch, "labels"), "'labels'; the segments are other"),
+    (
+        "PromptError",
+        lambda s: edges.segment(
+            s.changed(segment_names=tuple(f"own{k}" for k in range(6))), "label"
+        ),
+        r"no segment 'label'; .* as al.SegmentFlows\(",
+    ),
+    ("PromptError", lambda s: run(s, [al.Accuracy()], s.beyond), "token 1000000 is outside"),
+    (
+        "MetricError",
+        lambda s: al.metrics.loyalty(torch.zeros(2, 9), torch.zeros(2, 9), BEYOND),
+        r"from 0 to 8, .*; got \[1, 1000000, 2\]",
+    ),
+    # A run of any questions.
+    ("MetricError", lambda s: run(s, []), "nothing to compute: give at least one"),
+    ("MetricError", lambda s: run(s, [al.Accuracy()] * 2), r"got \['accuracy', 'accuracy'\]"),
+    ("PromptError", lambda s: run(s, METRICS, []), "no batches to run"),
+    (
+        "PromptError",
+        lambda s: run(
+            s,
+            METRICS,
+            [s.batch, s.changed(verbalizer=OTHER_WORDS)],
+        ),
+        "same label words; run each task by itself",
+    ),
+    (
+        "AnchorlensError",
+        lambda s: run(s, METRICS[:1], hooks=lambda batch: al.isolate_labels(s.model, batch, 99)),
+        r"got \[99\]",
+    ),
+    ("hooks of a run", lambda batch: None, r"return a list of \(hook point, function\); got None"),
+    ("hooks of a run", lambda batch: [(MISSING, print)], f"no hook point '{MISSING}'"),
+    (
+        "ArgumentError",
+        lambda s: run(s, METRICS, hooks=al.isolate_labels(s.model, s.batch, 0)),
+        "hooks of run must be a function or None; got .*; write lambda batch: and then what makes",
+    ),
+    ("MetricError", lambda s: run(s, METRICS, resamples=-3), "resamples must be a whole .* got -3"),
+    ("ArgumentError", lambda s: run(s, METRICS, s.batch), "batches of run must be a list .*; w"),
+    ("ArgumentError", lambda s: run(s, [al.AttentionAUCROC]), "an instance is needed, Atten"),
+    ("ArgumentError", lambda s: run(s, [object()]), "questions of run must be .* Questions"),
+    ("ArgumentError", lambda s: al.run(A_NAME, [], METRICS), "A TransformerBridge or .* as ``al.l"),
+    (
+        "ArgumentError",
+        lambda s: al.isolate_labels(s.model, s.two, 0),
+        "must be a PromptBatch; got .*; give one element of the list",
+    ),
+    (
+        "MetricError",
+        lambda s: run(s, METRICS[1:2], gradient_checkpointing=True),
+        r"True saves memory of the gradient, but none of \['attention_aucroc'\]",
+    ),
+    ("MetricError", lambda s: run_pass(s.model, s.batch, gradient_checkpointing=True), "no loss"),
+    ("HookError", lambda s: al.analyse(s.model, s.two, depth=4), "are from 1 to 3 layers; got 4"),
+    ("without label words", lambda s, b: al.isolate_labels(s.model, b, 0), "nothing to isolate"),
+    ("without label words", lambda s, b: run(s, METRICS[:1], [b]), "at least one label word in ea"),
+    ("words beyond", lambda s, b: al.isolate_labels(s.model, b, 0), OUTSIDE),
+    ("words beyond", lambda s, b: al.hooks.isolate_random(s.model, b, 0, seed=1), OUTSIDE),
+    ("words beyond", lambda s, b: al.reweight_anchors(s.model, b, UNREWEIGHTED), OUTSIDE),
+    ("words beyond", lambda s, b: edges.pq(b), OUTSIDE),
+    ("words before", lambda s, b: al.isolate_labels(s.model, b, 0), OUTSIDE),
+    ("words before", lambda s, b: edges.pq(b), OUTSIDE),
+    ("folded values", lambda m, b: al.saliency(m, b[0]), rf"{FOLDED} .*_biases=False"),
+    ("folded values", lambda m, b: al.run(m, b, METRICS[:1], progress=False), FOLDED),
+    ("folded values", lambda m, b: al.reweight_anchors(m, b[0], UNREWEIGHTED), FOLDED),
+    ("folded values", lambda m, b: al.isolate_labels(m, b[0], AFTER), FOLDED),
+    ("folded values", lambda m, b: al.block_edges(m, b[0], edges.wp, AFTER), FOLDED),
+    ("folded values", lambda m, b: ask(m, b, al.IntegratedFlows(), **QUIET), FOLDED),
+    # Metrics.
+    ("LabelHeads", {"times": 0}, "times must be a number above 0.*got 0"),
+    ("LabelHeads", {"times": NAN}, "times must be a number above 0.*got nan"),
+    ("LabelHeads", {"draws": 0}, "draws must be a whole number from 1 to .*; got 0"),
+    ("loyalty", ((2, 9), (3, 9), 5), r"\(batch, vocab\).*got \(2, 9\) and \(3, 9\)"),
+    ("loyalty", ((0, 9), (0, 9), 5), r"one row a prompt; got .*0, 9"),
+    ("loyalty", ((2, 9), (2, 9), 0), r"`top` is from 1 to the 9 tokens.*got 0"),
+    ("loyalty", ((2, 9), (2, 9), 10), r"`top` is from 1 to the 9 tokens.*got 10"),
+    ("MetricError", lambda s: run(s, [al.Loyalty()]), r"nothing changes this run; give al.run\("),
+    ("rollout", (2, 3, 3), r"those of whole prompts; got \("),
+    ("rollout", (1, 2, 3, 4), r"those of whole prompts; got \("),
+    ("SegmentRollout", {"queries": lambda b: edges.target(b) & False}, "got none in prompt 0; lea"),
+    ("SegmentRollout", {"queries": edges.pq}, "'queries' of segment_rollout must give a tensor of"),
+    ("SegmentRollout", {"segments": ["reply"]}, "there is no segment 'reply'"),
+    ("SegmentRollout", {"segments": ["text", "text"]}, "segments are different names"),
+    (
+        "MetricError",
+        lambda s: run(s, [al.SegmentAttention(["text", "label"])]),
+        "more than apart=4 .* 2",
+    ),
+    ("MetricError", lambda s: al.SegmentAttention(apart=0), "whole number from 1 to .*; got 0"),
+    *(
+        ("MetricError", lambda s, of=of, names=names: of(names), "segments are different names")
+        for of in (al.SegmentFlows, al.SegmentAttention)
+        for names in ([], ["a", "a"])
+    ),
+    ("flows", (al.SegmentFlows(["reply"]), "answer"), "no segment 'reply'; the segments are qu"),
+    ("flows", (al.SegmentFlows(), "reply"), "there is no segment 'reply'"),
+    ("flows", (al.SegmentFlows({"a": lambda b: b.tokens}), "answer"), "a tensor of True and False"),
+    ("flows", (al.SegmentFlows(EQUAL), "answer"), r"0 of prompt 0 is in the segments \['all', 'a"),
+    ("flows", (al.SegmentFlows(weight=lambda a, g: a), "answer"), "to a number for each edge, of"),
+    ("flows", (al.SaliencyFlows(), "answer"), "these prompts have segments but no label words"),
+    ("flows", (al.AttentionAUCROC(), "answer"), "these prompts have segments but no label words"),
+    ("flows", (al.Accuracy(), "answer"), "label"),
+    ("weights of a loss", lambda b: torch.zeros(2, 9), "prompt 0 has no token to predict"),
+    ("weights of a loss", lambda b: torch.ones(2, 8), r"position\) = \(2, 9\); got .*\(2, 8\)"),
+    ("weights of a loss", lambda b: torch.full((2, 9), NAN), "for each position.*; got NaN or inf"),
+    ("weights of a loss", lambda b: torch.eye(9)[[8, 8]] > 0, "at position 8 of prompt 0, which"),
+    ("weights of a loss", lambda b: torch.arange(9).expand(2, -1) % 6 == 2, "8 of prompt 0, which"),
+    ("weights of a loss", lambda b: 3, "got a int"),
+    (
+        "MetricError",
+        lambda s: al.saliency(
+            s.model, s.own, loss=al.losses.next_token_cross_entropy(lambda b: torch.ones(2, 8))
+        ),
+        r"position\) = \(2, 9\); got .*\(2, 8\)",
+    ),
+    ("words of a loss", [], "words are the token ids"),
+    ("words of a loss", [[]], "words are the token ids"),
+    ("words of a loss", [[1], [1]], "words are the token ids"),
+    ("words of a loss", [[-1], [2]], "words are the token ids"),
+    ("words of a loss", [[1], [2], [3]], "words of 3 classes, but these prompts have 2"),
+    ("words of a loss", [[1], [100_000]], "have the token 100000, but the model has only"),
+    ("PromptError", lambda s: words(s, [[1], [2] * s.model.cfg.n_ctx]), "the model's context is"),
+    (
+        "MetricError",
+        lambda s: al.saliency(
+            s.model,
+            s.long_words[0],
+            loss=GOLD,
+            gradient_checkpointing=True,
+        ),
+        "which gradient_checkpointing=True does not store",
+    ),
+    (
+        "MetricError",
+        lambda s: al.saliency(s.model, replace(s.long_words[0], gold=None), loss=GOLD),
+        "needs the true label",
+    ),
+    (
+        "MetricError",
+        lambda s: GOLD.continuations(replace(s.long_words[0], label_classes=torch.zeros(1, 2))),
+        "must write the label word of class 0 in one way",
+    ),
+    (
+        "MetricError",
+        lambda s: GOLD.continuations(
+            replace(s.long_words[0], verbalizer=al.prompts.Verbalizer([[1, 2], [3, 4]]))
+        ),
+        "one for each class; give their tokens",
+    ),
+    *(
+        ("trains with", (train, loss), "needs the logits at several positions")
+        for train in (train_reweighting, train_prefix)
+        for loss in (GOLD, al.losses.span_cross_entropy("target"))
+    ),
+    ("SaliencyFlows", lambda batch: None, r"the edges \['mine'\] of .* got a NoneType"),
+    ("SaliencyFlows", lambda batch: edges.pq(batch).float(), "got torch.float32"),
+    ("SaliencyFlows", lambda b: edges.pq(b)[:, 1:], r"got torch.bool of the shape \(3, "),
+    # Their saliency is 0, so that they would silently lower the mean: later tokens, the diagonal,
+    # padding.
+    ("SaliencyFlows", lambda b: edges.pq(b).transpose(1, 2), "must go from a token to an earlier"),
+    (
+        "SaliencyFlows",
+        lambda b: edges.wp(b) | torch.eye(b.tokens.shape[1], dtype=torch.bool),
+        r"the edges \['mine'\] of saliency_flows: edges must go from a token to an earlier",
+    ),
+    (
+        "SaliencyFlows",
+        lambda b: edges.between(torch.ones_like(b.attention_mask), edges.anchors(b)),
+        "edges must go from a token to an earlier",
+    ),
+    ("MetricError", lambda s: al.SaliencyFlows({}), "edges are functions of the batch by name"),
+    # A mean key of several small sets would describe none of them.
+    (
+        "MetricError",
+        lambda s: distances(s, 9, {"demonstrations_id": torch.arange(9) % 3}, directions=2),
+        "at least 10 as there are several sets, but one has 3",
+    ),
+    ("MetricError", lambda s: distances(s, 10, {}), r"\(10\).* has 10; .*ces\(directions=9\)"),
+    ("MetricError", lambda s: distances(s, 12, {"gold": None}), "needs the true label"),
+    (
+        "MetricError",
+        lambda s: distances(s, 12, {"label_classes": torch.arange(6).clamp(max=4).expand(12, -1)}),
+        r"one: \[5\]",
+    ),
+    *(
+        ("MetricError", call, rf"value_norm needs the values.* al\.{name} has not.*SegmentFlows\(")
+        for name, call in {
+            r"metrics\.flows": lambda s: al.metrics.flows(
+                OUTPUTS[None], OUTPUTS[None], OUTPUTS[:1] > 0, weight=VALUES
+            ),
+            "step_flows": lambda s: al.step_flows(
+                s.model, s.own.prompt(0), "answer", weight=VALUES
+            ),
+            "trace_generation": lambda s: al.trace_generation(s.model, "Who?", weight=VALUES),
+            "IntegratedFlows": lambda s: al.IntegratedFlows(weight=VALUES),
+        }.items()
+    ),
+    # Hooks.
+    (
+        "HookError",
+        lambda s: al.reweight_anchors(s.model, s.batch, torch.zeros(3, 6, 2)),
+        r"\(layer, head, anchor\) = \(3, 2, 6\); got \(3, 6, 2\)",
+    ),
+    (
+        "HookError",
+        lambda s: al.hooks.isolate_random(s.model, TIGHT, 0, seed=0),
+        r"have 0 tokens other than the 2 of .*longer demonstrations",
+    ),
+    ("HookError", lambda s: al.detach_heads(s.model, al.Site(9, heads=0)), r"layers .*got \[9\]"),
+    ("HookError", lambda s: al.detach_heads(s.model, al.Site(0, heads=9)), r"heads .*got \[9\]"),
+    ("HookError", lambda s: al.Site.of_heads([]), "there is no head"),
+    ("replace_heads", (OUTPUTS, []), "layers must be .*got none"),
+    (
+        "replace_heads",
+        (OUTPUTS, [(0, 1)]),
+        r"got \[\(0, 1\)\] \(a list\); write al.Site.of_heads\(\[\(0, 1\)\]\)",
+    ),
+    ("replace_heads", (OUTPUTS, al.Site(3, 0)), r"layers must be numbers from 0 to 2.*got \[3\]"),
+    ("replace_heads", (OUTPUTS, al.Site(0, 2)), r"heads must be numbers from 0 to 1.*got \[2\]"),
+    ("replace_heads", (OUTPUTS, al.Site(0, 0, keep_bos=True)), "replace_heads cuts no edges"),
+    ("replace_heads", (OUTPUTS[1:], al.Site(0, 0)), r"beginning with \(3, 2\); got torch.fl"),
+    *(
+        (
+            "ArgumentError",
+            call,
+            rf"{name}.* must be a function of .*; got \w+, which cannot be c",
+        )
+        for name, call in (
+            ("how", lambda s: al.relabeling.relabel([BAD, GOOD], SST2, A_CLASS)),
+            ("weight", lambda s: run(s, [al.SegmentFlows(weight=A_CLASS)])),
+            ("weight", lambda s: al.metrics.flows(ONES[None], ONES[None], EDGE, weight=A_CLASS)),
+            ("remove", lambda s: run(s, [al.SegmentAttribution(remove=A_CLASS)])),
+            ("draw", lambda s: run(s, [al.SegmentAttribution(MINE)])),
+            ("'a' of segment_flows", lambda s: run(s, [al.SegmentFlows({"a": A_CLASS})])),
+            ("'rows' of prefix_effect", lambda s: run(s, [al.PrefixEffect(rows=A_CLASS)])),
+            ("edges", lambda s: al.block_edges(s.model, s.batch, A_CLASS)),
+            ("edges", lambda s: al.block_edges(s.model, s.batch, BETWEEN)),
+            ("loss", lambda s: al.saliency(s.model, s.batch, loss=A_CLASS)),
+            ("hooks", lambda s: al.target_logits(s.model, s.two, hooks=A_CLASS, progress=False)),
+            ("select", lambda s: al.compress(s.model, s.batch, A_CLASS)),
+            ("positions", lambda s: al.compress(s.model, s.batch, positions=A_CLASS)),
+        )
+    ),
+    *(
+        ("AnchorlensError", call, rf"{name} must be a whole .* \d to 1,000,000; got {HUGE}")
+        for name, call in (
+            ("resamples", lambda s: run(s, [al.Accuracy()], resamples=HUGE)),
+            ("segments", lambda s: al.subsets.random(5, HUGE, torch.Generator())),
+            ("count", lambda s: al.subsets.random(HUGE, 70, torch.Generator())),
+            ("subsets", lambda s: al.subsets.lasso(HUGE)),
+            ("permutations", lambda s: al.subsets.shapley(HUGE)),
+            ("draws", lambda s: al.EdgeSweep.isolation({"first": al.Site(0)}, draws=HUGE)),
+            ("draws", lambda s: al.LabelHeads(draws=HUGE)),
+            ("draws", lambda s: al.ContextComparison({"none": NONE}, draws=HUGE)),
+            ("draws", lambda s: hard_prompts.random(s.model, held_out=s.two, draws=HUGE)),
+            ("repeats", lambda s: al.ContextComparison({"none": NONE}, repeats=HUGE)),
+            ("steps", lambda s: al.IntegratedFlows(steps=HUGE)),
+            ("steps", lambda s: al.contexts.Training(steps=HUGE)),
+        )
+    ),
+    *(
+        (f"{hooks} edges", wrong, "edges must be a tensor of True and False .*; got")
+        for hooks in ("block", "scale")
+        for wrong in (torch.zeros(1, 4, 4), torch.zeros(1, 4, 4).long(), torch.ones(4, 4) > 2)
+    ),
+    *(
+        ("HookError", call, "beta must be numbers below infinity")
+        for call in (
+            lambda s: al.reweight_anchors(s.model, s.batch, UNREWEIGHTED * NAN),
+            lambda s: al.reweight_anchors(s.model, s.batch, UNREWEIGHTED + INF),
+        )
+    ),
+    *(
+        ("MetricError", call, "on the device 'meta', whose tensors have no")
+        for call in (
+            lambda s: al.metrics.loyalty(torch.eye(3, 8), torch.eye(3, 8), PAIR.to("meta")),
+            lambda s: al.metrics.loyalty(torch.eye(3, 8), torch.eye(3, 8, device="meta"), PAIR),
+        )
+    ),
+    # Experiments.
+    ("EdgeSweep", ISOLATION | {"batches": [TIGHT]}, "too few for a random control"),
+    ("EdgeSweep", {"edges": lambda b: edges.pq(b).float()}, "edges must be a tensor of True and F"),
+    ("EdgeSweep", {"edges": lambda b: edges.pq(b)[:, :5]}, r"= \(2, .*got torch.bool .* \(2, 5"),
+    ("EdgeSweep", {"edges": lambda b: torch.ones_like(edges.pq(b))}, "token to an earlier token"),
+    ("EdgeSweep", {"edges": lambda b: edges.pq(b) & False}, "nothing to cut: .* in any prompt$"),
+    (
+        "EdgeSweep",
+        {"edges": lambda b: edges.between(edges.query(b), edges.demonstrations(b))},
+        "too few for a random control; .*control=al.edges.random_edges",
+    ),
+    ("EdgeSweep", {"control": lambda b, e, seed: e[:1]}, "edges must be a tensor of True and"),
+    ("EdgeSweep", {"sites": {"a": al.Site(9)}}, r"layers must be numbers .*got \[9\]"),
+    ("EdgeSweep", {"sites": {"a": al.Site(0, keep_bos=True)}}, "do not begin with a BOS"),
+    ("EdgeSweep", {"sites": {"a": al.Site([])}}, "got none"),
+    ("EdgeSweep", {"beside": [al.AttentionAUCROC()] * 2}, "different names"),
+    ("EdgeSweep", {"beside": [al.AttentionAUCROC(name="edge_sweep")]}, "different names"),
+    ("EdgeSweep", {"beside": [al.Loyalty()]}, "nothing changes this run"),
+    ("EdgeSweep", {"sites": {}}, "there is no site"),
+    ("EdgeSweep", {"draws": 0}, "draws must be a whole number from 1 to .*; got 0"),
+    ("EdgeSweep", {"edges": 7}, "edges of EdgeSweep must be a function; got 7"),
+    ("Faithfulness", ({}, {}), r"scores are at least one, by name, .*; got \[\]"),
+    ("Faithfulness", ({"random": torch.ones(2, 6)}, {}), "no name is empty, 'random' or 'best pos"),
+    ("Faithfulness", ({"given": torch.ones(2, 5)}, {}), r"= \(2, 6\), .*of the shape \(2, 5\)"),
+    ("Faithfulness", ({"given": torch.ones(3, 6)}, {}), "'given' must be numbers .* for each"),
+    (
+        "Faithfulness",
+        ({"of batch": lambda batch: torch.ones(len(batch), 5)}, {}),
+        r"'of batch' must be numbers of the shape .* = \(2, 6\)",
+    ),
+    ("Faithfulness", ({"f": lambda batch: 3}, {}), "'f' must be numbers .* got a int"),
+    ("Faithfulness", ({"given": torch.full((2, 6), -INF)}, {}), "'given' must be finite, or NaN"),
+    ("Faithfulness", ({"a": al.Accuracy()}, {}), "Accuracy gives no .*; SegmentAttention, Seg"),
+    ("Faithfulness", ({"a": lambda b: b.tokens.fill_(1)[:, :6]}, {}), "'a' changed tokens .*in "),
+    ("Faithfulness", ({"a": al.SegmentFlows(["label"])}, {}), "'a': the metric has segments of"),
+    ("Faithfulness", ({"a": al.SegmentFlows}, {}), "'a' must be a tensor .*; got the class Segm"),
+    ("Faithfulness", ({"a": al.subsets.lasso(65)}, {}), "there are 64 subsets of 6 segments"),
+    ("Faithfulness", ({"a": al.SegmentAttention(apart=9)}, {}), "more than apart=9 segments.* 7"),
+    ("Faithfulness", (CORRECT, {"top": 0}), "how many of the 6 segments .*, from 1 to 6; got 0"),
+    ("Faithfulness", (CORRECT, {"top": 7}), "from 1 to 6; got 7"),
+    ("Faithfulness", (CORRECT, {"subsets": 2}), "correlation needs subsets=3 or more; got 2"),
+    ("Faithfulness", (CORRECT, {"subsets": 65}), "there are 64 subsets of 6 segments"),
+    ("Faithfulness", (CORRECT, {"answer": "text"}), "goes on after the answer has begun"),
+    ("Faithfulness", (CORRECT, {"segments": ["reply"]}), "there is no segment 'reply'"),
+    ("PromptError", lambda s: run(s, [al.Faithfulness(CORRECT)], []), "there are no batches"),
+    ("PromptError", lambda s: run(s, [al.SegmentAttribution()], []), "there are no batches to run"),
+    ("MetricError", lambda s: al.subsets.random(9, 3, torch.Generator()), "8 subsets of.*got 9"),
+    ("MetricError", lambda s: al.subsets.lasso().draw(3, torch.Generator()), "are 8 subsets of 3"),
+    ("a method of subsets", lambda: al.subsets.lasso(1), "subsets must be .* from 2 to .*; got 1"),
+    ("a method of subsets", lambda: al.subsets.lasso(alpha=0.0), "alpha must be .* 0; got 0.0"),
+    ("a method of subsets", lambda: al.subsets.lasso(alpha=NAN), "alpha must be .* 0; got nan"),
+    ("a method of subsets", lambda: al.subsets.shapley(1), "permutations must .* from 2 .*; got 1"),
+    ("trace_generation", {"prompt": [("answer", "Yes")]}, "piece of the prompt is called 'answer'"),
+    ("trace_generation", {"prompt": ""}, "prompt 0 has no text"),
+    ("trace_generation", {"max_new_tokens": 0}, "max_new_tokens must be a whole number from 1"),
+    ("trace_generation", {"max_new_tokens": 10_000}, "max_new_tokens=10000 does not fit"),
+    ("trace_generation", {"tempratur": 0.5}, "'tempratur' is no option here; .* do_sample, top_k"),
+    ("trace_generation", {"return_type": "str"}, "'return_type' is no option here"),
+    ("trace_generation", {"chunk": 0}, "chunk must be a whole number from 1 to 1,000,000; got 0"),
+    ("trace_generation", {"weight": lambda a, g: a}, "to a number for each edge"),
+    ("step_flows", {"segment": "reply"}, "there is no segment 'reply'"),
+    ("step_flows", {"segments": ["reply"]}, "there is no segment 'reply'"),
+    ("step_flows", {"chunk": 0}, "chunk must be a whole number from 1"),
+    ("step_flows", {"weight": lambda a, g: a}, "to a number for each edge"),
+    ("MetricError", lambda s: al.step_flows(s.model, FIRST, "first"), "no token that follows an"),
+    ("PromptError", lambda s: al.step_flows(s.model, s.own, "answer"), "flows are of one prompt"),
+    ("IntegratedFlows", {"steps": 0}, "steps must be a whole number from 1 to 1,000,000; got 0"),
+    ("IntegratedFlows", {"output": lambda logits, _: logits.sum()}, "must give one number a prom"),
+    ("IntegratedFlows", {"segments": ["nothing"]}, "there is no segment 'nothing'"),
+    ("PrefixEffect", {"keys": {"query": edges.query}}, "lies in the query"),
+    ("PrefixEffect", {"keys": FIRST_OF_QUERY}, "lies in the query"),
+    ("PrefixEffect", {"keys": OVERLAPPING}, "is in two segments; every token can be in one"),
+    ("PrefixEffect", {"keys": {"a": lambda b: edges.bos(b) & False}}, "hold no token of some pro"),
+    ("PrefixEffect", {"keys": {"a": lambda b: b.attention_mask.float()}}, "'a' of .* tensor of Tr"),
+    ("PrefixEffect", {"rows": edges.demonstrations}, "positions of every query"),
+    ("PrefixEffect", {"rows": lambda b: edges.bos(b) & False}, "none in some prompt"),
+    ("PrefixEffect", {"rows": lambda b: None}, "'rows' of prefix_effect must give .* a NoneType"),
+    ("PrefixEffect", {"keys": {}}, "keys are functions of the batch by name"),
+    (
+        "ModelError",
+        lambda s: ask(s.llama, questions(s.llama, 3), al.PrefixEffect(context=s.context), **QUIET),
+        "made with",
+    ),
+    ("ModelError", lambda s: draw(s, al.PrefixEffect.plot_pattern), "made with"),
+    ("ModelError", lambda s: draw(s, al.PrefixEffect.plot_directions), "made with"),
+    ("plot_pattern", {"head": 7}, "heads must be numbers from 0 to 1"),
+    ("plot_pattern", {"head": 0, "prompt": 3}, "the batch has the prompts 0 to 2"),
+    ("head_effects", lambda s: [], "no batches to run"),
+    ("shuffled", lambda s: [], "no batches to run"),
+    ("shuffled", lambda s: s.unlabelled, "head_effects needs the true label of each query"),
+    ("shuffled", lambda s: [s.own], "no label words"),
+    # Contexts.
+    ("compress", {"select": lambda demos: PAIR > 0}, r"got torch.bool of the shape \(2,\)"),
+    ("compress", {"select": lambda demos: edges.bos(demos)[0] & False}, ", all False"),
+    (
+        "compress",
+        {"positions": lambda selected: (selected.nonzero().flatten() + 1, 9)},
+        "a placement must leave the keys at their positions",
+    ),
+    ("compress of", {"demonstrations_id": torch.arange(3)}, "have several; compress each"),
+    ("compress of", {"segments": lambda old: old.clamp(max=OTHER)}, "not known which tokens of th"),
+    (
+        "PromptError",
+        lambda s: al.compress(s.model, s.bare[0], selection.random_and_format(0)),
+        "has 0 text tokens, but its label word has",
+    ),
+    ("ContextComparison", {"contexts": {}}, "contexts are given by name, .*; got none"),
+    ("ContextComparison", {"contexts": {" ": NONE}}, "name of a context must not be blank"),
+    ("ContextComparison", {"contexts": {"a": NO_CONTEXT}}, "'a' must be a context, .*; got the cl"),
+    ("ContextComparison", {"draws": -1}, "draws must be a whole number from 0 to .*; got -1"),
+    ("ContextComparison", {"repeats": -1}, "repeats must be a whole number from 0 to .*; got -1"),
+    ("MetricError", lambda s: compared(s, s.unlabelled), "accuracy needs the true label"),
+    ("PromptError", lambda s: compared(s, s.several_sets), "'mine' makes a context for each set"),
+    (
+        "PromptError",
+        lambda s: compared(s, s.several_sets, contexts={"a": NONE}, draws=1),
+        "call build_prompts for each set and join",
+    ),
+    # A later set is read before the first one runs.
+    ("PromptError", lambda s: compared(s, [*s.two, *s.bare], draws=1), "has 0 text tokens"),
+    (
+        "PromptError",
+        lambda s: trained(s.model, held_out=split(s.model)[0][:1]),
+        "4 held-out queries are training queries",
+    ),
+    ("ModelError", lambda s: s.prefix.logits(s.llama, s.batch), "this context was made with"),
+    (
+        "PromptError",
+        lambda s: s.prefix.logits(s.model, s.changed(begins_with_bos=True)),
+        "with no BOS, but these begin with the BOS",
+    ),
+    (
+        "PromptError",
+        lambda s: s.of_llama.logits(
+            s.llama, replace(questions(s.llama, 2)[0], begins_with_bos=False)
+        ),
+        "begin with the BOS 1, but these begin with no BOS",
+    ),
+    (
+        "PromptError",
+        lambda s: replace(
+            s.prefix, prefix=replace(s.prefix.prefix), tokens=torch.zeros(505, dtype=torch.long)
+        ).query_pass(s.model, s.batch),
+        "7 of the model's context of 512 are left after 505",
+    ),
+    ("PromptError", lambda s: s.tokens.insert(questions(s.llama, 2)[0]), "begin with no BOS"),
+    ("PromptError", lambda s: hard_prompts.class_words(s.long_words), "word has several tokens"),
+    ("MetricError", lambda s: replace(hard_prompts.PEZ, fluency=2), "from 0 to 1; got 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "message"), ROWS)
+def test_what_cannot_be_answered_is_refused_before_any_pass(
+    name: str, wrong: Any, message: str, setup: Scene
+) -> None:
+    error, call = CALLS[name]
+    with ExitStack() as without_passes:
+        for model in setup.models:
+            without_passes.enter_context(does_not_run(model))
+        with pytest.raises(error, match=message):
+            call(setup, wrong)
