@@ -14,8 +14,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError, RunError
 from anchorlens.runs import way
-from tests.support.device_calls import EveryRead
 from tests.support.measures import assert_same
+from tests.support.own_parts import EveryRead
 from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
