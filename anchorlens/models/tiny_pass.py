@@ -106,8 +106,10 @@ def shrunk_windows(model: Any) -> Iterator[None]:
         yield
 
 
-def logits_of(model: Any, tokens: Int[Tensor, "1 position"]) -> Float[Tensor, "1 position vocab"]:
-    """The logits of a whole prompt, from a hooked model or one of transformers."""
+def logits_of(
+    model: Any, tokens: Int[Tensor, "batch position"]
+) -> Float[Tensor, "batch position vocab"]:
+    """The logits of whole prompts, from a hooked model or one of transformers."""
     name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
     try:
         output = model(tokens, **inputs_without_cache(model, torch.ones_like(tokens).bool()))

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 import anchorlens as al
-from tests.support.asked import ask
 from tests.support.tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 from tests.support.unchanged import everything_of
 
@@ -36,12 +35,7 @@ class Scene:
         self.beta = al.contexts.train_reweighting(
             self.model, self.batches, al.contexts.Training(steps=2, **QUIET)
         )
-        sweep = al.EdgeSweep.isolation({"first": al.Site(0), "last": al.Site(-1)}, draws=1)
-        self.isolation = ask(self.model, self.batches, sweep, **QUICK)
         self.context = al.compress(self.model, self.batch)
-        self.hard_prompt = al.contexts.hard_prompts.of_tokens(
-            self.model, [300, 301], held_out=self.batches
-        )
         self.prefix = al.train_prefix(
             self.model,
             self.batches[:1],

@@ -21,20 +21,11 @@ from anchorlens.prompts.label_positions import WrittenPrompt
 from anchorlens.runs import identity, study, way
 from anchorlens.runs.by_value import Identity
 from tests.attack.attack_configurations import random_configurations
-from tests.attack.attack_damages import (
-    damaged_context,
-    damaged_data,
-    damaged_record,
-    damaged_rows,
-    forged_files,
-    odd_settings,
-)
 from tests.attack.attack_every_prompt import odd_edges, odd_lengths, odd_turns
 from tests.attack.attack_inputs import check_extreme_values, check_wrong_values
 from tests.attack.attack_interrupts import left_by_interrupts
 from tests.attack.attack_metrics import ODD, check_with_odd_metric
 from tests.attack.attack_prompts import fuzzed_prompts
-from tests.attack.attack_report import payloads
 from tests.attack.attack_stale import stale_results
 from tests.support.tiny_models import tiny_gpt2
 
@@ -45,14 +36,7 @@ Section = Callable[[random.Random], None]
 settings.register_profile("attack", max_examples=3000, derandomize=False)
 SMALL: list[tuple[Section, int]] = [
     (fuzzed_prompts, 30),
-    (damaged_rows, 5),
-    (damaged_record, 5),
-    (damaged_context, 5),
-    (damaged_data, 5),
-    (forged_files, 8),
-    (odd_settings, 8),
     (random_configurations, 3),
-    (payloads, 3),
     (stale_results, 12),
     (odd_lengths, 6),
     (odd_edges, 3),

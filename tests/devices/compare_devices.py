@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +32,7 @@ from anchorlens.contexts.protocol import queries_after
 from anchorlens.system import devices
 from benchmarks import operations
 from tests.support import simulated_device
-from tests.support.device_calls import calls, tensors_of
+from tests.support.catalogue import ALL, scene_of, tensors_of
 from tests.support.printed_code import MODULES, ROOT, failed_examples, names_of_examples, run_page
 from tests.support.quick_analyses import quick_analyses
 from tests.support.tiny_models import (
@@ -45,7 +46,8 @@ Calls = Mapping[str, Callable[[], Any]]
 
 
 def calls_with(model: Any) -> Calls:
-    return calls(model, model.tokenizer, Path(tempfile.mkdtemp()))
+    scene = scene_of(model, Path(tempfile.mkdtemp()))
+    return {name: partial(call, scene) for name, call in ALL.items()}
 
 
 def gpt2_on(device: str) -> Calls:
@@ -91,7 +93,7 @@ def two_devices() -> dict[str, Any]:
 def default_device() -> dict[str, Any]:
     """In a notebook whose tensors are made on the device: what draws, trains, sorts and writes."""
     names = [
-        "flows",
+        "metrics",
         "isolate_random",
         "cut edges",
         "reweighting",
@@ -99,7 +101,7 @@ def default_device() -> dict[str, Any]:
         "hard prompt",
         "trace",
     ]
-    names += ["of logits", "value norms", "integrated"]  # float64 where the device has it
+    names += ["of tensors", "integrated"]  # float64 where the device has it
 
     def some(of_device: Calls) -> Calls:
         return {name: of_device[name] for name in names}

@@ -202,22 +202,23 @@ def test_settings_and_shared_info_come_last(tmp_path: Path) -> None:
 
 
 def test_texts_are_escaped(results: dict[str, Any], tmp_path: Path) -> None:
-    named = replace(results["anchor_distances"], info={"labels": [EVIL, *"bcdef"], "model": EVIL})
+    evil = f"""\"' onload='x' --></style>{EVIL}<!--"""
+    named = replace(results["anchor_distances"], info={"labels": [evil, *"bcdef"], "model": evil})
     texts: dict[str, Any] = {
-        "title": EVIL,
-        "summary": EVIL,
-        "settings": {EVIL: EVIL, "list": [EVIL], "map": {EVIL: EVIL}},
-        "figures": {f"my {EVIL}": go.Figure(layout={"title": {"text": EVIL}})},
+        "title": evil,
+        "summary": evil,
+        "settings": {evil: evil, "list": [evil], "map": {evil: evil}},
+        "figures": {f"my {evil}": go.Figure(layout={"title": {"text": evil}})},
     }
     clean = Page(write(tmp_path, {"x": named, "y": plain()}, figures={"my": go.Figure()}))
-    path = write(tmp_path, {EVIL: named, "y": plain()}, **texts)
+    path = write(tmp_path, {evil: named, "y": plain()}, **texts)
     page, text = Page(path), path.read_text(encoding="utf-8")
-    assert EVIL not in text
+    assert evil not in text
     assert figures_of(text) == 2
     assert page.count("script") == clean.count("script") > 0
     assert page.count("b") == 0
     assert "<b>this</b>" in unescape(text)
-    assert page.cells.count(EVIL) > 5  # settings, info and the names of classes
+    assert page.cells.count(evil) > 5  # settings, info and the names of classes
 
 
 def test_code_in_a_meaning_is_shown_as_code(results: dict[str, Any], tmp_path: Path) -> None:
