@@ -50,7 +50,7 @@ NEVER_MOVED |= {row.name for row in TOYS if row.options["positional_embedding_ty
 ON_BOTH = {"GPT-2", "GPT-J", "GPT-NeoX (Pythia)", "Bloom", "Llama", "Mistral", "Qwen2", "Qwen3"}
 ON_BOTH |= {"Gemma 2", "Phi", "Phi-3", "DeepSeek V3"}
 KIND = "bridge" if LINE.startswith("4.") else "HookedTransformer"
-LIMIT = 1e-8 if KIND == "bridge" else 1e-6  # a HookedTransformer computes a part in float32
+LIMIT = 1e-8 if KIND == "bridge" else 1e-6  # of a HookedTransformer as in test_matrix.py
 CASES = cases(KIND)
 CASES += [
     pytest.param(

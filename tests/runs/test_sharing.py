@@ -22,6 +22,7 @@ from anchorlens.prompts.batch import after_shared
 from anchorlens.runs import way as decision
 from anchorlens.runs.passes import Passes
 from anchorlens.runs.way import shared_lengths, way_of
+from tests.references.plain import everything_in_float64
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.measures import assert_same, difference, hooks_on
@@ -36,6 +37,7 @@ METRICS: list[al.Metric] = [
     *(al.LabelHeads(draws=2), al.SegmentAttention(["text", "label", "target"], apart=1)),
 ]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+EXACT = 1e-8
 
 
 @pytest.fixture
@@ -44,39 +46,44 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda: monkeypatch.setattr(decision, "shared_lengths", lambda *of: {})
 
 
+def exact_run(model: Any, batches: Any, asked: Any, **options: Any) -> Any:
+    """A run in which norms and softmax are in float64, too."""
+    with everything_in_float64():
+        return al.run(model, batches, asked, **options, **QUIET)
+
+
 def isolated(model: Any) -> Any:
     return lambda batch: al.isolate_labels(model, batch, range(2))
 
 
 # Prompts padded on the left are padded on the right before they run: this tests both sides.
 @pytest.mark.every_kind
-def test_metrics_equal_those_of_whole_prompts(model: Any, whole: Any) -> None:
-    batches = questions(model, 9, batch_size=4, padding_side="left")
+def test_metrics_equal_those_of_whole_prompts(exact_model: Any, whole: Any) -> None:
+    model, batches = exact_model, questions(exact_model, 9, batch_size=4, padding_side="left")
     changes = (None, isolated(model))
-    ours = [al.run(model, batches, METRICS, hooks=change, **QUIET) for change in changes]
-    loyalty = al.run(model, batches, [al.Loyalty()], hooks=changes[1], **QUIET)
+    ours = [exact_run(model, batches, METRICS, hooks=change) for change in changes]
+    loyalty = exact_run(model, batches, [al.Loyalty()], hooks=changes[1])
     sweep = al.EdgeSweep.isolation({"isolated": al.Site(range(2))}, draws=2)
-    isolation = ask(model, batches, sweep, **QUIET)
+    isolation = exact_run(model, batches, [sweep])["isolation"]
     assert "run once" in isolation.info["shared_prefix"]
     whole()
     for change, results in zip(changes, ours, strict=True):
-        theirs = al.run(model, batches, METRICS, hooks=change, **QUIET)
+        theirs = exact_run(model, batches, METRICS, hooks=change)
         for name, record in results.items():
             assert "run once" in record.info["shared_prefix"]
             assert theirs[name].info["shared_prefix"].startswith("off")
-            assert_same(record, theirs[name])
-    assert_same(
-        loyalty["loyalty"],
-        al.run(model, batches, [al.Loyalty()], hooks=changes[1], **QUIET)["loyalty"],
-    )
+            assert_same(record, theirs[name], EXACT)
+    of_whole = exact_run(model, batches, [al.Loyalty()], hooks=changes[1])
+    assert_same(loyalty["loyalty"], of_whole["loyalty"], EXACT)
     assert float(isolation.kl) > 1e-6
-    assert_same(isolation, ask(model, batches, sweep, **QUIET))
+    assert_same(isolation, exact_run(model, batches, [sweep])["isolation"], EXACT)
 
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("changed", [False, True])
-def test_saliency_equals_that_of_whole_prompts(model: Any, changed: bool, whole: Any) -> None:
+def test_saliency_equals_that_of_whole_prompts(exact_model: Any, changed: bool, whole: Any) -> None:
     """The gradient passes through demonstrations that ran once, of one set after another."""
+    model = exact_model
     batches = questions(model, 10, batch_size=4, padding_side="left")
     batches += questions(model, 10, batch_size=4, padding_side="left", seed=7)
     metrics = [
@@ -86,13 +93,13 @@ def test_saliency_equals_that_of_whole_prompts(model: Any, changed: bool, whole:
     ]
     change = isolated(model) if changed else None
     before = hooks_on(model)
-    ours = al.run(model, batches, metrics, hooks=change, **QUIET)
+    ours = exact_run(model, batches, metrics, hooks=change)
     whole()
-    theirs = al.run(model, batches, metrics, hooks=change, **QUIET)
+    theirs = exact_run(model, batches, metrics, hooks=change)
     for name, record in ours.items():
         assert "run once" in record.info["shared_prefix"]
         assert theirs[name].info["shared_prefix"].startswith("off")
-        assert_same(record, theirs[name])
+        assert_same(record, theirs[name], EXACT)
     assert changed or float(ours["saliency_flows"].flows[0, 0]) > 0
     assert hooks_on(model) == before
 
