@@ -19,7 +19,7 @@ from anchorlens.runs.checks import possible
 from anchorlens.runs.passes import Passes
 from tests.models.test_matrix import LINE, cases, hooked
 from tests.references import plain
-from tests.references.comparison import DIRECTIONS, batch_of, cut_layers, weights_of
+from tests.references.comparison import DIRECTIONS, batch_of, cut_layers, precise, weights_of
 from tests.references.toys import TOYS
 from tests.support.measures import assert_same, centred, difference, is_shared
 
@@ -51,6 +51,7 @@ NEVER_MOVED |= {row.name for row in TOYS if row.options["positional_embedding_ty
 ON_BOTH = {"GPT-2", "GPT-J", "GPT-NeoX (Pythia)", "Bloom", "Llama", "Mistral", "Qwen2", "Qwen3"}
 ON_BOTH |= {"Gemma 2", "Phi", "Phi-3", "DeepSeek V3"}
 KIND = "bridge" if LINE.startswith("4.") else "HookedTransformer"
+LIMIT = 1e-8 if KIND == "bridge" else 1e-6  # of a HookedTransformer as in test_matrix.py
 CASES = cases(KIND)
 CASES += [
     pytest.param(
@@ -68,18 +69,20 @@ CASES += [
 def test_a_cache_gives_the_results_of_whole_prompts(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = hooked(name, torch.float32, kind), batch_of("left")
+    """In float64: rounding in float32 is as large as what a wrong cache may change."""
+    model, batch = hooked(name, torch.float64, kind), batch_of("left")
     if name in NO_CACHE and kind == "bridge":
         decided = way.way_of(model, [batch.padded_right()], [no_hooks])
         assert "no run from a key-value cache" in decided.shared_prefix
         with pytest.raises(ModelError, match=r"from a key-value cache.*takes no key-value cache"):
             al.compress(model, batch)
         return
-    check_sharing(model, batch, monkeypatch)
-    check_cut(name, kind, model, batch)
-    check_moved(name, kind, model, batch)
-    if name in ON_BOTH:
-        check_written(name, model)
+    with precise(torch.float64):
+        check_sharing(model, batch, monkeypatch)
+        check_cut(name, kind, model, batch)
+        check_moved(name, kind, model, batch)
+        if name in ON_BOTH:
+            check_written(name, model)
 
 
 def test_layers_read_the_entries_that_the_configuration_says() -> None:
@@ -87,6 +90,9 @@ def test_layers_read_the_entries_that_the_configuration_says() -> None:
     assert [*entries_of(model)] == [0, 1, 2, 1, 2]
     assert layers_of_entries(model) == [0, 1, 2]
     assert [*entries_of(hooked("Gemma 4", torch.float32, "bridge"))] == [0, 1, 2]
+
+
+# CONFLICT ours
 
 
 def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +120,29 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
             )
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(ours, name)) for name in kls}
         assert_same(replace(ours, **zeros), replace(theirs, **zeros), 1e-5)
+
+
+# CONFLICT theirs
+
+
+def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = list(results_of(model, batch))
+    with monkeypatch.context() as patch:
+        patch.setattr(way, "shared_lengths", lambda *of: {})
+        patch.setattr(Passes, "why_not_late", lambda passes, of: dict.fromkeys(of, "off"))
+        whole = list(results_of(model, batch))
+    skipped, *in_whole = (
+        each[-1].info["sites"]["last"]["skipped_layers"] for each in (shared, whole)
+    )
+    if len(set(entries_of(model))) < model.cfg.n_layers:
+        assert skipped == "no start at layer 4, after which keys of layer 2 are read"
+    else:
+        assert skipped == model.cfg.n_layers - 1
+    assert in_whole == ["off"]
+    for ours, theirs in zip(shared, whole, strict=True):
+        assert "run once" in ours.info["shared_prefix"]
+        assert theirs.info["shared_prefix"].startswith("off")
+        assert_same(ours, theirs, LIMIT)
 
 
 def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
@@ -152,7 +181,7 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
     """A context of everything equals the whole prompt; others equal a prompt with masked edges."""
     whole = run_pass(model, batch)
     everything = al.compress(model, batch, select=al.contexts.selection.everything)
-    assert difference(everything.logits(model, batch), whole) < 1e-5
+    assert difference(everything.logits(model, batch), whole) < LIMIT
     context = al.compress(model, batch, select=some_positions)
     assert context.is_cut == (name not in NEVER_CUT and kind == "bridge")
     logits = context.logits(model, batch)
@@ -161,11 +190,11 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
         _, second = contexts(model, batch, [first, some_positions])
         assert torch.equal(second.logits(model, batch), logits)
     masked = cut_in_transformers(name, model, context)
-    assert difference(centred(logits), centred(masked)) < 1e-5
+    assert difference(centred(logits), centred(masked)) < LIMIT
     assert difference(centred(whole), centred(masked)) > 1e-3
     apart = al.compress(model, batch, select=some_positions, separately=True)
     masked_apart = cut_in_transformers(name, model, apart)
-    assert difference(centred(apart.logits(model, batch)), centred(masked_apart)) < 1e-5
+    assert difference(centred(apart.logits(model, batch)), centred(masked_apart)) < LIMIT
     # In a model of one layer the query reads the same keys and values.
     assert model.cfg.n_layers == 1 or difference(centred(masked), centred(masked_apart)) > 1e-3
 
@@ -173,7 +202,7 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
 def cut_in_transformers(name: str, model: Any, context: al.contexts.CompressedContext) -> Tensor:
     """Logits of whole prompts with masks, for a context; each demonstration is a line."""
     weights, count, right = (
-        weights_of(name, torch.float32),
+        weights_of(name, torch.float64),
         len(context.selected),
         batch_of("right"),
     )
@@ -208,7 +237,8 @@ def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None
         len(moved.selected) - 11,
         len(still.selected),
     )
-    assert difference(moved.logits(model, batch), still.logits(model, batch)) < 1e-5
+    # Some rotations are read from a table in float32 (GPT-J).
+    assert difference(moved.logits(model, batch), still.logits(model, batch)) < 1e-6
 
 
 def check_written(name: str, model: Any) -> None:
@@ -216,7 +246,7 @@ def check_written(name: str, model: Any) -> None:
     trace = al.trace_generation(model, "Where to? ->", max_new_tokens=4, stop_at_eos=False)
     tokens = trace.batch.tokens
     with torch.no_grad():
-        logits = weights_of(name, torch.float32)(tokens, use_cache=False).logits[0, -5:-1]
+        logits = weights_of(name, torch.float64)(tokens, use_cache=False).logits[0, -5:-1]
     assert tokens[0, -4:].tolist() == logits.argmax(-1).tolist()
     expected = -logits.log_softmax(-1).gather(1, tokens[0, -4:, None])[:, 0]
-    assert difference(trace.flows.loss, expected) < 1e-5
+    assert difference(trace.flows.loss, expected) < LIMIT

@@ -4,7 +4,7 @@ import copy
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -37,6 +37,7 @@ from tests.support.image_models import (
 from tests.support.measures import difference, does_not_run
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+EXACT = 1e-10
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,18 +56,25 @@ def case(request: Any) -> Any:
     return case_of(request.param)
 
 
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Norms and softmax are in float64, too, so that numbers are equal but for its rounding."""
+    with precise(torch.float64):
+        yield
+
+
 @pytest.fixture(scope="module")
 def llava() -> Case:
     return case_of("LLaVA")
 
 
-def case_of(name: str, dtype: torch.dtype = torch.float32) -> Case:
+def case_of(name: str, dtype: torch.dtype = torch.float64) -> Case:
     from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 
     weights, processor = image_model(name)
     weights = weights.to(dtype)
     plain = copy.deepcopy(weights)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, precise(dtype):
         # Their models need no torchvision, only their processors of videos do.
         patch.setattr(ArchitectureAdapter, "_check_required_libraries", lambda self: None)
         model = al.load_model(weights, tokenizer=processor.tokenizer)
@@ -109,6 +117,7 @@ def to_images(case: Case) -> Callable[[al.PromptBatch], Any]:
     return hooks
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_logits_and_saliency_are_those_of_plain_transformers(case: Case) -> None:
     expected = [plain_numbers(case, row) for row in range(3)]
     results = al.run(case.model, [case.batch], [al.SaliencyFlows()], **QUIET)
@@ -123,9 +132,9 @@ def test_logits_and_saliency_are_those_of_plain_transformers(case: Case) -> None
             logits = logits_of(case, case.batch)
             saliency = al.saliency(case.model, case.batch)
         for row, (of_plain, maps) in enumerate(expected):
-            assert difference(logits[row], of_plain) < 2e-6
+            assert difference(logits[row], of_plain) < EXACT
             length = maps.shape[-1]
-            assert difference(saliency[row][:, :length, :length], maps) < 2e-5
+            assert difference(saliency[row][:, :length, :length], maps) < EXACT
     modules = case.model.original_model.modules()
     assert all(vars(each).get("rope_deltas") is None for each in modules)  # of Qwen
 
@@ -177,14 +186,15 @@ def test_without_edges_to_images_logits_do_not_depend_on_pixels(case: Case) -> N
     assert cut[0].equal(cut[1])
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_prompts_are_independent_of_one_another_and_of_padding(case: Case) -> None:
     expected = logits_of(case, case.batch)
     alone = torch.cat([logits_of(case, case.batch.prompt(row)) for row in range(3)])
-    assert difference(alone, expected) < 2e-6
+    assert difference(alone, expected) < EXACT
     assert logits_of(case, case.batch.padded_left()).equal(expected)
     permuted = [case.batch.prompts(2, 3), case.batch.prompts(0, 2)]
     logits = al.target_logits(case.model, permuted, progress=False)
-    assert difference(logits, expected[case.batch.index.argsort()]) < 2e-6
+    assert difference(logits, expected[case.batch.index.argsort()]) < EXACT
 
 
 def test_late_starts_sweeps_steps_and_checkpoints_hold(llava: Case) -> None:
@@ -204,9 +214,10 @@ def test_late_starts_sweeps_steps_and_checkpoints_hold(llava: Case) -> None:
         al.run(model, [batch], [al.SaliencyFlows()], gradient_checkpointing=on, **QUIET)
         for on in (False, True)
     )
-    assert difference(again["saliency_flows"].flows, whole["saliency_flows"].flows) < 1e-5
+    assert difference(again["saliency_flows"].flows, whole["saliency_flows"].flows) < 1e-6
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_long_prompts_have_whole_patterns(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = al.run(llava.model, [llava.batch], [al.SaliencyFlows()], **QUIET)
     monkeypatch.setattr(way, "LARGE", 0)
@@ -214,7 +225,7 @@ def test_long_prompts_have_whole_patterns(llava: Case, monkeypatch: pytest.Monke
     assert (
         "whole patterns, because prompts have images" in results["saliency_flows"].info["attention"]
     )
-    assert difference(results["saliency_flows"].flows, expected["saliency_flows"].flows) < 1e-6
+    assert difference(results["saliency_flows"].flows, expected["saliency_flows"].flows) < EXACT
 
 
 NONE: Any = al.contexts.NoContext()
@@ -273,6 +284,7 @@ def test_line_3_of_transformer_lens_takes_no_images(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("between", ["", " ", " and "])
+@pytest.mark.usefixtures("in_float64")
 def test_images_side_by_side_are_refused_where_they_are_read_as_one(
     name: str, between: str
 ) -> None:
@@ -299,7 +311,7 @@ def test_images_side_by_side_are_refused_where_they_are_read_as_one(
     )
     assert batch.tokens.equal(made["input_ids"])
     expected = case.plain(**made, use_cache=False).logits[:, -1].detach()
-    assert difference(al.target_logits(case.model, [batch], progress=False), expected) < 2e-6
+    assert difference(al.target_logits(case.model, [batch], progress=False), expected) < EXACT
 
 
 def test_models_of_texts_take_no_images(gpt2: Any, llava: Case) -> None:

@@ -90,8 +90,8 @@ def test_target_logits_are_those_of_the_full_forward(
 @pytest.mark.parametrize(
     "name", ["ln_final.hook_normalized", "unembed.hook_in", "unembed.hook_out"]
 )
-def test_hooks_after_the_blocks_see_all_positions(gpt2: Any, name: str) -> None:
-    batch = batch_of(gpt2)
+def test_hooks_after_the_blocks_see_all_positions(exact_gpt2: Any, name: str) -> None:
+    gpt2, batch = exact_gpt2, batch_of(exact_gpt2)
     widths = []
 
     def watch(tensor: Tensor, hook: Any) -> None:

@@ -18,6 +18,7 @@ from anchorlens.errors import (
     RunError,
 )
 from anchorlens.models.hooked import pattern_name
+from tests.references.plain import everything_in_float64
 from tests.support.measures import assert_same
 from tests.support.tiny_models import questions, tiny_gpt2
 
@@ -68,14 +69,16 @@ def passes_of(
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_metrics_of_caches_equal_those_of_a_run(model: Any, side: Any) -> None:
-    batches = questions(model, 7, batch_size=3, padding_side=side)
-    expected = al.run(model, batches, PURE, resamples=20, progress=False)
+@pytest.mark.parametrize("exact_model", ["gpt2", "gemma3"], indirect=True)
+def test_metrics_of_caches_equal_those_of_a_run(exact_model: Any, side: Any) -> None:
+    model, batches = exact_model, questions(exact_model, 7, batch_size=3, padding_side=side)
     turned = batches[::-1]  # rows are sorted by query
-    results = al.caches.from_caches(PURE, turned, passes_of(model, turned, PURE), resamples=20)
+    with everything_in_float64():
+        expected = al.run(model, batches, PURE, resamples=20, progress=False)
+        results = al.caches.from_caches(PURE, turned, passes_of(model, turned, PURE), resamples=20)
     assert [*results] == [*expected]
     for name, record in expected.items():
-        assert_same(results[name], replace(record, info=results[name].info), 1e-5)
+        assert_same(results[name], replace(record, info=results[name].info), 1e-8)
 
 
 @pytest.mark.every_kind

@@ -20,6 +20,7 @@ from anchorlens.prompts.batch import after_shared
 from anchorlens.runs import way as decision
 from anchorlens.runs.passes import Passes
 from anchorlens.runs.way import shared_lengths, way_of
+from tests.references.plain import everything_in_float64
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.measures import assert_same, difference, is_shared
@@ -34,12 +35,19 @@ METRICS: list[al.Metric] = [
     *(al.LabelHeads(draws=2), al.SegmentAttention(["text", "label", "target"], apart=1)),
 ]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+EXACT = 1e-8
 
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that turns the sharing of demonstrations off."""
     return lambda: monkeypatch.setattr(decision, "shared_lengths", lambda *of: {})
+
+
+def exact_run(model: Any, batches: Any, asked: Any, **options: Any) -> Any:
+    """A run in which norms and softmax are in float64, too."""
+    with everything_in_float64():
+        return al.run(model, batches, asked, **options, **QUIET)
 
 
 def isolated(model: Any) -> Any:
