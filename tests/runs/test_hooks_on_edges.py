@@ -131,33 +131,6 @@ def test_hooks_that_differ_between_prompts_of_a_set_run_whole_prompts(
         assert_same(record, theirs[name], 1e-10)
 
 
-def test_sets_that_differ_between_prompts_have_the_sums_of_whole_prompts(exact: Any) -> None:
-    """The shared tokens alone do not show which prompts have long queries."""
-
-    def anchors(batch: al.PromptBatch) -> torch.Tensor:
-        return al.edges.anchors(batch) & longer_queries(batch)[:, None]
-
-    def rest(batch: al.PromptBatch) -> torch.Tensor:
-        return al.edges.demonstrations(batch) & ~al.edges.anchors(batch)
-
-    batches = questions(exact, 6, batch_size=3)
-    found = torch.cat([longer_queries(batch) for batch in batches])
-    assert found.any() and not found.all()
-    parts = {"anchors": anchors, "rest": rest}
-    metrics: dict[al.Metric, bool] = {  # whether its sums are of each batch anew
-        al.SaliencyFlows(edges={"long": by_length, "pq": al.edges.pq}): True,
-        al.SegmentFlows(parts): True,
-        al.SegmentAttention(parts, apart=1): False,
-    }
-    for metric, shares in metrics.items():
-        ours, theirs = (
-            al.run(exact, batches, [metric], share_prefix=share, **QUIET)[metric.name]
-            for share in (True, False)
-        )
-        assert is_shared(ours) == shares
-        assert_same(ours, theirs, 1e-12)
-
-
 NOTHING: dict[str, tuple[Change, str]] = {
     "queries and keys exchanged": (
         lambda m, b: al.block_edges(
