@@ -92,15 +92,8 @@ def two_devices() -> dict[str, Any]:
 
 def default_device() -> dict[str, Any]:
     """In a notebook whose tensors are made on the device: what draws, trains, sorts and writes."""
-    names = [
-        "metrics",
-        "isolate_random",
-        "cut edges",
-        "reweighting",
-        "prefix",
-        "hard prompt",
-        "trace",
-    ]
+    names = ["metrics", "isolate_random", "sweep of windows", "attribution", "reweighting"]
+    names += ["prefix", "hard prompt", "trace"]
     names += ["of tensors", "integrated"]  # float64 where the device has it
 
     def some(of_device: Calls) -> Calls:

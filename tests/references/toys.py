@@ -33,14 +33,12 @@ COMMON: dict[str, Any] = {
 }
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
-    "relu": nn.functional.relu,
     "silu": nn.functional.silu,
-    "solu_ln": lambda x: x * x.exp() / x.exp().sum(-1, keepdim=True),
 }
 
 
 class Norm(nn.Module):
-    """A layer norm or root mean square norm, with parameters or without, or no norm."""
+    """A layer norm with parameters or without, a root mean square norm, or no norm."""
 
     def __init__(self, kind: str | None, width: int) -> None:
         super().__init__()
@@ -84,17 +82,12 @@ class ToyAttention(nn.Module):
 
     def rotated(self, x: Tensor) -> Tensor:
         """Pairs of channels are complex numbers, which are multiplied by a number of length 1."""
-        width = self.cfg.rotary_dim
-        frequencies = self.cfg.rotary_base ** -(torch.arange(0, width, 2, dtype=x.dtype) / width)
-        angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * self.cfg.rescale(frequencies)
+        width = self.cfg.d_head
+        frequencies = 10000 ** -(torch.arange(0, width, 2, dtype=x.dtype) / width)
+        angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * frequencies
         rotations = torch.polar(torch.ones_like(angles), angles)
-        first, rest = x[..., :width], x[..., width:]
-        pairs = (
-            first.unflatten(-1, (-1, 2)) if self.cfg.adjacent else first.unflatten(-1, (2, -1)).mT
-        )
-        rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * rotations)
-        rotated = rotated if self.cfg.adjacent else rotated.mT
-        return torch.cat([rotated.flatten(-2), rest], -1)
+        pairs = x.unflatten(-1, (-1, 2)).contiguous()
+        return torch.view_as_real(torch.view_as_complex(pairs) * rotations).flatten(-2)
 
 
 class ToyMLP(nn.Module):
@@ -109,14 +102,11 @@ class ToyMLP(nn.Module):
             return
         self.fc_in = nn.Linear(cfg.d_model, cfg.d_mlp)
         self.fc_out = nn.Linear(cfg.d_mlp, cfg.d_model)
-        if cfg.act_fn == "solu_ln":
-            self.ln = Norm("LN", cfg.d_mlp)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
             return self.out(self.act(self.gate(x)) * getattr(self, "in")(x))
-        hidden = self.act(self.fc_in(x))
-        return self.fc_out(self.ln(hidden) if hasattr(self, "ln") else hidden)
+        return self.fc_out(self.act(self.fc_in(x)))
 
 
 class ToyBlock(nn.Module):
@@ -143,10 +133,7 @@ class PlainToy(nn.Module):
         if cfg.positional_embedding_type == "standard":
             self.pos = nn.Embedding(cfg.n_ctx, cfg.d_model)
         self.layers = nn.ModuleList([ToyBlock(cfg) for _ in range(cfg.n_layers)])
-        last = cfg.normalization_type
-        if cfg.final_rms:
-            last = "RMSPre" if last in ("LNPre", "RMSPre") else "RMS"
-        self.ln_out = Norm(last, cfg.d_model)
+        self.ln_out = Norm("RMS" if cfg.final_rms else cfg.normalization_type, cfg.d_model)
         self.head = nn.Linear(cfg.d_model, cfg.d_vocab, bias=False)
 
     def forward(self, tokens: Tensor, **_: Any) -> Any:
@@ -166,10 +153,6 @@ def settings(options: Mapping[str, Any]) -> Any:
     """Return the settings of TransformerLens, with its defaults written out."""
     cfg = SimpleNamespace(**options)
     cfg.n_key_heads = options.get("n_key_value_heads", cfg.n_heads)
-    cfg.rotary_dim = options.get("rotary_dim", cfg.d_head)
-    cfg.rotary_base = options.get("rotary_base", 10000)
-    cfg.rescale = RESCALED.get(options.get("rope_scaling", {}).get("rope_type"), lambda x: x)
-    cfg.adjacent = options.get("rotary_adjacent_pairs", False)
     cfg.scale = options.get("attn_scale", cfg.d_head**0.5)
     for name in ("attn_only", "gated_mlp", "final_rms"):
         setattr(cfg, name, options.get(name, False))
@@ -180,21 +163,6 @@ def settings(options: Mapping[str, Any]) -> Any:
 
 def capped(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap) if cap else x
-
-
-def llama3(frequencies: Tensor) -> Tensor:
-    """Divide low frequencies by 4, leave high ones, and interpolate between them."""
-    turns = 32 * frequencies / (2 * torch.pi)  # in the context length of the first training
-    share = ((turns - 1) / (4 - 1)).clamp(0, 1)
-    return frequencies * (share + (1 - share) / 4)
-
-
-# The rope_scaling of the rows below has factor 4, and for llama3 low 1, high 4, context 32.
-RESCALED: dict[str | None, Callable[[Tensor], Tensor]] = {
-    "linear": lambda frequencies: frequencies / 4,
-    "dynamic": lambda x: x * 4 ** -(torch.arange(len(x), dtype=x.dtype) / (len(x) - 1)),
-    "llama3": llama3,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,24 +184,14 @@ class Toy(Row):
 
 
 def toy(name: str, special: str, scale: float = 0.25, **options: Any) -> Toy:
-    merged = COMMON | options
-    is_rotary = merged["positional_embedding_type"] == "rotary"
-    # boot_native rotates adjacent pairs only, whatever the setting is.
-    native = merged.get("rotary_adjacent_pairs", False) == is_rotary
-    native = native and (LINE.startswith("4.") or merged["act_fn"] != "solu_ln")
-    # HookedTransformer of 3.9 does not support rope_scaling.
-    hooked = LINE.startswith("3.") and "rope_scaling" not in merged
-    kinds = ("bridge", "processed") * native + ("HookedTransformer",) * hooked
-    return Toy(name, special, merged, scale, kinds=kinds)
+    hooked = LINE.startswith("3.")
+    kinds = ("bridge", "processed") + ("HookedTransformer",) * hooked
+    return Toy(name, special, COMMON | options, scale, kinds=kinds)
 
 
 def native_bridge(toy: PlainToy, tokenizer: Any) -> Any:
     """Return the bridge of ``TransformerBridge.boot_native`` with the toy's weights."""
-    options = dict(toy.options)
-    scaling = options.pop("rope_scaling", None)
-    config: Any = TransformerBridgeConfig(**options, architecture="TransformerLensNative")
-    if scaling is not None:
-        config.rope_scaling = scaling
+    config: Any = TransformerBridgeConfig(**toy.options, architecture="TransformerLensNative")
     weights = toy.state_dict()
     dtype = toy.head.weight.dtype
     make: Any = TransformerBridge
@@ -265,7 +223,6 @@ def hooked_toy(toy: PlainToy, tokenizer: Any) -> Any:
     for layer in range(cfg.n_layers):
         block, theirs = f"layers.{layer}", f"blocks.{layer}"
         norms |= {f"{theirs}.{name}": f"{block}.{name}" for name in ("ln1", "ln2")}
-        norms[f"{theirs}.mlp.ln"] = f"{block}.mlp.ln"
         for name in "qkv":
             weight = weights[f"{block}.attn.{name}.weight"].unflatten(0, (-1, cfg.d_head))
             bias = weights[f"{block}.attn.{name}.bias"].unflatten(0, (-1, cfg.d_head))
@@ -299,31 +256,33 @@ MLP = {
     True: {"W_gate": "gate.weight", "W_in": "in.weight", "W_out": "out.weight"},
 }
 
-ROTARY: dict[str, Any] = {"positional_embedding_type": "rotary", "rotary_adjacent_pairs": True}
-SCALED: dict[str, Any] = {"factor": 4.0}
 TOYS = [
     toy("Toy", "layer norms, learned positions"),
-    toy("Toy (attention only)", "two layers without MLP", n_layers=2, attn_only=True),
-    toy("Toy (one layer)", "attention only, no norm", scale=0.45, n_layers=1, attn_only=True,
-        normalization_type=None),
-    toy("Toy (no norm)", "no norm anywhere", scale=0.32, n_layers=2, normalization_type=None,
-        act_fn="relu", d_mlp=8),
-    toy("Toy (rotary)", "adjacent-pair partial rotary", **ROTARY, rotary_dim=4),
-    toy("Toy (rotary halves)", "rotary of halves", positional_embedding_type="rotary"),
-    toy("Toy (grouped keys)", "rotary, grouped keys, root mean square norms, gated MLP", **ROTARY,
-        n_key_value_heads=2, normalization_type="RMS", gated_mlp=True, act_fn="silu",
-        final_rms=True),
-    toy("Toy (soft caps)", "norms without parameters, capped scores and logits, a scale",
-        normalization_type="LNPre", attn_scores_soft_cap=3.0, output_logits_soft_cap=5.0,
-        attn_scale=2.0),
-    toy("Toy (RMSPre)", "root mean square norms without parameters", normalization_type="RMSPre",
-        final_rms=True),
-    toy("Toy (SoLU)", "SoLU with a norm inside the MLP", act_fn="solu_ln"),
-    toy("Toy (linear rotary)", "positions divided", **ROTARY,
-        rope_scaling=SCALED | {"rope_type": "linear"}),
-    toy("Toy (dynamic rotary)", "a larger base", **ROTARY,
-        rope_scaling=SCALED | {"rope_type": "dynamic"}),
-    toy("Toy (llama3 rotary)", "low frequencies divided", **ROTARY,
-        rope_scaling=SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0,
-                               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}),
-]  # fmt: skip
+    toy(
+        "Toy (one layer)",
+        "attention only, no norm",
+        scale=0.45,
+        n_layers=1,
+        attn_only=True,
+        normalization_type=None,
+    ),
+    toy(
+        "Toy (grouped keys)",
+        "rotary, grouped keys, root mean square norms, gated MLP",
+        positional_embedding_type="rotary",
+        rotary_adjacent_pairs=True,
+        n_key_value_heads=2,
+        normalization_type="RMS",
+        gated_mlp=True,
+        act_fn="silu",
+        final_rms=True,
+    ),
+    toy(
+        "Toy (soft caps)",
+        "norms without parameters, capped scores and logits, a scale",
+        normalization_type="LNPre",
+        attn_scores_soft_cap=3.0,
+        output_logits_soft_cap=5.0,
+        attn_scale=2.0,
+    ),
+]
