@@ -26,8 +26,8 @@ from tests.experiments.test_faithfulness import weights_of
 from tests.references import plain
 from tests.runs.test_hooks_on_edges import CUTS, OTHERS, Change, by_length, longer_queries
 from tests.runs.test_own_reads import READS, Numbers
-from tests.support.own_parts import EveryRead
 from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.own_parts import EveryRead
 from tests.support.printed_code import printed
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
