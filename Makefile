@@ -12,7 +12,8 @@ INSTALL := $(PIP) install --no-compile $(CONSTRAINTS)
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 PYTEST := $(BIN)/python -m pytest -n auto
-WITH_SHAPES := -m 'with_shapes and not other_kind' --jaxtyping-packages=anchorlens,beartype.beartype
+QUICK := -m 'not slow and not release'
+SHAPES := --jaxtyping-packages=anchorlens,beartype.beartype
 OLDEST := $(VENV)/oldest
 NEWEST := $(VENV)/newest
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
@@ -29,17 +30,18 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test test-quick test-oldest test-newest test-browser docs lint lint-and-compile compile-torch compile-oldest bench bench-gpu architectures clean
+.PHONY: help demo test test-all test-release test-oldest test-newest test-browser docs lint lint-and-compile compile-torch compile-oldest bench bench-gpu architectures clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo         run the demonstration on offline weights; report in OUT (default: demo-output)'
-	@echo 'make test         format, lint and type checks, then the tests with and without shape checking'
-	@echo 'make test-quick   the short tests only, without shape checks, up to the first failure'
+	@echo 'make test         format, lint and type checks, then the quick tests (5 minutes)'
+	@echo 'make test-all     the slow tests too, shapes, and what differs on the oldest versions (15 minutes)'
+	@echo 'make test-release all of it: every architecture, devices, the newest versions, a browser (hours)'
 	@echo 'make test-oldest  what differs by kind of model, on the oldest versions accepted (HookedTransformer too)'
-	@echo 'make test-newest  the short tests and caches on the newest versions accepted, installed anew'
+	@echo 'make test-newest  the quick tests and caches on the newest versions accepted, installed anew'
 	@echo 'make test-browser report and documentation in Chromium, which it installs if there is none (apt)'
 	@echo 'make lint         format, lint and type checks only'
 	@echo 'make docs         build the documentation into site/, warnings are errors'
@@ -54,24 +56,30 @@ demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 	$(BIN)/anchorlens demo --model '$(MODEL)' --out '$(OUT)'
 
 test: lint-and-compile
-	$(PYTEST) $(WITH_SHAPES)
-	$(PYTEST) -m 'not with_shapes or other_kind' --kind bridge --kind processed
+	$(PYTEST) $(QUICK)
 
-# No whole models, but for those of a few short tests, and no shape checks.
-test-quick: $(VENV)/.stamp-dev
-	$(PYTEST) -x -m with_shapes
+# What CI asks of a change. A quarter of the architectures, or all where the change touches them.
+test-all: lint-and-compile $(OLDEST)/.stamp
+	$(PYTEST) -m 'not release' --rows due --seconds 1 --kind bridge --kind processed
+	$(BIN)/python -m pytest $(SHAPES) tests/test_shapes.py
+	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) -m every_kind --rows due --kind bridge --kind hooked-transformer
+
+test-release: lint
+	$(PYTEST) --kind bridge --kind processed
+	$(BIN)/python -m pytest $(SHAPES) tests/test_shapes.py
+	$(MAKE) --no-print-directory test-oldest test-browser test-newest
 
 # What differs by kind of model is marked every_kind, and is all that this runs.
 test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind bridge --kind hooked-transformer
 
 # What an installation takes today, but for PyTorch: anew and without constraints. The tests are the
-# short ones and those of caches, which a new transformers has broken before.
+# quick ones and those of caches, which a new transformers has broken before.
 test-newest:
 	rm -rf $(NEWEST)
 	$(MAKE) --no-print-directory VENV='$(NEWEST)' CONSTRAINTS= '$(NEWEST)/.stamp-dev'
 	$(NEWEST)/bin/python -m pip --disable-pip-version-check list --format=freeze
-	$(NEWEST)/bin/python -m pytest -n auto -m with_shapes
+	$(NEWEST)/bin/python -m pytest -n auto $(QUICK)
 	$(NEWEST)/bin/python -m pytest -n auto tests/models/test_cache_matrix.py tests/models/test_matrix.py
 
 # The first installs what the documentation needs in the same call.
@@ -81,7 +89,7 @@ test-browser: $(VENV)/.stamp-browser $(VENV)/.stamp-chromium site/index.html
 # The checks use one core. On another, Python compiles the packages that the tests import, which
 # otherwise every process that runs tests does at the same time.
 lint-and-compile: $(VENV)/.stamp-dev
-	@$(BIN)/python -m pytest -n 0 -q --collect-only $(WITH_SHAPES) >/dev/null 2>&1 & \
+	@$(BIN)/python -m pytest -n 0 -q --collect-only $(QUICK) >/dev/null 2>&1 & \
 	$(MAKE) --no-print-directory lint; status=$$?; wait; exit $$status
 
 # These two are for an idle core while others install or check. They may fail: nothing needs them.

@@ -5,9 +5,10 @@ Models are imported where they are used: the process that only hands out tests n
 
 import gc
 import logging
+import resource
 import subprocess
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,23 @@ import pytest
 SHARED: dict[Any, Any] = {}
 LINE = ".".join(version("transformer-lens").split(".")[:2])
 KINDS = ("bridge", "processed", "hooked-transformer")
+# The architectures of `make test`: positions that are learned, rotated, ALiBi; key heads, windows,
+# latent attention, sinks; and a model of TransformerLens itself. `make test-all` has a quarter of
+# the others, by the number of the commit, and all of them after a change of these paths.
+COMMON = {
+    "Toy",
+    "GPT-2",
+    "Llama",
+    "Gemma 3",
+    "GPT-NeoX (Pythia)",
+    "Falcon (ALiBi)",
+    "DeepSeek V3",
+    "GPT-OSS",
+}
+TOUCH_ALL_ROWS = (
+    *("anchorlens/models", "anchorlens/passes", "tests/models", "tests/references"),
+    *("constraints.txt", "requirements"),
+)
 
 # Searching for garbage takes a third of the time in which tests are imported; they leave little.
 gc.disable()
@@ -30,6 +48,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what the tests hook: a bridge as al.load_model gives it (the default), one in "
         "compatibility mode, or a HookedTransformer (transformer-lens 3.9); several if repeated. "
         "Value biases are never folded",
+    )
+    parser.addoption(
+        "--rows",
+        choices=("all", "due"),
+        default="all",
+        help="which architectures: all, or those in every run and the quarter whose turn it is",
+    )
+    parser.addoption(
+        "--seconds",
+        type=float,
+        help="processor time, of this process and its children, that a test may take which is not "
+        "marked slow",
     )
     parser.addoption(
         "--matrix-results",
@@ -94,17 +124,50 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (selected if is_selected(config, item) else rest).append(item)
     config.hook.pytest_deselected(items=rest)
     for item in selected:
-        if kind_of(item) not in (None, "bridge"):
-            item.add_marker("other_kind")
+        if row_of(item) not in (None, *COMMON):
+            item.add_marker(pytest.mark.slow("one of many architectures"))
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {kind_of(item) or ''}"))
     # Groups of few and short tests go last, so that all processes end at the same time.
     items[:] = sorted(selected, key=lambda item: item.path.stem.endswith("_matrix"))
 
 
+def row_of(item: pytest.Item) -> str | None:
+    """The architecture, where a test of tests/models runs for each."""
+    if item.path.parent.name != "models" or not hasattr(item, "callspec"):
+        return None
+    values = [*item.callspec.params.values()]
+    return next((value for value in values if isinstance(value, str) and value in rows()), None)
+
+
+@cache
+def rows() -> dict[str, bool]:
+    """Each architecture, and whether it is its turn."""
+    from tests.references.architectures import ALL
+
+    count = _git("rev-list", "--count", "HEAD")
+    # A change may be of several commits. Where there is no history all are due.
+    changed = _git("log", "-10", "--format=", "--name-only").split()
+    are_all_due = not count or any(path.startswith(TOUCH_ALL_ROWS) for path in changed)
+    return {
+        row.name: are_all_due or row.name in COMMON or number % 4 == int(count) % 4
+        for number, row in enumerate(ALL)
+    }
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
 def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
     """A test runs on a bridge of the newest line; one marked ``every_kind`` on the others too."""
     if item.get_closest_marker("published_table") and not config.getoption("--matrix-results"):
+        return False
+    row = row_of(item)
+    if row and config.getoption("--rows") == "due" and not rows()[row]:
         return False
     kind = kind_of(item) or "bridge"
     if LINE.startswith("4.") and kind == "bridge":
@@ -254,9 +317,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         models = {}
     states = [(model, ModelState.of(model)) for model in models.values()]
     with_python = item.config.getoption("jaxtyping_packages", None) is None
-    before = global_state(with_python)
+    before, started = global_state(with_python), processor_time()
     with models_made_without_global_draws():
         yield
+    seconds, limit = processor_time() - started, item.config.getoption("--seconds")
+    if limit and seconds > limit and not item.get_closest_marker("slow"):
+        pytest.fail(
+            f"it took {seconds:.1f} s of processor time: mark it slow, or make it faster",
+            pytrace=False,
+        )
     changes = [change for model, state in states for change in state.changes(model)]
     if changes:
         SHARED.clear()
@@ -266,6 +335,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         changes += [f"{name} has changed" for name in before if before[name] != after[name]]
     if changes:
         pytest.fail("the test left something changed:\n" + "\n".join(changes[:5]), pytrace=False)
+
+
+def processor_time() -> float:
+    """Seconds, of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,6 @@ import pytest
 
 import anchorlens
 
-pytestmark = pytest.mark.with_shapes
-
 ROOT = Path(anchorlens.__file__).parent
 # A folder, or a file next to the folders, imports only from those above it. So a metric knows
 # neither the model nor how it is run.

@@ -24,8 +24,6 @@ from tests.support.public import public
 from tests.support.tiny_models import questions
 from tests.support.trained_contexts import trained
 
-pytestmark = pytest.mark.with_shapes
-
 HOSTILE = '<script>alert("x")</script>\n& more'
 SIZES = {"layer": 48, "head": 25, "prompt": 200, "draw": 10, "class": 6}
 

@@ -53,7 +53,6 @@ def cut_by_hand(
     return centred(logits[torch.arange(len(batch)), batch.target_positions])
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("layers", [range(1), range(1, 3), range(3)])
 def test_isolation_equals_attention_written_by_hand(
@@ -76,7 +75,6 @@ def test_isolation_equals_attention_written_by_hand(
     assert not torch.allclose(ours, clean, atol=1e-2)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("head", [0, 1])
 def test_edges_cut_in_one_head_equal_attention_written_by_hand(
@@ -98,7 +96,6 @@ def test_edges_cut_in_one_head_equal_attention_written_by_hand(
     assert not torch.allclose(ours, logits_of(gpt2, batch, al.block_edges(gpt2, batch, cut, -1)))
 
 
-@pytest.mark.with_shapes
 def test_isolated_rows_are_renormalized_or_only_set_to_zero(
     gpt2: Any, batch: al.PromptBatch
 ) -> None:
@@ -114,7 +111,6 @@ def test_isolated_rows_are_renormalized_or_only_set_to_zero(
     torch.testing.assert_close(after[:, 0], expected)
 
 
-@pytest.mark.with_shapes
 def test_label_words_are_isolated_like_positions_that_are_given(
     gpt2: Any, batch: al.PromptBatch
 ) -> None:
@@ -126,7 +122,6 @@ def test_label_words_are_isolated_like_positions_that_are_given(
     assert torch.equal(logits_of(gpt2, batch, bare), of_labels)
 
 
-@pytest.mark.with_shapes
 def test_edges_of_one_prompt_join_a_set_of_all_prompts(gpt2: Any, batch: al.PromptBatch) -> None:
     table = edges.wp(batch)[:1]
     cut = al.block_edges(gpt2, batch, edges.every(batch) & table)
@@ -134,7 +129,6 @@ def test_edges_of_one_prompt_join_a_set_of_all_prompts(gpt2: Any, batch: al.Prom
     assert torch.equal(logits_of(gpt2, batch, cut), logits_of(gpt2, batch, theirs))
 
 
-@pytest.mark.with_shapes
 def test_whole_words_isolates_all_tokens_of_a_label_word(gpt2: Any) -> None:
     demos = [al.Example("one two", 0), al.Example("three", 1)]
     batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]
@@ -148,7 +142,6 @@ def test_whole_words_isolates_all_tokens_of_a_label_word(gpt2: Any) -> None:
     assert max(map(len, words)) > 1
 
 
-@pytest.mark.with_shapes
 def test_keep_bos_cuts_all_edges_but_the_one_to_bos(llama: Any, gpt2: Any) -> None:
     batch = questions(llama, 3, padding_side="left")[0]
     hooks = al.isolate_labels(llama, batch, al.Site(range(3), keep_bos=True))
@@ -194,7 +187,6 @@ INVALID_CALLS: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
 ]
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(("call", "message"), INVALID_CALLS)
 def test_an_error_names_the_expected_and_the_given_value(
     gpt2: Any, batch: al.PromptBatch, call: Callable[..., Any], message: str
@@ -211,7 +203,6 @@ BLOCK: list[Callable[..., Any]] = [
 ]
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("piece", [row_pieces.PIECE, 5000])
 @pytest.mark.parametrize("hooks", BLOCK)
 def test_edges_to_later_tokens_and_padding_are_refused(
@@ -231,7 +222,6 @@ def test_edges_to_later_tokens_and_padding_are_refused(
             hooks(gpt2, batch, wrong)
 
 
-@pytest.mark.with_shapes
 def test_edges_to_themselves_are_cut_only_after_the_softmax(
     gpt2: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +236,6 @@ def test_edges_to_themselves_are_cut_only_after_the_softmax(
         assert (diagonal[..., -1] == 0).all() and (diagonal[..., -2] > 0).all()
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("hooks", BLOCK)
 def test_hooks_without_an_edge_warn_that_they_do_nothing(
     gpt2: Any, batch: al.PromptBatch, hooks: Callable[..., Any]
@@ -257,7 +246,6 @@ def test_hooks_without_an_edge_warn_that_they_do_nothing(
         hooks(gpt2, batch, exchanged)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.draws
 def test_a_hook_on_edges_acts_on_the_last_rows_where_earlier_ones_are_cached(
     gpt2: Any, batch: al.PromptBatch
@@ -281,7 +269,6 @@ def test_a_hook_on_edges_acts_on_the_last_rows_where_earlier_ones_are_cached(
         assert values is not None and torch.equal(expected[:, :, start:], values)
 
 
-@pytest.mark.with_shapes
 def test_reweighting_multiplies_the_pattern_by_exp_of_beta(
     gpt2: Any, batch: al.PromptBatch
 ) -> None:
@@ -311,7 +298,6 @@ OF_TENSORS: dict[str, tuple[Weighted, tuple[int, ...], float, float]] = {
 }
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", OF_TENSORS)
 def test_gradients_of_tensors_equal_finite_differences(
     name: str, byte_level: Any, hooked: Any
@@ -340,7 +326,6 @@ def test_gradients_of_tensors_equal_finite_differences(
     assert (gradient != 0).all()
 
 
-@pytest.mark.with_shapes
 @pytest.mark.draws
 def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
     length = batch.tokens.shape[1]
@@ -370,7 +355,6 @@ def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
         assert torch.equal(tensor, copy)
 
 
-@pytest.mark.with_shapes
 def test_lists_of_hooks_can_be_joined_and_act_in_order(gpt2: Any, batch: al.PromptBatch) -> None:
     cut = edges.wp(batch)[:, None].expand(-1, 2, -1, -1)
     users_hook: list[Hook] = [(pattern_name(0), lambda pattern, hook: torch.ones_like(pattern))]
@@ -379,7 +363,6 @@ def test_lists_of_hooks_can_be_joined_and_act_in_order(gpt2: Any, batch: al.Prom
     assert (patterns_of(gpt2, batch, [*users_hook, *isolation])[:, 0][cut] == 0).all()
 
 
-@pytest.mark.with_shapes
 def test_heads_by_layer_act_as_the_hooks_of_each_layer(gpt2: Any, batch: al.PromptBatch) -> None:
     factor, parts = torch.arange(6.0).view(3, 2) / 4, [al.Site(0, heads=1), al.Site(2)]
     site = al.Site(heads={0: [1], 2: [0], -1: 1})

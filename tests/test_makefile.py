@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.with_shapes
-
 ROOT = Path(__file__).parents[1]
 
 

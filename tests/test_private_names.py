@@ -21,7 +21,7 @@ from transformer_lens.hook_points import HookPoint
 
 import anchorlens as al
 
-pytestmark = [pytest.mark.every_kind, pytest.mark.with_shapes]
+pytestmark = pytest.mark.every_kind
 
 PACKAGE = Path(al.__file__).parent
 

@@ -16,8 +16,6 @@ from anchorlens.runs import identity
 from anchorlens.system import package
 from tests.support.tiny_models import questions
 
-pytestmark = pytest.mark.with_shapes
-
 
 def python(code: str) -> str:
     completed = subprocess.run(

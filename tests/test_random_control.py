@@ -10,8 +10,6 @@ from anchorlens.prompts import edges
 from tests.support.measures import patterns_of
 from tests.support.tiny_models import LONG_LABELS, questions
 
-pytestmark = pytest.mark.with_shapes
-
 
 def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[int]]:
     drawn: dict[int, list[int]] = {}

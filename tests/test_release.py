@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytestmark = pytest.mark.with_shapes
-
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, TOOLS = PYPROJECT["project"], PYPROJECT["tool"]

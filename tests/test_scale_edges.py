@@ -42,7 +42,6 @@ def scores_of(model: Any, batch: al.PromptBatch, layer: int) -> Tensor:
     return seen[0]
 
 
-@pytest.mark.with_shapes
 @pytest.mark.every_kind
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -56,7 +55,6 @@ def test_factor_0_equals_blocked_edges(model: Any, renormalize: bool, heads: int
     assert not torch.equal(ours, patterns_of(model, batch, []))
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_factor_1_changes_nothing(model: Any, renormalize: bool) -> None:
@@ -68,7 +66,6 @@ def test_factor_1_changes_nothing(model: Any, renormalize: bool) -> None:
     assert torch.equal(logits_of(model, batch, hooks), logits_of(model, batch, []))
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.draws
 def test_factor_exp_of_beta_equals_reweighted_anchors(model: Any) -> None:
@@ -83,7 +80,6 @@ def test_factor_exp_of_beta_equals_reweighted_anchors(model: Any) -> None:
     assert not torch.equal(ours, patterns_of(model, batch, []))
 
 
-@pytest.mark.with_shapes
 @pytest.mark.every_kind
 def test_patterns_equal_a_plain_softmax(hooked: Any, byte_level: Any) -> None:
     model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
@@ -106,7 +102,6 @@ def test_patterns_equal_a_plain_softmax(hooked: Any, byte_level: Any) -> None:
         assert off < 1e-12 if renormalize else off > 0.1
 
 
-@pytest.mark.with_shapes
 def test_a_factor_of_one_head_leaves_the_other_head_as_it_was(
     gpt2: Any, batch: al.PromptBatch
 ) -> None:
@@ -133,7 +128,6 @@ def test_a_row_and_its_attention_sink_sum_to_1() -> None:
     torch.testing.assert_close(ours[real], expected[real], rtol=0, atol=1e-6)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.every_kind
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -154,7 +148,6 @@ def test_edges_are_scaled_after_a_cached_prefix(model: Any, renormalize: bool) -
     assert difference(run_pass(model, batch), expected) > 1e-3
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_scaled_padding_gives_no_nan(gpt2: Any, batch: al.PromptBatch, renormalize: bool) -> None:
     everywhere = with_diagonal(batch)
@@ -165,7 +158,6 @@ def test_scaled_padding_gives_no_nan(gpt2: Any, batch: al.PromptBatch, renormali
         assert patterns_of(gpt2, batch, hooks).isfinite().all()
 
 
-@pytest.mark.with_shapes
 def test_masked_scores_stay_finite(gpt2: Any, batch: al.PromptBatch) -> None:
     """A row with nothing but padding would otherwise become NaN in half precision."""
     lowest = torch.finfo(torch.float16).min
@@ -221,7 +213,6 @@ def test_wrong_edges_and_factors_are_errors(
         call(gpt2, batch)
 
 
-@pytest.mark.with_shapes
 def test_a_factor_of_0_is_refused_only_where_it_acts(gpt2: Any, batch: al.PromptBatch) -> None:
     assert al.scale_edges(gpt2, batch, edges.wp, with_zero(), [0, 2])
     assert al.scale_edges(gpt2, batch, edges.wp, with_zero(), al.Site(1, heads=1))

@@ -7,10 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytestmark = pytest.mark.with_shapes
-
 HEAVY = ("torch", "pandas", "scipy", "numpy", "transformers", "plotly", "datasets", "accelerate")
 # Runs commands one after another, in one process, and says which heavy packages they imported.
 CODE = """

@@ -12,8 +12,6 @@ import anchorlens as al
 from anchorlens.cli.wording import in_words_of_the_command
 from tests.cli.test_cli import call
 
-pytestmark = pytest.mark.with_shapes
-
 
 @pytest.mark.parametrize(
     ("message", "option", "told"),

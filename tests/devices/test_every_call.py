@@ -135,7 +135,6 @@ def test_every_call_on_a_gpu(compare: Callable[..., Found]) -> None:
     assert_equal_to_the_cpu(compare("cuda")["cuda"], 1e-3)
 
 
-@pytest.mark.with_shapes
 def test_every_public_name_is_called_on_the_devices() -> None:
     """By its name in the code of the calls, or as what one of them returns."""
     support = HERE.parent / "support"
@@ -152,7 +151,6 @@ def test_every_public_name_is_called_on_the_devices() -> None:
     assert not missing, f"add calls of {sorted(missing)} to catalogue.py"
 
 
-@pytest.mark.with_shapes
 def test_torch_has_the_private_names_of_the_simulated_device() -> None:
     """If one is missing: see how torch's own test of a device in Python registers it now."""
     from torch.utils import backend_registration, hooks

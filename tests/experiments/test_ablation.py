@@ -256,7 +256,6 @@ def test_long_prompts_run_with_a_fused_attention(
             torch.testing.assert_close(ours.log_odds, theirs.log_odds, rtol=0, atol=1e-4)
 
 
-@pytest.mark.with_shapes
 def test_log_odds_are_exact_where_a_probability_is_near_0_or_1() -> None:
     """In words of three: the others have the logits 0 and 0."""
     for chance in (1 - 1e-12, 1e-30, 0.25):
@@ -281,7 +280,6 @@ def of_context_cite(odds: Tensor) -> Tensor:
     return log_probs - torch.log1p(-torch.exp(log_probs))
 
 
-@pytest.mark.with_shapes
 def test_the_odds_are_those_of_the_whole_answer_to_the_last_digit() -> None:
     """Also where the published functions are infinite, and in any order of the tokens."""
 
@@ -305,7 +303,6 @@ def test_the_odds_are_those_of_the_whole_answer_to_the_last_digit() -> None:
     assert torch.equal(ours(alone), random.flatten())
 
 
-@pytest.mark.with_shapes
 def test_the_log_probability_is_a_sum_over_tokens(gpt2: Any, byte_level: Any) -> None:
     batch = written(byte_level, gpt2)
     [answers], _, _ = outcomes(gpt2, [batch], answer="answer")

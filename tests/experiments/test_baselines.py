@@ -19,7 +19,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 reweighting = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "reweighting.py")))
 
 
-@pytest.mark.with_shapes
 def test_calibration_equals_values_by_hand() -> None:
     """p_cf is (0.74, 0.26), so class 0 is predicted from p = 0.74 on."""
     content_free = torch.tensor([[0.98, 0.02], [0.5, 0.5]])
@@ -42,7 +41,6 @@ def states_of(labels: Tensor, seed: int) -> Tensor:
     return states
 
 
-@pytest.mark.with_shapes
 def test_the_probe_finds_the_class_only_if_the_states_show_it() -> None:
     labels, truth = torch.arange(60) % 3, torch.arange(90) % 3
     states, queries = states_of(labels, 0), states_of(truth, 1)
@@ -62,7 +60,6 @@ def hidden_states(weights: Any, tokens: list[int], layer: int) -> Tensor:
     return torch.as_tensor(outputs.hidden_states[layer + 1][0, -1])
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_target_states_equal_those_of_transformers(side: str) -> None:
     tokenizer = byte_level_tokenizer()

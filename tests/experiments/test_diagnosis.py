@@ -14,8 +14,6 @@ import anchorlens as al
 from anchorlens.errors import HookError
 from anchorlens.experiments.diagnosis import class_orders, permutation_test
 
-pytestmark = pytest.mark.with_shapes
-
 FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 
 

@@ -82,7 +82,6 @@ def additive(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
-@pytest.mark.with_shapes
 def test_the_rank_correlation_is_that_of_scipy() -> None:
     def lds(kept: Tensor, y: Tensor, scores: Tensor, off: float = 0.0) -> Tensor:
         margins = torch.zeros(5, 1).double() + off
@@ -111,7 +110,6 @@ def test_the_rank_correlation_is_that_of_scipy() -> None:
     assert lds(kept[:, :0], y[:, :0], scores).isnan().all()
 
 
-@pytest.mark.with_shapes
 def test_the_best_scores_are_those_of_least_squares() -> None:
     kept = torch.rand(3, 20, 4, generator=torch.Generator().manual_seed(1)) < 0.5
     y = weights_of(3, 20)
@@ -123,7 +121,6 @@ def test_the_best_scores_are_those_of_least_squares() -> None:
     assert of_few.shape == (3, 4) and not of_few.any()
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("top", [1, 2, 6])
 def test_the_weights_of_an_additive_engine_predict_it(gpt2: Any, additive: Any, top: int) -> None:
     batches = questions(gpt2, 7, batch_size=3)
@@ -458,7 +455,6 @@ def test_a_weight_that_is_not_finite_is_an_error_that_names_it(gpt2: Any) -> Non
         ask(gpt2, questions(gpt2, 2), al.Faithfulness(scores, subsets=8), **QUIET)
 
 
-@pytest.mark.with_shapes
 def test_a_score_without_a_number_has_a_reason_and_no_empty_panel() -> None:
     record: Any = made_up_record(al.records.FaithfulnessRecord)
     reason = "a rank correlation needs 3 segments; got 2"
@@ -477,7 +473,6 @@ def test_a_score_without_a_number_has_a_reason_and_no_empty_panel() -> None:
     assert "no number" not in str(record.table()) and len(record.plot().data) == 2
 
 
-@pytest.mark.with_shapes
 def test_figure_and_table_have_every_score(gpt2: Any, additive: Any) -> None:
     tau = additive(weights_of(24, 6))
     scores = {"worse": tau + weights_of(24, 6, seed=1), "exact <b>": tau}

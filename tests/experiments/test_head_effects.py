@@ -67,7 +67,6 @@ def compare(model: Any, tolerance: float) -> None:
     torch.testing.assert_close(record.probability_effect, of_probability.mean(0), **options)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.filterwarnings("ignore:1 queries are in both lists")
 def test_own_outputs_have_no_effect(model: Any) -> None:
     [prompt] = prompts(model, slice(1))
@@ -95,7 +94,6 @@ def test_shared_tokens_run_once_for_all_heads(gpt2: Any, monkeypatch: pytest.Mon
     assert len(lengths) <= 2  # of the trial, and of all passes
 
 
-@pytest.mark.with_shapes
 def test_the_largest_heads_of_each_sign_and_what_replaces_them(gpt2: Any) -> None:
     of_mean = prompts(gpt2, slice(3))
     with pytest.warns(UserWarning, match="rough"):

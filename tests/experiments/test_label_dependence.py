@@ -104,7 +104,6 @@ def answered(
     return al.label_dependence(model, TASK, DEMOS, QUERIES[:31], names, **options)
 
 
-@pytest.mark.with_shapes
 def test_predictors_whose_rule_is_known(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gold, random, flipped, symbols, half = range(5)
     answered_by = partial(answered, monkeypatch, gpt2)

@@ -19,7 +19,6 @@ DEMOS = [al.Example(f"text {k} is here", k % 2) for k in range(4)]
 QUERIES = [al.Example("short", 0), al.Example("and a longer one", 1)]
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("task", [TASK, LONG], ids=["instructions", "long separator"])
 def test_a_prompt_without_a_demonstration_is_as_it_would_be_built(
@@ -38,7 +37,6 @@ def test_a_prompt_without_a_demonstration_is_as_it_would_be_built(
             assert torch.equal(ours, theirs) if is_tensor else ours == theirs, field.name
 
 
-@pytest.mark.with_shapes
 def test_scattered_tokens_are_deleted_as_from_a_list(gpt2: Any) -> None:
     [batch] = questions(gpt2, 3, padding_side="left")
     drawn = torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(0)) < 0.4
@@ -115,7 +113,6 @@ def test_nothing_that_stays_reads_a_removed_token(side: Any, model: Any) -> None
     assert len(patterns) == model.cfg.n_layers
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("remove", [al.removal.edges, al.removal.text])
 def test_removing_nothing_gives_the_batch_itself(remove: Any, gpt2: Any) -> None:
     [batch] = questions(gpt2, 2)

@@ -147,7 +147,6 @@ def test_it_equals_the_steps_of_qrhead(make: Any, tolerance: float, request: Any
         assert record.score.abs().max() > 0.01 and record.found.unique().numel() > 1
 
 
-@pytest.mark.with_shapes
 def test_a_null_query_that_is_the_query_leaves_nothing(gpt2: Any) -> None:
     for batches, right in ((documents(gpt2), RIGHT), (demonstrations(gpt2), None)):
         record = al.retrieval_heads(gpt2, batches, batches, right=right, **QUIET)

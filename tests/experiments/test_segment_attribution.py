@@ -196,7 +196,6 @@ def test_a_method_without_finite_scores_in_a_prompt_is_told(gpt2: Any) -> None:
     assert "1 of 2 prompts" in record.info["no_scores"]
 
 
-@pytest.mark.with_shapes
 def test_means_are_over_prompts_and_then_over_sets() -> None:
     scores = torch.tensor([1.0, 3.0, torch.nan, 8.0]).double()
     numbers = torch.stack([scores, torch.zeros(4)], dim=1)[..., None]
@@ -207,7 +206,6 @@ def test_means_are_over_prompts_and_then_over_sets() -> None:
     assert record.scores.tolist() == [5.0]
 
 
-@pytest.mark.with_shapes
 def test_a_figure_has_a_bar_for_each_segment(gpt2: Any) -> None:
     record = ask(gpt2, questions(gpt2, 3), al.SegmentAttribution(), resamples=20, progress=False)
     figure = record.plot()

@@ -15,7 +15,6 @@ from anchorlens.errors import MetricError
 from anchorlens.experiments.ablation import subsets_of
 from tests.support.tiny_models import questions
 
-pytestmark = pytest.mark.with_shapes
 METHODS = [al.subsets.one_by_one, al.subsets.lasso(32, 1e-9), al.subsets.shapley()]
 
 

@@ -104,7 +104,6 @@ def test_label_words_are_written_into_prompts_with_shuffled_labels(model: Any) -
     assert float(same.unchanged) == float(same.demonstrations) == float(record.demonstrations)
 
 
-@pytest.mark.with_shapes
 def test_hooks_write_the_vectors_of_a_layer(gpt2: Any) -> None:
     """Only the target changes, also where the shared tokens are run once for all."""
     batches = prompts(gpt2, READ)
@@ -135,7 +134,6 @@ def test_hooks_write_the_vectors_of_a_layer(gpt2: Any) -> None:
     close(left, right)
 
 
-@pytest.mark.with_shapes
 def test_vectors_of_other_models_and_positions_are_refused(gpt2: Any, llama: Any) -> None:
     tested = prompts(gpt2, ASKED)
     record = al.task_vectors(gpt2, prompts(gpt2, READ), tested, **QUIET)
@@ -155,7 +153,6 @@ def test_vectors_of_other_models_and_positions_are_refused(gpt2: Any, llama: Any
         at_words.hooks(gpt2, after, 0, al.edges.anchors)
 
 
-@pytest.mark.with_shapes
 def test_the_figure_and_the_intervals(gpt2: Any) -> None:
     batches, tested = prompts(gpt2, READ), prompts(gpt2, slice(3, 25))
     record = al.task_vectors(gpt2, batches, tested, resamples=20, progress=False)

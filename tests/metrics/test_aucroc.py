@@ -70,7 +70,6 @@ def test_auc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
         assert float(auc(class_scores[None], positive)[0]) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.with_shapes
 def test_auc_equals_values_by_hand() -> None:
     scores = torch.tensor([[1.0, 2.0, 2.0, 3.0], [3.0, 2.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
     positive = torch.tensor([False, False, True, True])
@@ -79,7 +78,6 @@ def test_auc_equals_values_by_hand() -> None:
     assert auc(scores, torch.zeros(4, dtype=torch.bool)).isnan().all()
 
 
-@pytest.mark.with_shapes
 def test_several_series_at_once_equal_each_series_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(7, 30, 4, generator=generator)
@@ -88,7 +86,6 @@ def test_several_series_at_once_equal_each_series_alone() -> None:
     assert torch.equal(at_once, torch.cat([aucroc(series[None], predicted) for series in scores]))
 
 
-@pytest.mark.with_shapes
 def test_two_classes_use_the_raw_score_of_the_second() -> None:
     scores = torch.tensor([[[9.0, 0.3], [0.1, 0.2], [0.1, 0.1], [9.0, 0.4]]])
     predicted = torch.tensor([0, 1, 0, 1])
@@ -98,7 +95,6 @@ def test_two_classes_use_the_raw_score_of_the_second() -> None:
     assert aucroc(three_classes, torch.tensor([0, 2, 0, 2])).tolist() == [0.75]
 
 
-@pytest.mark.with_shapes
 def test_perfect_scores_give_one_inverted_scores_zero_and_no_attention_one_half() -> None:
     predicted = torch.tensor([0, 1, 2, 2, 1, 0])
     assert aucroc(torch.zeros(1, 6, 3), predicted).tolist() == [0.5]
@@ -107,7 +103,6 @@ def test_perfect_scores_give_one_inverted_scores_zero_and_no_attention_one_half(
     assert aucroc(1 - perfect, predicted).tolist() == [0.0]
 
 
-@pytest.mark.with_shapes
 def test_fewer_than_two_predicted_classes_give_nan_and_a_warning() -> None:
     assert aucroc(torch.rand(2, 3, 2), torch.tensor([1, 1, 1])).isnan().all()
     rows = {
@@ -122,7 +117,6 @@ def test_fewer_than_two_predicted_classes_give_nan_and_a_warning() -> None:
     assert record.r.isnan().all()
 
 
-@pytest.mark.with_shapes
 def test_cumulative_excess_equals_values_by_hand() -> None:
     values = torch.tensor([0.6, 0.5, 0.9, 0.5])
     torch.testing.assert_close(cumulative_excess(values), torch.tensor([0.2, 0.2, 1.0, 1.0]))
@@ -132,7 +126,6 @@ def test_cumulative_excess_equals_values_by_hand() -> None:
         assert cumulative_excess(torch.tensor(without_excess)).isnan().all()
 
 
-@pytest.mark.with_shapes
 def test_sets_of_demonstrations_are_averaged_before_r_is_computed() -> None:
     generator = torch.Generator().manual_seed(0)
     attention = torch.rand(20, 3, 2, 4, generator=generator, dtype=torch.double)
@@ -153,13 +146,11 @@ def test_sets_of_demonstrations_are_averaged_before_r_is_computed() -> None:
     assert float(record.per_head[1, 1]) == pytest.approx(mean_over_sets(attention[:, 1, 1]))
 
 
-@pytest.mark.with_shapes
 def test_the_predicted_class_is_the_first_of_tied_classes() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0, 3.0], [0.0, 2.0, 2.0, 2.0], [9.0, 1.0, 4.0, 4.0]])
     assert predicted_class(logits[:, [2, 3, 1]]).tolist() == [2, 0, 0]
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_head_of_the_first_layer_does_not_rank_by_rounding(
     dtype: torch.dtype, hooked: Any, byte_level: Any
@@ -191,7 +182,6 @@ def test_a_head_of_the_first_layer_does_not_rank_by_rounding(
     assert (record.per_head[1:] != 0.5).all()
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("dtype", "size"), [(torch.bfloat16, 0.1), (torch.float16, 0.1), (torch.float16, 2e-6)]
 )
@@ -206,7 +196,6 @@ def test_shares_of_rounded_scores_are_equal(dtype: torch.dtype, size: float) -> 
     assert aucroc(scores, predicted, torch.finfo(dtype).eps, step) == 0.5
 
 
-@pytest.mark.with_shapes
 def test_scores_that_differ_by_more_than_a_rounding_are_ranked() -> None:
     scores = torch.tensor([[1.0, 1.0 + 4e-6, 1.0 + 3e-5]]).double()
     positive = torch.tensor([False, True, False])
@@ -225,7 +214,6 @@ def equation_6(attention: Tensor, probability: Tensor) -> tuple[float, float, fl
     return kl.mean(), uniform.mean(), slope[0]
 
 
-@pytest.mark.with_shapes
 def test_equation_6_equals_scipy() -> None:
     generator = torch.Generator().manual_seed(0)
     attention = torch.rand(30, 4, 2, 3, generator=generator, dtype=torch.double)
@@ -252,7 +240,6 @@ def test_equation_6_equals_scipy() -> None:
     assert float(together.kl[0]) == pytest.approx((of_sets[0][0] + of_sets[1][0]) / 2)
 
 
-@pytest.mark.with_shapes
 def test_calibration_equals_values_by_hand() -> None:
     """Shares are the probabilities, or half as far from one half; or the wrong way round."""
     probabilities = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=torch.double)

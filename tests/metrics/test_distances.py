@@ -16,8 +16,6 @@ import anchorlens as al
 from anchorlens.metrics.distances import confusions, key_distances, pair_auc, rank_correlation
 from tests.support.tiny_models import tiny_gpt2
 
-pytestmark = pytest.mark.with_shapes
-
 
 def published(queries: Tensor, keys: Tensor, directions: int) -> np.ndarray:
     """Distances [class, class] in one layer of keys [class, channel].
@@ -208,7 +206,6 @@ def test_the_figure_of_confusions_has_no_diagonals() -> None:
     assert torch.equal(predicted, copy)
 
 
-@pytest.mark.with_shapes
 def test_two_classes_are_a_sentence_and_many_are_dots() -> None:
     two = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
     said = confusions(two, two / 2, ["a", "b"], "title").layout.meta["sentence"]

@@ -13,8 +13,6 @@ from anchorlens.prompts.edge_set import EdgeSet
 from anchorlens.system import row_pieces
 from tests.support.measures import difference
 
-pytestmark = pytest.mark.with_shapes
-
 
 def operands(
     batch: int = 2, heads: int = 3, queries: int = 7, keys: int = 9

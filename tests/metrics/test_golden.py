@@ -14,7 +14,7 @@ from anchorlens.passes.forward import run_pass
 from tests.references.golden_case import GoldenCase
 from tests.support.measures import centred, contributed, difference
 
-pytestmark = [pytest.mark.every_kind, pytest.mark.with_shapes]
+pytestmark = pytest.mark.every_kind
 
 TOLERANCE = 1e-5
 

@@ -36,7 +36,6 @@ def bare_batch() -> al.PromptBatch:
     )
 
 
-@pytest.mark.with_shapes
 def test_a_pattern_by_hand(gpt2: Any) -> None:
     """Random positions are 4, 5 and 6, all that there are between the first and last label word."""
     batch = replace(bare_batch(), label_positions=torch.tensor([[1, 2, 7], [1, 2, 7]]))
@@ -89,7 +88,6 @@ def test_attention_is_summed_in_a_wide_type(
     assert (rows["read"] == 6 * 1.0078125).all()
 
 
-@pytest.mark.with_shapes
 def test_a_score_that_equals_its_threshold_does_not_count() -> None:
     rows = {
         **dict.fromkeys(SCORES, torch.full((4, 1, 1), 0.25)),
@@ -106,7 +104,6 @@ def test_a_score_that_equals_its_threshold_does_not_count() -> None:
     assert of_two.share.flatten().tolist() == [0.5, 1.0, 1.0, 0.5]
 
 
-@pytest.mark.with_shapes
 def test_a_target_that_reads_all_tokens_alike_has_no_gap(gpt2: Any) -> None:
     """Six label words of weight 1/n are above 5/n, and so are six other words."""
     batch = questions(gpt2, 4)[0]
@@ -133,7 +130,6 @@ def test_a_target_that_reads_all_tokens_alike_has_no_gap(gpt2: Any) -> None:
     assert float(record.random_scores[..., 3].max()) < 2 * float(copied)
 
 
-@pytest.mark.with_shapes
 def test_scores_of_the_true_label_and_of_the_prediction(gpt2: Any) -> None:
     batches = questions(gpt2, 8)
     logits = al.target_logits(gpt2, batches, progress=False)
@@ -148,7 +144,6 @@ def test_scores_of_the_true_label_and_of_the_prediction(gpt2: Any) -> None:
     assert torch.equal(all_wrong[..., 0], -all_wrong[..., 1])
 
 
-@pytest.mark.with_shapes
 def test_tokens_after_the_target_do_not_matter(gpt2: Any) -> None:
     alone = questions(gpt2, 1)[0]
     more = torch.full((1, 40), 7)
@@ -161,7 +156,6 @@ def test_tokens_after_the_target_do_not_matter(gpt2: Any) -> None:
     assert_same(heads_of(gpt2, [longer]), heads_of(gpt2, [alone]))
 
 
-@pytest.mark.with_shapes
 def test_figures_show_shares_and_gaps(gpt2: Any) -> None:
     record = heads_of(gpt2, questions(gpt2, 20), resamples=5)
     figure = record.plot()

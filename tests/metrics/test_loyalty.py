@@ -17,7 +17,6 @@ def pair(seed: int = 0, size: int = 40, vocab: int = 30) -> tuple[Tensor, Tensor
     return clean, clean + 0.7 * torch.randn(size, vocab, generator=generator)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("top", [1, 5, 10, 30])
 def test_loyalty_equals_slow_python_sets(top: int) -> None:
     clean, changed = pair()
@@ -36,7 +35,6 @@ def test_loyalty_equals_slow_python_sets(top: int) -> None:
     assert float(record.word_loyalty) == pytest.approx(sum(overlap) / 40)
 
 
-@pytest.mark.with_shapes
 def test_kl_equals_pytorch() -> None:
     clean, changed = pair()
     record = al.metrics.loyalty(clean, changed, torch.tensor([0, 1]))
@@ -49,7 +47,6 @@ def test_kl_equals_pytorch() -> None:
     assert float(record.kl) > 0
 
 
-@pytest.mark.with_shapes
 @pytest.mark.filterwarnings("ignore:3 of 3 prompts have two labels with equal scores")
 def test_ties_go_to_the_lowest_class() -> None:
     clean = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 0.0]])
@@ -60,7 +57,6 @@ def test_ties_go_to_the_lowest_class() -> None:
     assert label_kept.tolist() == [0.0, 0.0, 1.0]
 
 
-@pytest.mark.with_shapes
 def test_loyalty_is_full_for_equal_logits_and_zero_for_opposite_ones() -> None:
     clean, _ = pair()
     same = al.metrics.loyalty(clean, clean, torch.tensor([0, 1]))
@@ -72,7 +68,6 @@ def test_loyalty_is_full_for_equal_logits_and_zero_for_opposite_ones() -> None:
     assert (float(opposite.label_loyalty), float(opposite.word_loyalty)) == (0, 0)
 
 
-@pytest.mark.with_shapes
 def test_low_precision_logits_give_the_same_as_float32() -> None:
     clean, changed = (logits.bfloat16() for logits in pair())
     record = al.metrics.loyalty(clean, changed, torch.tensor([0, 1]))
@@ -81,7 +76,6 @@ def test_low_precision_logits_give_the_same_as_float32() -> None:
         torch.testing.assert_close(values, getattr(wide, name))
 
 
-@pytest.mark.with_shapes
 def test_of_bare_texts_the_likeliest_token_is_the_label(gpt2: Any) -> None:
     batches = al.build_segments(gpt2.tokenizer, ["Who was it?", "Where is the red house?"])
 
@@ -97,7 +91,6 @@ def test_of_bare_texts_the_likeliest_token_is_the_label(gpt2: Any) -> None:
     torch.testing.assert_close(record.kl_per_prompt.float(), kl, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.with_shapes
 def test_loyalty_of_a_run_equals_loyalty_of_its_logits(gpt2: Any) -> None:
     batches = questions(gpt2, 9, batch_size=4)
 

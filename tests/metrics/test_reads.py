@@ -280,7 +280,6 @@ def test_reads_are_those_of_whole_prompts(
         check(None, fuses)
 
 
-@pytest.mark.with_shapes
 def test_a_metric_sees_how_many_edges_there_are_and_in_which_type(gpt2: Any) -> None:
     batch = questions(gpt2, 3)[0]
     sets = EdgeSets(edge_sets(batch))

@@ -3,7 +3,6 @@
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 
 import anchorlens as al
@@ -16,7 +15,6 @@ def random_patterns(*shape: int) -> Any:
     return scores.masked_fill(later, -torch.inf).softmax(-1)
 
 
-@pytest.mark.with_shapes
 def test_a_rollout_is_the_sum_over_all_paths() -> None:
     patterns = random_patterns(3, 2, 4, 4)
     mean = patterns.mean(1)
@@ -29,7 +27,6 @@ def test_a_rollout_is_the_sum_over_all_paths() -> None:
     torch.testing.assert_close(al.metrics.rollout(patterns), expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.with_shapes
 def test_rows_sum_to_one_and_one_layer_is_half_of_its_attention() -> None:
     patterns = random_patterns(2, 5, 3, 6, 6)
     sums = al.metrics.rollout(patterns).sum(-1)
@@ -38,7 +35,6 @@ def test_rows_sum_to_one_and_one_layer_is_half_of_its_attention() -> None:
     torch.testing.assert_close(alone, patterns[:, 0].mean(1) / 2 + torch.eye(6) / 2)
 
 
-@pytest.mark.with_shapes
 def test_a_model_gives_the_rollout_of_its_cache(gpt2: Any) -> None:
     tokens = torch.arange(7)[None]
     _, cache = gpt2.run_with_cache(tokens)

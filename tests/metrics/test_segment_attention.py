@@ -13,8 +13,6 @@ from anchorlens.models.hooked import pattern_name
 from tests.support.measures import assert_same, is_shared
 from tests.support.tiny_models import questions
 
-pytestmark = pytest.mark.with_shapes
-
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
 

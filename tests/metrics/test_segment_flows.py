@@ -411,7 +411,6 @@ def test_segments_that_depend_on_later_tokens_run_whole_prompts(gpt2: Any) -> No
         assert_same(record, whole[name], 0)
 
 
-@pytest.mark.with_shapes
 def test_edges_by_rule_need_no_label_words(gpt2: Any) -> None:
     """The attention of each head along them, beside TransformerLens's own patterns."""
     own = al.PromptBatch.from_segments(torch.tensor([[31, 45, 12, 60, 45, 12, 27]]))

@@ -97,7 +97,6 @@ def test_a_rollout_to_segments_is_the_sum_of_that_of_cached_patterns(model: Any)
         torch.testing.assert_close(ours.sum(1).float(), torch.ones(4))  # of all tokens
 
 
-@pytest.mark.with_shapes
 def test_a_rollout_has_a_figure_and_intervals(gpt2: Any) -> None:
     batches = questions(gpt2, 12)
     metric = al.SegmentRollout(["text", "label", "target"])

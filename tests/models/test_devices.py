@@ -14,7 +14,6 @@ from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
-    pytest.mark.with_shapes,
 ]
 MODELS: dict[str, tuple[Any, str]] = {
     "GPT-2": (tiny_gpt2, "byte_level"),

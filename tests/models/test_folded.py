@@ -176,7 +176,6 @@ def given_a_model() -> set[str]:
     return found
 
 
-@pytest.mark.with_shapes
 def test_every_public_call_is_here() -> None:
     assert len(metrics()) > 8 and len(weights()) > 6
     with_passes = kinds_of(al.Question) - metrics()

@@ -65,7 +65,6 @@ def test_whatever_a_forward_raises_in_a_trial_is_a_reason(
     assert "no such part" in record["accuracy"].info["shared_prefix"]
 
 
-@pytest.mark.with_shapes
 def test_an_own_mistake_is_not_hidden(byte_level: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own, foreign = (
         raised(KeyError("gone"), module) for module in ("anchorlens.passes.x", "somebody.model")

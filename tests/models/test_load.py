@@ -33,7 +33,6 @@ def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return getattr(out, "logits", out)
 
 
-@pytest.mark.with_shapes
 def test_a_model_loads_from_a_local_folder(tmp_path: Path, byte_level: Any) -> None:
     weights = tiny_gpt2(len(byte_level))
     weights.save_pretrained(tmp_path)
@@ -52,7 +51,6 @@ def test_a_model_loads_from_a_local_folder(tmp_path: Path, byte_level: Any) -> N
     assert al.saliency(half, batch).isfinite().all()
 
 
-@pytest.mark.with_shapes
 def test_a_loaded_model_gives_the_logits_of_its_weights(byte_level: Any) -> None:
     weights = tiny_gpt2(len(byte_level))
     tokens = torch.tensor([byte_level(TEXT)["input_ids"]])
@@ -63,7 +61,6 @@ def test_a_loaded_model_gives_the_logits_of_its_weights(byte_level: Any) -> None
     assert {parameter.dtype for parameter in double.parameters()} == {torch.float64}
 
 
-@pytest.mark.with_shapes
 def test_the_error_names_the_model_that_cannot_be_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -123,7 +120,6 @@ def as_peft(weights: Any) -> Any:
 
 
 # What torch.compile imports, and what peft asks of transformers.
-@pytest.mark.with_shapes
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*checkpointing")
 @pytest.mark.parametrize(
     ("wrapped", "got", "cure"),
@@ -145,7 +141,6 @@ def test_a_wrapped_model_is_refused_in_one_line(
     assert len(str(error.value)) < 250
 
 
-@pytest.mark.with_shapes
 def test_a_hooked_model_is_not_loaded_again(gpt2: Any) -> None:
     with pytest.raises(ModelError, match=r"hooked model already: pass it to al\.prepare_model"):
         al.load_model(gpt2)
@@ -160,7 +155,6 @@ def test_objects_that_are_not_hooked_models_are_refused(byte_level: Any) -> None
             al.prepare_model(value)  # type: ignore[type-var]
 
 
-@pytest.mark.with_shapes
 def test_prepare_model_verifies_a_model_and_does_not_change_it(
     byte_level: Any, raw: Any, gpt2: Any
 ) -> None:
@@ -187,7 +181,6 @@ def test_prepare_model_verifies_a_model_and_does_not_change_it(
     require_prepared(other)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_like"])
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_model_adds_bos_where_its_tokenizer_does(
@@ -204,7 +197,6 @@ def test_a_model_adds_bos_where_its_tokenizer_does(
     assert questions(model, 1)[0].begins_with_bos == (kind == "sentencepiece_like")
 
 
-@pytest.mark.with_shapes
 def test_tokens_from_the_tokenizer_of_another_model_are_refused(byte_level: Any) -> None:
     """Loading accepts the tokenizer, because a user may never use it. Its tokens are refused."""
     model = al.load_model(tiny_gpt2(100), tokenizer=byte_level)
@@ -212,7 +204,6 @@ def test_tokens_from_the_tokenizer_of_another_model_are_refused(byte_level: Any)
         al.saliency(model, questions(model, 1)[0])
 
 
-@pytest.mark.with_shapes
 def test_quantised_weights_cannot_be_cast(byte_level: Any) -> None:
     """The weights are marked as quantised, and transformers refuses to cast them, even to None."""
     weights: Any = tiny_gpt2(len(byte_level))
@@ -225,7 +216,6 @@ def test_quantised_weights_cannot_be_cast(byte_level: Any) -> None:
         al.load_model(weights, tokenizer=byte_level, dtype=torch.bfloat16)
 
 
-@pytest.mark.with_shapes
 def test_loading_a_model_of_images_installs_nothing(
     sentencepiece_like: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +238,6 @@ def test_loading_a_model_of_images_installs_nothing(
     assert not commands
 
 
-@pytest.mark.with_shapes
 def test_a_device_that_cannot_compute_is_refused_before_weights_are_read(
     tmp_path: Path, byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +252,6 @@ def test_a_device_that_cannot_compute_is_refused_before_weights_are_read(
         al.load_model(weights.to("meta"), tokenizer=byte_level)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("through", ["load", "prepare"])
 def test_models_that_are_too_small_are_refused(byte_level: Any, through: str) -> None:
     def prepared(**sizes: Any) -> Any:
@@ -279,7 +267,6 @@ def test_models_that_are_too_small_are_refused(byte_level: Any, through: str) ->
     assert prepared(n_positions=3, n_layer=1).cfg.n_ctx == 3
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("kind", [BertLMHeadModel, BertForMaskedLM])
 @pytest.mark.parametrize("through", ["load", "prepare"])
 def test_bidirectional_models_are_refused(byte_level: Any, kind: Any, through: str) -> None:
@@ -295,7 +282,6 @@ def test_bidirectional_models_are_refused(byte_level: Any, kind: Any, through: s
             al.prepare_model(model)
 
 
-@pytest.mark.with_shapes
 def test_a_bridge_with_other_logits_than_transformers_is_refused(
     byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

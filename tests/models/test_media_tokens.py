@@ -103,7 +103,6 @@ def test_tokens_of_an_image_are_refused_before_any_pass(name: str, llava: Any) -
         CALLS[name](llava, batch)
 
 
-@pytest.mark.with_shapes
 def test_caches_of_a_pass_with_the_image_are_right(llava: Any) -> None:
     batch, metrics = with_image(llava), [al.SegmentAttention(apart=1)]
     pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -128,7 +127,6 @@ def test_caches_of_a_pass_with_the_image_are_right(llava: Any) -> None:
         ask(llava, [batch], al.PrefixEffect(), **QUIET)
 
 
-@pytest.mark.with_shapes
 def test_prompts_of_text_run_and_drawn_tokens_are_of_text(llava: Any) -> None:
     batches = questions(llava, 2)
     assert al.target_logits(llava, batches, progress=False).isfinite().all()
@@ -144,7 +142,6 @@ def made(name: str, **options: Any) -> Any:
     return SimpleNamespace(original_model=SimpleNamespace(config=config))
 
 
-@pytest.mark.with_shapes
 def test_settings_of_images_sounds_and_videos_are_found_in_any_configuration() -> None:
     """Also inside others; a token that begins, ends or pads texts stands for no image."""
     assert {"boi_token_index", "eoi_token_index"} <= {*media_tokens(made("Gemma3Config")).values()}

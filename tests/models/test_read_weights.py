@@ -27,7 +27,7 @@ from tests.references.architectures import BY_NAME
 from tests.support.gguf_files import write_gguf
 from tests.support.tiny_models import questions, randomize, tiny_gpt2, tiny_llama
 
-pytestmark = [pytest.mark.every_kind, pytest.mark.filterwarnings("error"), pytest.mark.with_shapes]
+pytestmark = [pytest.mark.every_kind, pytest.mark.filterwarnings("error")]
 VOCABULARY = 3000
 
 

@@ -57,7 +57,6 @@ def prompts_of_numbers(n_tokens: int, answers: tuple[int, int] = (3, 5)) -> al.P
     )
 
 
-@pytest.mark.with_shapes
 @pytest.mark.changes_model
 def test_preparing_leaves_no_trace(toy: Any, byte_level: Any) -> None:
     batch = questions(toy, 2)[0]
@@ -85,7 +84,6 @@ def test_every_metric_runs_and_a_stored_run_continues(toy: Any, tmp_path: Path) 
     assert ("takes no key-value cache" in shared) == native
 
 
-@pytest.mark.with_shapes
 def test_another_toy_has_another_fingerprint(byte_level: Any) -> None:
     """Toys have no configuration of transformers, so settings and weights tell them apart."""
     prompts = [prompts_of_numbers(6)]
@@ -118,7 +116,6 @@ def test_every_experiment_runs(toy: Any) -> None:
     assert list(al.run(toy, batches, asked, **QUIET)) == [question.name for question in asked]
 
 
-@pytest.mark.with_shapes
 def test_padding_on_the_left_does_not_change_a_plain_run(byte_level: Any) -> None:
     """Rows of padding have no key to attend to; TransformerLens makes them 0."""
     plain: Any = BY_NAME["Toy"].build(len(byte_level))
@@ -137,7 +134,6 @@ def test_padding_on_the_left_does_not_change_a_plain_run(byte_level: Any) -> Non
     assert difference(of_sides[0], of_sides[1]) < 1e-5
 
 
-@pytest.mark.with_shapes
 def test_a_model_without_a_tokenizer_runs_on_few_tokens(byte_level: Any) -> None:
     """As in modular addition, prompts have three tokens, and there are fewer output tokens."""
     model = al.prepare_model(native(n_layers=1, n_ctx=3, d_vocab=8, d_vocab_out=6, n_heads=4))
@@ -152,7 +148,6 @@ def test_a_model_without_a_tokenizer_runs_on_few_tokens(byte_level: Any) -> None
         al.run(model, [wrong], [al.Accuracy()], **QUIET)
 
 
-@pytest.mark.with_shapes
 def test_unsuitable_models_are_refused() -> None:
     with pytest.raises(ModelError, match="bidirectional: its tokens attend to later ones"):
         al.prepare_model(native(attention_dir="bidirectional"))
@@ -162,7 +157,6 @@ def test_unsuitable_models_are_refused() -> None:
         al.prepare_model(native(n_heads=3, n_ctx=3))
 
 
-@pytest.mark.with_shapes
 @pytest.mark.skipif(not LINE.startswith("3."), reason="gone from this line")
 @pytest.mark.filterwarnings("ignore:Hooked.* is deprecated")
 def test_unsuitable_models_of_the_older_line_are_refused() -> None:

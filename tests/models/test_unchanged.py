@@ -9,8 +9,6 @@ import torch
 from anchorlens.models.facts import keep_facts
 from tests.support.unchanged import ModelState
 
-pytestmark = pytest.mark.with_shapes
-
 
 @pytest.mark.changes_model
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ from anchorlens.errors import ModelError
 from anchorlens.models.unread_settings import check_settings
 from tests.support.tiny_models import tiny_llama
 
-pytestmark = pytest.mark.with_shapes
-
 LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 SIZES: dict[str, Any] = {

@@ -100,14 +100,12 @@ def quantised_llama(vocab_size: int) -> Any:
     return weights
 
 
-@pytest.mark.with_shapes
 def test_a_layer_without_a_backward_pass_is_refused(sentencepiece_like: Any) -> None:
     model = boot(quantised_llama(len(sentencepiece_like)), sentencepiece_like)
     where = "between the attention of layer 1 and that of layer 2"
     check_refused(model, rf"the backward pass of tiny fails {where} \(.*load the model unquantised")
 
 
-@pytest.mark.with_shapes
 def test_a_model_without_an_attention_mask_is_refused(byte_level: Any, monkeypatch: Any) -> None:
     model = boot(tiny_gpt2(len(byte_level)), byte_level)
     original = model.original_model.forward
@@ -119,7 +117,6 @@ def test_a_model_without_an_attention_mask_is_refused(byte_level: Any, monkeypat
     check_refused(model, r"cannot run a padded batch: .*'attention_mask'; its forward has to take")
 
 
-@pytest.mark.with_shapes
 def test_a_model_with_nan_is_refused(byte_level: Any) -> None:
     weights: Any = tiny_gpt2(len(byte_level))
     with torch.no_grad():
@@ -128,7 +125,6 @@ def test_a_model_with_nan_is_refused(byte_level: Any) -> None:
         al.load_model(weights, tokenizer=byte_level)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
 def test_a_score_hook_that_comes_too_late_is_refused(byte_level: Any, monkeypatch: Any) -> None:
     """This is the error for attention whose forward is not replaced."""
@@ -139,7 +135,6 @@ def test_a_score_hook_that_comes_too_late_is_refused(byte_level: Any, monkeypatc
         al.prepare_model(model)
 
 
-@pytest.mark.with_shapes
 def test_verification_finds_the_queries_and_keys_that_attention_multiplies(
     gemma3: Any, gpt2: Any
 ) -> None:
@@ -152,7 +147,6 @@ def test_verification_finds_the_queries_and_keys_that_attention_multiplies(
     assert operands[0] == Operands("blocks.0.attn.hook_q", "blocks.0.attn.hook_k", False, 1.0, 2)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.changes_model
 def test_distances_need_queries_and_keys_at_hook_points(gemma3: Any, monkeypatch: Any) -> None:
     """Attention does not multiply queries and keys as they are before the norm and the rotation."""

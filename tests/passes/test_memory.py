@@ -214,7 +214,6 @@ def resident() -> int:
     return pages * resource.getpagesize()
 
 
-@pytest.mark.with_shapes
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library")
 def test_freed_pieces_return_to_the_system() -> None:
     memory.return_freed_memory()
@@ -228,7 +227,6 @@ def test_freed_pieces_return_to_the_system() -> None:
     assert last.sum() == 2**14
 
 
-@pytest.mark.with_shapes
 def test_another_c_library_has_nothing_to_return(monkeypatch: pytest.MonkeyPatch) -> None:
     def without(name: Any) -> Any:
         raise OSError("no such library")

@@ -36,7 +36,6 @@ def rows(values: Tensor) -> list[Any]:
     return values.tolist()
 
 
-@pytest.mark.with_shapes
 def test_tokens_without_label_words_are_one_segment() -> None:
     tokens = torch.tensor(RIGHT)
     batch, same = (
@@ -57,7 +56,6 @@ def test_tokens_without_label_words_are_one_segment() -> None:
             al.PromptBatch.from_positions(tokens, attention_mask=tokens != 0, **words)
 
 
-@pytest.mark.with_shapes
 def test_arguments_that_are_not_given_are_filled_in() -> None:
     batch = al.PromptBatch.from_positions(
         torch.tensor([[5, 1, 6, 2, 7, 8]]),
@@ -78,7 +76,6 @@ def test_arguments_that_are_not_given_are_filled_in() -> None:
     assert (batch.labels, batch.begins_with_bos, batch.first_query) == ((), False, 0)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_may_be_on_either_side(side: str) -> None:
     batch, shift = make_batch(side), 2 if side == "left" else 0
@@ -90,7 +87,6 @@ def test_padding_may_be_on_either_side(side: str) -> None:
     assert ((batch.segments == PADDING) == ~batch.attention_mask).all()
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_batch_says_where_its_prompts_and_queries_begin(side: str) -> None:
     batch = make_batch(side, target_positions=[6 if side == "left" else 4, 5])
@@ -110,7 +106,6 @@ def test_a_batch_says_where_its_prompts_and_queries_begin(side: str) -> None:
     assert batch.gold is not None and rows(batch.gold) == [1, 0]
 
 
-@pytest.mark.with_shapes
 def test_tensors_lists_and_integer_masks_give_the_same_batch() -> None:
     of_lists = make_batch(gold=[0, 1], target_positions=[4, 6])
     given: dict[str, Any] = {
@@ -131,7 +126,6 @@ def test_tensors_lists_and_integer_masks_give_the_same_batch() -> None:
         assert same, name
 
 
-@pytest.mark.with_shapes
 def test_the_id_of_demonstrations_depends_only_on_their_tokens() -> None:
     ids = {side: rows(make_batch(side).demonstrations_id) for side in ("left", "right")}
     assert ids["left"] == ids["right"]
@@ -145,7 +139,6 @@ def test_the_id_of_demonstrations_depends_only_on_their_tokens() -> None:
     assert ids["right"][0] == 47459361711109742
 
 
-@pytest.mark.with_shapes
 def test_build_prompts_gives_the_same_ids_and_positions(byte_level: Any) -> None:
     demos = al.sample_demonstrations(al.load_examples("sentiment"))
     sides: list[Any] = ["left", "right"]
@@ -168,7 +161,6 @@ def test_build_prompts_gives_the_same_ids_and_positions(byte_level: Any) -> None
         assert torch.equal(batch.target_positions, built.target_positions)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_prompt_of_a_batch_is_a_batch_without_padding(side: str) -> None:
     whole = make_batch(side, gold=[1, 0])
@@ -186,7 +178,6 @@ def test_a_prompt_of_a_batch_is_a_batch_without_padding(side: str) -> None:
             assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
 
 
-@pytest.mark.with_shapes
 def test_to_moves_every_tensor_and_changes_nothing_else() -> None:
     batch = replace(make_batch(gold=[0, 1]), labels=("a", "b"), begins_with_bos=True, first_query=2)
     moved = batch.to("meta")

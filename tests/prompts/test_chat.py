@@ -68,7 +68,6 @@ def ids_of(tokenizer: Any, turns: list[dict[str, str]], ask: bool = True) -> lis
     return list(encoded["input_ids"])
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(("name", "instructions"), CASES)
 def test_tokens_and_positions_are_those_of_the_chat_template(
     kind: str, name: str, instructions: str
@@ -104,7 +103,6 @@ def test_tokens_and_positions_are_those_of_the_chat_template(
         assert (row.segments.count("target"), row.segments[-1]) == (1, "target")
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_segments_are_those_of_the_characters(name: str) -> None:
     """Texts, instructions and formats, read from the tokens of each segment."""
@@ -131,7 +129,6 @@ def test_segments_are_those_of_the_characters(name: str) -> None:
         assert tokenizer.decode(plain.tokens[:stop]).endswith("assistant.<|im_end|>\n")
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str) -> None:
     tokenizer = with_template(chat_tokenizer(kind), name)
@@ -146,7 +143,6 @@ def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str
         assert all(word.startswith(" ") == has_space for word in words)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_padding_and_batching_change_nothing(kind: str, name: str) -> None:
     tokenizer = with_template(chat_tokenizer(kind), name)
@@ -159,7 +155,6 @@ def test_padding_and_batching_change_nothing(kind: str, name: str) -> None:
     assert len(batch.demonstrations_id.unique()) == 1
 
 
-@pytest.mark.with_shapes
 def test_options_go_to_the_template() -> None:
     tokenizer = chat(QWEN_3)
     quick = replace(TASK, options={"enable_thinking": False})
@@ -178,7 +173,6 @@ EACH = "{% for m in messages %}" + TURN + "{% endfor %}<assistant>"
 AFTER_ANOTHER_QUERY = "message.content == 'Positive' and 'so so' not in messages[-2].content"
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -232,7 +226,6 @@ def test_templates_that_hide_positions_or_move_answers_raise_an_error(
         built(chat(template), queries=QUERIES)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_answer_follows_the_prompt_in_the_template(kind: str, name: str) -> None:
     """The oracle: the tokens of the whole conversation with the answer, for each word."""
@@ -248,7 +241,6 @@ def test_an_answer_follows_the_prompt_in_the_template(kind: str, name: str) -> N
                 assert answered[: len(row.tokens) + 1] == [*row.tokens, token]
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     "asks",
     [
@@ -273,7 +265,6 @@ def test_a_template_writes_the_date_of_the_task(asks: str) -> None:
         assert date in chat(template).decode(row.tokens)
 
 
-@pytest.mark.with_shapes
 def test_another_template_may_be_given() -> None:
     plain = chat_tokenizer("byte-level")
     assert plain.chat_template is None
@@ -282,7 +273,6 @@ def test_another_template_may_be_given() -> None:
     assert ours == rows(built(with_template(plain, "ChatML")))
 
 
-@pytest.mark.with_shapes
 def test_chat_tasks_are_tasks() -> None:
     how = al.relabeling.symbols(["A", "B"])
     task, demos = al.relabeling.relabel(DEMOS, TASK, how)
@@ -322,7 +312,6 @@ def test_a_model_runs_chat_prompts(hooked: Any) -> None:
     assert context.logits(model, batches[0]).shape == (6, len(tokenizer))
 
 
-@pytest.mark.with_shapes
 def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:
     tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
     message = r"turns of system and user.*: System role not supported. .*instead of the instruct"
@@ -330,7 +319,6 @@ def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> No
         built(tokenizer, replace(TASK, instructions="Classify."))
 
 
-@pytest.mark.with_shapes
 def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error(kind: str) -> None:
     tokenizer = with_template(chat_tokenizer(kind), "Llama 3")
     for words in (["Xk", "Xv"], [" Xk", "  Xk"]):  # the spaces of the second pair are trimmed

@@ -23,8 +23,6 @@ from tests.support.chat_tokenizers import (
 )
 from tests.support.plain_prompts import Row, rows
 
-pytestmark = pytest.mark.with_shapes
-
 TASK = al.ChatTask("Review: {text}\nSentiment:{label}", ["Negative", "Positive"])
 DEMOS = [al.Example("so so", 0), al.Example("no Positive", 1)]
 OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}

@@ -15,8 +15,6 @@ from anchorlens.errors import PromptError
 from tests.support.chat_tokenizers import CHATML, KINDS, QWEN_3, SPECIAL, chat_tokenizer
 from tests.support.plain_prompts import rows
 
-pytestmark = pytest.mark.with_shapes
-
 PLAIN = al.Task("Ticket: {text}\nUrgent:{label}", [" no", " yes"])
 CHAT = al.ChatTask(PLAIN.template, ["no", "yes"], options={"chat_template": CHATML})
 DEMOS = [al.Example("No paper.", 0), al.Example("No network.", 1)]

@@ -48,14 +48,12 @@ def some_sets(seed: int) -> list[EdgeSet]:
     return [*sets, ~sets[-1]]
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("seed", range(8))
 def test_classes_hold_the_edges_of_a_set(seed: int) -> None:
     for edges in some_sets(seed):
         assert torch.equal(table_of(edges), edges.table())
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("seed", range(4))
 def test_sums_by_classes_are_those_of_tables(seed: int) -> None:
     sets = some_sets(seed)[:4]

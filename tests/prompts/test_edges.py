@@ -84,7 +84,6 @@ def every(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
     return True
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     "rule", [wp, pq, ww, tq, from_first, every], ids=lambda rule: rule.__name__
 )
@@ -95,7 +94,6 @@ def test_edges_equal_their_definition(batch: al.PromptBatch, rule: Rule) -> None
     assert result.any((1, 2)).all()
 
 
-@pytest.mark.with_shapes
 def test_every_edge_belongs_to_exactly_one_flow(batch: al.PromptBatch) -> None:
     flows = torch.stack([edges.wp(batch), edges.pq(batch), edges.ww(batch)])
     assert torch.equal(flows.sum(0), edges.every(batch).long())
@@ -108,7 +106,6 @@ def test_every_edge_belongs_to_exactly_one_flow(batch: al.PromptBatch) -> None:
     assert edges.pq(batch).sum((1, 2)).tolist() == [4, 4, 4]
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("kind", ["previous_token", "same_token", "induction"])
 def test_edges_of_equal_tokens_are_those_of_transformer_lens(
     batch: al.PromptBatch, kind: str
@@ -127,7 +124,6 @@ def test_edges_of_equal_tokens_are_those_of_transformer_lens(
     assert torch.equal(found.rows(slice(3, 9)), found.table()[:, 3:9])
 
 
-@pytest.mark.with_shapes
 def test_pairs_count_from_the_first_token_of_each_prompt(batch: al.PromptBatch) -> None:
     expected = torch.zeros_like(edges.every(batch).table())
     for row, start in enumerate(batch.starts.tolist()):
@@ -169,7 +165,6 @@ def test_a_blocked_pair_is_the_only_entry_that_changes_its_row(exact_gpt2: Any) 
             torch.testing.assert_close(cut[row][:, real], clean[row][:, real])
 
 
-@pytest.mark.with_shapes
 def test_every_token_belongs_to_exactly_one_segment(batch: al.PromptBatch) -> None:
     members = torch.stack([edges.segment(batch, name) for name in SEGMENTS])
     assert torch.equal(members.sum(0), batch.attention_mask.long())
@@ -181,7 +176,6 @@ def test_every_token_belongs_to_exactly_one_segment(batch: al.PromptBatch) -> No
             assert edges.segment(batch, name)[row].nonzero().flatten().tolist() == positions
 
 
-@pytest.mark.with_shapes
 def test_anchors_are_the_first_tokens_of_label_words(batch: al.PromptBatch) -> None:
     anchors, words = edges.anchors(batch), edges.segment(batch, "label")
     for row in range(len(batch)):
@@ -215,7 +209,6 @@ def test_positions_by_number_lie_in_their_prompts(batch: al.PromptBatch) -> None
             edges.at(batch, positions)
 
 
-@pytest.mark.with_shapes
 def test_tokens_after_the_target_have_no_edges() -> None:
     """Later tokens cannot influence the target. Their edges would only lower the mean S_ww."""
     rows = torch.tensor([[9, 5, 8, 6, 7, 4, 4]])
@@ -235,7 +228,6 @@ def test_tokens_after_the_target_have_no_edges() -> None:
         assert not flow(whole)[:, 5:].any() and not flow(whole)[:, :, 5:].any()
 
 
-@pytest.mark.with_shapes
 def test_demonstrations_are_all_between_instructions_and_query(batch: al.PromptBatch) -> None:
     """Each is a text, its label word and the separator: here the line break after it."""
     named = edges.each_demonstration(batch)
@@ -255,7 +247,6 @@ def test_demonstrations_are_all_between_instructions_and_query(batch: al.PromptB
     assert int(last) + 1 == int(batch.query_start[0])
 
 
-@pytest.mark.with_shapes
 def test_demonstrations_of_bare_positions_end_with_their_label_words() -> None:
     bare = al.PromptBatch.from_positions(
         torch.tensor([[0, 0, 9, 5, 5, 8, 6, 7], [9, 5, 8, 8, 6, 7, 4, 4]]),

@@ -17,8 +17,6 @@ import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.prompts.own_data import layout_of
 
-pytestmark = pytest.mark.with_shapes
-
 raises = partial(pytest.raises, DataError)
 # Of bytes from 0x80 to 0x9f, too.
 TEXTS = ["Zürich \u2013 \u201cschön\u201d für 5 €", "l\u2019été, œuvre"]

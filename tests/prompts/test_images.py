@@ -18,8 +18,6 @@ from anchorlens.errors import DataError, PromptError
 from anchorlens.prompts.images import image_of
 from tests.support.image_models import image_model, picture, place_in, written
 
-pytestmark = pytest.mark.with_shapes
-
 Built = tuple[Any, al.PromptBatch, al.PromptBatch, list[list[Any]]]
 
 

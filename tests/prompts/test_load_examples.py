@@ -21,8 +21,6 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, DataError
 from anchorlens.prompts.examples import BUNDLED, HUB_SOURCES
 
-pytestmark = pytest.mark.with_shapes
-
 raises = partial(pytest.raises, DataError)
 ROWS = [("dull, \"slow\"\nand 'long'", 0), ("schön 😀", 1), ("  fun ", 1)]
 EXAMPLES = [al.Example(text, label) for text, label in ROWS]

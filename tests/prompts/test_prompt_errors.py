@@ -14,8 +14,6 @@ import anchorlens as al
 from anchorlens.errors import PromptError
 from tests.attack.attack_tokenizers import made
 
-pytestmark = pytest.mark.with_shapes
-
 raises = partial(pytest.raises, PromptError)
 SST2 = al.TASKS["sst2"]
 BAD, GOOD, ODD = (al.Example(text, k) for k, text in enumerate(["bad", "good", "odd"]))

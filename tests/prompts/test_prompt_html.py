@@ -23,8 +23,6 @@ from anchorlens.prompts.segment_names import (
 from anchorlens.prompts.token_texts import token_texts
 from tests.support.html_checks import Parsed
 
-pytestmark = pytest.mark.with_shapes
-
 HOSTILE = '<script>alert("x")</script> & \' \x00'
 TASK = al.Task("In: {text}\n\nOut:{label}", labels=("<script>", "&amp;"))
 DEMOS = [al.Example("dull <b>day</b>", 0), al.Example("Ünï 日本語 \U0001f600\tfun", 1)]

@@ -31,7 +31,6 @@ def of_prompts(model: Any, draw: Draw, seed: int, **options: Any) -> dict[int, T
     return drawn
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_other_edges_are_drawn_as_many_as_there_are(
@@ -50,7 +49,6 @@ def test_other_edges_are_drawn_as_many_as_there_are(
     assert torch.equal(draw(batch, chosen, 3), draws[3])
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_a_draw_depends_on_the_seed_and_the_prompt_alone(gpt2: Any, draw: Draw) -> None:
     state = torch.get_rng_state()
@@ -61,7 +59,6 @@ def test_a_draw_depends_on_the_seed_and_the_prompt_alone(gpt2: Any, draw: Draw) 
         assert all(torch.equal(drawn[index], expected[index]) for index in expected)
 
 
-@pytest.mark.with_shapes
 def test_other_demonstrations_have_other_draws(gpt2: Any) -> None:
     """Of prompts that are equal but for their set, so that nothing else can change a draw."""
     batch = questions(gpt2, 1)[0]
@@ -82,7 +79,6 @@ def test_other_demonstrations_have_other_draws(gpt2: Any) -> None:
         assert len({tuple(each.flatten().tolist()) for each in (*drawn, *of_other)}) == 8, name
 
 
-@pytest.mark.with_shapes
 def test_random_keys_of_the_first_tokens_are_those_of_whole_prompts(gpt2: Any) -> None:
     """So the random control, too, can run the tokens that prompts share once."""
     batch = questions(gpt2, 3)[0]
@@ -98,7 +94,6 @@ def test_random_keys_of_the_first_tokens_are_those_of_whole_prompts(gpt2: Any) -
     assert torch.equal(whole[:, :length, :length], part.expand(3, -1, -1))
 
 
-@pytest.mark.with_shapes
 def test_every_free_key_is_drawn_equally_often(gpt2: Any) -> None:
     """Each key's count over draws is binomial; six standard deviations are allowed."""
     batch = questions(gpt2, 1)[0]
@@ -111,7 +106,6 @@ def test_every_free_key_is_drawn_equally_often(gpt2: Any) -> None:
     assert ((drawn.sum(0)[target][free] - count * chance).abs() < limit).all()
 
 
-@pytest.mark.with_shapes
 def test_all_free_keys_are_drawn_and_one_more_is_an_error(gpt2: Any) -> None:
     batch = questions(gpt2, 1)[0]
     row = edges.every(batch) & edges.between(edges.target(batch), batch.attention_mask)
@@ -125,7 +119,6 @@ def test_all_free_keys_are_drawn_and_one_more_is_an_error(gpt2: Any) -> None:
     assert int(edges.random_edges(batch, row, 0).sum()) == int(row.sum())
 
 
-@pytest.mark.with_shapes
 def test_forerunners_stand_before_the_label_words(gpt2: Any) -> None:
     batch = questions(gpt2, 4, padding_side="left")[0]
     expected = torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions - 1, True)

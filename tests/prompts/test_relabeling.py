@@ -26,7 +26,6 @@ def tokens(tokenizer: Any, task: al.Task, demos: Any) -> torch.Tensor:
     return al.build_prompts(tokenizer, task, demos, ["What is it?"])[0].tokens
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("count", range(2, 12))
 @pytest.mark.parametrize("seed", range(5))
 def test_a_derangement_gives_every_class_another_one(count: int, seed: int) -> None:
@@ -38,13 +37,11 @@ def test_a_derangement_gives_every_class_another_one(count: int, seed: int) -> N
     assert all(other[other[other[k]]] == k for k in moved)
 
 
-@pytest.mark.with_shapes
 def test_seeds_give_different_derangements() -> None:
     assert len({tuple(derangement(6, seed)) for seed in range(60)}) == 15  # all pairings of six
     assert len({tuple(derangement(3, seed)) for seed in range(20)}) == 2
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("seed", [0, 7])
 def test_flipping_twice_gives_the_true_labels(share: float, seed: int) -> None:
@@ -58,7 +55,6 @@ def test_flipping_twice_gives_the_true_labels(share: float, seed: int) -> None:
         assert al.relabeling.relabel(once, task, how) == (task, demos)
 
 
-@pytest.mark.with_shapes
 def test_flipping_an_odd_number_of_classes_six_times_gives_the_true_labels() -> None:
     task = al.Task("{text}:{label}", [" a", " b", " c", " d", " e"])
     demos = [al.Example(f"text {k}", k % 5) for k in range(10)]
@@ -76,7 +72,6 @@ def test_flipping_an_odd_number_of_classes_six_times_gives_the_true_labels() -> 
     assert len({*zip(labels(QUESTIONS), labels(once), strict=True)}) == 6
 
 
-@pytest.mark.with_shapes
 def test_nothing_flipped_gives_the_same_tokens(byte_level: Any) -> None:
     plain = tokens(byte_level, SST2, REVIEWS)
     for how in (al.relabeling.gold, al.relabeling.flipped(0.0, seed=5)):
@@ -85,7 +80,6 @@ def test_nothing_flipped_gives_the_same_tokens(byte_level: Any) -> None:
     assert not torch.equal(flipped, plain)
 
 
-@pytest.mark.with_shapes
 def test_random_labels_are_those_of_the_demonstrations_in_another_order() -> None:
     drawn = [
         labels(al.relabeling.relabel(QUESTIONS, TREC, al.relabeling.random(seed))[1])
@@ -98,7 +92,6 @@ def test_random_labels_are_those_of_the_demonstrations_in_another_order() -> Non
     assert abs(float(same) - 1 / 6) < 4 * (1 / 6 * 5 / 6 / (300 * 18)) ** 0.5  # four deviations
 
 
-@pytest.mark.with_shapes
 def test_symbols_change_the_words_and_not_the_classes(byte_level: Any) -> None:
     how = al.relabeling.symbols([" A", " B"])
     task, demos = al.relabeling.relabel(REVIEWS, SST2, how)
@@ -108,7 +101,6 @@ def test_symbols_change_the_words_and_not_the_classes(byte_level: Any) -> None:
     assert torch.equal(tokens(byte_level, task, demos), tokens(byte_level, by_hand, REVIEWS))
 
 
-@pytest.mark.with_shapes
 def test_equal_sets_get_equal_labels_and_other_sets_others() -> None:
     other = al.sample_demonstrations(al.load_examples("questions"), shots=3, seed=5)
     for how in (al.relabeling.random(1), al.relabeling.flipped(0.5, seed=1)):
@@ -124,7 +116,6 @@ def test_equal_sets_get_equal_labels_and_other_sets_others() -> None:
     assert changed[0] != changed[1]
 
 
-@pytest.mark.with_shapes
 def test_an_own_function_relabels() -> None:
     def first_class_twice(task: Any, demos: Any) -> Any:
         return task, [*demos[:-1], al.Example("more", 0)]
@@ -147,7 +138,6 @@ def test_draws_leave_their_inputs_and_the_random_state() -> None:
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 
 
-@pytest.mark.with_shapes
 def test_wrong_shares_and_sets_with_different_tasks_raise_an_error() -> None:
     for share in (-0.1, 1.1, float("nan")):
         with pytest.raises(PromptError, match=r"share must be a number from 0 to 1; got "):

@@ -7,8 +7,6 @@ import torch
 
 import anchorlens as al
 
-pytestmark = pytest.mark.with_shapes
-
 TASK = al.Task("In: {text}\nOut:{label}", [" Table", " Window"])
 OWN = [al.Example(f"text {number}", number % 2) for number in range(12)]
 

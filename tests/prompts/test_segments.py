@@ -22,7 +22,6 @@ SHORT: list[tuple[str | None, str]] = [
 ]
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_each_token_is_in_the_segment_of_its_piece(tokenizer: Any, side: Any) -> None:
     [batch] = al.build_segments(tokenizer, [PIECES, SHORT], padding_side=side)
@@ -46,7 +45,6 @@ def test_each_token_is_in_the_segment_of_its_piece(tokenizer: Any, side: Any) ->
         assert (batch.segments.gather(1, first) == -1).all()
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_text_is_one_segment_and_so_are_tokens_of_ones_own(tokenizer: Any, side: Any) -> None:
     texts = ["Who wrote it? Nobody knows.", "Why?"]
@@ -65,7 +63,6 @@ def test_a_text_is_one_segment_and_so_are_tokens_of_ones_own(tokenizer: Any, sid
         al.PromptBatch.from_segments(batch.tokens, names=["a", "b"])
 
 
-@pytest.mark.with_shapes
 def test_batches_are_as_large_as_asked(byte_level: Any) -> None:
     batches = al.build_segments(byte_level, [PIECES, SHORT, SHORT], batch_size=2)
     assert [len(batch) for batch in batches] == [2, 1]
@@ -73,7 +70,6 @@ def test_batches_are_as_large_as_asked(byte_level: Any) -> None:
     assert {batch.segment_names for batch in batches} == {("question", "answer", "step")}
 
 
-@pytest.mark.with_shapes
 def test_a_space_that_the_next_token_takes_is_no_segment(byte_level: Any) -> None:
     word = next(token for token in byte_level.get_vocab() if token[0] == "Ġ" and len(token) > 2)
     pieces = [("a", "x"), ("b", " "), ("c", word[1:])]
@@ -82,7 +78,6 @@ def test_a_space_that_the_next_token_takes_is_no_segment(byte_level: Any) -> Non
         al.build_segments(byte_level, [pieces])
 
 
-@pytest.mark.with_shapes
 def test_flows_do_not_depend_on_the_side_of_the_padding(byte_level: Any) -> None:
     model = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
     flows = []

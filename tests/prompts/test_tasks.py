@@ -9,8 +9,6 @@ import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.prompts.examples import sample_queries
 
-pytestmark = pytest.mark.with_shapes
-
 raises = partial(pytest.raises, DataError)
 WORDS = [" Negative", " Positive"]
 EXAMPLES = [al.Example("dull", 0), al.Example("schön", 1), al.Example("fun", 1)]

@@ -24,7 +24,6 @@ BY_HAND: dict[Any, Any] = {
 }
 
 
-@pytest.mark.with_shapes
 def test_the_first_word_stands_in_the_demonstrations(tokenizer: Any) -> None:
     first = al.Task(TEMPLATE, [" Negative", " Positive"])
     (one,) = al.build_prompts(tokenizer, first, DEMOS, ["x", "y z"])
@@ -43,7 +42,6 @@ def test_the_first_word_stands_in_the_demonstrations(tokenizer: Any) -> None:
         assert torch.equal(one.tokens, batch.tokens) == (words is WORDS)
 
 
-@pytest.mark.with_shapes
 def test_one_word_in_a_list_is_the_word() -> None:
     listed = al.Task(TEMPLATE, [[" a"], (" b",)])
     alone = al.Task(TEMPLATE, [" a", " b"])
@@ -56,7 +54,6 @@ def test_one_word_in_a_list_is_the_word() -> None:
     assert replace(several, separator=" ").words == several.words
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("score", BY_HAND, ids=lambda score: score.__name__)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_scores_equal_those_by_hand(score: Any, dtype: torch.dtype) -> None:
@@ -69,14 +66,12 @@ def test_scores_equal_those_by_hand(score: Any, dtype: torch.dtype) -> None:
     np.testing.assert_allclose(scores.double(), expected, atol=tolerance)
 
 
-@pytest.mark.with_shapes
 def test_scores_have_a_gradient() -> None:
     logits = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
     for score in BY_HAND:
         assert torch.autograd.gradcheck(al.prompts.Verbalizer(IDS, score).scores, logits)
 
 
-@pytest.mark.with_shapes
 def test_a_batch_without_several_words_scores_by_its_logits(byte_level: Any) -> None:
     (batch,) = al.build_prompts(byte_level, al.TASKS["sst2"], DEMOS, ["x"])
     assert batch.verbalizer == al.prompts.Verbalizer(
@@ -86,7 +81,6 @@ def test_a_batch_without_several_words_scores_by_its_logits(byte_level: Any) -> 
     assert torch.equal(batch.label_scores(logits), logits[:, batch.label_token_ids])
 
 
-@pytest.mark.with_shapes
 def test_your_own_score_counts_for_single_words_too(byte_level: Any) -> None:
     def halved(log_probs: torch.Tensor, axis: int) -> torch.Tensor:
         return log_probs.sum(axis) / 2
@@ -100,7 +94,6 @@ def test_your_own_score_counts_for_single_words_too(byte_level: Any) -> None:
     assert " at 0x" not in repr(batch.verbalizer)
 
 
-@pytest.mark.with_shapes
 def test_batches_from_positions_take_several_words() -> None:
     words = al.prompts.Verbalizer([[1, 3], [2]])
     arguments: dict[str, Any] = {
@@ -122,7 +115,6 @@ def test_batches_from_positions_take_several_words() -> None:
         check_batch(replace(batch, verbalizer=None))
 
 
-@pytest.mark.with_shapes
 def test_a_score_that_is_no_number_raises_an_error() -> None:
     def logarithm(log_probs: torch.Tensor, axis: int) -> torch.Tensor:
         return (log_probs + 2).log().sum(axis)

@@ -160,7 +160,6 @@ def found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> al.records.AcrossModels
         return al.replication.across_models(dict.fromkeys(names, gpt2), lambda _: [], **QUIET)
 
 
-@pytest.mark.with_shapes
 def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
     found: al.records.AcrossModelsRecord,
 ) -> None:
@@ -183,7 +182,6 @@ def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
     assert "is not clearly above the 50 %" in found.info["missing"]["<b>unable</b>"]
 
 
-@pytest.mark.with_shapes
 def test_one_table_as_text_frame_and_html(
     found: al.records.AcrossModelsRecord, tmp_path: Path
 ) -> None:
@@ -210,7 +208,6 @@ def test_one_table_as_text_frame_and_html(
     assert str(same) == text and same.to_frame().equals(frame)
 
 
-@pytest.mark.with_shapes
 def test_the_figure_has_a_panel_for_each_claim_and_a_row_for_each_model(
     found: al.records.AcrossModelsRecord, tmp_path: Path
 ) -> None:

@@ -9,7 +9,6 @@ import torch
 import anchorlens as al
 from anchorlens.replication.beside_published import paper_sections, published
 
-pytestmark = pytest.mark.with_shapes
 NAMES = ("ICL", "Hidden_anchor", "Text_anchor")
 
 

@@ -16,7 +16,6 @@ from tests.support.tiny_models import boot, tiny_gpt2
 papers: Any = importlib.import_module("anchorlens.replication.paper")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*in . of . sets", "ignore:.*in layers"),
-    pytest.mark.with_shapes,
 ]
 QUICK_ONE: dict[str, Any] = {**QUICK, "seeds": [1]}
 

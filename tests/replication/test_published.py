@@ -9,8 +9,6 @@ import pytest
 
 from anchorlens.replication.beside_published import Published, published
 
-pytestmark = pytest.mark.with_shapes
-
 DOCS = Path(__file__).parents[2] / "docs"
 TASKS = ("sst2", "trec", "agnews", "emo")
 

@@ -193,7 +193,6 @@ def headline(records: list[al.Record], judged: list[al.records.Claim]) -> str:
     return answer.sentence
 
 
-@pytest.mark.with_shapes
 def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     judged = al.claims({"a": distances(), "b": attention(), "c": isolation(), "d": flows()})
     assert [claim.verdict for claim in judged] == [AGREES] * 6
@@ -214,7 +213,6 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     assert how_sure(records, judged) == "Of 6 claims of the paper 6 agree."
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
@@ -252,7 +250,6 @@ def test_a_verdict_follows_from_the_interval(record: Any, expected: list[Verdict
     assert last == AGREES
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("record", "verdict", "reason"),
     [
@@ -287,7 +284,6 @@ def test_key_distances_are_judged_over_classes_and_not_over_queries(
     assert isnan(claim.estimate.low)  # the interval over queries is not about classes
 
 
-@pytest.mark.with_shapes
 def test_the_isolation_that_leaves_the_edges_to_bos_decides() -> None:
     """As on 48 prompts of a real model: the whole effect was the edge to BOS."""
     cut = isolation(0.27, 0.11, 0.41, begins_with_bos=True)
@@ -319,7 +315,6 @@ def test_the_isolation_that_leaves_the_edges_to_bos_decides() -> None:
     assert alone.verdict == CANNOT_TELL and "isolate with keep_bos=True as well" in alone.reason
 
 
-@pytest.mark.with_shapes
 def test_a_claim_prints_its_reason_and_is_a_table_in_a_notebook() -> None:
     judged = al.claims({"a": distances(0.45), "b": attention()})
     for line in (*repr(judged).splitlines(), *map(str, judged)):
@@ -331,7 +326,6 @@ def test_a_claim_prints_its_reason_and_is_a_table_in_a_notebook() -> None:
     assert "random weights: 0.04 to 0.50" in html
 
 
-@pytest.mark.with_shapes
 def test_the_label_words_are_compared_with_the_differences_between_draws() -> None:
     """After one set of demonstrations they are one group of words, as each draw is."""
     draws = torch.tensor([[0.7], [0.9]])
@@ -368,7 +362,6 @@ def test_draws_that_share_words_differ_by_less_than_groups_that_do_not(
     assert [number.low, number.high] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -396,7 +389,6 @@ def test_label_words_that_are_like_others_seldom_agree_where_draws_overlap(
     assert sum(low > 0 for low, _ in with_effect) >= 40
 
 
-@pytest.mark.with_shapes
 def test_accuracy_counts_as_accuracy() -> None:
     right = torch.tensor([1.0] * 18 + [0.0] * 2)
     classes = torch.eye(2)[[0] * 10 + [1] * 10]
@@ -412,7 +404,6 @@ def test_accuracy_counts_as_accuracy() -> None:
     assert "run Accuracy, or AnchorDistances" in unknown.reason
 
 
-@pytest.mark.with_shapes
 def test_with_several_sets_the_interval_is_over_sets() -> None:
     values = [0.3, 0.4, 0.8]
     of_sites = [[value] for value in values]
@@ -490,7 +481,6 @@ def test_ratios_of_few_sets_that_differ_much_have_a_verdict() -> None:
     assert claim.estimate.low < 1.71 < claim.estimate.high < 10
 
 
-@pytest.mark.with_shapes
 def test_without_ability_nothing_can_be_told() -> None:
     unable = distances(accuracy_low=0.45)  # half of the queries are of one class
     judged = al.claims({"a": unable, "b": attention(), "c": isolation(), "d": flows()})
@@ -500,7 +490,6 @@ def test_without_ability_nothing_can_be_told() -> None:
     assert headline(records, judged).startswith("This cannot be told: the accuracy, 70 % [45, 80]")
 
 
-@pytest.mark.with_shapes
 def test_the_report_gives_the_reason_against_all_claims_once(tmp_path: Path) -> None:
     single = replace(distances(accuracy_low=0.45), correlation=torch.full((3,), torch.nan))
     for unable in (distances(accuracy_low=0.45), single):
@@ -517,7 +506,6 @@ def test_the_report_gives_the_reason_against_all_claims_once(tmp_path: Path) -> 
     assert judged[-1].reason in table and judged[-1].reason not in above
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("auc", "reason"),
     [
@@ -533,7 +521,6 @@ def test_without_a_correlation_the_reason_is_said(auc: torch.Tensor, reason: str
     assert str(claim.estimate) == "no number"
 
 
-@pytest.mark.with_shapes
 def test_the_answer_says_the_numbers_in_words() -> None:
     records = {"a": distances(correlation=-0.4), "b": isolation(), "c": flows(), "d": attention()}
     vague = {"a": distances(correlation=-0.1)}
@@ -568,7 +555,6 @@ def test_the_answer_says_the_numbers_in_words() -> None:
     )
 
 
-@pytest.mark.with_shapes
 def test_one_layer_is_neither_shallow_nor_deep() -> None:
     record = flows()
     by_layer = ("flows", "share", "tq", "pq_over_tq", "per_head")
@@ -579,7 +565,6 @@ def test_one_layer_is_neither_shallow_nor_deep() -> None:
     assert surpass.verdict == CANNOT_TELL and "in a model of one layer" in surpass.reason
 
 
-@pytest.mark.with_shapes
 def test_records_of_a_sweep_are_found_and_equal_names_are_an_error() -> None:
     sweep = {"first 2 layers": isolation()}
     assert len(al.claims({"a": distances(), "isolation": sweep})) == 2
@@ -592,7 +577,6 @@ def test_records_of_a_sweep_are_found_and_equal_names_are_an_error() -> None:
     ].statement.startswith("Classes")
 
 
-@pytest.mark.with_shapes
 def test_small_negative_numbers_are_shown_as_zero() -> None:
     assert str(Estimate(-0.001, -0.004, 0.002)) == "0.00 [0.00, 0.00]"
     assert Estimate(-0.001, -0.004, 0.002).percent() == "0 % [0, 0]"

@@ -12,8 +12,6 @@ from anchorlens.prompts import segment_names
 from anchorlens.prompts.prompt_html import PROMPT_CSS
 from anchorlens.results.figure_parts import PALETTE
 
-pytestmark = pytest.mark.with_shapes
-
 STATIC = Path(str(files("anchorlens"))) / "report" / "static"
 TEXTS = ("text", "soft", "link", "good", "bad", "open")
 

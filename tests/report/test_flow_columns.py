@@ -28,7 +28,6 @@ def drawn(figure: Any, panel: int, shape: tuple[int, ...]) -> Tensor:
     return found
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_lines_are_sums_of_saliency_over_layers_on_one_scale(
     name: str, request: pytest.FixtureRequest
@@ -105,7 +104,6 @@ def test_a_prompt_without_label_words_has_arcs_between_segments(
         al.plot_prompt(model, batch)
 
 
-@pytest.mark.with_shapes
 def test_a_long_prompt_has_no_such_figure(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_flows, "MOST_TOKENS", 10)
     flows = al.plot_prompt(gpt2, questions(gpt2, count=1)[0])

@@ -31,8 +31,6 @@ from tests.support.made_up_records import made_up_records
 from tests.support.measures import assert_same
 from tests.support.tiny_models import questions, tiny_gpt2
 
-pytestmark = pytest.mark.with_shapes
-
 NAN = float("nan")
 EVIL = "<script>alert('a & b')</script>"
 

@@ -32,7 +32,6 @@ def same(values: Any, expected: list[Any]) -> bool:
     return torch.allclose(torch.tensor(values), torch.tensor(expected), equal_nan=True)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("gap", [math.nan, math.inf])
 def test_lines_show_values_intervals_and_gaps(gap: float) -> None:
     values = torch.tensor([[0.1, gap, 0.3], [0.4, 0.5, 0.6]])
@@ -47,7 +46,6 @@ def test_lines_show_values_intervals_and_gaps(gap: float) -> None:
     assert first_band.x == (0, 0, None, None, 2, 2, None)
 
 
-@pytest.mark.with_shapes
 def test_lines_differ_in_marker_symbol_and_dash_and_may_have_a_reference() -> None:
     figure = lines_by_layer(torch.zeros(8, 3), list("abcdefgh"), dashed=["b"], **TITLES)
     assert len(figure.data) == 8 == len({line.marker.symbol for line in figure.data})
@@ -57,7 +55,6 @@ def test_lines_differ_in_marker_symbol_and_dash_and_may_have_a_reference() -> No
     assert (line.y0, line.y1, line.name, line.showlegend) == (0.5, 0.5, "reference 0.5", True)
 
 
-@pytest.mark.with_shapes
 def test_bands_far_beyond_the_lines_do_not_flatten_them() -> None:
     values = torch.tensor([[0.0, math.nan, 1.0]])
     low, high = values - torch.tensor([9.0, 1.0, 0.1]), values + 0.25
@@ -69,7 +66,6 @@ def test_bands_far_beyond_the_lines_do_not_flatten_them() -> None:
     assert flat.layout.yaxis.range is None
 
 
-@pytest.mark.with_shapes
 def test_axes_have_names_without_lines_or_whole_numbers() -> None:
     columns = bars(torch.ones(1, 2, 1), ["y"], ["a", "b"], ["x"], title="")
     matrices = heat_map(torch.ones(2, 2, 2), ["a", "b"], ["a", "b"], **MAPS)
@@ -82,7 +78,6 @@ def test_axes_have_names_without_lines_or_whole_numbers() -> None:
         assert (lines.layout.xaxis.dtick, heads.xaxis.dtick, heads.yaxis.dtick) == (step, step, 1)
 
 
-@pytest.mark.with_shapes
 def test_bars_show_values_and_asymmetric_errors() -> None:
     values = torch.tensor([[[0.5, 0.6], [math.nan, 0.8]]])
     names = ["share"], ["first", "last"], ["x", "y"]
@@ -97,14 +92,12 @@ def test_bars_show_values_and_asymmetric_errors() -> None:
     assert second.pattern.fillmode == "overlay"  # otherwise no colour is left
 
 
-@pytest.mark.with_shapes
 def test_bars_with_equal_or_numeric_names_stay_separate() -> None:
     figure = bars(torch.ones(1, 3, 1), ["y"], ["2", "1", "1"], ["x"], title="")
     assert figure.data[0].x == (0, 1, 2)
     assert figure.layout.xaxis.ticktext == ("2", "1", "1")
 
 
-@pytest.mark.with_shapes
 def test_points_show_values_intervals_and_each_draw() -> None:
     values = torch.tensor([[[0.25, 0.75], [1.0, 0.5]], [[0.1, 0.2], [0.3, 0.4]]])
     draws = torch.tensor([[[0.5, 1.0], [0.5, math.nan]]] * 2)
@@ -127,7 +120,6 @@ def test_points_show_values_intervals_and_each_draw() -> None:
     assert figure.layout.yaxis.title.text == "label"
 
 
-@pytest.mark.with_shapes
 def test_a_forest_has_a_panel_with_a_limit_for_each_number() -> None:
     values = torch.tensor([[0.5, math.nan, 0.25], [1.0, 4.0, 8.0]])
     low, high = values - torch.tensor([[0.25], [1.0]]), values + 0.5
@@ -155,7 +147,6 @@ def test_a_forest_has_a_panel_with_a_limit_for_each_number() -> None:
     assert "<br>" in notes[1].text
 
 
-@pytest.mark.with_shapes
 def test_models_of_random_weights_are_a_hatched_band_for_each_series() -> None:
     values = torch.tensor([[0.5, 2.0]])
     random = torch.tensor([[[1.0, 3.0]], [[2.0, 1.0]], [[math.nan, math.nan]]])
@@ -184,7 +175,6 @@ def test_models_of_random_weights_are_a_hatched_band_for_each_series() -> None:
     assert [band.name for band in short.data[:2]] == ["random weights, x", "random weights, y"]
 
 
-@pytest.mark.with_shapes
 def test_a_logarithmic_axis_has_numbers_and_the_reference() -> None:
     wide = lines_by_layer(torch.tensor([[0.5, 8.0]]), ["a"], log=True, **TITLES).layout.yaxis
     assert {0.5, 1, 2, 5} < {*wide.tickvals} and wide.ticktext[wide.tickvals.index(0.5)] == "0.5"
@@ -205,7 +195,6 @@ def test_draws_of_random_weights_have_the_shape_of_the_values() -> None:
         lines_by_layer(values, ["a"], random=values[None, :, :1], **TITLES)
 
 
-@pytest.mark.with_shapes
 def test_pairs_and_sentences_take_the_place_of_what_is_hard_to_read() -> None:
     names = ["a and b", "a and <c>", "b and c"]
     y = torch.tensor([0.9, 0.2, math.nan])
@@ -219,7 +208,6 @@ def test_pairs_and_sentences_take_the_place_of_what_is_hard_to_read() -> None:
     assert not said.layout.xaxis.visible
 
 
-@pytest.mark.with_shapes
 def test_heat_maps_show_values_and_gaps_in_the_same_colors() -> None:
     values = torch.tensor([[[math.nan, 0.5], [0.25, math.nan]], [[0.0, 0.25], [0.125, 1.0]]])
     figure = heat_map(values, ["a", "b"], ["c", "d"], with_numbers=True, **MAPS)
@@ -235,14 +223,12 @@ def test_heat_maps_show_values_and_gaps_in_the_same_colors() -> None:
     assert (figure.layout.yaxis.ticktext, figure.layout.xaxis2.ticktext) == (("a", "b"), ("c", "d"))
 
 
-@pytest.mark.with_shapes
 def test_numbers_on_both_sides_of_0_have_two_colors() -> None:
     for values, middle in ((torch.tensor([[[-1.0, 2.0]]]), 0), (torch.ones(1, 1, 2), None)):
         figure = heat_map(values, None, None, title="", bar_title="")
         assert figure.layout.coloraxis.cmid == middle and figure.data[0].texttemplate is None
 
 
-@pytest.mark.with_shapes
 def test_stacked_figures_have_separate_axes() -> None:
     matrices = heat_map(torch.ones(2, 2, 2), ["a", "b"], ["a", "b"], **MAPS)
     lines = lines_by_layer(torch.tensor([[0.25, 0.75]]), ["c"], reference=0.5, **TITLES)
@@ -268,7 +254,6 @@ def test_stacked_figures_have_separate_axes() -> None:
     assert notes["here"] == ("x3", "y3 domain")
 
 
-@pytest.mark.with_shapes
 def test_names_and_titles_are_escaped() -> None:
     names = ["<b>a</b>", "$x$"]
     escaped = ("&lt;b&gt;a&lt;/b&gt;", "&#36;x&#36;")
@@ -291,7 +276,6 @@ def test_names_and_titles_are_escaped() -> None:
     assert tuple(note.text for note in heat.layout.annotations) == escaped
 
 
-@pytest.mark.with_shapes
 def test_figures_do_not_change_their_inputs() -> None:
     values = torch.tensor([[0.5, math.nan], [0.1, 0.2]])
     given, names = [values.clone() for _ in range(3)], ["a", "b"]
@@ -302,7 +286,6 @@ def test_figures_do_not_change_their_inputs() -> None:
     assert all(torch.equal(now.nan_to_num(-1.0), values.nan_to_num(-1.0)) for now in given)
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_any_float_type_and_gradients_are_accepted(dtype: torch.dtype) -> None:
     """The figure equals that of float32. All numbers here are exact in bfloat16."""
@@ -366,7 +349,6 @@ def test_wrong_arguments_raise_an_error_that_says_what_was_expected(
         draw()
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(("count", "shown"), [(20, 20), (21, 11), (100, 20)])
 def test_names_of_many_keys_do_not_overlap(count: int, shown: int) -> None:
     names = [f"key{k}" for k in range(count)]

@@ -23,8 +23,6 @@ from anchorlens.results.bootstrap import with_intervals
 from anchorlens.results.record import RANDOM_MODELS
 from tests.support.public import public
 
-pytestmark = pytest.mark.with_shapes
-
 NAN = float("nan")
 
 

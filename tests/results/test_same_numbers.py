@@ -98,7 +98,6 @@ def assert_means_over_sets(
             assert (getattr(record, name).double() - 0.5).abs().nan_to_num().max() < 1e-12, name
 
 
-@pytest.mark.with_shapes
 def test_every_call_is_stored(stored: Numbers) -> None:
     assert {same_numbers.call_of(name) for name in stored.tensors} == set(CALLS)
     names = {call.split(".")[3] for call in same_numbers.all_calls()}
@@ -117,7 +116,6 @@ EXPECTED = Numbers(
 )
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -141,7 +139,6 @@ def test_each_change_is_noticed(change: Callable[..., torch.Tensor], found: str)
     assert len(exactly) == 1
 
 
-@pytest.mark.with_shapes
 def test_names_and_verdicts_are_compared() -> None:
     assert not [*differences(EXPECTED, EXPECTED, 0.0, is_verdict)]
     texts = {"m.s.w.c.verdict": "cannot tell", "m.s.w.c.reason": "less"}

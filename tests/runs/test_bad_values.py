@@ -193,7 +193,6 @@ def test_a_bridge_that_is_not_fully_built_is_refused() -> None:
         al.prepare_model(TransformerBridge.__new__(TransformerBridge))
 
 
-@pytest.mark.with_shapes
 def test_a_mistake_inside_a_function_of_the_user_is_their_own() -> None:
     def add(pattern: Any, gradient: Any) -> Any:
         return pattern + "1"

@@ -45,7 +45,6 @@ CHANGES: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.with_shapes
 @pytest.mark.every_kind
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("shape", [(64, 4096), (128, 768), (50, 8)])
@@ -69,7 +68,6 @@ def test_each_bit_changes_the_digest() -> None:
     assert len(digests) == 1 + 9 * 32
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("rows", [0, 1, 17, 1024, 1025, 3000])
 def test_the_function_for_gpus_gives_the_sums_of_a_cpu(rows: int) -> None:
     """The function for GPUs runs on a CPU here."""
@@ -87,7 +85,6 @@ def test_the_function_for_gpus_gives_the_sums_of_a_cpu(rows: int) -> None:
         assert len(row_sums(words)) == 0
 
 
-@pytest.mark.with_shapes
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 def test_a_real_gpu_gives_the_sums_of_a_cpu() -> None:
@@ -96,7 +93,6 @@ def test_a_real_gpu_gives_the_sums_of_a_cpu() -> None:
         assert digest(weights) == digest(weights.cuda())
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -145,7 +141,6 @@ class Quantised(torch.Tensor):
         return Quantised(args[0].stored, args[0].scale)
 
 
-@pytest.mark.with_shapes
 def test_the_digest_of_a_tensor_covers_the_tensors_inside_it() -> None:
     inner, scale = torch.arange(6, dtype=torch.int8), torch.ones(1)
     assert digest(Quantised(inner, scale)) == digest(Quantised(inner.clone(), scale.clone()))
@@ -153,7 +148,6 @@ def test_the_digest_of_a_tensor_covers_the_tensors_inside_it() -> None:
     assert digest(Quantised(inner, scale)) != digest(Quantised(inner + 1, scale))
 
 
-@pytest.mark.with_shapes
 def test_the_scales_of_a_quantised_weight_count() -> None:
     def model(scale: float) -> Any:
         layer = torch.nn.Linear(2, 2, bias=False)
@@ -167,7 +161,6 @@ def test_the_scales_of_a_quantised_weight_count() -> None:
     assert identity(model(1.0))["weights"] != identity(model(2.0))["weights"]
 
 
-@pytest.mark.with_shapes
 @pytest.mark.changes_model
 def test_a_changed_row_that_only_a_later_batch_uses_is_detected(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, count=4, batch_size=1)
@@ -188,7 +181,6 @@ def contents_of(model: Any) -> dict[str, Tensor]:
     return {name: value for name, value in tensors if value.numel()}
 
 
-@pytest.mark.with_shapes
 @pytest.mark.every_kind
 def test_a_changed_buffer_changes_the_fingerprint(llama: Any) -> None:
     before = identity(llama)
@@ -221,7 +213,6 @@ def test_every_weight_and_buffer_counts(gpt2: Any) -> None:
     assert identity(gpt2)["weights"] == before
 
 
-@pytest.mark.with_shapes
 def test_two_exchanged_weights_change_the_fingerprint() -> None:
     """Both have the same shape, so that only their names differ."""
     layer = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
@@ -232,7 +223,6 @@ def test_two_exchanged_weights_change_the_fingerprint() -> None:
     assert identity(other)["weights"] != before
 
 
-@pytest.mark.with_shapes
 def test_rotary_frequencies_that_depend_on_prompts_do_not_count(
     hooked: Any, byte_level: Any
 ) -> None:
@@ -254,7 +244,6 @@ def test_rotary_frequencies_that_depend_on_prompts_do_not_count(
     assert identity(model) != before
 
 
-@pytest.mark.with_shapes
 def test_hooks_on_all_of_torch_are_in_the_fingerprint(gpt2: Any) -> None:
     before = fingerprint(gpt2, (), {}).facts
     for register in (
@@ -326,7 +315,6 @@ def test_another_tokenizer_or_a_hook_on_the_model_is_another_run_of_the_paper(
     assert numbers(model, tmp_path) == first
 
 
-@pytest.mark.with_shapes
 def test_merges_and_settings_change_the_identity_of_a_tokenizer(byte_level: Any) -> None:
     before = tokenizer_identity(byte_level)
     byte_level("some text", truncation=True, max_length=3)

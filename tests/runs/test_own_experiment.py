@@ -42,7 +42,6 @@ def names_of(page: str) -> dict[str, Any]:
     return namespace
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("page", ["experiments.md", "metrics.md"])
 def test_the_code_is_short_and_imports_no_private_name(page: str) -> None:
     code = code_of(page)
@@ -73,7 +72,6 @@ def divergence(model: Any, batch: al.PromptBatch, depth: int) -> torch.Tensor:
     return torch.stack(values)
 
 
-@pytest.mark.with_shapes
 def test_the_experiment_equals_single_prompts(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     asked = names_of("experiments.md")["DivergenceByDepth"]
@@ -119,7 +117,6 @@ class Changed(al.Question):
         return ChangedRecord(logits=rows["logits"].movedim(1, 0))
 
 
-@pytest.mark.with_shapes
 def test_user_hooks_in_passes_run_whole_prompts(gpt2: Any) -> None:
     """Such hooks count positions from the first token, which is wrong after a cached prefix."""
     batches = questions(gpt2, 6, batch_size=3)
@@ -151,7 +148,6 @@ def test_user_hooks_in_passes_run_whole_prompts(gpt2: Any) -> None:
             assert difference(logits[number, batch.index], expected) < 1e-5
 
 
-@pytest.mark.with_shapes
 def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     with Study(gpt2, batches, {}, **QUIET) as study:
@@ -161,7 +157,6 @@ def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
         assert len(passes._prefixes.stored) <= 2
 
 
-@pytest.mark.with_shapes
 def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     metric = names_of("metrics.md")["TargetEntropy"]()
@@ -223,7 +218,6 @@ class GradientSum(al.Metric):
         return al.records.AccuracyRecord(accuracy=rows["sum"].mean(), correct=rows["sum"])
 
 
-@pytest.mark.with_shapes
 @pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("in_prefix", [True, False])
@@ -258,7 +252,6 @@ def test_gradients_at_every_hook_point_equal_those_of_whole_prompts(
     assert difference(sums[0][order], whole.correct) < 1e-5
 
 
-@pytest.mark.with_shapes
 @pytest.mark.parametrize("name", ["prompts", "weights", "torch"])
 def test_settings_cannot_have_names_of_the_fingerprint(
     gpt2: Any, tmp_path: Path, name: str
@@ -270,7 +263,6 @@ def test_settings_cannot_have_names_of_the_fingerprint(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.with_shapes
 def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, 4, batch_size=2)
 
@@ -283,7 +275,6 @@ def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Path) -> None:
             study.collect(zeros)
 
 
-@pytest.mark.with_shapes
 def test_rows_that_differ_between_batches_are_an_error(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
     widths = iter((2, 3))
@@ -292,7 +283,6 @@ def test_rows_that_differ_between_batches_are_an_error(gpt2: Any) -> None:
         study.collect(lambda batch: {"x": torch.zeros(len(batch), next(widths))})
 
 
-@pytest.mark.with_shapes
 def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) -> None:
     tokens = torch.arange(5, 17)[None].repeat(2, 1)
     batches = [
@@ -310,7 +300,6 @@ def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) 
             assert difference(passes.logits(batch), whole_logits(gpt2, batch, [])) < 1e-5
 
 
-@pytest.mark.with_shapes
 def test_user_hooks_for_prompts_padded_on_the_left_are_refused(gpt2: Any) -> None:
     batches = questions(gpt2, 5, padding_side="left")
 
@@ -324,7 +313,6 @@ def test_user_hooks_for_prompts_padded_on_the_left_are_refused(gpt2: Any) -> Non
         al.run(gpt2, batches, [al.Accuracy(), Changed([hooks])], **QUIET)
 
 
-@pytest.mark.with_shapes
 def test_a_function_without_weak_references_can_change_a_run(gpt2: Any) -> None:
     @dataclass(slots=True)
     class Cut:
@@ -341,7 +329,6 @@ def test_a_function_without_weak_references_can_change_a_run(gpt2: Any) -> None:
         assert difference(passes.logits(batch, Cut(0)), expected) < 1e-5
 
 
-@pytest.mark.with_shapes
 @pytest.mark.changes_model
 def test_a_study_runs_without_dropout_also_outside_collect(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 4)

@@ -11,8 +11,6 @@ import torch
 from anchorlens.system import free_memory
 from anchorlens.system.free_memory import free_bytes, free_for_layers
 
-pytestmark = pytest.mark.with_shapes
-
 GIB = 2**30
 
 

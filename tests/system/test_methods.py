@@ -9,8 +9,6 @@ from anchorlens.contexts.protocol import is_context
 from anchorlens.passes.losses import needs_positions
 from anchorlens.system.arguments import has_methods
 
-pytestmark = pytest.mark.with_shapes
-
 
 class Wrapper:
     """Hands every attribute of another object on; ``isinstance`` misses it from Python 3.12 on."""

@@ -13,8 +13,6 @@ from anchorlens.system.put_back import put_back, safe_context
 from anchorlens.system.torch_state import own_random_state
 from tests.support.interrupting import at_every_moment
 
-pytestmark = pytest.mark.with_shapes
-
 
 @pytest.mark.parametrize("interrupts", [0, 1, 2])
 def test_an_interrupted_restore_is_called_again(interrupts: int) -> None:

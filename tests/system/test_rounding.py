@@ -1,13 +1,10 @@
 """Numbers that are equal but for their rounding are ordered as equal ones."""
 
 import numpy as np
-import pytest
 import torch
 from scipy.stats import rankdata
 
 from anchorlens.system.rounding import all_equal, compared, highest, ranks, rounding_of
-
-pytestmark = pytest.mark.with_shapes
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
