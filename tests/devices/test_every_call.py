@@ -24,6 +24,7 @@ SIMULATED = (
     "started",
 )
 Found = dict[str, dict[str, Any]]
+SIMULATES = pytest.mark.release("simulates devices, for minutes")
 WITHOUT_RESULT_ON_A_DEVICE = {
     # values that are made or read without a model
     *("AnchorlensError", "ChatTask", "Context", "EdgeSet", "Example", "SEGMENTS"),
@@ -76,15 +77,18 @@ def assert_equal_to_the_cpu(found: dict[str, Any], limit: float, count: int = 45
     assert len(found) > count and not wrong
 
 
+@SIMULATES
 def test_every_call_on_two_simulated_devices(compare: Callable[..., Found]) -> None:
     assert_equal_to_the_cpu(compare(*SIMULATED)["two_devices"], 1e-5)
 
 
+@SIMULATES
 def test_calls_after_another_default_device(compare: Callable[..., Found]) -> None:
     """Some, because test_architecture.py finds each tensor that would follow the default."""
     assert_equal_to_the_cpu(compare(*SIMULATED)["default_device"], 1e-5, count=9)
 
 
+@SIMULATES
 def test_the_readme_and_the_examples_of_docstrings_on_a_simulated_device(
     compare: Callable[..., Found],
 ) -> None:
@@ -93,6 +97,7 @@ def test_the_readme_and_the_examples_of_docstrings_on_a_simulated_device(
     assert found["readme"]["README"][0] <= 1e-5
 
 
+@SIMULATES
 def test_a_moved_batch_has_its_own_numbers_on_the_cpu(compare: Callable[..., Found]) -> None:
     found = compare(*SIMULATED)["batches"]
     assert len(found) > 10 and all(found.values()), found
@@ -104,6 +109,7 @@ MOST_WAITS = {"flows and AUCROC": 8, "distances": 6, "isolation, two draws": 13}
 MOST_WAITS |= {"a step of training": 4}
 
 
+@SIMULATES
 @pytest.mark.parametrize("name", MOST_WAITS)
 def test_the_host_waits_seldom(name: str, compare: Callable[..., Found]) -> None:
     of_few, of_many = compare(*SIMULATED)["waits"][name]
@@ -120,6 +126,7 @@ MOST_STARTED = {
 }
 
 
+@SIMULATES
 def test_runs_start_few_operations_beside_those_of_plain_transformers(
     compare: Callable[..., Found],
 ) -> None:

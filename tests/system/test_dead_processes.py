@@ -25,7 +25,10 @@ from anchorlens.system.processes import (
     process_device,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.release("waits for processes that die"),
+]
 TIME_OUT = timedelta(seconds=6)  # two hours outside the tests
 SLOW = 3.0  # seconds of work for which the other process waits
 
