@@ -19,7 +19,6 @@ from tests.support.measures import assert_same
 from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
-FUSED = "fused: the patterns of a prompt would take"
 Read = Callable[[al.PromptBatch], Any]
 
 
