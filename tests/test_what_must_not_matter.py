@@ -405,16 +405,8 @@ def test_shared_tokens_batches_order_and_padding_change_nothing(
     assert {"run once" in each for each in said(records, "shared_prefix")} <= {ROWS[name].shares}
 
 
-# The tokens that long prompts share are read where the first prompt has its positions.
-WRONG = pytest.mark.xfail(raises=AssertionError, reason="reads that differ between prompts")
-OF_LONG = [
-    pytest.param(*case, marks=WRONG if case[0] in ("differing states", "differing keys") else ())
-    for case in EVERY
-]
-
-
 @pytest.mark.usefixtures("long")
-@pytest.mark.parametrize(("name", "of"), OF_LONG)
+@pytest.mark.parametrize(("name", "of"), EVERY)
 def test_long_prompts_have_the_numbers_of_whole_patterns(
     name: str, of: str, exact: Any, references: dict[Any, Records]
 ) -> None:

@@ -121,7 +121,7 @@ def way_of(
         reason = why_patterns(model, batches, changes, loss)
         if not reason:
             lengths = shared_lengths(batches, None, least=1)
-            reasons = _why_no_fused_prefix(model, batches, changes, lengths, reads)
+            reasons = _why_no_fused_prefix(model, batches, changes, questions, lengths, reads)
             lengths = {} if (why := _first(reasons)) else lengths
             rows, reason = _read_by_rows(model, batches, questions, reads, lengths)
             reason += f" (no fused prefix: {why})" if reason and why else ""
@@ -277,6 +277,7 @@ def _why_no_fused_prefix(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
+    questions: Sequence[Question],
     lengths: Mapping[int, int],
     reads: Mapping[str, Reads],
 ) -> Iterator[str]:
@@ -287,9 +288,7 @@ def _why_no_fused_prefix(
     yield from starmap(why_hooks_are_whole, reads.items())
     if any(after_shared(batch, lengths)[0].is_whole for batch in batches):
         yield "a batch has prompts of several sets, or a target is in the demonstrations"
-    yield _why_rotated_differently(model, batches, lengths)
-    for change in changes:
-        yield _why_not_in_prefix(batches, lengths, change)
+    yield from _why_not_once(model, batches, changes, questions, lengths, reads)
     yield why_no_fused_prefix(model)
 
 
@@ -343,13 +342,25 @@ def _why_not_shared(
         yield HOOKS_OF_USER
     if not lengths:
         yield "no two prompts share their demonstrations, or a target is in them"
+    yield from _why_not_once(model, batches, changes, questions, lengths, reads)
+    yield _why_not_worth(model, batches, lengths, differentiates)
+    yield why_not_shared(model)
+
+
+def _why_not_once(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    questions: Sequence[Question],
+    lengths: Mapping[int, int],
+    reads: Mapping[str, Reads],
+) -> Iterator[str]:
+    """Why what is computed or read in shared tokens is not one for all prompts of a set."""
     yield _why_rotated_differently(model, batches, lengths)
     for change in changes:
         yield _why_not_in_prefix(batches, lengths, change)
     may_differ = [each for each in questions if may_differ_at_the_start(reads[each.name])]
     yield _why_not_alike(batches, lengths, may_differ)
-    yield _why_not_worth(model, batches, lengths, differentiates)
-    yield why_not_shared(model)
 
 
 def _why_not_worth(
