@@ -141,14 +141,6 @@ def test_the_task_file_on_the_page_of_the_command_is_read(tmp_path: Path) -> Non
     assert examples.pool == [al.Example("A joy", 1), al.Example("Dull", 0)]
 
 
-def sections_of(page: Path) -> dict[str, str]:
-    """The text of each section by the name that links have for its heading."""
-    parts = re.findall(
-        r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL
-    )
-    return {heading.lower().replace(" ", "-"): text for heading, text in parts}
-
-
 DEFINITIONS = ROOT / "docs" / "definitions.md"
 
 
@@ -187,14 +179,6 @@ def test_twelve_recipes_are_short_and_have_their_results() -> None:
     for block in recipes:
         lines = [line for line in block.code.splitlines() if line.strip()]
         assert len(lines) <= 10, f"line {block.line} of {page.name}"
-
-
-def test_pages_are_short() -> None:
-    """Another page is easier to find than a place in a long one."""
-    long = {"architectures.md", "findings.md"}
-    pages = [page for page in PAGES if page.parent.name != "reference" and page.name not in long]
-    lines = {page.name: page.read_text().count("\n") for page in pages}
-    assert {name: count for name, count in lines.items() if count > 300} == {}
 
 
 SEARCHED = """few-shot, quantized, out of memory, multi-token, troubleshooting, faq, svg,

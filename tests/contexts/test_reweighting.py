@@ -181,8 +181,6 @@ def test_training_works_with_several_shots_and_other_queries(llama: Any) -> None
     assert test[0].gold is not None
     right = torch.eq(logits.argmax(-1), test[0].gold).double()[test[0].index.argsort()]
     assert torch.equal(record.correct[:, 2], right)
-    assert record.to_frame()["method"].dropna().unique().tolist() == record.info["methods"]
-    assert record.plot().data and beta.plot().data
 
 
 def test_a_loaded_beta_equals_the_saved_one(gpt2: Any, tmp_path: Any) -> None:

@@ -15,7 +15,7 @@ from anchorlens.errors import MetricError, RunError, StoreError
 from anchorlens.prompts import edges
 from anchorlens.runs import way
 from tests.support.asked import ask, by_site
-from tests.support.measures import assert_same, logits_of
+from tests.support.measures import assert_same, is_shared, logits_of
 from tests.support.tiny_models import LONG_LABELS, questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -153,8 +153,8 @@ def test_shared_tokens_give_the_records_of_whole_prompts(
     monkeypatch.setattr(way, "shared_lengths", lambda *of: {})
     whole: dict[str, Any] = by_site(ask(model, batches, sweep, **QUIET))
     for name, record in whole.items():
-        assert "run once" in shared[name].info["shared_prefix"]
-        assert record.info["shared_prefix"].startswith("off")
+        assert is_shared(shared[name])
+        assert not is_shared(record)
         assert_same(shared[name], record, 1e-4)
 
 
@@ -207,7 +207,7 @@ def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) ->
         ask(llama, batches, al.EdgeSweep.isolation(whole_words=True, **options), **stored)
 
 
-def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path) -> None:
+def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any) -> None:
     batches = questions(gpt2)
     asked = al.EdgeSweep.isolation({"last 2": al.Site(range(-2, 0))}, draws=4, seed=5)
     record = ask(gpt2, batches, asked, progress=False)
@@ -248,14 +248,8 @@ def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path
     # All sites are in one figure.
     assert len(drawn) == 6 and drawn[0].y == tuple(cut.label_loyalty.tolist())
     assert len(drawn[0].y) == len(cut.info["sites"]) == 2
-    loaded = al.load_record(cut.save(tmp_path / "cut.safetensors"))
-    assert loaded.plot().to_json() == cut.plot().to_json()
-    results = {"edge_sweep": cut, "isolation": record}
-    text = al.write_report(results, tmp_path / "report.html").read_text("utf-8")
-    titles = [
-        f"What stays as it was when {what}" for what in ("edges are cut", "words are isolated")
-    ]
-    assert text.count(titles[0]) == text.count(titles[1]) > 0
+    assert "edges are cut" in cut.plot().layout.title.text
+    assert "words are isolated" in record.plot().layout.title.text
 
 
 class Failing(al.Accuracy):

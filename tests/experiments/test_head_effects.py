@@ -11,7 +11,7 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, HookError, StoreError
 from anchorlens.passes import shared_prefix
 from tests.references import states
-from tests.support.measures import assert_same, does_not_run, hooks_on
+from tests.support.measures import assert_same, does_not_run, is_shared
 from tests.support.tiny_models import tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -55,9 +55,8 @@ def test_it_equals_loops_in_other_architectures(model: Any) -> None:
 def compare(model: Any, tolerance: float) -> None:
     of_mean = prompts(model, slice(3), batch_size=2, padding_side="left")
     shuffled = prompts(model, slice(3, 6), MIXED, batch_size=2, padding_side="left")
-    before = hooks_on(model)
     record = al.head_effects(model, of_mean, shuffled, **QUIET)
-    assert hooks_on(model) == before and record.info["not_started_late"] == {}
+    assert record.info["not_started_late"] == {}
     outputs = states.mean_outputs(model, of_mean)
     torch.testing.assert_close(record.outputs, outputs, rtol=tolerance, atol=tolerance)
     effects, of_probability = states.effects(model, shuffled, outputs)
@@ -89,7 +88,7 @@ def test_batches_padding_and_shared_tokens_change_nothing(gpt2: Any) -> None:
         return al.head_effects(gpt2, of_mean, shuffled, **QUIET)
 
     together = computed(batch_size=12)
-    assert "of each prompt" in together.info["shared_prefix"]
+    assert is_shared(together)
     assert_same(together, computed(batch_size=5, padding_side="left"), 1e-4)
     of_prompts = together.effect_of_prompts
     assert len(of_prompts) == 24

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import PromptError
 from anchorlens.passes import step_gradients
-from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.measures import assert_same, difference
 from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -98,10 +97,6 @@ def test_the_size_of_chunks_changes_nothing(
 ) -> None:
     ours = al.step_flows(precise, prompt, "answer", chunk=chunk)
     assert_same(ours, al.step_flows(precise, prompt, "answer", chunk=4), 1e-12)
-    before = hooks_on(precise)
-    with pytest.raises(PromptError):
-        al.step_flows(precise, prompt, "reply", chunk=chunk)
-    assert hooks_on(precise) == before
 
 
 def test_both_ways_to_the_gradient_agree(
@@ -139,15 +134,13 @@ def test_a_padded_prompt_of_a_task_has_steps_too(gpt2: Any) -> None:
     assert alone.axis_names("segment") == ("text", "label", "query")
 
 
-def test_a_record_names_its_steps(gpt2: Any, prompt: al.PromptBatch, tmp_path: Any) -> None:
+def test_a_record_names_its_steps(gpt2: Any, prompt: al.PromptBatch) -> None:
     record = al.step_flows(gpt2, prompt, "answer")
     texts = record.axis_names("step")
     assert texts is not None
     assert "".join(texts) in gpt2.tokenizer.decode(TOKENS[0])
     frame = record.to_frame()
     assert set(frame[frame["quantity"] == "loss"]["step"]) <= set(texts)
-    same = al.records.StepFlowsRecord.load(record.save(tmp_path / "steps.safetensors"))
-    assert_same(same, record, 0)
     figure = record.plot()
     z: Tensor = torch.tensor(figure.data[0].z, dtype=torch.float64)
     shares = (record.read / record.read.nansum(-1, keepdim=True)).nanmean(1).T

@@ -189,14 +189,6 @@ def test_functions_may_select_hook_points(gpt2: Any) -> None:
         al.run(gpt2, questions(gpt2, 2), [hooked(selected, nothing)], progress=False)
 
 
-@pytest.mark.every_kind
-def test_a_missing_hook_point_leaves_no_hook_behind(gpt2: Any) -> None:
-    metric = hooked((PATTERN, observe_nothing), (MISSING, observe_nothing))
-    with pytest.raises(HookError, match=f"no hook point '{MISSING}', which mine names"):
-        al.run(gpt2, questions(gpt2, 4), [metric], progress=False)
-    assert not [name for name, point in gpt2.hook_dict.items() if point.fwd_hooks]
-
-
 @pytest.mark.parametrize("slope", [False, True])
 def test_a_function_of_blocks_that_gives_no_number_for_each_prompt_is_named(
     slope: bool, gpt2: Any

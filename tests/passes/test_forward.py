@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError
+from anchorlens.errors import MetricError, ModelError, PromptError
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.loss_checks import check_gradient_of_loss, check_loss
@@ -142,7 +142,6 @@ def test_interventions_come_before_observers(gpt2: Any) -> None:
 CALLS: list[Callable[[Any, al.PromptBatch], Any]] = [
     lambda model, batch: al.run(model, [batch], METRICS, resamples=2, progress=False),
     lambda model, batch: al.saliency(model, batch),
-    lambda model, batch: al.prepare_model(model),
     lambda model, batch: ask(
         model,
         [batch],
@@ -154,13 +153,6 @@ CALLS: list[Callable[[Any, al.PromptBatch], Any]] = [
         model, [batch], [al.Loyalty()], hooks=lambda b: al.isolate_labels(model, b, 0), **QUIET
     ),
 ]
-
-
-@pytest.mark.changes_model
-@pytest.mark.parametrize("call", CALLS)
-def test_no_trace_is_left_after_success(gpt2: Any, call: Callable[..., Any]) -> None:
-    with unchanged(gpt2):
-        call(gpt2, batch_of(gpt2))
 
 
 @pytest.mark.changes_model
@@ -197,24 +189,9 @@ def test_no_trace_is_left_after_an_exception_in_the_model(gpt2: Any) -> None:
     al.prepare_model(gpt2)
     gpt2.blocks[2].mlp.register_forward_pre_hook(fail)
     al.prepare_model(gpt2)  # this calls no hook of the user
-    for call in (call for number, call in enumerate(CALLS) if number != 2):
+    for call in CALLS:
         with unchanged(gpt2), pytest.raises(RuntimeError, match="in the middle"):
             call(gpt2, batch)
-
-
-@pytest.mark.changes_model
-def test_no_trace_is_left_after_bad_input(gpt2: Any) -> None:
-    batch = batch_of(gpt2)
-    bad: list[Callable[[], Any]] = [
-        lambda: al.run(gpt2, [batch], []),
-        lambda: al.run(
-            gpt2, [batch], METRICS, hooks=lambda b: al.isolate_labels(gpt2, b, 99), progress=False
-        ),
-        lambda: ask(gpt2, [batch], al.EdgeSweep.isolation({"no such": al.Site(99)})),
-    ]
-    for call in bad:
-        with unchanged(gpt2), pytest.raises(AnchorlensError):
-            call()
 
 
 @pytest.mark.parametrize("outside", [nullcontext, torch.no_grad, torch.inference_mode])

@@ -27,6 +27,8 @@ from anchorlens.report.prompt_flows import Found
 from anchorlens.report.templates import as_json
 from anchorlens.results.estimate import Estimate
 from tests.support.asked import ask
+from tests.support.made_up_records import made_up_records
+from tests.support.measures import assert_same
 from tests.support.tiny_models import questions, tiny_gpt2
 
 pytestmark = pytest.mark.with_shapes
@@ -234,12 +236,15 @@ def test_a_record_without_a_figure_shows_its_numbers(tmp_path: Path) -> None:
     assert "nan" not in "".join(Page(path).cells)
 
 
-def test_every_record_has_a_plot_with_and_without_intervals(results: dict[str, Any]) -> None:
-    for record in results.values():
-        for shown in (record, replace(record, intervals={})):
+def test_every_record_is_drawn_and_saved_with_and_without_intervals(tmp_path: Path) -> None:
+    for name, record in made_up_records():
+        bare = replace(record, intervals={})
+        has_always = isinstance(record, al.records.AcrossModelsRecord)
+        for shown in (record,) if has_always else (record, bare):
             figure = shown.plot()
             assert isinstance(figure, go.Figure)
-            assert figure.data and figure.layout.title.text
+            assert figure.data and figure.layout.title.text, name
+            assert_same(al.load_record(shown.save(tmp_path / name)), shown, 0)
 
 
 @pytest.fixture(scope="module")
