@@ -34,6 +34,7 @@ METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorD
 SST2, TREC = al.TASKS["sst2"], al.TASKS["trec"]
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 LABELS = [" Negative", " Positive"]
+SEVERAL = [[" Negative", " Sad"], [" Positive"]]
 DEMOS = al.sample_demonstrations(al.load_examples("questions"), seed=1)
 BARE = [al.Example("", 0), *(al.Example("What is it?", k) for k in range(1, 6))]
 PIECES = [("document", "The museum opens at ten. "), ("question", "When does it open? At")]
@@ -66,7 +67,7 @@ ISOLATION: dict[str, Any] = {"edges": edges.wp, "control": edge_sweep.random_wor
 OUTPUTS = torch.zeros(3, 2, 12)
 ONES, EDGE = torch.ones(2, 3, 3), torch.ones(1, 3, 3).bool()
 BETWEEN: Any = edges.between
-MINE = al.subsets.Method("mine", A_CLASS, A_CLASS)
+CLASSES = al.subsets.Method("classes", A_CLASS, A_CLASS)
 GOLD = al.losses.word_cross_entropy()
 CORRECT = {"given": torch.ones(2, 6)}
 FIRST_OF_QUERY = {"a": lambda batch: batch.positions == batch.query_start[:, None]}
@@ -168,6 +169,25 @@ def faithful(s: Scene, given: tuple[Any, dict[str, Any]]) -> Any:
     return run(s, [al.Faithfulness(given[0], **given[1])])
 
 
+def mine(**changes: Any) -> dict[str, Any]:
+    """A method of one's own."""
+    return {"method": replace(al.subsets.one_by_one, name="mine", **changes)}
+
+
+def returning(*given: Any) -> dict[str, Any]:
+    return {"remove": lambda model, batch, removed: given if len(given) != 1 else given[0]}
+
+
+def blanked(model: Any, batch: al.PromptBatch, removed: torch.Tensor) -> Any:
+    batch.tokens[removed] = 0
+    return batch, []
+
+
+def seeded(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Another number of subsets for each prompt."""
+    return torch.ones(int(generator.initial_seed() % 7) + 1, count).bool()
+
+
 def compared(s: Scene, batches: Any, **options: Any) -> Any:
     return run(s, [al.ContextComparison(**{"contexts": {"mine": al.compress}} | options)], batches)
 
@@ -191,6 +211,8 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "Task": (PromptError, lambda s, given: al.Task(*given)),
     "ChatTask": (PromptError, lambda s, fields: CHAT(**fields)),
     "Verbalizer": (PromptError, lambda s, ids: al.prompts.Verbalizer(ids)),
+    "Task by": (PromptError, lambda s, score: al.Task(SST2.template, SEVERAL, score=score)),
+    "Verbalizer by": (PromptError, lambda s, score: al.prompts.Verbalizer([[4, 1], [2]], score)),
     "relabel": (PromptError, lambda s, given: al.relabeling.relabel(given[0], SST2, given[1])),
     "sample_prompts": (
         DataError,
@@ -247,6 +269,10 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
         AnchorlensError,
         lambda s, of: al.head_effects(s.model, s.two, of(s), **QUIET),
     ),
+    "attribution": (
+        AnchorlensError,
+        lambda s, options: run(s, [al.SegmentAttribution(**options)], [s.batch]),
+    ),
     "replace_heads": (
         AnchorlensError,
         lambda s, given: al.replace_heads(s.model, s.batch, *given),
@@ -297,6 +323,17 @@ ROWS: list[tuple[str, Any, str]] = [
     ("Verbalizer", [[1], [-2]], "whole numbers from 0, a list for each class"),
     ("Verbalizer", [[1], []], "at least one for each class"),
     ("Verbalizer", [[1, 2], [2]], r"must be different, .*got \[\[1, 2\], \[2\]\]"),
+    *(
+        (f"{of} by", score, words)
+        for of in ("Task", "Verbalizer")
+        for score, words in (
+            (torch.max, r"score max must give one number a prompt: .*got max; .*amax|got "),
+            (lambda log_probs: log_probs.mean(-1), r"must take \(log probabilities, axis\)"),
+            (lambda log_probs, axis: log_probs.mean(), r"the shape \(2,\); got .* \(\)"),
+            (lambda log_probs, axis: log_probs, r"shape \(2, 1\) and axis -1 .* got .* \(2, 1\)"),
+            (lambda log_probs, axis: 0.5, "got a float"),
+        )
+    ),
     ("relabel", ([], al.relabeling.gold), "there are no demonstrations to relabel"),
     ("relabel", ([BAD, GOOD], lambda _, demos: demos), r"as many demonstrations as.*got \[Exa"),
     ("relabel", ([BAD, GOOD], lambda t, d: (t, d[:1])), "as many demonstrations as it got"),
@@ -574,7 +611,7 @@ ROWS: list[tuple[str, Any, str]] = [
             ("weight", lambda s: run(s, [al.SegmentFlows(weight=A_CLASS)])),
             ("weight", lambda s: al.metrics.flows(ONES[None], ONES[None], EDGE, weight=A_CLASS)),
             ("remove", lambda s: run(s, [al.SegmentAttribution(remove=A_CLASS)])),
-            ("draw", lambda s: run(s, [al.SegmentAttribution(MINE)])),
+            ("draw", lambda s: run(s, [al.SegmentAttribution(CLASSES)])),
             ("'a' of segment_flows", lambda s: run(s, [al.SegmentFlows({"a": A_CLASS})])),
             ("'rows' of prefix_effect", lambda s: run(s, [al.PrefixEffect(rows=A_CLASS)])),
             ("edges", lambda s: al.block_edges(s.model, s.batch, A_CLASS)),
@@ -666,6 +703,52 @@ ROWS: list[tuple[str, Any, str]] = [
     ("Faithfulness", (CORRECT, {"answer": "text"}), "goes on after the answer has begun"),
     ("Faithfulness", (CORRECT, {"segments": ["reply"]}), "there is no segment 'reply'"),
     ("PromptError", lambda s: run(s, [al.Faithfulness(CORRECT)], []), "there are no batches"),
+    ("attribution", {"segments": []}, "segments are different names"),
+    ("attribution", {"segments": ["nothing"]}, "there is no segment 'nothing'"),
+    ("attribution", {"segments": ["text", "other"]}, "'other' of prompt 0 is empty, but"),
+    ("attribution", {"segments": ["text", "target"]}, "is empty, but for the token"),
+    ("attribution", {"segments": dict.fromkeys("ab", edges.query)}, r"segments \['a', 'b'\]"),
+    ("attribution", {"answer": "nothing"}, "there is no segment 'nothing'"),
+    ("attribution", {"answer": "other"}, "the answer, segment 'other', is empty in prompt 0"),
+    ("attribution", {"answer": "text"}, "'demonstration 1' of prompt 0 goes on after the an"),
+    (
+        "attribution",
+        {"answer": "query", "segments": ["text", "query"]},
+        "'query' of prompt 0 goes on after",
+    ),
+    ("attribution", {"answer": "format"}, "in prompt 0, or holds its first token"),
+    ("attribution", returning(), "the batch that runs and a list of hooks.*tuple"),
+    ("attribution", returning(1), "must return the batch that runs and a list.*got a int"),
+    ("attribution", {"remove": lambda m, b, r: (b.prompt(0), [])}, "keep the prompts and the"),
+    ("attribution", {"remove": lambda m, b, r: (b, [])}, "=<lambda> removes nothing: it re"),
+    (
+        "attribution",  # as prompts that were built again
+        {"remove": lambda m, b, r: (replace(b, index=b.index.flip(0)), [])},
+        "must keep the prompts .* in their order",
+    ),
+    ("attribution", {"remove": blanked}, "blanked changed tokens that it was given in place"),
+    ("attribution", {"method": al.subsets.lasso(65)}, "there are 64 subsets of 6 segments"),
+    (
+        "attribution",
+        {"method": al.subsets.lasso(9), "segments": ["text", "label"]},
+        "there are 4 subsets",
+    ),
+    ("attribution", {"method": "lasso"}, "method of SegmentAttribution must be"),
+    (
+        "attribution",
+        mine(draw=lambda n, _: torch.ones(n)),
+        r"draw of the method 'mine' .*\(subset, 6\).*got torch.float32",
+    ),
+    ("attribution", mine(draw=lambda n, _: torch.ones(2, n + 1) > 0), r"bool .*\(2, 7\)"),
+    ("attribution", mine(draw=lambda n, _: torch.ones(0, n) > 0), r"bool .*\(0, 6\)"),
+    ("attribution", mine(draw=seeded), r"equally many subsets each time; got .* and .*\("),
+    ("attribution", mine(scores=lambda kept, y: y.mean()), r"'mine' \(<lambda>\).* of the 6"),
+    (
+        "attribution",
+        mine(scores=lambda kept, y: y[1:] * NAN),
+        r"must give a finite number for each .* y from -1 to 1, got \[nan, ",
+    ),
+    ("attribution", mine(errors=lambda kept, y: y), r"errors of .* 'mine' .* torch.float64"),
     ("PromptError", lambda s: run(s, [al.SegmentAttribution()], []), "there are no batches to run"),
     ("MetricError", lambda s: al.subsets.random(9, 3, torch.Generator()), "8 subsets of.*got 9"),
     ("MetricError", lambda s: al.subsets.lasso().draw(3, torch.Generator()), "are 8 subsets of 3"),

@@ -364,46 +364,6 @@ def test_the_likeliest_word_of_the_predicted_class_is_the_answer(gpt2: Any) -> N
         assert list(answers.tokens[row]) == [max(best, key=lambda word: float(of_prompt[word]))]
 
 
-def returning(*given: Any) -> Any:
-    return lambda model, batch, removed: given if len(given) != 1 else given[0]
-
-
-def turned(model: Any, batch: al.PromptBatch, removed: Tensor) -> Any:
-    return replace(batch, index=batch.index.flip(0)), []  # as prompts that were built again
-
-
-def blanked(model: Any, batch: al.PromptBatch, removed: Tensor) -> Any:
-    batch.tokens[removed] = 0
-    return batch, []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"segments": []}, "segments are different names"),
-        ({"segments": ["nothing"]}, "there is no segment 'nothing'"),
-        ({"segments": ["text", "other"]}, "segment 'other' of prompt 0 is empty, but"),
-        ({"segments": ["text", "target"]}, "'target' of prompt 0 is empty, but for the token"),
-        ({"segments": dict.fromkeys("ab", al.edges.query)}, r"in the segments \['a', 'b'\]"),
-        ({"answer": "nothing"}, "there is no segment 'nothing'"),
-        ({"answer": "other"}, "the answer, segment 'other', is empty in prompt 0"),
-        ({"answer": "text"}, "segment 'demonstration 1' of prompt 0 goes on after the answer"),
-        ({"answer": "query", "segments": ["text", "query"]}, "'query' of prompt 0 goes on after"),
-        ({"answer": "format"}, "in prompt 0, or holds its first token"),
-        ({"remove": returning()}, "must return the batch that runs and a list of hooks.*tuple"),
-        ({"remove": returning(1)}, "must return the batch that runs and a list.*got a int"),
-        ({"remove": lambda m, b, r: (b.prompt(0), [])}, "must keep the prompts and the tokens"),
-        ({"remove": lambda m, b, r: (b, [])}, "remove=<lambda> removes nothing: it returned"),
-        ({"remove": turned}, "must keep the prompts .* in their order"),
-        ({"remove": blanked}, "remove=blanked changed tokens that it was given in place"),
-    ],
-)
-def test_bad_input_is_an_error_before_any_pass(options: Any, message: str, gpt2: Any) -> None:
-    al.target_logits(gpt2, questions(gpt2, 1), progress=False)
-    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        outcomes(gpt2, questions(gpt2, 3), **options)
-
-
 def test_bad_prompts_are_an_error_before_any_pass(gpt2: Any, byte_level: Any) -> None:
     batch, [shorter], others = written(byte_level, gpt2), questions(gpt2, 1), questions(gpt2, 1)
     shorter, _ = al.removal.text(gpt2, shorter, al.edges.demonstration(shorter, 0))

@@ -122,25 +122,6 @@ def test_batches_from_positions_take_several_words() -> None:
         check_batch(replace(batch, verbalizer=None))
 
 
-@pytest.mark.parametrize(
-    ("score", "message"),
-    [
-        (torch.max, r"score max must give one number a prompt: .*got max; .*amax \(not max\)|got "),
-        (lambda log_probs: log_probs.mean(-1), r"must take \(log probabilities, axis\)"),
-        (lambda log_probs, axis: log_probs.mean(), r"the shape \(2,\); got .* \(\)"),
-        (lambda log_probs, axis: log_probs, r"shape \(2, 1\) and axis -1 the .*; got .* \(2, 1\)"),
-        (lambda log_probs, axis: 0.5, "got a float"),
-    ],
-)
-def test_wrong_scores_raise_an_error(score: Any, message: str) -> None:
-    for make in (
-        lambda: al.Task(TEMPLATE, WORDS, score=score),
-        lambda: al.prompts.Verbalizer(IDS, score),
-    ):
-        with pytest.raises(PromptError, match=message):
-            make()
-
-
 @pytest.mark.with_shapes
 def test_a_score_that_is_no_number_raises_an_error() -> None:
     def logarithm(log_probs: torch.Tensor, axis: int) -> torch.Tensor:
