@@ -206,23 +206,6 @@ def test_means_are_over_prompts_and_then_over_sets() -> None:
     assert record.scores.tolist() == [5.0]
 
 
-# CONFLICT ours
-
-
-def test_a_figure_has_a_bar_for_each_segment(gpt2: Any) -> None:
-    record = ask(gpt2, questions(gpt2, 3), al.SegmentAttribution(), resamples=20, progress=False)
-    figure = record.plot()
-    [bar] = figure.data
-    assert bar.name == "one by one" and figure.layout.xaxis.ticktext[0] == "demonstration 1"
-    assert bar.y == pytest.approx(record.scores.tolist())
-    high = record.intervals["scores"][1]
-    assert bar.error_y.array == pytest.approx((high - record.scores).tolist())
-
-
-# CONFLICT theirs
-
-
-@pytest.mark.with_shapes
 def test_a_figure_has_a_bar_for_each_segment(gpt2: Any) -> None:
     record = ask(gpt2, questions(gpt2, 3), al.SegmentAttribution(), resamples=20, progress=False)
     figure = record.plot()

@@ -104,43 +104,6 @@ def test_label_words_are_written_into_prompts_with_shuffled_labels(model: Any) -
     assert float(same.unchanged) == float(same.demonstrations) == float(record.demonstrations)
 
 
-# CONFLICT ours
-
-
-def test_hooks_write_the_vectors_of_a_layer(gpt2: Any) -> None:
-    """Only the target changes, also where the shared tokens are run once for all."""
-    batches = prompts(gpt2, READ)
-    sizes: dict[str, Any] = {"batch_size": 12}
-    [batch] = prompts(gpt2, ASKED, padding_side="left", **sizes)
-    record = al.task_vectors(gpt2, batches, [batch], **QUIET)
-    [(name, write)] = record.hooks(gpt2, batch, -2)
-    assert name == name_of(1)
-    resid = torch.ones(*batch.tokens.shape, 24)
-    changed = write(resid, hook=None)
-    assert changed is not None and (resid == 1).all()
-    target = al.edges.target(batch)
-    assert (changed[~target] == 1).all()
-    close(changed[target], record.vectors[1, 0].float().expand(len(batch), -1))
-    # The run of the package shares tokens, and writes at the same positions.
-    hooks = {side: lambda batch: record.hooks(gpt2, batch, 1) for side in ("left", "right")}
-    left, right = (
-        al.target_logits(
-            gpt2,
-            prompts(gpt2, ASKED, padding_side=side, **sizes),
-            hooks=hooks[side],
-            progress=False,
-        )
-        for side in hooks
-    )
-    whole = al.run(gpt2, [batch], [al.Accuracy()], hooks=hooks["left"], **QUIET)["accuracy"]
-    assert is_shared(whole)
-    close(left, right)
-
-
-# CONFLICT theirs
-
-
-@pytest.mark.with_shapes
 def test_hooks_write_the_vectors_of_a_layer(gpt2: Any) -> None:
     """Only the target changes, also where the shared tokens are run once for all."""
     batches = prompts(gpt2, READ)
