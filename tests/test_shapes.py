@@ -51,7 +51,7 @@ def scene(
         pytest.skip("shapes are checked with --jaxtyping-packages=anchorlens,beartype.beartype")
     tokenizer = byte_level_tokenizer()
     model = hooked_model("bridge", tiny_gpt2(len(tokenizer), n_layer=2), tokenizer)
-    return scene_of(model, tmp_path_factory.mktemp("shapes"), resamples=5)
+    return scene_of(model, tmp_path_factory.mktemp("shapes"), prompts=4, resamples=5)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
