@@ -72,7 +72,7 @@ def test_what_workflows_call_exists() -> None:
         assert all(
             (ROOT / local).exists() for local in re.findall(r"uses: (\./\S+)", path.read_text())
         )
-    assert called >= {"test", "test-oldest", "test-browser", "test-newest", "docs"}
+    assert called >= {"test", "test-all", "test-browser", "test-newest", "docs"}
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in called)
 
 
