@@ -60,7 +60,7 @@ test: lint-and-compile
 
 # What CI asks of a change. A quarter of the architectures, or all where the change touches them.
 test-all: lint-and-compile $(OLDEST)/.stamp
-	$(PYTEST) -m 'not release' --rows due --seconds 1 --kind bridge --kind processed
+	$(PYTEST) -m 'not release' --rows due --seconds 2 --kind bridge --kind processed
 	$(BIN)/python -m pytest $(SHAPES) tests/test_shapes.py
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) -m every_kind --rows due --kind bridge --kind hooked-transformer
 

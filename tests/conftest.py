@@ -124,12 +124,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (selected if is_selected(config, item) else rest).append(item)
     config.hook.pytest_deselected(items=rest)
     for item in selected:
-        if row_of(item) not in (None, *COMMON):
-            item.add_marker(pytest.mark.slow("one of many architectures"))
+        if reason := why_slow(item):
+            item.add_marker(pytest.mark.slow(reason))
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {kind_of(item) or ''}"))
     # Groups of few and short tests go last, so that all processes end at the same time.
     items[:] = sorted(selected, key=lambda item: item.path.stem.endswith("_matrix"))
+
+
+def why_slow(item: pytest.Item) -> str:
+    """Why one case of a test is slow, though the test is not."""
+    if row_of(item) not in (None, *COMMON):
+        return "one of many architectures"
+    for mark in item.iter_markers():
+        if mark.name in ("slow_cases", "quick_cases"):
+            reason, *ids = mark.args
+            is_among = any(each in item.callspec.id for each in ids)  # type: ignore[attr-defined]
+            if is_among == (mark.name == "slow_cases"):
+                return str(reason)
+    return ""
 
 
 def row_of(item: pytest.Item) -> str | None:

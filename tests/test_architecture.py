@@ -205,6 +205,7 @@ def without_an_end(tree: ast.Module) -> set[str]:
     }
 
 
+@pytest.mark.slow("many passes")
 def test_what_is_changed_for_a_while_is_put_back() -> None:
     """After an interrupt too: see tests/system/test_every_context.py."""
     # Every pass is inside frozen_in_eval_mode, which puts the mode of gradients back.
@@ -396,6 +397,7 @@ def asked_by_isinstance(tree: ast.Module) -> set[str]:
     }
 
 
+@pytest.mark.slow("many passes")
 def test_no_file_asks_isinstance_of_a_protocol() -> None:
     """Its answer depends on the version of Python: see system/arguments.py."""
     known = protocols()

@@ -121,6 +121,7 @@ def instances(model: Any) -> Iterator[Any]:
     yield from (al.Results(), al.Contributions({f"number {k}": torch.ones(3) for k in range(40)}))
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_every_public_object_prints_one_short_line(gpt2: Any) -> None:
     shown = list(instances(gpt2))
@@ -214,6 +215,7 @@ def hostile_things(model: Any) -> Iterator[Any]:
     )
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_no_text_of_somebody_else_commands_a_terminal(gpt2: Any) -> None:
     for instance in hostile_things(gpt2):
@@ -226,6 +228,7 @@ def test_no_text_of_somebody_else_commands_a_terminal(gpt2: Any) -> None:
             assert r"\x1" in text, f"{how} of {type(instance).__name__}: {text}"
 
 
+@pytest.mark.slow("many passes")
 def test_models_of_any_name_and_error_are_compared_without_commands(
     gpt2: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,9 @@ def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path)
     PartialState._reset_state()  # a page on several processes makes it
 
 
+@pytest.mark.quick_cases(
+    "runs whole pages", "docs/metrics.md", "docs/prefix_tuning.md", "docs/tutorials/own_task.md"
+)
 @pytest.mark.parametrize("page", with_code("python"))
 def test_the_code_of_a_page_runs(page: Path, reader: None, quick: None) -> None:
     run_page(page)

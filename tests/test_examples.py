@@ -29,6 +29,7 @@ def test_the_folder_has_examples() -> None:
     assert {*EXAMPLES} == {*WITH_MODEL, PREFIX_TUNING}
 
 
+@pytest.mark.quick_cases("runs whole pages", "reasoning_steps")
 @pytest.mark.parametrize("path", WITH_MODEL, ids=lambda path: path.stem)
 def test_an_example_runs_and_writes_a_page(
     path: Path, monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, quick: None
@@ -86,6 +87,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.quick_cases("runs whole pages", "1")
 @pytest.mark.parametrize("table", PUBLISHED)
 def test_prefix_tuning_prints_the_rows_of_a_table_above_the_published_ones(
     table: str, monkeypatch: Any, tmp_path: Path, capsys: Any
@@ -201,6 +203,7 @@ def test_prefixes_that_are_trained_together_are_those_that_are_trained_alone(
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow("runs whole pages")
 def test_lora_has_the_published_parameters_and_adds_matrices_of_rank_1(
     toy: Any, generator: torch.Generator
 ) -> None:

@@ -298,6 +298,7 @@ OF_TENSORS: dict[str, tuple[Weighted, tuple[int, ...], float, float]] = {
 }
 
 
+@pytest.mark.quick_cases("many passes", "factor")
 @pytest.mark.parametrize("name", OF_TENSORS)
 def test_gradients_of_tensors_equal_finite_differences(
     name: str, byte_level: Any, hooked: Any

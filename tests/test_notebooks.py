@@ -19,6 +19,7 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow("runs whole pages")
 @pytest.mark.parametrize("path", NOTEBOOKS)
 def test_the_cells_of_a_notebook_run(
     path: Path, monkeypatch: Any, model_folder: Path, tmp_path: Path

@@ -196,6 +196,7 @@ def test_weights_and_biases_gets_figures_tables_and_the_report(page: Any) -> Non
     assert 0 <= stage.summary["largest AUCROC"] <= 1
 
 
+@pytest.mark.slow("many passes")
 def test_passes_of_other_tools_give_the_records_of_a_run(page: Any) -> None:
     names, calls, _, _ = page
     assert [[*own] for own in calls["own"]] == [["attention_aucroc"], *[["saliency_flows"]] * 2]

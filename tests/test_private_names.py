@@ -437,6 +437,7 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
             yield node.id
 
 
+@pytest.mark.slow("many passes")
 def test_the_list_has_the_private_names_that_are_used() -> None:
     texts = [path.read_text() for path in PACKAGE.rglob("*.py")]
     trees = [ast.parse(text) for text in texts]

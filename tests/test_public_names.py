@@ -53,6 +53,7 @@ HEAVY = (
 )
 
 
+@pytest.mark.slow("many passes")
 def test_packages_are_imported_at_first_use_and_leave_random_states_as_they_are() -> None:
     """Scikit-learn is imported at the first lasso, and draws from the random state of Python."""
     printed = python(FIRST_USES.format(heavy=HEAVY)).split("\n")

@@ -20,6 +20,7 @@ def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[in
     return drawn
 
 
+@pytest.mark.quick_cases("many passes", "llama")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_random_words_depend_only_on_the_seed_and_the_demonstrations(
     name: str, request: pytest.FixtureRequest

@@ -60,6 +60,7 @@ def test_the_oldest_versions_are_older_than_those_of_the_constraints() -> None:
     assert all(OLDEST[name] <= NEWEST[name] for name in OLDEST if name in NEWEST)
 
 
+@pytest.mark.slow("many passes")
 def test_what_the_package_imports_is_a_dependency() -> None:
     distributions = importlib.metadata.packages_distributions()
     imported = {

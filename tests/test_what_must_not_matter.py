@@ -386,6 +386,7 @@ IN_EVERY_KIND = ["metrics", "changed metrics", *CUTS, *OTHERS, "isolation", "rea
 IN_EVERY_KIND += ["reweighted", "loss of a span", "metrics of texts"]
 
 
+@pytest.mark.slow_cases("many passes", "llama", "gemma3")
 @pytest.mark.every_kind
 @pytest.mark.parametrize(("name", "of"), [case for case in EVERY if case[0] in IN_EVERY_KIND])
 def test_in_every_kind_of_model_shared_tokens_batches_order_and_padding_change_nothing(
@@ -397,6 +398,7 @@ def test_in_every_kind_of_model_shared_tokens_batches_order_and_padding_change_n
     assert {"run once" in each for each in said(records, "shared_prefix")} <= {ROWS[name].shares}
 
 
+@pytest.mark.slow_cases("many passes", "llama", "faithfulness")
 @pytest.mark.parametrize(("name", "of"), [case for case in EVERY if case[0] not in IN_EVERY_KIND])
 def test_shared_tokens_batches_order_and_padding_change_nothing(
     name: str, of: str, exact: Any, references: dict[Any, Records]
@@ -405,6 +407,7 @@ def test_shared_tokens_batches_order_and_padding_change_nothing(
     assert {"run once" in each for each in said(records, "shared_prefix")} <= {ROWS[name].shares}
 
 
+@pytest.mark.slow_cases("many passes", "llama", "gemma3", "metrics-", "faithfulness", "forerunners")
 @pytest.mark.usefixtures("long")
 @pytest.mark.parametrize(("name", "of"), EVERY)
 def test_long_prompts_have_the_numbers_of_whole_patterns(
@@ -417,6 +420,7 @@ def test_long_prompts_have_the_numbers_of_whole_patterns(
 CHECKPOINTED = [*(("metrics", of) for of in ALL), ("changed metrics", "gpt2")]
 
 
+@pytest.mark.slow_cases("many passes", "-0", "llama", "gemma3")
 @pytest.mark.parametrize("large", [0, 2**31])
 @pytest.mark.parametrize(("name", "of"), [*CHECKPOINTED, ("metrics of texts", "gpt2")])
 def test_blocks_that_run_again_for_their_gradient_change_nothing(
@@ -432,6 +436,7 @@ def test_blocks_that_run_again_for_their_gradient_change_nothing(
 STORED = [(name, row.models[0], False) for name, row in ROWS.items() if row.others]
 
 
+@pytest.mark.quick_cases("many passes", "suppression")
 @pytest.mark.parametrize(
     ("name", "of", "is_long"), [*STORED, ("metrics", "gpt2", False), ("metrics", "gpt2", True)]
 )

@@ -60,6 +60,7 @@ def attack(section: Section, count: int, **options: Any) -> None:
     drawn(given(st.randoms(use_true_random=False))(section))()
 
 
+@pytest.mark.quick_cases("many passes", "fuzzed_prompts", "odd_turns")
 @pytest.mark.parametrize(
     ("section", "count"), SMALL, ids=[section.__name__ for section, _ in SMALL]
 )
@@ -67,6 +68,7 @@ def test_a_section_finds_no_fault(section: Section, count: int) -> None:
     attack(section, count)
 
 
+@pytest.mark.quick_cases("many passes", "20", "60")
 @pytest.mark.parametrize(
     ("section", "count", "owners", "name", "instead"),
     [
@@ -96,6 +98,7 @@ def ends_early(*given: Any, find: Any = WrittenPrompt.words) -> list[tuple[int, 
     return [(first, max(first, last - 1), label) for first, last, label in find(*given)]
 
 
+@pytest.mark.slow("many passes")
 def test_every_wrong_value_is_refused() -> None:
     check_wrong_values()
 
@@ -104,12 +107,14 @@ def test_no_extreme_value_ends_in_another_error() -> None:
     check_extreme_values()
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize("first", [True, False])
 def test_an_odd_metric_changes_no_other(first: bool) -> None:
     for odd in ODD:
         check_with_odd_metric(odd, first)
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that signals")
 def test_interrupts_leave_nothing(byte_level: Any) -> None:
     model = al.load_model(tiny_gpt2(len(byte_level), n_layer=2), tokenizer=byte_level)

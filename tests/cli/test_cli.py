@@ -44,6 +44,7 @@ def test_help_shows_options_of_the_task_before_those_of_the_machine() -> None:
     )
 
 
+@pytest.mark.slow_cases("whole commands", "run ")
 @pytest.mark.parametrize(
     ("command", "analysis"),
     [
@@ -67,6 +68,7 @@ def test_depth_and_draws_are_not_taken_for_each_other(
     assert (asked["depth"], asked["draws"]) == (2, 3)
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning", "ignore:some pairs:UserWarning")
 def test_demo_writes_report_results_and_settings(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
@@ -95,6 +97,7 @@ def test_demo_writes_report_results_and_settings(
     assert isolation.random_word_loyalty.shape == (2, 2)
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
 def test_run_takes_a_file_and_several_seeds(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path
@@ -118,6 +121,7 @@ def test_run_takes_a_file_and_several_seeds(
     assert len(flows.per_prompt) == 24
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.usefixtures("analysis_made_before")
 def test_without_a_picture_of_a_prompt_there_is_still_a_report(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
@@ -166,6 +170,7 @@ def test_the_error_for_a_model_that_cannot_be_loaded_names_the_option(
     assert "--model" in capsys.readouterr().err
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
 def test_a_metric_that_cannot_be_computed_does_not_stop_the_others(
     monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any

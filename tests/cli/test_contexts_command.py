@@ -17,6 +17,7 @@ SMALL = ["--queries", "6", "--training", "4", "--held-out", "3", "--steps", "1",
 COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_contexts_are_trained_compared_and_reported(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
@@ -74,6 +75,7 @@ def test_contexts_are_trained_compared_and_reported(
     assert ">Other tokens</h3>" in page and "heavy hitters, one set" in page
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any

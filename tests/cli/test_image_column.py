@@ -35,6 +35,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., str]:
     return called
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_table_with_images_is_analysed(photos: Path, quick: None, command: Any) -> None:
     weights, processor = image_model("LLaVA")

@@ -107,6 +107,7 @@ def launched(arguments: list[str], folder: Path) -> tuple[str, str]:
     return out, error
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_processes_write_the_same_as_one(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any

@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers
 
 import anchorlens as al
@@ -68,6 +69,7 @@ def test_models_prints_the_architectures(monkeypatch: Any, capsys: Any) -> None:
     assert "no tested architecture has 'nothing' in its name" in error_of(capsys.readouterr())
 
 
+@pytest.mark.slow("whole commands")
 def test_check_says_what_works(monkeypatch: Any, model_folder: Path, capsys: Any) -> None:
     assert call(monkeypatch, "check", str(model_folder), "--json", "--quiet") == 0
     found = json.loads(capsys.readouterr().out)
@@ -101,6 +103,7 @@ def tiny_opt(vocab_size: int) -> Any:
     )
 
 
+@pytest.mark.slow("whole commands")
 def test_check_names_wrapped_attention_and_prompts_that_are_too_long(
     monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
 ) -> None:
@@ -121,6 +124,7 @@ def raising(error: Exception) -> Any:
     return raise_error
 
 
+@pytest.mark.slow("whole commands")
 def test_check_prints_its_table_if_a_metric_fails(
     monkeypatch: Any, shallow_folder: Path, capsys: Any
 ) -> None:
@@ -139,6 +143,7 @@ def test_check_prints_its_table_if_a_metric_fails(
     assert "no:" not in printed.partition("attention aucroc")[2]
 
 
+@pytest.mark.slow("whole commands")
 def test_check_prints_its_table_if_no_metric_works(
     monkeypatch: Any, shallow_folder: Path, capsys: Any
 ) -> None:
@@ -155,6 +160,7 @@ def test_check_prints_its_table_if_no_metric_works(
     assert found["shared_demonstrations"] == "not tried"
 
 
+@pytest.mark.slow("whole commands")
 def test_a_model_without_prompts_cannot_be_analysed(
     monkeypatch: Any, shallow_folder: Path, capsys: Any
 ) -> None:

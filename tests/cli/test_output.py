@@ -25,6 +25,7 @@ TABLE = Section(
 )
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs")
 def test_json_is_one_document_of_the_numbers_in_the_records(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
@@ -74,6 +75,7 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     assert report[2].startswith("  anchorlens run ") and "--shots 4" in report[2]
 
 
+@pytest.mark.slow("whole commands")
 def test_paper_prints_its_tables_stores_the_same_text_and_prints_json(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -154,6 +156,7 @@ class Full:
         self.file.close()
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.parametrize(
     ("stdout", "reason"),
     [(Full, "No space left on device"), (lambda: nullcontext(None), "it is closed")],
@@ -176,6 +179,7 @@ def test_a_command_stores_everything_where_nothing_can_be_printed(
     assert (tmp_path / "questions" / "isolation.safetensors").exists()
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.usefixtures("analysis_made_before")
 def test_names_that_are_no_text_lose_no_report_and_command_no_terminal(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any

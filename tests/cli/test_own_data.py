@@ -57,6 +57,7 @@ def parquet(table: pd.DataFrame, path: Path) -> None:
     table.to_parquet(path)
 
 
+@pytest.mark.quick_cases("whole commands", "table1")
 @pytest.mark.parametrize(
     ("name", "write", "table", "expected"),
     [
@@ -341,6 +342,7 @@ def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
     assert "2 of 2 classes have a label word" in printed and "same same  ' B'" in printed
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:no result for", "ignore:in . of . sets", "ignore:intervals of")
 @pytest.mark.filterwarnings("ignore:the label words")
 def test_the_command_warns_of_repeated_texts_and_of_other_columns_that_may_be_meant(
@@ -403,6 +405,7 @@ def next_command(printed: Any) -> tuple[str, list[str]]:
     return reason, shlex.split(line)[1:]
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.usefixtures("analysis_made_before")
 def test_the_next_command_has_the_same_data_and_no_more_queries_than_there_are(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
@@ -434,6 +437,7 @@ def test_the_next_command_has_the_same_data_and_no_more_queries_than_there_are(
     ]
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:no result for", "ignore:in . of . sets", "ignore:intervals of")
 def test_of_one_query_no_one_knows_whether_the_task_is_too_hard(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
@@ -447,6 +451,7 @@ def test_of_one_query_no_one_knows_whether_the_task_is_too_hard(
     assert command[command.index("--queries") + 1] == "4"
 
 
+@pytest.mark.slow("whole commands")
 def test_paper_takes_a_file_and_has_no_published_values_for_it(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -468,6 +473,7 @@ def test_paper_takes_a_file_and_has_no_published_values_for_it(
     assert "--task out/own.toml" in printed.out.splitlines()[-1]
 
 
+@pytest.mark.slow("whole commands")
 def test_contexts_takes_a_file(monkeypatch: Any, shallow_folder: Path, tmp_path: Path) -> None:
     monkeypatch.setattr(work, "trained_contexts", lambda *arguments: {})
     monkeypatch.setattr(work, "reweighted", lambda *arguments: al.compress)

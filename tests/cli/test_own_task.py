@@ -53,6 +53,7 @@ def read(text: str) -> tuple[al.Task, Any]:
     return al.prompts.read_task(path)
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
 def test_one_command_analyses_a_csv_file_and_stores_its_task(
     monkeypatch: Any, shallow_folder: Path, folder: Path
@@ -117,6 +118,7 @@ def chat_model(tmp_path_factory: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
 def test_the_tokens_of_a_chat_are_those_of_the_chat_template(
     monkeypatch: Any, chat_model: Path, folder: Path

@@ -23,6 +23,7 @@ FEW = pytest.mark.filterwarnings("ignore:.*in . of . sets", "ignore:.*in layers"
 ROUGH = pytest.mark.filterwarnings("ignore:.*intervals of", "ignore:a prompt has")
 
 
+@pytest.mark.slow("whole commands")
 @FEW
 @ROUGH
 def test_paper_writes_records_tables_and_report(
@@ -96,6 +97,7 @@ def test_a_command_without_any_record_is_an_error(
     assert "for sentiment, figures: no" in error_of(capsys.readouterr())
 
 
+@pytest.mark.slow("whole commands")
 def test_emocontext_runs_only_if_it_is_named(
     monkeypatch: Any, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +119,7 @@ def test_emocontext_runs_only_if_it_is_named(
     assert tasks == [["sst2", "trec", "agnews"], ["sst2", "emo"]]
 
 
+@pytest.mark.slow("whole commands")
 def test_data_can_be_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) -> None:
     """Demonstrations come from TASK/train.jsonl, queries from TASK/test.jsonl."""
     for split in ("train", "test"):

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 HEAVY = ("torch", "pandas", "scipy", "numpy", "transformers", "plotly", "datasets", "accelerate")
 # Runs commands one after another, in one process, and says which heavy packages they imported.
 CODE = """
@@ -36,6 +38,7 @@ def run_one_after_another(
     return told
 
 
+@pytest.mark.slow("whole commands")
 def test_help_and_mistakes_in_data_files_come_before_heavy_packages(tmp_path: Path) -> None:
     """The last command computes: it imports PyTorch before it finds that there is no such file."""
     shown = {"--help": "paper", "--version": "anchorlens 0.", "run --help": "--task"}
@@ -61,6 +64,7 @@ def test_help_and_mistakes_in_data_files_come_before_heavy_packages(tmp_path: Pa
     assert last[0] == 1 and "torch" in last[3]
 
 
+@pytest.mark.slow("whole commands")
 def test_a_shell_completes_commands_and_tasks() -> None:
     def completed(words: str) -> list[str]:
         environment = {"_ANCHORLENS_COMPLETE": "complete_bash", "COMP_WORDS": words}

@@ -59,6 +59,7 @@ def loaded(shallow_folder: Path) -> Any:
     return al.load_model(shallow_folder)
 
 
+@pytest.mark.quick_cases("whole commands", "paper")
 @pytest.mark.parametrize("name", ROWS)
 def test_a_stopped_command_finds_its_rows_and_a_fresh_one_none(
     monkeypatch: Any, loaded: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, name: str

@@ -23,6 +23,7 @@ WARNED = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.slow("whole commands")
 @WARNED
 def test_across_prints_and_reports_each_model_and_resumes(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
@@ -148,6 +149,7 @@ def positive_folder(byte_level: Any, tmp_path: Path) -> Path:
     return tmp_path / "positive"
 
 
+@pytest.mark.slow("whole commands")
 @pytest.mark.parametrize("has_answers", [False, True])
 def test_faithfulness_explains_what_the_model_writes(
     monkeypatch: Any, positive_folder: Path, tmp_path: Path, capsys: Any, has_answers: bool
@@ -184,6 +186,7 @@ def test_faithfulness_explains_what_the_model_writes(
     assert "has documents and no demonstrations, so leave out --shots" in capsys.readouterr().err
 
 
+@pytest.mark.slow("whole commands")
 @WARNED
 @pytest.mark.parametrize("removal", ["edges", "text"])
 def test_faithfulness_of_a_task_is_that_of_the_question(

@@ -52,6 +52,7 @@ def texts_of(path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow("whole commands")
 def test_the_library_names_no_option_of_the_command() -> None:
     """Its users have none; the command translates arguments of Python by one table."""
     package = Path(al.__file__).parent

@@ -85,6 +85,7 @@ def test_placements_give_the_positions_of_keys_and_query() -> None:
         assert (positions[0].tolist(), positions[1]) == (keys, query)
 
 
+@pytest.mark.slow("trained contexts")
 @pytest.mark.every_kind
 @pytest.mark.parametrize(
     "select",
@@ -123,6 +124,7 @@ def pieces(batch: al.PromptBatch) -> list[range]:
     return [range(start, end) for start, end in pairwise([0, first, *ends])]
 
 
+@pytest.mark.quick_cases("trained contexts", "gpt2", "left", "llama")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_separate_demonstrations_equal_a_prompt_cut_between_them(model: Any, side: str) -> None:
@@ -206,6 +208,7 @@ def test_one_demonstration_alone_is_what_it_was(llama: Any) -> None:
     assert torch.equal(*(context.logits(llama, batch) for context in contexts))
 
 
+@pytest.mark.slow("trained contexts")
 def test_separate_demonstrations_can_be_moved(llama: Any) -> None:
     """All but the first, in one piece with the query, which so keep all distances."""
     batch = questions(llama, 3)[0]
@@ -242,6 +245,7 @@ def test_separate_demonstrations_have_the_hooks_of_the_user(gpt2: Any) -> None:
     assert difference(context.prefix.values[-1], clean.prefix.values[-1]) > 1e-3
 
 
+@pytest.mark.slow("trained contexts")
 def test_what_is_stored_tells_separate_demonstrations_apart(gpt2: Any, tmp_path: Any) -> None:
     batches = questions(gpt2, 3)
     separate = partial(al.compress, separately=True)
@@ -311,6 +315,7 @@ def test_a_whole_context_is_refused_if_positions_are_ignored(gpt2: Any) -> None:
         )
 
 
+@pytest.mark.slow("trained contexts")
 @pytest.mark.every_kind
 def test_contexts_of_one_run_are_those_of_each_selection_alone(llama: Any) -> None:
     """All demonstrations stand at 0, 1, ... already; what is selected of them must be moved."""
@@ -345,6 +350,7 @@ def test_moved_keys_leave_no_gap(llama: Any) -> None:
     assert difference(moved.logits(llama, batch), still.logits(llama, batch)) > 1e-3
 
 
+@pytest.mark.slow("trained contexts")
 def test_another_model_type_or_tokenizer_is_refused(
     hooked: Any, byte_level: Any, llama: Any
 ) -> None:
@@ -382,6 +388,7 @@ def test_a_query_that_is_too_long_is_refused(hooked: Any, byte_level: Any) -> No
         assert again.logits(model, long).isfinite().all()
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_context_of_all_tokens_is_fully_loyal(gpt2: Any) -> None:
     contexts: dict[str, Any] = {
         "all": partial(al.compress, select=al.contexts.selection.everything)
@@ -409,6 +416,7 @@ def test_text_anchor_prompts_have_label_words_and_format_only(byte_level: Any) -
             assert ours.tokens[row, start:end].tolist() == theirs.tokens[row, begin:stop].tolist()
 
 
+@pytest.mark.slow("trained contexts")
 def test_low_precision_equals_masking_approximately(hooked: Any, sentencepiece_like: Any) -> None:
     model = hooked(tiny_llama(len(sentencepiece_like)).bfloat16(), sentencepiece_like)
     batch = questions(model, 4)[0]

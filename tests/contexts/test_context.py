@@ -32,6 +32,7 @@ def test_learned_positions_are_detected_in_logits_of_a_large_mean(
         al.compress(model, questions(model, 3)[0], positions=al.contexts.placement.rebased)
 
 
+@pytest.mark.slow("trained contexts")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rotary_positions_can_be_rebased_in_low_precision(
     hooked: Any, byte_level: Any, sentencepiece_like: Any, dtype: torch.dtype
@@ -83,6 +84,7 @@ def test_a_context_is_refused_after_a_head_was_ablated(
         context.logits(model, batch)
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_changed_sliding_window_changes_the_logits(hooked: Any, sentencepiece_like: Any) -> None:
     model = hooked(tiny_gemma3(len(sentencepiece_like)), sentencepiece_like)
     if not hasattr(model, "original_model"):
@@ -101,6 +103,7 @@ def test_a_prefix_beside_its_model_is_not_copied(gpt2: Any) -> None:
     assert prefix.beside(gpt2) is prefix
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_comparison_leaves_no_trace(hooked: Any, byte_level: Any) -> None:
     model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]

@@ -193,6 +193,7 @@ def test_the_gradient_is_that_at_the_projected_point(gpt2: Any) -> None:
     assert torch.equal(moved.grad, at_tokens.embeddings.grad) and moved.grad.any()
 
 
+@pytest.mark.slow("trained contexts")
 @pytest.mark.every_kind
 def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like: Any) -> None:
     """After a BOS; in GPT-2, because the norms of Llama and Gemma compute in float32."""
@@ -246,6 +247,7 @@ def test_the_tokens_nearest_to_p_are_run_and_give_the_logits_of_plain_tokens(mod
     assert torch.equal(nearby.detach(), point), "projected into the space of the embeddings"
 
 
+@pytest.mark.slow("trained contexts")
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_search_is_the_algorithm_by_hand_on_plain_transformers(llama: Any, keep: bool) -> None:
     """Steps of SGD on P with the clipped gradient at P', and a projection after each if asked."""
@@ -313,6 +315,7 @@ def test_noise_follows_each_step_of_the_optimizer(gpt2: Any) -> None:
     assert tried == "step" and rest == ["step", (0, 3), "step", (1, 3), "step", (2, 3)]
 
 
+@pytest.mark.slow("trained contexts")
 def test_the_seed_decides_the_noise_of_a_search(gpt2: Any) -> None:
     noisy = al.contexts.hard_prompts.Descent(SGD, noise=lambda step, steps: 5.0)
     losses = [
@@ -372,6 +375,7 @@ def test_a_relative_rate_makes_the_same_steps_at_any_size_of_embeddings() -> Non
     torch.testing.assert_close(path(1.0, relative), path(1.0, absolute))
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_search_finds_the_one_token_on_which_the_loss_depends(gpt2: Any) -> None:
     """The loss is the distance of the first embedding to that of one token."""
     batch, *held_out = questions(gpt2, 4, batch_size=2)
@@ -394,6 +398,7 @@ def test_a_search_finds_the_one_token_on_which_the_loss_depends(gpt2: Any) -> No
     assert quadratic.tokens.tolist() == [411, 411]
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_search_lowers_the_loss_and_depends_on_the_seed_alone(llama: Any) -> None:
     prompt = searched(llama, start=[300, 301, 302], steps=8)
     again = searched(llama, start=[300, 301, 302], steps=8)

@@ -96,6 +96,7 @@ def test_the_model_is_right_exactly_when_the_token_is_there(model: Any, prompts:
     assert {float(prompt.training.best_accuracy) for prompt in random} == {0.0}
 
 
+@pytest.mark.slow("trained contexts")
 def test_pez_finds_the_token(model: Any, prompts: Any) -> None:
     training, held_out = prompts
     search = partial(train_hard_prompt, model, training, held_out=held_out, start=START)
@@ -111,6 +112,7 @@ def test_pez_finds_the_token(model: Any, prompts: Any) -> None:
     assert WANTED not in without.ids.tolist()
 
 
+@pytest.mark.slow("trained contexts")
 def test_projected_steps_are_too_short_to_find_it(model: Any, prompts: Any) -> None:
     """The published script loses what its steps add up to; longer steps find the token."""
     training, held_out = prompts

@@ -57,6 +57,7 @@ def changed(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+@pytest.mark.quick_cases("trained contexts", "llama")
 @pytest.mark.every_kind
 def test_peft_gives_the_logits_of_a_context(pair: tuple[Any, Any], tmp_path: Path) -> None:
     """Grouped keys, and a prefix of demonstrations, which is longer than a window of 24."""
@@ -78,6 +79,7 @@ def test_peft_gives_the_logits_of_a_context(pair: tuple[Any, Any], tmp_path: Pat
         assert changes == bool(len(bos_of(batch)))
 
 
+@pytest.mark.slow("trained contexts")
 def test_every_kind_of_context_becomes_an_adapter(llama: Any, tmp_path: Path) -> None:
     training, held_out = split(llama)
     batch, weights = held_out[0], plain("llama", llama)
@@ -97,6 +99,7 @@ def test_every_kind_of_context_becomes_an_adapter(llama: Any, tmp_path: Path) ->
     assert torch.equal(back.tokens, compressed.tokens[compressed.selected])
 
 
+@pytest.mark.slow("trained contexts")
 def test_float64_differs_only_by_what_peft_holds_in_float32(
     hooked: Any, byte_level: Any, tmp_path: Path
 ) -> None:
@@ -109,6 +112,7 @@ def test_float64_differs_only_by_what_peft_holds_in_float32(
     assert al.contexts.context_from_peft(folder, model).prefix.keys[0].dtype == torch.float64
 
 
+@pytest.mark.slow("trained contexts")
 def test_the_base_model_is_named_for_peft(model_folder: Path, tmp_path: Path) -> None:
     model = al.load_model(str(model_folder))
     context = of_everything(model, questions(model, 2)[0])
@@ -118,6 +122,7 @@ def test_the_base_model_is_named_for_peft(model_folder: Path, tmp_path: Path) ->
     assert config["num_virtual_tokens"] == len(context.tokens)
 
 
+@pytest.mark.slow_cases("trained contexts", "gemma3")
 @pytest.mark.every_kind
 def test_a_prefix_of_peft_answers_as_in_peft(pair: tuple[Any, Any], tmp_path: Path) -> None:
     """peft runs the BOS and the query after 30 virtual tokens, more than a window of 24."""
@@ -150,6 +155,7 @@ def test_the_file_of_a_projected_prefix_holds_keys_and_values(llama: Any, tmp_pa
     assert difference(context.logits(llama, batch), expected) < LIMIT
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_prefix_has_the_type_of_the_model(
     hooked: Any, sentencepiece_like: Any, tmp_path: Path
 ) -> None:
@@ -170,6 +176,7 @@ def test_a_prefix_has_the_type_of_the_model(
     )
 
 
+@pytest.mark.quick_cases("trained contexts", "gpt2")
 def test_a_context_comes_back_bit_for_bit(pair: tuple[Any, Any], tmp_path: Path) -> None:
     model, weights = pair
     (batch,) = questions(model, 3)
@@ -184,6 +191,7 @@ def test_a_context_comes_back_bit_for_bit(pair: tuple[Any, Any], tmp_path: Path)
         assert same(al.contexts.PrefixContext.load(back.save(tmp_path / "context")), back)
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_folder_that_peft_saved_again_holds_the_bos(llama: Any, tmp_path: Path) -> None:
     context, (batch,) = trained(llama), questions(llama, 2)
     folder = al.contexts.context_to_peft(context, llama, tmp_path / "adapter")
@@ -193,6 +201,7 @@ def test_a_folder_that_peft_saved_again_holds_the_bos(llama: Any, tmp_path: Path
     assert torch.equal(again.logits(llama, batch), context.logits(llama, batch))
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_prefix_of_peft_is_the_start_of_a_training(gpt2: Any, llama: Any, tmp_path: Path) -> None:
     folder = saved_by_peft(plain("gpt2", gpt2), tmp_path / "gpt2", 3)
     start = al.contexts.context_from_peft(folder, gpt2, questions(gpt2, 2)[0])
@@ -212,6 +221,7 @@ def test_no_virtual_token_is_taken_for_a_bos(llama: Any, tmp_path: Path) -> None
     assert context.tokens.tolist() == [1, 1, 0] and context.info["bos"] == [0]
 
 
+@pytest.mark.slow("trained contexts")
 def test_contexts_that_peft_cannot_hold_are_refused(gpt2: Any, llama: Any, tmp_path: Path) -> None:
     (batch,) = questions(llama, 2)
     context, folder = trained(llama, steps=0), tmp_path / "adapter"
@@ -265,6 +275,7 @@ def test_without_peft_an_error_says_how_to_install_it(
     assert same(al.contexts.context_from_peft(folder, gpt2), replace(context, training=None))
 
 
+@pytest.mark.slow("trained contexts")
 def test_the_wrong_arguments_are_refused_when_reading(
     gpt2: Any, llama: Any, tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_context_of_tokens_answers_as_the_tokens(model: Any) -> None:
         assert difference(centred(after), centred(whole)) < 1e-5
 
 
+@pytest.mark.slow("trained contexts")
 def test_logits_are_those_of_plain_transformers_with_the_same_cache(gpt2: Any, llama: Any) -> None:
     for model in (gpt2, llama):
         context, (batch, *_) = trained(model), questions(model, 3)
@@ -122,6 +123,7 @@ MADE: list[tuple[type[Any], Any]] = [
 ]
 
 
+@pytest.mark.slow("trained contexts")
 @pytest.mark.parametrize(("kind", "make"), MADE, ids=[kind.__name__ for kind, _ in MADE])
 def test_a_loaded_context_is_the_saved_one(
     gpt2: Any, llama: Any, gemma3: Any, tmp_path: Path, kind: Any, make: Any

@@ -56,6 +56,7 @@ def loss_of(model: Any, batch: al.PromptBatch, beta: Tensor) -> float:
     return float(torch.nn.functional.cross_entropy(at_target, batch.gold))
 
 
+@pytest.mark.quick_cases("trained contexts", "False")
 @pytest.mark.parametrize("cached", [True, False])
 def test_the_gradient_equals_finite_differences(cached: bool) -> None:
     tokenizer = byte_level_tokenizer()
@@ -84,6 +85,7 @@ def test_the_gradient_equals_finite_differences(cached: bool) -> None:
         assert float(beta.grad[index]) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.quick_cases("trained contexts", "gpt2")
 @pytest.mark.every_kind
 def test_training_equals_adam_by_hand(model: Any) -> None:
     """Adam runs in numpy on gradients of whole prompts, in the order of the published code."""
@@ -120,6 +122,7 @@ def test_training_equals_adam_by_hand(model: Any) -> None:
     assert float(trained.vanilla_loss) == pytest.approx(np.mean(clean), rel=1e-5)
 
 
+@pytest.mark.quick_cases("trained contexts", "gpt2")
 def test_training_lowers_the_loss_and_the_cache_changes_nothing(model: Any, whole: Any) -> None:
     batches = questions(model, 6, batch_size=4, padding_side="left")
     ours = train_reweighting(model, batches, steps=6, **QUIET)
@@ -206,6 +209,7 @@ def test_divergence_gives_a_warning_and_the_best_beta_before(gpt2: Any, lr: floa
     assert not beta.losses[-1] <= beta.vanilla_loss
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_start_with_a_higher_loss_is_no_divergence(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=1)
     start = next(
@@ -220,6 +224,7 @@ def test_a_start_with_a_higher_loss_is_no_divergence(gpt2: Any) -> None:
     assert beta.losses[-1] > beta.vanilla_loss
 
 
+@pytest.mark.slow("trained contexts")
 def test_training_that_never_improves_returns_the_start(gpt2: Any) -> None:
     calls: list[int] = []
 

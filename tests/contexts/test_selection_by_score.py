@@ -101,6 +101,7 @@ def test_scores_are_those_of_kvpress_in_every_layer(
     assert len({tuple(sorted(head.tolist())) for head in by_head}) > 1
 
 
+@pytest.mark.slow_cases("trained contexts", "gemma3")
 @pytest.mark.every_kind
 def test_as_many_positions_as_asked_for_are_stored(model: Any) -> None:
     [batch] = questions(model, 3)
@@ -144,6 +145,7 @@ def test_of_equal_scores_the_lower_positions_are_stored(llama: Any) -> None:
     assert rising.of(llama, batch).nonzero().flatten().tolist() == [0, *range(length - 29, length)]
 
 
+@pytest.mark.slow("trained contexts")
 def test_the_pass_of_a_score_has_the_edges_of_what_is_stored(llama: Any) -> None:
     """Demonstrations that run separately do not read each other, and positions can be moved."""
     batch, found = questions(llama, 3)[0], list[Tensor]()
@@ -188,6 +190,7 @@ def test_random_tokens_are_drawn_from_all_that_is_not_always_stored(llama: Any) 
     assert share == pytest.approx((budget - 1) / (demos.tokens.shape[1] - 1))
 
 
+@pytest.mark.slow("trained contexts")
 def test_contexts_by_score_are_compared_like_others(llama: Any) -> None:
     """Each is made for each set of demonstrations, and equals that of the same positions."""
     batches = [batch for seed in (1, 2) for batch in questions(llama, 3, seed=seed)]

@@ -38,6 +38,7 @@ def right(model: Any, batches: list[al.PromptBatch], before: list[int]) -> torch
     return torch.tensor(answers).double()
 
 
+@pytest.mark.slow("trained contexts")
 @FEW
 def test_a_text_answers_in_each_model_as_in_plain_passes(gpt2: Any, gemma3: Any) -> None:
     in_model = printed("own_context.md", "in_model")
@@ -112,6 +113,7 @@ def test_the_queries_of_a_search_are_refused_after_its_text_too(gpt2: Any) -> No
             al.run(gpt2, [held_out], [asked], progress=False, resamples=0)
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_random_control_is_a_context_and_joins_those_that_are_drawn(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
     none, contexts = al.contexts.NoContext(), {"words": al.compress}

@@ -64,6 +64,7 @@ def test_a_prefix_of_demonstrations_answers_as_they_do(model: Any) -> None:
     assert len(context.tokens) == len(whole.tokens) and context.size == whole.size
 
 
+@pytest.mark.slow("trained contexts")
 def test_training_lowers_the_loss_and_leaves_the_bos_as_it_is(llama: Any) -> None:
     optimizer = partial(torch.optim.Adam, lr=0.05)
     start = trained(llama, steps=0)
@@ -84,6 +85,7 @@ def test_a_trained_context_is_the_start_of_another_training(llama: Any) -> None:
     )
 
 
+@pytest.mark.slow("trained contexts")
 def test_the_inference_mode_of_the_caller_changes_nothing(llama: Any) -> None:
     expected = trained(llama)
     with torch.inference_mode():
@@ -93,6 +95,7 @@ def test_the_inference_mode_of_the_caller_changes_nothing(llama: Any) -> None:
     assert same(trained(llama, start=start), trained(llama, start=trained(llama, steps=0)))
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_bad_start_is_refused_before_any_pass(gpt2: Any, llama: Any) -> None:
     (first, *_), _ = split(llama)
     short = trained(llama, length=10, steps=0)

@@ -50,6 +50,7 @@ TRAINERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick_cases("trained contexts", "prefix")
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_other_seeds_give_other_bits(gpt2: Any, kind: str) -> None:
     """The seed decides starts, noise, and order; the next test has equal seeds."""
@@ -59,6 +60,7 @@ def test_other_seeds_give_other_bits(gpt2: Any, kind: str) -> None:
     assert not all(same(first, other) for other in others)
 
 
+@pytest.mark.slow("trained contexts")
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_an_interrupted_training_continues_to_the_same_bits(
     gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -90,6 +92,7 @@ def test_an_interrupted_training_continues_to_the_same_bits(
     assert same(call(folder=tmp_path), expected) and not steps
 
 
+@pytest.mark.slow_cases("trained contexts", "hard prompt")
 @pytest.mark.changes_model
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_training_leaves_the_model_as_it_was(gpt2: Any, kind: str) -> None:
@@ -115,6 +118,7 @@ def test_training_leaves_the_model_as_it_was(gpt2: Any, kind: str) -> None:
 CONTEXTS = ["prefix", "soft prompt", "hard prompt"]
 
 
+@pytest.mark.quick_cases("trained contexts", "prefix")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("kind", CONTEXTS)
 def test_the_padding_side_changes_nothing(llama: Any, kind: str) -> None:
@@ -125,6 +129,7 @@ def test_the_padding_side_changes_nothing(llama: Any, kind: str) -> None:
     assert same(left, right)
 
 
+@pytest.mark.slow_cases("trained contexts", "prefix", "soft prompt", "torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", CONTEXTS)
 def test_low_precision_is_trained_in_float32(
@@ -216,6 +221,7 @@ def test_a_bad_argument_is_an_error_before_any_pass(
         TRAINERS[kind](gpt2, **call)
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) -> None:
     expected = trained(gpt2, folder=tmp_path)
     path = tmp_path / "training.safetensors"
@@ -228,6 +234,7 @@ def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) 
         assert caught[0].filename.endswith("trained_contexts.py")
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
     """Its digest is right."""
     trained(gpt2, folder=tmp_path)
@@ -267,6 +274,7 @@ def replaced_activations(model: Any) -> Callable[[], None]:
     return restore
 
 
+@pytest.mark.quick_cases("trained contexts", "soft prompt")
 @pytest.mark.changes_model
 @pytest.mark.parametrize(
     ("kind", "change"),
@@ -292,6 +300,7 @@ def half_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
     return al.losses.label_cross_entropy(logits, batch) / 2
 
 
+@pytest.mark.slow("trained contexts")
 def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) -> None:
     """Also if both starts have the same size and the same record."""
     batches, held_out = split(gpt2)
@@ -345,6 +354,7 @@ def test_divergence_stops_with_a_warning_and_the_best(
     assert context.training.held_out_loss[best].isfinite()
 
 
+@pytest.mark.quick_cases("trained contexts", "1")
 @pytest.mark.parametrize("check_every", [1, 3])
 def test_prompts_are_those_of_the_best_check_after_divergence(gpt2: Any, check_every: int) -> None:
     batches, held_out = split(gpt2)
@@ -425,6 +435,7 @@ def test_the_norm_of_the_gradient_over_all_parameters_is_limited(llama: Any) -> 
     assert min(norms[4:]) > 2e-3
 
 
+@pytest.mark.slow("trained contexts")
 def test_held_out_numbers_are_means_over_queries_of_unequal_batches(gpt2: Any) -> None:
     (first, *_), _ = split(gpt2)
     several, rest = questions(gpt2, 12, batch_size=4)[1:]

@@ -108,6 +108,7 @@ def plain_log_odds(
     return log(p / (1 - p))
 
 
+@pytest.mark.quick_cases("many passes", "written")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["label words", "written"])
@@ -175,6 +176,7 @@ def test_all_segments_are_the_clean_run_bit_for_bit(model: Any) -> None:
         assert (outcome.log_odds[:, :5] != of_batch.clean.log_odds[:, None]).any()
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize("remove", [al.removal.edges, al.removal.text])
 def test_shared_tokens_run_once_for_each_subset(
     remove: Any, exact_gpt2: Any, monkeypatch: pytest.MonkeyPatch
@@ -195,6 +197,7 @@ def test_shared_tokens_run_once_for_each_subset(
     assert len(runs) == expected[remove] and different > 4
 
 
+@pytest.mark.slow("many passes")
 def test_text_without_a_demonstration_is_the_prompt_without_it(
     exact_gpt2: Any, byte_level: Any
 ) -> None:
@@ -218,6 +221,7 @@ def test_text_without_a_demonstration_is_the_prompt_without_it(
             torch.testing.assert_close(answers.of_kept(kept).log_odds, expected)
 
 
+@pytest.mark.slow("many passes")
 def test_text_without_a_part_of_the_query_is_the_rest_of_the_tokens(exact_gpt2: Any) -> None:
     """Queries begin alike, with tokens that run once for all until they are removed."""
     model = exact_gpt2
@@ -238,6 +242,7 @@ def test_text_without_a_part_of_the_query_is_the_rest_of_the_tokens(exact_gpt2: 
             assert float(outcome.log_odds[row, number]) == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.quick_cases("many passes", "text")
 @pytest.mark.parametrize("remove", [al.removal.edges, al.removal.text])
 def test_long_prompts_run_with_a_fused_attention(
     remove: Any, gpt2: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
@@ -280,6 +285,7 @@ def of_context_cite(odds: Tensor) -> Tensor:
     return log_probs - torch.log1p(-torch.exp(log_probs))
 
 
+@pytest.mark.slow("many passes")
 def test_the_odds_are_those_of_the_whole_answer_to_the_last_digit() -> None:
     """Also where the published functions are infinite, and in any order of the tokens."""
 

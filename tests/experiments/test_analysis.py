@@ -36,6 +36,7 @@ def prompts_of(model: Any, queries: int = 12) -> list[al.PromptBatch]:
     return al.sample_prompts(model, "questions", queries=queries, seeds=[1])
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.usefixtures("one_seed")
 @pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
 def test_all_analyses_are_those_of_separate_calls(model: Any) -> None:
@@ -73,6 +74,7 @@ def test_a_metric_without_a_result_is_a_warning(gpt2: Any) -> None:
     assert results["isolation"].axis_names("site") == ("first layer", "last layer")
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
 def test_models_of_random_weights_are_run_beside_the_model(model: Any) -> None:
     batches = prompts_of(model, queries=14)
@@ -103,6 +105,7 @@ def test_models_of_random_weights_are_run_beside_the_model(model: Any) -> None:
     ]
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.usefixtures("one_seed")
 def test_facts_of_the_architecture_are_not_found_again_for_random_weights(
     llama: Any, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +122,7 @@ def test_facts_of_the_architecture_are_not_found_again_for_random_weights(
     assert tried == [llama]
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.usefixtures("one_seed")
 def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +157,7 @@ class MadeFromMore(GPT2LMHeadModel):
         self.more = more
 
 
+@pytest.mark.quick_cases("many passes", "changes2")
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
@@ -183,6 +188,7 @@ def test_a_model_that_cannot_be_drawn_again_has_no_controls(
     assert re.search(reason, results["accuracy"].info["random_weights"])
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.usefixtures("one_seed")
 def test_a_metric_that_fails_on_random_weights_leaves_the_others_their_numbers(gpt2: Any) -> None:
     class Fails(al.Accuracy):
@@ -200,6 +206,7 @@ def raise_out_of_memory(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("no room")
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:what .* holds is computed again")  # by what is put there
 @pytest.mark.usefixtures("patches_unseen", "one_seed")
 def test_it_goes_on_where_it_was_stopped(

@@ -60,6 +60,7 @@ def hidden_states(weights: Any, tokens: list[int], layer: int) -> Tensor:
     return torch.as_tensor(outputs.hidden_states[layer + 1][0, -1])
 
 
+@pytest.mark.quick_cases("many passes", "right")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_target_states_equal_those_of_transformers(side: str) -> None:
     tokenizer = byte_level_tokenizer()
@@ -76,6 +77,7 @@ def test_target_states_equal_those_of_transformers(side: str) -> None:
             assert difference(record.states[index], expected) < 1e-4
 
 
+@pytest.mark.slow("many passes")
 def test_correct_answers_equal_those_of_prompts_written_by_hand() -> None:
     """Plain transformers run each prompt from its text, and its own label decides."""
     tokenizer = byte_level_tokenizer()

@@ -59,6 +59,7 @@ def all_but_first(demonstrations: al.PromptBatch) -> Tensor:
     return torch.arange(demonstrations.tokens.shape[1]) > 0
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize(("name_of_model", "side"), [("gpt2", "right"), ("llama", "left")])
 def test_all_numbers_equal_those_of_plain_transformers(
     request: pytest.FixtureRequest, name_of_model: str, side: str
@@ -127,6 +128,7 @@ def test_all_numbers_equal_those_of_plain_transformers(
     assert len(set(record.random_kl.tolist())) == 3 and mean["label_loyalty"][4:].std() > 0
 
 
+@pytest.mark.slow("many passes")
 def test_the_best_draw_is_that_of_the_best_label_loyalty(gpt2: Any) -> None:
     """Of equal ones the first; others have better words, or are right more often."""
     one: dict[str, Any] = {"demonstrations": al.compress}
@@ -141,6 +143,7 @@ def test_the_best_draw_is_that_of_the_best_label_loyalty(gpt2: Any) -> None:
     assert record.top_accuracy < record.random_accuracy.max()
 
 
+@pytest.mark.slow("many passes")
 def test_each_set_of_demonstrations_has_a_context_of_its_own(gpt2: Any) -> None:
     sets = [questions(gpt2, 5, seed=seed, batch_size=2) for seed in (1, 2)]
     calls: list[int] = []
@@ -159,6 +162,7 @@ def test_each_set_of_demonstrations_has_a_context_of_its_own(gpt2: Any) -> None:
         assert difference(getattr(joined, name), both) <= tolerance
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_gains_have_the_intervals_of_compared_accuracies(gpt2: Any) -> None:
     batches = questions(gpt2, 30)
@@ -187,6 +191,7 @@ def with_interval(record: al.records.ContextsRecord, name: str, form: str) -> st
     return f"{value} [{low}, {high}]"
 
 
+@pytest.mark.slow("many passes")
 def test_the_record_has_a_table_and_a_figure(gpt2: Any) -> None:
     record = ask(gpt2, questions(gpt2, 21), Compared(TWO), progress=False)
     table = record.table()
@@ -219,6 +224,7 @@ def test_the_record_has_a_table_and_a_figure(gpt2: Any) -> None:
     assert not len(frame[frame.quantity == "random_kl"]) and record.label_gap.isnan().all()
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_random_controls_are_in_the_table_and_in_the_figure(llama: Any) -> None:
     asked = al.ContextComparison(TWO, draws=3, repeats=0)
@@ -246,6 +252,7 @@ def test_random_controls_are_in_the_table_and_in_the_figure(llama: Any) -> None:
     assert bars.error_y.array[3] == 0
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_reweighted_demonstrations_answer_as_whole_prompts_with_hooks(llama: Any) -> None:
     batches = questions(llama, 7, batch_size=4)
@@ -302,6 +309,7 @@ def test_a_time_is_the_median_of_a_query_after_a_pass_that_is_not_timed(
     assert all(first != second for first, second in pairwise(order)), "the passes take turns"
 
 
+@pytest.mark.slow("many passes")
 def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +333,7 @@ def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
     assert record.seconds.isnan().all() and not timed
 
 
+@pytest.mark.slow("many passes")
 def test_stored_contributions_are_those_of_any_number_of_timed_passes(
     gpt2: Any, tmp_path: Path
 ) -> None:
@@ -336,6 +345,7 @@ def test_stored_contributions_are_those_of_any_number_of_timed_passes(
     assert torch.equal(first.kl, again.kl) and again.seconds.isfinite().all()
 
 
+@pytest.mark.slow("many passes")
 def test_queries_of_the_training_are_refused(gpt2: Any, tmp_path: Any) -> None:
     batches = questions(gpt2, 12, batch_size=4)
     options: dict[str, Any] = {

@@ -86,6 +86,7 @@ def test_correlation_and_p_value_equal_permutations_by_hand(
         assert ours == pytest.approx((correlation, p_value), abs=1e-12, nan_ok=True)
 
 
+@pytest.mark.slow("many passes")
 def test_permutations_of_eight_classes_are_sampled() -> None:
     """The p-values of 1000 other orders differ by at most 5 standard errors."""
     distance, confusion = matrix_of(8, seed=5, n_layers=3), matrix_of(8, seed=6)[0]
@@ -289,6 +290,7 @@ def test_the_figure_shows_the_diagnosis() -> None:
     assert figure.layout.xaxis.ticktext == tuple("abcd")
 
 
+@pytest.mark.slow("many passes")
 @FEW
 def test_distances_of_several_sets_are_averaged_and_confusions_are_pooled(gpt2: Any) -> None:
     """Distances are the mean over the sets, and confusions are those of all prompts."""

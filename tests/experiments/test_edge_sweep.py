@@ -67,6 +67,7 @@ def compare(
 CUTS = [(forerunners_read, edges.random_keys), (context, edges.random_edges)]
 
 
+@pytest.mark.slow_cases("many passes", "context", "gemma3", "llama")
 @pytest.mark.parametrize(("cut", "control"), CUTS)
 def test_a_sweep_equals_separate_runs(model: Any, cut: Any, control: Any) -> None:
     batches = questions(model, 5, batch_size=2, padding_side="left")
@@ -86,6 +87,7 @@ def test_a_sweep_equals_separate_runs(model: Any, cut: Any, control: Any) -> Non
         compare(records[name], model, batches, partial(without, cut), draws, **tolerance)
 
 
+@pytest.mark.quick_cases("many passes", "gpt2")
 @pytest.mark.parametrize(
     ("site", "words"),
     [
@@ -111,6 +113,7 @@ def test_isolation_equals_separate_runs(model: Any, site: al.Site, words: dict[s
     compare(record, model, batches, isolated, draws, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow("many passes")
 def test_each_draw_cuts_other_heads(gpt2: Any) -> None:
     batches, site = questions(gpt2, 3), al.Site(range(3), heads=0)
     sweep = al.EdgeSweep(edges.pq, {"first": site}, control=al.sites.random_heads, draws=4, seed=2)
@@ -120,6 +123,7 @@ def test_each_draw_cuts_other_heads(gpt2: Any) -> None:
     assert len(kl.unique()) > 2
 
 
+@pytest.mark.slow("many passes")
 def test_keep_bos_changes_the_isolation(llama: Any) -> None:
     batches, site = questions(llama, 6), al.Site(0, keep_bos=True)
     sweep = al.EdgeSweep.isolation({"kept": site, "cut": al.Site(0)}, draws=2)
@@ -153,6 +157,7 @@ def test_an_edge_to_bos_is_not_cut_and_none_is_drawn_for_it(llama: Any) -> None:
         assert torch.equal(getattr(record, field), values)
 
 
+@pytest.mark.slow("many passes")
 def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any) -> None:
     batches = questions(gpt2)
     asked = al.EdgeSweep.isolation({"last 2": al.Site(range(-2, 0))}, draws=4, seed=5)
@@ -203,6 +208,7 @@ class Failing(al.Accuracy):
         raise MetricError("no number")
 
 
+@pytest.mark.slow("many passes")
 def test_metrics_observe_the_clean_run(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     quiet: dict[str, Any] = {"resamples": 5, "progress": False}

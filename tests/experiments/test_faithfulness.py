@@ -176,6 +176,7 @@ def test_rows_of_a_tensor_are_in_the_order_of_the_queries(gpt2: Any, additive: A
         ask(gpt2, twice, al.Faithfulness({"given": weights_of(6, 6)}), **QUIET)
 
 
+@pytest.mark.slow("many passes")
 def test_intervals_are_paired_and_prompts_that_say_nothing_are_left_out(
     gpt2: Any, additive: Any
 ) -> None:
@@ -286,6 +287,7 @@ def by_hand(model: Any, prompt: al.PromptBatch, subsets: Tensor) -> dict[str, An
     }
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_numbers_equal_passes_written_out(exact_model: Any, kind_of_model: str) -> None:
     model, defaults = exact_model, faithfulness.default_scores()
@@ -347,6 +349,7 @@ def written(model: Any, given: list[bool]) -> list[al.PromptBatch]:
     return [made.prompts(0, 3), made.prompts(3, len(given))]
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_a_written_answer_is_what_metrics_and_removals_explain(
     gpt2: Any, kind_of_model: str, monkeypatch: pytest.MonkeyPatch
@@ -388,6 +391,7 @@ def test_a_written_answer_is_what_metrics_and_removals_explain(
         ask(gpt2, written(gpt2, [False] * 5)[1:], asked, **QUIET)
 
 
+@pytest.mark.slow("many passes")
 def test_deleted_text_gives_other_numbers_than_cut_edges(gpt2: Any) -> None:
     batches = questions(gpt2, 3)
     scores = {"one by one": al.subsets.one_by_one}
@@ -402,6 +406,7 @@ def test_deleted_text_gives_other_numbers_than_cut_edges(gpt2: Any) -> None:
     assert torch.equal(drop, deleted.drop_of_prompts[:, 2])  # one by one finds the largest
 
 
+@pytest.mark.slow("many passes")
 def test_methods_are_not_tested_on_their_own_subsets(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +428,7 @@ def test_methods_are_not_tested_on_their_own_subsets(
     assert torch.equal(tested[0], al.subsets.random(9, 6, draw_generator(-4, number)))
 
 
+@pytest.mark.slow("many passes")
 def test_by_default_the_table_has_the_scores_of_the_paper_and_their_baselines(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,6 +479,7 @@ def test_a_score_without_a_number_has_a_reason_and_no_empty_panel() -> None:
     assert "no number" not in str(record.table()) and len(record.plot().data) == 2
 
 
+@pytest.mark.slow("many passes")
 def test_figure_and_table_have_every_score(gpt2: Any, additive: Any) -> None:
     tau = additive(weights_of(24, 6))
     scores = {"worse": tau + weights_of(24, 6, seed=1), "exact <b>": tau}
@@ -501,6 +508,7 @@ def words_of_numbers() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w0", pad_token="w0")
 
 
+@pytest.mark.slow("many passes")
 def test_equal_log_odds_have_one_rank_in_every_batch_and_type(hooked: Any) -> None:
     """y without the first of two equal segments side by side is y without the second."""
     tokenizer = words_of_numbers()

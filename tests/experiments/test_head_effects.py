@@ -41,12 +41,14 @@ def prompts(
 MIXED = al.relabeling.random(seed=1)
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_it_equals_loops_with_raw_hooks(hooked: Any, byte_level: Any, kind_of_model: str) -> None:
     model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
     compare(model, 1e-10 if kind_of_model == "bridge" else 1e-7)
 
 
+@pytest.mark.quick_cases("many passes", "gpt2")
 def test_it_equals_loops_in_other_architectures(model: Any) -> None:
     """Grouped keys, BOS, and a norm after the attention."""
     compare(model, 1e-4)

@@ -63,6 +63,7 @@ def attribution(
     return products, clean
 
 
+@pytest.mark.slow("many passes")
 def test_the_sum_over_all_edges_is_the_change_of_the_output_up_to_one_over_m_squared(
     precise: Any, byte_level: Any, batch: al.PromptBatch
 ) -> None:
@@ -214,6 +215,7 @@ def test_signed_saliency_of_a_query_sums_to_0_where_a_norm_follows(gemma3: Any, 
         assert (of_queries < 1e-4 * products.abs().max()) == is_zero
 
 
+@pytest.mark.slow("many passes")
 def test_a_norm_of_what_the_attention_gives_out_is_frozen_whatever_its_name(
     hooked: Any, byte_level: Any, batch: al.PromptBatch
 ) -> None:

@@ -63,6 +63,7 @@ def shares_by_hand(model: Any, sets: Any, queries: Any, how: Any) -> dict[str, f
     return {name: sum(of) / len(of) if of else torch.nan for name, of in answers.items()}
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize("shots", [1, 2])
 def test_it_equals_loops_over_single_prompts(shots: int, model: Any) -> None:
     """A set of demonstrations for each query, and one for all."""
@@ -104,6 +105,7 @@ def answered(
     return al.label_dependence(model, TASK, DEMOS, QUERIES[:31], names, **options)
 
 
+@pytest.mark.slow("many passes")
 def test_predictors_whose_rule_is_known(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gold, random, flipped, symbols, half = range(5)
     answered_by = partial(answered, monkeypatch, gpt2)
@@ -131,6 +133,7 @@ def test_predictors_whose_rule_is_known(gpt2: Any, monkeypatch: pytest.MonkeyPat
     assert abs(share - 1 / 6) < 4 * (1 / 6 * 5 / 6 / 600) ** 0.5 and random == 1
 
 
+@pytest.mark.slow("many passes")
 def test_the_figure_and_the_table(gpt2: Any) -> None:
     two = {"gold": al.relabeling.gold, "gold/again": al.relabeling.gold}
     options: dict[str, Any] = {"resamples": 20, "progress": False}

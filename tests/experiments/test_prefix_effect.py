@@ -167,6 +167,7 @@ def test_reweighting_moves_a_head_within_the_values_of_the_label_words(
         assert ((change - fitted).norm(dim=1) < 1e-10 * change.norm(dim=1)).all()
 
 
+@pytest.mark.slow("many passes")
 def test_equal_values_move_a_head_along_one_line(hooked: Any, byte_level: Any) -> None:
     weights: Any = tiny_gpt2(len(byte_level))
     with torch.no_grad():
@@ -285,6 +286,7 @@ def test_a_run_that_continues_from_a_prefix_gives_the_whole_cache(gemma3: Any) -
         assert ours.mT.movedim(-1, 1)[inside].allclose(theirs.mT.movedim(-1, 1)[inside], atol=1e-5)
 
 
+@pytest.mark.slow("many passes")
 def test_the_figures_show_the_numbers(llama: Any) -> None:
     batch = questions(llama, 4)[0]
     effect = effect_of(llama, [batch])

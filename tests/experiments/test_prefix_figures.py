@@ -34,6 +34,7 @@ def test_a_context_of_all_tokens_acts_as_the_demonstrations(model: Any) -> None:
     assert effect.indirect[0] == 0 and effect.invariance.max() < 1e-5
 
 
+@pytest.mark.slow("many passes")
 def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any, tmp_path: Any) -> None:
     """It acts as the whole prompt without the edges from the query to the other tokens."""
     batches = questions(gpt2, 4)
@@ -59,6 +60,7 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any, tmp_path: Any) -
     assert float((whole["prefix_effect"].stolen - effect.stolen).min()) > 0
 
 
+@pytest.mark.slow("many passes")
 def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
     keys = al.PrefixEffect().keys
@@ -122,6 +124,7 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any) -> None:
             draw(al.PrefixEffect(context=al.contexts.NoContext()), gpt2, batches[0], 0, 0)
 
 
+@pytest.mark.quick_cases("many passes", "gpt2")
 @pytest.mark.every_kind
 def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(model: Any) -> None:
     batch = questions(model, 4)[0]
@@ -142,6 +145,7 @@ def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(
     assert [*map(abs, dots.y)] == pytest.approx([*map(abs, wanted_dots.y)], abs=1e-3 * scale)
 
 
+@pytest.mark.slow("many passes")
 def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
     """Learned keys belong to no token; those of a hard prompt do, and BOS is not learned."""
     batches = questions(llama, 2, batch_size=1)

@@ -52,6 +52,7 @@ def the_same(ours: al.Record, alone: al.Record) -> None:
         )
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize("share", [True, False])
 def test_each_question_has_the_numbers_that_it_has_alone(exact_gpt2: Any, share: bool) -> None:
     batches = questions(exact_gpt2, 4, batch_size=2, padding_side="left")
@@ -74,6 +75,7 @@ def passes_for(model: Any, batches: Any, asked: Sequence[al.Question], **options
     return calls[0]
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize("share", [True, False])
 def test_clean_passes_and_shared_tokens_are_run_once_for_all_questions(
     exact_gpt2: Any, share: bool
@@ -104,6 +106,7 @@ def computed(
     return calls
 
 
+@pytest.mark.slow("many passes")
 def test_a_question_that_is_added_to_a_folder_is_computed_alone(
     exact_gpt2: Any, tmp_path: Path, computed: Any
 ) -> None:
@@ -166,6 +169,7 @@ class Moved(al.Question):
         return {"kl": kl.cpu(), "logits": logits.cpu()}
 
 
+@pytest.mark.quick_cases("many passes", "False")
 @pytest.mark.parametrize("share", [True, False])
 def test_a_question_of_ones_own_starts_late_with_the_logits_of_whole_passes(
     exact_gpt2: Any, share: bool
@@ -195,6 +199,7 @@ def test_a_question_of_ones_own_starts_late_with_the_logits_of_whole_passes(
         torch.testing.assert_close(records[0].kl_of_prompts[batch.index], kl, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow("many passes")
 def test_a_question_of_ones_own_is_stored_and_goes_on(
     exact_gpt2: Any, tmp_path: Path, computed: Any
 ) -> None:
@@ -216,6 +221,7 @@ def test_a_question_of_ones_own_is_stored_and_goes_on(
     the_same(al.load_record(record.save(tmp_path / "moved.safetensors")), record)
 
 
+@pytest.mark.slow("many passes")
 def test_a_question_that_fails_leaves_the_others_their_records(
     exact_gpt2: Any, tmp_path: Path, computed: Any
 ) -> None:
@@ -273,6 +279,7 @@ class OfOneMorePass(al.Question):
         return self.metric.result(contributions)
 
 
+@pytest.mark.slow("many passes")
 def test_a_metric_can_observe_a_further_pass_with_a_loss_of_its_own(exact_gpt2: Any) -> None:
     batches = questions(exact_gpt2, 3, batch_size=2)
     results = al.run(exact_gpt2, batches, [OfOneMorePass(), al.SaliencyFlows()], **QUIET)
@@ -283,6 +290,7 @@ def test_a_metric_can_observe_a_further_pass_with_a_loss_of_its_own(exact_gpt2: 
     assert not torch.allclose(other.flows, clean.flows, rtol=1e-2)
 
 
+@pytest.mark.slow("many passes")
 def test_two_sweeps_of_one_run_keep_what_shared_tokens_give_with_their_own_edges(
     exact_gpt2: Any,
 ) -> None:
@@ -304,6 +312,7 @@ class Disturbing(Moved):
         return super().of_batch(passes, batch)
 
 
+@pytest.mark.slow("many passes")
 def test_a_pass_over_other_prompts_changes_nothing_for_the_next_question(exact_gpt2: Any) -> None:
     batches = questions(exact_gpt2, 5, batch_size=2)
     asked = [Disturbing((1,)), al.Accuracy(), al.AttentionAUCROC()]
@@ -431,6 +440,7 @@ def test_a_context_that_lacks_something_says_what(exact_gpt2: Any) -> None:
         al.run(exact_gpt2, batches, [al.ContextComparison({"none": Empty()})], **QUIET)
 
 
+@pytest.mark.slow("many passes")
 def test_what_is_timed_decides_nothing_that_is_stored(exact_gpt2: Any, tmp_path: Path) -> None:
     batches, options = questions(exact_gpt2, 4), {**QUIET, "folder": tmp_path}
     for repeats in (0, 1):
@@ -458,6 +468,7 @@ DRAWING: list[al.Question] = [
 ]
 
 
+@pytest.mark.slow("many passes")
 def test_no_number_depends_on_the_order_of_queries(exact_gpt2: Any) -> None:
     """Draws depend on seeds, on demonstrations and on the texts of prompts, as is said of them."""
     examples, task, order = al.load_examples("questions"), al.TASKS["trec"], [2, 0, 4, 1, 3]

@@ -120,6 +120,7 @@ def expected(
 
 
 # The softmax of Llama is computed in float32 whatever the type of the model.
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize(("make", "tolerance"), [(tiny_gpt2, 1e-14), (tiny_llama, 1e-7)])
 def test_it_equals_the_steps_of_qrhead(make: Any, tolerance: float, request: Any) -> None:
     """Documents that not all prompts have, one of a single token, several right; demonstrations."""
@@ -153,6 +154,7 @@ def test_a_null_query_that_is_the_query_leaves_nothing(gpt2: Any) -> None:
         assert not record.score.any() and not record.found.any() and record.raw.all()
 
 
+@pytest.mark.slow("many passes")
 def test_prompts_of_two_calls_have_the_same_numbers_of_queries(gpt2: Any) -> None:
     null = demonstrations(gpt2, ["N/A"] * 10, batch_size=3)
     both = [*demonstrations(gpt2), *demonstrations(gpt2, QUERIES[::-1])]
@@ -163,6 +165,7 @@ def test_prompts_of_two_calls_have_the_same_numbers_of_queries(gpt2: Any) -> Non
     assert once.info["passes"] == "native"
 
 
+@pytest.mark.slow("many passes")
 def test_the_best_heads_are_cut_and_as_many_random_ones(request: Any) -> None:
     """Against plain transformers with the scores of the same edges cut, by KL of single prompts.
 
@@ -208,6 +211,7 @@ def test_the_best_heads_are_cut_and_as_many_random_ones(request: Any) -> None:
         assert masked.plot().data[1].name == "random heads cut, mean"
 
 
+@pytest.mark.slow("many passes")
 def test_the_figure_and_the_intervals(gpt2: Any) -> None:
     queries = [example for example in EXAMPLES if example not in DEMOS][:20]
     batches, null = demonstrations(gpt2, queries), demonstrations(gpt2, ["N/A"] * 20)

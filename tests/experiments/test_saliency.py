@@ -51,6 +51,7 @@ def test_saliency_equals_plain_transformers(
             assert not outside.any()
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.changes_model
 def test_a_model_that_was_not_prepared_is_prepared(exact_gpt2: Any) -> None:
     """With tokens of one's own, padded on the left as in each prompt alone."""
@@ -71,6 +72,7 @@ def test_a_model_that_was_not_prepared_is_prepared(exact_gpt2: Any) -> None:
             assert given.data() == drawn.data()
 
 
+@pytest.mark.quick_cases("many passes", "False")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_flows_of_custom_edges_equal_plain_transformers(gpt2: Any, share_prefix: bool) -> None:
@@ -117,6 +119,7 @@ def test_flows_below_0_have_no_shares(gpt2: Any) -> None:
     assert is_below.any() and torch.equal(record.share.isnan().any(-1), is_below)
 
 
+@pytest.mark.quick_cases("many passes", "one set")
 @pytest.mark.parametrize("seeds", [[0], [0, 7]], ids=["one set", "two sets"])
 def test_prompts_without_an_edge_are_left_out_of_its_flow(gpt2: Any, seeds: list[int]) -> None:
     """Against plain transformers: the mean over the prompts with such edges, in each set."""
@@ -164,6 +167,7 @@ def test_a_flow_without_any_edge_is_nan_with_a_warning(gpt2: Any) -> None:
         assert difference(getattr(record, name), getattr(expected, name)) <= 1e-6
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_saliency_equals_finite_differences(

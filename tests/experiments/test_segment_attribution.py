@@ -56,6 +56,7 @@ def test_one_by_one_is_the_cut_of_what_later_tokens_read(gpt2: Any, byte_level: 
         assert (lost.abs() > 1e-3).all()
 
 
+@pytest.mark.quick_cases("many passes", "gpt2")
 @pytest.mark.every_kind
 def test_one_by_one_is_what_a_cut_by_hand_costs_the_predicted_label(model: Any) -> None:
     batches = questions(model, 3, batch_size=2, padding_side="left")
@@ -84,6 +85,7 @@ def test_one_by_one_is_what_a_cut_by_hand_costs_the_predicted_label(model: Any) 
     assert record.errors_of_prompts.isnan().all()
 
 
+@pytest.mark.slow_cases("many passes", "lasso")
 @pytest.mark.parametrize(
     "method",
     [
@@ -144,6 +146,7 @@ def test_the_lasso_of_several_tokens_is_context_cites(exact_gpt2: Any, byte_leve
     assert torch.equal(record.errors_of_prompts, record.scores_of_prompts)
 
 
+@pytest.mark.slow("many passes")
 def test_shapley_values_sum_to_what_all_segments_add(exact_gpt2: Any) -> None:
     """Exact or from few orders, with edges or without text."""
     model = exact_gpt2

@@ -85,6 +85,7 @@ def test_it_equals_plain_transformers(
     torch.testing.assert_close(record.kl, stacked.nanmean(0), **options)
 
 
+@pytest.mark.slow("many passes")
 def test_padding_and_a_batch_in_which_nothing_follows_change_nothing(
     hooked: Any, sentencepiece_like: Any, batch: al.PromptBatch
 ) -> None:

@@ -29,6 +29,7 @@ def label_words(tokens: Tensor, words: list[int]) -> list[int]:
     return words
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_it_equals_loops_with_raw_hooks(hooked: Any, byte_level: Any, kind_of_model: str) -> None:
     # With larger weights other labels are predicted with the vectors of other layers.
@@ -36,6 +37,7 @@ def test_it_equals_loops_with_raw_hooks(hooked: Any, byte_level: Any, kind_of_mo
     compare(model, 1e-10 if kind_of_model == "bridge" else 1e-7)
 
 
+@pytest.mark.slow("many passes")
 def test_it_equals_loops_in_other_architectures(model: Any) -> None:
     """Grouped keys, BOS, and a norm after the attention."""
     compare(model, 1e-4)
@@ -69,6 +71,7 @@ def compare(model: Any, tolerance: float) -> None:
     assert len({tuple(each) for each in (*right, unchanged, demonstrations)}) > 2
 
 
+@pytest.mark.slow("many passes")
 def test_label_words_are_written_into_prompts_with_shuffled_labels(model: Any) -> None:
     batches = prompts(model, READ, padding_side="left")
     tested, shuffled = prompts(model, ASKED), prompts(model, ASKED, MIXED, batch_size=5)
@@ -134,6 +137,7 @@ def test_hooks_write_the_vectors_of_a_layer(gpt2: Any) -> None:
     close(left, right)
 
 
+@pytest.mark.slow("many passes")
 def test_vectors_of_other_models_and_positions_are_refused(gpt2: Any, llama: Any) -> None:
     tested = prompts(gpt2, ASKED)
     record = al.task_vectors(gpt2, prompts(gpt2, READ), tested, **QUIET)

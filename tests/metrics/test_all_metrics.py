@@ -45,6 +45,7 @@ def sentiment(model: Any, count: int, seed: int, **options: Any) -> list[al.Prom
     return al.build_prompts(model.tokenizer, al.TASKS["sst2"], demos, queries, **options)
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 @pytest.mark.parametrize("prompts_of", [questions, sentiment])
@@ -99,6 +100,7 @@ def test_attention_is_that_of_the_changed_run(gpt2: Any) -> None:
     assert not heads.scores[0, :, 3].any() and float(heads.scores[..., 0].min()) > 0
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 def test_numbers_have_intervals_and_saved_records_are_the_same(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, 20, batch_size=8)

@@ -52,6 +52,7 @@ def scored(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return torch.tensor(scores), labels
 
 
+@pytest.mark.slow("many passes")
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(scored())
 def test_aucroc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
@@ -60,6 +61,7 @@ def test_aucroc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
     assert ours == pytest.approx(reference(scores, predicted), abs=1e-12)
 
 
+@pytest.mark.slow("many passes")
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(scored())
 def test_auc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:

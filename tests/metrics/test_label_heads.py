@@ -156,6 +156,7 @@ def test_tokens_after_the_target_do_not_matter(gpt2: Any) -> None:
     assert_same(heads_of(gpt2, [longer]), heads_of(gpt2, [alone]))
 
 
+@pytest.mark.slow("many passes")
 def test_figures_show_shares_and_gaps(gpt2: Any) -> None:
     record = heads_of(gpt2, questions(gpt2, 20), resamples=5)
     figure = record.plot()

@@ -54,6 +54,7 @@ def scores_by_hand(model: Any, batches: list[al.PromptBatch], hooks: Any = None)
     return scores
 
 
+@pytest.mark.slow("many passes")
 def test_one_word_in_a_list_gives_the_same_numbers_bit_for_bit(gpt2: Any) -> None:
     records = []
     for labels in (ONE, [[word] for word in ONE]):
@@ -77,6 +78,7 @@ def test_one_word_in_a_list_gives_the_same_numbers_bit_for_bit(gpt2: Any) -> Non
             assert torch.equal(values.nan_to_num(9), other.nan_to_num(9)), (name, field)
 
 
+@pytest.mark.slow("many passes")
 def test_results_of_several_words_equal_those_by_hand(gpt2: Any) -> None:
     batches = prompts(gpt2, SEVERAL, score=torch.amax)
     hooks = hooks_of(gpt2)
@@ -145,6 +147,7 @@ def test_the_loss_is_that_of_the_scores(gpt2: Any) -> None:
     assert float((ours - plain).abs().max()) > 1e-2 * float(ours.max())
 
 
+@pytest.mark.slow("many passes")
 def test_re_weighting_and_compression_use_the_scores(gpt2: Any) -> None:
     batches = prompts(gpt2, SEVERAL, score=torch.amax)
     scores = scores_by_hand(gpt2, batches)

@@ -237,6 +237,7 @@ HOOKS_ON_PATTERNS: dict[str, Case] = {
 }
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize(
     ("cases", "shares", "fuses"),
     [

@@ -215,6 +215,7 @@ def test_rows_after_a_predicted_token_are_zero_and_those_before_do_not_see_it(
         assert difference(whole[:, :, : t + 1, : t + 1], alone) <= 1e-12
 
 
+@pytest.mark.slow("many passes")
 def test_the_signed_total_of_a_cell_is_a_central_difference(
     precise: Any, batch: al.PromptBatch
 ) -> None:

@@ -36,6 +36,7 @@ def scores_of(model: Any, batches: list[al.PromptBatch], metric: Any, **options:
     return metric.segment_scores(al.Contributions(own))
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_flows_to_a_segment_are_sums_over_edges_and_layers(
     exact_model: Any, kind_of_model: str
@@ -79,6 +80,7 @@ def read_by_others(weights: Any, prompt: al.PromptBatch) -> list[float]:
     ]
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_a_rollout_to_segments_is_the_sum_of_that_of_cached_patterns(model: Any) -> None:
     queries: Any = [al.edges.target, al.edges.query]

@@ -27,6 +27,7 @@ UNLIKE = {
 CASES = [case for case in cases("bridge") if case.values[0] not in NO_CACHE]
 
 
+@pytest.mark.quick_cases("whole models", "Llama")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_peft_and_a_context_give_the_same_logits(name: str, kind: str, tmp_path: Path) -> None:
     model, batch = hooked(name, torch.float32, kind), batch_of("right")

@@ -64,6 +64,7 @@ CASES += [
 ]
 
 
+@pytest.mark.quick_cases("whole models", "Toy")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_cache_gives_the_results_of_whole_prompts(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +85,7 @@ def test_a_cache_gives_the_results_of_whole_prompts(
             check_written(name, model)
 
 
+@pytest.mark.slow("whole models")
 def test_layers_read_the_entries_that_the_configuration_says() -> None:
     model = hooked("Gemma 4 (shared)", torch.float32, "bridge")
     assert [*entries_of(model)] == [0, 1, 2, 1, 2]

@@ -28,6 +28,7 @@ WINDOWED = {
 }
 
 
+@pytest.mark.quick_cases("whole models", "Gemma 3")
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_cache_that_is_wrong_beyond_a_window_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -70,6 +71,7 @@ def test_windows_are_put_back(gemma3: Any) -> None:
     assert windows() == before
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.changes_model
 def test_facts_are_found_again_when_the_model_changed(gpt2: Any) -> None:
     before = facts_of(gpt2)

@@ -183,6 +183,7 @@ def test_every_public_call_is_here() -> None:
     assert given_a_model() | with_passes == here
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"folded {name}")) for name in FOLDED]
 )

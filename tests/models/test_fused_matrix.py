@@ -86,6 +86,7 @@ def after_fused(model: Any, batch: al.PromptBatch, hooks: Any) -> Tensor:
     return run_pass(model, after, hooks=acting, prefix=prefix)
 
 
+@pytest.mark.quick_cases("whole models", "DeepSeek V3", "Falcon (ALiBi)", "NeoX (Pythia)", "Toy")
 @pytest.mark.parametrize(("name", "kind"), cases("bridge", "HookedTransformer"))
 def test_a_fused_attention_has_the_numbers_of_whole_patterns(name: str, kind: str) -> None:
     model, batch = hooked(name, torch.float64, kind), batch_of(SIDES[name])

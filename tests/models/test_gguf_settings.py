@@ -152,6 +152,7 @@ def build(of: str, **changes: Any) -> Any:
     return BY_NAME[name].build(VOCABULARY, **options | changes)
 
 
+@pytest.mark.slow_cases("whole models", ": base", ": epsilon", ": linear", ": yarn", "27B")
 @pytest.mark.parametrize("name", CASES)
 def test_a_setting_gives_the_logits_of_the_model_that_was_written(
     name: str, tmp_path: Path, byte_level: Any

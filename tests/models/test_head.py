@@ -37,6 +37,7 @@ def by_transformers(weights: Any, batch: al.PromptBatch) -> tuple[Tensor, Tensor
     return logits[rows], states[0][rows]
 
 
+@pytest.mark.quick_cases("whole models", "2")
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, torch.bfloat16) for name in NAMES), ("Llama", torch.float16)]
 )
@@ -66,6 +67,7 @@ def ties_of(scores: Tensor) -> int:
     return int(((scores == scores.amax(-1, keepdim=True)).sum(-1) > 1).sum())
 
 
+@pytest.mark.slow("whole models")
 def test_labels_that_tie_in_bfloat16_are_told_apart(byte_level: Any) -> None:
     """The rows of the label words have much in common, so that their logits are near 16."""
     weights = native("Llama", len(byte_level)).to(torch.bfloat16)
@@ -127,6 +129,7 @@ class Quantized(nn.Linear):
         return nn.functional.linear(input, self.weight)
 
 
+@pytest.mark.slow("whole models")
 def test_an_unembedding_of_another_kind_is_left_and_said(byte_level: Any) -> None:
     weights = native("Llama", len(byte_level)).to(torch.bfloat16)
     weights.lm_head.__class__ = Quantized

@@ -117,6 +117,7 @@ def to_images(case: Case) -> Callable[[al.PromptBatch], Any]:
     return hooks
 
 
+@pytest.mark.quick_cases("whole models", "NeXT", "OneVision")
 @pytest.mark.usefixtures("in_float64")
 def test_logits_and_saliency_are_those_of_plain_transformers(case: Case) -> None:
     expected = [plain_numbers(case, row) for row in range(3)]
@@ -197,6 +198,7 @@ def test_prompts_are_independent_of_one_another_and_of_padding(case: Case) -> No
     assert difference(logits, expected[case.batch.index.argsort()]) < EXACT
 
 
+@pytest.mark.slow("whole models")
 def test_late_starts_sweeps_steps_and_checkpoints_hold(llava: Case) -> None:
     model, batch = llava.model, llava.batch
     assert not why_not_late(model, 2)
@@ -282,6 +284,7 @@ def test_line_3_of_transformer_lens_takes_no_images(
         al.target_logits(llava.model, [llava.batch], progress=False)
 
 
+@pytest.mark.slow_cases("whole models", " ", "LLaVA")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("between", ["", " ", " and "])
 @pytest.mark.usefixtures("in_float64")
@@ -339,6 +342,7 @@ def test_no_test_installs_anything() -> None:
         subprocess.check_call([sys.executable, "-m", "pip", "install", "torchvision"])
 
 
+@pytest.mark.slow("whole models")
 def test_a_folder_of_a_model_of_images_is_loaded(llava: Case, tmp_path: Any) -> None:
     llava.plain.save_pretrained(tmp_path)
     llava.processor.save_pretrained(tmp_path)

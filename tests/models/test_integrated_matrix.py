@@ -54,6 +54,7 @@ def change_of(name: str, prompt: al.PromptBatch, layer: int) -> torch.Tensor:
         return clean - without
 
 
+@pytest.mark.slow_cases("whole models", "OSS")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_attributions_of_the_last_layer_sum_to_the_change_of_the_output(
     name: str, kind: str
@@ -79,6 +80,7 @@ def test_attributions_of_the_last_layer_sum_to_the_change_of_the_output(
     assert (abs(error) > 0.05 * abs(expected)) == (name in INCOMPLETE)
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.parametrize("name", ["Gemma 3", "OLMo 2", "BitNet", *WARNED])
 def test_a_layer_is_complete_or_named_in_a_warning(name: str) -> None:
     model, prompt = hooked(name, FLOAT64, "bridge"), batch_of("right").prompt(1)

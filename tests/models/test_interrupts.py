@@ -40,6 +40,7 @@ CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.quick_cases("whole models", "forwards")
 @pytest.mark.every_kind
 @pytest.mark.changes_model
 @pytest.mark.parametrize("interrupts", [1, 2])
@@ -72,6 +73,7 @@ class Small(torch.nn.Module):
         self.layer.register_forward_hook(lambda module, inputs, output: None)
 
 
+@pytest.mark.quick_cases("whole models", "1")
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_interrupts_at_every_moment_leave_a_module_as_it_was(interrupts: int) -> None:
     module = Small()
@@ -117,6 +119,7 @@ def registered() -> set[str]:
     return {*ALL_ATTENTION_FUNCTIONS, *ALL_MASK_ATTENTION_FUNCTIONS}
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_interrupts_of_a_native_pass_leave_nothing(gpt2: Any, interrupts: int) -> None:
     listener = Listener(lambda *args: args[1], lambda *args: None, lambda *args: None, None)

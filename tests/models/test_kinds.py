@@ -53,6 +53,7 @@ def test_a_model_that_is_folded_after_verification_is_refused(byte_level: Any) -
         al.saliency(bridge, batch)
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets")
 def test_other_analyses_of_a_folded_model_give_the_same_numbers(raw: Any, byte_level: Any) -> None:
     plain = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
@@ -76,6 +77,7 @@ def test_other_analyses_of_a_folded_model_give_the_same_numbers(raw: Any, byte_l
         torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.quick_cases("whole models", "processed")
 def test_folding_breaks_a_model_with_attention_sinks(raw: Any, byte_level: Any) -> None:
     """Rows of attention do not sum to 1 here. TransformerLens folds anyway, and logits change."""
     weights = BY_NAME["GPT-OSS"].build(len(byte_level), max_position_embeddings=512)
@@ -93,6 +95,7 @@ def test_folding_breaks_a_model_with_attention_sinks(raw: Any, byte_level: Any) 
         run_pass(folded, batch)
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_padding_on_the_left_never_gives_nan(

@@ -33,6 +33,7 @@ def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return getattr(out, "logits", out)
 
 
+@pytest.mark.slow("whole models")
 def test_a_model_loads_from_a_local_folder(tmp_path: Path, byte_level: Any) -> None:
     weights = tiny_gpt2(len(byte_level))
     weights.save_pretrained(tmp_path)
@@ -51,6 +52,7 @@ def test_a_model_loads_from_a_local_folder(tmp_path: Path, byte_level: Any) -> N
     assert al.saliency(half, batch).isfinite().all()
 
 
+@pytest.mark.slow("whole models")
 def test_a_loaded_model_gives_the_logits_of_its_weights(byte_level: Any) -> None:
     weights = tiny_gpt2(len(byte_level))
     tokens = torch.tensor([byte_level(TEXT)["input_ids"]])
@@ -82,6 +84,7 @@ def test_the_error_names_the_model_that_cannot_be_loaded(
         al.load_model(tmp_path)
 
 
+@pytest.mark.slow("whole models")
 def test_a_revision_is_read_and_named(
     byte_level: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -120,6 +123,7 @@ def as_peft(weights: Any) -> Any:
 
 
 # What torch.compile imports, and what peft asks of transformers.
+@pytest.mark.slow_cases("whole models", "compile")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*checkpointing")
 @pytest.mark.parametrize(
     ("wrapped", "got", "cure"),
@@ -155,6 +159,7 @@ def test_objects_that_are_not_hooked_models_are_refused(byte_level: Any) -> None
             al.prepare_model(value)  # type: ignore[type-var]
 
 
+@pytest.mark.quick_cases("whole models", "processed")
 def test_prepare_model_verifies_a_model_and_does_not_change_it(
     byte_level: Any, raw: Any, gpt2: Any
 ) -> None:
@@ -181,6 +186,7 @@ def test_prepare_model_verifies_a_model_and_does_not_change_it(
     require_prepared(other)
 
 
+@pytest.mark.quick_cases("whole models", "False", "byte_level")
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_like"])
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_model_adds_bos_where_its_tokenizer_does(
@@ -216,6 +222,7 @@ def test_quantised_weights_cannot_be_cast(byte_level: Any) -> None:
         al.load_model(weights, tokenizer=byte_level, dtype=torch.bfloat16)
 
 
+@pytest.mark.slow("whole models")
 def test_loading_a_model_of_images_installs_nothing(
     sentencepiece_like: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,6 +180,7 @@ def save(
         file.write(json.dumps(case | more) + "\n")
 
 
+@pytest.mark.quick_cases("whole models", "float64-bridge")
 @pytest.mark.filterwarnings("ignore:in layers .0. all prompts have the same query")
 @pytest.mark.parametrize(("name", "dtype", "kind", "side"), CASES)
 def test_every_quantity_equals_plain_transformers(

@@ -36,6 +36,7 @@ def as_before(model: Any) -> Iterator[None]:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow_cases("whole models", "DeepSeek V3", "Gemma 3", "NeoX (Pythia)")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_dropout_is_off_in_both_modes(name: str, kind: str) -> None:
     weights = with_dropout(BY_NAME[name].build(len(tokenizer())), 0.5).train()
@@ -51,6 +52,7 @@ def test_dropout_is_off_in_both_modes(name: str, kind: str) -> None:
     assert torch.equal(maps, al.saliency(model, batches[0]))
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.every_kind
 def test_every_experiment_runs_without_dropout(byte_level: Any, raw: Any) -> None:
     weights = with_dropout(tiny_gpt2(len(byte_level)), 0.5)
@@ -112,6 +114,7 @@ def test_hooks_of_the_user_see_only_the_passes_of_a_run(byte_level: Any, raw: An
     assert functions_of(model) == hooks
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.every_kind
 def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
     """A hook on the model changes results in the same way as a hook that the run is given."""
@@ -204,6 +207,7 @@ def test_loading_calls_no_hook_of_the_user(byte_level: Any) -> None:
     assert model is not None
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.every_kind
 def test_threads_that_run_one_model_take_turns(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)

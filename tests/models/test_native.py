@@ -93,6 +93,7 @@ def changes_of(model: Any, batch: al.PromptBatch) -> dict[str, list[Hook]]:
     }
 
 
+@pytest.mark.quick_cases("whole models", "Falcon (ALiBi)", "Llama")
 @pytest.mark.parametrize("name", NAMES)
 def test_native_passes_have_the_numbers_of_hooked_passes(name: str) -> None:
     weights, batch = deepcopy(weights_of(name, torch.float64)), batch_of("right")
@@ -203,6 +204,7 @@ def own_hook(batch: al.PromptBatch) -> list[Hook]:
     return [("blocks.1.hook_mlp_out", lambda out, hook: out)]
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_record_says_how_its_passes_ran(dtype: torch.dtype, byte_level: Any) -> None:
     model = al.load_model(tiny_gpt2(len(byte_level)).to(dtype), tokenizer=byte_level)
@@ -263,6 +265,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_changed_runs_with_hooks(name: str, byte_level: Any) -> None:
@@ -291,6 +294,7 @@ def test_hooks_on_every_module_run_with_hooks(gpt2: Any) -> None:
         handle.remove()
 
 
+@pytest.mark.slow("whole models")
 def test_a_model_is_freed_although_a_hook_refers_to_it(byte_level: Any) -> None:
     model = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
     (batch,) = questions(model, 2)
@@ -303,6 +307,7 @@ def test_a_model_is_freed_although_a_hook_refers_to_it(byte_level: Any) -> None:
     assert reference() is None
 
 
+@pytest.mark.slow_cases("whole models", "Gemma 3", "OSS", "dtype1", "dtype2")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", EVERY_CHANGE)
 def test_native_passes_round_as_hooked_passes_do(name: str, dtype: torch.dtype) -> None:
@@ -329,6 +334,7 @@ def test_native_passes_round_as_hooked_passes_do(name: str, dtype: torch.dtype) 
         assert 0 < native[kind] <= 2 * hooked[kind], (kind, native[kind], hooked[kind])
 
 
+@pytest.mark.quick_cases("whole models", "dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
     dtype: torch.dtype, byte_level: Any

@@ -107,6 +107,7 @@ def test_fused_kernels_are_restored(byte_level: Any) -> None:
     assert torch.equal(logits_of(model, batch, []), clean)
 
 
+@pytest.mark.slow("whole models")
 def test_models_do_not_affect_each_other(byte_level: Any) -> None:
     """A model runs inside the hook of another, and a hook computes a softmax itself."""
     model, other = (al.prepare_model(bridge_of(name, byte_level)) for name in ("GPT-J", "OPT"))
@@ -200,6 +201,7 @@ def test_copies_have_their_own_hooks(name: str, byte_level: Any) -> None:
     assert torch.equal(logits_of(twin, batch, [scaled_pattern(1)]), expected)
 
 
+@pytest.mark.slow("whole models")
 def test_rebuilt_attention_calls_its_rotary_hooks(byte_level: Any) -> None:
     """The bridge of GPT-NeoX has hook points for rotated queries and keys, but never calls them."""
     row = BY_NAME["GPT-NeoX (Pythia)"]

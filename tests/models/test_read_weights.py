@@ -119,6 +119,7 @@ def test_fewer_layers_than_weights_give_a_warning(tmp_path: Path, byte_level: An
     assert model.cfg.n_layers == 2
 
 
+@pytest.mark.slow("whole models")
 def test_complete_weights_load_without_a_warning(tmp_path: Path, byte_level: Any) -> None:
     """Weights may be tied, in shards, with masks of older versions, or with another task's head."""
     plain = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path / "plain")
@@ -280,6 +281,7 @@ def test_a_gguf_file_that_lacks_a_tensor_is_refused(tmp_path: Path, byte_level: 
         load(tmp_path / "tiny.gguf", None)
 
 
+@pytest.mark.quick_cases("whole models", "sequential")
 @pytest.mark.parametrize(
     "device_map",
     [
@@ -326,6 +328,7 @@ def test_a_device_map_that_cannot_be_is_refused(
         al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level, **options)
 
 
+@pytest.mark.slow("whole models")
 def test_a_tokenizer_may_be_named_and_other_values_are_refused_first(
     byte_level: Any, tmp_path: Path
 ) -> None:

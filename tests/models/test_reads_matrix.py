@@ -62,6 +62,7 @@ def keep(batch: al.PromptBatch) -> Any:
     return [("blocks.0.hook_resid_pre", lambda resid, hook: resid * 1.0)]
 
 
+@pytest.mark.quick_cases("whole models", "Falcon (ALiBi)", "Llama")
 @pytest.mark.parametrize(("name", "kind"), cases("bridge", every_kind=()))
 def test_native_and_hooked_and_shared_runs_read_the_same(name: str, kind: str) -> None:
     model, batch = hooked(name, FLOAT64, kind), batch_of("right")

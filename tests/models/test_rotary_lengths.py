@@ -57,6 +57,7 @@ def length_of_demonstrations(batch: al.PromptBatch) -> int:
     return int(batch.query_start[0])
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
 @pytest.mark.parametrize("large", [way.LARGE, 0], ids=["whole", "fused"])
 def test_runs_with_several_sets_have_the_logits_of_whole_prompts(
@@ -92,6 +93,7 @@ def test_passes_are_native_also_after_texts_of_both_sides(name: str) -> None:
         assert difference(logits, alone(plain, batch)) < 1e-5
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.parametrize("name", CHANGING)
 def test_prompts_on_one_side_still_share_their_demonstrations(name: str) -> None:
     model, plain = rotating(*MAKE[name])
@@ -104,6 +106,7 @@ def test_prompts_on_one_side_still_share_their_demonstrations(name: str) -> None
     assert difference(logits, alone(plain, *ordered)) < 1e-5
 
 
+@pytest.mark.quick_cases("whole models", "Llama dynamic")
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
 def test_contexts_answer_as_the_whole_prompt_or_refuse(name: str, tmp_path: Path) -> None:
     model, plain = rotating(*MAKE[name])
@@ -138,6 +141,7 @@ def test_contexts_answer_as_the_whole_prompt_or_refuse(name: str, tmp_path: Path
         few.logits(model, long)
 
 
+@pytest.mark.slow("whole models")
 def test_demonstrations_above_the_switch_are_cached() -> None:
     model, plain = rotating("longrope", AFTER_SWITCH)
     batches = prompts(model, 4)
@@ -246,6 +250,7 @@ TRAIN: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow_cases("whole models", "prefix")
 @pytest.mark.parametrize("kind", TRAIN)
 def test_trained_contexts_refuse_queries_beyond_the_switch(kind: str, tmp_path: Path) -> None:
     model, _ = rotating("longrope", 34)  # in the queries after a trained context
@@ -262,6 +267,7 @@ def test_trained_contexts_refuse_queries_beyond_the_switch(kind: str, tmp_path: 
     assert torch.equal(context.logits(model, near[0]), loaded.logits(model, near[0]))
 
 
+@pytest.mark.slow("whole models")
 def test_dynamic_rotations_do_not_depend_on_earlier_passes() -> None:
     """From the limit on, transformers rotates by the longest text of all passes before."""
     model, plain = rotating("dynamic", SWITCH)

@@ -68,6 +68,7 @@ def test_preparing_leaves_no_trace(toy: Any, byte_level: Any) -> None:
     assert torch.equal(toy(batch.tokens), before)
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.changes_model
 def test_every_metric_runs_and_a_stored_run_continues(toy: Any, tmp_path: Path) -> None:
     batches = questions(toy, 6, batch_size=2)
@@ -84,6 +85,7 @@ def test_every_metric_runs_and_a_stored_run_continues(toy: Any, tmp_path: Path) 
     assert ("takes no key-value cache" in shared) == native
 
 
+@pytest.mark.slow("whole models")
 def test_another_toy_has_another_fingerprint(byte_level: Any) -> None:
     """Toys have no configuration of transformers, so settings and weights tell them apart."""
     prompts = [prompts_of_numbers(6)]
@@ -98,6 +100,7 @@ def test_another_toy_has_another_fingerprint(byte_level: Any) -> None:
     assert fingerprint(other_weights, prompts, {}) != of_small
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.changes_model
 @pytest.mark.filterwarnings("ignore:in layers .* the attributions do not sum")
 def test_every_experiment_runs(toy: Any) -> None:

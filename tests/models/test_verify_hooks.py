@@ -76,6 +76,7 @@ def check_refused(model: Any, message: str) -> None:
     )
 
 
+@pytest.mark.slow_cases("whole models", "images")
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_are_not_left_to_right_are_refused(name: str, byte_level: Any) -> None:
     make, message = REFUSED[name]

@@ -75,6 +75,7 @@ def test_saliency_is_that_of_whole_texts_of_each_class(
         assert difference(ours[row][:, inside][:, :, inside], expected) <= tolerance
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_words_after_padded_prompts_equal_whole_texts(name: str) -> None:
     model, batch = hooked_architecture(name, torch.float32, "bridge"), batch_of("right")
@@ -89,6 +90,7 @@ def test_words_after_padded_prompts_equal_whole_texts(name: str) -> None:
         assert difference(ours[row, :, :length, :length], expected) <= 1e-5
 
 
+@pytest.mark.slow("whole models")
 def test_words_of_one_token_give_the_loss_of_labels(hooked: Any, byte_level: Any) -> None:
     model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
     batch = questions(model, 3)[0]

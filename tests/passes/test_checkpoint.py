@@ -66,6 +66,7 @@ def isolated(model: Any) -> Callable[[al.PromptBatch], Any]:
     return lambda batch: al.isolate_labels(model, batch, [0, 2])
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 def test_checkpoints_give_the_same_numbers(
@@ -85,6 +86,7 @@ def test_checkpoints_give_the_same_numbers(
         assert max(errors.values()) <= 1e-12, errors
 
 
+@pytest.mark.quick_cases("many passes", "J")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("name", ["GPT-J", "GPT-NeoX (Pythia)", "Gemma 2"])
 def test_checkpoints_give_the_same_numbers_on_other_architectures(name: str, hooked: Any) -> None:
@@ -148,6 +150,7 @@ def test_every_hook_point_is_called_once(name: str, request: pytest.FixtureReque
         torch.testing.assert_close(sizes[point], value, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_one_layer_is_in_memory_at_a_time(
     hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch

@@ -40,11 +40,13 @@ def found(tmp_path_factory: Any) -> Callable[[str], dict[str, Any]]:
     return of_kind
 
 
+@pytest.mark.slow("many passes")
 def test_the_kernel_has_the_sums_of_whole_tables(found: Any) -> None:
     errors = found("interpreted")
     assert len(errors) == 10 and max(errors.values()) < 2e-6, errors
 
 
+@pytest.mark.slow_cases("many passes", "tiny_gpt2")
 @pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama", "tiny_gemma3"])
 def test_runs_have_the_flows_of_rows(found: Any, name: str) -> None:
     of_runs = found("runs")
@@ -61,6 +63,7 @@ def test_runs_have_the_flows_of_rows(found: Any, name: str) -> None:
         assert of_runs[f"{name}, {metric} why"].endswith(f"rows, because {why}")
 
 
+@pytest.mark.slow("many passes")
 def test_the_kernel_fits_a_gpu(found: Any) -> None:
     """Tensor cores, a pipeline of loads, few spilled registers, and not too much shared memory."""
     taken = found("compiled")

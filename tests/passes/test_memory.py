@@ -68,6 +68,7 @@ def test_errors_of_full_memory_are_recognised() -> None:
         assert not is_out_of_memory(other)
 
 
+@pytest.mark.slow("many passes")
 def test_every_prompt_runs_once_and_in_order(gpt2: Any) -> None:
     for count, size in ((1, 1), (2, 1), (5, 5), (5, 2), (11, 3)):
         batch = questions(gpt2, count=count, batch_size=count)[0]
@@ -115,6 +116,7 @@ def test_a_part_of_a_batch_has_its_prompts(gpt2: Any) -> None:
             assert part.attention_mask.any(0).all()
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
 def test_a_run_that_runs_out_of_memory_loses_no_prompt(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, count=12, batch_size=5)
@@ -138,6 +140,7 @@ def test_a_run_that_runs_out_of_memory_loses_no_prompt(gpt2: Any, tmp_path: Path
     assert same(run(gpt2, Limited(), tmp_path, **again), records)  # read from the folder
 
 
+@pytest.mark.slow("many passes")
 def test_a_prompt_that_does_not_fit_raises_and_stored_rows_stay(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, count=6, batch_size=2)
     expected = run(gpt2, Logits(), None, batches=batches, metrics=[Logits()])
@@ -176,6 +179,7 @@ def limit_passes(patch: pytest.MonkeyPatch, run_pass: Any) -> None:
     patch.setattr("anchorlens.runs.passes._run", run_pass)
 
 
+@pytest.mark.slow("many passes")
 def test_a_part_of_a_batch_shares_no_longer_prefix_than_its_set_does(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

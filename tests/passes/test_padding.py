@@ -49,6 +49,7 @@ def tempered_llama4(vocab_size: int) -> Any:
     return randomize(Llama4ForCausalLM(config))
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_does_not_change_a_model_that_counts_columns(byte_level: Any, side: Any) -> None:
     weights = tempered_llama4(len(byte_level))
@@ -66,6 +67,7 @@ def test_padding_does_not_change_a_model_that_counts_columns(byte_level: Any, si
     assert difference(trained.beta, other.beta) < 1e-5
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_that_is_longer_than_a_window_changes_nothing(

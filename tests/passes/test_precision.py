@@ -33,6 +33,7 @@ def flows_of(maps: Tensor, batch: al.PromptBatch) -> Tensor:
     )
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_low_precision_is_as_accurate_as_in_transformers(

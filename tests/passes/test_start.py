@@ -84,6 +84,7 @@ def isolated(model: Any, batches: Any, sites: Any, draws: int = 1) -> dict[str, 
     return by_site(ask(model, batches, al.EdgeSweep.isolation(sites, draws=draws), **QUIET))
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_a_sweep_gives_the_records_of_each_site_alone(
     model: Any, monkeypatch: pytest.MonkeyPatch
@@ -102,6 +103,7 @@ def test_a_sweep_gives_the_records_of_each_site_alone(
     assert shared[0] < whole[0] / 2
 
 
+@pytest.mark.slow("many passes")
 def test_a_sweep_of_single_heads_equals_hooks_by_hand(llama: Any) -> None:
     model = llama
     (batch,) = questions(model, 6)

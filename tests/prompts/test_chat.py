@@ -292,6 +292,7 @@ def test_chat_tasks_are_tasks() -> None:
     assert "Review: so so\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets:UserWarning")
 def test_a_model_runs_chat_prompts(hooked: Any) -> None:
     """Shared tokens run once, or whole prompts run: the numbers are the same."""

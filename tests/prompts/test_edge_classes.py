@@ -94,6 +94,7 @@ def test_sets_of_very_many_classes_have_none() -> None:
     assert whole.classes() is None
 
 
+@pytest.mark.slow("many passes")
 def test_flows_of_long_prompts_are_those_of_tables(
     exact_gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -461,6 +461,7 @@ def test_two_columns_of_one_name_are_refused(names: list[str]) -> None:
             read(frame)
 
 
+@pytest.mark.quick_cases("runs whole pages", "True")
 @pytest.mark.parametrize("as_dictionary", [True, False])
 def test_a_file_that_unpacks_to_too_much_is_refused(
     as_dictionary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

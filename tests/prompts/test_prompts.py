@@ -99,6 +99,7 @@ def check_spelling(tokenizer: Any, case: Prompts, row: Row, query: al.Example) -
     assert tokenizer.decode(without_bos) == written + task.query(query.text)
 
 
+@pytest.mark.slow("many passes")
 @settings(max_examples=60, deadline=None)
 @given(case=prompts(), size=st.integers(1, 4))
 def test_positions_are_those_of_the_oracle_whatever_the_batch(

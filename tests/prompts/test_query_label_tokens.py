@@ -56,6 +56,7 @@ def first_tokens(tokenizer: Any, text: str, words: list[str]) -> list[int] | Non
     return tokens if len(set(tokens)) == len(words) else None
 
 
+@pytest.mark.quick_cases("many passes", "WordPiece, lower case")
 @pytest.mark.parametrize("kind", KINDS)
 def test_label_words_after_every_query_are_those_of_the_whole_text(kind: str) -> None:
     """Of each (template, words) the queries that can be joined are built, and no others."""

@@ -94,6 +94,7 @@ def test_random_keys_of_the_first_tokens_are_those_of_whole_prompts(gpt2: Any) -
     assert torch.equal(whole[:, :length, :length], part.expand(3, -1, -1))
 
 
+@pytest.mark.slow("many passes")
 def test_every_free_key_is_drawn_equally_often(gpt2: Any) -> None:
     """Each key's count over draws is binomial; six standard deviations are allowed."""
     batch = questions(gpt2, 1)[0]

@@ -62,6 +62,7 @@ def folder_of(weights: Any, tokenizer: Any, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow("many passes")
 @WARNED
 def test_a_row_is_what_the_claims_of_the_model_alone_say(
     gpt2: Any, llama: Any, sentencepiece_like: Any, tmp_path: Path
@@ -106,6 +107,7 @@ class Loading:
         return model
 
 
+@pytest.mark.slow("many passes")
 @WARNED
 def test_a_model_is_freed_before_the_next_is_loaded(byte_level: Any) -> None:
     loading = Loading(byte_level)
@@ -270,6 +272,7 @@ def test_mistakes_are_found_before_weights_are_loaded(
         al.replication.across_models(models, **({"task": "questions"} | changes), **QUIET)
 
 
+@pytest.mark.slow("many passes")
 @WARNED
 def test_each_model_is_loaded_at_each_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
@@ -289,6 +292,7 @@ def test_each_model_is_loaded_at_each_revision(monkeypatch: pytest.MonkeyPatch) 
     assert [*record.info["missing"].values()] == ["failed: not there"] * 4
 
 
+@pytest.mark.slow("many passes")
 @WARNED
 def test_names_are_short_and_what_is_no_model_is_a_row(gpt2: Any, tmp_path: Path) -> None:
     folder = tmp_path / "x" / "model"

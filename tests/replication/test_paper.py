@@ -99,6 +99,7 @@ def assert_same(ours: al.Record, expected: al.Record) -> None:
             torch.testing.assert_close(getattr(ours, name), values, equal_nan=True, msg=name)
 
 
+@pytest.mark.slow("many passes")
 def test_the_figures_are_the_records_of_all_seeds(found: al.Results, model: Any) -> None:
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
     expected = al.run(model, prompts(model, *SEEDS), metrics, **QUIET)
@@ -124,6 +125,7 @@ def test_flows_of_several_seeds_are_the_means_of_each(found: al.Results, model: 
         torch.testing.assert_close(getattr(found[name], field), mean, rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow("many passes")
 def test_table_1_equals_plain_transformers(found: al.Results, byte_level: Any) -> None:
     """Vanilla and more shots are compared with plain transformers."""
     weights, right = weights_for(byte_level), dict[str, list[torch.Tensor]]()
@@ -145,6 +147,7 @@ def test_table_1_equals_plain_transformers(found: al.Results, byte_level: Any) -
     assert float(record.gain[2]) == pytest.approx(float(record.accuracy[2] - record.accuracy[0]))
 
 
+@pytest.mark.slow("many passes")
 def test_beta_is_learned_from_the_training_examples(
     computed: tuple[al.Results, list[al.contexts.Beta]], model: Any
 ) -> None:
@@ -165,6 +168,7 @@ def test_beta_is_learned_from_the_training_examples(
     assert torch.equal(record.correct[:, 2], torch.cat(right).double())
 
 
+@pytest.mark.slow("many passes")
 def test_table_2_equals_compression_and_plain_transformers(
     found: al.Results, model: Any, byte_level: Any
 ) -> None:

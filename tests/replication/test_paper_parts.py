@@ -32,6 +32,7 @@ def part_that_raises(monkeypatch: pytest.MonkeyPatch, name: str, error: Exceptio
     monkeypatch.setattr(papers._Asked, name.replace(" ", "_"), fail)
 
 
+@pytest.mark.slow("many passes")
 def test_a_part_that_fails_leaves_the_records_of_the_others(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,6 +53,7 @@ def test_a_part_that_fails_leaves_the_records_of_the_others(
     assert kept == [("emotions", "times")]
 
 
+@pytest.mark.slow("many passes")
 def test_prompts_that_are_too_long_do_not_stop_the_other_tasks(byte_level: Any) -> None:
     model = al.load_model(tiny_gpt2(len(byte_level), n_positions=146), tokenizer=byte_level)
     questions = al.load_examples("questions")
@@ -61,6 +63,7 @@ def test_prompts_that_are_too_long_do_not_stop_the_other_tasks(byte_level: Any) 
     assert not raised.value.results["questions"] and raised.value.results["emotions"]
 
 
+@pytest.mark.slow("many passes")
 def test_a_metric_that_fails_does_not_stop_the_others(byte_level: Any) -> None:
     """Folded value biases make saliency impossible, but not the other two metrics."""
     bridge = boot(tiny_gpt2(len(byte_level)), byte_level)
@@ -72,6 +75,7 @@ def test_a_metric_that_fails_does_not_stop_the_others(byte_level: Any) -> None:
     assert "saliency_flows" not in found["emotions"]
 
 
+@pytest.mark.slow("many passes")
 def test_what_is_stored_is_read_and_another_run_is_refused(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +138,7 @@ def test_mistakes_are_errors_before_anything_runs(
         al.paper(model, all_tasks, **{**QUICK, "seeds": SEEDS, **options})
 
 
+@pytest.mark.slow("many passes")
 def test_each_bar_names_its_task_and_part(
     model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

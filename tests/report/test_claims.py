@@ -377,6 +377,7 @@ def test_draws_that_are_nearly_one_tell_nothing(change: dict[str, Any], reason: 
     assert claim.verdict == CANNOT_TELL and reason in claim.reason
 
 
+@pytest.mark.slow_cases("simulations", "1.0", "24")
 @pytest.mark.parametrize(("words", "spread"), [(24, 0.3), (12, 0.3), (24, 1.0), (12, 1.0)])
 def test_label_words_that_are_like_others_seldom_agree_where_draws_overlap(
     words: int, spread: float
@@ -420,6 +421,7 @@ def test_with_several_sets_the_interval_is_over_sets() -> None:
     assert "; for other queries after this one set" in repr(claim)
 
 
+@pytest.mark.slow("simulations")
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -439,6 +441,7 @@ def test_a_claim_under_its_null_is_seldom_judged(name: str, sizes: list[int]) ->
     assert found.count(AGREES) <= 6 and found.count(DISAGREES) <= 6, found
 
 
+@pytest.mark.quick_cases("simulations", "sizes2")
 @pytest.mark.parametrize(
     ("noise", "ratios", "sizes"),
     [
@@ -600,6 +603,7 @@ def tiny_neox(vocab_size: int) -> Any:
     return GPTNeoXForCausalLM(config)
 
 
+@pytest.mark.slow("simulations")
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma3", "neox"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_model_of_random_weights_never_agrees(kind: str) -> None:

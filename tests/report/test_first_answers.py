@@ -16,6 +16,7 @@ from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 ABLE = 0.5  # the commonest class in made-up numbers
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:intervals of", "ignore:some")
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
 def test_nothing_is_told_of_random_weights(make: Any, byte_level: Any, hooked: Any) -> None:

@@ -109,6 +109,7 @@ def written(folder: Path, results: Mapping[str, Any], **options: Any) -> str:
     return write(folder, results, **options).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow("many passes")
 def test_where_no_claim_is_judged_no_claim_has_a_scope(
     results: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_where_no_claim_is_judged_no_claim_has_a_scope(
     assert not [span for span in re.findall(r'"measure">(.*?)<', text) if span.startswith("For ")]
 
 
+@pytest.mark.slow("many passes")
 def test_the_page_needs_no_other_file(results: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path, results)
     page = Page(path)
@@ -149,6 +151,7 @@ def heading(name: str) -> str:
     return words.get(name, name.replace("_", " ").capitalize())
 
 
+@pytest.mark.slow("many passes")
 def test_every_record_has_a_figure_and_those_of_the_user_replace_them_or_come_last(
     results: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -164,6 +167,7 @@ def test_every_record_has_a_figure_and_those_of_the_user_replace_them_or_come_la
     assert len(figures) == 3
 
 
+@pytest.mark.slow("many passes")
 def test_all_numbers_are_on_the_page(results: dict[str, Any], tmp_path: Path) -> None:
     cells = Page(write(tmp_path, results)).cells
     for record in results.values():
@@ -219,6 +223,7 @@ def test_texts_are_escaped(results: dict[str, Any], tmp_path: Path) -> None:
     assert page.cells.count(evil) > 5  # settings, info and the names of classes
 
 
+@pytest.mark.slow("many passes")
 def test_code_in_a_meaning_is_shown_as_code(results: dict[str, Any], tmp_path: Path) -> None:
     page = al.write_report(results, tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<code>|A_h * dL/dA_h|</code>" in page and "&lt;code&gt;" not in page
@@ -235,6 +240,7 @@ def test_a_record_without_a_figure_shows_its_numbers(tmp_path: Path) -> None:
     assert "nan" not in "".join(Page(path).cells)
 
 
+@pytest.mark.slow("many passes")
 def test_every_record_is_drawn_and_saved_with_and_without_intervals(tmp_path: Path) -> None:
     for name, record in made_up_records():
         bare = replace(record, intervals={})
@@ -252,6 +258,7 @@ def prompt(byte_level: Any, hooked: Any) -> al.records.PromptFlows:
     return al.plot_prompt(model, questions(model, count=3)[0], prompt=1)
 
 
+@pytest.mark.slow("many passes")
 def test_several_tasks_are_chapters_with_one_section_for_all_sites(
     results: dict[str, Any], prompt: al.records.PromptFlows, tmp_path: Path
 ) -> None:
@@ -287,6 +294,7 @@ def test_a_page_has_its_title_in_the_window_of_the_browser(
     assert [unescape(each) for each in re.findall("<h1>(.*?)</h1>", report)] == [EVIL]
 
 
+@pytest.mark.slow("many passes")
 def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None:
     text = written(tmp_path, results)
     places = ["This cannot be told", "Of 6 claims", '<svg class="forest"', "right class of"]
@@ -297,6 +305,7 @@ def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None
         assert claim.reason in unescape(text)
 
 
+@pytest.mark.slow("many passes")
 def test_prompts_stand_beside_the_claims_those_with_right_answers_first(
     results: dict[str, Any], prompt: al.records.PromptFlows, tmp_path: Path
 ) -> None:
@@ -406,6 +415,7 @@ def test_digests_of_queries_are_not_on_the_page(tmp_path: Path) -> None:
     assert str(digest) not in text and ">seed<" in text
 
 
+@pytest.mark.slow("many passes")
 def test_settings_of_isolations_are_shown_for_each_site(
     results: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -286,6 +286,7 @@ def test_figures_do_not_change_their_inputs() -> None:
     assert all(torch.equal(now.nan_to_num(-1.0), values.nan_to_num(-1.0)) for now in given)
 
 
+@pytest.mark.quick_cases("many passes", "dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_any_float_type_and_gradients_are_accepted(dtype: torch.dtype) -> None:
     """The figure equals that of float32. All numbers here are exact in bfloat16."""

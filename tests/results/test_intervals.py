@@ -122,6 +122,7 @@ def test_resamples_of_three_units_have_the_enumerated_probabilities() -> None:
     assert shares == pytest.approx(expected, abs=0.03)
 
 
+@pytest.mark.slow("simulations")
 def test_tails_of_intervals_equal_values_by_hand() -> None:
     def tail(*sizes: int) -> float:
         return population_of(sets_of_sizes(*sizes)).tail
@@ -230,6 +231,7 @@ def test_few_units_give_a_warning() -> None:
     warn_if_few_units(sets_of_sizes(20))
 
 
+@pytest.mark.slow("simulations")
 def test_metrics_that_use_no_sets_are_resampled_by_set(gpt2: Any) -> None:
     """Accuracy does not use sets, but its prompts are still drawn by set."""
     batches = [batch for seed in range(10) for batch in questions(gpt2, 2, seed=seed)]
@@ -304,6 +306,7 @@ class Words(al.Record):
     )
 
 
+@pytest.mark.quick_cases("simulations", "0.06")
 @pytest.mark.parametrize(
     ("prompts", "of_draws", "of_cells"), [(100, 0.06, 0.15), (20, 0.06, 0.15), (300, 0.03, 0.1)]
 )
@@ -329,6 +332,7 @@ def test_intervals_of_gaps_know_that_the_control_is_ten_draws(
     assert 0.925 <= held <= 0.975, held
 
 
+@pytest.mark.slow("simulations")
 def test_intervals_of_means_over_draws_equal_values_by_hand() -> None:
     generator = torch.Generator().manual_seed(0)
     overlaps = torch.rand(200, 12, generator=generator, dtype=torch.double)
@@ -376,6 +380,7 @@ def test_intervals_of_bounded_means_hold_the_true_value_near_the_bound(prompts: 
         assert ((low <= record.loyalty) & (record.loyalty <= high)).all()
 
 
+@pytest.mark.slow("simulations")
 def test_intervals_of_a_divergence_are_symmetric_in_its_logarithm() -> None:
     values = torch.tensor([0.1, 0.2, 0.4, 0.9, 0.0, 0.3]).double().repeat(5)
     rows = {"label_kept": values, "word_overlap": values, "kl": values}
@@ -402,6 +407,7 @@ def test_intervals_of_a_mean_over_sets_equal_values_by_hand() -> None:
     assert interval.flatten().tolist() == pytest.approx([1.7 / 3, 0.4, 2.8 / 3, 0.85])
 
 
+@pytest.mark.slow("simulations")
 def test_intervals_of_distances_are_the_mean_of_those_of_each_given_set() -> None:
     """Few queries give all sets the same bias, and a mean over sets does not remove it."""
     generator = torch.Generator().manual_seed(0)
@@ -424,6 +430,7 @@ def test_intervals_of_distances_are_the_mean_of_those_of_each_given_set() -> Non
     assert ((low <= distance) & (distance <= high)).double().mean() > 0.7
 
 
+@pytest.mark.quick_cases("simulations", "sizes0")
 @pytest.mark.parametrize("sizes", [[20], [100, 10], [20, 20, 20]])
 def test_intervals_of_auc_over_given_sets_contain_the_true_value(sizes: list[int]) -> None:
     """The true AUCROC is 0.92. A small set without an error must not count as certain.
@@ -477,6 +484,7 @@ def told_of(sizes: list[int], known: list[int], series: int, resamples: int) -> 
     return with_intervals(Told.of, missing, sets=sets, resamples=resamples, info={})
 
 
+@pytest.mark.quick_cases("simulations", "known6")
 @pytest.mark.parametrize(
     ("sizes", "known", "wider"),
     [

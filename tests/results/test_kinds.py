@@ -86,6 +86,7 @@ def test_the_interval_of_a_share_over_unequal_sets_is_that_of_as_certain_a_set()
     assert set(record.intervals) == set(record.axes()) - {"values", "count"}
 
 
+@pytest.mark.slow("many passes")
 def test_the_interval_of_a_ratio_is_that_of_its_logarithm() -> None:
     """By the delta method, from the prompts of one set; without a number above 0 there is none."""
     generator = np.random.default_rng(0)

@@ -125,6 +125,7 @@ def test_classes_without_names_are_numbered() -> None:
 VALUES = torch.tensor([1.0, 2.0])
 
 
+@pytest.mark.slow("many passes")
 def test_a_record_is_read_where_its_class_was_not_used_yet(tmp_path: Path) -> None:
     record = al.records.AccuracyRecord(accuracy=torch.tensor(0.5), correct=torch.tensor([0.0, 1.0]))
     path = str(record.save(tmp_path / "record.safetensors"))

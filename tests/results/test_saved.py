@@ -119,6 +119,7 @@ def damages(data: bytes) -> list[bytes]:
     return damaged
 
 
+@pytest.mark.slow("many passes")
 def test_every_damage_of_a_record_raises_an_error(tmp_path: Path) -> None:
     record = make_small()
     path = record.save(tmp_path / "small.safetensors")

@@ -228,6 +228,7 @@ WRONG: dict[str, Callable[[], Any]] = {
 MAY_BE_NONE = ("a hook", "answer")  # it changes nothing, or says nothing
 
 
+@pytest.mark.slow_cases("many passes", "size")
 @pytest.mark.parametrize("name", ROWS)
 def test_what_does_not_fit_raises_an_error_of_the_package(
     name: str, gpt2: Any, tmp_path: Any

@@ -59,6 +59,7 @@ def test_a_single_stored_batch_that_is_believed_is_told_too(
     assert again.seen == [4]
 
 
+@pytest.mark.slow("many passes")
 def test_another_version_is_refused_unless_it_is_believed_by_name(
     gpt2: Any, tmp_path: Path, installed: Any
 ) -> None:
@@ -85,6 +86,7 @@ class Scaled:
         return al.isolate_labels(self.model, batch, layers)
 
 
+@pytest.mark.slow("many passes")
 def test_what_is_unknown_or_another_is_believed_by_its_name(gpt2: Any, tmp_path: Path) -> None:
     def answers(metric: Logits, factor: float, believe: Sequence[str] = ("hooks", "logits")) -> Any:
         hooks = Scaled(gpt2, factor)

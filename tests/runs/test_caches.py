@@ -67,6 +67,7 @@ def passes_of(
     return (cached(model, batch, names) for batch in batches)
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("exact_model", ["gpt2", "gemma3"], indirect=True)

@@ -197,6 +197,7 @@ def test_a_changed_buffer_changes_the_fingerprint(llama: Any) -> None:
     assert identity(llama) == before
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.changes_model
 @pytest.mark.every_kind
 def test_every_weight_and_buffer_counts(gpt2: Any) -> None:
@@ -285,6 +286,7 @@ def without_a_merge(tokenizer: Any) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
+@pytest.mark.slow("many passes")
 def test_another_tokenizer_or_a_hook_on_the_model_is_another_run_of_the_paper(
     hooked: Any, byte_level: Any, tmp_path: Path
 ) -> None:
@@ -332,6 +334,7 @@ def test_merges_and_settings_change_the_identity_of_a_tokenizer(byte_level: Any)
         assert tokenizer_identity(other) != before, name
 
 
+@pytest.mark.slow("many passes")
 def test_weights_are_summed_once_for_each_set_of_contexts(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def forwards_of(model: Any) -> list[Any]:
     return [vars(module).get(name) for module in modules_of(model) for name in names]
 
 
+@pytest.mark.quick_cases("many passes", "tiny_gpt2")
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_gemma3])  # with a window, shorter than prompts
 def test_a_page_of_a_prompt_has_the_flows_of_whole_patterns(
     make: Any, hooked: Any, byte_level: Any, fuse: Callable[[], None]
@@ -121,6 +122,7 @@ def test_a_single_prompt_runs_as_a_prefix_and_its_query(gpt2: Any) -> None:
     assert info["shared_prefix"] == f"{target} tokens of each prompt, run once for all"
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_what_is_fused_depends_on_the_kind_of_model(
     gpt2: Any, kind_of_model: str, fuse: Callable[[], None]
@@ -141,6 +143,7 @@ def test_what_is_fused_depends_on_the_kind_of_model(
     assert forwards_of(gpt2) == before
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.usefixtures("small")
 def test_other_numbers_are_found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a soft cap is not handed to the fused attention."""
@@ -179,6 +182,7 @@ def largest_tensor(run: Any) -> int:
     return max(sizes)
 
 
+@pytest.mark.quick_cases("many passes", "gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])  # with windows
 @pytest.mark.parametrize("what", ["segments", "flows", "isolation"])
 def test_no_tensor_is_as_large_as_a_pattern(
@@ -219,6 +223,7 @@ def test_an_error_leaves_no_trace(gpt2: Any) -> None:
         fused_attention(gpt2, hooks=after)
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize(
     ("make", "dtype"), [(tiny_gemma3, torch.bfloat16), (tiny_llama, torch.float16)]
 )
@@ -248,6 +253,7 @@ def test_low_precision_is_as_near_to_float32_as_with_whole_patterns(
     assert distance(ours) <= 1.2 * distance(whole)
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.usefixtures("small")
 def test_each_long_prompt_is_stored_when_it_is_done(gpt2: Any, tmp_path: Path) -> None:
     folder, batches = tmp_path / "rows", questions(gpt2, 5, batch_size=5)
@@ -333,6 +339,7 @@ def test_stored_bytes_are_those_alive_before_the_backward_pass(
     assert 0.9 * at_loss[0] < estimate < at_loss[0]
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.parametrize("free", [10**4, 10**12])
 def test_blocks_are_checkpointed_if_little_is_free(
     free: int, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch

@@ -170,6 +170,7 @@ def test_what_cannot_be_seen_is_unknown(source: str) -> None:
     assert identity_of(value_of(source)).unknown
 
 
+@pytest.mark.slow("many passes")
 def test_every_process_gives_the_same_identity(capsys: Any) -> None:
     """Also with another order of the hashes of texts, which differ in each process."""
     source = (
@@ -223,6 +224,7 @@ def late(factor: float) -> Callable[[al.PromptBatch], Any]:
     return hooks
 
 
+@pytest.mark.slow("many passes")
 def test_other_metrics_and_hooks_are_refused_also_where_the_first_batch_agrees(
     gpt2: Any, tmp_path: Path
 ) -> None:
@@ -268,6 +270,7 @@ def largest(factor: float) -> al.Question:
     return Largest()
 
 
+@pytest.mark.slow("many passes")
 def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_path: Path) -> None:
     """Its options are the same, and so are the rows of the first batch."""
     batches = questions(gpt2, count=4, batch_size=2)
@@ -337,6 +340,7 @@ def loss_of(sign: float) -> Callable[[Tensor, al.PromptBatch], Tensor]:
     return lambda logits, batch: sign * al.losses.label_cross_entropy(logits, batch)
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.changes_model
 def test_a_training_with_another_function_of_the_same_name_is_refused(
     gpt2: Any, tmp_path: Path
@@ -358,6 +362,7 @@ def test_a_training_with_another_function_of_the_same_name_is_refused(
         trained(gpt2, folder=tmp_path / "loss", **changes["loss"][0])
 
 
+@pytest.mark.slow("many passes")
 def test_a_search_with_another_noise_or_tokenizer_is_refused(gpt2: Any, tmp_path: Path) -> None:
     batches, held_out = split(gpt2)
     methods = []  # kept, so that the equal function of a second call lies at another address

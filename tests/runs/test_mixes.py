@@ -50,6 +50,7 @@ def sevens(batch: int, size: int) -> dict[str, Tensor]:
     return {"v": torch.full((size,), 7.0)}
 
 
+@pytest.mark.slow("many passes")
 def test_sets_that_share_demonstrations_run_with_a_set_of_one_prompt(gpt2: Any) -> None:
     """A set of one prompt runs it whole. This must not lose the shared rows of the other sets."""
     several, single = questions(gpt2, 5, batch_size=2), questions(gpt2, 1, seed=2)
@@ -329,6 +330,7 @@ def test_an_edit_in_place_is_an_error_that_names_the_metric(
         al.run(gpt2, questions(gpt2, 3), metrics, gradient_checkpointing=checkpoint, **QUIET)
 
 
+@pytest.mark.quick_cases("many passes", "False", "multiply", "rows")
 @pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
 @pytest.mark.parametrize("edit", [multiply, clear_data])

@@ -72,6 +72,7 @@ def divergence(model: Any, batch: al.PromptBatch, depth: int) -> torch.Tensor:
     return torch.stack(values)
 
 
+@pytest.mark.slow("many passes")
 def test_the_experiment_equals_single_prompts(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     asked = names_of("experiments.md")["DivergenceByDepth"]

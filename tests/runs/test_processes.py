@@ -35,12 +35,15 @@ from tests.support.process_work import (
 )
 from tests.support.tiny_models import questions, tiny_gpt2
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:some pairs of classes have no prompts",
-    "ignore:in . of . sets",
-    "ignore:. queries are in both lists",
-    "ignore:.*fork.*:DeprecationWarning",
-)
+pytestmark = [
+    pytest.mark.slow("starts processes"),
+    pytest.mark.filterwarnings(
+        "ignore:some pairs of classes have no prompts",
+        "ignore:in . of . sets",
+        "ignore:. queries are in both lists",
+        "ignore:.*fork.*:DeprecationWarning",
+    ),
+]
 
 
 @dataclass
@@ -169,6 +172,7 @@ def test_a_run_resumes_in_another_number_of_processes(
     assert most < 7 - len(names) + 2  # processes divide the rest
 
 
+@pytest.mark.quick_cases("many passes", "2")
 def test_a_question_that_is_added_is_divided_among_the_processes(
     launch: Launch, tiny: Any, tmp_path: Path
 ) -> None:
@@ -183,6 +187,7 @@ def test_a_question_that_is_added_is_divided_among_the_processes(
         assert_equal(results["added"][0], expected)
 
 
+@pytest.mark.quick_cases("many passes", "2")
 def test_a_failing_part_of_the_paper_leaves_the_records_of_the_others(
     launch: Launch,
     tiny: Any,

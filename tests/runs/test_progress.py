@@ -114,6 +114,7 @@ def test_each_bar_says_how_long_all_steps_take(
     assert printed.count("everything takes about 7 minutes, as far as the first step tells") == 1
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:no result")
 def test_the_steps_of_an_analysis_have_their_names(gpt2: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(random_weights, "SEEDS", (0,))

@@ -69,6 +69,7 @@ def test_a_users_metric_equals_the_cached_pattern(gpt2: Any) -> None:
     assert record.info["prompts"] == 7 and record.info["demonstration_sets"] == 1
 
 
+@pytest.mark.slow("many passes")
 def test_many_metrics_in_one_pass_equal_each_metric_alone(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ def test_many_metrics_in_one_pass_equal_each_metric_alone(
     assert isolated == (6, 3)  # the clean pass runs first
 
 
+@pytest.mark.slow("many passes")
 def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
     """Each call and each batch from positions counts its prompts from 0."""
     examples = al.load_examples("questions")
@@ -192,6 +194,7 @@ def test_both_variants_of_saliency_share_a_run(gpt2: Any) -> None:
     torch.testing.assert_close(results["footnote"].per_prompt[..., 1].float(), expected[order])
 
 
+@pytest.mark.slow("many passes")
 def test_intervals_are_repeatable_and_contain_the_estimates(gpt2: Any) -> None:
     batches = questions(gpt2, 8)
     state = torch.get_rng_state()

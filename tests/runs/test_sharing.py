@@ -77,6 +77,7 @@ def test_shared_tokens_end_before_the_logits_that_a_loss_reads(gpt2: Any) -> Non
     assert shared_lengths(batches, reading(last)) == shared_lengths(batches, reading(3)) == {}
 
 
+@pytest.mark.slow("many passes")
 def test_different_gradients_turn_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 5)
     expected = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
@@ -159,6 +160,7 @@ def none_in_demonstrations(pattern: torch.Tensor, slope: torch.Tensor) -> torch.
     return pattern.sum(1) * (torch.nan if is_square else 1.0)
 
 
+@pytest.mark.slow("many passes")
 def test_a_metric_that_fails_in_the_demonstrations_leaves_the_others(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     expected = al.run(gpt2, batches, METRICS, **QUIET)
@@ -172,6 +174,7 @@ def test_a_metric_that_fails_in_the_demonstrations_leaves_the_others(gpt2: Any) 
         assert_same(error.value.results[name], record)
 
 
+@pytest.mark.slow("many passes")
 def test_different_logits_turn_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 6)
     expected = al.run(gpt2, batches, METRICS, **QUIET)
@@ -193,6 +196,7 @@ def test_different_logits_turn_sharing_off(gpt2: Any, monkeypatch: pytest.Monkey
             assert_same(record, expected[name])
 
 
+@pytest.mark.slow("many passes")
 def test_what_is_known_is_not_tried_again(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 6)
     with found_anew(gpt2):
@@ -351,6 +355,7 @@ def test_out_of_memory_in_a_trial_is_raised(gpt2: Any, monkeypatch: pytest.Monke
         al.compress(gpt2, batch)
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_questions_of_one_run_have_the_numbers_that_each_has_alone(gpt2: Any) -> None:
     """Sites of one name in two sweeps are not the same site: prefixes are stored by question."""
@@ -392,6 +397,7 @@ def test_prefixes_are_stored_by_their_key_and_without_one_not_at_all(
     assert len(passes._prefixes.stored) == (0 if key is None else 1)
 
 
+@pytest.mark.quick_cases("many passes", "5")
 @pytest.mark.parametrize(("fitting", "computed"), [(0, 13), (2, 11), (5, 5)])
 def test_prefixes_that_do_not_fit_into_free_memory_are_computed_again(
     fitting: int, computed: int, gpt2: Any, monkeypatch: pytest.MonkeyPatch

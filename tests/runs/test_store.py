@@ -68,6 +68,7 @@ class Unseen:
         return al.isolate_labels(self.model, batch, self.layers)
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_resumed_run_equals_an_uninterrupted_one(
@@ -88,6 +89,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert again.seen == [1] * 2  # the first and the last are checked again, nothing else runs
 
 
+@pytest.mark.slow("many passes")
 def test_a_run_is_not_continued_from_where_its_functions_have_changed_themselves(
     gpt2: Any, tmp_path: Path
 ) -> None:
@@ -111,6 +113,7 @@ def test_a_run_is_not_continued_from_where_its_functions_have_changed_themselves
     assert again.seen == [1] * 4  # the first is only checked: nothing had changed before
 
 
+@pytest.mark.slow("many passes")
 def test_a_stored_batch_without_rows_of_a_metric_is_computed_again(
     gpt2: Any, tmp_path: Path
 ) -> None:
@@ -206,6 +209,7 @@ def stored_names(folder: Path, number: int) -> set[str]:
     return set(read_with_digest(folder / f"rows-{number:05d}.safetensors").tensors)
 
 
+@pytest.mark.slow("many passes")
 def test_one_more_question_is_computed_alone_and_the_stored_ones_stay(
     gpt2: Any, whole: tuple[Path, dict[str, Any]], stored: Path
 ) -> None:
@@ -227,6 +231,7 @@ def test_one_more_question_is_computed_alone_and_the_stored_ones_stay(
     assert same(whole[1], {"logits": expected["logits"]})
 
 
+@pytest.mark.slow("many passes")
 def test_a_folder_holds_experiments_beside_metrics(
     gpt2: Any, stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +315,7 @@ class OfFile(Logits):
         return {"logits": float(self.file.read_text()) * of_batch["logits"]}
 
 
+@pytest.mark.slow("many passes")
 def test_a_question_that_reads_a_file_is_computed_again_and_the_others_are_not(
     gpt2: Any, stored: Path, tmp_path: Path
 ) -> None:
@@ -398,6 +404,7 @@ def test_other_versions_are_refused(gpt2: Any, stored: Path) -> None:
         run(gpt2, Logits(), stored, metrics=[Logits()])
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.changes_model
 def test_another_type_of_weights_is_refused(gpt2: Any, stored: Path) -> None:
     """Both types hold these weights exactly, so that only the computation differs."""
@@ -513,6 +520,7 @@ class Split(TorchFunctionMode):
         return call(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations", "ignore:.*have two labels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_run_in_low_precision_goes_on_with_other_rounding(
@@ -734,6 +742,7 @@ def test_signals_raise_an_error_and_their_handlers_are_restored(number: signal.S
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_killed_runs_and_stopped_commands_resume_and_end_equal(
     monkeypatch: pytest.MonkeyPatch, capfd: Any, quick: None

@@ -68,6 +68,7 @@ def test_every_public_function_that_takes_a_path_is_listed() -> None:
     assert taking | {"load_model"} == CALLS.keys()  # whose source is a path among others
 
 
+@pytest.mark.slow_cases("many passes", "Record.load", "paper", "write_report")
 @pytest.mark.filterwarnings("ignore")  # of numbers of few prompts
 @pytest.mark.parametrize("name", CALLS)
 def test_paths_that_cannot_be_looked_at_end_in_our_errors(
