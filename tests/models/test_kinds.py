@@ -77,7 +77,7 @@ def test_other_analyses_of_a_folded_model_give_the_same_numbers(raw: Any, byte_l
         torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.quick_cases("whole models", "processed")
+@pytest.mark.slow("whole models")
 def test_folding_breaks_a_model_with_attention_sinks(raw: Any, byte_level: Any) -> None:
     """Rows of attention do not sum to 1 here. TransformerLens folds anyway, and logits change."""
     weights = BY_NAME["GPT-OSS"].build(len(byte_level), max_position_embeddings=512)

@@ -159,7 +159,7 @@ def test_objects_that_are_not_hooked_models_are_refused(byte_level: Any) -> None
             al.prepare_model(value)  # type: ignore[type-var]
 
 
-@pytest.mark.quick_cases("whole models", "processed")
+@pytest.mark.slow("whole models")
 def test_prepare_model_verifies_a_model_and_does_not_change_it(
     byte_level: Any, raw: Any, gpt2: Any
 ) -> None:

@@ -32,7 +32,7 @@ def leave_empty(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(TransformerLensKeyValueCacheEntry, "append", lambda self, k, v: (k, v))
 
 
-@pytest.mark.quick_cases("whole models", "processed")
+@pytest.mark.slow("whole models")
 @pytest.mark.changes_model
 def test_a_model_whose_cache_stays_empty_runs_whole_or_is_refused(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
