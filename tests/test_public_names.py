@@ -119,6 +119,7 @@ def test_an_unknown_name_is_an_ordinary_attribute_error() -> None:
         al.nothing  # noqa: B018
 
 
+@pytest.mark.slow("many passes")
 def test_a_checkout_without_metadata_runs(
     gpt2: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_model_without_prompts_cannot_be_analysed(
     assert error_of(captured) == f"error: no analysis works on {shallow_folder}: words clash"
 
 
+@pytest.mark.slow("whole commands")
 def test_check_refuses_a_model_with_dead_hooks_or_of_another_kind(
     monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
 ) -> None:

@@ -368,6 +368,7 @@ def test_the_command_warns_of_repeated_texts_and_of_other_columns_that_may_be_me
         assert call(monkeypatch, "run", *given, "--label-column", "queue", "--fresh") == 0
 
 
+@pytest.mark.slow("whole commands")
 def test_a_task_file_that_was_changed_is_not_written_over(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -18,6 +18,7 @@ from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_ll
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 
+@pytest.mark.slow("trained contexts")
 @pytest.mark.every_kind
 def test_learned_positions_are_detected_in_logits_of_a_large_mean(
     hooked: Any, byte_level: Any
@@ -116,6 +117,7 @@ def test_a_comparison_leaves_no_trace(hooked: Any, byte_level: Any) -> None:
     assert model.training and torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_context_of_one_token_equals_masking(llama: Any) -> None:
     """Many tokens lie between it and the query, or none."""
     batch = questions(llama, 3)[0]

@@ -454,6 +454,7 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
     assert prompt.encoded.tolist() == joined and float(prompt.encoded_accuracy) == 1
 
 
+@pytest.mark.slow("trained contexts")
 def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
     _, held_out = halves(gpt2)
     call: dict[str, Any] = {"held_out": held_out, "length": 4, "draws": 3}
@@ -499,6 +500,7 @@ def questions_of(model: Any, task: al.Task, side: Any) -> al.PromptBatch:
     return al.build_prompts(model.tokenizer, task, demos, queries, padding_side=side)[0]
 
 
+@pytest.mark.slow("trained contexts")
 @pytest.mark.filterwarnings("ignore:some pairs of classes:UserWarning")
 def test_every_metric_runs_on_prompts_with_inserted_tokens(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)

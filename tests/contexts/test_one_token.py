@@ -85,6 +85,7 @@ def accuracy_after(model: Any, held_out: list[al.PromptBatch], tokens: list[int]
     )
 
 
+@pytest.mark.slow("trained contexts")
 def test_the_model_is_right_exactly_when_the_token_is_there(model: Any, prompts: Any) -> None:
     _, held_out = prompts
     for position in range(3):

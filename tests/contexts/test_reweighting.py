@@ -153,6 +153,7 @@ def test_an_axis_of_size_one_has_shared_betas(gpt2: Any, shape: tuple[int, int, 
     assert torch.equal(start, torch.full(shape, 0.1))
 
 
+@pytest.mark.slow("trained contexts")
 def test_training_works_with_several_shots_and_other_queries(llama: Any) -> None:
     examples = al.load_examples("sentiment")
     demos = al.sample_demonstrations(examples, shots=2, seed=1)

@@ -75,6 +75,7 @@ def test_without_a_step_a_soft_prompt_answers_as_its_tokens(llama: Any) -> None:
     assert prompt.training.held_out_accuracy.tolist() == [pytest.approx(float(right))]
 
 
+@pytest.mark.slow("trained contexts")
 def test_training_lowers_the_loss(gemma3: Any) -> None:
     (training, held_out), call = halves(gemma3), {"length": 3, "steps": 8, "seed": 3}
     losses = train_soft_prompt(gemma3, training, held_out=held_out, **call).training.losses

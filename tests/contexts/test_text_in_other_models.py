@@ -74,6 +74,7 @@ def test_a_text_answers_in_each_model_as_in_plain_passes(gpt2: Any, gemma3: Any)
     assert len(seen) > 3, "the models do not answer alike"
 
 
+@pytest.mark.slow("trained contexts")
 def test_what_a_model_cannot_read_is_an_error_before_any_pass(gpt2: Any, byte_level: Any) -> None:
     held_out = questions(gpt2, 4)
     ids = byte_level("Say What", add_special_tokens=False)["input_ids"]

@@ -78,6 +78,7 @@ def test_training_lowers_the_loss_and_leaves_the_bos_as_it_is(llama: Any) -> Non
     assert start.tokens.tolist() == [1, 0, 0, 0]
 
 
+@pytest.mark.slow("trained contexts")
 def test_a_trained_context_is_the_start_of_another_training(llama: Any) -> None:
     first = trained(llama)
     assert same(

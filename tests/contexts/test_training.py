@@ -373,6 +373,7 @@ def test_prompts_are_those_of_the_best_check_after_divergence(gpt2: Any, check_e
         assert hard.ids.tolist() == [300, 300]
 
 
+@pytest.mark.slow("trained contexts")
 def test_the_start_is_not_changed_by_its_training(gpt2: Any) -> None:
     start = al.compress(gpt2, split(gpt2)[0][0], select=al.contexts.selection.everything)
     before = [tensor.clone() for tensor in (*start.prefix.keys, *start.prefix.values)]
@@ -472,6 +473,7 @@ EVERY = [TRAINERS[kind] for kind in CONTEXTS]
 EVERY += [hard_prompt, random_hard_prompts, compressed_context]
 
 
+@pytest.mark.slow_cases("trained contexts", "random_hard_prompts")
 @pytest.mark.parametrize("make", EVERY)
 def test_a_model_without_a_cache_is_refused_before_any_step(byte_level: Any, make: Any) -> None:
     plain: Any = BY_NAME["Toy"].build(len(byte_level))

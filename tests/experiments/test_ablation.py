@@ -154,6 +154,7 @@ def test_log_odds_are_those_of_plain_transformers(
                 )
 
 
+@pytest.mark.quick_cases("many passes", "gpt2")
 @pytest.mark.every_kind
 def test_all_segments_are_the_clean_run_bit_for_bit(model: Any) -> None:
     batches = questions(model, 4, batch_size=2)

@@ -44,6 +44,7 @@ def test_a_text_is_the_segment_prompt_and_is_continued_as_by_generate(gpt2: Any)
     assert difference(torch.cat(list(written.logits)), logits) <= 1e-5
 
 
+@pytest.mark.slow("many passes")
 def test_sampling_depends_on_the_seed(gpt2: Any) -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "stop_at_eos": False}
     first = al.trace_generation(gpt2, PIECES, **options)

@@ -123,6 +123,7 @@ def test_the_largest_heads_of_each_sign_and_what_replaces_them(gpt2: Any) -> Non
         record.largest(0)
 
 
+@pytest.mark.slow("many passes")
 def test_effects_belong_to_the_outputs_that_replace_heads(gpt2: Any, tmp_path: Path) -> None:
     shuffled = prompts(gpt2, slice(3, 6), MIXED)
     options: dict[str, Any] = {"folder": tmp_path, **QUIET}

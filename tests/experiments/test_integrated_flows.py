@@ -188,6 +188,7 @@ def test_the_prediction_stays_that_of_the_clean_run(gpt2: Any, batch: al.PromptB
         assert difference(ours, torch.stack([expected[0, 1], expected[1, 3]])) <= 1e-6
 
 
+@pytest.mark.slow("many passes")
 def test_passes_start_at_their_layer_and_whole_passes_give_the_same(
     precise: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,7 @@ def test_the_figure_and_the_table(gpt2: Any) -> None:
     assert table.loc["gold", "override"] == "no number" and list(table.columns)[-1] == "change"
 
 
+@pytest.mark.slow("many passes")
 def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
     gold: dict[str, Any] = {"gold": al.relabeling.gold}
     two = al.Task(TASK.template, LETTERS[:2])

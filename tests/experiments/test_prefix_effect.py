@@ -144,6 +144,7 @@ def test_prefix_tokens_move_a_head_in_as_many_directions(gpt2: Any, count: int) 
     assert (sizes[:, count] < 1e-6 * sizes[:, 0]).all()
 
 
+@pytest.mark.slow("many passes")
 def test_reweighting_moves_a_head_within_the_values_of_the_label_words(
     hooked: Any, byte_level: Any
 ) -> None:

@@ -109,6 +109,7 @@ def test_nothing_before_the_query_does_nothing(llama: Any) -> None:
     assert effect.concentration.isnan().all() and effect.spread.isnan().all()
 
 
+@pytest.mark.slow("many passes")
 def test_wrong_contexts_and_rows_are_refused(gpt2: Any) -> None:
     batches = questions(gpt2, 3)
     context = al.compress(gpt2, batches[0])

@@ -60,6 +60,7 @@ def plain_kl(weights: Any, tokens: Tensor, segments: list[int]) -> Tensor:
     return result
 
 
+@pytest.mark.quick_cases("many passes", "right")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_it_equals_plain_transformers(

@@ -157,6 +157,7 @@ def test_vectors_of_other_models_and_positions_are_refused(gpt2: Any, llama: Any
         at_words.hooks(gpt2, after, 0, al.edges.anchors)
 
 
+@pytest.mark.slow("many passes")
 def test_the_figure_and_the_intervals(gpt2: Any) -> None:
     batches, tested = prompts(gpt2, READ), prompts(gpt2, slice(3, 25))
     record = al.task_vectors(gpt2, batches, tested, resamples=20, progress=False)

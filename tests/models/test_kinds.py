@@ -44,6 +44,7 @@ def test_prompts_have_the_tokens_of_the_tokenizer(
     assert batch.begins_with_bos == plain.begins_with_bos == (name == "llama")
 
 
+@pytest.mark.slow("whole models")
 def test_a_model_that_is_folded_after_verification_is_refused(byte_level: Any) -> None:
     bridge = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
     batch = questions(bridge, 3)[0]

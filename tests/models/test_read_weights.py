@@ -248,6 +248,7 @@ def test_an_attention_in_the_configuration_that_is_not_installed_does_not_matter
         torch.testing.assert_close(model(tokens), weights(tokens).logits)
 
 
+@pytest.mark.quick_cases("whole models", "False")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gguf_file_gives_the_logits_of_its_weights(
     tmp_path: Path, byte_level: Any, tied: bool, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def test_runs_with_several_sets_have_the_logits_of_whole_prompts(
     assert difference(logits, alone(plain, *ordered)) < 1e-5
 
 
+@pytest.mark.slow("whole models")
 @pytest.mark.parametrize("name", CHANGING)
 def test_passes_are_native_also_after_texts_of_both_sides(name: str) -> None:
     """transformers sets its frequencies anew in each pass: nobody changed the model."""
@@ -207,6 +208,7 @@ def words_alone(plain: Any, batch: al.PromptBatch) -> Tensor:
     return torch.stack(rows).unflatten(0, WORDS.shape)[None]
 
 
+@pytest.mark.slow_cases("whole models", "Llama yarn")
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
 def test_label_words_of_several_tokens(name: str) -> None:
     model, plain = rotating(*MAKE[name])

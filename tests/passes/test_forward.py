@@ -194,6 +194,7 @@ def test_no_trace_is_left_after_an_exception_in_the_model(gpt2: Any) -> None:
             call(gpt2, batch)
 
 
+@pytest.mark.slow_cases("many passes", "nullcontext")
 @pytest.mark.parametrize("outside", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_numbers_are_the_same_in_any_grad_mode_and_twice(
     gpt2: Any, byte_level: Any, raw: Any, outside: Callable[[], AbstractContextManager[Any]]

@@ -68,6 +68,7 @@ def test_low_precision_is_as_accurate_as_in_transformers(
     assert run_pass(low, batch, hooks=al.reweight_anchors(low, batch, beta)).isfinite().all()
 
 
+@pytest.mark.slow("many passes")
 def test_the_error_of_a_float16_overflow_names_the_layer(byte_level: Any) -> None:
     weights: Any = tiny_gpt2(len(byte_level)).half()
     with torch.no_grad():

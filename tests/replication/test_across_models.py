@@ -212,6 +212,7 @@ def test_one_table_as_text_frame_and_html(
     assert str(same) == text and same.to_frame().equals(frame)
 
 
+@pytest.mark.slow("many passes")
 def test_the_figure_has_a_panel_for_each_claim_and_a_row_for_each_model(
     found: al.records.AcrossModelsRecord, tmp_path: Path
 ) -> None:

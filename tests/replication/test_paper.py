@@ -299,6 +299,7 @@ def texts_of(model: Any, batches: list[al.PromptBatch]) -> Iterator[str]:
             yield model.tokenizer.decode(tokens[mask])
 
 
+@pytest.mark.slow("many passes")
 def test_other_settings_are_isolations_and_directions(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,7 @@ def test_settings_and_shared_info_come_last(tmp_path: Path) -> None:
         assert f"one, two · sst2, trec · {date.today().day} " in text
 
 
+@pytest.mark.slow("many passes")
 def test_texts_are_escaped(results: dict[str, Any], tmp_path: Path) -> None:
     evil = f"""\"' onload='x' --></style>{EVIL}<!--"""
     named = replace(results["anchor_distances"], info={"labels": [evil, *"bcdef"], "model": evil})

@@ -31,6 +31,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     identity._installed.cache_clear()
 
 
+@pytest.mark.slow("many passes")
 def test_a_version_with_another_last_number_resumes_and_is_told(
     gpt2: Any, tmp_path: Path, installed: Any
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_cache_of_transformer_lens_is_read(gpt2: Any) -> None:
     assert_same(record, replace(expected, info=record.info), 1e-5)
 
 
+@pytest.mark.slow("many passes")
 def test_attentions_of_plain_transformers_give_the_same_flows(byte_level: Any, hooked: Any) -> None:
     weights = tiny_gpt2(len(byte_level)).eval()
     weights.set_attn_implementation("eager")

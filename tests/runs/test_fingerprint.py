@@ -161,6 +161,7 @@ def test_the_scales_of_a_quantised_weight_count() -> None:
     assert identity(model(1.0))["weights"] != identity(model(2.0))["weights"]
 
 
+@pytest.mark.slow("many passes")
 @pytest.mark.changes_model
 def test_a_changed_row_that_only_a_later_batch_uses_is_detected(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, count=4, batch_size=1)

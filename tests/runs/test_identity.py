@@ -297,6 +297,7 @@ def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_
             rows(2.0)
 
 
+@pytest.mark.slow("many passes")
 def test_rows_of_hooks_that_read_a_file_are_computed_again(gpt2: Any, tmp_path: Path) -> None:
     """The file changes what the second batch gives, so that the first tells nothing."""
     batches, file = questions(gpt2, count=4, batch_size=2), tmp_path / "factor.txt"
@@ -386,6 +387,7 @@ def test_a_search_with_another_noise_or_tokenizer_is_refused(gpt2: Any, tmp_path
         search(0.1, other)
 
 
+@pytest.mark.quick_cases("many passes", "another file")
 @pytest.mark.parametrize("contents", ["folder", "another file", "optimizer", "parameter.0"])
 def test_a_file_that_is_no_training_is_refused(gpt2: Any, tmp_path: Path, contents: str) -> None:
     trained(gpt2, folder=tmp_path)

@@ -172,6 +172,7 @@ def test_an_error_of_a_metric_leaves_the_results_of_the_others(
         assert_same(caught.value.results[name], record)
 
 
+@pytest.mark.slow("many passes")
 def test_a_fixed_metric_resumes_in_its_folder(gpt2: Any, tmp_path: Any) -> None:
     batches = questions(gpt2, 4, batch_size=1)
     for failing_batch in (1, 3):

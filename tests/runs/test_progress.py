@@ -57,6 +57,7 @@ def test_long_prompts_run_and_count_one_at_a_time(
     assert (bar.done, bar.total) == ([1, 2, 3, 4, 5], 5)
 
 
+@pytest.mark.slow("many passes")
 def test_stored_prompts_are_done_and_take_no_time(gpt2: Any, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         bar_of(gpt2, Logits(dies_in=2), tmp_path)

@@ -47,6 +47,7 @@ def run(model: Any, batches: Any, metrics: Any, **options: Any) -> Any:
     return al.run(model, batches, metrics, **({"resamples": 0, "progress": False} | options))
 
 
+@pytest.mark.slow("many passes")
 def test_a_users_metric_equals_the_cached_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 7, batch_size=3)
     results = run(gpt2, batches, [SelfAttention(), al.SaliencyFlows()], resamples=50)

@@ -360,6 +360,7 @@ def test_a_question_that_changes_itself_is_not_continued_and_the_others_are(
     assert changing.seen == [1] * 3  # the first is checked; the last two were not believed
 
 
+@pytest.mark.quick_cases("many passes", "squares")
 @pytest.mark.parametrize(
     ("asked", "damage"),
     [
@@ -437,6 +438,7 @@ def test_gradient_checkpointing_belongs_to_the_stored_rows(gpt2: Any, tmp_path: 
         run(gpt2, Logits(), tmp_path, metrics=metrics, gradient_checkpointing=True)
 
 
+@pytest.mark.slow("many passes")
 def test_a_loss_without_a_name_can_be_stored(gpt2: Any, tmp_path: Path) -> None:
     first, second = Logits(), Logits()
     expected, resumed = (
