@@ -141,6 +141,7 @@ class TableOf:
         self.dataframe = dataframe
 
 
+@pytest.mark.slow("imports other tools")
 def test_circuitsvis_gets_the_heads_of_a_layer_and_bertviz_every_layer(page: Any) -> None:
     names, calls, folder, _ = page
     model, count = names["model"], int(names["prompt"].attention_mask.sum())

@@ -407,7 +407,10 @@ def test_shared_tokens_batches_order_and_padding_change_nothing(
     assert {"run once" in each for each in said(records, "shared_prefix")} <= {ROWS[name].shares}
 
 
-@pytest.mark.slow_cases("many passes", "llama", "gemma3", "metrics-", "faithfulness", "forerunners")
+@pytest.mark.slow_cases(
+    *("many passes", "llama", "gemma3", "metrics-", "faithfulness", "forerunners"),
+    *("isolation", "edges of labels", "retrieval", "task vectors"),
+)
 @pytest.mark.usefixtures("long")
 @pytest.mark.parametrize(("name", "of"), EVERY)
 def test_long_prompts_have_the_numbers_of_whole_patterns(

@@ -159,7 +159,7 @@ def test_hooks_that_a_library_needs_stay_on(name: str) -> None:
     assert expected == [1] or LINE == "3.9"  # 3.9 never calls this hook point of OPT
 
 
-@pytest.mark.quick_cases("whole models", "bridge")
+@pytest.mark.slow("whole models")
 @pytest.mark.every_kind
 def test_hooks_that_a_bridge_adds_in_its_first_pass_stay(byte_level: Any, raw: Any) -> None:
     """A bridge adds hooks only in its first pass, also to modules that have hooks of the user."""

@@ -53,7 +53,7 @@ def one_class_at_a_time(model: Any, prompt: plain.Prompt, words: Any, gold: int)
     return torch.stack([product.sum(0).abs() for product in products]).detach()
 
 
-@pytest.mark.quick_cases("whole models", "bridge", "right")
+@pytest.mark.quick_cases("whole models", "right")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", MAKE)

@@ -578,6 +578,7 @@ def test_a_flipped_bit_in_any_byte_is_detected(tmp_path: Path) -> None:
             assert store.read(0) == {}
 
 
+@pytest.mark.quick_cases("one of many damages", "damage0", "<lambda>8")
 @pytest.mark.parametrize(
     "damage",
     [

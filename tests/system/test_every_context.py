@@ -114,7 +114,7 @@ for name in ("quiet_libraries", "gradient_mode"):
     TRIED.remove((name, 2))
 
 
-@pytest.mark.slow_cases("many passes", "quiet_libraries")
+@pytest.mark.slow_cases("a second interrupt", "quiet_libraries", "-2")
 @pytest.mark.parametrize(("name", "interrupts"), TRIED)
 def test_interrupts_at_every_moment_leave_python_as_it_was(name: str, interrupts: int) -> None:
     context_of, others = CONTEXTS[name]
