@@ -96,4 +96,12 @@ def precision_of_logits(model: HookedModel) -> str:
 
 def _replaced(heads: list[Any]) -> Any:
     name = "_old_forward" if any("_old_forward" in vars(head) for head in heads) else "forward"
-    return replaced_methods(heads, name, lambda _, head: partial(_in_float32, head))
+    return replaced_methods(heads, name, lambda _, head: partial(_hooked, head))
+
+
+def _hooked(head: Any, resid: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+    """The logits in float32; hooks act around the unembedding of TransformerLens."""
+    if isinstance(head, nn.Linear):
+        return _in_float32(head, resid)
+    logits: Tensor = head.hook_out(_in_float32(head, head.hook_in(resid)))
+    return logits

@@ -203,7 +203,15 @@ class _Walk:
 
     def _add_set(self, value: Any) -> None:
         """In an order that is the same in every process."""
-        self._add_all("set", *sorted(value, key=lambda part: identity_of(part, self._known).digest))
+        self._add_all("set", *sorted(value, key=self._rank))
+
+    def _rank(self, part: Any) -> tuple[str, str]:
+        """By text or name: a walk through a part may lead to the set again, so it comes last."""
+        if type(part) in _PLAIN:
+            return "", repr(part)
+        if isinstance(part, type | FunctionType) and "<" not in part.__qualname__:
+            return "named", _in_full(part)
+        return "walked", identity_of(part, self._known).digest
 
     def _add_method_in_c(self, value: Any) -> None:
         owner = value.__self__

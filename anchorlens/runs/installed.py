@@ -61,7 +61,16 @@ _IN_C = {
 # The packages whose functions may be known, and where all others are that somebody installed.
 _PACKAGES = {
     name: os.path.join(os.path.realpath(folder), "")
-    for name in ("torch", "transformer_lens", PACKAGE)
+    # Wherever they lie: a folder of PYTHONPATH may hold packages too.
+    for name in (
+        "torch",
+        "transformers",
+        "transformer_lens",
+        "accelerate",
+        "peft",
+        "numpy",
+        PACKAGE,
+    )
     if (spec := find_spec(name)) is not None
     for folder in spec.submodule_search_locations or ()
 }

@@ -67,6 +67,7 @@ class Architecture(Row):
     def kinds(self) -> tuple[str, ...]:
         """The kinds of model that this line of TransformerLens makes of it."""
         converted = LINE.startswith("3.") and self.model_class in CONVERTED
+        converted &= self.options.get("do_layer_norm_before", True)  # else there is no final norm
         return ("bridge", "processed") + ("HookedTransformer",) * converted
 
     def build(self, vocab_size: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
