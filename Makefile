@@ -13,7 +13,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 PYTEST := $(BIN)/python -m pytest -n auto
 QUICK := -m 'not slow and not release'
-SHAPES := --jaxtyping-packages=anchorlens,beartype.beartype
+SHAPES := $(BIN)/python -m pytest --jaxtyping-packages=anchorlens,beartype.beartype tests/test_shapes.py
 OLDEST := $(VENV)/oldest
 NEWEST := $(VENV)/newest
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
@@ -38,7 +38,7 @@ need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,
 help:
 	@echo 'make demo         run the demonstration on offline weights; report in OUT (default: demo-output)'
 	@echo 'make test         format, lint and type checks, then the quick tests (5 minutes)'
-	@echo 'make test-all     the slow tests too, shapes, and what differs on the oldest versions (15 minutes)'
+	@echo 'make test-all     the slow tests too, shapes, and what differs on the oldest versions (half an hour)'
 	@echo 'make test-release all of it: every architecture, devices, the newest versions, a browser (hours)'
 	@echo 'make test-oldest  what differs by kind of model, on the oldest versions accepted (HookedTransformer too)'
 	@echo 'make test-newest  the quick tests and caches on the newest versions accepted, installed anew'
@@ -61,12 +61,12 @@ test: lint-and-compile
 # What CI asks of a change. A quarter of the architectures, or all where the change touches them.
 test-all: lint-and-compile $(OLDEST)/.stamp
 	$(PYTEST) -m 'not release' --rows due --seconds 2 --kind bridge --kind processed
-	$(BIN)/python -m pytest $(SHAPES) tests/test_shapes.py
+	$(SHAPES)
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) -m every_kind --rows due --kind bridge --kind hooked-transformer
 
 test-release: lint
 	$(PYTEST) --kind bridge --kind processed
-	$(BIN)/python -m pytest $(SHAPES) tests/test_shapes.py
+	$(SHAPES)
 	$(MAKE) --no-print-directory test-oldest test-browser test-newest
 
 # What differs by kind of model is marked every_kind, and is all that this runs.

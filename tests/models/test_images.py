@@ -284,6 +284,7 @@ def test_line_3_of_transformer_lens_takes_no_images(
         al.target_logits(llava.model, [llava.batch], progress=False)
 
 
+# Quick are those with nothing between the images: the others have a blank in their id.
 @pytest.mark.slow_cases("whole models", " ", "LLaVA")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("between", ["", " ", " and "])

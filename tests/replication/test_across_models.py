@@ -48,7 +48,7 @@ def compared(model: Any, record: al.records.AcrossModelsRecord, name: str, resul
             and estimate.has_interval == claim.estimate.has_interval
         )
         # In float32, and weights that are read from a file may lie elsewhere in memory.
-        assert estimate.value == pytest.approx(claim.estimate.value, rel=1e-5, nan_ok=True)
+        assert estimate.value == pytest.approx(claim.estimate.value, rel=1e-6, nan_ok=True)
         assert record.limit[number] == claim.limit
         assert list(Verdict)[int(record.verdict[k, number])] == claim.verdict
         assert record.info["reasons"][k][number] == f"{claim.reason}; for {claim.scope}"
