@@ -112,47 +112,25 @@ def test_no_conversion_is_advised_that_would_give_no_text(
     assert re.search(advice, message) and "iconv" not in message
 
 
-def test_a_file_that_is_unpacked_or_saved_as_utf_8_is_read(tmp_path: Path) -> None:
-    (tmp_path / "f.csv").write_bytes(gzip.decompress(gzip.compress(as_bytes(".csv", "utf-8-sig"))))
-    assert al.load_examples(tmp_path / "f.csv") == EXPECTED
-
-
 def test_the_line_of_a_wrong_byte_is_counted_for_all_line_ends(tmp_path: Path) -> None:
     for end in (b"\n", b"\r\n", b"\r"):
         (tmp_path / "f.csv").write_bytes(end.join([b"text,label", b"a,0", b"\xe9,1"]))
         assert "line 3 has the byte 0xe9" in error_of(tmp_path / "f.csv")
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
-@pytest.mark.parametrize("begin", ["", "sep={}"])
-def test_a_separator_is_found_for_all_line_ends(
-    tmp_path: Path, end: str, separator: str, begin: str
-) -> None:
-    """Files of old spreadsheets on a Mac end lines in a carriage return alone."""
-    rows = [["text", "label"], ['"a, b; c\nd"', "0"], ["e,f" if separator != "," else "e", "1"]]
-    first = [begin.format(separator)] * bool(begin)
-    lines = [*first, *(separator.join(row) for row in rows)]
-    (tmp_path / "f.csv").write_bytes(end.join([*lines, ""]).encode())
-    read = [al.Example("a, b; c\nd", 0), al.Example(rows[2][0], 1)]
-    assert al.load_examples(tmp_path / "f.csv") == read
-    lines[-1] += separator  # a separator too many, which the error names
-    (tmp_path / "f.csv").write_bytes(end.join([*lines, ""]).encode())
-    message = error_of(tmp_path / "f.csv")
-    assert f"delete a {separator!r} that ends a row" in message
-    lines[-1] = lines[-1][:-1]
-    (tmp_path / "f.csv").write_bytes(end.join(lines).encode())
-    assert al.load_examples(tmp_path / "f.csv") == read
-
-
 HEAD, ROW = "text,label\n", '{"text": "...", "label": 0}'
 # A file, the error, and what a user does about it: another name, content or options.
 ADVICE: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("f.txt", '{"text": "a", "label": 0}', r"name ends in \.jsonl", {"name": "f.jsonl"}),
+    (
+        "f.txt",
+        '{"text": "a", "label": 0}',
+        r"f\.txt does not tell how to read it; .*name ends in \.jsonl, \.json, \.csv, \.tsv",
+        {"name": "f.jsonl"},
+    ),
     (
         "f.csv",
         f"{HEAD}a,b,0\n",
-        "put quotes around .* contain ','",
+        "as csv: Expected 2 fields in row 2, saw 3; put quotes around .* contain ','",
         {"content": f'{HEAD}"a,b",0\n'},
     ),
     ("f.csv", f'{HEAD}"a,0\n', "put quotes .* a quote", {"content": f'{HEAD}"""a",0\n'}),
@@ -160,7 +138,7 @@ ADVICE: list[tuple[str, str, str, dict[str, Any]]] = [
     (
         "f.csv",
         "text,label,text\na,0,b\n",
-        r"'text'\]; rename",
+        r"several columns with the names \['text'\]; rename",
         {"content": f"{HEAD[:-1]},b\na,0,c\n"},
     ),
     ("f.csv", "t,l\na,0\n", r"name the right ones \(text= and label", {"text": "t", "label": "l"}),

@@ -51,13 +51,6 @@ def write(
     return path
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_files_of_every_kind_give_the_same_examples(tmp_path: Path, suffix: str) -> None:
-    path = write(tmp_path / f"file.{suffix}", ROWS)
-    assert al.load_examples(path) == EXAMPLES
-    assert al.load_examples(str(path)) == EXAMPLES
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 def test_columns_and_classes_may_be_named(tmp_path: Path, suffix: str) -> None:
     rows = [(text, ["bad", "good"][label]) for text, label in ROWS]
@@ -183,17 +176,23 @@ def test_json_lines_may_have_blank_lines_any_line_end_and_a_byte_order_mark(tmp_
     assert al.load_examples(tmp_path / "file.json") == EXAMPLES
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 def test_marks_and_header_tell_the_encoding_and_separator(
     encoding: str, separator: str, tmp_path: Path
 ) -> None:
-    rows = [["text", "label"], ['"né, un; deux"', "0"], ["b", "1"]]
-    text = "\n".join(separator.join(row) for row in rows)
-    expected = [al.Example("né, un; deux", 0), al.Example("b", 1)]
-    for begin in ("", "\r\n", f"sep={separator}\r\n"):  # Excel writes the last
-        (tmp_path / "file.csv").write_bytes(f"{begin}{text}".encode(encoding))
-        assert al.load_examples(tmp_path / "file.csv") == expected
+    """Old spreadsheets on a Mac end lines in a carriage return, and Excel writes ``sep=``."""
+    path, read = tmp_path / "file.csv", [al.Example("né, un; b\nd", 0), al.Example("e", 1)]
+    rows = [["text", "label"], ['"né, un; b\nd"', "0"], ["e", "1"]]
+    for end in ("\n", "\r\n", "\r"):
+        text = end.join(separator.join(row) for row in rows)
+        for begin in ("", end, f"sep={separator}{end}"):
+            for last in ("", end):
+                path.write_bytes(f"{begin}{text}{last}".encode(encoding))
+                assert al.load_examples(path) == read
+            path.write_bytes(f"{begin}{text}{separator}{end}".encode(encoding))
+            with raises(match=re.escape(f"delete a {separator!r} that ends a row")):
+                al.load_examples(path)
 
 
 def test_csv_may_have_a_byte_order_mark_and_line_breaks_within_texts(tmp_path: Path) -> None:
@@ -248,21 +247,14 @@ FAULTS: dict[str, list[tuple[str | bytes, dict[str, Any], str]]] = {
         (CSV + "é,0\n", {}, r"not UTF-8 text: line 2 has the byte 0xe9; save it as"),
         ((CSV + "a,0").encode("utf-16")[:-1], {}, r"begins as UTF-16 text, but cannot .* as UTF-8"),
         (
-            CSV + "a,b,0\n",
-            {},
-            r"as csv: Expected 2 fields in row 2, saw 3; put quotes around texts",
-        ),
-        (
             CSV + '"a\nb",0\nc,0,\n',
             {},
             r"2 fields in row 3, saw 3; .* delete a ',' that ends a row",
         ),
-        (CSV + '"a,0\n', {}, r"cannot be read as csv: .*; put quotes"),
         ("label,text\n0,a\n1\n", {}, r"row 1 of .* got text None and label 1$"),
         (CSV + "a,\n", {}, r"row 0 of .* got text 'a' and label None$"),
         (CSV + "a,1.0\n", {}, r"row 0 of .* label '1.0'$"),
         (CSV + f"a,{'9' * 5000}\n", {}, r"row 0 of .* label '999"),
-        ("text,label,text\na,1,b\n", {}, r"several columns with the names \['text'\]; rename"),
         (NAMED, {}, r"\['sentence', 'verdict'\], but not \['text', 'label'\]; name .*text="),
         (NAMED, {"text": "sentence"}, r"but not \['label'\]; name the right ones .*label="),
         (NAMED, {"text": "a", "label": "a"}, r"are two columns; got 'a' for both"),
@@ -272,14 +264,6 @@ FAULTS: dict[str, list[tuple[str | bytes, dict[str, Any], str]]] = {
             r"classes is a list of the different .*; got \['bad', 'bad', 'good'\]$",
         ),
         (NAMED, {"split": "test"}, r"a file is one split, but split='test' came with .*csv; pass"),
-    ],
-    "f.parquet": [("no parquet", {}, r"f\.parquet cannot be read as parquet: ")],
-    "f.txt": [
-        (
-            GOOD,
-            {},
-            r"f\.txt does not tell how to read it; .* \.jsonl, \.json, \.csv, \.tsv, \.parquet",
-        )
     ],
 }
 
