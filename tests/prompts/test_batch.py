@@ -222,8 +222,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tokens": torch.tensor(PROMPTS[0])}, r"tokens must have the shape \(batch, .*; got \(5,\)"),
     ({"tokens": torch.zeros(2, 0).long()}, r"tokens must have the shape .*; got \(2, 0\)"),
     ({"attention_mask": torch.ones(2, 6)}, r"attention_mask .* = \(2, 7\); got \(2, 6\)"),
-    ({"label_positions": torch.ones(2).long()}, r"label_positions must have the shape"),
-    ({"gold": torch.ones(3).long()}, r"gold must have .* = \(2,\); got \(3,\)"),
 ]
 
 

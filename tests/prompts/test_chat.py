@@ -21,7 +21,6 @@ from tests.support.chat_tokenizers import (
     with_template,
 )
 from tests.support.plain_prompts import rows
-from tests.support.tiny_models import tiny_llama
 
 TEMPLATE = "Review: {text}\nSentiment:{label}"
 TASK = al.ChatTask(TEMPLATE, ["Negative", "Positive"])
@@ -81,6 +80,7 @@ def test_tokens_and_positions_are_those_of_the_chat_template(
     # The sentencepiece-like tokenizer adds a BOS to plain prompts. Here it is there once if the
     # template writes it; Llama 2 writes one before every question.
     of_queries = len(DEMOS) + 1 if name == "Llama 2" else 1
+    assert len({row.demonstrations for row in rows(batches)}) == 1
     for row, query in zip(rows(batches), QUERIES, strict=True):
         turns = conversation(task, query.text)
         assert row.tokens == ids_of(tokenizer, turns)
@@ -141,18 +141,6 @@ def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str
         has_space = name not in TRIMMING or name == "Llama 2"
         assert words == ([" Negative", " Positive"] if has_space else words)
         assert all(word.startswith(" ") == has_space for word in words)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_padding_and_batching_change_nothing(kind: str, name: str) -> None:
-    tokenizer = with_template(chat_tokenizer(kind), name)
-    alone = rows(built(tokenizer, queries=QUERIES, batch_size=1))
-    for side in ("left", "right"):
-        assert rows(built(tokenizer, queries=QUERIES, padding_side=side, batch_size=2)) == alone
-    (batch,) = built(tokenizer, queries=QUERIES)
-    start = alone[0].query_start
-    assert len({tuple(row.tokens[:start]) for row in alone}) == 1
-    assert len(batch.demonstrations_id.unique()) == 1
 
 
 def test_options_go_to_the_template() -> None:
@@ -265,14 +253,6 @@ def test_a_template_writes_the_date_of_the_task(asks: str) -> None:
         assert date in chat(template).decode(row.tokens)
 
 
-def test_another_template_may_be_given() -> None:
-    plain = chat_tokenizer("byte-level")
-    assert plain.chat_template is None
-    given = replace(TASK, options={"chat_template": CHATML})
-    ours = rows(built(plain, given))
-    assert ours == rows(built(with_template(plain, "ChatML")))
-
-
 def test_chat_tasks_are_tasks() -> None:
     how = al.relabeling.symbols(["A", "B"])
     task, demos = al.relabeling.relabel(DEMOS, TASK, how)
@@ -290,27 +270,6 @@ def test_chat_tasks_are_tasks() -> None:
     assert "text" not in row.segments
     assert "Review:\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
     assert "Review: so so\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
-
-
-@pytest.mark.slow("many passes")
-@pytest.mark.filterwarnings("ignore:in 1 of 1 sets:UserWarning")
-def test_a_model_runs_chat_prompts(hooked: Any) -> None:
-    """Shared tokens run once, or whole prompts run: the numbers are the same."""
-    tokenizer = with_template(chat_tokenizer("sentencepiece-like"), "Gemma 3")
-    model = hooked(tiny_llama(len(tokenizer)).double(), tokenizer)
-    demos, queries = DEMOS[:2], [al.Example(f"film {k}", k % 2) for k in range(6)]
-    batches = al.build_prompts(model.tokenizer, TASK, demos, queries)
-    assert rows(batches) == rows(al.build_prompts(tokenizer, TASK, demos, queries))
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy()]
-    shared, whole = (
-        al.run(model, batches, metrics, resamples=0, progress=False, share_prefix=share)
-        for share in (True, False)
-    )
-    for name, record in shared.items():
-        for field, values in record.tensors().items():
-            torch.testing.assert_close(values, getattr(whole[name], field), equal_nan=True)
-    context = al.compress(model, batches[0])
-    assert context.logits(model, batches[0]).shape == (6, len(tokenizer))
 
 
 def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:

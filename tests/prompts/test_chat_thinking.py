@@ -1,7 +1,6 @@
 """Chat templates of models that think: prompts are built where the model answers at once."""
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,12 +41,6 @@ def row_of(template: str, task: al.ChatTask = TASK) -> Row:
     return row
 
 
-def with_settings(
-    instructions: str = "", options: Mapping[str, Any] | None = None, **fields: Any
-) -> al.ChatTask:
-    return replace(TASK, instructions=instructions, options=options or {}, **fields)
-
-
 ACCEPTED = [
     (GEMMA_4, "", {}, BLOCK),
     (GEMMA_4, "", OFF, BLOCK),
@@ -70,7 +63,7 @@ def test_a_prompt_ends_where_a_model_answers_that_was_told_not_to_think(
     template: str, instructions: str, options: dict[str, Any], end: str
 ) -> None:
     """The oracle: the tokens of the template for the same turns, and the texts of the segments."""
-    row = row_of(template, with_settings(instructions, options))
+    row = row_of(template, replace(TASK, instructions=instructions, options=options))
     turns = [{"role": "system", "content": instructions}] if instructions else []
     for demo, word in zip(DEMOS, TASK.first_words, strict=True):
         turns.append({"role": "user", "content": f"Review: {demo.text}\nSentiment:"})
@@ -120,7 +113,7 @@ def test_a_prompt_is_refused_where_the_model_would_think(
     template: str, instructions: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PromptError, match=message):
-        row_of(template, with_settings(instructions, options))
+        row_of(template, replace(TASK, instructions=instructions, options=options))
 
 
 def test_each_cure_of_a_refusal_helps() -> None:

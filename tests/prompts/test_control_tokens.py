@@ -32,42 +32,35 @@ def with_tokens(tokenizer: Any, *tokens: str, special: bool) -> Any:
     return tokenizer
 
 
-def query(tokenizer: Any, task: al.Task, name: str) -> Any:
-    return al.build_prompts(tokenizer, task, DEMOS, [f"a {name} b"])
-
-
-def first_text(tokenizer: Any, task: al.Task, name: str) -> Any:
-    return al.build_prompts(tokenizer, task, [al.Example(name, 0), DEMOS[1]], ["x"])
-
-
-def label_word(tokenizer: Any, task: al.Task, name: str) -> Any:
-    return al.build_prompts(tokenizer, replace(task, labels=[f" {name}", " b"]), DEMOS, ["x"])
-
-
-def second_word(tokenizer: Any, task: al.Task, name: str) -> Any:
-    labels = [[" a", f" {name}"], [" b"]]
-    return al.build_prompts(tokenizer, replace(task, labels=labels), DEMOS, ["x"])
-
-
-def symbol(tokenizer: Any, task: al.Task, name: str) -> Any:
+def symbols(tokenizer: Any, task: al.Task, name: str) -> Any:
     changed, demos = al.relabeling.relabel(DEMOS, task, al.relabeling.symbols([name, " b"]))
     return al.build_prompts(tokenizer, changed, demos, ["x"])
 
 
-def anchors(tokenizer: Any, task: al.Task, name: str) -> Any:
-    return al.prompts.text_anchor_prompts(tokenizer, task, DEMOS, [al.Example(name, 0)])
+def with_labels(tokenizer: Any, task: al.Task, labels: Any) -> Any:
+    return al.build_prompts(tokenizer, replace(task, labels=labels), DEMOS, ["x"])
 
 
-def drawn(tokenizer: Any, task: al.Task, name: str) -> Any:
-    examples = [al.Example(f"{name} {k}", k % 2) for k in range(6)]
-    return al.sample_prompts(tokenizer, task, examples, queries=2)
-
-
-WRITERS = [query, first_text, label_word, second_word, symbol, anchors, drawn]
+# Prompts that have a name of the data.
+WRITERS: dict[str, Callable[..., Any]] = {
+    "query": lambda of, task, name: al.build_prompts(of, task, DEMOS, [f"a {name} b"]),
+    "first text": lambda of, task, name: al.build_prompts(
+        of, task, [al.Example(name, 0), DEMOS[1]], ["x"]
+    ),
+    "label word": lambda of, task, name: with_labels(of, task, [f" {name}", " b"]),
+    "second word": lambda of, task, name: with_labels(of, task, [[" a", f" {name}"], [" b"]]),
+    "symbol": symbols,
+    "anchors": lambda of, task, name: al.prompts.text_anchor_prompts(
+        of, task, DEMOS, [al.Example(name, 0)]
+    ),
+    "drawn": lambda of, task, name: al.sample_prompts(
+        of, task, [al.Example(f"{name} {k}", k % 2) for k in range(6)], queries=2
+    ),
+}
 
 
 @pytest.mark.parametrize("task", [PLAIN, CHAT], ids=["plain", "chat"])
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_data_that_holds_a_control_token_is_refused(
     tokenizer: Any, task: al.Task, write: Callable[..., Any]
 ) -> None:

@@ -13,8 +13,6 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, PromptError
 from anchorlens.prompts import edges
 from anchorlens.prompts.segment_names import SEGMENTS
-from tests.support.measures import patterns_of
-from tests.support.tiny_models import questions
 
 # A rule tells for (batch, row, query, key), with the key before the query, if it is an edge.
 Rule = Callable[[al.PromptBatch, int, int, int], bool]
@@ -94,18 +92,6 @@ def test_edges_equal_their_definition(batch: al.PromptBatch, rule: Rule) -> None
     assert result.any((1, 2)).all()
 
 
-def test_every_edge_belongs_to_exactly_one_flow(batch: al.PromptBatch) -> None:
-    flows = torch.stack([edges.wp(batch), edges.pq(batch), edges.ww(batch)])
-    assert torch.equal(flows.sum(0), edges.every(batch).long())
-    lengths = batch.attention_mask.sum(1)
-    assert torch.equal(edges.every(batch).sum((1, 2)), lengths * (lengths - 1) // 2)
-    assert not (edges.tq(batch) & ~edges.ww(batch)).any()
-    # The counts of the paper.
-    before = (batch.label_positions - batch.starts[:, None]).sum(1)
-    assert torch.equal(edges.wp(batch).sum((1, 2)), before)
-    assert edges.pq(batch).sum((1, 2)).tolist() == [4, 4, 4]
-
-
 @pytest.mark.parametrize("kind", ["previous_token", "same_token", "induction"])
 def test_edges_of_equal_tokens_are_those_of_transformer_lens(
     batch: al.PromptBatch, kind: str
@@ -151,18 +137,6 @@ def test_pairs_count_from_the_first_token_of_each_prompt(batch: al.PromptBatch) 
     for given, message in cases:
         with pytest.raises(AnchorlensError, match=message):
             edges.pairs(batch, given)
-
-
-def test_a_blocked_pair_is_the_only_entry_that_changes_its_row(exact_gpt2: Any) -> None:
-    for side in ("left", "right"):
-        [batch] = questions(exact_gpt2, 2, padding_side=side)
-        hooks = al.block_edges(exact_gpt2, batch, edges.pairs(batch, [(20, 8)]), site=0)
-        clean, cut = (patterns_of(exact_gpt2, batch, each)[:, 0] for each in ([], hooks))
-        for row, start in enumerate(batch.starts.tolist()):
-            clean[row, :, start + 20, start + 8] = 0
-            clean[row, :, start + 20] /= clean[row, :, start + 20].sum(-1, keepdim=True)
-            real = batch.attention_mask[row]
-            torch.testing.assert_close(cut[row][:, real], clean[row][:, real])
 
 
 def test_every_token_belongs_to_exactly_one_segment(batch: al.PromptBatch) -> None:

@@ -157,19 +157,6 @@ def test_text_that_joins_the_tokens_of_an_image_is_refused() -> None:
         al.with_images(texts, processor, [[picture(0)]])
 
 
-def test_paths_are_read_as_images(llava: Built, tmp_path: Path) -> None:
-    processor, text, batch, images = llava
-    paths: list[list[Path]] = []
-    for row, of in enumerate(images):
-        paths.append([])
-        for k, image in enumerate(of):
-            image.save(tmp_path / f"{row}{k}.png")
-            paths[-1].append(tmp_path / f"{row}{k}.png")
-    [again] = al.with_images([text], processor, paths)
-    assert again.forward_inputs["pixel_values"].equal(batch.forward_inputs["pixel_values"])
-    assert again.pictures == batch.pictures
-
-
 def header(width: int, height: int) -> bytes:
     """A PNG of zeros in one bit each, packed."""
     sizes = b"IHDR" + struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)

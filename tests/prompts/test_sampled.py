@@ -40,10 +40,3 @@ def test_examples_of_ones_own(given: Any, byte_level: Any) -> None:
         byte_level, TASK, given, queries=4, shots=2, seeds=[1], batch_size=3
     )
     assert tokens_of(batches) == tokens_of(by_hand(byte_level, TASK, pool, tests, 1))
-
-
-def test_the_tokenizer_of_a_model_is_taken(gpt2: Any) -> None:
-    of_model = al.sample_prompts(gpt2, "sentiment", queries=3)
-    assert tokens_of(of_model) == tokens_of(
-        al.sample_prompts(gpt2.tokenizer, "sentiment", queries=3)
-    )
