@@ -17,7 +17,6 @@ from anchorlens.errors import MetricError
 from anchorlens.results.bootstrap import with_intervals
 from anchorlens.results.intervals import of_alike_sets, of_independent_sets, percentiles, wilson
 from anchorlens.results.population import Population, population_of, warn_if_few_units
-from tests.support.asked import ask
 from tests.support.tiny_models import questions
 
 ROUGH = r"intervals of {} are rough( \(.*\))?: with fewer than 20"
@@ -90,22 +89,6 @@ def test_prompts_that_repeat_are_one_case(
     low, high = repeated.intervals["label_loyalty"]
     expected = once.intervals["label_loyalty"].diff(dim=0)
     assert float(high - low) > 0.8 * float(expected)
-
-
-def test_whole_sets_are_drawn() -> None:
-    """Every resample has all prompts of a set equally often. The 10 sets have 1 to 10 prompts."""
-    sets = sets_of_sizes(*range(1, 11))
-    population, generator = population_of(sets), torch.Generator().manual_seed(0)
-    ids = sets.unique()
-    totals = torch.zeros(10)
-    for _ in range(300):
-        chosen = population.draw(generator)
-        counts = torch.bincount(chosen, minlength=len(sets))
-        each = [counts[sets == number] for number in ids]
-        of_sets = torch.stack([of_set[0] for of_set in each])
-        assert all((of_set == of_set[0]).all() for of_set in each) and of_sets.sum() == 10
-        totals += of_sets
-    assert (totals / 300).tolist() == pytest.approx([1.0] * 10, abs=0.2)
 
 
 def test_resamples_of_three_units_have_the_enumerated_probabilities() -> None:
@@ -221,25 +204,11 @@ def test_a_run_of_few_prompts_warns_of_its_intervals_once(gpt2: Any) -> None:
     info = results["accuracy"].info
     assert (info["drawn"], info["units"]) == ("prompts", 4)
     al.run(gpt2, batches, metrics, resamples=0, progress=False)
-
-
-def test_few_units_give_a_warning() -> None:
     with pytest.warns(UserWarning, match=ROUGH.format("10 sets with .*")):
         warn_if_few_units(sets_of_sizes(*[5] * 10))
     with pytest.warns(UserWarning, match=ROUGH.format("2 prompts")):
         al.metrics.compare_accuracies({"a": torch.ones(2)})
     warn_if_few_units(sets_of_sizes(20))
-
-
-@pytest.mark.slow("simulations")
-def test_metrics_that_use_no_sets_are_resampled_by_set(gpt2: Any) -> None:
-    """Accuracy does not use sets, but its prompts are still drawn by set."""
-    batches = [batch for seed in range(10) for batch in questions(gpt2, 2, seed=seed)]
-    results = al.run(gpt2, batches, [al.Accuracy()], resamples=3, progress=False)
-    assert results["accuracy"].info["units"] == 10
-    sweep = al.EdgeSweep.isolation({"first": al.Site(0)}, draws=1)
-    isolated = ask(gpt2, batches[:3], sweep, resamples=3, progress=False)
-    assert isolated.info["drawn"] == "prompts; 3 sets are pooled"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
