@@ -110,16 +110,6 @@ def written(folder: Path, results: Mapping[str, Any], **options: Any) -> str:
 
 
 @pytest.mark.slow("many passes")
-def test_where_no_claim_is_judged_no_claim_has_a_scope(
-    results: dict[str, Any], tmp_path: Path
-) -> None:
-    assert all(claim.scope for claim in al.claims(results))
-    text = written(tmp_path, results)
-    assert "No claim can be judged: the accuracy" in text
-    assert not [span for span in re.findall(r'"measure">(.*?)<', text) if span.startswith("For ")]
-
-
-@pytest.mark.slow("many passes")
 def test_the_page_needs_no_other_file(results: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path, results)
     page = Page(path)
@@ -276,6 +266,10 @@ def test_several_tasks_are_chapters_with_one_section_for_all_sites(
         if "prompt" not in sweep.axes()[name]
     )
     assert cells.count("first") == cells.count("last") == fields
+    settings = {name: cells[k + 1] for k, name in enumerate(cells[:-1])}
+    assert [settings[f"{name}: layers"] for name in ("first", "last")] == ["0", "2"]
+    assert settings["last: heads"] == "1" and cells.count("draws") == 1
+    assert cells.count("first: keep bos") == cells.count("last: keep bos") == 1
     assert text.count("Does the model use its label words as anchors?") == 2
     assert '<pre tabindex="0">anchorlens run</pre>' in text
     ids = re.findall(r' id="([^"]*)"', text)
@@ -337,31 +331,27 @@ def test_the_forest_draws_each_claim_with_its_controls() -> None:
     ratio = replace(claim, estimate=Estimate(4.0, 1.0, 16.0), limit=4.0, controls=[])
     drawn = forest([claim, none, ratio])
     texts = re.findall("<text.*?>(.*?)</text>", drawn)
+    assert "0.70 [0.60, 0.90]  ✓ agrees" in texts and "no number  ✓ agrees" in texts
+    assert "models of &lt;b&gt;: 0.30 [0.20, 0.40]" in texts and texts.count("0.5") == 2
     several = [Control("few", draws=[0.11, NAN, 0.04]), Control("same", draws=[0.1, 0.1])]
     texts_of_draws = forest([replace(claim, controls=several)])
     assert ">few: 0.04 to 0.11<" in texts_of_draws and ">same: 0.10<" in texts_of_draws
-    assert "0.70 [0.60, 0.90]  ✓ agrees" in texts and "no number  ✓ agrees" in texts
-    assert "models of &lt;b&gt;: 0.30 [0.20, 0.40]" in texts and texts.count("0.5") == 2
-    assert [
-        len(re.findall(f'<circle class="{kind}"', drawn)) for kind in ("forest-agrees", "control")
-    ] == [2, 3]
     # Places along an axis are those of the numbers; of ratios, of their logarithms.
-    (at,) = re.findall('forest-agrees" cx="(.*?)"', drawn)[:1]
-    draws = [float(x) for x in re.findall('circle class="control" cx="(.*?)"', drawn)]
-    limits = [float(x) for x in re.findall('class="limit" x1="(.*?)"', drawn)]
-    per_unit = (float(at) - limits[0]) / (0.7 - limit)
-    assert draws == pytest.approx(
-        [limits[0] + per_unit * (x - limit) for x in (0.3, 0.1, 0.35)], abs=0.2
-    )
-    # A correlation, which has no interval, is drawn between -1 and 1.
-    alone = replace(claim, estimate=Estimate(0.1), limit=0.0, controls=[])
-    drawn_alone = forest([alone])
-    (at,), (zero,) = (
-        re.findall(pattern, drawn_alone) for pattern in ('forest-agrees" cx="(.*?)"', 'x1="(.*?)"')
-    )
-    assert 0 < float(at) - float(zero) < 10
+    at, _ = places(drawn, 'circle class="forest-agrees" cx="(.*?)"')
+    limits = places(drawn, 'class="limit" x1="(.*?)"')
+    per_unit = (at - limits[0]) / (0.7 - limit)
+    expected = [limits[0] + per_unit * (x - limit) for x in (0.3, 0.1, 0.35)]
+    assert places(drawn, 'circle class="control" cx="(.*?)"') == pytest.approx(expected, abs=0.2)
     low, high = map(float, re.findall(r'd="M([\d.]+),.*?H([\d.]+)', drawn)[-1])
     assert limits[2] - low == pytest.approx(high - limits[2], abs=0.2)
+    # A correlation, which has no interval, is drawn between -1 and 1.
+    alone = forest([replace(claim, estimate=Estimate(0.1), limit=0.0, controls=[])])
+    [at], [zero] = places(alone, 'forest-agrees" cx="(.*?)"'), places(alone, 'x1="(.*?)"')
+    assert 0 < at - zero < 10
+
+
+def places(drawn: str, pattern: str) -> list[float]:
+    return [*map(float, re.findall(pattern, drawn))]
 
 
 def test_the_file_of_the_plotting_library_is_that_of_its_package() -> None:
@@ -416,18 +406,6 @@ def test_digests_of_queries_are_not_on_the_page(tmp_path: Path) -> None:
     assert str(digest) not in text and ">seed<" in text
 
 
-@pytest.mark.slow("many passes")
-def test_settings_of_isolations_are_shown_for_each_site(
-    results: dict[str, Any], tmp_path: Path
-) -> None:
-    cells = Page(write(tmp_path, {"sweep": results["isolation"], "y": plain()})).cells
-    assert cells[cells.index("first: layers") + 1] == "0"
-    assert cells[cells.index("last: layers") + 1] == "2"
-    assert cells[cells.index("last: heads") + 1] == "1"
-    assert cells.count("first: keep bos") == cells.count("last: keep bos") == 1
-    assert cells.count("draws") == 1
-
-
 def test_figures_may_have_any_meta_and_a_subtitle(tmp_path: Path) -> None:
     figure = go.Figure(layout={"meta": ["mine"], "title": {"text": "a", "subtitle": {"text": "b"}}})
     assert "a. b" in written(tmp_path, {}, figures={"x": figure})
@@ -468,30 +446,3 @@ def test_a_prompt_needs_a_tokenizer_and_survives_saliency_that_is_not_finite(
     assert found.strongest() == ([], [], [], 0.0)
     with pytest.raises(ValueError, match="JSON"):
         as_json([float("nan")])
-
-
-class Drawn(al.records.AccuracyRecord):
-    """A record whose methods give what no report can show."""
-
-    def plot(self) -> Any:
-        return "a figure"
-
-
-class Listed(al.records.AccuracyRecord):
-    """Another one."""
-
-    def table(self) -> Any:
-        return {"accuracy": 1}
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Drawn, r"what plot\(\) of Drawn returns must be a Figure; got 'a f"),
-        (Listed, r"what table\(\) of Listed returns must be a DataFrame; got"),
-    ],
-)
-def test_what_a_report_cannot_show_is_an_error(tmp_path: Path, kind: Any, message: str) -> None:
-    record = kind(accuracy=torch.tensor(1.0), correct=torch.ones(2))
-    with pytest.raises(AnchorlensError, match=message):
-        al.write_report({"own": record}, tmp_path / "report.html")

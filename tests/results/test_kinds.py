@@ -281,30 +281,6 @@ def test_prompts_are_chosen_by_number_or_by_a_mask_also_of_those_that_were_chose
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Known(al.Record):
-    """Numbers that some prompts do not have."""
-
-    share: Float[Tensor, " case"] = al.kinds.share("right")
-    mean: Float[Tensor, " case"] = al.kinds.mean("right", 0, 1)
-
-
-@pytest.mark.parametrize("right", [0, 3, 8])
-def test_prompts_without_a_number_make_an_interval_as_wide_as_if_they_were_not_there(
-    right: int,
-) -> None:
-    few = (torch.arange(8) < right).double()[:, None]
-    missing = torch.full((22, 1), torch.nan).double()
-    rows = torch.cat([few, missing]), torch.full((30, 1), torch.nan).double()
-    record = with_intervals(Known.of, {"right": torch.cat(rows, dim=1)}, resamples=300, info={})
-    exact = binomtest(right, 8).proportion_ci(method="wilson")
-    assert float(record.share[0]) == right / 8
-    assert record.intervals["share"][:, 0].tolist() == pytest.approx([exact.low, exact.high])
-    low, high = record.intervals["mean"][:, 0].tolist()
-    assert low <= exact.low + 1e-9 and high >= exact.high - 1e-9  # by t, which is wider
-    assert record.share[1].isnan() and record.intervals["share"][:, 1].isnan().all()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class Pairs(al.Record):
     """The same difference in all ways in which it can be declared."""
 
