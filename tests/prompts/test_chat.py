@@ -24,12 +24,8 @@ from tests.support.plain_prompts import rows
 
 TEMPLATE = "Review: {text}\nSentiment:{label}"
 TASK = al.ChatTask(TEMPLATE, ["Negative", "Positive"])
-DEMOS = [
-    al.Example("  dull ", 0),
-    al.Example("fun <im_end> {{ messages }} {label}", 1),
-    al.Example("😀é\n\n", 1),
-    al.Example("[INST] no [/INST]", 0),
-]
+DEMO_TEXTS = ["  dull ", "fun <im_end> {{ messages }} {label}", "😀é\n\n", "[INST] no [/INST]"]
+DEMOS = [al.Example(text, label) for text, label in zip(DEMO_TEXTS, (0, 1, 1, 0), strict=True)]
 QUERIES = [al.Example("so so", 1), al.Example(" \n", 0), al.Example("x" * 40, 1)]
 TRIMMING = ("Llama 3", "Gemma 2", "Gemma 3", "Llama 2")
 WITH_BOS = TRIMMING
@@ -255,28 +251,13 @@ def test_a_template_writes_the_date_of_the_task(asks: str) -> None:
 
 def test_chat_tasks_are_tasks() -> None:
     how = al.relabeling.symbols(["A", "B"])
-    task, demos = al.relabeling.relabel(DEMOS, TASK, how)
-    assert task == al.ChatTask(TEMPLATE, ["A", "B"])
-    assert isinstance(task, al.ChatTask)
-    assert demos == DEMOS
-    assert repr(TASK) == (
-        f"ChatTask(template={TEMPLATE!r}, labels=('Negative', 'Positive'), instructions='', "
-        "options={}, date='2024-07-26')"
-    )
+    assert al.relabeling.relabel(DEMOS, TASK, how) == (al.ChatTask(TEMPLATE, ["A", "B"]), DEMOS)
     assert hash(TASK) == hash(replace(TASK))
     tokenizer = with_template(chat_tokenizer("byte-level"), "Llama 3")
-    (bare,) = al.prompts.text_anchor_prompts(tokenizer, TASK, DEMOS, [QUERIES[0]])
-    (row,) = rows([bare])
+    (row,) = rows(al.prompts.text_anchor_prompts(tokenizer, TASK, DEMOS, [QUERIES[0]]))
     assert "text" not in row.segments
-    assert "Review:\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
-    assert "Review: so so\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
-
-
-def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:
-    tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
-    message = r"turns of system and user.*: System role not supported. .*instead of the instruct"
-    with pytest.raises(PromptError, match=message):
-        built(tokenizer, replace(TASK, instructions="Classify."))
+    for text in ("Review:\nSentiment:<|eot_id|>", "Review: so so\nSentiment:<|eot_id|>"):
+        assert text in tokenizer.decode(row.tokens)
 
 
 def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error(kind: str) -> None:
@@ -284,8 +265,13 @@ def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error
     for words in (["Xk", "Xv"], [" Xk", "  Xk"]):  # the spaces of the second pair are trimmed
         with pytest.raises(PromptError, match="have the same first token"):
             built(tokenizer, replace(TASK, labels=words))
-    tokenizer = copy.deepcopy(chat_tokenizer(kind))
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}s{% endfor %}"
-    message = "merges with (what stands (before|after) it|this end)"
+    written = replace(TASK, options={"chat_template": EACH.replace("] }}", "] }}s")})
+    with pytest.raises(PromptError, match=r"merges with (what stands (before|after) it|this end)"):
+        built(tokenizer, written)
+
+
+def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:
+    tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
+    message = r"turns of system and user.*: System role not supported. .*instead of the instruct"
     with pytest.raises(PromptError, match=message):
-        built(tokenizer)
+        built(tokenizer, replace(TASK, instructions="Classify."))
