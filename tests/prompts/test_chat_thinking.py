@@ -78,14 +78,10 @@ def test_a_prompt_ends_where_a_model_answers_that_was_told_not_to_think(
     words = [tokenizer.decode(row.tokens[first : last + 1]) for first, last, _ in row.words]
     assert [word.strip() for word in words] == ["Negative", "Positive"]
     texts = [k for k, segment in enumerate(row.segments) if segment == "text"]
-    assert tokenizer.decode([row.tokens[k] for k in texts]).split() == [
-        "so",
-        "so",
-        "no",
-        "Positive",
-    ]
-    assert "Review: so so\nSentiment:" in tokenizer.decode(row.tokens[row.query_start :])
-    assert tokenizer.decode(row.tokens[row.query_start :]).count("Review") == 1
+    spelled = tokenizer.decode([row.tokens[k] for k in texts])
+    assert spelled.split() == ["so", "so", "no", "Positive"]
+    query = tokenizer.decode(row.tokens[row.query_start :])
+    assert "Review: so so\nSentiment:" in query and query.count("Review") == 1
 
 
 SET = r"set options=\{'enable_thinking': False\}$"
@@ -194,6 +190,5 @@ def test_switches_are_the_names_and_words_of_a_template() -> None:
     (effort,) = switches_of("{% if reasoning_effort == 'none' %}{% endif %}", {}, "")
     assert effort.off == {"options": {"reasoning_effort": "none"}}
     assert inserted_in("abXXc", "abXc") == "X"
-    assert (
-        inserted_in("abc", "abc") == inserted_in("abd", "abcd") == inserted_in("axc", "abc") == ""
-    )
+    for pair in (("abc", "abc"), ("abd", "abcd"), ("axc", "abc")):
+        assert inserted_in(*pair) == ""

@@ -24,12 +24,7 @@ def batch(request: pytest.FixtureRequest, sentencepiece_like: Any) -> al.PromptB
     task = al.Task(
         "Review: {text}\nSentiment:{label}", [" Positive", " utterly wrong"], instructions="Do:\n"
     )
-    demos = [
-        al.Example("fine", 0),
-        al.Example("bad, bad", 1),
-        al.Example("", 0),
-        al.Example("no", 1),
-    ]
+    demos = [al.Example(text, k % 2) for k, text in enumerate(["fine", "bad, bad", "", "no"])]
     queries = ["so so", "a much longer text", ""]
     (prompts,) = al.build_prompts(
         sentencepiece_like, task, demos, queries, padding_side=request.param

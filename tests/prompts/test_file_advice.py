@@ -24,6 +24,11 @@ EXPECTED = [al.Example(text, k) for k, text in enumerate(TEXTS)]
 TABLE = pd.DataFrame({"text": TEXTS, "label": [0, 1]})
 
 
+OF_ENCODINGS = pytest.mark.parametrize(
+    ("encoding", "named"), [("cp1252", "WINDOWS-1252"), ("mac_roman", "MACINTOSH")]
+)
+
+
 def error_of(path: Path, **options: Any) -> str:
     with pytest.raises(DataError) as error:
         al.load_examples(path, **options)
@@ -35,9 +40,7 @@ def as_bytes(suffix: str, encoding: str) -> bytes:
     return (lines if suffix == ".jsonl" else TABLE.to_csv(index=False)).encode(encoding)
 
 
-@pytest.mark.parametrize(
-    ("encoding", "named"), [("cp1252", "WINDOWS-1252"), ("mac_roman", "MACINTOSH")]
-)
+@OF_ENCODINGS
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
 def test_the_command_for_another_encoding_gives_its_texts(
     tmp_path: Path, suffix: str, encoding: str, named: str
@@ -59,20 +62,17 @@ def test_the_command_for_another_encoding_gives_its_texts(
     assert not any("\x7f" <= letter < "\xa0" for example in read for letter in example.text)
 
 
-OF_EUROPE = [
-    "l\u2019été à Noël",
-    "café",
-    "¿Qué pasó, señor?",
-    "på Åland",
+OF_EUROPE = ["l\u2019été à Noël", "café", "¿Qué pasó, señor?", "på Åland", "5 \u2013 7 €"]
+OF_EUROPE += [
+    "rødgrød med fløde",
+    "não são informações",
+    "Österreich, Übergröße",
     "it\u2019s \u201cfine\u201d",
 ]
-OF_EUROPE += ["rødgrød med fløde", "não são informações", "Österreich, Übergröße", "5 \u2013 7 €"]
 
 
 @pytest.mark.parametrize("text", OF_EUROPE)
-@pytest.mark.parametrize(
-    ("encoding", "named"), [("cp1252", "WINDOWS-1252"), ("mac_roman", "MACINTOSH")]
-)
+@OF_ENCODINGS
 def test_an_encoding_is_known_by_its_letters(
     tmp_path: Path, text: str, encoding: str, named: str
 ) -> None:
@@ -94,10 +94,7 @@ def test_utf_16_without_its_first_mark_is_read_or_named(tmp_path: Path, encoding
 @pytest.mark.parametrize(
     ("data", "advice"),
     [
-        (
-            gzip.compress(as_bytes(".csv", "utf-8"), mtime=0),
-            r"it is compressed: unpack it with gunzip$",
-        ),
+        (gzip.compress(b"text,label\na,0\n", mtime=0), "it is compressed: unpack it with gunzip$"),
         (b"PK\x03\x04\xff", r"it is compressed: unpack it with unzip$"),
         (b"text,label\n\x81\x7f,0\n", r"delimited\)'\) in the program that wrote it$"),
         (b"text,label\n\xe9\x00\x01,0\n", r"in the program that wrote it$"),

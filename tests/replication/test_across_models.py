@@ -242,11 +242,7 @@ def nothing(*_: Any, **__: Any) -> Any:
         ("a", {"revisions": []}, r"got \['a'\] at \[\]"),
         ("a", {"revisions": ["x", "x"]}, r"got \['a'\] at \['x', 'x'\]"),
         (Path(), {"revisions": ["x"]}, "only a name on the hub has revisions, and . is none"),
-        (
-            "a.gguf",
-            {"revisions": ["x"]},
-            "only a name on the hub has revisions, and a.gguf is none",
-        ),
+        ("a.gguf", {"revisions": ["x"]}, "a name on the hub has revisions, and a.gguf is none"),
         ({"a": nothing}, {"revisions": ["x"]}, "revisions, and a function is none"),
         ("a", {"task": "b"}, "there is no task 'b'"),
         ("a", {"task": al.TASKS["trec"]}, "needs examples to draw from"),

@@ -14,9 +14,7 @@ from tests.replication.test_paper import EMOTIONS, EXAMPLES, QUICK, SEEDS
 from tests.support.tiny_models import boot, tiny_gpt2
 
 papers: Any = importlib.import_module("anchorlens.replication.paper")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*in . of . sets", "ignore:.*in layers"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*in . of . sets", "ignore:.*in layers")]
 QUICK_ONE: dict[str, Any] = {**QUICK, "seeds": [1]}
 
 

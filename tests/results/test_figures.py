@@ -323,10 +323,7 @@ WRONG: list[tuple[Callable[[], go.Figure], str]] = [
     (lambda: bars(ONES[None], *THREE, title="", high=ONES[None]), "low and high"),
     (lambda: points(TWO, TWO, TWO.mT, TWO, *GROUPS, title=""), "one interval per value"),
     (lambda: points(TWO, TWO, TWO, TWO[:, :1], *GROUPS, title=""), r"expected shape \(1, 3, 2\)"),
-    (
-        lambda: forest_of(ONES, ONES, ONES, KINDS, [0.0], *FOREST, title=""),
-        r"expected shape \(1, 3\)",
-    ),
+    (lambda: forest_of(ONES, ONES, ONES, KINDS, [0.0], *FOREST, title=""), r"shape \(1, 3\)"),
     (lambda: forest_of(*ROW, KINDS[:, 1:], [0.0], *FOREST, title=""), "the kind of each"),
     (lambda: forest_of(*ROW, KINDS, [], *FOREST, title=""), "expected 1 limits, got 0"),
     (lambda: forest_of(*ROW, KINDS + 1, [0.0], *FOREST, title=""), "kinds from 0 to 0"),
