@@ -64,9 +64,7 @@ def ids_of(tokenizer: Any, turns: list[dict[str, str]], ask: bool = True) -> lis
 
 
 @pytest.mark.parametrize(("name", "instructions"), CASES)
-def test_tokens_and_positions_are_those_of_the_chat_template(
-    kind: str, name: str, instructions: str
-) -> None:
+def test_tokens_and_positions_follow_the_template(kind: str, name: str, instructions: str) -> None:
     tokenizer = with_template(chat_tokenizer(kind), name)
     before = tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()
     task = replace(TASK, instructions=instructions)
@@ -203,9 +201,7 @@ AFTER_ANOTHER_QUERY = "message.content == 'Positive' and 'so so' not in messages
         (None, r"has no chat template; use a chat model or plain"),
     ],
 )
-def test_templates_that_hide_positions_or_move_answers_raise_an_error(
-    template: str | None, message: str
-) -> None:
+def test_templates_without_sure_positions_are_refused(template: str | None, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         built(chat(template), queries=QUERIES)
 

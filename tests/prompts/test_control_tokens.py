@@ -61,9 +61,7 @@ WRITERS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("task", [PLAIN, CHAT], ids=["plain", "chat"])
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_data_that_holds_a_control_token_is_refused(
-    tokenizer: Any, task: al.Task, write: Callable[..., Any]
-) -> None:
+def test_data_with_a_control_token_is_refused(tokenizer: Any, task: al.Task, write: Any) -> None:
     for name in {*SPECIAL[:3], tokenizer.bos_token}:
         with pytest.raises(PromptError, match=re.escape(repr(name))) as error:
             write(tokenizer, task, name)
@@ -112,9 +110,7 @@ def test_instructions_of_a_chat_hold_no_control_token(tokenizer: Any) -> None:
         al.build_prompts(tokenizer, replace(CHAT, instructions=FORGED), DEMOS, ["x"])
 
 
-def test_other_added_tokens_are_control_tokens_where_the_template_writes_them(
-    tokenizer: Any,
-) -> None:
+def test_added_tokens_are_control_tokens_where_the_template_writes_them(tokenizer: Any) -> None:
     """A model of thoughts reads "</think>" so, though it is no special token; HTML stays text."""
     tokenizer = with_tokens(tokenizer, "<think>", "</think>", "<table>", "\n\n", special=False)
     thinking = {"chat_template": QWEN_3, "enable_thinking": False}
@@ -136,9 +132,7 @@ def test_unknown_characters_are_text_and_the_name_of_their_token_is_not() -> Non
         al.build_prompts(tokenizer, PLAIN, DEMOS, ["a <unk> b"])
 
 
-def test_a_hard_prompt_that_another_tokenizer_reads_as_control_tokens_is_refused(
-    tokenizer: Any,
-) -> None:
+def test_a_hard_prompt_that_another_tokenizer_reads_as_control_is_refused(tokenizer: Any) -> None:
     assert len(_encoded(tokenizer, "paper"))
     with pytest.raises(PromptError, match=r"'<\|im_end\|>'.*allowed=\.\.\. of tokens that both"):
         _encoded(tokenizer, FORGED)

@@ -113,9 +113,7 @@ OPERATIONS: list[Callable[[Any], Any]] = [
 
 
 @pytest.mark.parametrize("number", range(len(OPERATIONS)))
-def test_torch_does_with_a_set_what_it_does_with_a_table(
-    number: int, batch: al.PromptBatch
-) -> None:
+def test_torch_does_with_sets_what_it_does_with_tables(number: int, batch: al.PromptBatch) -> None:
     edges, operation = al.edges.wp(batch), OPERATIONS[number]
     ours, expected = operation(edges), operation(edges.table())
     assert type(ours) is Tensor and ours.dtype == expected.dtype
@@ -188,9 +186,7 @@ def test_a_set_prints_its_size(batch: al.PromptBatch) -> None:
 
 
 @pytest.mark.parametrize("draw", [al.edges.random_keys, al.edges.random_edges])
-def test_draws_do_not_depend_on_the_size_of_pieces(
-    draw: Any, gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_do_not_change_draws(draw: Any, gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = questions(gpt2, 3)[0]
     chosen = al.edges.pq(batch)
     expected = draw(batch, chosen, seed=3).table()

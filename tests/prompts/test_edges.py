@@ -88,9 +88,7 @@ def test_edges_equal_their_definition(batch: al.PromptBatch, rule: Rule) -> None
 
 
 @pytest.mark.parametrize("kind", ["previous_token", "same_token", "induction"])
-def test_edges_of_equal_tokens_are_those_of_transformer_lens(
-    batch: al.PromptBatch, kind: str
-) -> None:
+def test_edges_of_equal_tokens_are_as_in_transformer_lens(batch: al.PromptBatch, kind: str) -> None:
     """In many prompts, of which padding has equal tokens, as in each prompt alone."""
     detector = {"same_token": "duplicate_token"}.get(kind, kind)
     pattern = getattr(head_detector, f"get_{detector}_head_detection_pattern")

@@ -73,9 +73,7 @@ OF_EUROPE += [
 
 @pytest.mark.parametrize("text", OF_EUROPE)
 @OF_ENCODINGS
-def test_an_encoding_is_known_by_its_letters(
-    tmp_path: Path, text: str, encoding: str, named: str
-) -> None:
+def test_letters_tell_the_encoding(tmp_path: Path, text: str, encoding: str, named: str) -> None:
     (tmp_path / "f.csv").write_bytes(f'text,label\n"{text}",0\n'.encode(encoding))
     assert f"iconv -f {named} " in error_of(tmp_path / "f.csv")
 
@@ -101,9 +99,7 @@ def test_utf_16_without_its_first_mark_is_read_or_named(tmp_path: Path, encoding
         (b"text,label\n\x00,0\n", r"line 2 has a zero byte; .* in the program that wrote it$"),
     ],
 )
-def test_no_conversion_is_advised_that_would_give_no_text(
-    tmp_path: Path, data: bytes, advice: str
-) -> None:
+def test_no_useless_conversion_is_advised(tmp_path: Path, data: bytes, advice: str) -> None:
     (tmp_path / "f.csv").write_bytes(data)
     message = error_of(tmp_path / "f.csv")
     assert re.search(advice, message) and "iconv" not in message

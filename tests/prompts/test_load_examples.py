@@ -3,7 +3,6 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -33,9 +32,7 @@ def cache_of_datasets(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", file / "cache")
 
 
-def write(
-    path: Path, rows: Sequence[tuple[Any, Any]], text: str = "text", label: str = "label"
-) -> Path:
+def write(path: Path, rows: Any, text: str = "text", label: str = "label") -> Path:
     frame = pd.DataFrame(rows, columns=[text, label])
     # The file is opened here, because pandas takes some names for addresses or compressed files.
     suffix = path.suffix.lower()
@@ -125,7 +122,7 @@ NAMES += ["LOUD.PARQUET", "sst2.jsonl", "x.jsonl.csv", "x.gz.csv"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_local_file_may_have_any_name(
+def test_a_file_of_any_name_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for other in ("x1.jsonl", "sother.jsonl", "so.csv", "b.jsonl", "a.parquet"):
@@ -161,9 +158,7 @@ def test_json_lines_may_have_blank_lines_any_line_end_and_a_byte_order_mark(tmp_
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
-def test_marks_and_header_tell_the_encoding_and_separator(
-    encoding: str, separator: str, tmp_path: Path
-) -> None:
+def test_encoding_and_separator_are_found(encoding: str, separator: str, tmp_path: Path) -> None:
     """Old spreadsheets on a Mac end lines in a carriage return, and Excel writes ``sep=``."""
     path, read = tmp_path / "file.csv", [al.Example("né, un; b\nd", 0), al.Example("e", 1)]
     rows = [["text", "label"], ['"né, un; b\nd"', "0"], ["e", "1"]]
@@ -382,9 +377,7 @@ def test_other_data_sets_of_the_hub_may_have_any_split(hub: list[Any]) -> None:
     assert labels == [0, 1, 0] and hub == [("me/moods", "dev", None)]
 
 
-def test_an_unreachable_hub_raises_an_error_with_alternatives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unreachable_hub_is_an_error_with_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*_: Any, **__: Any) -> None:
         raise ConnectionError("no route to host")
 

@@ -34,9 +34,7 @@ REQUESTS: list[tuple[str, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("message", "demos", "queries"), REQUESTS)
-def test_wrong_requests_raise_an_error(
-    tokenizer: Any, message: str, demos: Any, queries: Any
-) -> None:
+def test_wrong_requests_are_errors(tokenizer: Any, message: str, demos: Any, queries: Any) -> None:
     with raises(match=message):
         al.build_prompts(tokenizer, SST2, demos, queries)
 

@@ -102,9 +102,7 @@ def check_spelling(tokenizer: Any, case: Prompts, row: Row, query: al.Example) -
 @pytest.mark.slow("many passes")
 @settings(max_examples=60, deadline=None)
 @given(case=prompts(), size=st.integers(1, 4))
-def test_positions_are_those_of_the_oracle_whatever_the_batch(
-    tokenizer: Any, case: Prompts, size: int
-) -> None:
+def test_positions_equal_the_oracle_in_any_batch(tokenizer: Any, case: Prompts, size: int) -> None:
     [first, *_] = batches = build(tokenizer, case, batch_size=1)
     alone = rows(batches)
     for row, query in zip(alone, case.queries, strict=True):
@@ -124,9 +122,7 @@ def test_positions_are_those_of_the_oracle_whatever_the_batch(
             assert batch.labels == case.task.labels
 
 
-def test_prompts_begin_with_a_bos_if_the_tokenizer_adds_it(
-    byte_level: Any, sentencepiece_like: Any
-) -> None:
+def test_a_bos_is_there_if_the_tokenizer_adds_it(byte_level: Any, sentencepiece_like: Any) -> None:
     demos, queries = [GOOD, BAD], ["", "so so"]
     for tokenizer, count in ((byte_level, 0), (sentencepiece_like, 1)):
         before = tokenizer.backend_tokenizer.to_str()

@@ -95,9 +95,7 @@ def joining(*pairs: str) -> PreTrainedTokenizerFast:
         (["1 1"], "a1", "'111' merges with this end to ['11', '11']"),
     ],
 )
-def test_label_words_stand_in_the_prompt_after_its_last_token(
-    pairs: list[str], query: str, merged: str
-) -> None:
+def test_label_words_follow_the_last_token(pairs: list[str], query: str, merged: str) -> None:
     tokenizer, task = joining(*pairs), al.Task("{text}{label}", ["111", "d"])
     demos = [al.Example("x", 0), al.Example("y", 1)]
     if merged:

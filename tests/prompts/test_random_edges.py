@@ -33,9 +33,7 @@ def of_prompts(model: Any, draw: Draw, seed: int, **options: Any) -> dict[int, T
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_other_edges_are_drawn_as_many_as_there_are(
-    name: str, draw: Draw, request: pytest.FixtureRequest
-) -> None:
+def test_other_edges_are_drawn_as_many_as_there_are(name: str, draw: Draw, request: Any) -> None:
     batch = questions(request.getfixturevalue(name), 5, padding_side="left")[0]
     chosen = forerunners_read(batch)
     assert int(chosen.sum(2).max()) == batch.label_positions.shape[1]
@@ -77,21 +75,6 @@ def test_other_demonstrations_have_other_draws(gpt2: Any) -> None:
         assert torch.equal(drawn, again), name
         # A draw of one number is not that of the next number after other demonstrations either.
         assert len({tuple(each.flatten().tolist()) for each in (*drawn, *of_other)}) == 8, name
-
-
-def test_random_keys_of_the_first_tokens_are_those_of_whole_prompts(gpt2: Any) -> None:
-    """So the random control, too, can run the tokens that prompts share once."""
-    batch = questions(gpt2, 3)[0]
-    length = int(batch.label_ends.max()) + 2
-    shared = batch.prompt(0).before(length)
-    whole, part = (
-        edges.random_keys(
-            prompts, edges.between(edges.anchors(prompts), edges.segment(prompts, "format")), 4
-        )
-        for prompts in (batch, shared)
-    )
-    assert part.any()
-    assert torch.equal(whole[:, :length, :length], part.expand(3, -1, -1))
 
 
 @pytest.mark.slow("many passes")

@@ -164,9 +164,7 @@ def found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> al.records.AcrossModels
         return al.replication.across_models(dict.fromkeys(names, gpt2), lambda _: [], **QUIET)
 
 
-def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
-    found: al.records.AcrossModelsRecord,
-) -> None:
+def test_verdicts_are_those_of_claims(found: al.records.AcrossModelsRecord) -> None:
     agrees, differs, unknown = 0, 1, 2
     assert found.verdict.tolist() == [
         [agrees] * 6,
@@ -186,9 +184,7 @@ def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
     assert "is not clearly above the 50 %" in found.info["missing"]["<b>unable</b>"]
 
 
-def test_one_table_as_text_frame_and_html(
-    found: al.records.AcrossModelsRecord, tmp_path: Path
-) -> None:
+def test_it_is_text_frame_and_html(found: al.records.AcrossModelsRecord, tmp_path: Path) -> None:
     text = str(found)
     assert max(map(len, text.splitlines())) <= 80
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -309,9 +305,7 @@ def nothing_there() -> Any:
     raise OSError("no such file")
 
 
-def test_a_mistake_of_the_package_is_logged_with_its_traceback(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_of_the_package_is_logged(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "analyse", Analysed({"error": KeyError("x")}))
     with pytest.raises(AssertionError, match="failed with an unexpected error"):
         al.replication.across_models({"a": gpt2}, lambda _: [], **QUIET)

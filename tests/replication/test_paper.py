@@ -42,9 +42,7 @@ def computed(model: Any) -> tuple[al.Results, list[al.contexts.Beta]]:
     """The records of both seeds, and the betas that were learned in two rounds of ten."""
     betas: list[al.contexts.Beta] = []
 
-    def train(
-        model: Any, batches: list[al.PromptBatch], training: al.contexts.Training
-    ) -> al.contexts.Beta:
+    def train(model: Any, batches: Any, training: al.contexts.Training) -> al.contexts.Beta:
         assert training == al.contexts.Training(seed=training.seed, progress=False)
         betas.append(al.contexts.train_reweighting(model, batches, replace(training, steps=32)))
         return betas[-1]
@@ -158,9 +156,7 @@ def test_beta_is_learned_from_the_training_examples(
 
 
 @pytest.mark.slow("many passes")
-def test_table_2_equals_compression_and_plain_transformers(
-    found: al.Results, model: Any, byte_level: Any
-) -> None:
+def test_table_2_equals_plain_transformers(found: al.Results, model: Any, byte_level: Any) -> None:
     selection = al.contexts.selection
     contexts: dict[str, Any] = {
         "ICL": partial(al.compress, select=selection.everything),
@@ -213,9 +209,7 @@ def test_no_text_is_drawn_twice() -> None:
     assert first.queries != second.queries and first.demonstrations != second.demonstrations
 
 
-def test_table_3_times_the_first_queries_one_at_a_time(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_3_times_the_first_queries_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[al.PromptBatch] = []
 
     def run(model: Any, batches: list[al.PromptBatch], asked: Any, **options: Any) -> Any:
@@ -259,9 +253,7 @@ def test_more_shots_takes_as_many_demonstrations_as_fit(
             papers._more_shots(model, base)
 
 
-def test_two_shots_and_letters_are_figures_of_other_prompts(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shots_and_letters_are_other_prompts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The letters are label words, and the queries stay."""
     given: list[list[al.PromptBatch]] = []
 

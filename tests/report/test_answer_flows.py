@@ -130,9 +130,7 @@ def test_the_second_token_of_a_text_reads_nothing(gpt2: Any) -> None:
     assert read == empty | {"runs": [0] * 3}
 
 
-def test_tokens_without_any_weight_are_not_among_the_strongest(
-    flows: al.records.StepFlowsRecord,
-) -> None:
+def test_tokens_without_weight_are_not_the_strongest(flows: al.records.StepFlowsRecord) -> None:
     only_one = torch.zeros_like(flows.read_of_tokens)
     only_one[:, 1, 2] = 0.5
     page = al.plot_answer(replace(flows, read_of_tokens=only_one))
@@ -154,9 +152,7 @@ def test_segments_and_tokens_are_those_of_the_record(gpt2: Any, tmp_path: Path) 
     assert "".join(page.tokens) == gpt2.tokenizer.decode(batch.tokens[0])
 
 
-def test_texts_are_escaped_and_the_report_has_the_page(
-    flows: al.records.StepFlowsRecord, tmp_path: Path
-) -> None:
+def test_texts_are_escaped_in_every_page(flows: al.records.StepFlowsRecord, tmp_path: Path) -> None:
     info = {**flows.info, "tokens": [EVIL] * 10, "segment_names": [EVIL, "b", "c"], "weight": EVIL}
     page = al.plot_answer(replace(flows, info=info))
     assert len(repr(page)) <= 200

@@ -120,19 +120,13 @@ def isolation(gap: float = 0.5, low: float = 0.2, high: float = 0.7, **info: Any
     one = torch.ones(1)
     return al.records.EdgeSweepRecord(
         label_loyalty=one - gap,
-        word_loyalty=one,
-        kl=one,
-        random_label_loyalty=torch.ones(2, 1),
-        random_word_loyalty=torch.ones(2, 1),
-        random_kl=torch.tensor([[1.0], [2.0]]),
+        label_gap=gap * one,
+        **dict.fromkeys(("word_loyalty", "control_word_loyalty", "word_gap", "kl"), one),
         control_label_loyalty=one,
-        control_word_loyalty=one,
-        label_gap=torch.tensor([gap]),
-        word_gap=one,
-        label_kept=torch.ones(20, 1),
-        word_overlap=torch.ones(20, 1),
-        random_label_kept=torch.ones(20, 2, 1),
-        random_word_overlap=torch.ones(20, 2, 1),
+        random_kl=torch.tensor([[1.0], [2.0]]),
+        **dict.fromkeys(("random_label_loyalty", "random_word_loyalty"), torch.ones(2, 1)),
+        **dict.fromkeys(("label_kept", "word_overlap"), torch.ones(20, 1)),
+        **dict.fromkeys(("random_label_kept", "random_word_overlap"), torch.ones(20, 2, 1)),
         intervals={"label_gap": torch.tensor([[low], [high]])},
         info={"sites": {f"site {site}": site}, "n_layers": 6, "isolation": True} | info,
     )
@@ -156,9 +150,7 @@ def verdicts(*records: Any) -> list[Verdict]:
 
 
 @pytest.mark.parametrize(("of_random", "expected"), [(0.9, AGREES), (1.1, CANNOT_TELL)])
-def test_a_number_that_random_weights_reach_too_does_not_agree(
-    of_random: float, expected: Verdict
-) -> None:
+def test_what_random_weights_reach_does_not_agree(of_random: float, expected: Verdict) -> None:
     def beside(record: Any, **fields: Any) -> Any:
         numbers = {name: [0 * of_each, of_each] for name, of_each in fields.items()}
         lists = {name: [each.tolist() for each in of_all] for name, of_all in numbers.items()}
@@ -289,9 +281,7 @@ NO_CORRELATION = replace(distances(), correlation=torch.full((3,), torch.nan))
         ),
     ],
 )
-def test_key_distances_are_judged_over_classes_and_not_over_queries(
-    record: Any, verdict: Verdict, reason: str
-) -> None:
+def test_key_distances_are_judged_over_classes(record: Any, verdict: Verdict, reason: str) -> None:
     (claim,) = al.claims({"a": record})
     assert claim.verdict == verdict and re.search(reason, claim.reason)
     assert re.fullmatch("other keys of these [35] classes", claim.scope)
@@ -393,9 +383,7 @@ def test_draws_that_are_nearly_one_tell_nothing(change: dict[str, Any], reason: 
 
 @pytest.mark.slow_cases("simulations", "1.0", "24")
 @pytest.mark.parametrize(("words", "spread"), [(24, 0.3), (12, 0.3), (24, 1.0), (12, 1.0)])
-def test_label_words_that_are_like_others_seldom_agree_where_draws_overlap(
-    words: int, spread: float
-) -> None:
+def test_words_like_others_seldom_agree_where_draws_overlap(words: int, spread: float) -> None:
     """At most 5 of 100 may agree, but for chance; with 12 words it was 8 to 13."""
     gaps = nulls.gaps_of_words(6, words, spread, 200, torch.Generator().manual_seed(0))
     most = binom.ppf(0.995, 200, 0.05)

@@ -29,9 +29,7 @@ def drawn(figure: Any, panel: int, shape: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_lines_are_sums_of_saliency_over_layers_on_one_scale(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_lines_are_sums_of_saliency_over_layers_on_one_scale(name: str, request: Any) -> None:
     model = request.getfixturevalue(name)
     batch = questions(model, count=2)[0]
     flows = al.plot_prompt(model, batch, 1)
@@ -74,9 +72,7 @@ def test_lines_are_sums_of_saliency_over_layers_on_one_scale(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_prompt_without_label_words_has_arcs_between_segments(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_prompt_without_label_words_has_arcs_between_segments(name: str, request: Any) -> None:
     model = request.getfixturevalue(name)
     pieces: list[tuple[str | None, str]] = [("question", "Who wrote it?"), (None, "\n")]
     pieces += [("label", " Nobody knows"), ("end", " course.")]

@@ -277,9 +277,7 @@ def test_several_tasks_are_chapters_with_one_section_for_all_sites(
     assert {link for link in re.findall(r'href="#([^"]*)"', text)} <= set(ids)
 
 
-def test_a_page_has_its_title_in_the_window_of_the_browser(
-    prompt: al.records.PromptFlows, tmp_path: Path
-) -> None:
+def test_the_title_is_that_of_the_window(prompt: al.records.PromptFlows, tmp_path: Path) -> None:
     report = written(tmp_path, {}, figures={"one": go.Figure()}, title=EVIL)
     alone = replace(prompt, heading=EVIL, start=2).page()
     assert 'value="2"' in alone and "<output>2</output>" in alone  # the layer that is shown first
@@ -367,9 +365,7 @@ def test_the_file_of_the_plotting_library_is_that_of_its_package() -> None:
     )
 
 
-def test_what_would_be_drawn_wrong_or_left_out_is_an_error(
-    results: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_would_be_drawn_wrong_is_an_error(results: dict[str, Any], tmp_path: Path) -> None:
     flows = results["saliency_flows"]
     scene = go.Figure(go.Scatter3d(x=[1], y=[1], z=[1]))
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -416,9 +412,7 @@ def test_figures_may_have_any_meta_and_a_subtitle(tmp_path: Path) -> None:
     assert EVIL not in text
 
 
-def test_heads_can_be_chosen_where_each_has_arcs(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_can_be_chosen_if_each_has_arcs(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = questions(gpt2, count=1)[0]
     assert al.plot_prompt(gpt2, batch).values()["n_heads"] == gpt2.cfg.n_heads
     of_all = gpt2.cfg.n_layers * gpt2.cfg.n_heads
@@ -427,9 +421,7 @@ def test_heads_can_be_chosen_where_each_has_arcs(
     assert shown.values()["n_heads"] == 0 and "head 0" not in shown.fragment()
 
 
-def test_a_prompt_needs_a_tokenizer_and_survives_saliency_that_is_not_finite(
-    byte_level: Any, hooked: Any
-) -> None:
+def test_a_prompt_needs_a_tokenizer_and_finite_saliency(byte_level: Any, hooked: Any) -> None:
     model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     batch = questions(model, count=3)[0]
     tokenizer, model.tokenizer = model.tokenizer, None

@@ -184,12 +184,6 @@ def test_a_logarithmic_axis_has_numbers_and_the_reference() -> None:
     assert far.layout.yaxis.tickvals
 
 
-def test_draws_of_random_weights_have_the_shape_of_the_values() -> None:
-    values = torch.tensor([[0.5, 2.0]])
-    with pytest.raises(AnchorlensError, match="pass each draw in the shape"):
-        lines_by_layer(values, ["a"], random=values[None, :, :1], **TITLES)
-
-
 def test_pairs_and_sentences_take_the_place_of_what_is_hard_to_read() -> None:
     names = ["a and b", "a and <c>", "b and c"]
     y = torch.tensor([0.9, 0.2, math.nan])
@@ -314,6 +308,7 @@ WRONG: list[tuple[Callable[[], go.Figure], str]] = [
     (lambda: lines_by_layer(torch.ones(()), [], **TITLES), r"got shape \(\)"),
     (lambda: lines_by_layer(ONES, ["a", "b"], low=ONES, high=ONES.T, **TITLES), "one interval"),
     (lambda: bars(ONES[None], *THREE, title="", low=ONES.T, high=ONES), "one interval per value"),
+    (lambda: lines_by_layer(ONES, ["a", "b"], random=ONES[None, :, :1], **TITLES), "each draw in"),
     (lambda: bars(ONES, *THREE, title=""), r"expected shape \(1, 2, 3\), got shape \(2, 3\)"),
     (lambda: heat_map(ONES, ["a", "b"], None, **MAPS), r"got shape \(2, 3\); pass one name"),
     (lambda: lines_by_layer(ONES, ["a"], **TITLES), r"expected shape \(1, 3\), got shape \(2, 3\)"),
@@ -334,9 +329,7 @@ WRONG: list[tuple[Callable[[], go.Figure], str]] = [
 
 
 @pytest.mark.parametrize(("draw", "message"), WRONG)
-def test_wrong_arguments_raise_an_error_that_says_what_was_expected(
-    draw: Callable[[], go.Figure], message: str
-) -> None:
+def test_wrong_arguments_are_errors(draw: Any, message: str) -> None:
     with pytest.raises(AnchorlensError, match=message):
         draw()
 

@@ -65,9 +65,7 @@ def test_the_sizes_of_sets_decide_whether_prompts_or_sets_are_drawn(
         ([3] * 10, 5, 10, "sets with their prompts; all prompts are pooled"),
     ],
 )
-def test_prompts_that_repeat_are_one_case(
-    sizes: list[int], copies: int, units: int, name: str
-) -> None:
+def test_prompts_that_repeat_are_one(sizes: list[int], copies: int, units: int, name: str) -> None:
     """The interval of copies is that of the prompts themselves."""
     sets = sets_of_sizes(*sizes)
     population = population_of(sets.repeat(copies), torch.arange(len(sets)).repeat(copies))
@@ -454,7 +452,7 @@ def test_the_set_that_tells_least_of_a_number_decides_its_interval(
         ([20, 20], [20, 1], 4 / (1 / 20 + 1)),
     ],
 )
-def test_intervals_of_what_sets_tell_equal_values_by_hand(
+def test_what_sets_tell_has_intervals_by_hand(
     sizes: list[int], known: list[int], cases: float
 ) -> None:
     record = told_of(sizes, known, 3, 3)
