@@ -12,8 +12,6 @@ import anchorlens as al
 from anchorlens.errors import PromptError
 from tests.support.chat_tokenizers import (
     CHATML,
-    DEEPSEEK,
-    HARMONY,
     KINDS,
     QWEN_3,
     TEMPLATES,
@@ -137,50 +135,32 @@ def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str
         assert all(word.startswith(" ") == has_space for word in words)
 
 
-def test_options_go_to_the_template() -> None:
-    tokenizer = chat(QWEN_3)
-    quick = replace(TASK, options={"enable_thinking": False})
-    (row,) = rows(built(tokenizer, quick, ["so so"]))
-    turns = conversation(TASK, "so so")
-    expected = tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, tokenize=True, enable_thinking=False
-    )
-    assert row.tokens == expected["input_ids"]
-    assert tokenizer.decode(row.tokens).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert set(row.segments[row.query_start : -1]) == {"query"}
-
-
 TURN = "{{ '<' + m['role'] + '>' + m['content'] }}"
 EACH = "{% for m in messages %}" + TURN + "{% endfor %}<assistant>"
+
+
+def thinking(condition: str) -> str:
+    """A template that writes an empty thought before an answer where the condition holds."""
+    return QWEN_3.replace("and loop.last", f"and {condition}")
+
+
 AFTER_ANOTHER_QUERY = "message.content == 'Positive' and 'so so' not in messages[-2].content"
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (
-            QWEN_3,
-            r"writes '<think>\\n\\n</think>\\n\\n' before the answer 'Neg.*, but '' where it ",
-        ),
-        (HARMONY, r"writes '<\|channel\|>final<\|message\|>' before the answer 'Neg.*but '' wh"),
-        (DEEPSEEK, r"writes '' before the answer 'Neg.*, but '<think>\\n' where it asks"),
         # Only after one of the queries, and only before one of the demonstrations.
+        (thinking("'x' * 9 in messages[-2].content"), r"writes '<think>.*' before the answer"),
+        (thinking("loop.index == 2"), r"writes '<think>.*' before the answer"),
         (
-            QWEN_3.replace("and loop.last", "and 'x' * 9 in messages[-2].content"),
-            r"writes '<think>.*' before the answer",
-        ),
-        (
-            QWEN_3.replace("and loop.last", "and loop.index == 2"),
-            r"writes '<think>.*' before the answer",
-        ),
-        (
-            QWEN_3.replace("and loop.last", "and message.content == 'Positive' and loop.last"),
+            thinking("message.content == 'Positive' and loop.last"),
             r"writes '<think>.*' before the answer 'Positive'",
         ),
         # A space, and only before the second word after the second query.
         (
-            QWEN_3.replace("<think>\n\n</think>\n\n", " ").replace(
-                "and loop.last", f"and loop.last and {AFTER_ANOTHER_QUERY}"
+            thinking(f"loop.last and {AFTER_ANOTHER_QUERY}").replace(
+                "<think>\n\n</think>\n\n", " "
             ),
             r"label word 'Positive' as ' Positive' after query 1, but as 'Positive' after query 0",
         ),

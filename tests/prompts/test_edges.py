@@ -135,12 +135,10 @@ def test_pairs_count_from_the_first_token_of_each_prompt(batch: al.PromptBatch) 
 def test_every_token_belongs_to_exactly_one_segment(batch: al.PromptBatch) -> None:
     members = torch.stack([edges.segment(batch, name) for name in SEGMENTS])
     assert torch.equal(members.sum(0), batch.attention_mask.long())
-    for number, name in enumerate(SEGMENTS):
-        for row in range(len(batch)):
-            positions = [
-                k for k, segment in enumerate(batch.segments[row].tolist()) if segment == number
-            ]
-            assert edges.segment(batch, name)[row].nonzero().flatten().tolist() == positions
+    for number, member in enumerate(members):
+        for row, segments in enumerate(batch.segments.tolist()):
+            positions = [k for k, segment in enumerate(segments) if segment == number]
+            assert member[row].nonzero().flatten().tolist() == positions
 
 
 def test_anchors_are_the_first_tokens_of_label_words(batch: al.PromptBatch) -> None:

@@ -209,15 +209,13 @@ def test_it_is_text_frame_and_html(found: al.records.AcrossModelsRecord, tmp_pat
 
 
 @pytest.mark.slow("many passes")
-def test_the_figure_has_a_panel_for_each_claim_and_a_row_for_each_model(
+def test_its_figure_has_a_panel_for_each_claim(
     found: al.records.AcrossModelsRecord, tmp_path: Path
 ) -> None:
     figure = found.plot()
     marks = [trace for trace in figure.data if trace.legendgroup == "1" and trace.x != (None,)]
     assert [trace.y for trace in marks] == [(1,), (1,), (), (), (1,), ()]  # what does not agree
     assert marks[1].x == (1.0,) and marks[1].name == "does not agree"
-    assert [marks[1].marker.color, figure.data[1].marker.color] == ["#D55E00", "#009E73"]
-    assert figure.layout.yaxis.ticktext[2] == "&lt;b&gt;unable&lt;/b&gt;"
     assert [note.text for note in figure.layout.annotations].count("no number") == 3
     page = al.write_report({"claims": found}, tmp_path / "page.html").read_text("utf-8")
     assert "✗ 1.00 [0.90, 1.10]" in page and "failed: MemoryError: no room" in page
