@@ -128,9 +128,8 @@ def test_each_cure_of_a_refusal_helps() -> None:
         elif "write them into the template" in message:
             fields |= {"instructions": "", "template": f"{instructions}\n{TASK.template}"}
         elif template == HARMONY:
-            asked = HARMONY.replace(
-                "<|start|>assistant'", "<|start|>assistant<|channel|>final<|message|>'"
-            )
+            final = "<|start|>assistant<|channel|>final<|message|>'"
+            asked = HARMONY.replace("<|start|>assistant'", final)
             fields["options"] = {"chat_template": asked}
         else:
             fields["options"] = {"chat_template": PLAIN + "<assistant>"}

@@ -26,9 +26,8 @@ def batch(request: pytest.FixtureRequest, sentencepiece_like: Any) -> al.PromptB
     )
     demos = [al.Example(text, k % 2) for k, text in enumerate(["fine", "bad, bad", "", "no"])]
     queries = ["so so", "a much longer text", ""]
-    (prompts,) = al.build_prompts(
-        sentencepiece_like, task, demos, queries, padding_side=request.param
-    )
+    side = request.param
+    (prompts,) = al.build_prompts(sentencepiece_like, task, demos, queries, padding_side=side)
     assert len(set(prompts.attention_mask.sum(1).tolist())) == 3
     assert (prompts.label_ends > prompts.label_positions).any()
     return prompts

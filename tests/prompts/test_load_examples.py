@@ -322,9 +322,8 @@ def test_bundled_examples_agree_with_their_readme(name: str) -> None:
     classes = re.findall(r"\d (\w+)", listed)
     examples = al.load_examples(name)
     assert [word.strip() for word in al.TASKS[name].first_words] == classes
-    assert Counter(example.label for example in examples) == dict.fromkeys(
-        range(len(classes)), int(each)
-    )
+    counts = Counter(example.label for example in examples)
+    assert counts == dict.fromkeys(range(len(classes)), int(each))
     assert len(examples) == int(total)
     assert len({example.text.strip().lower() for example in examples}) == len(examples)
     # The halves are disjoint and have all classes.
@@ -413,9 +412,8 @@ def test_a_file_that_unpacks_to_too_much_is_refused(
     monkeypatch.setattr("anchorlens.prompts.datafiles._MOST_BYTES", 2**26)
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), ["a" * 2**20])
     path = tmp_path / "a.parquet"
-    table = pa.table(
-        {"text": texts if as_dictionary else texts.cast(pa.string()), "label": [0] * 200}
-    )
+    column = texts if as_dictionary else texts.cast(pa.string())
+    table = pa.table({"text": column, "label": [0] * 200})
     pq.write_table(table, path)
     assert path.stat().st_size < 100_000
     with pytest.raises(DataError, match="unpacks to more than 67,108,864 bytes"):

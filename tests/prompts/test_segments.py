@@ -48,9 +48,7 @@ def test_each_token_is_in_the_segment_of_its_piece(tokenizer: Any, side: Any) ->
 def test_a_text_is_one_segment_and_so_are_tokens_of_ones_own(tokenizer: Any, side: Any) -> None:
     texts = ["Who wrote it? Nobody knows.", "Why?"]
     pieces: list[Any] = [[("text", texts[0])], texts[1]]
-    batch, same = (
-        al.build_segments(tokenizer, given, padding_side=side)[0] for given in (texts, pieces)
-    )
+    [batch], [same] = (al.build_segments(tokenizer, x, padding_side=side) for x in (texts, pieces))
     own = al.PromptBatch.from_segments(batch.tokens, attention_mask=batch.attention_mask)
     assert batch.segment_names == same.segment_names == own.segment_names == ("text",)
     assert torch.equal(batch.segments, same.segments) and torch.equal(batch.tokens, same.tokens)

@@ -85,9 +85,8 @@ def test_a_row_is_what_the_claims_of_the_model_alone_say(
 
     passes.clear()
     with after_each_pass(lambda: passes.append(1)):
-        turned = al.replication.across_models(
-            {"second": folder, "first": gpt2}, task, examples, **stored
-        )
+        given = {"second": folder, "first": gpt2}
+        turned = al.replication.across_models(given, task, examples, **stored)
     # Of each question two batches of three ran again, beside tiny passes and shared tokens.
     assert 0 < 4 * len(passes) < 3 * fresh
     assert rows(turned) == {name: rows(record)[name] for name in ("second", "first")}
@@ -172,9 +171,8 @@ def test_verdicts_are_those_of_claims(found: al.records.AcrossModelsRecord) -> N
         [unknown] * 6,
         [agrees, agrees, agrees, unknown, unknown, agrees],
     ]
-    assert found.number[:, 1].tolist() == [3, 1, 3, 3] and found.limit.tolist() == [
-        *LIMITS.values()
-    ]
+    assert found.number[:, 1].tolist() == [3, 1, 3, 3]
+    assert found.limit.tolist() == [*LIMITS.values()]
     assert found.number[3].isnan().tolist() == [False, False, False, True, True, False]
     assert found.info["reasons"][3][3] == "failed: MemoryError: no room"
     low, high = found.intervals["number"][:, 0, 4]

@@ -23,9 +23,8 @@ def contexts(names: Sequence[str] = NAMES, **changes: Any) -> Any:
     """Contexts of these names, and two draws of random words."""
     shapes = {"context": len(names), "draw": 2, "layer": 2, "prompt": 4}
     kind = al.records.ContextsRecord
-    fields = {
-        name: torch.full([shapes[axis] for axis in axes], 0.5) for name, axes in kind.axes().items()
-    }
+    sizes = {name: [shapes[axis] for axis in axes] for name, axes in kind.axes().items()}
+    fields = {name: torch.full(size, 0.5) for name, size in sizes.items()}
     return kind(**(fields | changes), info={"contexts": list(names)})
 
 

@@ -66,9 +66,8 @@ Draws = tuple[list[al.Example], list[al.Example], list[al.Example]]
 def draw_examples(seed: int) -> Draws:
     """Demonstrations, training examples and queries."""
     demos = al.sample_demonstrations(EXAMPLES, 1, seed)
-    training = al.sample_demonstrations(
-        [example for example in EXAMPLES if example not in demos], 4, seed
-    )
+    rest = [example for example in EXAMPLES if example not in demos]
+    training = al.sample_demonstrations(rest, 4, seed)
     queries = al.sample_queries(EXAMPLES, 12, seed, exclude=[*demos, *training])
     assert len({example.text for example in (*demos, *training, *queries)}) == 4 + 16 + 12
     return demos, training, queries
@@ -85,9 +84,8 @@ def plain_answers(weights: Any, tokenizer: Any, texts: Sequence[str]) -> torch.T
     """Logits of the label words that plain transformers gives for these texts."""
     ids = [tokenizer(word)["input_ids"][0] for word in TASK.labels]
     with torch.no_grad():
-        rows = [
-            weights(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1] for text in texts
-        ]
+        given = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]
+        rows = [weights(tokens).logits[0, -1] for tokens in given]
     return torch.stack(rows)[:, ids]
 
 
@@ -228,13 +226,11 @@ def test_more_shots_takes_as_many_demonstrations_as_fit(
     byte_level: Any, limited: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three per class fit if the context is too short for five, as on AGNews in the paper."""
-    model = al.load_model(
-        tiny_gpt2(len(byte_level), n_layer=1, n_positions=1024), tokenizer=byte_level
-    )
+    weights = tiny_gpt2(len(byte_level), n_layer=1, n_positions=1024)
+    model = al.load_model(weights, tokenizer=byte_level)
     base = drawn()
-    chosen = [
-        [example for example in base.training if example.label == label][:2] for label in range(4)
-    ]
+    of_labels = [[each for each in base.training if each.label == label] for label in range(4)]
+    chosen = [examples[:2] for examples in of_labels]
     expected = [example for example in base.training if any(example in group for group in chosen)]
     longer = base._replace(demonstrations=[*base.demonstrations, *expected])
     three = longer.prompts(model)
@@ -244,9 +240,8 @@ def test_more_shots_takes_as_many_demonstrations_as_fit(
     else:
         monkeypatch.setattr(model.tokenizer, "model_max_length", longest)
     batches = papers._more_shots(model, base)
-    assert [batch.tokens.tolist() for batch in batches] == [
-        batch.tokens.tolist() for batch in three
-    ]
+    assert len(batches) == len(three)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(batches, three, strict=True))
     if limited == "model":
         monkeypatch.setattr(model.cfg, "n_ctx", 60)
         with pytest.raises(DataError, match="not even two demonstrations a class fit"):

@@ -573,9 +573,8 @@ NEOX = next(row for row in ALL if row.name == "GPT-NeoX (Pythia)")
 
 def random_model(kind: str, seed: int) -> Any:
     """A model with random weights, as small as those of the tests."""
-    tokenizer = (
-        byte_level_tokenizer() if kind in ("gpt2", "neox") else sentencepiece_like_tokenizer()
-    )
+    is_byte_level = kind in ("gpt2", "neox")
+    tokenizer = byte_level_tokenizer() if is_byte_level else sentencepiece_like_tokenizer()
     makers = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
     make: Any = makers.get(kind, partial(NEOX.build, max_position_embeddings=512))
     weights = randomize(make(len(tokenizer)), seed=seed, scale=(0.02, 0.25)[seed % 2])

@@ -163,9 +163,8 @@ def test_models_of_random_weights_are_a_hatched_band_for_each_series() -> None:
     assert {band.fillpattern.bgcolor for band in bands} == {"rgba(0, 0, 0, 0)"}
     assert bands[0].fillpattern.shape != bands[1].fillpattern.shape
     assert same(bands[1].y[:-1], [9.0, 9.0, 27.0, 18.0])
-    short = lines_by_layer(
-        torch.ones(2, 2), ["a", "b"], random=two, random_names=["x", "y"], **TITLES
-    )
+    shorter: dict[str, Any] = {"random": two, "random_names": ["x", "y"], **TITLES}
+    short = lines_by_layer(torch.ones(2, 2), ["a", "b"], **shorter)
     assert [band.name for band in short.data[:2]] == ["random weights, x", "random weights, y"]
 
 
@@ -244,9 +243,7 @@ def test_names_and_titles_are_escaped() -> None:
     titles: dict[str, Any] = {"title": names[0], "y_title": names[1]}
     lines = lines_by_layer(torch.ones(2, 2), names, dashed=names, **titles)
     columns = bars(torch.ones(1, 2, 2), [names[1]], names, names, title=names[0])
-    own: dict[str, Any] = dict(zip(("title", "bar_title"), names, strict=True)) | {
-        "row_title": names[1]
-    }
+    own: dict[str, Any] = {"title": names[0], "bar_title": names[1], "row_title": names[1]}
     heat = heat_map(torch.ones(2, 2, 2), names, names, names, column_title=names[0], **own)
     for figure in (lines, columns):
         assert tuple(trace.name for trace in figure.data) == escaped

@@ -37,9 +37,7 @@ class Numbers(al.Record):
     gap: Float[Tensor, ""] = al.kinds.mean(al.kinds.over_draws("drawn"), -1, 1, minus="right")
     ratio: Float[Tensor, ""] = al.kinds.ratio("value", over="rest", by_set=True)
     most: Float[Tensor, ""] = al.kinds.statistic(lambda of_set: of_set["value"].max())
-    pooled: Float[Tensor, ""] = al.kinds.statistic(
-        lambda given: given["value"].median(), pooled=True
-    )
+    pooled: Float[Tensor, ""] = al.kinds.statistic(lambda of: of["value"].median(), pooled=True)
     twice: Float[Tensor, ""] = al.kinds.derived(lambda record: 2 * record.share)
     values: Float[Tensor, " prompt"] = al.kinds.of_prompts("value")
     count: Float[Tensor, ""] = al.kinds.table()
@@ -168,9 +166,8 @@ def test_a_ratio_that_has_no_number_without_a_prompt_keeps_what_it_has() -> None
     record = record_of(al.Contributions(rows_of(value=torch.ones(40).double(), rest=rest)))
     assert float(record.ratio) == 80.0
     steep = torch.tensor([1.0] + [1e-3] * 39).double()
-    below = with_intervals(
-        record_of, rows_of(value=1 - steep / 2, rest=steep), resamples=3, info={}
-    )
+    rows = rows_of(value=1 - steep / 2, rest=steep)
+    below = with_intervals(record_of, rows, resamples=3, info={})
     assert float(below.ratio) < 0 and below.intervals["ratio"].isnan().all()
 
 
@@ -226,10 +223,8 @@ def test_what_is_missing_is_named(call: Any, message: str) -> None:
 
 
 def test_answers_may_be_true_and_false() -> None:
-    record = al.records.AccuracyRecord.of(
-        al.Contributions({"correct": torch.tensor([True, False])})
-    )
-    assert float(record.accuracy) == 0.5
+    given = al.Contributions({"correct": torch.tensor([True, False])})
+    assert float(al.records.AccuracyRecord.of(given).accuracy) == 0.5
 
 
 def test_every_record_whose_numbers_follow_from_prompts_declares_what_they_are() -> None:
