@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 
 import anchorlens as al
-from anchorlens.errors import PromptError
 from tests.support import tiny_models
 from tests.support.plain_prompts import Row, pieces, rows
 
@@ -162,10 +161,3 @@ def test_white_space_may_share_a_token(indenting: Any) -> None:
     query = al.Example("  so so ", 0)
     (row,) = rows(al.build_prompts(indenting, task, [GOOD, BAD], [query]))
     assert row._replace(demonstrations=0) == expected(indenting, task, [GOOD, BAD], query)
-
-
-def test_a_label_that_changes_the_end_of_the_query_raises_an_error(indenting: Any) -> None:
-    task = al.Task("{text}\n\n{label}", ["Negative", "Positive"])
-    message = r"query 0 ends in 'x\\n\\n', and label word 'Negative' merges with this end"
-    with pytest.raises(PromptError, match=message):
-        al.build_prompts(indenting, task, [GOOD, BAD], ["x"])
