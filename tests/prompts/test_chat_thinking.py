@@ -28,6 +28,7 @@ OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
 BLOCK = "<|channel>thought\n<channel|>"
 ALWAYS = GEMMA_4.replace("not enable_thinking | default(false)", "true")
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+ASKING = PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 def chat(template: str) -> Any:
@@ -77,9 +78,7 @@ def test_a_prompt_ends_where_a_model_answers_that_was_told_not_to_think(
     assert tokenizer.decode(row.tokens).endswith(end)
     words = [tokenizer.decode(row.tokens[first : last + 1]) for first, last, _ in row.words]
     assert [word.strip() for word in words] == ["Negative", "Positive"]
-    texts = [k for k, segment in enumerate(row.segments) if segment == "text"]
-    spelled = tokenizer.decode([row.tokens[k] for k in texts])
-    assert spelled.split() == ["so", "so", "no", "Positive"]
+    assert tokenizer.decode(row.inside("text")).split() == ["so", "so", "no", "Positive"]
     query = tokenizer.decode(row.tokens[row.query_start :])
     assert "Review: so so\nSentiment:" in query and query.count("Review") == 1
 
@@ -141,10 +140,7 @@ def test_a_switch_in_the_format_of_the_user_is_read_and_left_out() -> None:
     switched = replace(TASK, template="Review: {text}\nSentiment: /no_think{label}")
     tokenizer, row = chat(NEMOTRON), row_of(NEMOTRON, switched)
     assert "/no_think" not in tokenizer.decode(row.tokens)
-    texts = [
-        tokenizer.decode([t]) for t, s in zip(row.tokens, row.segments, strict=True) if s == "text"
-    ]
-    assert "".join(texts).split() == ["so", "so", "no", "Positive"]
+    assert tokenizer.decode(row.inside("text")).split() == ["so", "so", "no", "Positive"]
     for text in ("a /no_think b", "/think"):  # in the data it would change the text
         with pytest.raises(PromptError, match=r"changes the text of the user's turn 'Review: "):
             al.build_prompts(tokenizer, switched, DEMOS, [text])
@@ -152,11 +148,8 @@ def test_a_switch_in_the_format_of_the_user_is_read_and_left_out() -> None:
 
 def test_the_ends_of_a_turn_are_read_as_they_are() -> None:
     """A template that looks at the end of a turn sees it, and not a mark."""
-    template = PLAIN.replace(
-        "{{ m.content }}", "{{ m.content }}{{ '' if m.content.endswith('/x') else '!' }}"
-    )
-    ended = replace(TASK, template="{text} /x{label}")
-    asked = template + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    ended, looked = replace(TASK, template="{text} /x{label}"), "m.content.endswith('/x')"
+    asked = ASKING.replace("m.content }}", f"m.content }}}}{{{{ '' if {looked} else '!' }}}}")
     text = chat(asked).decode(row_of(asked, ended).tokens)
     assert text.endswith("<user>so so /x\n<assistant>")
 
@@ -165,11 +158,10 @@ def test_the_ends_of_a_turn_are_read_as_they_are() -> None:
     "text", ["\ue0000\ue001", "\ue000\ue000", "<user>", "Negative\n<assistant>"]
 )
 def test_texts_may_hold_what_the_template_and_the_marks_are_made_of(text: str) -> None:
-    tokenizer = chat(PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    tokenizer = chat(ASKING)
     demos = [al.Example(text, 0), al.Example(text, 1)]
     (row,) = rows(al.build_prompts(tokenizer, TASK, demos, [text]))
-    chosen = [t for t, s in zip(row.tokens, row.segments, strict=True) if s == "text"]
-    assert tokenizer.decode(chosen).replace(" ", "") == text * 2
+    assert tokenizer.decode(row.inside("text")).replace(" ", "") == text * 2
     words = [tokenizer.decode(row.tokens[first : last + 1]) for first, last, _ in row.words]
     assert words == ["Negative", "Positive"]
 
