@@ -148,8 +148,9 @@ def test_a_switch_in_the_format_of_the_user_is_read_and_left_out() -> None:
 
 def test_the_ends_of_a_turn_are_read_as_they_are() -> None:
     """A template that looks at the end of a turn sees it, and not a mark."""
-    ended, looked = replace(TASK, template="{text} /x{label}"), "m.content.endswith('/x')"
-    asked = ASKING.replace("m.content }}", f"m.content }}}}{{{{ '' if {looked} else '!' }}}}")
+    ended = replace(TASK, template="{text} /x{label}")
+    looks = "m.content }}{{ '' if m.content.endswith('/x') else '!' }}"
+    asked = ASKING.replace("m.content }}", looks)
     text = chat(asked).decode(row_of(asked, ended).tokens)
     assert text.endswith("<user>so so /x\n<assistant>")
 

@@ -151,17 +151,10 @@ def test_anchors_are_the_first_tokens_of_label_words(batch: al.PromptBatch) -> N
     assert torch.equal(edges.target(batch), edges.segment(batch, "target"))
 
 
-NO_POSITIONS: dict[str, Any] = {
-    "fractions": torch.tensor([[1.0]]),
-    "flags": torch.tensor([[True]]),
-    "a row": torch.tensor([1]),
-    "none": torch.zeros(3, 0, dtype=torch.long),
-}
-
-
 def test_positions_by_number_lie_in_their_prompts(batch: al.PromptBatch) -> None:
     assert torch.equal(edges.at(batch, batch.label_positions), edges.anchors(batch))
-    for wrong in NO_POSITIONS.values():
+    fractions, flags, a_row = torch.tensor([[1.0]]), torch.tensor([[True]]), torch.tensor([1])
+    for wrong in (fractions, flags, a_row, torch.zeros(3, 0, dtype=torch.long)):
         with pytest.raises(PromptError, match=r"must be a tensor of whole numbers .*; got"):
             edges.at(batch, wrong)
     shortest = int(batch.attention_mask.sum(1).argmin())

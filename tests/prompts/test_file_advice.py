@@ -35,18 +35,15 @@ def error_of(path: Path, **options: Any) -> str:
     return str(error.value)
 
 
-def as_bytes(suffix: str, encoding: str) -> bytes:
-    lines = TABLE.to_json(orient="records", lines=True, force_ascii=False)
-    return (lines if suffix == ".jsonl" else TABLE.to_csv(index=False)).encode(encoding)
-
-
 @OF_ENCODINGS
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
 def test_the_command_for_another_encoding_gives_its_texts(
     tmp_path: Path, suffix: str, encoding: str, named: str
 ) -> None:
     path = tmp_path / f"my file{suffix}"
-    path.write_bytes(as_bytes(suffix, encoding))
+    lines = TABLE.to_json(orient="records", lines=True, force_ascii=False)
+    written = lines if suffix == ".jsonl" else TABLE.to_csv(index=False)
+    path.write_bytes(written.encode(encoding))
     message = error_of(path)
     assert "in Excel: Save As, 'CSV UTF-8 (Comma delimited)'" in message
     assert re.search(rf"a line reads '.*{TEXTS[0]}", message)

@@ -387,9 +387,6 @@ def test_an_unreachable_hub_is_an_error_with_alternatives(monkeypatch: pytest.Mo
         al.load_examples("sst2", split="test")
 
 
-FORMATS = ("torch", "pandas", "arrow")
-
-
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch", "pandas", "arrow"])
 def test_formats_of_a_dataset_are_read_or_get_their_cure(kind: str) -> None:
     rows: Any = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]})

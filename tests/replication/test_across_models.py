@@ -56,19 +56,15 @@ def compared(model: Any, record: al.records.AcrossModelsRecord, name: str, resul
     assert record.estimate("accuracy", k) == accuracy
 
 
-def folder_of(weights: Any, tokenizer: Any, folder: Path) -> Path:
-    weights.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.slow("many passes")
 @WARNED
 def test_a_row_is_what_the_claims_of_the_model_alone_say(
     gpt2: Any, llama: Any, sentencepiece_like: Any, tmp_path: Path
 ) -> None:
     """In any order, beside one that fails, given as a model, a function, a folder, and resumed."""
-    folder = folder_of(tiny_llama(len(sentencepiece_like)), sentencepiece_like, tmp_path / "llama")
+    folder, weights = tmp_path / "llama", tiny_llama(len(sentencepiece_like))
+    for part in (weights, sentencepiece_like):
+        part.save_pretrained(folder)
     examples = al.load_examples("questions")
     task = al.TASKS["trec"]
     shared: dict[str, Any] = {"queries": 12, "seeds": [3], "batch_size": 5, **QUICK, **QUIET}

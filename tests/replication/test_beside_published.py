@@ -28,14 +28,11 @@ def contexts(names: Sequence[str] = NAMES, **changes: Any) -> Any:
     return kind(**(fields | changes), info={"contexts": list(names)})
 
 
-def lines(text: str) -> list[list[str]]:
-    """The cells of each line, whose columns two spaces divide."""
-    return [[*filter(None, line.split("  "))] for line in text.splitlines()]
-
-
 def cells(text: str, title: str) -> list[list[str]]:
+    """The cells of each line of a table, whose columns two spaces divide."""
     block = next(block for block in text.split("\n\n") if block.startswith(title))
-    return [[cell.strip() for cell in line] for line in lines(block)][1:]
+    lines = [filter(None, line.split("  ")) for line in block.splitlines()[1:]]
+    return [[cell.strip() for cell in line] for line in lines]
 
 
 def test_published_rows_of_the_same_tasks_follow_those_of_the_model() -> None:

@@ -1,7 +1,7 @@
 """The records of ``paper``, compared with the package's functions or with transformers."""
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -265,13 +265,9 @@ def test_shots_and_letters_are_other_prompts(model: Any, monkeypatch: pytest.Mon
         lines = [f"{demo.text}\nEmotion: {words[demo.label or 0].strip()}\n" for demo in demos]
         whole = "".join(f"Dialogue: {line}" for line in lines)
         expected = {f"{whole}Dialogue: {query.text}\nEmotion:" for query in draw.queries}
-        assert set(texts_of(model, batches)) == expected
-
-
-def texts_of(model: Any, batches: list[al.PromptBatch]) -> Iterator[str]:
-    for batch in batches:
-        for tokens, mask in zip(batch.tokens, batch.attention_mask, strict=True):
-            yield model.tokenizer.decode(tokens[mask])
+        rows = [zip(each.tokens, each.attention_mask, strict=True) for each in batches]
+        texts = [model.tokenizer.decode(tokens[mask]) for row in rows for tokens, mask in row]
+        assert set(texts) == expected
 
 
 @pytest.mark.slow("many passes")

@@ -13,8 +13,6 @@ from anchorlens.report.claims import LIMITS, NEEDED
 from anchorlens.results.answer import Answer
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
-ABLE = 0.5  # the commonest class in made-up numbers
-
 
 @pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:intervals of", "ignore:some")
