@@ -183,11 +183,7 @@ def test_csv_may_have_a_byte_order_mark_and_line_breaks_within_texts(tmp_path: P
 GOOD = '{"text": "a", "label": 0}\n'
 CSV = "text,label\n"
 NAMED = "sentence,verdict\na,bad\n"
-TWO_BAD: dict[str, Any] = {
-    "text": "sentence",
-    "label": "verdict",
-    "classes": ["bad", "bad", "good"],
-}
+TWO_BAD = {"text": "sentence", "label": "verdict", "classes": ["bad", "bad", "good"]}
 
 
 def then(text: Any, label: Any) -> str:
@@ -266,25 +262,9 @@ def test_errors_name_the_source(source: str, options: dict[str, Any], message: s
         al.load_examples(source, **options)
 
 
-PATHS = [
-    "none.JSONL",
-    "./none",
-    "../me/moods",
-    "/nowhere/moods",
-    "a b",
-    "x*",
-    "https://host/x.jsonl",
-]
-PATHS += [
-    "s3://x/y",
-    "a/b/c",
-    "no\0name.csv",
-    "n" * 300 + ".csv",
-    "n" * 300,
-    "folder.csv",
-    "folder",
-    "",
-]
+PATHS = ["none.JSONL", "./none", "../me/moods", "/nowhere/moods", "a b", "x*", "a/b/c", "s3://x/y"]
+PATHS += ["https://host/x.jsonl", "no\0name.csv", "n" * 300 + ".csv", "n" * 300, "folder.csv"]
+PATHS += ["folder", ""]
 
 
 @pytest.mark.parametrize("name", PATHS)
