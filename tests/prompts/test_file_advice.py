@@ -60,12 +60,8 @@ def test_the_command_for_another_encoding_gives_its_texts(
 
 
 OF_EUROPE = ["l\u2019été à Noël", "café", "¿Qué pasó, señor?", "på Åland", "5 \u2013 7 €"]
-OF_EUROPE += [
-    "rødgrød med fløde",
-    "não são informações",
-    "Österreich, Übergröße",
-    "it\u2019s \u201cfine\u201d",
-]
+OF_EUROPE += ["rødgrød med fløde", "não são informações", "Österreich, Übergröße"]
+OF_EUROPE += ["it\u2019s \u201cfine\u201d"]
 
 
 @pytest.mark.parametrize("text", OF_EUROPE)

@@ -14,20 +14,8 @@ from anchorlens.errors import PromptError
 from tests.attack.attack_tokenizers import made
 
 ENDS = ["stage 1", "stage 1 ", "v1.", "12", "caf", "cafe", "naïve", "e\u0301", "x\u0308", "x:"]
-ENDS += [
-    "x: ",
-    "x\n",
-    "x\n\n",
-    "x\n ",
-    "(",
-    "a's",
-    "http://",
-    "日本",
-    "😀",
-    "ΑΣ",
-    "Positive",
-    "<mask",
-]
+ENDS += ["x: ", "x\n", "x\n\n", "x\n ", "(", "a's", "http://", "日本", "😀", "ΑΣ"]
+ENDS += ["Positive", "<mask"]
 WORDS = [["1", "2"], [" 1", " 2"], ["Positive", "Negative"], [" Positive", " Negative"]]
 WORDS += [["\u0301x", "o"], ["1", " 7"]]
 BETWEEN = ["", " ", ":", "\n", "1"]
