@@ -26,12 +26,6 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return chat_tokenizer(request.param)
 
 
-def with_tokens(tokenizer: Any, *tokens: str, special: bool) -> Any:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in tokens])
-    return tokenizer
-
-
 def symbols(tokenizer: Any, task: al.Task, name: str) -> Any:
     changed, demos = al.relabeling.relabel(DEMOS, task, al.relabeling.symbols([name, " b"]))
     return al.build_prompts(tokenizer, changed, demos, ["x"])
@@ -112,7 +106,9 @@ def test_instructions_of_a_chat_hold_no_control_token(tokenizer: Any) -> None:
 
 def test_added_tokens_are_control_tokens_where_the_template_writes_them(tokenizer: Any) -> None:
     """A model of thoughts reads "</think>" so, though it is no special token; HTML stays text."""
-    tokenizer = with_tokens(tokenizer, "<think>", "</think>", "<table>", "\n\n", special=False)
+    words = ("<think>", "</think>", "<table>", "\n\n")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     thinking = {"chat_template": QWEN_3, "enable_thinking": False}
     task = replace(CHAT, options=thinking)
     assert al.build_prompts(tokenizer, task, DEMOS, ["a <table>\n\n"])

@@ -31,33 +31,36 @@ def batch_of(tokenizer: Any) -> al.PromptBatch:
     return batch
 
 
-def test_each_token_is_an_element_of_its_segment() -> None:
-    tokens = ["<s>", "dull", ":", " Bad", "!", ":"]
-    segments = [OTHER, TEXT, FORMAT, LABEL, QUERY, TARGET]
+ALL = [OTHER, TEXT, FORMAT, LABEL, QUERY, TARGET]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "segments", "text", "positions"),
+    [
+        (["<s>", "dull", ":", " Bad", "!", ":"], ALL, "<s>dull: Bad!:", [0, 1, 2, 3, 4, 5]),
+        # Parts of a character are joined within their segment, and padding is left out.
+        (
+            ["a", "", "", "é", "", " x", ""],
+            [1, 1, 1, 1, 2, 3, 3],
+            "aé\ufffd x\ufffd",
+            [0, 1, 4, 5, 6],
+        ),
+        (["", "", "a", "x"], [PADDING, PADDING, TEXT, PADDING], "a", [2]),
+    ],
+)
+def test_each_token_is_an_element_of_its_segment(
+    tokens: list[str], segments: list[int], text: str, positions: list[int]
+) -> None:
     parsed = Parsed(token_spans(tokens, segments))
-    assert parsed.text == "".join(tokens)
-    assert [tag for tag, _ in parsed.elements] == ["span", "span", "span", "strong", "span", "mark"]
-    assert [attributes for _, attributes in parsed.elements] == [
-        {"class": f"al-{SEGMENTS[segment]}", "data-token": str(position)}
-        for position, segment in enumerate(segments)
-    ]
+    assert parsed.text == text
+    for (tag, attributes), position in zip(parsed.elements, positions, strict=True):
+        segment = segments[position]
+        assert attributes == {"class": f"al-{SEGMENTS[segment]}", "data-token": str(position)}
+        assert tag == {LABEL: "strong", TARGET: "mark"}.get(segment, "span")
 
 
 def test_a_line_break_is_shown_and_breaks_the_line() -> None:
     assert ">a↵<br>␍↵<br>⇥\tb␀<" in token_spans(["a\n\r\n\tb\x00"], [TEXT])
-
-
-def test_parts_of_a_character_are_joined_within_their_segment() -> None:
-    parsed = Parsed(token_spans(["a", "", "", "é", "", " x", ""], [1, 1, 1, 1, 2, 3, 3]))
-    assert parsed.text == "aé\ufffd x\ufffd"
-    positions = [attributes["data-token"] for _, attributes in parsed.elements]
-    assert positions == ["0", "1", "4", "5", "6"]
-
-
-def test_padding_is_left_out() -> None:
-    parsed = Parsed(token_spans(["", "", "a", "x"], [PADDING, PADDING, TEXT, PADDING]))
-    assert (parsed.text, len(parsed.elements)) == ("a", 1)
-    assert parsed.elements[0][1]["data-token"] == "2"
 
 
 def test_the_legend_names_the_segments_that_occur() -> None:
