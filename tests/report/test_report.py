@@ -63,15 +63,11 @@ def results(byte_level: Any, hooked: Any) -> dict[str, Any]:
     def cut(batch: al.PromptBatch) -> Any:
         return al.isolate_labels(model, batch, [0])
 
-    metrics: list[al.Metric] = [
-        al.SaliencyFlows(),
-        al.AttentionAUCROC(),
-        al.AnchorDistances(directions=2),
-        al.Loyalty(),
-    ]
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(2)]
     sites = {"first": al.Site(0), "last": al.Site(-1, heads=1)}
     isolation = ask(model, batches, al.EdgeSweep.isolation(sites, draws=2), **options)
-    return al.run(model, batches, metrics, hooks=cut, **options) | {"isolation": isolation}
+    changed = al.run(model, batches, [*metrics, al.Loyalty()], hooks=cut, **options)
+    return changed | {"isolation": isolation}
 
 
 class Page(HTMLParser):
