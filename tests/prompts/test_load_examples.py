@@ -86,7 +86,7 @@ def test_rows_with_numbers_need_no_classes() -> None:
 
 
 NUMBERS: Any = pd.DataFrame(ROWS, columns=["text", "label"])
-TWICE = [
+TWICE: list[Any] = [
     pd.DataFrame([["a", 0, 1]], columns=["text", *names])
     for names in (["text", "label"], ["label"] * 2)
 ]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast

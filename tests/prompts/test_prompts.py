@@ -137,8 +137,8 @@ def test_a_bos_is_there_if_the_tokenizer_adds_it(byte_level: Any, sentencepiece_
 def test_every_query_may_have_its_own_demonstrations(tokenizer: Any) -> None:
     first, second = [GOOD, BAD], [BAD, al.Example("a fine film", 1)]
     queries = ["a long query, much longer", "b", "c, longer", "d"]
-    sets = [first, second] * 2
-    batches = al.build_prompts(tokenizer, SST2, sets, queries, batch_size=2)
+    both = [first, second]
+    batches = al.build_prompts(tokenizer, SST2, both * 2, queries, batch_size=2)
     assert [batch.index.tolist() for batch in batches] == [[2, 0], [1, 3]]  # by set, then length
     ours = rows(batches)
     for sets in (first, second):

@@ -77,6 +77,21 @@ def test_other_demonstrations_have_other_draws(gpt2: Any) -> None:
         assert len({tuple(each.flatten().tolist()) for each in (*drawn, *of_other)}) == 8, name
 
 
+def test_random_keys_of_the_first_tokens_are_those_of_whole_prompts(gpt2: Any) -> None:
+    """So the random control, too, can run the tokens that prompts share once."""
+    batch = questions(gpt2, 3)[0]
+    length = int(batch.label_ends.max()) + 2
+    shared = batch.prompt(0).before(length)
+    whole, part = (
+        edges.random_keys(
+            prompts, edges.between(edges.anchors(prompts), edges.segment(prompts, "format")), 4
+        )
+        for prompts in (batch, shared)
+    )
+    assert part.any()
+    assert torch.equal(whole[:, :length, :length], part.expand(3, -1, -1))
+
+
 @pytest.mark.slow("many passes")
 def test_every_free_key_is_drawn_equally_often(gpt2: Any) -> None:
     """Each key's count over draws is binomial; six standard deviations are allowed."""

@@ -35,9 +35,10 @@ def test_nothing_is_told_of_random_weights(make: Any, byte_level: Any, hooked: A
     # Of a model that does the task, the same records tell.
     contexts, faithfulness = records["contexts"], records["faithfulness"]
     whole = contexts.estimate("whole_accuracy").percent()
-    told = contexts.answer("").sentence
-    assert told.startswith(f"After the demonstrations {whole} of the queries")
-    told = faithfulness.answer("").sentence
+    of_contexts, of_scores = contexts.answer(""), faithfulness.answer("")
+    assert of_contexts is not None and of_scores is not None
+    assert of_contexts.sentence.startswith(f"After the demonstrations {whole} of the queries")
+    told = of_scores.sentence
     assert f"one by one {faithfulness.estimate('lds', 0)}" in told and "Random scores have" in told
 
 
