@@ -12,8 +12,6 @@ import anchorlens as al
 from anchorlens.errors import PromptError
 from tests.support.chat_tokenizers import (
     CHATML,
-    DEEPSEEK,
-    HARMONY,
     KINDS,
     QWEN_3,
     TEMPLATES,
@@ -21,16 +19,11 @@ from tests.support.chat_tokenizers import (
     with_template,
 )
 from tests.support.plain_prompts import rows
-from tests.support.tiny_models import tiny_llama
 
 TEMPLATE = "Review: {text}\nSentiment:{label}"
 TASK = al.ChatTask(TEMPLATE, ["Negative", "Positive"])
-DEMOS = [
-    al.Example("  dull ", 0),
-    al.Example("fun <im_end> {{ messages }} {label}", 1),
-    al.Example("😀é\n\n", 1),
-    al.Example("[INST] no [/INST]", 0),
-]
+DEMO_TEXTS = ["  dull ", "fun <im_end> {{ messages }} {label}", "😀é\n\n", "[INST] no [/INST]"]
+DEMOS = [al.Example(text, label) for text, label in zip(DEMO_TEXTS, (0, 1, 1, 0), strict=True)]
 QUERIES = [al.Example("so so", 1), al.Example(" \n", 0), al.Example("x" * 40, 1)]
 TRIMMING = ("Llama 3", "Gemma 2", "Gemma 3", "Llama 2")
 WITH_BOS = TRIMMING
@@ -69,9 +62,7 @@ def ids_of(tokenizer: Any, turns: list[dict[str, str]], ask: bool = True) -> lis
 
 
 @pytest.mark.parametrize(("name", "instructions"), CASES)
-def test_tokens_and_positions_are_those_of_the_chat_template(
-    kind: str, name: str, instructions: str
-) -> None:
+def test_tokens_and_positions_follow_the_template(kind: str, name: str, instructions: str) -> None:
     tokenizer = with_template(chat_tokenizer(kind), name)
     before = tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()
     task = replace(TASK, instructions=instructions)
@@ -81,6 +72,7 @@ def test_tokens_and_positions_are_those_of_the_chat_template(
     # The sentencepiece-like tokenizer adds a BOS to plain prompts. Here it is there once if the
     # template writes it; Llama 2 writes one before every question.
     of_queries = len(DEMOS) + 1 if name == "Llama 2" else 1
+    assert len({row.demonstrations for row in rows(batches)}) == 1
     for row, query in zip(rows(batches), QUERIES, strict=True):
         turns = conversation(task, query.text)
         assert row.tokens == ids_of(tokenizer, turns)
@@ -143,62 +135,32 @@ def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str
         assert all(word.startswith(" ") == has_space for word in words)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_padding_and_batching_change_nothing(kind: str, name: str) -> None:
-    tokenizer = with_template(chat_tokenizer(kind), name)
-    alone = rows(built(tokenizer, queries=QUERIES, batch_size=1))
-    for side in ("left", "right"):
-        assert rows(built(tokenizer, queries=QUERIES, padding_side=side, batch_size=2)) == alone
-    (batch,) = built(tokenizer, queries=QUERIES)
-    start = alone[0].query_start
-    assert len({tuple(row.tokens[:start]) for row in alone}) == 1
-    assert len(batch.demonstrations_id.unique()) == 1
-
-
-def test_options_go_to_the_template() -> None:
-    tokenizer = chat(QWEN_3)
-    quick = replace(TASK, options={"enable_thinking": False})
-    (row,) = rows(built(tokenizer, quick, ["so so"]))
-    turns = conversation(TASK, "so so")
-    expected = tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, tokenize=True, enable_thinking=False
-    )
-    assert row.tokens == expected["input_ids"]
-    assert tokenizer.decode(row.tokens).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert set(row.segments[row.query_start : -1]) == {"query"}
-
-
 TURN = "{{ '<' + m['role'] + '>' + m['content'] }}"
 EACH = "{% for m in messages %}" + TURN + "{% endfor %}<assistant>"
+
+
+def thinking(condition: str) -> str:
+    """A template that writes an empty thought before an answer where the condition holds."""
+    return QWEN_3.replace("and loop.last", f"and {condition}")
+
+
 AFTER_ANOTHER_QUERY = "message.content == 'Positive' and 'so so' not in messages[-2].content"
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (
-            QWEN_3,
-            r"writes '<think>\\n\\n</think>\\n\\n' before the answer 'Neg.*, but '' where it ",
-        ),
-        (HARMONY, r"writes '<\|channel\|>final<\|message\|>' before the answer 'Neg.*but '' wh"),
-        (DEEPSEEK, r"writes '' before the answer 'Neg.*, but '<think>\\n' where it asks"),
         # Only after one of the queries, and only before one of the demonstrations.
+        (thinking("'x' * 9 in messages[-2].content"), r"writes '<think>.*' before the answer"),
+        (thinking("loop.index == 2"), r"writes '<think>.*' before the answer"),
         (
-            QWEN_3.replace("and loop.last", "and 'x' * 9 in messages[-2].content"),
-            r"writes '<think>.*' before the answer",
-        ),
-        (
-            QWEN_3.replace("and loop.last", "and loop.index == 2"),
-            r"writes '<think>.*' before the answer",
-        ),
-        (
-            QWEN_3.replace("and loop.last", "and message.content == 'Positive' and loop.last"),
+            thinking("message.content == 'Positive' and loop.last"),
             r"writes '<think>.*' before the answer 'Positive'",
         ),
         # A space, and only before the second word after the second query.
         (
-            QWEN_3.replace("<think>\n\n</think>\n\n", " ").replace(
-                "and loop.last", f"and loop.last and {AFTER_ANOTHER_QUERY}"
+            thinking(f"loop.last and {AFTER_ANOTHER_QUERY}").replace(
+                "<think>\n\n</think>\n\n", " "
             ),
             r"label word 'Positive' as ' Positive' after query 1, but as 'Positive' after query 0",
         ),
@@ -219,9 +181,7 @@ AFTER_ANOTHER_QUERY = "message.content == 'Positive' and 'so so' not in messages
         (None, r"has no chat template; use a chat model or plain"),
     ],
 )
-def test_templates_that_hide_positions_or_move_answers_raise_an_error(
-    template: str | None, message: str
-) -> None:
+def test_templates_without_sure_positions_are_refused(template: str | None, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         built(chat(template), queries=QUERIES)
 
@@ -265,59 +225,15 @@ def test_a_template_writes_the_date_of_the_task(asks: str) -> None:
         assert date in chat(template).decode(row.tokens)
 
 
-def test_another_template_may_be_given() -> None:
-    plain = chat_tokenizer("byte-level")
-    assert plain.chat_template is None
-    given = replace(TASK, options={"chat_template": CHATML})
-    ours = rows(built(plain, given))
-    assert ours == rows(built(with_template(plain, "ChatML")))
-
-
 def test_chat_tasks_are_tasks() -> None:
     how = al.relabeling.symbols(["A", "B"])
-    task, demos = al.relabeling.relabel(DEMOS, TASK, how)
-    assert task == al.ChatTask(TEMPLATE, ["A", "B"])
-    assert isinstance(task, al.ChatTask)
-    assert demos == DEMOS
-    assert repr(TASK) == (
-        f"ChatTask(template={TEMPLATE!r}, labels=('Negative', 'Positive'), instructions='', "
-        "options={}, date='2024-07-26')"
-    )
+    assert al.relabeling.relabel(DEMOS, TASK, how) == (al.ChatTask(TEMPLATE, ["A", "B"]), DEMOS)
     assert hash(TASK) == hash(replace(TASK))
     tokenizer = with_template(chat_tokenizer("byte-level"), "Llama 3")
-    (bare,) = al.prompts.text_anchor_prompts(tokenizer, TASK, DEMOS, [QUERIES[0]])
-    (row,) = rows([bare])
+    (row,) = rows(al.prompts.text_anchor_prompts(tokenizer, TASK, DEMOS, [QUERIES[0]]))
     assert "text" not in row.segments
-    assert "Review:\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
-    assert "Review: so so\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
-
-
-@pytest.mark.slow("many passes")
-@pytest.mark.filterwarnings("ignore:in 1 of 1 sets:UserWarning")
-def test_a_model_runs_chat_prompts(hooked: Any) -> None:
-    """Shared tokens run once, or whole prompts run: the numbers are the same."""
-    tokenizer = with_template(chat_tokenizer("sentencepiece-like"), "Gemma 3")
-    model = hooked(tiny_llama(len(tokenizer)).double(), tokenizer)
-    demos, queries = DEMOS[:2], [al.Example(f"film {k}", k % 2) for k in range(6)]
-    batches = al.build_prompts(model.tokenizer, TASK, demos, queries)
-    assert rows(batches) == rows(al.build_prompts(tokenizer, TASK, demos, queries))
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy()]
-    shared, whole = (
-        al.run(model, batches, metrics, resamples=0, progress=False, share_prefix=share)
-        for share in (True, False)
-    )
-    for name, record in shared.items():
-        for field, values in record.tensors().items():
-            torch.testing.assert_close(values, getattr(whole[name], field), equal_nan=True)
-    context = al.compress(model, batches[0])
-    assert context.logits(model, batches[0]).shape == (6, len(tokenizer))
-
-
-def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:
-    tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
-    message = r"turns of system and user.*: System role not supported. .*instead of the instruct"
-    with pytest.raises(PromptError, match=message):
-        built(tokenizer, replace(TASK, instructions="Classify."))
+    for text in ("Review:\nSentiment:<|eot_id|>", "Review: so so\nSentiment:<|eot_id|>"):
+        assert text in tokenizer.decode(row.tokens)
 
 
 def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error(kind: str) -> None:
@@ -325,8 +241,13 @@ def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error
     for words in (["Xk", "Xv"], [" Xk", "  Xk"]):  # the spaces of the second pair are trimmed
         with pytest.raises(PromptError, match="have the same first token"):
             built(tokenizer, replace(TASK, labels=words))
-    tokenizer = copy.deepcopy(chat_tokenizer(kind))
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}s{% endfor %}"
-    message = "merges with (what stands (before|after) it|this end)"
+    written = replace(TASK, options={"chat_template": EACH.replace("] }}", "] }}s")})
+    with pytest.raises(PromptError, match=r"merges with (what stands (before|after) it|this end)"):
+        built(tokenizer, written)
+
+
+def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:
+    tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
+    message = r"turns of system and user.*: System role not supported. .*instead of the instruct"
     with pytest.raises(PromptError, match=message):
-        built(tokenizer)
+        built(tokenizer, replace(TASK, instructions="Classify."))

@@ -1,7 +1,6 @@
 """Chat templates of models that think: prompts are built where the model answers at once."""
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +28,7 @@ OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
 BLOCK = "<|channel>thought\n<channel|>"
 ALWAYS = GEMMA_4.replace("not enable_thinking | default(false)", "true")
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+ASKING = PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 def chat(template: str) -> Any:
@@ -40,12 +40,6 @@ def chat(template: str) -> Any:
 def row_of(template: str, task: al.ChatTask = TASK) -> Row:
     (row,) = rows(al.build_prompts(chat(template), task, DEMOS, ["so so"]))
     return row
-
-
-def with_settings(
-    instructions: str = "", options: Mapping[str, Any] | None = None, **fields: Any
-) -> al.ChatTask:
-    return replace(TASK, instructions=instructions, options=options or {}, **fields)
 
 
 ACCEPTED = [
@@ -70,7 +64,7 @@ def test_a_prompt_ends_where_a_model_answers_that_was_told_not_to_think(
     template: str, instructions: str, options: dict[str, Any], end: str
 ) -> None:
     """The oracle: the tokens of the template for the same turns, and the texts of the segments."""
-    row = row_of(template, with_settings(instructions, options))
+    row = row_of(template, replace(TASK, instructions=instructions, options=options))
     turns = [{"role": "system", "content": instructions}] if instructions else []
     for demo, word in zip(DEMOS, TASK.first_words, strict=True):
         turns.append({"role": "user", "content": f"Review: {demo.text}\nSentiment:"})
@@ -84,15 +78,9 @@ def test_a_prompt_ends_where_a_model_answers_that_was_told_not_to_think(
     assert tokenizer.decode(row.tokens).endswith(end)
     words = [tokenizer.decode(row.tokens[first : last + 1]) for first, last, _ in row.words]
     assert [word.strip() for word in words] == ["Negative", "Positive"]
-    texts = [k for k, segment in enumerate(row.segments) if segment == "text"]
-    assert tokenizer.decode([row.tokens[k] for k in texts]).split() == [
-        "so",
-        "so",
-        "no",
-        "Positive",
-    ]
-    assert "Review: so so\nSentiment:" in tokenizer.decode(row.tokens[row.query_start :])
-    assert tokenizer.decode(row.tokens[row.query_start :]).count("Review") == 1
+    assert tokenizer.decode(row.inside("text")).split() == ["so", "so", "no", "Positive"]
+    query = tokenizer.decode(row.tokens[row.query_start :])
+    assert "Review: so so\nSentiment:" in query and query.count("Review") == 1
 
 
 SET = r"set options=\{'enable_thinking': False\}$"
@@ -120,7 +108,7 @@ def test_a_prompt_is_refused_where_the_model_would_think(
     template: str, instructions: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PromptError, match=message):
-        row_of(template, with_settings(instructions, options))
+        row_of(template, replace(TASK, instructions=instructions, options=options))
 
 
 def test_each_cure_of_a_refusal_helps() -> None:
@@ -139,9 +127,8 @@ def test_each_cure_of_a_refusal_helps() -> None:
         elif "write them into the template" in message:
             fields |= {"instructions": "", "template": f"{instructions}\n{TASK.template}"}
         elif template == HARMONY:
-            asked = HARMONY.replace(
-                "<|start|>assistant'", "<|start|>assistant<|channel|>final<|message|>'"
-            )
+            final = "<|start|>assistant<|channel|>final<|message|>'"
+            asked = HARMONY.replace("<|start|>assistant'", final)
             fields["options"] = {"chat_template": asked}
         else:
             fields["options"] = {"chat_template": PLAIN + "<assistant>"}
@@ -153,10 +140,7 @@ def test_a_switch_in_the_format_of_the_user_is_read_and_left_out() -> None:
     switched = replace(TASK, template="Review: {text}\nSentiment: /no_think{label}")
     tokenizer, row = chat(NEMOTRON), row_of(NEMOTRON, switched)
     assert "/no_think" not in tokenizer.decode(row.tokens)
-    texts = [
-        tokenizer.decode([t]) for t, s in zip(row.tokens, row.segments, strict=True) if s == "text"
-    ]
-    assert "".join(texts).split() == ["so", "so", "no", "Positive"]
+    assert tokenizer.decode(row.inside("text")).split() == ["so", "so", "no", "Positive"]
     for text in ("a /no_think b", "/think"):  # in the data it would change the text
         with pytest.raises(PromptError, match=r"changes the text of the user's turn 'Review: "):
             al.build_prompts(tokenizer, switched, DEMOS, [text])
@@ -164,11 +148,9 @@ def test_a_switch_in_the_format_of_the_user_is_read_and_left_out() -> None:
 
 def test_the_ends_of_a_turn_are_read_as_they_are() -> None:
     """A template that looks at the end of a turn sees it, and not a mark."""
-    template = PLAIN.replace(
-        "{{ m.content }}", "{{ m.content }}{{ '' if m.content.endswith('/x') else '!' }}"
-    )
     ended = replace(TASK, template="{text} /x{label}")
-    asked = template + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    looks = "m.content }}{{ '' if m.content.endswith('/x') else '!' }}"
+    asked = ASKING.replace("m.content }}", looks)
     text = chat(asked).decode(row_of(asked, ended).tokens)
     assert text.endswith("<user>so so /x\n<assistant>")
 
@@ -177,11 +159,10 @@ def test_the_ends_of_a_turn_are_read_as_they_are() -> None:
     "text", ["\ue0000\ue001", "\ue000\ue000", "<user>", "Negative\n<assistant>"]
 )
 def test_texts_may_hold_what_the_template_and_the_marks_are_made_of(text: str) -> None:
-    tokenizer = chat(PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    tokenizer = chat(ASKING)
     demos = [al.Example(text, 0), al.Example(text, 1)]
     (row,) = rows(al.build_prompts(tokenizer, TASK, demos, [text]))
-    chosen = [t for t, s in zip(row.tokens, row.segments, strict=True) if s == "text"]
-    assert tokenizer.decode(chosen).replace(" ", "") == text * 2
+    assert tokenizer.decode(row.inside("text")).replace(" ", "") == text * 2
     words = [tokenizer.decode(row.tokens[first : last + 1]) for first, last, _ in row.words]
     assert words == ["Negative", "Positive"]
 
@@ -201,6 +182,5 @@ def test_switches_are_the_names_and_words_of_a_template() -> None:
     (effort,) = switches_of("{% if reasoning_effort == 'none' %}{% endif %}", {}, "")
     assert effort.off == {"options": {"reasoning_effort": "none"}}
     assert inserted_in("abXXc", "abXc") == "X"
-    assert (
-        inserted_in("abc", "abc") == inserted_in("abd", "abcd") == inserted_in("axc", "abc") == ""
-    )
+    for pair in (("abc", "abc"), ("abd", "abcd"), ("axc", "abc")):
+        assert inserted_in(*pair) == ""

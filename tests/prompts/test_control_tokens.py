@@ -26,51 +26,36 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return chat_tokenizer(request.param)
 
 
-def with_tokens(tokenizer: Any, *tokens: str, special: bool) -> Any:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in tokens])
-    return tokenizer
-
-
-def query(tokenizer: Any, task: al.Task, name: str) -> Any:
-    return al.build_prompts(tokenizer, task, DEMOS, [f"a {name} b"])
-
-
-def first_text(tokenizer: Any, task: al.Task, name: str) -> Any:
-    return al.build_prompts(tokenizer, task, [al.Example(name, 0), DEMOS[1]], ["x"])
-
-
-def label_word(tokenizer: Any, task: al.Task, name: str) -> Any:
-    return al.build_prompts(tokenizer, replace(task, labels=[f" {name}", " b"]), DEMOS, ["x"])
-
-
-def second_word(tokenizer: Any, task: al.Task, name: str) -> Any:
-    labels = [[" a", f" {name}"], [" b"]]
-    return al.build_prompts(tokenizer, replace(task, labels=labels), DEMOS, ["x"])
-
-
-def symbol(tokenizer: Any, task: al.Task, name: str) -> Any:
+def symbols(tokenizer: Any, task: al.Task, name: str) -> Any:
     changed, demos = al.relabeling.relabel(DEMOS, task, al.relabeling.symbols([name, " b"]))
     return al.build_prompts(tokenizer, changed, demos, ["x"])
 
 
-def anchors(tokenizer: Any, task: al.Task, name: str) -> Any:
-    return al.prompts.text_anchor_prompts(tokenizer, task, DEMOS, [al.Example(name, 0)])
+def with_labels(tokenizer: Any, task: al.Task, labels: Any) -> Any:
+    return al.build_prompts(tokenizer, replace(task, labels=labels), DEMOS, ["x"])
 
 
-def drawn(tokenizer: Any, task: al.Task, name: str) -> Any:
-    examples = [al.Example(f"{name} {k}", k % 2) for k in range(6)]
-    return al.sample_prompts(tokenizer, task, examples, queries=2)
-
-
-WRITERS = [query, first_text, label_word, second_word, symbol, anchors, drawn]
+# Prompts that have a name of the data.
+WRITERS: dict[str, Callable[..., Any]] = {
+    "query": lambda of, task, name: al.build_prompts(of, task, DEMOS, [f"a {name} b"]),
+    "first text": lambda of, task, name: al.build_prompts(
+        of, task, [al.Example(name, 0), DEMOS[1]], ["x"]
+    ),
+    "label word": lambda of, task, name: with_labels(of, task, [f" {name}", " b"]),
+    "second word": lambda of, task, name: with_labels(of, task, [[" a", f" {name}"], [" b"]]),
+    "symbol": symbols,
+    "anchors": lambda of, task, name: al.prompts.text_anchor_prompts(
+        of, task, DEMOS, [al.Example(name, 0)]
+    ),
+    "drawn": lambda of, task, name: al.sample_prompts(
+        of, task, [al.Example(f"{name} {k}", k % 2) for k in range(6)], queries=2
+    ),
+}
 
 
 @pytest.mark.parametrize("task", [PLAIN, CHAT], ids=["plain", "chat"])
-@pytest.mark.parametrize("write", WRITERS)
-def test_data_that_holds_a_control_token_is_refused(
-    tokenizer: Any, task: al.Task, write: Callable[..., Any]
-) -> None:
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_data_with_a_control_token_is_refused(tokenizer: Any, task: al.Task, write: Any) -> None:
     for name in {*SPECIAL[:3], tokenizer.bos_token}:
         with pytest.raises(PromptError, match=re.escape(repr(name))) as error:
             write(tokenizer, task, name)
@@ -119,11 +104,11 @@ def test_instructions_of_a_chat_hold_no_control_token(tokenizer: Any) -> None:
         al.build_prompts(tokenizer, replace(CHAT, instructions=FORGED), DEMOS, ["x"])
 
 
-def test_other_added_tokens_are_control_tokens_where_the_template_writes_them(
-    tokenizer: Any,
-) -> None:
+def test_added_tokens_are_control_tokens_where_the_template_writes_them(tokenizer: Any) -> None:
     """A model of thoughts reads "</think>" so, though it is no special token; HTML stays text."""
-    tokenizer = with_tokens(tokenizer, "<think>", "</think>", "<table>", "\n\n", special=False)
+    words = ("<think>", "</think>", "<table>", "\n\n")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     thinking = {"chat_template": QWEN_3, "enable_thinking": False}
     task = replace(CHAT, options=thinking)
     assert al.build_prompts(tokenizer, task, DEMOS, ["a <table>\n\n"])
@@ -143,9 +128,7 @@ def test_unknown_characters_are_text_and_the_name_of_their_token_is_not() -> Non
         al.build_prompts(tokenizer, PLAIN, DEMOS, ["a <unk> b"])
 
 
-def test_a_hard_prompt_that_another_tokenizer_reads_as_control_tokens_is_refused(
-    tokenizer: Any,
-) -> None:
+def test_a_hard_prompt_that_another_tokenizer_reads_as_control_is_refused(tokenizer: Any) -> None:
     assert len(_encoded(tokenizer, "paper"))
     with pytest.raises(PromptError, match=r"'<\|im_end\|>'.*allowed=\.\.\. of tokens that both"):
         _encoded(tokenizer, FORGED)
@@ -174,13 +157,9 @@ def test_control_tokens_are_read_as_characters_on_request(tokenizer: Any, text: 
     (row,) = rows([batch])
     assert row.tokens == encoded["input_ids"]
     assert row.tokens.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 6
-    segments = {
-        name: [t for t, s in zip(row.tokens, row.segments, strict=True) if s == name]
-        for name in ("text", "label")
-    }
-    spelled = tokenizer.decode(segments["text"]).replace(" ", "")
+    spelled = tokenizer.decode(row.inside("text")).replace(" ", "")
     assert spelled == f"{text}{DEMOS[1].text}".replace(" ", "")
-    assert tokenizer.decode(segments["label"]).replace(" ", "") == "noyes"
+    assert tokenizer.decode(row.inside("label")).replace(" ", "") == "noyes"
     assert row.query_start == [k for k, t in enumerate(row.tokens) if t == row.tokens[0]][4]
 
 
@@ -190,7 +169,5 @@ def test_on_request_the_format_of_a_chat_holds_none_either(tokenizer: Any) -> No
     task = replace(CHAT, template="<eos>{text}{label}", options=options)
     with pytest.raises(PromptError, match="'<eos>'"):
         al.build_prompts(tokenizer, task, DEMOS, ["x"])
-    with pytest.raises(
-        PromptError, match=r"sanitize_control_tokens in the options .* True or False"
-    ):
+    with pytest.raises(PromptError, match=r"sanitize_control_tokens in the options .* True or Fal"):
         replace(CHAT, options={"sanitize_control_tokens": 1})

@@ -1,7 +1,6 @@
 """Sets by classes of queries and keys hold the same edges, and the same sums, as their tables."""
 
 from collections.abc import Callable
-from functools import partial
 from operator import and_, or_
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.metrics.edge_sums import ClassSums, EdgeSets, _by_classes
 from anchorlens.prompts.edge_set import EdgeSet
-from anchorlens.system import row_pieces
 from tests.support.tiny_models import questions
 
 N = 17
@@ -92,14 +90,3 @@ def test_sets_of_very_many_classes_have_none() -> None:
     for each in sets[1:]:
         whole = whole | each
     assert whole.classes() is None
-
-
-@pytest.mark.slow("many passes")
-def test_flows_of_long_prompts_are_those_of_tables(
-    exact_gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = questions(exact_gpt2, 3, batch_size=2)
-    run = partial(al.run, exact_gpt2, batches, [al.SaliencyFlows()], resamples=0, progress=False)
-    expected = run()["saliency_flows"].per_prompt
-    monkeypatch.setattr(row_pieces, "PIECE", 2**10)
-    torch.testing.assert_close(run()["saliency_flows"].per_prompt, expected, rtol=1e-10, atol=1e-14)

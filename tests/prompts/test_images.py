@@ -125,26 +125,23 @@ def test_texts_without_images_are_as_they_were(llava: Built) -> None:
 
 def test_wrong_images_are_refused(llava: Built, tmp_path: Path) -> None:
     processor, text, _, images = llava
-
-    def refused(
-        message: str, images: Any = images, given: Any = processor, texts: Any = text
-    ) -> None:
-        with pytest.raises(PromptError, match=message):
-            al.with_images([texts], given, images)
-
-    refused(
-        "prompt 1 has 3 placeholders of images .*, but 2 images",
-        [images[0], images[1][:2], images[2]],
-    )
-    refused("prompt 2 has 3 placeholders of images .*, but no list of images", images[:2])
-    refused("a processor of images has a tokenizer", given=processor.tokenizer)
-    refused("an image is one of Pillow, or the path of a file; got a int", [[1, 2, 3]] * 3)
     (tmp_path / "text.png").write_text("no image")
-    refused("text.png cannot be read", [[tmp_path / "text.png"] * 3] * 3)
-    plain = type(
-        "Processor", (), {"image_token": "<image> <image>", "tokenizer": processor.tokenizer}
+    several = {"image_token": "<image> <image>", "tokenizer": processor.tokenizer}
+    two_of_three, no_image = (
+        [images[0], images[1][:2], images[2]],
+        [[tmp_path / "text.png"] * 3] * 3,
     )
-    refused("as 3 tokens; take the tokenizer of the processor", given=plain())
+    cases: list[tuple[Any, Any, str]] = [
+        (processor, two_of_three, "prompt 1 has 3 placeholders of images .*, but 2 images"),
+        (processor, images[:2], "prompt 2 has 3 placeholders of images .*, but no list of images"),
+        (processor.tokenizer, images, "a processor of images has a tokenizer"),
+        (processor, [[1, 2, 3]] * 3, "is one of Pillow, or the path of a file; got a int"),
+        (processor, no_image, "text.png cannot be read"),
+        (type("Own", (), several)(), images, "as 3 tokens; take the tokenizer of the processor"),
+    ]
+    for given, of_prompts, message in cases:
+        with pytest.raises(PromptError, match=message):
+            al.with_images([text], given, of_prompts)
 
 
 def test_text_that_joins_the_tokens_of_an_image_is_refused() -> None:
@@ -155,19 +152,6 @@ def test_text_that_joins_the_tokens_of_an_image_is_refused() -> None:
     texts = al.build_segments(core, [[("question", "Is it a"), (None, place_in(processor))]])
     with pytest.raises(PromptError, match="write a space before '<boi>'"):
         al.with_images(texts, processor, [[picture(0)]])
-
-
-def test_paths_are_read_as_images(llava: Built, tmp_path: Path) -> None:
-    processor, text, batch, images = llava
-    paths: list[list[Path]] = []
-    for row, of in enumerate(images):
-        paths.append([])
-        for k, image in enumerate(of):
-            image.save(tmp_path / f"{row}{k}.png")
-            paths[-1].append(tmp_path / f"{row}{k}.png")
-    [again] = al.with_images([text], processor, paths)
-    assert again.forward_inputs["pixel_values"].equal(batch.forward_inputs["pixel_values"])
-    assert again.pictures == batch.pictures
 
 
 def header(width: int, height: int) -> bytes:

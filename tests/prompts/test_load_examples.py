@@ -1,10 +1,8 @@
 """Examples from files of all kinds, from the bundled sets and from the hub."""
 
 import json
-import os
 import re
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -34,9 +32,7 @@ def cache_of_datasets(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", file / "cache")
 
 
-def write(
-    path: Path, rows: Sequence[tuple[Any, Any]], text: str = "text", label: str = "label"
-) -> Path:
+def write(path: Path, rows: Any, text: str = "text", label: str = "label") -> Path:
     frame = pd.DataFrame(rows, columns=[text, label])
     # The file is opened here, because pandas takes some names for addresses or compressed files.
     suffix = path.suffix.lower()
@@ -49,13 +45,6 @@ def write(
             "".join(json.dumps(dict(zip((text, label), row, strict=True))) + "\n" for row in rows)
         )
     return path
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_files_of_every_kind_give_the_same_examples(tmp_path: Path, suffix: str) -> None:
-    path = write(tmp_path / f"file.{suffix}", ROWS)
-    assert al.load_examples(path) == EXAMPLES
-    assert al.load_examples(str(path)) == EXAMPLES
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
@@ -90,83 +79,67 @@ def test_rows_that_are_there_already_give_the_same_examples(rows: Any) -> None:
     assert al.load_examples(rows, classes=["bad", "good"], **columns) == EXAMPLES
 
 
-def test_rows_with_numbers_need_no_classes_and_wrong_ones_are_told() -> None:
-    numbers: Any = pd.DataFrame(ROWS, columns=["text", "label"])
-    assert al.load_examples(numbers) == EXAMPLES
-    one = al.load_examples([{"text": "a", "label": np.int64(1), "more": None}])
-    assert one == [al.Example("a", 1)] and type(one[0].label) is int
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        (numbers, {"split": "test"}, "rows are one split, but split='test' came"),
-        ([], {}, "the list of rows has no rows"),
-        (LISTED, {}, r"the list of rows has the columns \['sentence', 'verdict'\], but not"),
-        (
-            [{"text": "a", "label": 0}, {"text": "b"}],
-            {},
-            "row 1 of the list of rows: .* label None",
-        ),
-        ([{"text": "a", "label": True}], {}, "row 0 .* label True"),
-        (TABLE, {}, "must be .* or a list of dicts; got .*; give its rows: one of several splits"),
-        (["a"], {}, "must be a text or a path or a list of dicts; got "),
-    ]
-    for rows, options, message in cases:
-        with pytest.raises(AnchorlensError, match=message):
-            al.load_examples(rows, **options)
+def test_rows_with_numbers_need_no_classes() -> None:
+    assert al.load_examples(NUMBERS) == EXAMPLES
+    [example] = al.load_examples([{"text": "a", "label": np.int64(1), "more": None}])
+    assert example == al.Example("a", 1) and type(example.label) is int
 
 
-NAMES = [
-    "x[1].jsonl",
-    "s*.jsonl",
-    "s?.csv",
-    "a::b.jsonl",
-    "{a,b}.parquet",
-    "with space.json",
-    "Größe 😀.jsonl",
-    "-x.csv",
-    "50%.jsonl",
-    "http:x.csv",
-    "LOUD.JSONL",
-    "Loud.Csv",
-    "LOUD.PARQUET",
-    "sst2.jsonl",
-    "x.jsonl.csv",
-    "x.gz.csv",
+NUMBERS: Any = pd.DataFrame(ROWS, columns=["text", "label"])
+TWICE: list[Any] = [
+    pd.DataFrame([["a", 0, 1]], columns=["text", *names])
+    for names in (["text", "label"], ["label"] * 2)
 ]
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "the list of rows has no rows"),
+        (LISTED, r"the list of rows has the columns \['sentence', 'verdict'\], but not"),
+        ([{"text": "a", "label": 0}, {"text": "b"}], "row 1 of the list of rows: .* label None"),
+        ([{"text": "a", "label": True}], "row 0 .* label True"),
+        (TABLE, "or a list of dicts; got .*; give its rows: one of several splits"),
+        (["a"], "must be a text or a path or a list of dicts; got "),
+        *((frame, r"several columns with the names .*; rename") for frame in TWICE),
+    ],
+)
+def test_rows_without_a_text_and_its_class_are_refused(rows: Any, message: str) -> None:
+    with pytest.raises(AnchorlensError, match=message):
+        al.load_examples(rows)
+
+
+def test_rows_and_demonstrations_have_one_split_and_different_columns() -> None:
+    with raises(match="rows are one split, but split='test' came"):
+        al.load_examples(NUMBERS, split="test")
+    with pytest.raises(AnchorlensError, match=r"several columns with the names .*; rename"):
+        al.sample_demonstrations(TWICE[0])
+
+
+NAMES = ["x[1].jsonl", "s*.jsonl", "s?.csv", "a::b.jsonl", "{a,b}.parquet", "with space.json"]
+NAMES += ["Größe 😀.jsonl", "-x.csv", "50%.jsonl", "http:x.csv", "LOUD.JSONL", "Loud.Csv"]
+NAMES += ["LOUD.PARQUET", "sst2.jsonl", "x.jsonl.csv", "x.gz.csv"]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_local_file_may_have_any_name(
+def test_a_file_of_any_name_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for other in ("x1.jsonl", "sother.jsonl", "so.csv", "b.jsonl", "a.parquet"):
         write(tmp_path / other, [("another", 0)])
     write(tmp_path / name, ROWS)
     before = sorted(tmp_path.iterdir())
-    assert al.load_examples(tmp_path / name) == EXAMPLES
-    assert al.load_examples(str(tmp_path / name)) == EXAMPLES
     monkeypatch.chdir(tmp_path)
-    assert al.load_examples(name) == EXAMPLES
+    for path in (tmp_path / name, str(tmp_path / name), name):
+        assert al.load_examples(path) == EXAMPLES
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_changed_file_with_the_same_time_stamp_is_read_again(tmp_path: Path) -> None:
-    path = write(tmp_path / "file.jsonl", [("a", 0)])
-    stamp = path.stat()
-    assert al.load_examples(path) == [al.Example("a", 0)]
-    write(path, [("b", 1)])
-    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    assert path.stat().st_size == stamp.st_size
-    assert al.load_examples(path) == [al.Example("b", 1)]
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-@pytest.mark.parametrize(
-    "text", ["NA", "null", "None", "nan", "007", "1e5", "True", "-", " 3 ", "#"]
-)
-def test_texts_that_resemble_other_values_stay_texts(
-    tmp_path: Path, suffix: str, text: str
-) -> None:
-    path = write(tmp_path / f"file.{suffix}", [(text, 0)])
-    assert al.load_examples(path) == [al.Example(text, 0)]
+def test_texts_that_resemble_other_values_stay_texts(tmp_path: Path, suffix: str) -> None:
+    for text in ("NA", "null", "None", "nan", "007", "1e5", "True", "-", " 3 ", "#"):
+        path = write(tmp_path / f"file.{suffix}", [(text, 0)])
+        assert al.load_examples(path) == [al.Example(text, 0)]
 
 
 def test_json_lines_may_have_blank_lines_any_line_end_and_a_byte_order_mark(tmp_path: Path) -> None:
@@ -183,32 +156,34 @@ def test_json_lines_may_have_blank_lines_any_line_end_and_a_byte_order_mark(tmp_
     assert al.load_examples(tmp_path / "file.json") == EXAMPLES
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
-def test_marks_and_header_tell_the_encoding_and_separator(
-    encoding: str, separator: str, tmp_path: Path
-) -> None:
-    rows = [["text", "label"], ['"né, un; deux"', "0"], ["b", "1"]]
-    text = "\n".join(separator.join(row) for row in rows)
-    expected = [al.Example("né, un; deux", 0), al.Example("b", 1)]
-    for begin in ("", "\r\n", f"sep={separator}\r\n"):  # Excel writes the last
-        (tmp_path / "file.csv").write_bytes(f"{begin}{text}".encode(encoding))
-        assert al.load_examples(tmp_path / "file.csv") == expected
+def test_encoding_and_separator_are_found(encoding: str, separator: str, tmp_path: Path) -> None:
+    """Old spreadsheets on a Mac end lines in a carriage return, and Excel writes ``sep=``."""
+    path, read = tmp_path / "file.csv", [al.Example("né, un; b\nd", 0), al.Example("e", 1)]
+    rows = [["text", "label"], ['"né, un; b\nd"', "0"], ["e", "1"]]
+    for end in ("\n", "\r\n", "\r"):
+        text = end.join(separator.join(row) for row in rows)
+        for begin in ("", end, f"sep={separator}{end}"):
+            for last in ("", end):
+                path.write_bytes(f"{begin}{text}{last}".encode(encoding))
+                assert al.load_examples(path) == read
+            path.write_bytes(f"{begin}{text}{separator}{end}".encode(encoding))
+            with raises(match=re.escape(f"delete a {separator!r} that ends a row")):
+                al.load_examples(path)
 
 
 def test_csv_may_have_a_byte_order_mark_and_line_breaks_within_texts(tmp_path: Path) -> None:
     content = 'label,id,text\r\n0,x,"a\r\nb"\r\n\r\n 1 ,y,"c,""d"""\r\n'
     (tmp_path / "file.csv").write_bytes(content.encode("utf-8-sig"))
-    assert al.load_examples(tmp_path / "file.csv") == [
-        al.Example("a\r\nb", 0),
-        al.Example('c,"d"', 1),
-    ]
+    read = [al.Example("a\r\nb", 0), al.Example('c,"d"', 1)]
+    assert al.load_examples(tmp_path / "file.csv") == read
 
 
 GOOD = '{"text": "a", "label": 0}\n'
 CSV = "text,label\n"
 NAMED = "sentence,verdict\na,bad\n"
-VERDICTS: dict[str, Any] = {"text": "sentence", "label": "verdict"}
+TWO_BAD = {"text": "sentence", "label": "verdict", "classes": ["bad", "bad", "good"]}
 
 
 def then(text: Any, label: Any) -> str:
@@ -247,39 +222,16 @@ FAULTS: dict[str, list[tuple[str | bytes, dict[str, Any], str]]] = {
         (CSV, {}, r"has no rows"),
         (CSV + "é,0\n", {}, r"not UTF-8 text: line 2 has the byte 0xe9; save it as"),
         ((CSV + "a,0").encode("utf-16")[:-1], {}, r"begins as UTF-16 text, but cannot .* as UTF-8"),
-        (
-            CSV + "a,b,0\n",
-            {},
-            r"as csv: Expected 2 fields in row 2, saw 3; put quotes around texts",
-        ),
-        (
-            CSV + '"a\nb",0\nc,0,\n',
-            {},
-            r"2 fields in row 3, saw 3; .* delete a ',' that ends a row",
-        ),
-        (CSV + '"a,0\n', {}, r"cannot be read as csv: .*; put quotes"),
+        (CSV + '"a\nb",0\nc,0,\n', {}, "2 fields in row 3, saw 3; .* delete a ',' that ends a"),
         ("label,text\n0,a\n1\n", {}, r"row 1 of .* got text None and label 1$"),
         (CSV + "a,\n", {}, r"row 0 of .* got text 'a' and label None$"),
         (CSV + "a,1.0\n", {}, r"row 0 of .* label '1.0'$"),
         (CSV + f"a,{'9' * 5000}\n", {}, r"row 0 of .* label '999"),
-        ("text,label,text\na,1,b\n", {}, r"several columns with the names \['text'\]; rename"),
         (NAMED, {}, r"\['sentence', 'verdict'\], but not \['text', 'label'\]; name .*text="),
         (NAMED, {"text": "sentence"}, r"but not \['label'\]; name the right ones .*label="),
         (NAMED, {"text": "a", "label": "a"}, r"are two columns; got 'a' for both"),
-        (
-            NAMED,
-            VERDICTS | {"classes": ["bad", "bad", "good"]},
-            r"classes is a list of the different .*; got \['bad', 'bad', 'good'\]$",
-        ),
+        (NAMED, TWO_BAD, r"classes is a list of the different .*; got \['bad', 'bad', 'good'\]$"),
         (NAMED, {"split": "test"}, r"a file is one split, but split='test' came with .*csv; pass"),
-    ],
-    "f.parquet": [("no parquet", {}, r"f\.parquet cannot be read as parquet: ")],
-    "f.txt": [
-        (
-            GOOD,
-            {},
-            r"f\.txt does not tell how to read it; .* \.jsonl, \.json, \.csv, \.tsv, \.parquet",
-        )
     ],
 }
 
@@ -310,32 +262,18 @@ def test_errors_name_the_source(source: str, options: dict[str, Any], message: s
         al.load_examples(source, **options)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "none.JSONL",
-        "./none",
-        "../me/moods",
-        "/nowhere/moods",
-        "a b",
-        "x*",
-        "https://host/x.jsonl",
-        "s3://x/y",
-        "a/b/c",
-        "no\0name.csv",
-        "n" * 300 + ".csv",
-        "n" * 300,
-        "folder.csv",
-        "folder",
-        "",
-    ],
-)
+PATHS = ["none.JSONL", "./none", "../me/moods", "/nowhere/moods", "a b", "x*", "a/b/c", "s3://x/y"]
+PATHS += ["https://host/x.jsonl", "no\0name.csv", "n" * 300 + ".csv", "n" * 300, "folder.csv"]
+PATHS += ["folder", ""]
+
+
+@pytest.mark.parametrize("name", PATHS)
 def test_a_path_is_never_sent_to_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[Any], name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder.csv").mkdir()
-    (tmp_path / "folder").mkdir()
+    for folder in ("folder.csv", "folder"):
+        (tmp_path / folder).mkdir()
     for source in (name, Path(name)):
         with raises(match=r"there is no file|cannot be read: |does not tell how to read it"):
             al.load_examples(source)
@@ -349,9 +287,8 @@ def test_a_name_of_a_set_is_a_file_only_if_given_as_a_path(
     for name in ("sst2", "news", "mine.csv"):
         (tmp_path / name).write_text("text,label\na,1\n")
     assert al.load_examples("mine.csv") == al.load_examples(Path("mine.csv"))
-    assert (
-        len(al.load_examples("news")) > 1 and len(al.load_examples("sst2")) == 3 and len(hub) == 1
-    )
+    assert len(al.load_examples("news")) > 1 and not hub
+    assert len(al.load_examples("sst2")) == 3 and len(hub) == 1
     for name in ("sst2", "news"):
         with raises(match=rf"{name} does not tell how to read it"):
             al.load_examples(Path(name))
@@ -365,9 +302,8 @@ def test_bundled_examples_agree_with_their_readme(name: str) -> None:
     classes = re.findall(r"\d (\w+)", listed)
     examples = al.load_examples(name)
     assert [word.strip() for word in al.TASKS[name].first_words] == classes
-    assert Counter(example.label for example in examples) == dict.fromkeys(
-        range(len(classes)), int(each)
-    )
+    counts = Counter(example.label for example in examples)
+    assert counts == dict.fromkeys(range(len(classes)), int(each))
     assert len(examples) == int(total)
     assert len({example.text.strip().lower() for example in examples}) == len(examples)
     # The halves are disjoint and have all classes.
@@ -416,14 +352,11 @@ def test_tasks_of_the_paper_come_from_the_hub(name: str, hub: list[Any]) -> None
 
 def test_other_data_sets_of_the_hub_may_have_any_split(hub: list[Any]) -> None:
     options: dict[str, Any] = {"text": "sentence", "label": "coarse_label", "classes": [1, 0]}
-    examples = al.load_examples("me/moods", "dev", **options)
-    assert [example.label for example in examples] == [0, 1, 0]
-    assert hub == [("me/moods", "dev", None)]
+    labels = [example.label for example in al.load_examples("me/moods", "dev", **options)]
+    assert labels == [0, 1, 0] and hub == [("me/moods", "dev", None)]
 
 
-def test_an_unreachable_hub_raises_an_error_with_alternatives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unreachable_hub_is_an_error_with_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*_: Any, **__: Any) -> None:
         raise ConnectionError("no route to host")
 
@@ -434,31 +367,17 @@ def test_an_unreachable_hub_raises_an_error_with_alternatives(
         al.load_examples("sst2", split="test")
 
 
-FORMATS = ("torch", "pandas", "arrow")
-
-
-@pytest.mark.parametrize("kind", [None, "python", "numpy", "transform", "iterable", *FORMATS])
-def test_formats_of_a_dataset_are_read_or_get_their_cure(kind: str | None) -> None:
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch", "pandas", "arrow"])
+def test_formats_of_a_dataset_are_read_or_get_their_cure(kind: str) -> None:
     rows: Any = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]})
-    if kind == "transform":
-        given = rows.with_transform(lambda batch: batch)
-    elif kind == "iterable":
-        given = rows.to_iterable_dataset().with_format("torch")
+    read = [al.Example("a", 0), al.Example("b", 1)]
+    if kind in ("python", "numpy"):
+        assert al.load_examples(rows.with_format(kind)) == read
     else:
-        given = rows.with_format(kind)
-    if kind in (*FORMATS, "iterable"):
-        with pytest.raises(AnchorlensError, match=r"\.with_format\(None\)"):
-            al.load_examples(given)
-    else:
-        assert al.load_examples(given) == [al.Example("a", 0), al.Example("b", 1)]
-
-
-@pytest.mark.parametrize("names", [["text", "text", "label"], ["text", "label", "label"]])
-def test_two_columns_of_one_name_are_refused(names: list[str]) -> None:
-    frame: Any = pd.DataFrame([["a", 0, 1]], columns=names)
-    for read in (al.load_examples, al.sample_demonstrations):
-        with pytest.raises(AnchorlensError, match=r"several columns with the names .*; rename"):
-            read(frame)
+        for given in (rows.with_format(kind), rows.to_iterable_dataset().with_format("torch")):
+            with pytest.raises(AnchorlensError, match=r"\.with_format\(None\)"):
+                al.load_examples(given)
+    assert al.load_examples(rows.with_transform(lambda batch: batch)) == read
 
 
 @pytest.mark.quick_cases("runs whole pages", "True")
@@ -470,9 +389,8 @@ def test_a_file_that_unpacks_to_too_much_is_refused(
     monkeypatch.setattr("anchorlens.prompts.datafiles._MOST_BYTES", 2**26)
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), ["a" * 2**20])
     path = tmp_path / "a.parquet"
-    table = pa.table(
-        {"text": texts if as_dictionary else texts.cast(pa.string()), "label": [0] * 200}
-    )
+    column = texts if as_dictionary else texts.cast(pa.string())
+    table = pa.table({"text": column, "label": [0] * 200})
     pq.write_table(table, path)
     assert path.stat().st_size < 100_000
     with pytest.raises(DataError, match="unpacks to more than 67,108,864 bytes"):

@@ -17,6 +17,7 @@ from tests.attack.attack_tokenizers import made
 raises = partial(pytest.raises, PromptError)
 SST2 = al.TASKS["sst2"]
 BAD, GOOD, ODD = (al.Example(text, k) for k, text in enumerate(["bad", "good", "odd"]))
+HALF = r"a text holds '\\ud[8f]..', half of a surrogate pair, .*; remove it"
 REQUESTS: list[tuple[str, Any, Any]] = [
     (r"no queries to build prompts for", [GOOD, BAD], []),
     (r"no demonstration for the labels \[' Negative'\]; give at least one", [GOOD, GOOD], ["x"]),
@@ -27,13 +28,13 @@ REQUESTS: list[tuple[str, Any, Any]] = [
     (r"2 sets of demonstrations came with 1 queries; give one set", [[GOOD, BAD]] * 2, ["x"]),
     (r"must have the same size; got 2 and 3", [[GOOD, BAD], [BAD, GOOD, BAD]], ["x", "y"]),
     (r"no demonstration for the labels \[' Positive'\]", [[GOOD, BAD], [BAD, BAD]], ["x", "y"]),
+    *((HALF, [GOOD, BAD], [text]) for text in ("a\ud800b", "\udfff")),
+    *((HALF, [GOOD, al.Example(text, 0)], ["x"]) for text in ("a\ud800b", "\udfff")),
 ]
 
 
 @pytest.mark.parametrize(("message", "demos", "queries"), REQUESTS)
-def test_wrong_requests_raise_an_error(
-    tokenizer: Any, message: str, demos: Any, queries: Any
-) -> None:
+def test_wrong_requests_are_errors(tokenizer: Any, message: str, demos: Any, queries: Any) -> None:
     with raises(match=message):
         al.build_prompts(tokenizer, SST2, demos, queries)
 
@@ -74,55 +75,56 @@ def test_prompts_that_are_too_long_are_left_out_only_on_request(byte_level: Any)
         al.build_prompts(limited, SST2, [GOOD, BAD], queries)
 
 
-@pytest.mark.parametrize(
-    ("template", "labels", "message"),
-    [
-        (
-            "{text} is {label}",
-            ["No", "Positive"],
-            r"query 0 ends in 'x is ', and label word 'No' merges .*end the template",
-        ),
-        ("{text}:{label}s", [" Positive", " No"], r"' Positive' merges with what stands after it"),
-        *(
-            ("{text}:{label}", labels, r"' Ab' and ' A' have the same first token '.A'")
-            for labels in (
-                [" Ab", " A", " Abb"],
-                [[" Ab", " A"], [" Positive"]],
-                [[" Ab"], [" Positive", " A"]],
-            )
-        ),
-    ],
-)
-def test_labels_without_a_separate_first_token_raise_an_error(
-    tokenizer: Any, template: str, labels: Any, message: str
+SAME_FIRST = r"' Ab' and ' A' have the same first token '.A'"
+NFC, WORD_PIECE = "byte-level, NFC", "WordPiece, lower case"
+# A tokenizer that is not a fixture, a template, its label words, the second query and the error.
+# NFC joins a letter and an accent to one character, with the offsets of the letter.
+WORDS: list[tuple[str, str, Any, str, str]] = [
+    ("", "{text} is {label}", ["No", "So"], "", "0 ends in 'x is ', .* 'No' merges .*end the temp"),
+    ("", "{text}:{label}s", [" Table", " No"], "", "' Table' merges with what stands after it"),
+    ("", "{text}:{label}", [" Ab", " A", " Abb"], "", SAME_FIRST),
+    ("", "{text}:{label}", [[" Ab", " A"], [" Positive"]], "", SAME_FIRST),
+    ("", "{text}:{label}", [[" Ab"], [" Positive", " A"]], "", SAME_FIRST),
+    ("", "{text}{label}", [" a", " b"], "", "1 is empty, and so is the template before {label}"),
+    (NFC, "{text}:{label}\u0301", [" Ünï", " No"], "", "merges with what stands after"),
+    (NFC, "{text}e{label}", ["\u0301x", "o"], "", "merges with (what stands|this end)"),
+    (
+        WORD_PIECE,
+        "}{text}e{label}",
+        ["1", " 7"],
+        "ΑΣ",
+        r"query 1 ends in '}..e', and label word '1' merges with this end to \['\[UNK\]'\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("other", "template", "labels", "query", "message"), WORDS)
+def test_labels_without_a_token_of_their_own_raise_an_error(
+    tokenizer: Any, other: str, template: str, labels: Any, query: str, message: str
 ) -> None:
     demos = [al.Example("x", k) for k in range(len(labels))]
     with raises(match=message):
-        al.build_prompts(tokenizer, al.Task(template, labels), demos, ["x"])
+        al.build_prompts(
+            made(other) if other else tokenizer, al.Task(template, labels), demos, ["x", query]
+        )
 
 
-@pytest.mark.parametrize(
-    ("template", "labels", "side"),
-    [("{text}:{label}\u0301", [" Ünï", " No"], "after"), ("{text}e{label}", ["\u0301x", "o"], "")],
-)
-def test_labels_that_are_normalised_with_a_neighbour_raise_an_error(
-    template: str, labels: list[str], side: str
-) -> None:
-    """NFC joins a letter and an accent to one character, with the offsets of the letter."""
-    demos = [al.Example("x", k) for k in range(len(labels))]
-    with raises(match=f"merges with (what stands {side}|this end)"):
-        al.build_prompts(made("byte-level, NFC"), al.Task(template, labels), demos, ["x"])
+def test_a_space_before_a_word_keeps_it_from_an_unknown_one() -> None:
+    task, demos = al.Task("}{text}e{label}", [" 1", " 7"]), [al.Example("x", k) for k in (0, 1)]
+    assert len(al.build_prompts(made(WORD_PIECE), task, demos, ["ΑΣ"])) == 1
 
 
-def test_labels_that_become_part_of_an_unknown_word_raise_an_error() -> None:
-    task = al.Task("}{text}e{label}", ["1", " 7"])
-    demos = [al.Example("x", 0), al.Example("x", 1)]
-    with raises(
-        match=r"query 1 ends in '}..e', and label word '1' merges with this end to \['\[UNK\]'\]"
-    ):
-        al.build_prompts(made("WordPiece, lower case"), task, demos, ["x", "ΑΣ"])
-    spaced = al.Task("}{text}e{label}", [" 1", " 7"])
-    assert len(al.build_prompts(made("WordPiece, lower case"), spaced, demos, ["ΑΣ"])) == 1
+def test_tokenizers_that_change_a_begin_or_an_end_raise_an_error(byte_level: Any) -> None:
+    spaced, ending = copy.deepcopy(byte_level), copy.deepcopy(byte_level)
+    spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    task = al.Task("{text}{label}", ["A", "B"])
+    with raises(match=r"'A' begins with the token 'Ġ.*' in a demonstration, but with 'A'"):
+        al.build_prompts(spaced, task, [al.Example("", 0), al.Example("x", 1)], ["x"])
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    with raises(match=r"adds a special token after the prompt, .*add_eos_token=False"):
+        al.build_prompts(ending, SST2, [GOOD, BAD], ["x"])
 
 
 def test_accents_in_texts_belong_to_their_letters() -> None:
@@ -137,34 +139,3 @@ def test_accents_in_texts_belong_to_their_letters() -> None:
     assert torch.equal(batches[0].tokens, batches[1].tokens)
     assert torch.equal(batches[0].segments, batches[1].segments)
     assert torch.equal(batches[0].label_positions, batches[1].label_positions)
-
-
-def test_a_label_with_different_first_tokens_raises_an_error(byte_level: Any) -> None:
-    spaced = copy.deepcopy(byte_level)
-    spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    task = al.Task("{text}{label}", ["A", "B"])
-    with raises(
-        match=r"label word 'A' begins with the token 'Ġ.*' in a demonstration, but with 'A'"
-    ):
-        al.build_prompts(spaced, task, [al.Example("", 0), al.Example("x", 1)], ["x"])
-
-
-def test_a_special_token_at_the_end_raises_an_error(byte_level: Any) -> None:
-    ending = copy.deepcopy(byte_level)
-    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
-    )
-    with raises(match=r"adds a special token after the prompt, .*add_eos_token=False"):
-        al.build_prompts(ending, SST2, [GOOD, BAD], ["x"])
-
-
-def test_a_prompt_that_ends_in_a_demonstration_raises_an_error(tokenizer: Any) -> None:
-    with raises(match=r"query 1 is empty, and so is the template before {label}"):
-        al.build_prompts(tokenizer, al.Task("{text}{label}", SST2.labels), [GOOD, BAD], ["x", ""])
-
-
-@pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
-def test_half_of_a_surrogate_pair_raises_an_error(tokenizer: Any, text: str) -> None:
-    for demos, query in (([GOOD, BAD], text), ([GOOD, al.Example(text, 0)], "x")):
-        with raises(match=r"a text holds '\\ud[8f]..', half of a surrogate pair, .*; remove it"):
-            al.build_prompts(tokenizer, SST2, demos, [query])

@@ -1,6 +1,5 @@
 """Prompts as HTML: every token in the colours of its segment, escaped, and as people read it."""
 
-import re
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast
 
 import anchorlens as al
-from anchorlens.prompts.prompt_html import PROMPT_CSS, PromptView, prompt_legend, token_spans
+from anchorlens.prompts.prompt_html import PROMPT_CSS, prompt_legend, token_spans
 from anchorlens.prompts.segment_names import (
     FORMAT,
     LABEL,
@@ -23,7 +22,6 @@ from anchorlens.prompts.segment_names import (
 from anchorlens.prompts.token_texts import token_texts
 from tests.support.html_checks import Parsed
 
-HOSTILE = '<script>alert("x")</script> & \' \x00'
 TASK = al.Task("In: {text}\n\nOut:{label}", labels=("<script>", "&amp;"))
 DEMOS = [al.Example("dull <b>day</b>", 0), al.Example("Ünï 日本語 \U0001f600\tfun", 1)]
 
@@ -34,71 +32,42 @@ def batch_of(tokenizer: Any) -> al.PromptBatch:
     return batch
 
 
-def test_each_token_is_an_element_of_its_segment() -> None:
-    tokens = ["<s>", "dull", ":", " Bad", "!", ":"]
-    segments = [OTHER, TEXT, FORMAT, LABEL, QUERY, TARGET]
+ALL = [OTHER, TEXT, FORMAT, LABEL, QUERY, TARGET]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "segments", "text", "positions"),
+    [
+        (["<s>", "dull", ":", " Bad", "!", ":"], ALL, "<s>dull: Bad!:", [0, 1, 2, 3, 4, 5]),
+        # Parts of a character are joined within their segment, and padding is left out.
+        (
+            ["a", "", "", "é", "", " x", ""],
+            [1, 1, 1, 1, 2, 3, 3],
+            "aé\ufffd x\ufffd",
+            [0, 1, 4, 5, 6],
+        ),
+        (["", "", "a", "x"], [PADDING, PADDING, TEXT, PADDING], "a", [2]),
+    ],
+)
+def test_each_token_is_an_element_of_its_segment(
+    tokens: list[str], segments: list[int], text: str, positions: list[int]
+) -> None:
     parsed = Parsed(token_spans(tokens, segments))
-    assert parsed.text == "".join(tokens)
-    assert [tag for tag, _ in parsed.elements] == ["span", "span", "span", "strong", "span", "mark"]
-    assert [attributes for _, attributes in parsed.elements] == [
-        {"class": f"al-{SEGMENTS[segment]}", "data-token": str(position)}
-        for position, segment in enumerate(segments)
-    ]
-
-
-def test_every_text_is_escaped() -> None:
-    view = PromptView([HOSTILE, HOSTILE], [LABEL, TARGET], HOSTILE)
-    parsed = Parsed(view._repr_html_())
-    assert parsed.tags == {"style", "div", "p", "strong", "mark"}
-    assert parsed.text.count('<script>alert("x")</script> & \' ') == 3
-    assert "␀" in parsed.text
+    assert parsed.text == text
+    for (tag, attributes), position in zip(parsed.elements, positions, strict=True):
+        segment = segments[position]
+        assert attributes == {"class": f"al-{SEGMENTS[segment]}", "data-token": str(position)}
+        assert tag == {LABEL: "strong", TARGET: "mark"}.get(segment, "span")
 
 
 def test_a_line_break_is_shown_and_breaks_the_line() -> None:
-    assert ">a↵<br>␍↵<br>⇥\tb<" in token_spans(["a\n\r\n\tb"], [TEXT])
-
-
-def test_parts_of_a_character_are_joined_within_their_segment() -> None:
-    parsed = Parsed(token_spans(["a", "", "", "é", "", " x", ""], [1, 1, 1, 1, 2, 3, 3]))
-    assert parsed.text == "aé\ufffd x\ufffd"
-    positions = [attributes["data-token"] for _, attributes in parsed.elements]
-    assert positions == ["0", "1", "4", "5", "6"]
-
-
-def test_padding_is_left_out() -> None:
-    parsed = Parsed(token_spans(["", "", "a", "x"], [PADDING, PADDING, TEXT, PADDING]))
-    assert (parsed.text, len(parsed.elements)) == ("a", 1)
-    assert parsed.elements[0][1]["data-token"] == "2"
+    assert ">a↵<br>␍↵<br>⇥\tb␀<" in token_spans(["a\n\r\n\tb\x00"], [TEXT])
 
 
 def test_the_legend_names_the_segments_that_occur() -> None:
     assert Parsed(prompt_legend([TEXT, LABEL, TARGET, PADDING])).text == "text label word target"
     assert len(Parsed(prompt_legend(range(len(SEGMENTS)))).elements) == len(SEGMENTS)
     assert all(f".al-{name} {{" in PROMPT_CSS for name in SEGMENTS)
-
-
-def relative_luminance(color: list[float]) -> float:
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
-    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def over(color: list[float], opacity: float, below: list[float]) -> list[float]:
-    return [opacity * c + (1 - opacity) * b for c, b in zip(color, below, strict=True)]
-
-
-# The background of a page, and its text: JupyterLab light and dark, VS Code dark.
-PAGES = {"light": (1.0, 0.0, 0.87), "dark": (0.067, 1.0, 0.87), "code": (0.118, 0.8, 1.0)}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_contrast_is_that_of_wcag_aa(page: str) -> None:
-    background, text, opacity = PAGES[page]
-    tints = re.findall(r"rgb\((\d+) (\d+) (\d+) / (\d+)%\)", PROMPT_CSS)
-    assert len(tints) == 12
-    for *color, percent in tints:
-        tint = over([int(c) / 255 for c in color], int(percent) / 100, [background] * 3)
-        levels = sorted(map(relative_luminance, (tint, over([text] * 3, opacity, tint))))
-        assert (levels[1] + 0.05) / (levels[0] + 0.05) >= 4.5, color
 
 
 def test_texts_of_tokens_join_to_the_prompt(tokenizer: Any) -> None:

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 
 import anchorlens as al
-from anchorlens.errors import PromptError
 from tests.support import tiny_models
 from tests.support.plain_prompts import Row, pieces, rows
 
@@ -102,9 +101,7 @@ def check_spelling(tokenizer: Any, case: Prompts, row: Row, query: al.Example) -
 @pytest.mark.slow("many passes")
 @settings(max_examples=60, deadline=None)
 @given(case=prompts(), size=st.integers(1, 4))
-def test_positions_are_those_of_the_oracle_whatever_the_batch(
-    tokenizer: Any, case: Prompts, size: int
-) -> None:
+def test_positions_equal_the_oracle_in_any_batch(tokenizer: Any, case: Prompts, size: int) -> None:
     [first, *_] = batches = build(tokenizer, case, batch_size=1)
     alone = rows(batches)
     for row, query in zip(alone, case.queries, strict=True):
@@ -124,9 +121,7 @@ def test_positions_are_those_of_the_oracle_whatever_the_batch(
             assert batch.labels == case.task.labels
 
 
-def test_prompts_begin_with_a_bos_if_the_tokenizer_adds_it(
-    byte_level: Any, sentencepiece_like: Any
-) -> None:
+def test_a_bos_is_there_if_the_tokenizer_adds_it(byte_level: Any, sentencepiece_like: Any) -> None:
     demos, queries = [GOOD, BAD], ["", "so so"]
     for tokenizer, count in ((byte_level, 0), (sentencepiece_like, 1)):
         before = tokenizer.backend_tokenizer.to_str()
@@ -142,9 +137,8 @@ def test_prompts_begin_with_a_bos_if_the_tokenizer_adds_it(
 def test_every_query_may_have_its_own_demonstrations(tokenizer: Any) -> None:
     first, second = [GOOD, BAD], [BAD, al.Example("a fine film", 1)]
     queries = ["a long query, much longer", "b", "c, longer", "d"]
-    batches = al.build_prompts(
-        tokenizer, SST2, [first, second, first, second], queries, batch_size=2
-    )
+    both = [first, second]
+    batches = al.build_prompts(tokenizer, SST2, both * 2, queries, batch_size=2)
     assert [batch.index.tolist() for batch in batches] == [[2, 0], [1, 3]]  # by set, then length
     ours = rows(batches)
     for sets in (first, second):
@@ -167,10 +161,3 @@ def test_white_space_may_share_a_token(indenting: Any) -> None:
     query = al.Example("  so so ", 0)
     (row,) = rows(al.build_prompts(indenting, task, [GOOD, BAD], [query]))
     assert row._replace(demonstrations=0) == expected(indenting, task, [GOOD, BAD], query)
-
-
-def test_a_label_that_changes_the_end_of_the_query_raises_an_error(indenting: Any) -> None:
-    task = al.Task("{text}\n\n{label}", ["Negative", "Positive"])
-    message = r"query 0 ends in 'x\\n\\n', and label word 'Negative' merges with this end"
-    with pytest.raises(PromptError, match=message):
-        al.build_prompts(indenting, task, [GOOD, BAD], ["x"])

@@ -13,32 +13,12 @@ import anchorlens as al
 from anchorlens.errors import PromptError
 from tests.attack.attack_tokenizers import made
 
-ENDS = [
-    *("stage 1", "stage 1 ", "v1.", "12", "caf", "cafe", "naïve", "e\u0301", "x\u0308", "x:"),
-    *(
-        "x: ",
-        "x\n",
-        "x\n\n",
-        "x\n ",
-        "(",
-        "a's",
-        "http://",
-        "日本",
-        "😀",
-        "ΑΣ",
-        "Positive",
-        "<mask",
-    ),
-]
+ENDS = ["stage 1", "stage 1 ", "v1.", "12", "caf", "cafe", "naïve", "e\u0301", "x\u0308", "x:"]
+ENDS += ["x: ", "x\n", "x\n\n", "x\n ", "(", "a's", "http://", "日本", "😀", "ΑΣ"]
+ENDS += ["Positive", "<mask"]
 WORDS = [["1", "2"], [" 1", " 2"], ["Positive", "Negative"], [" Positive", " Negative"]]
 WORDS += [["\u0301x", "o"], ["1", " 7"]]
-TEMPLATES = [
-    "{text}{label}",
-    "{text} {label}",
-    "{text}:{label}",
-    "{text}\n{label}",
-    "{text}1{label}",
-]
+BETWEEN = ["", " ", ":", "\n", "1"]
 
 
 KINDS = ["byte-level", "byte-level, NFC", "byte-level, GPT-4's words", "byte-level, no words"]
@@ -59,11 +39,11 @@ def first_tokens(tokenizer: Any, text: str, words: list[str]) -> list[int] | Non
 @pytest.mark.quick_cases("many passes", "WordPiece, lower case")
 @pytest.mark.parametrize("kind", KINDS)
 def test_label_words_after_every_query_are_those_of_the_whole_text(kind: str) -> None:
-    """Of each (template, words) the queries that can be joined are built, and no others."""
+    """Of each template and words the queries that can be joined are built, and no others."""
     tokenizer = made(kind)
     accepted = refused = 0
-    for template, words in product(TEMPLATES, WORDS):
-        task = al.Task(template, words)
+    for between, words in product(BETWEEN, WORDS):
+        task = al.Task(f"{{text}}{between}{{label}}", words)
         demos = [al.Example(f"ab {word.strip()}:", k) for k, word in enumerate(("x", "y"))]
         try:
             al.build_prompts(tokenizer, task, demos, ["ab x:"])
@@ -74,7 +54,7 @@ def test_label_words_after_every_query_are_those_of_the_whole_text(kind: str) ->
         usual = first_tokens(tokenizer, before + task.query("ab x:"), words)
         joined = [end for end, tokens in zip(ENDS, expected, strict=True) if tokens == usual]
         for batch in al.build_prompts(tokenizer, task, demos, ["ab x:", *joined]):
-            assert batch.label_token_ids.tolist() == usual, (template, words)
+            assert batch.label_token_ids.tolist() == usual, (between, words)
         for end in {*ENDS} - {*joined}:
             with pytest.raises(PromptError, match="query 1"):
                 al.build_prompts(tokenizer, task, demos, ["ab x:", end])
@@ -103,9 +83,7 @@ def joining(*pairs: str) -> PreTrainedTokenizerFast:
         (["1 1"], "a1", "'111' merges with this end to ['11', '11']"),
     ],
 )
-def test_label_words_stand_in_the_prompt_after_its_last_token(
-    pairs: list[str], query: str, merged: str
-) -> None:
+def test_label_words_follow_the_last_token(pairs: list[str], query: str, merged: str) -> None:
     tokenizer, task = joining(*pairs), al.Task("{text}{label}", ["111", "d"])
     demos = [al.Example("x", 0), al.Example("y", 1)]
     if merged:

@@ -1,6 +1,5 @@
 """Demonstrations with other labels: what changes, what stays, and what is an error."""
 
-import random
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -15,15 +14,10 @@ from anchorlens.prompts.relabeling import derangement
 SST2, TREC = al.TASKS["sst2"], al.TASKS["trec"]
 QUESTIONS = al.sample_demonstrations(al.load_examples("questions"), shots=3, seed=4)
 REVIEWS = al.sample_demonstrations(al.load_examples("sentiment"), shots=10, seed=4)
-SHARES = (0.0, 0.1, 0.3, 0.5, 1.0)
 
 
 def labels(demos: Any) -> list[int]:
     return [demo.label for demo in demos]
-
-
-def tokens(tokenizer: Any, task: al.Task, demos: Any) -> torch.Tensor:
-    return al.build_prompts(tokenizer, task, demos, ["What is it?"])[0].tokens
 
 
 @pytest.mark.parametrize("count", range(2, 12))
@@ -42,11 +36,12 @@ def test_seeds_give_different_derangements() -> None:
     assert len({tuple(derangement(3, seed)) for seed in range(20)}) == 2
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("seed", [0, 7])
 def test_flipping_twice_gives_the_true_labels(share: float, seed: int) -> None:
     how = al.relabeling.flipped(share, seed)
     for task, demos in ((SST2, REVIEWS), (TREC, QUESTIONS)):
+        assert al.relabeling.relabel(demos, task, al.relabeling.gold) == (task, demos)
         same_task, once = al.relabeling.relabel(demos, task, how)
         assert same_task is task
         changed = sum(a != b for a, b in zip(labels(demos), labels(once), strict=True))
@@ -72,14 +67,6 @@ def test_flipping_an_odd_number_of_classes_six_times_gives_the_true_labels() -> 
     assert len({*zip(labels(QUESTIONS), labels(once), strict=True)}) == 6
 
 
-def test_nothing_flipped_gives_the_same_tokens(byte_level: Any) -> None:
-    plain = tokens(byte_level, SST2, REVIEWS)
-    for how in (al.relabeling.gold, al.relabeling.flipped(0.0, seed=5)):
-        assert torch.equal(tokens(byte_level, *al.relabeling.relabel(REVIEWS, SST2, how)), plain)
-    flipped = tokens(byte_level, *al.relabeling.relabel(REVIEWS, SST2, al.relabeling.flipped(0.1)))
-    assert not torch.equal(flipped, plain)
-
-
 def test_random_labels_are_those_of_the_demonstrations_in_another_order() -> None:
     drawn = [
         labels(al.relabeling.relabel(QUESTIONS, TREC, al.relabeling.random(seed))[1])
@@ -92,13 +79,9 @@ def test_random_labels_are_those_of_the_demonstrations_in_another_order() -> Non
     assert abs(float(same) - 1 / 6) < 4 * (1 / 6 * 5 / 6 / (300 * 18)) ** 0.5  # four deviations
 
 
-def test_symbols_change_the_words_and_not_the_classes(byte_level: Any) -> None:
-    how = al.relabeling.symbols([" A", " B"])
-    task, demos = al.relabeling.relabel(REVIEWS, SST2, how)
-    assert (task.labels, demos) == ((" A", " B"), REVIEWS)
-    assert task.template == SST2.template
-    by_hand = al.Task(SST2.template, [" A", " B"])
-    assert torch.equal(tokens(byte_level, task, demos), tokens(byte_level, by_hand, REVIEWS))
+def test_symbols_change_the_words_and_not_the_classes() -> None:
+    task, demos = al.relabeling.relabel(REVIEWS, SST2, al.relabeling.symbols([" A", " B"]))
+    assert (task, demos) == (al.Task(SST2.template, [" A", " B"]), REVIEWS)
 
 
 def test_equal_sets_get_equal_labels_and_other_sets_others() -> None:
@@ -122,17 +105,6 @@ def test_an_own_function_relabels() -> None:
 
     _, demos = al.relabeling.relabel(REVIEWS, SST2, first_class_twice)
     assert demos[-1] == al.Example("more", 0)
-
-
-def test_draws_leave_their_inputs_and_the_random_state() -> None:
-    before = [*REVIEWS], random.getstate(), torch.get_rng_state()
-    for how in (al.relabeling.random(3), al.relabeling.flipped(0.5)):
-        al.relabeling.relabel(REVIEWS, SST2, how)
-    al.sample_demonstrations(REVIEWS, shots=3, seed=1)
-    al.sample_queries(REVIEWS, 5, seed=1)
-    assert before[0] == REVIEWS
-    assert random.getstate() == before[1]
-    assert torch.equal(torch.get_rng_state(), before[2])
 
 
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)

@@ -9,6 +9,7 @@ import anchorlens as al
 
 TASK = al.Task("In: {text}\nOut:{label}", [" Table", " Window"])
 OWN = [al.Example(f"text {number}", number % 2) for number in range(12)]
+HOW: dict[str, Any] = {"queries": 4, "shots": 2, "batch_size": 3}
 
 
 def tokens_of(batches: list[al.PromptBatch]) -> list[list[int]]:
@@ -25,9 +26,7 @@ def by_hand(
 
 def test_each_seed_draws_demonstrations_and_queries(byte_level: Any) -> None:
     examples = al.load_examples("questions")
-    batches = al.sample_prompts(
-        byte_level, "questions", queries=4, shots=2, seeds=[5, 6], batch_size=3
-    )
+    batches = al.sample_prompts(byte_level, "questions", seeds=[5, 6], **HOW)
     expected = [by_hand(byte_level, al.TASKS["trec"], examples, examples, seed) for seed in (5, 6)]
     assert tokens_of(batches) == tokens_of(expected[0] + expected[1])
     assert len(torch.cat([batch.demonstrations_id for batch in batches]).unique()) == 2
@@ -36,14 +35,5 @@ def test_each_seed_draws_demonstrations_and_queries(byte_level: Any) -> None:
 @pytest.mark.parametrize("given", [OWN, (OWN[:6], OWN[6:]), [OWN[:6], OWN[6:]]])
 def test_examples_of_ones_own(given: Any, byte_level: Any) -> None:
     pool, tests = given if given is not OWN else (OWN, OWN)
-    batches = al.sample_prompts(
-        byte_level, TASK, given, queries=4, shots=2, seeds=[1], batch_size=3
-    )
+    batches = al.sample_prompts(byte_level, TASK, given, seeds=[1], **HOW)
     assert tokens_of(batches) == tokens_of(by_hand(byte_level, TASK, pool, tests, 1))
-
-
-def test_the_tokenizer_of_a_model_is_taken(gpt2: Any) -> None:
-    of_model = al.sample_prompts(gpt2, "sentiment", queries=3)
-    assert tokens_of(of_model) == tokens_of(
-        al.sample_prompts(gpt2.tokenizer, "sentiment", queries=3)
-    )

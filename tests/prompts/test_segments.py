@@ -7,7 +7,6 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import PromptError
-from tests.support.tiny_models import tiny_gpt2
 
 PIECES: list[tuple[str | None, str]] = [
     ("question", "Who wrote it?"),
@@ -49,9 +48,7 @@ def test_each_token_is_in_the_segment_of_its_piece(tokenizer: Any, side: Any) ->
 def test_a_text_is_one_segment_and_so_are_tokens_of_ones_own(tokenizer: Any, side: Any) -> None:
     texts = ["Who wrote it? Nobody knows.", "Why?"]
     pieces: list[Any] = [[("text", texts[0])], texts[1]]
-    batch, same = (
-        al.build_segments(tokenizer, given, padding_side=side)[0] for given in (texts, pieces)
-    )
+    [batch], [same] = (al.build_segments(tokenizer, x, padding_side=side) for x in (texts, pieces))
     own = al.PromptBatch.from_segments(batch.tokens, attention_mask=batch.attention_mask)
     assert batch.segment_names == same.segment_names == own.segment_names == ("text",)
     assert torch.equal(batch.segments, same.segments) and torch.equal(batch.tokens, same.tokens)
@@ -76,17 +73,3 @@ def test_a_space_that_the_next_token_takes_is_no_segment(byte_level: Any) -> Non
     assert byte_level.tokenize("".join(text for _, text in pieces))[-1] == word
     with pytest.raises(PromptError, match="the piece ' ' of segment 'b' in prompt 0 has no token"):
         al.build_segments(byte_level, [pieces])
-
-
-def test_flows_do_not_depend_on_the_side_of_the_padding(byte_level: Any) -> None:
-    model = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
-    flows = []
-    for side in ("left", "right"):
-        batches = al.build_segments(byte_level, [PIECES, SHORT], padding_side=side)
-        loss = al.losses.span_cross_entropy("answer")
-        results = al.run(
-            model, batches, [al.SegmentFlows()], loss=loss, resamples=0, progress=False
-        )
-        flows.append(results["segment_flows"].flow_of_prompts)
-    assert torch.equal(*(flow.nan_to_num() for flow in flows))
-    assert flows[0].isfinite().any()

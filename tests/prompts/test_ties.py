@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
 from tests.support.tiny_models import questions, tiny_gpt2
@@ -28,18 +27,14 @@ def tied(byte_level: Any) -> tuple[Any, list[al.PromptBatch]]:
     return model, batches
 
 
-def highest_are_equal(scores: Tensor) -> int:
-    best = scores.sort(-1).values
-    return int((best[:, -1] == best[:, -2]).sum())
-
-
 @pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
 @pytest.mark.parametrize("kind", ["run", "caches", "loyalty", "study"])
 def test_ties_are_counted_and_said(kind: str, tied: Any) -> None:
     model, batches = tied
     logits = al.target_logits(model, batches, progress=False)
     tokens = batches[0].label_token_ids
-    count = highest_are_equal(logits[:, tokens])
+    first, second = logits[:, tokens].topk(2).values.T
+    count = int((first == second).sum())
     assert count > 0
     asked = [al.Accuracy(), al.AttentionAUCROC(), al.SegmentAttention()]
     with pytest.warns(UserWarning, match=f"^{count} {EQUAL}, the highest") as told:

@@ -74,9 +74,7 @@ def test_scores_have_a_gradient() -> None:
 
 def test_a_batch_without_several_words_scores_by_its_logits(byte_level: Any) -> None:
     (batch,) = al.build_prompts(byte_level, al.TASKS["sst2"], DEMOS, ["x"])
-    assert batch.verbalizer == al.prompts.Verbalizer(
-        [[token] for token in batch.label_token_ids.tolist()]
-    )
+    assert batch.verbalizer == al.prompts.Verbalizer(batch.label_token_ids[:, None].tolist())
     logits = torch.randn(1, len(byte_level))
     assert torch.equal(batch.label_scores(logits), logits[:, batch.label_token_ids])
 
@@ -96,10 +94,7 @@ def test_your_own_score_counts_for_single_words_too(byte_level: Any) -> None:
 
 def test_batches_from_positions_take_several_words() -> None:
     words = al.prompts.Verbalizer([[1, 3], [2]])
-    arguments: dict[str, Any] = {
-        "label_positions": [[1, 3]],
-        "label_classes": [[0, 1]],
-    }
+    arguments: dict[str, Any] = {"label_positions": [[1, 3]], "label_classes": [[0, 1]]}
     tokens = torch.tensor([[5, 1, 6, 2, 7, 8]])
     batch = al.PromptBatch.from_positions(tokens, label_token_ids=words, **arguments)
     check_batch(batch)

@@ -56,19 +56,15 @@ def compared(model: Any, record: al.records.AcrossModelsRecord, name: str, resul
     assert record.estimate("accuracy", k) == accuracy
 
 
-def folder_of(weights: Any, tokenizer: Any, folder: Path) -> Path:
-    weights.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.slow("many passes")
 @WARNED
 def test_a_row_is_what_the_claims_of_the_model_alone_say(
     gpt2: Any, llama: Any, sentencepiece_like: Any, tmp_path: Path
 ) -> None:
     """In any order, beside one that fails, given as a model, a function, a folder, and resumed."""
-    folder = folder_of(tiny_llama(len(sentencepiece_like)), sentencepiece_like, tmp_path / "llama")
+    folder, weights = tmp_path / "llama", tiny_llama(len(sentencepiece_like))
+    for part in (weights, sentencepiece_like):
+        part.save_pretrained(folder)
     examples = al.load_examples("questions")
     task = al.TASKS["trec"]
     shared: dict[str, Any] = {"queries": 12, "seeds": [3], "batch_size": 5, **QUICK, **QUIET}
@@ -85,9 +81,8 @@ def test_a_row_is_what_the_claims_of_the_model_alone_say(
 
     passes.clear()
     with after_each_pass(lambda: passes.append(1)):
-        turned = al.replication.across_models(
-            {"second": folder, "first": gpt2}, task, examples, **stored
-        )
+        given = {"second": folder, "first": gpt2}
+        turned = al.replication.across_models(given, task, examples, **stored)
     # Of each question two batches of three ran again, beside tiny passes and shared tokens.
     assert 0 < 4 * len(passes) < 3 * fresh
     assert rows(turned) == {name: rows(record)[name] for name in ("second", "first")}
@@ -164,9 +159,7 @@ def found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> al.records.AcrossModels
         return al.replication.across_models(dict.fromkeys(names, gpt2), lambda _: [], **QUIET)
 
 
-def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
-    found: al.records.AcrossModelsRecord,
-) -> None:
+def test_verdicts_are_those_of_claims(found: al.records.AcrossModelsRecord) -> None:
     agrees, differs, unknown = 0, 1, 2
     assert found.verdict.tolist() == [
         [agrees] * 6,
@@ -174,9 +167,8 @@ def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
         [unknown] * 6,
         [agrees, agrees, agrees, unknown, unknown, agrees],
     ]
-    assert found.number[:, 1].tolist() == [3, 1, 3, 3] and found.limit.tolist() == [
-        *LIMITS.values()
-    ]
+    assert found.number[:, 1].tolist() == [3, 1, 3, 3]
+    assert found.limit.tolist() == [*LIMITS.values()]
     assert found.number[3].isnan().tolist() == [False, False, False, True, True, False]
     assert found.info["reasons"][3][3] == "failed: MemoryError: no room"
     low, high = found.intervals["number"][:, 0, 4]
@@ -186,9 +178,7 @@ def test_verdicts_are_those_of_claims_and_what_was_computed_counts(
     assert "is not clearly above the 50 %" in found.info["missing"]["<b>unable</b>"]
 
 
-def test_one_table_as_text_frame_and_html(
-    found: al.records.AcrossModelsRecord, tmp_path: Path
-) -> None:
+def test_it_is_text_frame_and_html(found: al.records.AcrossModelsRecord, tmp_path: Path) -> None:
     text = str(found)
     assert max(map(len, text.splitlines())) <= 80
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -213,15 +203,13 @@ def test_one_table_as_text_frame_and_html(
 
 
 @pytest.mark.slow("many passes")
-def test_the_figure_has_a_panel_for_each_claim_and_a_row_for_each_model(
+def test_its_figure_has_a_panel_for_each_claim(
     found: al.records.AcrossModelsRecord, tmp_path: Path
 ) -> None:
     figure = found.plot()
     marks = [trace for trace in figure.data if trace.legendgroup == "1" and trace.x != (None,)]
     assert [trace.y for trace in marks] == [(1,), (1,), (), (), (1,), ()]  # what does not agree
     assert marks[1].x == (1.0,) and marks[1].name == "does not agree"
-    assert [marks[1].marker.color, figure.data[1].marker.color] == ["#D55E00", "#009E73"]
-    assert figure.layout.yaxis.ticktext[2] == "&lt;b&gt;unable&lt;/b&gt;"
     assert [note.text for note in figure.layout.annotations].count("no number") == 3
     page = al.write_report({"claims": found}, tmp_path / "page.html").read_text("utf-8")
     assert "✗ 1.00 [0.90, 1.10]" in page and "failed: MemoryError: no room" in page
@@ -242,11 +230,7 @@ def nothing(*_: Any, **__: Any) -> Any:
         ("a", {"revisions": []}, r"got \['a'\] at \[\]"),
         ("a", {"revisions": ["x", "x"]}, r"got \['a'\] at \['x', 'x'\]"),
         (Path(), {"revisions": ["x"]}, "only a name on the hub has revisions, and . is none"),
-        (
-            "a.gguf",
-            {"revisions": ["x"]},
-            "only a name on the hub has revisions, and a.gguf is none",
-        ),
+        ("a.gguf", {"revisions": ["x"]}, "a name on the hub has revisions, and a.gguf is none"),
         ({"a": nothing}, {"revisions": ["x"]}, "revisions, and a function is none"),
         ("a", {"task": "b"}, "there is no task 'b'"),
         ("a", {"task": al.TASKS["trec"]}, "needs examples to draw from"),
@@ -313,9 +297,7 @@ def nothing_there() -> Any:
     raise OSError("no such file")
 
 
-def test_a_mistake_of_the_package_is_logged_with_its_traceback(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_of_the_package_is_logged(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "analyse", Analysed({"error": KeyError("x")}))
     with pytest.raises(AssertionError, match="failed with an unexpected error"):
         al.replication.across_models({"a": gpt2}, lambda _: [], **QUIET)

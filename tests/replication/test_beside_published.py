@@ -23,20 +23,16 @@ def contexts(names: Sequence[str] = NAMES, **changes: Any) -> Any:
     """Contexts of these names, and two draws of random words."""
     shapes = {"context": len(names), "draw": 2, "layer": 2, "prompt": 4}
     kind = al.records.ContextsRecord
-    fields = {
-        name: torch.full([shapes[axis] for axis in axes], 0.5) for name, axes in kind.axes().items()
-    }
+    sizes = {name: [shapes[axis] for axis in axes] for name, axes in kind.axes().items()}
+    fields = {name: torch.full(size, 0.5) for name, size in sizes.items()}
     return kind(**(fields | changes), info={"contexts": list(names)})
 
 
-def lines(text: str) -> list[list[str]]:
-    """The cells of each line, whose columns two spaces divide."""
-    return [[*filter(None, line.split("  "))] for line in text.splitlines()]
-
-
 def cells(text: str, title: str) -> list[list[str]]:
+    """The cells of each line of a table, whose columns two spaces divide."""
     block = next(block for block in text.split("\n\n") if block.startswith(title))
-    return [[cell.strip() for cell in line] for line in lines(block)][1:]
+    lines = [filter(None, line.split("  ")) for line in block.splitlines()[1:]]
+    return [[cell.strip() for cell in line] for line in lines]
 
 
 def test_published_rows_of_the_same_tasks_follow_those_of_the_model() -> None:

@@ -11,12 +11,10 @@ import anchorlens as al
 from anchorlens.errors import DataError, HookError, MetricError, RunError, StoreError
 from anchorlens.passes.forward import after_each_pass
 from tests.replication.test_paper import EMOTIONS, EXAMPLES, QUICK, SEEDS
-from tests.support.tiny_models import boot, tiny_gpt2
+from tests.support.tiny_models import tiny_gpt2
 
 papers: Any = importlib.import_module("anchorlens.replication.paper")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*in . of . sets", "ignore:.*in layers"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*in . of . sets", "ignore:.*in layers")]
 QUICK_ONE: dict[str, Any] = {**QUICK, "seeds": [1]}
 
 
@@ -33,9 +31,7 @@ def part_that_raises(monkeypatch: pytest.MonkeyPatch, name: str, error: Exceptio
 
 
 @pytest.mark.slow("many passes")
-def test_a_part_that_fails_leaves_the_records_of_the_others(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_fails_leaves_the_others(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     part_that_raises(monkeypatch, "table 1", MetricError("no more"))
     part_that_raises(monkeypatch, "table 2", torch.OutOfMemoryError("CUDA out of memory"))
     kept: list[tuple[str, str]] = []
@@ -61,18 +57,6 @@ def test_prompts_that_are_too_long_do_not_stop_the_other_tasks(byte_level: Any) 
     with pytest.raises(RunError, match=r"questions, figures: a prompt has .* tokens") as raised:
         al.paper(model, tasks, parts=["figures"], **QUICK_ONE)
     assert not raised.value.results["questions"] and raised.value.results["emotions"]
-
-
-@pytest.mark.slow("many passes")
-def test_a_metric_that_fails_does_not_stop_the_others(byte_level: Any) -> None:
-    """Folded value biases make saliency impossible, but not the other two metrics."""
-    bridge = boot(tiny_gpt2(len(byte_level)), byte_level)
-    bridge.enable_compatibility_mode(disable_warnings=True, fold_value_biases=True)
-    folded = al.prepare_model(bridge)
-    with pytest.warns(UserWarning, match="emotions, figures: no result for saliency_flows: the va"):
-        found = al.paper(folded, EMOTIONS, parts=["figures"], **QUICK_ONE)
-    assert {"attention_aucroc", "diagnosis", "isolation"} <= {*found["emotions"]}
-    assert "saliency_flows" not in found["emotions"]
 
 
 @pytest.mark.slow("many passes")
@@ -139,9 +123,7 @@ def test_mistakes_are_errors_before_anything_runs(
 
 
 @pytest.mark.slow("many passes")
-def test_each_bar_names_its_task_and_part(
-    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_bars_name_task_and_part(model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(papers, "TRAINING", 1)
     parts = ["table 1", "table 2"]
     al.paper(model, EMOTIONS, parts=parts, **{**QUICK_ONE, "progress": True})

@@ -60,10 +60,7 @@ def test_tables_of_prefix_tuning() -> None:
     rows += [("published, notebook", each)]
     for name, values in rows:
         assert f"| {name} | {' | '.join(printed_as(values))} |" in text
-    learned, lora = (
-        published("prefix_tuning", "table_3"),
-        published("prefix_tuning", "lora")["paper"],
-    )
+    learned, lora = (published("prefix_tuning", name) for name in ("table_3", "lora"))
     in_notebook = learned["notebook"]["prefix for this task"]
     before, after = ([*row.values()] for row in learned["paper"].values())
     assert f"+2 | {', '.join(printed_as(before[:4]))} | 15" in text
@@ -71,7 +68,7 @@ def test_tables_of_prefix_tuning() -> None:
     for number, (task, once) in zip(after[4:], in_notebook.items(), strict=True):
         [value], [of_notebook] = printed_as([number]), printed_as([once])
         assert f"| prefix for {task} | {value} (notebook {of_notebook}) |" in text
-    for name, row in lora.items():
+    for name, row in lora["paper"].items():
         [value] = printed_as([row["double histogram"]])
         kind = name.partition(" ")[0]
         assert f"| {kind} for double histogram, 12,288 parameters | {value} |" in text

@@ -130,9 +130,7 @@ def test_the_second_token_of_a_text_reads_nothing(gpt2: Any) -> None:
     assert read == empty | {"runs": [0] * 3}
 
 
-def test_tokens_without_any_weight_are_not_among_the_strongest(
-    flows: al.records.StepFlowsRecord,
-) -> None:
+def test_tokens_without_weight_are_not_the_strongest(flows: al.records.StepFlowsRecord) -> None:
     only_one = torch.zeros_like(flows.read_of_tokens)
     only_one[:, 1, 2] = 0.5
     page = al.plot_answer(replace(flows, read_of_tokens=only_one))
@@ -145,18 +143,14 @@ def test_segments_and_tokens_are_those_of_the_record(gpt2: Any, tmp_path: Path) 
     whole = al.step_flows(gpt2, batch, "query")
     assert al.plot_answer(whole).names == segment_names.SEGMENTS
     some = al.step_flows(gpt2, batch, "query", segments={"labels": al.edges.anchors})
-    page = al.plot_answer(
-        al.records.StepFlowsRecord.load(some.save(tmp_path / "flows.safetensors"))
-    )
+    page = al.plot_answer(type(some).load(some.save(tmp_path / "flows.safetensors")))
     assert page.names == ("labels", "no segment")
     marked = [position for position, segment in enumerate(page.segments) if segment == 0]
     assert marked == batch.label_positions[0].tolist()
     assert "".join(page.tokens) == gpt2.tokenizer.decode(batch.tokens[0])
 
 
-def test_texts_are_escaped_and_the_report_has_the_page(
-    flows: al.records.StepFlowsRecord, tmp_path: Path
-) -> None:
+def test_texts_are_escaped_in_every_page(flows: al.records.StepFlowsRecord, tmp_path: Path) -> None:
     info = {**flows.info, "tokens": [EVIL] * 10, "segment_names": [EVIL, "b", "c"], "weight": EVIL}
     page = al.plot_answer(replace(flows, info=info))
     assert len(repr(page)) <= 200
@@ -173,9 +167,7 @@ def test_texts_are_escaped_and_the_report_has_the_page(
 def test_what_cannot_be_shown_is_an_error(flows: al.records.StepFlowsRecord) -> None:
     broken = flows.read_of_tokens.clone()
     broken[0, 0, 0] = torch.nan
-    for given, message in (
-        (replace(flows, info={**flows.info, "tokens": None}), "have no texts of tokens"),
-        (replace(flows, read_of_tokens=broken), "the flows are not finite"),
-    ):
-        with pytest.raises(MetricError, match=message):
-            al.plot_answer(given)
+    with pytest.raises(MetricError, match="have no texts of tokens"):
+        al.plot_answer(replace(flows, info={**flows.info, "tokens": None}))
+    with pytest.raises(MetricError, match="the flows are not finite"):
+        al.plot_answer(replace(flows, read_of_tokens=broken))

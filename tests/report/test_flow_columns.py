@@ -29,9 +29,7 @@ def drawn(figure: Any, panel: int, shape: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_lines_are_sums_of_saliency_over_layers_on_one_scale(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_lines_are_sums_of_saliency_over_layers_on_one_scale(name: str, request: Any) -> None:
     model = request.getfixturevalue(name)
     batch = questions(model, count=2)[0]
     flows = al.plot_prompt(model, batch, 1)
@@ -56,14 +54,11 @@ def test_lines_are_sums_of_saliency_over_layers_on_one_scale(
     darkness = {line.opacity for line in figure.data if line.mode == "lines"}
     assert max(darkness) == 1
     in_legend = {line.name: line.opacity for line in figure.data if line.showlegend}
-    of_kinds = {
-        name: {line.opacity for line in figure.data if line.name == name} for name in in_legend
-    }
     assert len(in_legend) == 3 == len([line for line in figure.data if line.showlegend])
-    assert all(in_legend[name] == max(each) for name, each in of_kinds.items())
-    left_out = 1 - sum(drawn(figure, panel, expected.shape[1:]).sum() for panel in (0, 1)) / (
-        sums.sum()
-    )
+    for name, opacity in in_legend.items():
+        assert opacity == max(line.opacity for line in figure.data if line.name == name)
+    panels = [drawn(figure, panel, expected.shape[1:]) for panel in (0, 1)]
+    left_out = 1 - sum(each.sum() for each in panels) / sums.sum()
     assert title.endswith(f"of the darkest hold {left_out:.0%}")
     names = [f"shallow: layer {ends[0].start}", f"deep: layer {ends[1].start}"]
     assert [title.text for title in figure.layout.annotations] == names
@@ -74,9 +69,7 @@ def test_lines_are_sums_of_saliency_over_layers_on_one_scale(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_prompt_without_label_words_has_arcs_between_segments(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_prompt_without_label_words_has_arcs_between_segments(name: str, request: Any) -> None:
     model = request.getfixturevalue(name)
     pieces: list[tuple[str | None, str]] = [("question", "Who wrote it?"), (None, "\n")]
     pieces += [("label", " Nobody knows"), ("end", " course.")]

@@ -25,7 +25,7 @@ from anchorlens.results.figures import (
 TITLES: dict[str, Any] = {"title": "title", "y_title": "share of prompts"}
 MAPS: dict[str, Any] = {"title": "title", "bar_title": "low = confused", "limits": (0.0, 1.0)}
 MAPS |= {"row_title": "class", "column_title": "class", "panels": ["predicted", "actual"]}
-NAMES = [*"abcdefghijkl"]
+NAMES = [*"abcd"]
 
 
 def same(values: Any, expected: list[Any]) -> bool:
@@ -46,11 +46,10 @@ def test_lines_show_values_intervals_and_gaps(gap: float) -> None:
     assert first_band.x == (0, 0, None, None, 2, 2, None)
 
 
-def test_lines_differ_in_marker_symbol_and_dash_and_may_have_a_reference() -> None:
+def test_lines_differ_in_symbol_and_dash_and_may_have_a_reference() -> None:
     figure = lines_by_layer(torch.zeros(8, 3), list("abcdefgh"), dashed=["b"], **TITLES)
     assert len(figure.data) == 8 == len({line.marker.symbol for line in figure.data})
-    assert [line.line.dash for line in figure.data] == ["solid", "dash", *["solid"] * 6]
-    assert "customdata" not in figure.data[0].hovertemplate and not figure.layout.shapes
+    assert [line.line.dash for line in figure.data].index("dash") == 1 and not figure.layout.shapes
     (line,) = lines_by_layer(torch.ones(1, 3), ["a"], reference=0.5, **TITLES).layout.shapes
     assert (line.y0, line.y1, line.name, line.showlegend) == (0.5, 0.5, "reference 0.5", True)
 
@@ -66,12 +65,7 @@ def test_bands_far_beyond_the_lines_do_not_flatten_them() -> None:
     assert flat.layout.yaxis.range is None
 
 
-def test_axes_have_names_without_lines_or_whole_numbers() -> None:
-    columns = bars(torch.ones(1, 2, 1), ["y"], ["a", "b"], ["x"], title="")
-    matrices = heat_map(torch.ones(2, 2, 2), ["a", "b"], ["a", "b"], **MAPS)
-    for axis in (*columns.select_xaxes(), *matrices.select_xaxes(), *matrices.select_yaxes()):
-        assert (axis.showgrid, axis.zeroline) == (False, False)
-    assert matrices.layout.meta["min_width"] >= 600  # room for two titles
+def test_axes_of_layers_and_heads_have_whole_numbers() -> None:
     for layers, step in ((2, 1), (48, 4)):
         lines = lines_by_layer(torch.ones(1, layers), ["a"], **TITLES)
         heads = heat_map(torch.ones(1, 12, layers), None, None, title="", bar_title="").layout
@@ -169,9 +163,8 @@ def test_models_of_random_weights_are_a_hatched_band_for_each_series() -> None:
     assert {band.fillpattern.bgcolor for band in bands} == {"rgba(0, 0, 0, 0)"}
     assert bands[0].fillpattern.shape != bands[1].fillpattern.shape
     assert same(bands[1].y[:-1], [9.0, 9.0, 27.0, 18.0])
-    short = lines_by_layer(
-        torch.ones(2, 2), ["a", "b"], random=two, random_names=["x", "y"], **TITLES
-    )
+    shorter: dict[str, Any] = {"random": two, "random_names": ["x", "y"], **TITLES}
+    short = lines_by_layer(torch.ones(2, 2), ["a", "b"], **shorter)
     assert [band.name for band in short.data[:2]] == ["random weights, x", "random weights, y"]
 
 
@@ -187,12 +180,6 @@ def test_a_logarithmic_axis_has_numbers_and_the_reference() -> None:
     assert -0.5 < lowest < math.log10(0.6) and 0 < highest < 0.5
     far = lines_by_layer(values, ["a"], log=True, random=values[None] * 20, **TITLES)
     assert far.layout.yaxis.tickvals
-
-
-def test_draws_of_random_weights_have_the_shape_of_the_values() -> None:
-    values = torch.tensor([[0.5, 2.0]])
-    with pytest.raises(AnchorlensError, match="pass each draw in the shape"):
-        lines_by_layer(values, ["a"], random=values[None, :, :1], **TITLES)
 
 
 def test_pairs_and_sentences_take_the_place_of_what_is_hard_to_read() -> None:
@@ -242,11 +229,7 @@ def test_stacked_figures_have_separate_axes() -> None:
     assert (line.xaxis, line.yaxis) == (layout.yaxis3.anchor, layout.xaxis3.anchor) == ("x3", "y3")
     assert layout.xaxis3.title.text == "layer" and layout.yaxis3.title.text == "share of prompts"
     assert layout.xaxis.title.text == layout.yaxis.title.text == "class"
-    # Both plots have the same height as before. The gap between them holds their margins.
-    inner = layout.height - layout.margin.t - layout.margin.b
-    pixels = [round(share * inner) for share in (*layout.yaxis3.domain, *layout.yaxis.domain)]
-    assert pixels == [0, 300, 420, 690] and layout.yaxis2.domain == layout.yaxis.domain
-    assert layout.coloraxis.colorbar.len == pytest.approx(1 - layout.yaxis.domain[0])
+    assert layout.yaxis3.domain[1] < layout.yaxis.domain[0] and layout.yaxis2.domain[1] == 1
     references = [(shape.xref, shape.yref) for shape in layout.shapes]
     assert references == [("x3 domain", "y3"), ("x3", "y3 domain")]
     notes = {note.text: (note.xref, note.yref) for note in layout.annotations}
@@ -260,9 +243,7 @@ def test_names_and_titles_are_escaped() -> None:
     titles: dict[str, Any] = {"title": names[0], "y_title": names[1]}
     lines = lines_by_layer(torch.ones(2, 2), names, dashed=names, **titles)
     columns = bars(torch.ones(1, 2, 2), [names[1]], names, names, title=names[0])
-    own: dict[str, Any] = dict(zip(("title", "bar_title"), names, strict=True)) | {
-        "row_title": names[1]
-    }
+    own: dict[str, Any] = {"title": names[0], "bar_title": names[1], "row_title": names[1]}
     heat = heat_map(torch.ones(2, 2, 2), names, names, names, column_title=names[0], **own)
     for figure in (lines, columns):
         assert tuple(trace.name for trace in figure.data) == escaped
@@ -293,14 +274,13 @@ def test_any_float_type_and_gradients_are_accepted(dtype: torch.dtype) -> None:
 
     def figures(square: Tensor) -> list[Any]:
         low, high, panel = square - 0.25, square + 0.25, square[None]
-        names = ["y"], NAMES, NAMES
         return [
             lines_by_layer(square, NAMES, low=low, high=high, **TITLES).to_json(),
-            bars(panel, *names, title="", low=low[None], high=high[None]).to_json(),
+            bars(panel, ["y"], NAMES, NAMES, title="", low=low[None], high=high[None]).to_json(),
             heat_map(torch.stack([square, square]), NAMES, NAMES, **MAPS).to_json(),
         ]
 
-    square = torch.arange(144).reshape(12, 12) / 256
+    square = torch.arange(16).reshape(4, 4) / 32
     given = square.to(dtype).requires_grad_()
     assert figures(given) == figures(square)
     assert given.requires_grad and given.grad is None
@@ -320,6 +300,7 @@ WRONG: list[tuple[Callable[[], go.Figure], str]] = [
     (lambda: lines_by_layer(torch.ones(()), [], **TITLES), r"got shape \(\)"),
     (lambda: lines_by_layer(ONES, ["a", "b"], low=ONES, high=ONES.T, **TITLES), "one interval"),
     (lambda: bars(ONES[None], *THREE, title="", low=ONES.T, high=ONES), "one interval per value"),
+    (lambda: lines_by_layer(ONES, ["a", "b"], random=ONES[None, :, :1], **TITLES), "each draw in"),
     (lambda: bars(ONES, *THREE, title=""), r"expected shape \(1, 2, 3\), got shape \(2, 3\)"),
     (lambda: heat_map(ONES, ["a", "b"], None, **MAPS), r"got shape \(2, 3\); pass one name"),
     (lambda: lines_by_layer(ONES, ["a"], **TITLES), r"expected shape \(1, 3\), got shape \(2, 3\)"),
@@ -329,10 +310,7 @@ WRONG: list[tuple[Callable[[], go.Figure], str]] = [
     (lambda: bars(ONES[None], *THREE, title="", high=ONES[None]), "low and high"),
     (lambda: points(TWO, TWO, TWO.mT, TWO, *GROUPS, title=""), "one interval per value"),
     (lambda: points(TWO, TWO, TWO, TWO[:, :1], *GROUPS, title=""), r"expected shape \(1, 3, 2\)"),
-    (
-        lambda: forest_of(ONES, ONES, ONES, KINDS, [0.0], *FOREST, title=""),
-        r"expected shape \(1, 3\)",
-    ),
+    (lambda: forest_of(ONES, ONES, ONES, KINDS, [0.0], *FOREST, title=""), r"shape \(1, 3\)"),
     (lambda: forest_of(*ROW, KINDS[:, 1:], [0.0], *FOREST, title=""), "the kind of each"),
     (lambda: forest_of(*ROW, KINDS, [], *FOREST, title=""), "expected 1 limits, got 0"),
     (lambda: forest_of(*ROW, KINDS + 1, [0.0], *FOREST, title=""), "kinds from 0 to 0"),
@@ -343,9 +321,7 @@ WRONG: list[tuple[Callable[[], go.Figure], str]] = [
 
 
 @pytest.mark.parametrize(("draw", "message"), WRONG)
-def test_wrong_arguments_raise_an_error_that_says_what_was_expected(
-    draw: Callable[[], go.Figure], message: str
-) -> None:
+def test_wrong_arguments_are_errors(draw: Any, message: str) -> None:
     with pytest.raises(AnchorlensError, match=message):
         draw()
 

@@ -20,6 +20,11 @@ class Row(NamedTuple):
     gold: int | None
     demonstrations: int
 
+    def inside(self, segment: str) -> list[int]:
+        """The tokens of a segment."""
+        both = zip(self.tokens, self.segments, strict=True)
+        return [token for token, name in both if name == segment]
+
 
 def rows(batches: list[al.PromptBatch]) -> list[Row]:
     """The prompts of all batches in the order of their queries."""
