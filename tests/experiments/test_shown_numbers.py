@@ -23,8 +23,18 @@ def at_each_layer(name: str) -> Callable[[Numbers], Tensor]:
     return lambda numbers: numbers[name].reshape(-1).expand(6)
 
 
+def without_diagonal(confusions: Tensor) -> Tensor:
+    return confusions.clone().fill_diagonal_(torch.nan)
+
+
 # The number of each trace, but for shaded bands, and its name in the legend.
 DRAWN: dict[Any, list[tuple[str | None, str | Callable[[Numbers], Tensor]]]] = {
+    records.DiagnosisRecord: [
+        (None, lambda numbers: without_diagonal(numbers["predicted"])),
+        (None, lambda numbers: without_diagonal(numbers["actual"])),
+        ("distance with confusion", "correlation"),
+        ("distance with position", "position_correlation"),
+    ],
     records.EdgeSweepRecord: [
         trace
         for kind in ("label", "word")
@@ -78,6 +88,15 @@ def test_a_figure_draws_the_numbers_of_its_record_with_their_intervals(kind: Any
             if trace.customdata is not None:
                 ends = torch.stack([of(low), of(high)], dim=-1)
                 close(trace.customdata, ends if shown.intervals else ends * torch.nan)
+
+
+def test_a_sweep_says_what_is_isolated_or_cut() -> None:
+    record: Any = made_up_record(records.EdgeSweepRecord)
+    isolation = replace(record, info=record.info | {"isolation": True, "control": "random_words"})
+    names = ["label words isolated", "random words isolated, mean", "each of 3 draws"]
+    assert [trace.name for trace in isolation.plot().data[:3]] == names
+    assert "words are isolated" in isolation.plot().layout.title.text
+    assert "edges are cut" in record.plot().layout.title.text
 
 
 OF_CONTEXTS = ("accuracy", "label_loyalty", "word_loyalty")
