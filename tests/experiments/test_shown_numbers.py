@@ -63,7 +63,7 @@ DRAWN: dict[Any, list[tuple[str | None, str | Callable[[Numbers], Tensor]]]] = {
         ("after demonstrations", at_each_layer("demonstrations")),
     ],
 }
-INFO = {"method": "one by one", "written_into": "zero-shot"}
+INFO: dict[str, Any] = {"method": "one by one", "written_into": "zero-shot"}
 
 
 def close(ours: Any, theirs: Tensor) -> None:
