@@ -223,7 +223,8 @@ DIFFERING: dict[al.Question, bool] = {  # whether sums are of each batch anew
     al.SegmentFlows(PARTS): True,
     al.SegmentAttention(PARTS, apart=1): False,
 }
-BESIDE_TEXT: dict[str, Any] = {  # queries begin alike, with tokens that run once until they are removed
+# Queries begin alike, with tokens that run once until they are removed.
+BESIDE_TEXT: dict[str, Any] = {
     "start": start_of_query,
     "rest": lambda batch: al.edges.query(batch) & ~start_of_query(batch),
     "text": partial(al.edges.segment, name="text"),
