@@ -76,7 +76,7 @@ def close(ours: Any, theirs: Tensor) -> None:
 @pytest.mark.parametrize("kind", DRAWN, ids=lambda kind: kind.__name__)
 def test_a_figure_draws_the_numbers_of_its_record_with_their_intervals(kind: Any) -> None:
     record = made_up_record(kind)
-    record = replace(record, info=record.info | INFO)
+    record = replace(record, info={**record.info, **INFO})
     values, both_ends = record.tensors(), record.intervals
     low, high = ({name: bounds[k] for name, bounds in both_ends.items()} for k in (0, 1))
     for shown in (record, replace(record, intervals={})):
