@@ -85,6 +85,7 @@ class Scene:
         self.context = al.compress(model, self.batch)
         self.prefix, self.of_llama = trained(model, steps=0), trained(llama, steps=0)
         self.tokens = hard_prompts.of_tokens(model, [300], held_out=self.two)
+        self.of_five, _ = al.removal.text(model, self.batch, edges.demonstration(self.batch, 0))
         weights = tiny_gpt2(len(self.tokenizer))
         self.folded = al.prepare_model(raw_model("bridge", weights, self.tokenizer, fold=True))
         self.models = (model, llama, self.folded)
@@ -591,6 +592,11 @@ ROWS: list[tuple[str, Any, str]] = [
     ),
     (
         "HookError",
+        lambda s: al.contexts.reweight_demonstrations(s.model, s.batch, UNREWEIGHTED[..., :5]),
+        r"\(layer, head, anchor\) = \(3, 2, 6\)",
+    ),
+    (
+        "HookError",
         lambda s: al.hooks.isolate_random(s.model, TIGHT, 0, seed=0),
         r"have 0 tokens other than the 2 of .*longer demonstrations",
     ),
@@ -709,6 +715,11 @@ ROWS: list[tuple[str, Any, str]] = [
     ("Faithfulness", (CORRECT, {"subsets": 65}), "there are 64 subsets of 6 segments"),
     ("Faithfulness", (CORRECT, {"answer": "text"}), "goes on after the answer has begun"),
     ("Faithfulness", (CORRECT, {"segments": ["reply"]}), "there is no segment 'reply'"),
+    (
+        "MetricError",
+        lambda s: run(s, [al.Faithfulness({"given": torch.ones(5, 6)})], [*s.two, s.batch]),
+        "two queries have the same number after the same demon",
+    ),
     ("PromptError", lambda s: run(s, [al.Faithfulness(CORRECT)], []), "there are no batches"),
     ("attribution", {"segments": []}, "segments are different names"),
     ("attribution", {"segments": ["nothing"]}, "there is no segment 'nothing'"),
@@ -724,7 +735,22 @@ ROWS: list[tuple[str, Any, str]] = [
         "'query' of prompt 0 goes on after",
     ),
     ("attribution", {"answer": "format"}, "in prompt 0, or holds its first token"),
+    (
+        "AnchorlensError",
+        lambda s: run(s, [al.SegmentAttribution()], [s.own]),
+        "no label words, so that the answer must be a segment.*answer='answer'",
+    ),
+    (
+        "AnchorlensError",
+        lambda s: run(s, [al.SegmentAttribution()], [s.batch, s.of_five]),
+        "every prompt must have equally many demonstrations",
+    ),
     ("attribution", returning(), "the batch that runs and a list of hooks.*tuple"),
+    (
+        "attribution",
+        {"answer": "target", "remove": lambda m, b, r: (replace(b, tokens=b.tokens + 1), [])},
+        "keep the prompts and the tokens of",
+    ),
     ("attribution", returning(1), "must return the batch that runs and a list.*got a int"),
     ("attribution", {"remove": lambda m, b, r: (b.prompt(0), [])}, "keep the prompts and the"),
     ("attribution", {"remove": lambda m, b, r: (b, [])}, "=<lambda> removes nothing: it re"),
@@ -823,6 +849,16 @@ ROWS: list[tuple[str, Any, str]] = [
     ("ContextComparison", {"draws": -1}, "draws must be a whole number from 0 to .*; got -1"),
     ("ContextComparison", {"repeats": -1}, "repeats must be a whole number from 0 to .*; got -1"),
     ("MetricError", lambda s: compared(s, s.unlabelled), "accuracy needs the true label"),
+    (
+        "PromptError",
+        lambda s: compared(s, s.several_sets, contexts={"anchors": s.context}),
+        "the context 'anchors': the prompts do not begin",
+    ),
+    (
+        "ModelError",
+        lambda s: compared(s, s.two, contexts={"anchors": s.of_llama}),
+        "the context 'anchors': this context was made with",
+    ),
     ("PromptError", lambda s: compared(s, s.several_sets), "'mine' makes a context for each set"),
     (
         "PromptError",

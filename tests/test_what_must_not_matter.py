@@ -21,8 +21,10 @@ from anchorlens.errors import StoreError
 from anchorlens.runs import way
 from anchorlens.system import row_pieces
 from tests.experiments import test_head_effects, test_retrieval_heads
-from tests.experiments.test_edge_sweep import forerunners_read, labels_read_forerunners
+from tests.experiments.test_ablation import written
+from tests.experiments.test_edge_sweep import forerunners_read
 from tests.experiments.test_faithfulness import weights_of
+from tests.experiments.test_questions import Moved
 from tests.references import plain
 from tests.runs.test_hooks_on_edges import CUTS, OTHERS, Change, by_length, longer_queries
 from tests.runs.test_own_reads import READS, Numbers
@@ -73,6 +75,11 @@ def of_long_and_short_queries(model: Any, cut: Cut) -> Batches:
 def of_segments(model: Any, cut: Cut) -> Batches:
     """Prompts that share no tokens."""
     return cut.of(partial(test_retrieval_heads.documents, model))
+
+
+def of_written_answers(model: Any, cut: Cut) -> Batches:
+    batch = written(model, cut.padding_side)
+    return [batch.prompts(0, 2)] if cut.batch_size > 2 else [batch.prompt(1), batch.prompt(0)]
 
 
 @dataclass(frozen=True)
@@ -178,6 +185,14 @@ def other_demonstrations(batch: al.PromptBatch) -> torch.Tensor:
     return al.edges.demonstrations(batch) & ~al.edges.anchors(batch)
 
 
+def labels_read_forerunners(batch: al.PromptBatch) -> torch.Tensor:
+    return al.edges.between(al.edges.anchors(batch), al.edges.forerunners(batch))
+
+
+def start_of_query(batch: al.PromptBatch) -> torch.Tensor:
+    return al.edges.at(batch, batch.query_start[:, None])
+
+
 def built(cut: Cut) -> dict[str, Any]:
     return {"batch_size": cut.batch_size, "padding_side": cut.padding_side}
 
@@ -207,6 +222,12 @@ DIFFERING: dict[al.Question, bool] = {  # whether sums are of each batch anew
     al.SaliencyFlows(edges={"long": by_length, "pq": al.edges.pq}): True,
     al.SegmentFlows(PARTS): True,
     al.SegmentAttention(PARTS, apart=1): False,
+}
+# Queries begin alike, with tokens that run once until they are removed.
+BESIDE_TEXT: dict[str, Any] = {
+    "start": start_of_query,
+    "rest": lambda batch: al.edges.query(batch) & ~start_of_query(batch),
+    "text": partial(al.edges.segment, name="text"),
 }
 BETA = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
 SUPPRESSION = printed("experiments.md", "Suppression")
@@ -264,6 +285,7 @@ ROWS: dict[str, Row] = {
     ),
     "edges of labels": asking(al.EdgeSweep(labels_read_forerunners, SITES, draws=2)),
     "read forerunners": asking(al.EdgeSweep(forerunners_read, SITES, draws=2)),
+    "a question of one's own": asking(Moved(), {"layers": (2,)}, prompts=of_two_sets),
     "integrated flows": asking(
         al.IntegratedFlows(["label", "target"], steps=2), {"steps": 3}, shares=False
     ),
@@ -272,7 +294,10 @@ ROWS: dict[str, Row] = {
         al.SegmentAttribution(al.subsets.lasso(8), seed=3), {"method": al.subsets.lasso(9)}
     ),
     "attribution by text": asking(
-        al.SegmentAttribution(al.subsets.lasso(8), remove=al.removal.text)
+        al.SegmentAttribution(al.subsets.lasso(8), segments=BESIDE_TEXT, remove=al.removal.text)
+    ),
+    "attribution of an answer": asking(
+        al.SegmentAttribution(answer="answer"), prompts=of_written_answers, shares=False
     ),
     "faithfulness": asking(
         al.Faithfulness(SCORES, subsets=8),

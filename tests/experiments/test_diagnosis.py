@@ -4,7 +4,6 @@ import random
 from itertools import combinations, permutations
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
@@ -13,8 +12,6 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import HookError
 from anchorlens.experiments.diagnosis import class_orders, permutation_test
-
-FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 
 
 def matrix_of(n_classes: int, seed: int, n_layers: int = 1) -> Tensor:
@@ -62,7 +59,7 @@ def by_hand(distance: Tensor, confusion: Tensor, orders: Any) -> tuple[float, fl
 
 
 @pytest.mark.filterwarnings("ignore:An input array is constant")
-@pytest.mark.parametrize("n_classes", [3, 4, 5])
+@pytest.mark.parametrize("n_classes", [2, 3, 4, 5])
 @pytest.mark.parametrize("missing", [[], [(0, 1)], [(0, 2), (1, 2), (2, 3), (2, 4)]])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_correlation_and_p_value_equal_permutations_by_hand(
@@ -135,41 +132,6 @@ def test_orders_are_permutations_with_the_identity_first(n_classes: int, count: 
     assert (share - 1 / n_classes).abs().max() < (0.0 if n_classes < 8 else 5 * 0.0047) + 1e-9
 
 
-@pytest.mark.parametrize(("n_classes", "smallest"), [(4, 1 / 24), (6, 1 / 720), (8, 1 / 5001)])
-def test_confusion_that_follows_distance_has_the_smallest_p_value(
-    n_classes: int, smallest: float
-) -> None:
-    distance = matrix_of(n_classes, seed=3)
-    diagnosis = al.diagnose(record_of(distance, 0.5 + distance[0] ** 2 / 3))
-    assert float(diagnosis.correlation[0]) == pytest.approx(1)
-    # With 8 classes the sample may contain the identity again: each draw with chance 1 in 40320.
-    assert smallest - 1e-12 <= float(diagnosis.p_value[0]) < 2 * smallest
-    opposite = al.diagnose(record_of(distance, 1 - distance[0]))  # here distant keys are confused
-    assert float(opposite.correlation[0]) == pytest.approx(-1)
-    assert float(opposite.p_value[0]) == 1
-
-
-def test_p_values_of_unrelated_matrices_are_uniform() -> None:
-    """With random distances in 200 layers their mean is 1/2, and 1/20 of them are below 1/20."""
-    distance, confusion = matrix_of(5, seed=7, n_layers=200), matrix_of(5, seed=8)[0]
-    p_values = al.diagnose(record_of(distance, confusion)).p_value
-    assert abs(float(p_values.mean()) - 0.5) < 5 * 0.29 / 200**0.5
-    assert float((p_values <= 0.05).double().mean()) < 0.05 + 5 * (0.05 * 0.95 / 200) ** 0.5
-
-
-def test_classes_are_permuted_and_not_pairs() -> None:
-    """One class is far from all others and is never confused: the chance of this is 1 in 5.
-
-    If pairs were permuted instead of classes, the chance would be 1 in 210.
-    """
-    matrix = torch.zeros(5, 5, dtype=torch.double)
-    matrix[2, :] = matrix[:, 2] = 1.0
-    matrix.fill_diagonal_(0)
-    diagnosis = al.diagnose(record_of(matrix[None], matrix))
-    assert float(diagnosis.correlation[0]) == pytest.approx(1)
-    assert float(diagnosis.p_value[0]) == pytest.approx(1 / 5)
-
-
 def test_orders_without_a_correlation_count_in_the_p_value() -> None:
     """Only one pair has another distance. If it is an unknown pair, known distances are equal."""
     distance = torch.ones(1, 3 + 1, 3 + 1, dtype=torch.double)
@@ -193,16 +155,6 @@ def test_a_layer_without_distances_is_nan_and_the_others_are_not() -> None:
     assert diagnosis.predicted.isnan().all()
     assert "no rank correlation" in diagnosis.plot().layout.title.text
     assert diagnosis.pairs()["predicted_rank"].isna().all()
-
-
-def test_two_classes_give_one_pair_and_no_correlation() -> None:
-    labels = {"labels": ["Negative", "Positive"]}
-    record = record_of(matrix_of(2, seed=0, n_layers=3), matrix_of(2, seed=1)[0], info=labels)
-    diagnosis = al.diagnose(record)
-    assert diagnosis.correlation.isnan().all() and diagnosis.p_value.isnan().all()
-    assert torch.equal(diagnosis.predicted, record.anchor_distance[2])
-    assert diagnosis.pairs()[["class", "class_2"]].values.tolist() == [["Negative", "Positive"]]
-    assert "no rank correlation" in diagnosis.plot().layout.title.text
 
 
 @pytest.mark.parametrize(("layer", "expected"), [(None, 4), (0, 0), (5, 5), (-1, 5), (-6, 0)])
@@ -274,50 +226,9 @@ def test_the_diagnosis_has_the_intervals_and_info_of_the_record_and_does_not_cha
     assert "class_permutations" not in record.info
 
 
-def test_the_figure_shows_the_diagnosis() -> None:
+def test_the_figure_marks_the_layer_and_says_its_p_value() -> None:
     diagnosis = al.diagnose(record_with_intervals(3))
-    figure = diagnosis.plot()
-    assert [trace.type for trace in figure.data] == ["heatmap"] * 2 + ["scatter"] * 4
-    left, right, _, _, line, baseline = figure.data
-    upper = np.triu_indices(4, 1)
-    np.testing.assert_allclose(np.array(left.z, float)[upper], diagnosis.predicted[upper])
-    np.testing.assert_allclose(np.array(right.z, float)[upper], diagnosis.actual[upper])
-    np.testing.assert_allclose(np.array(line.y, float), diagnosis.correlation)
-    np.testing.assert_allclose(np.array(baseline.y, float), diagnosis.position_correlation)
-    assert (line.line.dash, baseline.line.dash) == ("solid", "dash")
-    assert [(shape.x0, shape.x1, shape.xref) for shape in figure.layout.shapes] == [(2, 2, "x3")]
-    assert f"p = {float(diagnosis.p_value[2]):.2g}" in figure.layout.title.text
-    assert figure.layout.xaxis.ticktext == tuple("abcd")
-
-
-@pytest.mark.slow("many passes")
-@FEW
-def test_distances_of_several_sets_are_averaged_and_confusions_are_pooled(gpt2: Any) -> None:
-    """Distances are the mean over the sets, and confusions are those of all prompts."""
-    examples = al.load_examples("questions")
-    queries = examples[-40:]
-    sets = []
-    for seed in (1, 2):
-        demos = al.sample_demonstrations(examples[:-40], seed=seed)
-        sets.append(al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], demos, queries))
-
-    def distances(batches: list[al.PromptBatch], resamples: int = 0) -> Any:
-        options: dict[str, Any] = {"resamples": resamples, "progress": False}
-        return al.run(gpt2, batches, [al.AnchorDistances(3)], **options)["anchor_distances"]
-
-    joined, (first, second) = distances(sets[0] + sets[1], 5), map(distances, sets)
-    diagnosis = al.diagnose(joined)
-    assert diagnosis.intervals["correlation"].shape == (2, *diagnosis.correlation.shape)
-    assert diagnosis.info["demonstration_sets"] == 2 and diagnosis.info["prompts"] == 80
-    assert diagnosis.info["class_permutations"] == 720
-    layer = int(diagnosis.layer)
-    mean = (first.anchor_distance + second.anchor_distance) / 2
-    torch.testing.assert_close(diagnosis.predicted, mean[layer], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(diagnosis.predicted, first.anchor_distance[layer], atol=1e-3)
-    torch.testing.assert_close(diagnosis.correlation, joined.correlation)
-    for k in (0, layer):
-        expected = by_hand(joined.anchor_distance[k], joined.pair_auc, permutations(range(6)))
-        ours = float(diagnosis.correlation[k]), float(diagnosis.p_value[k])
-        assert ours == pytest.approx(expected, abs=1e-12)
-    names = {"Abbreviation", "Entity", "Description", "Person", "Location", "Number"}
-    assert set(diagnosis.pairs()["class"]) | set(diagnosis.pairs()["class_2"]) == names
+    layout = diagnosis.plot().layout
+    assert [(shape.x0, shape.x1, shape.xref) for shape in layout.shapes] == [(2, 2, "x3")]
+    assert f"p = {float(diagnosis.p_value[2]):.2g}" in layout.title.text
+    assert layout.xaxis.ticktext == tuple("abcd")

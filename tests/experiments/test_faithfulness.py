@@ -1,6 +1,5 @@
 """What scores are worth, against an engine that adds up, scipy, and passes written out."""
 
-import copy
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, ClassVar
@@ -9,24 +8,19 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import anchorlens as al
-from anchorlens.errors import MetricError, ModelError, RunError
+from anchorlens.errors import ModelError, RunError
 from anchorlens.experiments import ablation, faithfulness, segment_scores
 from anchorlens.experiments.ablation import Outcome
 from anchorlens.passes import provide
 from anchorlens.prompts.random_edges import draw_generator
-from anchorlens.runs.study import Study
-from anchorlens.system.torch_state import own_random_state
+from tests.experiments.test_ablation import misquoted, written
 from tests.references import plain
 from tests.support.asked import ask
 from tests.support.made_up_records import made_up_record
-from tests.support.measures import is_shared, patterns_of
+from tests.support.measures import patterns_of
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -171,9 +165,6 @@ def test_rows_of_a_tensor_are_in_the_order_of_the_queries(gpt2: Any, additive: A
     expected = torch.tensor([1.0] * 6 + [-1.0] * 6).double()
     torch.testing.assert_close(record.lds_of_prompts[:, 0], expected)
     assert record.lds[0] == 0  # the mean of two sets
-    twice = [*questions(gpt2, 3), *questions(gpt2, 3)]
-    with pytest.raises(MetricError, match="two queries have the same number after the same demon"):
-        ask(gpt2, twice, al.Faithfulness({"given": weights_of(6, 6)}), **QUIET)
 
 
 @pytest.mark.slow("many passes")
@@ -298,17 +289,13 @@ def test_numbers_equal_passes_written_out(exact_model: Any, kind_of_model: str) 
             generator = draw_generator(-1, int(prompt.demonstrations_id))
             expected.append(by_hand(model, prompt, al.subsets.random(7, 6, generator)))
         tolerance = 1e-9 if kind_of_model == "bridge" else 1e-5
-        runs: list[tuple[Any, int, bool]] = [("left", 2, True), ("right", 1, False)]
-        for side, size, share in runs:
-            batches = questions(model, 2, batch_size=size, padding_side=side)
-            asked = al.Faithfulness(scores, subsets=7)
-            record = ask(model, batches, asked, share_prefix=share, **QUIET)
-            assert is_shared(record) == share
-            ours = {"lds": record.lds_of_prompts[:, :5], "drop": record.drop_of_prompts[:, :5]}
-            ours["beside"] = torch.cat([record.drop_of_prompts[:, 5:], record.log_prob[:, None]], 1)
-            for key, values in ours.items():
-                rows = [of[key] for of in expected]
-                np.testing.assert_allclose(values, rows, rtol=tolerance, atol=tolerance)
+        batches = questions(model, 2, padding_side="left")
+        record = ask(model, batches, al.Faithfulness(scores, subsets=7), **QUIET)
+    ours = {"lds": record.lds_of_prompts[:, :5], "drop": record.drop_of_prompts[:, :5]}
+    ours["beside"] = torch.cat([record.drop_of_prompts[:, 5:], record.log_prob[:, None]], 1)
+    for key, values in ours.items():
+        rows = [of[key] for of in expected]
+        np.testing.assert_allclose(values, rows, rtol=tolerance, atol=tolerance)
     assert 7 < record.info["passes"] <= 2 + 7 + 6
 
 
@@ -331,79 +318,44 @@ class Reads(al.Metric):
         return contributions["sizes"] + 1000 * contributions["queries"][:, None]
 
 
-def written(model: Any, given: list[bool]) -> list[al.PromptBatch]:
-    """Prompts with four parts and an answer of two tokens, of the model where it is given."""
-    tokens, segments = [], []
-    for number, is_given in enumerate(given):
-        row = list(range(40 + 7 * number, 60 + 7 * number))
-        for _ in range(2):
-            with torch.no_grad():
-                logits = model(torch.tensor([row]))[0, -1]
-            row.append(int(logits.topk(2).indices[0 if is_given else 1]))
-        tokens.append(torch.tensor([*row, 5]))
-        # No segment: the first token, and what follows the answer.
-        segments.append([-1] + [0] * 3 + [1] * (4 + number % 2) + [2] * 4 + [3] * (6 - number % 2))
-        segments[-1] += [4] * (20 - len(segments[-1])) + [5, 5, -1]
-    names = ["a", "b", "c", "d", "question", "answer"]
-    made = al.PromptBatch.from_segments(torch.stack(tokens), segments, names)
-    return [made.prompts(0, 3), made.prompts(3, len(given))]
-
-
 @pytest.mark.slow("many passes")
 @pytest.mark.every_kind
+@pytest.mark.usefixtures("kind_of_model")
 def test_a_written_answer_is_what_metrics_and_removals_explain(
-    gpt2: Any, kind_of_model: str, monkeypatch: pytest.MonkeyPatch
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = written(gpt2, [True, False, True, True])
+    batch = misquoted(written(gpt2), [1])
     seen = spied(monkeypatch, segment_scores.SegmentScores, "of")
     scores: Any = {"own": Reads(), "signed": al.SegmentFlows(weight=al.weights.helpful)}
     scores |= {"rollout": al.SegmentRollout(), "one by one": al.subsets.one_by_one}
     scores["attention"] = al.SegmentFlows(weight=al.weights.attention)
-    asked = al.Faithfulness(scores, answer="answer", segments=list("abcd"), subsets=16)
-    with pytest.warns(UserWarning, match="does not give the answer 'answer' of 1 of 4 prompts"):
-        record = ask(gpt2, batches, asked, **QUIET)
-    assert record.lds_of_prompts.isfinite().all(1).tolist() == [True, False, True, True]
-    assert record.drop_of_prompts.isnan().all(1).tolist() == [False, True, False, False]
+    names = ["museum", "shop", "question"]
+    asked = al.Faithfulness(scores, answer="answer", segments=names, subsets=8)
+    with pytest.warns(UserWarning, match="does not give the answer 'answer' of 1 of 2 prompts"):
+        record = ask(gpt2, [batch], asked, **QUIET)
+    assert record.lds_of_prompts.isfinite().all(1).tolist() == [True, False]
+    assert record.drop_of_prompts.isnan().all(1).tolist() == [False, True]
     assert record.info["reasons"] == {} and len(record.lds) == 7
-    ours = torch.cat([of_batch.scores for _, of_batch in seen])
-    assert ours[1, 3].isnan().all() and ours[0, 0].tolist() == [2003, 2004, 2004, 2006]
-    loss = al.losses.span_cross_entropy("answer")
-    for number in (0, 2, 3):
-        batch, row = batches[number // 3], number % 3
-        prompt = batch.prompt(row)
-        signed = al.saliency(gpt2, prompt, weight=al.weights.signed, loss=loss)[0].sum(0)
-        patterns = patterns_of(gpt2, prompt, [])
-        rollout = al.metrics.rollout(patterns)[0, 19:21].mean(0)
-        attention = patterns[0].mean(1).sum(0)
-        for k in range(4):
-            part = prompt.segments[0] == k
-            readers = ~part & (torch.arange(23) < 21)  # the last token of the answer reads in vain
-            expected = -signed[readers][:, part].sum()
-            assert float(ours[number, 1, k]) == pytest.approx(float(expected), rel=1e-4, abs=1e-6)
-            expected = attention[readers][:, part].sum()
-            assert float(ours[number, 4, k]) == pytest.approx(float(expected), rel=1e-4)
-            assert float(ours[number, 2, k]) == pytest.approx(float(rollout[part].sum()), rel=1e-4)
-    given = [each for each in range(4) if each != 1]
-    alone = [ask(gpt2, [batches[k // 3].prompt(k % 3)], asked, **QUIET) for k in given]
-    together = torch.cat([each.lds_of_prompts[:, :5] for each in alone])
-    torch.testing.assert_close(record.lds_of_prompts[given, :5], together)
+    [(_, of_batch)] = seen
+    own, signed, rollout, one_by_one, attention = of_batch.scores[0].tolist()
+    assert of_batch.scores[1, 3].isnan().all() and len(one_by_one) == 3
+    prompt, loss = batch.prompt(0), al.losses.span_cross_entropy("answer")
+    last = int(prompt.attention_mask.sum()) - 1  # it reads in vain
+    helpful = -al.saliency(gpt2, prompt, weight=al.weights.signed, loss=loss)[0].sum(0)
+    patterns = patterns_of(gpt2, prompt, [])
+    of_layers = al.metrics.rollout(patterns)[0, last - 3 : last].mean(0)
+    for k in range(3):
+        places = torch.arange(len(prompt.segments[0]))
+        part = (prompt.segments[0] == k) & (places != last - 3)  # which writes the answer
+        readers = ~part & (places < last)
+        read = patterns[0].mean(1).sum(0)[readers][:, part].sum()
+        assert own[k] == 3000 + int(part.sum())  # three tokens predict the answer
+        expected = float(helpful[readers][:, part].sum())
+        assert signed[k] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert rollout[k] == pytest.approx(float(of_layers[part].sum()), rel=1e-4)
+        assert attention[k] == pytest.approx(float(read), rel=1e-4)
     with pytest.raises(RunError, match="does not give the answer 'answer' of 2 of 2 prompts"):
-        ask(gpt2, written(gpt2, [False] * 5)[1:], asked, **QUIET)
-
-
-@pytest.mark.slow("many passes")
-def test_deleted_text_gives_other_numbers_than_cut_edges(gpt2: Any) -> None:
-    batches = questions(gpt2, 3)
-    scores = {"one by one": al.subsets.one_by_one}
-    cut, deleted = (
-        ask(gpt2, batches, al.Faithfulness(scores, subsets=8, remove=remove), **QUIET)
-        for remove in (al.removal.edges, al.removal.text)
-    )
-    assert (cut.info["remove"], deleted.info["remove"]) == ("edges", "text")
-    torch.testing.assert_close(cut.log_prob, deleted.log_prob)
-    drop = deleted.drop_of_prompts[:, 0]
-    assert not torch.allclose(cut.drop_of_prompts[:, 0], drop, rtol=0.1)
-    assert torch.equal(drop, deleted.drop_of_prompts[:, 2])  # one by one finds the largest
+        ask(gpt2, [misquoted(batch, [0])], asked, **QUIET)
 
 
 @pytest.mark.slow("many passes")
@@ -422,8 +374,7 @@ def test_methods_are_not_tested_on_their_own_subsets(
     ask(gpt2, questions(gpt2, 2), al.Faithfulness({"mine": method}, subsets=9, seed=3), **QUIET)
     [tested, *_], _ = seen[0]
     assert not torch.equal(tested[0], kept[-1])
-    with Study(gpt2, questions(gpt2, 2), {}, **QUIET) as study:
-        number = int(study.batches[0].demonstrations_id[0])
+    number = int(questions(gpt2, 2)[0].demonstrations_id[0])
     assert torch.equal(kept[-1], al.subsets.random(9, 6, draw_generator(3, number)))
     assert torch.equal(tested[0], al.subsets.random(9, 6, draw_generator(-4, number)))
 
@@ -480,63 +431,19 @@ def test_a_score_without_a_number_has_a_reason_and_no_empty_panel() -> None:
 
 
 @pytest.mark.slow("many passes")
-def test_figure_and_table_have_every_score(gpt2: Any, additive: Any) -> None:
-    tau = additive(weights_of(24, 6))
-    scores = {"worse": tau + weights_of(24, 6, seed=1), "exact <b>": tau}
-    batches = questions(gpt2, 24)
-    record = ask(gpt2, batches, al.Faithfulness(scores), progress=False)
-    table = record.table()
-    assert list(table.index) == ["worse", "exact <b>", "random", "best possible"]
-    assert list(table.columns) == ["LDS", "minus worse", "drop in nats", "drop minus worse"]
-    assert table["LDS"]["exact <b>"].startswith("1.00 [") and "+" in table["minus worse"].iloc[1]
-    lds, drop = record.plot().data
-    assert lds.y == tuple(record.lds.tolist()) and drop.y == tuple(record.drop.tolist())
-    low = record.drop - torch.tensor(drop.error_y.arrayminus)
-    torch.testing.assert_close(low, record.intervals["drop"][0])
-    assert record.plot().layout.xaxis.ticktext[1] == "exact &lt;b&gt;"
-    first, second, *beside = lds.marker.color
-    assert first == second and first not in beside  # the two rows beside are grey
-    plain_bars = ask(gpt2, batches, al.Faithfulness(scores), **QUIET).plot().data
-    assert plain_bars[0].error_y.visible is False
-    frame = record.to_frame()
-    assert set(frame[frame.quantity == "lds"].score) == set(table.index)
-
-
-def words_of_numbers() -> Any:
-    core = Tokenizer(WordLevel({f"w{number}": number for number in range(40)}, unk_token="w0"))
-    core.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w0", pad_token="w0")
-
-
-@pytest.mark.slow("many passes")
-def test_equal_log_odds_have_one_rank_in_every_batch_and_type(hooked: Any) -> None:
+def test_equal_log_odds_have_one_rank_in_every_batch_and_type(gpt2: Any, exact_gpt2: Any) -> None:
     """y without the first of two equal segments side by side is y without the second."""
-    tokenizer = words_of_numbers()
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=40, n_positions=64)
-    with own_random_state(seed=3):
-        weights = GPT2LMHeadModel(config).eval()
-        for parameter in weights.parameters():
-            parameter.data.normal_(0, 0.3)
-    prompts = []
-    for number in range(4):
-        words = [f"w{(7 * number + 3 * k + 3) % 39 + 1}" for k in range(3 + 4 * number)]
-        equal = [("a", "w3 w4 w5 "), ("b", "w3 w4 w5 ")]
-        pieces = [*equal, ("c", "w6 w7 "), ("d", " ".join(words) + " "), ("query", "w8 w9")]
-        tokens = tokenizer("".join(text for _, text in pieces), return_tensors="pt")["input_ids"]
-        answer = int(weights(tokens).logits[0, -1].argmax())
-        prompts.append([*pieces, ("answer", f" w{answer}")])
+    texts = [(" the day", " the day", " is", " of a town" * (k + 1), " When?") for k in range(4)]
+    batch = written(gpt2, "left", texts, [*"abcd", "query", "answer"])
     noise = 1e-9 * torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
     scores: Any = {"one by one": al.subsets.one_by_one, "equal": noise + 1}
-    options: dict[str, Any] = {"segments": ["a", "b", "c", "d"], "answer": "answer"}
-    asked = al.Faithfulness(scores, remove=al.removal.text, subsets=16, **options)
+    options: dict[str, Any] = {"segments": [*"abcd"], "answer": "answer", "subsets": 16}
+    asked = al.Faithfulness(scores, remove=al.removal.text, **options)
     records = []
-    for dtype, sizes in ((torch.float32, (1, 3, 4)), (torch.float64, (4,))):
-        model = hooked(copy.deepcopy(weights).to(dtype), tokenizer)
-        for batch_size in sizes:
-            batches = al.build_segments(tokenizer, prompts, batch_size=batch_size)
-            with pytest.warns(UserWarning, match="'equal': all segments have one score in 4 of 4"):
-                record = ask(model, batches, asked, **QUIET)
-            records.append(record)
+    for model, size in ((gpt2, 1), (gpt2, 3), (gpt2, 4), (exact_gpt2, 4)):
+        batches = [batch.prompts(start, min(start + size, 4)) for start in range(0, 4, size)]
+        with pytest.warns(UserWarning, match="'equal': all segments have one score in 4 of 4"):
+            records.append(ask(model, batches, asked, **QUIET))
     for record in records:
         for name in ("lds_of_prompts", "drop_of_prompts"):
             ours, first = getattr(record, name), getattr(records[0], name)

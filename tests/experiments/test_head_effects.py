@@ -1,6 +1,7 @@
 """Effects of heads against loops with raw hooks over single prompts, heads and layers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,9 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, HookError, StoreError
-from anchorlens.passes import shared_prefix
-from tests.references import states
+from tests.references import plain, states
+from tests.support.made_up_records import made_up_record
 from tests.support.measures import does_not_run
-from tests.support.tiny_models import tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TASK, EXAMPLES = al.TASKS["trec"], al.load_examples("questions")
@@ -41,32 +41,24 @@ def prompts(
 MIXED = al.relabeling.random(seed=1)
 
 
-@pytest.mark.slow("many passes")
-@pytest.mark.every_kind
-def test_it_equals_loops_with_raw_hooks(hooked: Any, byte_level: Any, kind_of_model: str) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-    compare(model, 1e-10 if kind_of_model == "bridge" else 1e-7)
-
-
 @pytest.mark.quick_cases("many passes", "gpt2")
-def test_it_equals_loops_in_other_architectures(model: Any) -> None:
-    """Grouped keys, BOS, and a norm after the attention."""
-    compare(model, 1e-4)
-
-
-def compare(model: Any, tolerance: float) -> None:
-    of_mean = prompts(model, slice(3), batch_size=2, padding_side="left")
-    shuffled = prompts(model, slice(3, 6), MIXED, batch_size=2, padding_side="left")
-    record = al.head_effects(model, of_mean, shuffled, **QUIET)
-    assert record.info["not_started_late"] == {}
-    outputs = states.mean_outputs(model, of_mean)
-    torch.testing.assert_close(record.outputs, outputs, rtol=tolerance, atol=tolerance)
-    effects, of_probability = states.effects(model, shuffled, outputs)
-    assert (effects.abs().amax(0) > 1e-3).all() and (effects > 0).any() and (effects < 0).any()
-    options: dict[str, Any] = {"rtol": tolerance, "atol": tolerance}
-    torch.testing.assert_close(record.effect_of_prompts, effects, **options)
-    torch.testing.assert_close(record.effect, effects.mean(0), **options)
-    torch.testing.assert_close(record.probability_effect, of_probability.mean(0), **options)
+@pytest.mark.every_kind
+def test_it_equals_loops_with_raw_hooks(exact_model: Any, kind_of_model: str) -> None:
+    """Also with grouped keys, BOS, and a norm after the attention."""
+    model, tolerance = exact_model, 1e-10 if kind_of_model == "bridge" else 1e-7
+    with plain.everything_in_float64():
+        of_mean = prompts(model, slice(3), batch_size=2, padding_side="left")
+        shuffled = prompts(model, slice(3, 6), MIXED, batch_size=2, padding_side="left")
+        record = al.head_effects(model, of_mean, shuffled, **QUIET)
+        assert record.info["not_started_late"] == {}
+        outputs = states.mean_outputs(model, of_mean)
+        torch.testing.assert_close(record.outputs, outputs, rtol=tolerance, atol=tolerance)
+        effects, of_probability = states.effects(model, shuffled, outputs)
+        assert (effects.abs().amax(0) > 1e-3).all() and (effects > 0).any() and (effects < 0).any()
+        options: dict[str, Any] = {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(record.effect_of_prompts, effects, **options)
+        torch.testing.assert_close(record.effect, effects.mean(0), **options)
+        torch.testing.assert_close(record.probability_effect, of_probability.mean(0), **options)
 
 
 @pytest.mark.filterwarnings("ignore:1 queries are in both lists")
@@ -80,45 +72,22 @@ def test_own_outputs_have_no_effect(model: Any) -> None:
     torch.testing.assert_close(record.log_odds[0], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_shared_tokens_run_once_for_all_heads(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of the target alone leaves the keys and values of shared tokens as they are."""
-    lengths: list[int] = []
-
-    def count(model: Any, tokens: al.PromptBatch, *rest: Any, **options: Any) -> Any:
-        lengths.append(len(tokens))
-        return run_shared(model, tokens, *rest, **options)
-
-    run_shared = shared_prefix.run_shared
-    shuffled = prompts(gpt2, slice(3, 9), MIXED, batch_size=3)
-    of_mean = prompts(gpt2, slice(3))
-    monkeypatch.setattr(shared_prefix, "run_shared", count)
-    al.head_effects(gpt2, of_mean, shuffled, **QUIET)
-    assert len(lengths) <= 2  # of the trial, and of all passes
-
-
-def test_the_largest_heads_of_each_sign_and_what_replaces_them(gpt2: Any) -> None:
-    of_mean = prompts(gpt2, slice(3))
-    with pytest.warns(UserWarning, match="rough"):
-        record = al.head_effects(
-            gpt2, of_mean, prompts(gpt2, slice(3, 6), MIXED), resamples=20, progress=False
-        )
-    assert record.intervals.keys() == {"effect", "probability_effect"}
+def test_the_largest_heads_of_each_sign() -> None:
+    record: Any = made_up_record(al.records.HeadEffectsRecord)
+    effect = record.effect - 0.5
+    bounds = record.intervals | {"effect": torch.stack([effect - 0.1, effect + 0.1])}
+    record = replace(record, effect=effect, intervals=bounds)
     table = record.largest(2)
     effects = sorted(record.effect.flatten().tolist())
-    positive, negative = [each for each in effects[::-1] if each > 0], [e for e in effects if e < 0]
-    assert table["effect"].tolist() == positive[:2] + negative[:2]
-    assert table["sign"].tolist() == [1] * len(positive[:2]) + [-1] * len(negative[:2])
+    assert table["effect"].tolist() == effects[:-3:-1] + effects[:2]
+    assert table["sign"].tolist() == [1, 1, -1, -1]
     for _, row in table.iterrows():
         index = int(row["layer"]), int(row["head"])
         estimate = record.estimate("effect", *index)
         assert (row["effect"], row["low"], row["high"]) == tuple(vars(estimate).values())[:3]
         assert row["probability_effect"] == float(record.probability_effect[index])
-    tensors: Any = record.tensors()
-    bare = al.records.HeadEffectsRecord(**tensors)
+    bare = replace(record, intervals={})
     assert "low" not in bare.largest() and len(bare.largest(99)) == record.effect.numel()
-    figure = record.plot()
-    assert figure.data[0].z[1][2] == float(record.effect[2, 1])
-    assert figure.layout.coloraxis.cmin == -figure.layout.coloraxis.cmax < 0
     with pytest.raises(AnchorlensError, match="count"):
         record.largest(0)
 
@@ -169,21 +138,18 @@ def test_heads_are_replaced_at_any_positions(gpt2: Any) -> None:
     def hooks(batch: al.PromptBatch, where: Any = everywhere) -> list[Any]:
         return al.replace_heads(gpt2, batch, zeros, site, positions=where)
 
-    logits = al.target_logits(gpt2, batches, hooks=hooks, progress=False)
-    plain = al.target_logits(
-        gpt2, batches, hooks=lambda batch: [("blocks.1.attn.hook_z", by_hand)], progress=False
+    everywhere_logits, plain_logits, at_target, default = (
+        al.target_logits(gpt2, batches, hooks=of_batch, progress=False)
+        for of_batch in (
+            hooks,
+            lambda batch: [("blocks.1.attn.hook_z", by_hand)],
+            lambda batch: hooks(batch, al.edges.target(batch)),
+            lambda batch: al.replace_heads(gpt2, batch, zeros, site),
+        )
     )
-    torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)  # which run on the bridge
-    at_target = al.target_logits(
-        gpt2, batches, hooks=lambda batch: hooks(batch, al.edges.target(batch)), progress=False
-    )
-    default = al.target_logits(
-        gpt2,
-        batches,
-        hooks=lambda batch: al.replace_heads(gpt2, batch, zeros, site),
-        progress=False,
-    )
-    assert torch.equal(at_target, default) and (default - plain).abs().max() > 1e-4
+    # Plain functions run on the bridge.
+    torch.testing.assert_close(everywhere_logits, plain_logits, rtol=0, atol=1e-5)
+    assert torch.equal(at_target, default) and (default - plain_logits).abs().max() > 1e-4
     [(_, hook)] = hooks(batches[0])
     assert not hook.is_for(batches[1])
     for where, message in (

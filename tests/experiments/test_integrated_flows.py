@@ -1,7 +1,6 @@
 """Flows with the integrated gradient against plain transformers with scaled patterns."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,21 +9,16 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.experiments.integrated_flows import (
-    mean_gradient,
-    output_with,
     probability_of_prediction,
 )
-from anchorlens.models.hooked import hooks_by_layer, pattern_name
-from anchorlens.models.model_state import frozen_in_eval_mode
+from anchorlens.models.hooked import pattern_name
 from anchorlens.models.norm_after import norms_after
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.shortcuts import why_not_late
 from anchorlens.runs.passes import Passes
 from tests.references import plain
-from tests.references.architectures import BY_NAME
-from tests.references.toys import native_bridge
 from tests.support.asked import ask
-from tests.support.measures import assert_same, counted_layers, difference
+from tests.support.measures import assert_same, difference
 from tests.support.tiny_models import questions, randomize, tiny_gpt2, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:in layers .* the attributions do not sum to F")
@@ -42,30 +36,9 @@ def batch() -> al.PromptBatch:
     return al.PromptBatch.from_segments(TOKENS, SEGMENTS, names, attention_mask=MASK)
 
 
-@pytest.fixture
-def precise(hooked: Any, byte_level: Any) -> Any:
-    return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-
-
-def attribution(
-    model: Any, batch: al.PromptBatch, output: Any, steps: int
-) -> tuple[list[Tensor], Tensor]:
-    """A times the mean gradient of each layer, and the clean logits."""
-    patterns: dict[int, Tensor] = {}
-    with frozen_in_eval_mode(model):
-        observers = hooks_by_layer(model, pattern_name, patterns.__setitem__)
-        clean = run_pass(model, batch, observers=observers)
-        function = probability_of_prediction(clean, batch) if output is None else output
-        products = []
-        for layer, pattern in patterns.items():
-            output_of = partial(output_with, model, batch, function, layer, None)
-            products.append(pattern * mean_gradient(output_of, pattern, steps))
-    return products, clean
-
-
 @pytest.mark.slow("many passes")
 def test_the_sum_over_all_edges_is_the_change_of_the_output_up_to_one_over_m_squared(
-    precise: Any, byte_level: Any, batch: al.PromptBatch
+    exact_gpt2: Any, byte_level: Any, batch: al.PromptBatch
 ) -> None:
     """F with and without the attention of a layer, of plain transformers in float64."""
     prompt = batch.prompt(1)
@@ -81,18 +54,15 @@ def test_the_sum_over_all_edges_is_the_change_of_the_output_up_to_one_over_m_squ
         changes.append((clean - without)[clean.argmax()])
     errors = {}
     for steps in (10, 20, 40):
-        products, _ = attribution(precise, prompt, None, steps)
-        totals = torch.stack([product.sum() for product in products])
-        errors[steps] = totals - torch.stack(changes)
+        record = ask(exact_gpt2, [prompt], al.IntegratedFlows(["question"], steps=steps), **QUIET)
+        assert difference(record.change, torch.stack(changes)) <= 1e-9
+        errors[steps] = record.attributed - torch.stack(changes)
     assert min(changes, key=abs).abs() > 0.1 * clean.max()
     for steps, error in errors.items():
         assert error.abs().max() <= 0.01 / steps**2
     # The output bends more with the pattern of the first layer, where ten steps are few.
     assert (errors[10] / errors[20] - 4)[1:].abs().max() < 0.1
     assert (errors[20] / errors[40] - 4).abs().max() < 0.5
-    record = ask(precise, [prompt], al.IntegratedFlows(["question"], steps=10), **QUIET)
-    assert difference(record.change, torch.stack(changes)) <= 1e-9
-    assert difference(record.attributed - record.change, errors[10]) <= 1e-9
 
 
 def plain_attribution(
@@ -159,22 +129,6 @@ def test_flows_equal_plain_transformers(
     assert "whole passes" not in record.info
 
 
-def test_where_the_output_is_linear_in_the_pattern_one_step_is_exact(
-    byte_level: Any, batch: al.PromptBatch
-) -> None:
-    """One layer without MLP and norms, and a sum of logits."""
-    weights = BY_NAME["Toy (one layer)"].build(len(byte_level), torch.float64)
-    model = al.prepare_model(native_bridge(weights, byte_level))
-    prompt = batch.prompt(0)
-    output = lambda logits, batch: logits[:, 3:9].sum(1)  # noqa: E731
-    [one], clean = attribution(model, prompt, output, 1)
-    [several], _ = attribution(model, prompt, output, 3)
-    without = run_pass(model, prompt, hooks=[(pattern_name(0), lambda pattern, hook: 0 * pattern)])
-    change = output(clean, prompt) - output(without, prompt)
-    assert difference(one.sum((1, 2, 3)), change) <= 1e-12
-    assert difference(several, one) <= 1e-12
-
-
 def test_the_prediction_stays_that_of_the_clean_run(gpt2: Any, batch: al.PromptBatch) -> None:
     (with_labels,) = questions(gpt2, 2)
     ids = with_labels.label_token_ids
@@ -190,19 +144,14 @@ def test_the_prediction_stays_that_of_the_clean_run(gpt2: Any, batch: al.PromptB
 
 @pytest.mark.slow("many passes")
 def test_passes_start_at_their_layer_and_whole_passes_give_the_same(
-    precise: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
+    exact_gpt2: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = {1: "in a test", 2: "in a test"}
-    assert [why_not_late(precise, layer) for layer in (1, 2)] == ["", ""]
-    with monkeypatch.context() as patch, counted_layers(precise) as calls:
-        with torch.inference_mode():  # autograd would reject its tensors
-            record = ask(precise, [batch], al.IntegratedFlows(steps=4), **QUIET)
-        # A later layer has its own four steps and F(0) more.
-        assert [calls[1] - calls[0], calls[2] - calls[1]] == [5, 5]
-        patch.setattr(Passes, "why_not_late", lambda *arguments: reasons)
-        calls[:] = [0, 0, 0]
-        whole = ask(precise, [batch], al.IntegratedFlows(steps=4), **QUIET)
-        assert calls == [1 + 3 * 5] * 3  # the clean run, then four steps and F(0) for each layer
+    assert [why_not_late(exact_gpt2, layer) for layer in (1, 2)] == ["", ""]
+    with torch.inference_mode():  # autograd would reject its tensors
+        record = ask(exact_gpt2, [batch], al.IntegratedFlows(steps=4), **QUIET)
+    monkeypatch.setattr(Passes, "why_not_late", lambda *arguments: reasons)
+    whole = ask(exact_gpt2, [batch], al.IntegratedFlows(steps=4), **QUIET)
     assert whole.info["whole passes"] == reasons
     assert_same(record, whole, 1e-12)
 

@@ -134,24 +134,6 @@ def test_predictors_whose_rule_is_known(gpt2: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow("many passes")
-def test_the_figure_and_the_table(gpt2: Any) -> None:
-    two = {"gold": al.relabeling.gold, "gold/again": al.relabeling.gold}
-    options: dict[str, Any] = {"resamples": 20, "progress": False}
-    first = al.label_dependence(gpt2, TASK, DEMOS, QUERIES[:22], two, **options)
-    assert first.info["relabelings"] == [*two] and first.info["compared_with"] == "gold"
-    for name in ("truth", "prior", "prompt"):
-        values, bounds = getattr(first, name), first.intervals[name]
-        assert values[0] == values[1] and torch.equal(bounds[:, 0], bounds[:, 1])
-    assert first.change.tolist() == [0, 0] and first.intervals["change"][:, 0].tolist() == [0, 0]
-    bars = first.plot().data
-    assert [bar.name for bar in bars] == ["truth", "prior", "prompt", "override"]
-    assert list(bars[1].y) == first.prior.tolist()
-    table = first.table()
-    assert table.loc["gold/again", "prior"] == first.text("prior", 1)
-    assert table.loc["gold", "override"] == "no number" and list(table.columns)[-1] == "change"
-
-
-@pytest.mark.slow("many passes")
 def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
     gold: dict[str, Any] = {"gold": al.relabeling.gold}
     two = al.Task(TASK.template, LETTERS[:2])

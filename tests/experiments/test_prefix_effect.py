@@ -1,4 +1,4 @@
-"""What a prefix does to attention: cases by hand, scores, one token, masks, padding, errors."""
+"""What a prefix does to attention: cases by hand, one token, masks, and contexts as a prefix."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.errors import MetricError
 from anchorlens.experiments.prefix_effect import (
     POSITIONS,
     _sampled,
@@ -17,8 +18,9 @@ from anchorlens.experiments.prefix_effect import (
 )
 from anchorlens.experiments.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
 from anchorlens.passes.forward import run_prefix
-from tests.support.measures import assert_same, contributed, is_shared, patterns_of
-from tests.support.tiny_models import questions, tiny_gpt2
+from tests.support.asked import ask
+from tests.support.measures import assert_same, contributed, patterns_of
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 NAN = float("nan")
@@ -116,68 +118,20 @@ def test_one_token_moves_a_head_along_one_line(gpt2: Any) -> None:
     one = effect_of(gpt2, batches, keys={"one": first_anchors})
     assert (one.concentration - 1).abs().max() < 1e-6
     assert (one.effective_rank - 1).abs().max() < 1e-4
-    # The raw difference lies on no line.
-    _, changes = changes_of(gpt2, batches[0], first_anchors(batches[0]))
-    sizes = torch.linalg.svdvals(changes)
-    assert (sizes[:, 1] > 1e-2 * sizes[:, 0]).all()
     all_tokens = effect_of(gpt2, batches)
     assert float(all_tokens.concentration.min()) < 0.99
     assert float(all_tokens.effective_rank.max()) > 1.05
 
 
-def changes_of(model: Any, batch: al.PromptBatch, in_prefix: Tensor) -> tuple[Tensor, Tensor]:
-    """m b and z+ - z0 of the last layer's heads [head, row, d_head], in all rows of the queries."""
-    queries = al.edges.query(batch)
-    runs = prefix_runs(model, batch, in_prefix, queries)
-    *_, terms = runs.layers()
-    rows = queries[:, runs.rows]
-    taken, raw = terms.taken, terms.output - terms.without
-    return taken.movedim(1, 0)[:, rows], raw.movedim(1, 0)[:, rows]
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_prefix_tokens_move_a_head_in_as_many_directions(gpt2: Any, count: int) -> None:
     (batch,) = questions(gpt2, 6)
-    taken, _ = changes_of(gpt2, batch, first_anchors(batch, count))
-    sizes = torch.linalg.svdvals(taken)
+    queries = al.edges.query(batch)
+    runs = prefix_runs(gpt2, batch, first_anchors(batch, count), queries)
+    *_, last = runs.layers()
+    sizes = torch.linalg.svdvals(last.taken.movedim(1, 0)[:, queries[:, runs.rows]])
     assert (sizes[:, count - 1] > 1e-4 * sizes[:, 0]).all()
     assert (sizes[:, count] < 1e-6 * sizes[:, 0]).all()
-
-
-@pytest.mark.slow("many passes")
-def test_reweighting_moves_a_head_within_the_values_of_the_label_words(
-    hooked: Any, byte_level: Any
-) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-    (batch,) = questions(model, 3)
-    beta = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
-    target, anchors = al.edges.target(batch), al.edges.anchors(batch)
-    plain, moved = (
-        prefix_runs(model, batch, anchors, target, hooks=hooks)
-        for hooks in ([], al.reweight_anchors(model, batch, beta))
-    )
-    # Deeper layers have other inputs in the two runs.
-    outputs = [next(runs.layers()).output for runs in (plain, moved)]
-    _, values = plain.with_prefix.layer(0)
-    for prompt, row in enumerate(target[:, plain.rows].long().argmax(1)):
-        change = (outputs[1] - outputs[0])[prompt, :, row, :, None]
-        of_labels = values[prompt][:, anchors[prompt]].mT
-        assert of_labels.shape[1] > of_labels.shape[2]  # they do not span everything
-        fitted = of_labels @ torch.linalg.lstsq(of_labels, change).solution
-        assert (change.norm(dim=1) > 1e-3).all()
-        assert ((change - fitted).norm(dim=1) < 1e-10 * change.norm(dim=1)).all()
-
-
-@pytest.mark.slow("many passes")
-def test_equal_values_move_a_head_along_one_line(hooked: Any, byte_level: Any) -> None:
-    weights: Any = tiny_gpt2(len(byte_level))
-    with torch.no_grad():
-        for block in weights.transformer.h:
-            block.attn.c_attn.weight[:, 48:] = 0  # the values are their biases
-    model = hooked(weights, byte_level)
-    effect = effect_of(model, questions(model, 6))
-    assert (effect.concentration - 1).abs().max() < 1e-6
-    assert (effect.effective_rank - 1).abs().max() < 1e-4
 
 
 def test_a_prefix_that_is_masked_does_nothing(llama: Any) -> None:
@@ -203,14 +157,6 @@ def test_rows_of_different_attention_are_averaged_over_the_query(gpt2: Any) -> N
     # The target is the last row of both.
     for name in ("concentration", "effective_rank", "spread"):
         assert torch.equal(getattr(whole, name), getattr(target, name))
-
-
-def test_other_metrics_of_the_run_share_the_demonstrations(gpt2: Any) -> None:
-    batches = questions(gpt2, 4)
-    results = al.run(gpt2, batches, [al.PrefixEffect(), al.SaliencyFlows()], **QUIET)
-    assert is_shared(results["prefix_effect"])
-    alone = effect_of(gpt2, batches)
-    assert_same(results["prefix_effect"], replace(alone, info={}), 1e-12)
 
 
 def rows_by_hand(taken: Tensor, within: Tensor, ids: list[int]) -> al.Contributions:
@@ -288,14 +234,8 @@ def test_a_run_that_continues_from_a_prefix_gives_the_whole_cache(gemma3: Any) -
 
 
 @pytest.mark.slow("many passes")
-def test_the_figures_show_the_numbers(llama: Any) -> None:
+def test_a_pattern_is_drawn_without_the_prefix_with_it_and_rescaled(llama: Any) -> None:
     batch = questions(llama, 4)[0]
-    effect = effect_of(llama, [batch])
-    heat, *lines = effect.plot().data
-    assert torch.tensor(heat.z, dtype=torch.double).T.equal(effect.stolen)
-    assert [line.y for line in lines] == [
-        pytest.approx(values.tolist()) for values in (effect.direct, effect.indirect)
-    ]
     without, with_prefix, rescaled = (
         torch.tensor(panel.z, dtype=torch.double)
         for panel in al.PrefixEffect().plot_pattern(llama, batch, 1, 2, prompt=1).data
@@ -319,5 +259,141 @@ def test_what_one_token_moves_lies_on_a_line_in_the_figure(llama: Any) -> None:
     assert max(map(abs, dots.y)) > 1e-2 * max(map(abs, dots.x))
 
 
-def nothing(batch: al.PromptBatch) -> Tensor:
-    return torch.zeros_like(batch.attention_mask)
+@pytest.mark.every_kind
+def test_a_context_of_all_tokens_acts_as_the_demonstrations(model: Any) -> None:
+    """Without a BOS the whole context is the prefix; with one BOS is content in both."""
+    batches = questions(model, 5, batch_size=3)
+    asked = al.PrefixEffect()
+    expected = ask(model, batches, asked, **QUIET)
+    context = al.compress(model, batches[0], select=al.contexts.selection.everything)
+    effect = ask(model, batches, replace(asked, context=context), **QUIET)
+    rounding: dict[str, Any] = {"invariance": torch.zeros(3).double()}
+    assert_same(replace(effect, **rounding), replace(expected, **rounding), 1e-4)
+    assert effect.indirect[0] == 0 and effect.invariance.max() < 1e-5
+
+
+@pytest.mark.slow("many passes")
+def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any, tmp_path: Any) -> None:
+    """It acts as the whole prompt without the edges from the query to the other tokens."""
+    batches = questions(gpt2, 4)
+    context = al.compress(gpt2, batches[0], select=al.contexts.selection.anchors_and_format)
+    asked = al.PrefixEffect(context=context, rows=al.edges.target)
+    effect = ask(gpt2, batches, asked, **QUIET)
+    for _ in range(2):  # computed, then stored
+        assert_same(ask(gpt2, batches, asked, folder=tmp_path, **QUIET), effect, 0)
+    (batch,) = batches
+    metric = al.PrefixEffect(
+        keys={"context": lambda batch: al.edges.demonstrations(batch) & selected(batch, context)},
+        rows=al.edges.target,
+    )
+    dropped = al.edges.demonstrations(batch) & ~selected(batch, context)
+    hooks = al.block_edges(gpt2, batch, al.edges.between(al.edges.query(batch), dropped), range(3))
+    query_pass = al.contexts.QueryPass(batch, None, hooks)
+    rows = effect_contributions(gpt2, query_pass, metric.segments_of(batch), metric.rows_of(batch))
+    expected = metric.result(al.Contributions(rows))
+    for name in ("stolen", "direct", "concentration", "effective_rank", "spread"):
+        assert getattr(effect, name).allclose(getattr(expected, name), atol=1e-5), name
+    assert (effect.indirect - expected.indirect).abs().max() < 1e-5
+    whole = al.run(gpt2, batches, [al.PrefixEffect(rows=al.edges.target)], **QUIET)
+    assert float((whole["prefix_effect"].stolen - effect.stolen).min()) > 0
+
+
+@pytest.mark.slow("many passes")
+def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
+    """Two of the label words are stored, at other columns than in the prompt."""
+    batches = questions(gpt2, 4)
+    keys = al.PrefixEffect().keys
+    (batch,) = batches
+    positions, ends = batch.label_positions[0, [1, 4]], batch.label_ends[0, [1, 4]]
+    assert torch.equal(positions, ends)
+
+    def select(demonstrations: al.PromptBatch) -> Tensor:
+        stored = torch.zeros_like(demonstrations.attention_mask[0])
+        stored[positions], stored[7] = True, True
+        return stored
+
+    context = al.compress(gpt2, batch, select=select)
+    assert context.is_cut
+    queries = context.query_pass(gpt2, batch).batch
+    assert queries.label_positions.tolist() == [[1, 2]] * 4
+    assert queries.label_classes.equal(batch.label_classes[:, [1, 4]])
+    effect, of_anchors = (
+        ask(gpt2, batches, al.PrefixEffect(context=context, keys=given), **QUIET)
+        for given in (keys, {"anchors": al.edges.anchors})
+    )
+    of_text, of_labels = effect.stolen_by_segment.unbind(-1)[:2]
+    assert (of_text > 1e-4).all() and (of_labels > 1e-4).all()
+    assert effect.stolen_by_segment[..., 2:].sum() == 0
+    assert of_anchors.stolen.equal(of_labels)
+
+
+def selected(batch: al.PromptBatch, context: al.contexts.CompressedContext) -> Tensor:
+    mask = torch.zeros_like(batch.attention_mask)
+    mask[:, : len(context.selected)] = context.selected
+    return mask
+
+
+def test_nothing_before_the_query_does_nothing(llama: Any) -> None:
+    nothing = al.PrefixEffect(context=al.contexts.NoContext())
+    effect = ask(llama, questions(llama, 3), nothing, **QUIET)
+    for name in ("stolen", "direct", "indirect"):
+        assert not getattr(effect, name).any(), name
+    assert (effect.bos > 0).all()
+    assert effect.concentration.isnan().all() and effect.spread.isnan().all()
+
+
+@pytest.mark.slow("many passes")
+def test_wrong_contexts_and_rows_are_refused(gpt2: Any) -> None:
+    batches = questions(gpt2, 3)
+    context = al.compress(gpt2, batches[0])
+    with pytest.raises(MetricError, match="positions of every query"):
+        ask(gpt2, batches, al.PrefixEffect(context=context, rows=al.edges.demonstrations), **QUIET)
+    parts: Any = al.PrefixEffect().keys
+    no_text = al.compress(gpt2, batches[0], select=al.contexts.selection.label_words)
+    with pytest.raises(MetricError, match="hold no token of some prompt"):
+        asked = al.PrefixEffect(context=no_text, keys={"text": parts["text"]})
+        ask(gpt2, batches, asked, **QUIET)
+    for draw in (al.PrefixEffect.plot_pattern, al.PrefixEffect.plot_directions):
+        with pytest.raises(MetricError, match="there is no prefix"):
+            draw(al.PrefixEffect(context=al.contexts.NoContext()), gpt2, batches[0], 0, 0)
+
+
+@pytest.mark.quick_cases("many passes", "gpt2")
+@pytest.mark.every_kind
+def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(model: Any) -> None:
+    batch = questions(model, 4)[0]
+    context = al.compress(model, batch, select=al.contexts.selection.everything)
+    expected = al.PrefixEffect().plot_pattern(model, batch, 1, 1, prompt=2)
+    of_context = al.PrefixEffect(context=context)
+    figure = of_context.plot_pattern(model, batch, 1, 1, prompt=2)
+    for panel, panel_expected in zip(figure.data, expected.data, strict=True):
+        values, wanted = (torch.tensor(p.z, dtype=torch.double) for p in (panel, panel_expected))
+        assert values.allclose(wanted, atol=1e-5, equal_nan=True)
+    assert figure.layout.xaxis.ticktext == expected.layout.xaxis.ticktext
+    assert figure.layout.yaxis.ticktext == expected.layout.yaxis.ticktext
+    (dots,) = of_context.plot_directions(model, batch, -1, 0).data
+    (wanted_dots,) = al.PrefixEffect().plot_directions(model, batch, -1, 0).data
+    scale = max(map(abs, wanted_dots.x))
+    # The sign of a singular direction is arbitrary.
+    assert [*map(abs, dots.x)] == pytest.approx([*map(abs, wanted_dots.x)], abs=1e-4 * scale)
+    assert [*map(abs, dots.y)] == pytest.approx([*map(abs, wanted_dots.y)], abs=1e-3 * scale)
+
+
+@pytest.mark.slow("many passes")
+def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
+    """Learned keys belong to no token; those of a hard prompt do, and BOS is not learned."""
+    batches = questions(llama, 2, batch_size=1)
+    learned = al.train_prefix(
+        llama, batches[:1], training=al.contexts.Training(steps=0), held_out=batches[1:], length=2
+    )
+    tokens = al.contexts.hard_prompts.of_tokens(llama, [300, 301], held_out=batches)
+    names = []
+    for context in (learned, tokens):
+        asked = al.PrefixEffect(context=context)
+        figure = asked.plot_pattern(llama, batches[0], 1, 1)
+        names.append(figure.layout.xaxis.ticktext[:3:2])  # every second one is written
+        stolen = torch.tensor(figure.data[1].z)[:, 1:3].sum(1)
+        effect = ask(llama, batches[:1], asked, **QUIET)
+        assert float(effect.stolen[1, 1]) == pytest.approx(float(stolen.mean()), abs=1e-5)
+    assert names[0][1] == "learned_1"
+    assert names[1] == (names[0][0], llama.tokenizer.decode(301))

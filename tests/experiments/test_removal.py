@@ -83,36 +83,6 @@ def test_without_its_bos_a_prompt_begins_with_none(gemma3: Any) -> None:
     assert torch.equal(changed.tokens[:, 0], batch.tokens[:, 1])
 
 
-@pytest.mark.every_kind
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_nothing_that_stays_reads_a_removed_token(side: Any, model: Any) -> None:
-    [batch] = questions(model, 2, padding_side=side)
-    removed = al.edges.demonstration(batch, 2)
-    same, hooks = al.removal.edges(model, batch, removed)
-    assert same is batch
-    patterns: dict[str, Tensor] = {}
-
-    def store(pattern: Tensor, hook: Any) -> None:
-        patterns[hook.name] = pattern
-
-    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(model.cfg.n_layers)]
-    model.run_with_hooks(
-        batch.tokens,
-        attention_mask=batch.attention_mask.long(),
-        fwd_hooks=[*hooks, *((name, store) for name in names)],
-    )
-    stays = batch.attention_mask & ~removed
-    for pattern in patterns.values():
-        of_heads = pattern.transpose(0, 1)
-        assert (of_heads[:, stays[:, :, None] & removed[:, None]] == 0).all()
-        # Removed tokens still read one another, and each row sums to 1.
-        earlier = (removed[:, :, None] & removed[:, None]).tril(-1)
-        assert (of_heads[:, earlier] > 0).any()
-        sums = of_heads[:, stays].sum(-1)
-        torch.testing.assert_close(sums, torch.ones_like(sums))
-    assert len(patterns) == model.cfg.n_layers
-
-
 @pytest.mark.parametrize("remove", [al.removal.edges, al.removal.text])
 def test_removing_nothing_gives_the_batch_itself(remove: Any, gpt2: Any) -> None:
     [batch] = questions(gpt2, 2)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError
-from anchorlens.runs.passes import Passes
 from tests.references import plain
-from tests.support.measures import does_not_run, hooks_on
+from tests.support.measures import does_not_run
 from tests.support.tiny_models import tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -129,11 +128,9 @@ def test_it_equals_the_steps_of_qrhead(make: Any, tolerance: float, request: Any
     weights, same = (make(len(tokenizer)).double() for _ in range(2))
     weights.set_attn_implementation("eager")
     model = hooked(same, tokenizer)
-    before = hooks_on(model)
     ours, null = documents(model, padding_side="left"), documents(model, " N/A", batch_size=2)
     right: list[Any] = [names[0] if len(names) == 1 else names for names in RIGHT]
     record = al.retrieval_heads(model, ours, null, right=right, **QUIET)
-    assert hooks_on(model) == before
     cases = [(record, expected(weights, documents(model), null, RIGHT))]
     prompts, null = demonstrations(model, batch_size=2), demonstrations(model, ["N/A"] * 5)
     names = [
@@ -211,18 +208,6 @@ def test_the_best_heads_are_cut_and_as_many_random_ones(request: Any) -> None:
         assert masked.plot().data[1].name == "random heads cut, mean"
 
 
-@pytest.mark.slow("many passes")
-def test_the_figure_and_the_intervals(gpt2: Any) -> None:
-    queries = [example for example in EXAMPLES if example not in DEMOS][:20]
-    batches, null = demonstrations(gpt2, queries), demonstrations(gpt2, ["N/A"] * 20)
-    first = al.retrieval_heads(gpt2, batches, null, resamples=5, progress=False)
-    assert first.intervals.keys() == {"score", "raw", "found"}
-    assert first.plot().data[0].z[1][2] == float(first.score[2, 1])
-    # A warning that the edges cannot be compared would be an error here.
-    masked = al.run(gpt2, batches, [first.masking(2, draws=1)], **QUIET)
-    assert masked["retrieval_masking"].kl[0] > 0
-
-
 def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
     ours, null = documents(gpt2), documents(gpt2, " N/A")
     labels, texts = demonstrations(gpt2), demonstrations(gpt2, [each.text for each in QUERIES])
@@ -252,19 +237,3 @@ def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
     fields: dict[str, Any] = dict.fromkeys(("score", "raw", "found"), torch.ones(3, 2))
     with pytest.raises(AnchorlensError, match="count"):
         al.records.RetrievalHeadsRecord(**fields).top(0)
-
-
-def test_null_prompts_run_in_their_batches_and_once(gpt2: Any, monkeypatch: Any) -> None:
-    """Batches of both lists hold other prompts together."""
-    ran: list[list[int]] = []
-    contributions = Passes.contributions
-
-    def counted(passes: Passes, batch: al.PromptBatch, *names: Any) -> Any:
-        if passes.batches[0].tokens.shape == null[0].tokens.shape:
-            ran.append(batch.index.tolist())
-        return contributions(passes, batch, *names)
-
-    null = demonstrations(gpt2, ["N/A"] * 5, batch_size=4)
-    monkeypatch.setattr(Passes, "contributions", counted)
-    al.retrieval_heads(gpt2, demonstrations(gpt2, batch_size=2), null, **QUIET)
-    assert sorted(ran) == [[0, 1, 2, 3], [4]]

@@ -1,7 +1,7 @@
-"""Which segments an answer rests on, against the same cuts made by hand and an additive model."""
+"""Which segments an answer rests on: subsets, scores of methods, and cuts made by hand."""
 
 from dataclasses import replace
-from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -13,47 +13,14 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import RunError
-from anchorlens.hooks import Site, hooks_on_edges
+from anchorlens.errors import MetricError, RunError
+from anchorlens.experiments.ablation import subsets_of
 from anchorlens.passes.forward import logits_at
 from tests.experiments.test_ablation import misquoted, of_context_cite, written
 from tests.support.asked import ask
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-
-
-def shortened(batch: al.PromptBatch) -> al.PromptBatch:
-    """The same prompts, of whose answer only the first token is in the segment."""
-    inside = batch.segments == 3
-    later = inside & torch.cat([torch.zeros_like(inside[:, :1]), inside[:, :-1]], dim=1)
-    return replace(batch, segments=batch.segments.masked_fill(later, -1))
-
-
-def test_one_by_one_is_the_cut_of_what_later_tokens_read(gpt2: Any, byte_level: Any) -> None:
-    """For answers of one token, whose log-odds follow from its logits."""
-    batch = shortened(written(byte_level, gpt2))
-    asked = al.SegmentAttribution(answer="answer", segments=["museum", "shop"])
-    record = ask(gpt2, [batch], asked)
-    assert record.info["segment_names"] == ("museum", "shop")
-    first = batch.segments.eq(3).long().argmax(1)
-    predicting = al.edges.at(batch, first[:, None] - 1)
-
-    def odds(hooks: Any = ()) -> Tensor:
-        rows = torch.cat(logits_at(gpt2, batch, predicting, hooks)).double()
-        chances = rows.softmax(-1).gather(1, batch.tokens.gather(1, first[:, None]))[:, 0]
-        return (chances / (1 - chances)).log()
-
-    for number, name in enumerate(("museum", "shop")):
-        inside = al.edges.segment(batch, name)
-        last = inside.long().cumsum(1).argmax(1)
-        later = batch.attention_mask & (batch.positions > last[:, None])
-        hooks = hooks_on_edges(gpt2, batch, al.edges.between(later, inside), Site())
-        lost = odds() - odds(hooks)
-        torch.testing.assert_close(
-            record.scores_of_prompts[:, number], lost, rtol=0, atol=1e-5, check_dtype=False
-        )
-        assert (lost.abs() > 1e-3).all()
 
 
 @pytest.mark.quick_cases("many passes", "gpt2")
@@ -83,46 +50,12 @@ def test_one_by_one_is_what_a_cut_by_hand_costs_the_predicted_label(model: Any) 
         torch.testing.assert_close(record.scores_of_prompts[:, number], lost, rtol=0, atol=1e-4)
     assert (record.scores_of_prompts.abs() > 1e-3).any()
     assert record.errors_of_prompts.isnan().all()
+    assert (record.info["method"], record.info["remove"]) == ("one by one", "edges")
 
 
-@pytest.mark.slow_cases("many passes", "lasso")
-@pytest.mark.parametrize(
-    "method",
-    [
-        al.subsets.one_by_one,
-        al.subsets.lasso(8, 1e-9),
-        al.subsets.shapley(),
-        al.subsets.shapley(3, exact_up_to=2),
-    ],
-    ids=["one by one", "lasso", "exact shapley", "sampled shapley"],
-)
-def test_an_answer_that_is_a_sum_over_segments_has_its_weights_as_scores(
-    method: Any, exact_gpt2: Any
-) -> None:
-    """The removal lowers the logit of the label word, and nothing else."""
-    [batch] = questions(exact_gpt2, 2)
-    weights = torch.tensor([0.5, -1.0, 2.0], dtype=torch.double)
-    segments = {name: partial(al.edges.demonstration, number=k) for k, name in enumerate("abc")}
-    clean = al.target_logits(exact_gpt2, [batch], progress=False)[batch.index]
-    words = batch.label_token_ids[clean[:, batch.label_token_ids].argmax(1)]
-
-    def lower(model: Any, batch: al.PromptBatch, removed: Tensor) -> Any:
-        parts = torch.stack([inside(batch) & removed for inside in segments.values()], dim=1)
-        lost = parts.any(-1).double() @ weights
-        changes = torch.zeros(2, 1, 3000, dtype=torch.double)
-        changes[[0, 1], 0, words] = lost
-        return batch, [("unembed.hook_out", lambda logits, hook: logits - changes)]
-
-    asked = al.SegmentAttribution(method, segments=segments, remove=lower)
-    record = ask(exact_gpt2, [batch], asked, **QUIET)
-    expected = weights.expand(2, 3)
-    torch.testing.assert_close(record.scores_of_prompts, expected, rtol=0, atol=1e-8)
-    assert record.info["method"] == method.name and record.info["remove"] == "lower"
-
-
-def test_the_lasso_of_several_tokens_is_context_cites(exact_gpt2: Any, byte_level: Any) -> None:
+def test_the_lasso_of_several_tokens_is_context_cites(exact_gpt2: Any) -> None:
     """Their function from odds of tokens to y, and their solver, which fits y by token."""
-    model, [batch] = exact_gpt2, [written(byte_level, exact_gpt2)]
+    model, [batch] = exact_gpt2, [written(exact_gpt2)]
     names, predicting = ["museum", "shop", "question"], al.losses.span_cross_entropy("answer")
     lasso = al.subsets.lasso(8)  # all subsets
     asked = al.SegmentAttribution(replace(lasso, errors=lasso.scores), answer="answer")
@@ -146,30 +79,8 @@ def test_the_lasso_of_several_tokens_is_context_cites(exact_gpt2: Any, byte_leve
     assert torch.equal(record.errors_of_prompts, record.scores_of_prompts)
 
 
-@pytest.mark.slow("many passes")
-def test_shapley_values_sum_to_what_all_segments_add(exact_gpt2: Any) -> None:
-    """Exact or from few orders, with edges or without text."""
-    model = exact_gpt2
-    parts = ["text", "label", "format"]
-    nothing = al.subsets.Method(
-        "all and none",
-        lambda count, generator: torch.arange(2)[:, None].expand(2, count) > 0,
-        lambda kept, y: (y[1] - y[0]).expand(kept.shape[1]),
-    )
-    for remove in (al.removal.edges, al.removal.text):
-        asked = al.SegmentAttribution(nothing, segments=parts, remove=remove)
-        batches = questions(model, 2)
-        gain = ask(model, batches, asked, **QUIET).scores_of_prompts[:, 0]
-        for method in (al.subsets.shapley(), al.subsets.shapley(2, exact_up_to=1)):
-            record = ask(model, batches, replace(asked, method=method), **QUIET)
-            torch.testing.assert_close(record.scores_of_prompts.sum(1), gain)
-            is_exact = "2 perm" not in method.name
-            assert (record.errors_of_prompts == 0).all() == is_exact
-    assert record.info["remove"] == "text" and gain.abs().min() > 1e-3
-
-
-def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any, byte_level: Any) -> None:
-    wrong = misquoted(written(byte_level, gpt2), [1])
+def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any) -> None:
+    wrong = misquoted(written(gpt2), [1])
     for method in (al.subsets.lasso(4), al.subsets.shapley()):
         what = "does not give the answer 'answer' of 1 of 2 prompts"
         with pytest.warns(UserWarning, match=what) as caught:
@@ -181,7 +92,10 @@ def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any, byte_level:
         torch.testing.assert_close(record.scores, record.scores_of_prompts[0])
         assert "1 of 2 prompts" in record.info["left_out"]
     wrong = misquoted(wrong, [0])
-    message = "segment_attribution: the model does not give the answer 'answer' of 2 of 2 prompts"
+    message = (
+        "segment_attribution: the model does not give the answer 'answer' of 2 of 2 prompts.*"
+        "some token of it is not the likeli"
+    )
     with pytest.raises(RunError, match=message):
         ask(gpt2, [wrong], al.SegmentAttribution(answer="answer"), **QUIET)
 
@@ -209,11 +123,122 @@ def test_means_are_over_prompts_and_then_over_sets() -> None:
     assert record.scores.tolist() == [5.0]
 
 
-def test_a_figure_has_a_bar_for_each_segment(gpt2: Any) -> None:
-    record = ask(gpt2, questions(gpt2, 3), al.SegmentAttribution(), resamples=20, progress=False)
-    figure = record.plot()
-    [bar] = figure.data
-    assert bar.name == "one by one" and figure.layout.xaxis.ticktext[0] == "demonstration 1"
-    assert bar.y == pytest.approx(record.scores.tolist())
-    high = record.intervals["scores"][1]
-    assert bar.error_y.array == pytest.approx((high - record.scores).tolist())
+METHODS = [al.subsets.one_by_one, al.subsets.lasso(32, 1e-9), al.subsets.shapley()]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def game(kept: Tensor) -> Tensor:
+    """A value of six segments in which pairs matter; 1 and 2 do the same."""
+    v = kept.double()
+    return 2 * v[:, 0] - v[:, 1] * v[:, 3] - v[:, 2] * v[:, 3] + 3 * v[:, 1] * v[:, 2] + v[:, 5]
+
+
+@pytest.mark.parametrize(("count", "segments"), [(40, 6), (64, 6), (300, 20), (1, 1)])
+def test_random_subsets_are_different_and_keep_half(count: int, segments: int) -> None:
+    kept = al.subsets.random(count, segments, generator())
+    assert kept.shape == (count, segments) and len(kept.unique(dim=0)) == count
+    assert torch.equal(kept, al.subsets.random(count, segments, generator()))
+    if count >= 40:
+        assert not torch.equal(kept, al.subsets.random(count, segments, generator(1)))
+        assert (kept.double().mean(0) - 0.5).abs().max() < 0.2
+
+
+def test_each_subset_is_drawn_as_often_as_any_other() -> None:
+    """Also the pairs of subsets that are drawn together."""
+    counts = torch.zeros(8, 8)
+    for seed in range(700):
+        bits = al.subsets.random(2, 3, generator(seed)).long() @ torch.tensor([1, 2, 4])
+        counts[bits[0], bits[1]] += 1
+    assert not counts.diagonal().any() and counts.sum() == 700
+    expected = 700 / 56
+    square = ((counts - expected) ** 2 / expected).sum() - 8 * expected  # without the diagonal
+    assert square < 96  # chi square of 55 degrees of freedom, 1 in 2,000
+
+
+@pytest.mark.parametrize("count", [20, 26, 300])
+def test_subsets_that_do_not_fit_into_memory_are_an_error(count: int) -> None:
+    # Up to 19 segments all subsets run.
+    assert al.subsets.shapley(exact_up_to=64).draw(12, generator()).shape == (2**12, 12)
+    for method in (al.subsets.shapley(exact_up_to=300), al.subsets.shapley(1_000_000)):
+        with pytest.raises(MetricError, match=rf"subsets of {count} segments would take .*iB befo"):
+            method.draw(count, generator())
+
+
+def test_prompts_with_the_same_demonstrations_have_the_same_subsets(gpt2: Any) -> None:
+    batches = [*questions(gpt2, 3, batch_size=2), *questions(gpt2, 2, seed=2)]
+    draw = al.subsets.lasso(12).draw
+    drawn = [subsets_of(draw, batch, 6, 3) for batch in batches]
+    assert torch.equal(drawn[0][0], drawn[0][1]) and torch.equal(drawn[0][0], drawn[1][0])
+    assert not torch.equal(drawn[0][0], drawn[2][0])
+    assert not torch.equal(drawn[0], subsets_of(draw, batches[0], 6, 4))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_sum_over_segments_gives_its_weights(method: Any) -> None:
+    weights = torch.tensor([1.5, -2.0, 0.0, 0.25, 30.0], dtype=torch.double)
+    kept = method.draw(5, generator())
+    scores = method.scores(kept, kept.double() @ weights - 7)
+    torch.testing.assert_close(scores, weights, rtol=0, atol=1e-6)
+
+
+def test_one_by_one_is_what_is_lost_without_each() -> None:
+    kept = al.subsets.one_by_one.draw(6, generator())
+    assert kept.shape == (7, 6) and kept[0].all() and (~kept[1:]).sum() == 6
+    scores = al.subsets.one_by_one.scores(kept, game(kept))
+    assert scores.tolist() == [2, 2, 2, -2, 0, 1]
+
+
+def test_lasso_is_the_pipeline_of_scikit_learn() -> None:
+    kept = al.subsets.random(40, 6, generator())
+    y = game(kept) + torch.randn(40, generator=generator(), dtype=torch.double)
+    for alpha in (0.01, 0.4):
+        pipeline = make_pipeline(StandardScaler(), Lasso(alpha=alpha))
+        pipeline.fit(kept.double().numpy(), y.numpy())
+        masks = torch.cat([torch.zeros(1, 6), torch.eye(6)]).double().numpy()
+        y_hat = torch.from_numpy(pipeline.predict(masks))
+        scores = al.subsets.lasso(40, alpha).scores(kept, y)
+        torch.testing.assert_close(scores, y_hat[1:] - y_hat[0], rtol=0, atol=1e-10)
+    assert (scores == 0).any() and (scores != 0).any()
+
+
+def test_exact_shapley_values_are_means_over_all_orders() -> None:
+    method = al.subsets.shapley()
+    kept = method.draw(6, generator())
+    assert len(kept.unique(dim=0)) == 64
+    scores = method.scores(kept, game(kept))
+    value = {tuple(row): float(y) for row, y in zip(kept.tolist(), game(kept), strict=True)}
+    expected = [0.0] * 6
+    for order in permutations(range(6)):
+        inside = [False] * 6
+        for segment in order:
+            before = value[tuple(inside)]
+            inside[segment] = True
+            expected[segment] += (value[tuple(inside)] - before) / 720
+    torch.testing.assert_close(scores, torch.tensor(expected, dtype=torch.double))
+    # Efficiency, symmetry, and a segment that does nothing.
+    assert float(scores.sum()) == pytest.approx(value[(True,) * 6] - value[(False,) * 6])
+    assert float(scores[1]) == pytest.approx(float(scores[2])) and scores[4] == 0
+    assert method.errors is not None and not method.errors(kept, game(kept)).any()
+
+
+def test_sampled_shapley_values_are_within_their_errors_of_the_exact() -> None:
+    exact, sampled = al.subsets.shapley(), al.subsets.shapley(40, exact_up_to=5)
+    kept = exact.draw(6, generator())
+    expected = exact.scores(kept, game(kept))
+    outside, estimates, errors = 0, [], []
+    for seed in range(30):
+        kept = sampled.draw(6, generator(seed))
+        assert kept.shape == (280, 6) and not kept[::7].any() and kept[6::7].all()
+        scores = sampled.scores(kept, game(kept))
+        assert float(scores.sum()) == pytest.approx(4.0)  # efficient, however few orders
+        assert sampled.errors is not None
+        estimates.append(scores)
+        errors.append(sampled.errors(kept, game(kept)))
+        outside += int(((scores - expected).abs() > 2.1 * errors[-1] + 1e-9).sum())
+    assert outside <= 15  # of 180, of which 5 % are expected outside
+    spread, claimed = torch.stack(estimates).std(0), torch.stack(errors).mean(0)
+    pairs = claimed > 1e-9
+    assert pairs.sum() == 3 and ((spread / claimed)[pairs] - 1).abs().max() < 0.4

@@ -64,9 +64,9 @@ def plain_kl(weights: Any, tokens: Tensor, segments: list[int]) -> Tensor:
 @pytest.mark.every_kind
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_it_equals_plain_transformers(
-    side: str, hooked: Any, byte_level: Any, batch: al.PromptBatch, kind_of_model: str
+    side: str, exact_gpt2: Any, byte_level: Any, batch: al.PromptBatch, kind_of_model: str
 ) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    model = exact_gpt2
     given = batch if side == "left" else batch.padded_right()
     record = ask(model, [given], Suppression(NAMES), **QUIET)
     weights: Any = tiny_gpt2(len(byte_level)).double()

@@ -1,15 +1,15 @@
-"""Flows of each token of an answer against flows of the whole answer and loops over edges."""
+"""Text that the model writes, and the flows of its tokens against loops over edges."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
+from anchorlens.errors import PromptError
 from anchorlens.passes import step_gradients
 from tests.support.measures import assert_same, difference
-from tests.support.tiny_models import questions, tiny_gpt2
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30, 14]])
@@ -23,23 +23,18 @@ def prompt() -> al.PromptBatch:
     return al.PromptBatch.from_segments(TOKENS, SEGMENTS, NAMES)
 
 
-@pytest.fixture
-def precise(hooked: Any, byte_level: Any) -> Any:
-    return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-
-
 def loss_of(step: int) -> Any:
     return al.losses.next_token_cross_entropy(lambda batch: torch.arange(10)[None] == FIRST + step)
 
 
 def test_signed_totals_of_the_steps_add_up_to_those_of_the_answer(
-    precise: Any, prompt: al.PromptBatch
+    exact_gpt2: Any, prompt: al.PromptBatch
 ) -> None:
     loss = al.losses.span_cross_entropy("answer")
     for weight in (al.weights.signed, al.weights.saliency):
-        total = al.step_flows(precise, prompt, "answer", weight=weight).total
+        total = al.step_flows(exact_gpt2, prompt, "answer", weight=weight).total
         metric = al.SegmentFlows(weight=weight)
-        whole = al.run(precise, [prompt], [metric], loss=loss, **QUIET)["segment_flows"].total
+        whole = al.run(exact_gpt2, [prompt], [metric], loss=loss, **QUIET)["segment_flows"].total
         assert total.shape == (4, 3, 3, 3)
         if weight is al.weights.signed:
             assert difference(total.sum(0), whole) <= 1e-12
@@ -79,41 +74,29 @@ def test_each_step_has_the_flows_of_its_own_loss(gpt2: Any, prompt: al.PromptBat
     assert record.segment_of_tokens.tolist() == SEGMENTS[0]
 
 
-def test_later_tokens_change_nothing(precise: Any, prompt: al.PromptBatch) -> None:
-    whole = al.step_flows(precise, prompt, "answer")
-    for last in (7, 8):
-        cut = al.PromptBatch.from_segments(TOKENS[:, : last + 1], [SEGMENTS[0][: last + 1]], NAMES)
-        part = al.step_flows(precise, cut, "answer")
-        count = len(part.loss)
-        assert count == last - FIRST
-        assert difference(part.loss, whole.loss[:count]) <= 1e-12
-        assert difference(part.total, whole.total[:count]) <= 1e-12
-        assert difference(part.read.nan_to_num(), whole.read[:count].nan_to_num()) <= 1e-12
-
-
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_the_size_of_chunks_changes_nothing(
-    chunk: int, precise: Any, prompt: al.PromptBatch
+    chunk: int, exact_gpt2: Any, prompt: al.PromptBatch
 ) -> None:
-    ours = al.step_flows(precise, prompt, "answer", chunk=chunk)
-    assert_same(ours, al.step_flows(precise, prompt, "answer", chunk=4), 1e-12)
+    ours = al.step_flows(exact_gpt2, prompt, "answer", chunk=chunk)
+    assert_same(ours, al.step_flows(exact_gpt2, prompt, "answer", chunk=4), 1e-12)
 
 
 def test_both_ways_to_the_gradient_agree(
-    precise: Any, prompt: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
+    exact_gpt2: Any, prompt: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from_outputs = al.step_flows(precise, prompt, "answer")
+    from_outputs = al.step_flows(exact_gpt2, prompt, "answer")
     assert from_outputs.info["computed from"] == "gradients of the heads' outputs, times values"
     monkeypatch.setattr(step_gradients, "_agree", lambda *of: False)
-    from_patterns = al.step_flows(precise, prompt, "answer")
+    from_patterns = al.step_flows(exact_gpt2, prompt, "answer")
     assert from_patterns.info["computed from"] == "gradients of the patterns"
     assert_same(from_outputs, from_patterns, 1e-12)
 
 
 def test_an_operation_without_a_batched_gradient_costs_a_pass_for_each_step(
-    precise: Any, prompt: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
+    exact_gpt2: Any, prompt: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, grad, calls = al.step_flows(precise, prompt, "answer"), torch.autograd.grad, []
+    expected, grad, calls = al.step_flows(exact_gpt2, prompt, "answer"), torch.autograd.grad, []
 
     def without_batches(*of: Any, is_grads_batched: bool = False, **options: Any) -> Any:
         calls.append(is_grads_batched)
@@ -122,9 +105,8 @@ def test_an_operation_without_a_batched_gradient_costs_a_pass_for_each_step(
         return grad(*of, **options)
 
     monkeypatch.setattr(torch.autograd, "grad", without_batches)
-    assert_same(al.step_flows(precise, prompt, "answer"), expected, 1e-12)
+    assert_same(al.step_flows(exact_gpt2, prompt, "answer"), expected, 1e-12)
     assert calls.count(True) == 1
-    assert calls.count(False) == 6  # the rows, the trial, and four steps
 
 
 def test_a_padded_prompt_of_a_task_has_steps_too(gpt2: Any) -> None:
@@ -139,10 +121,53 @@ def test_a_record_names_its_steps(gpt2: Any, prompt: al.PromptBatch) -> None:
     texts = record.axis_names("step")
     assert texts is not None
     assert "".join(texts) in gpt2.tokenizer.decode(TOKENS[0])
-    frame = record.to_frame()
-    assert set(frame[frame["quantity"] == "loss"]["step"]) <= set(texts)
-    figure = record.plot()
-    z: Tensor = torch.tensor(figure.data[0].z, dtype=torch.float64)
-    shares = (record.read / record.read.nansum(-1, keepdim=True)).nanmean(1).T
-    assert difference(z.nan_to_num(), shares.nan_to_num()) <= 1e-6
-    assert len(figure.layout.xaxis.ticktext) == 4
+
+
+PIECES: list[tuple[str | None, str]] = [
+    ("document", "The museum opens at ten. "),
+    ("question", "When does it open? At"),
+]
+
+
+@pytest.mark.every_kind
+def test_each_written_token_is_the_likeliest_one_of_the_pass_over_the_text(model: Any) -> None:
+    trace = al.trace_generation(model, PIECES, max_new_tokens=5, stop_at_eos=False)
+    length = int((trace.batch.segments[0] != 2).sum())
+    tokens = trace.batch.tokens
+    assert tokens.shape[1] == length + 5
+    with torch.no_grad():
+        logits = model(tokens, attention_mask=trace.batch.attention_mask.long())[0]
+    rows = logits[length - 1 : -1].float()
+    assert rows.argmax(-1).tolist() == tokens[0, length:].tolist()
+    losses = -rows.log_softmax(-1).gather(1, tokens[0, length:, None])[:, 0]
+    assert torch.allclose(trace.flows.loss, losses, atol=1e-5)
+    assert trace.batch.segment_names == ("document", "question", "answer")
+    assert trace.text == model.tokenizer.decode(tokens[0, length:].tolist())
+    assert f"{trace!r}".endswith("; 5 tokens)")
+    of_text = al.trace_generation(model, "The museum", max_new_tokens=1, stop_at_eos=False)
+    assert of_text.batch.segment_names == ("prompt", "answer")
+
+
+@pytest.mark.slow("many passes")
+def test_sampling_depends_on_the_seed(gpt2: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "stop_at_eos": False}
+    first = al.trace_generation(gpt2, PIECES, **options)
+    again = al.trace_generation(gpt2, PIECES, **options)
+    other = al.trace_generation(gpt2, PIECES, seed=1, **options)
+    assert torch.equal(first.batch.tokens, again.batch.tokens)
+    assert_same(first.flows, again.flows, 0)
+    assert not torch.equal(first.batch.tokens, other.batch.tokens)
+
+
+def test_the_end_of_the_text_is_left_out(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = al.trace_generation(gpt2, PIECES, max_new_tokens=6, stop_at_eos=False)
+    written = whole.batch.tokens[0, -6:].tolist()
+    tokenizer = gpt2.tokenizer
+    last = next(token for token in reversed(written) if token != written[0])
+    monkeypatch.setattr(tokenizer, "eos_token", tokenizer.convert_ids_to_tokens(last))
+    trace = al.trace_generation(gpt2, PIECES, max_new_tokens=6)
+    assert trace.batch.tokens[0].tolist()[-written.index(last) :] == written[: written.index(last)]
+    assert len(trace.flows.loss) == written.index(last)
+    monkeypatch.setattr(tokenizer, "eos_token", tokenizer.convert_ids_to_tokens(written[0]))
+    with pytest.raises(PromptError, match="the model ends the text at once"):
+        al.trace_generation(gpt2, PIECES, max_new_tokens=6)

@@ -1,5 +1,7 @@
 """Task vectors against loops with raw hooks over single prompts and layers."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +11,9 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, HookError
 from tests.experiments.test_head_effects import EXAMPLES, MIXED, QUIET, TASK, prompts
-from tests.references import states
-from tests.support.measures import does_not_run, is_shared
-from tests.support.tiny_models import randomize, tiny_gpt2
+from tests.references import plain, states
+from tests.support.made_up_records import made_up_record
+from tests.support.measures import does_not_run
 
 READ, ASKED = slice(2), slice(3, 15)
 close: Any = torch.testing.assert_close
@@ -29,46 +31,41 @@ def label_words(tokens: Tensor, words: list[int]) -> list[int]:
     return words
 
 
+def answers_of_layers(
+    model: Any, asked: Any, classes: Tensor, positions: Any, vectors: Tensor
+) -> list[list[float]]:
+    """Which prompts are right with the vectors of each layer."""
+
+    def hooks(layer: int, tokens: Tensor, words: list[int]) -> Any:
+        return [states.written(name_of(layer), positions(tokens, words), vectors[layer])]
+
+    layers = range(model.cfg.n_layers)
+    return [states.answers(model, asked(), classes, partial(hooks, layer)) for layer in layers]
+
+
 @pytest.mark.slow("many passes")
 @pytest.mark.every_kind
-def test_it_equals_loops_with_raw_hooks(hooked: Any, byte_level: Any, kind_of_model: str) -> None:
-    # With larger weights other labels are predicted with the vectors of other layers.
-    model = hooked(randomize(tiny_gpt2(len(byte_level)).double(), scale=0.5), byte_level)
-    compare(model, 1e-10 if kind_of_model == "bridge" else 1e-7)
-
-
-@pytest.mark.slow("many passes")
-def test_it_equals_loops_in_other_architectures(model: Any) -> None:
-    """Grouped keys, BOS, and a norm after the attention."""
-    compare(model, 1e-4)
-
-
-def compare(model: Any, tolerance: float) -> None:
-    batches = prompts(model, READ, batch_size=2, padding_side="left")
-    tested = prompts(model, ASKED, batch_size=5, padding_side="left")
-    record = al.task_vectors(model, batches, tested, **QUIET)
-    vectors = states.mean_states(model, batches, last)
-    close(record.vectors, vectors, rtol=tolerance, atol=tolerance)
-    classes = tested[0].label_token_ids
-    right = [
-        states.answers(
-            model,
-            states.queries_alone(tested),
-            classes,
-            lambda tokens, words, layer=layer: [
-                states.written(name_of(layer), last(tokens, words), vectors[layer])
-            ],
+def test_it_equals_loops_with_raw_hooks(exact_model: Any, kind_of_model: str) -> None:
+    """Also with grouped keys, BOS, and a norm after the attention."""
+    model, tolerance = exact_model, 1e-10 if kind_of_model == "bridge" else 1e-7
+    with plain.everything_in_float64():
+        batches = prompts(model, READ, batch_size=2, padding_side="left")
+        tested = prompts(model, ASKED, batch_size=5, padding_side="left")
+        record = al.task_vectors(model, batches, tested, **QUIET)
+        vectors = states.mean_states(model, batches, last)
+        close(record.vectors, vectors, rtol=tolerance, atol=tolerance)
+        classes = tested[0].label_token_ids
+        right = answers_of_layers(
+            model, lambda: states.queries_alone(tested), classes, last, vectors
         )
-        for layer in range(model.cfg.n_layers)
-    ]
-    assert record.correct.T.tolist() == right
-    assert record.accuracy.tolist() == pytest.approx([sum(each) / len(each) for each in right])
-    unchanged = states.answers(model, states.queries_alone(tested), classes)
-    demonstrations = states.answers(model, states.alone(tested), classes)
-    assert float(record.unchanged) == pytest.approx(sum(unchanged) / len(unchanged))
-    assert float(record.demonstrations) == pytest.approx(sum(demonstrations) / len(unchanged))
-    close(record.gain, record.accuracy - record.unchanged)
-    assert len({tuple(each) for each in (*right, unchanged, demonstrations)}) > 2
+        assert record.correct.T.tolist() == right
+        assert record.accuracy.tolist() == pytest.approx([sum(each) / len(each) for each in right])
+        unchanged = states.answers(model, states.queries_alone(tested), classes)
+        demonstrations = states.answers(model, states.alone(tested), classes)
+        assert float(record.unchanged) == pytest.approx(sum(unchanged) / len(unchanged))
+        assert float(record.demonstrations) == pytest.approx(sum(demonstrations) / len(unchanged))
+        close(record.gain, record.accuracy - record.unchanged)
+        assert len({tuple(each) for each in (*right, unchanged, demonstrations)}) > 2
 
 
 @pytest.mark.slow("many passes")
@@ -87,17 +84,8 @@ def test_label_words_are_written_into_prompts_with_shuffled_labels(model: Any) -
         close(resid[words], record.vectors[1].float())
         assert int((resid == 1).all(1).sum()) == len(resid) - 6
     classes = tested[0].label_token_ids
-    right = [
-        states.answers(
-            model,
-            states.alone(shuffled),
-            classes,
-            lambda tokens, words, layer=layer: [
-                states.written(name_of(layer), words, vectors[layer])
-            ],
-        )
-        for layer in range(model.cfg.n_layers)
-    ]
+    asked = partial(states.alone, shuffled)
+    right = answers_of_layers(model, asked, classes, label_words, vectors)
     assert record.correct.T.tolist() == right
     unchanged = states.answers(model, states.alone(shuffled), classes)
     assert float(record.unchanged) == pytest.approx(sum(unchanged) / len(unchanged))
@@ -122,55 +110,32 @@ def test_hooks_write_the_vectors_of_a_layer(gpt2: Any) -> None:
     assert (changed[~target] == 1).all()
     close(changed[target], record.vectors[1, 0].float().expand(len(batch), -1))
     # The run of the package shares tokens, and writes at the same positions.
-    hooks = {side: lambda batch: record.hooks(gpt2, batch, 1) for side in ("left", "right")}
     left, right = (
         al.target_logits(
             gpt2,
             prompts(gpt2, ASKED, padding_side=side, **sizes),
-            hooks=hooks[side],
+            hooks=lambda batch: record.hooks(gpt2, batch, 1),
             progress=False,
         )
-        for side in hooks
+        for side in ("left", "right")
     )
-    whole = al.run(gpt2, [batch], [al.Accuracy()], hooks=hooks["left"], **QUIET)["accuracy"]
-    assert is_shared(whole)
     close(left, right)
 
 
-@pytest.mark.slow("many passes")
 def test_vectors_of_other_models_and_positions_are_refused(gpt2: Any, llama: Any) -> None:
-    tested = prompts(gpt2, ASKED)
-    record = al.task_vectors(gpt2, prompts(gpt2, READ), tested, **QUIET)
-    with pytest.raises(
-        HookError, match=r"= \(3, 32\); got torch.float64 of the shape \(3, 1, 24\)"
-    ):
-        record.hooks(llama, prompts(llama, READ)[0], 0)
+    made: Any = made_up_record(al.records.TaskVectorsRecord)
+    record, at_words = (replace(made, vectors=torch.zeros(3, n, 24).double()) for n in (1, 6))
+    [batch, *_], [of_llama, *_] = prompts(gpt2, ASKED), prompts(llama, READ)
+    message = r"= \(3, 32\); got torch.float64 of the shape \(3, 1, 24\)"
+    with pytest.raises(HookError, match=message):
+        record.hooks(llama, of_llama, 0)
     with pytest.raises(AnchorlensError, match="at 1 positions in each prompt, but anchors gives 6"):
-        record.hooks(gpt2, tested[0], 0, al.edges.anchors)
+        record.hooks(gpt2, batch, 0, al.edges.anchors)
     with pytest.raises(HookError, match="layers must be numbers from 0 to 2"):
-        record.hooks(gpt2, tested[0], 3)
-    at_words = al.task_vectors(
-        gpt2, prompts(gpt2, READ), tested, into=tested, positions=al.edges.anchors, **QUIET
-    )
-    after = tested[0].after(int(tested[0].label_ends.min()) + 1)
+        record.hooks(gpt2, batch, 3)
+    after = batch.after(int(batch.label_ends.min()) + 1)
     with pytest.raises(HookError, match=f"positions before {after.first_query}, from which on"):
         at_words.hooks(gpt2, after, 0, al.edges.anchors)
-
-
-@pytest.mark.slow("many passes")
-def test_the_figure_and_the_intervals(gpt2: Any) -> None:
-    batches, tested = prompts(gpt2, READ), prompts(gpt2, slice(3, 25))
-    record = al.task_vectors(gpt2, batches, tested, resamples=20, progress=False)
-    fields = ["accuracy", "unchanged", "demonstrations"]
-    assert record.intervals.keys() == {*fields, "gain"}
-    bands, lines = record.plot().data[:3], record.plot().data[3:]
-    assert [line.name for line in lines] == ["with the vector", "zero-shot", "after demonstrations"]
-    for name, line, band in zip(fields, lines, bands, strict=True):
-        assert list(line.y) == getattr(record, name).reshape(-1).expand(3).tolist()
-        ends = record.intervals[name].reshape(2, -1).expand(2, 3)
-        assert list(band.y)[:3] == ends[0].tolist() and list(band.y)[5:2:-1] == ends[1].tolist()
-    tensors: Any = record.tensors()
-    assert len(al.records.TaskVectorsRecord(**tensors).plot().data) == 3
 
 
 def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:

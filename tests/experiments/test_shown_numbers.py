@@ -1,0 +1,165 @@
+"""Figures and tables show the numbers of their records, each with its interval."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anchorlens import records
+from tests.support.made_up_records import made_up_record
+
+Numbers = dict[str, Tensor]
+
+
+def shares_of_steps(numbers: Numbers) -> Tensor:
+    shares = numbers["read"] / numbers["read"].sum(-1, keepdim=True)
+    return shares.mean(1).T
+
+
+def at_each_layer(name: str) -> Callable[[Numbers], Tensor]:
+    return lambda numbers: numbers[name].reshape(-1).expand(6)
+
+
+def without_diagonal(confusions: Tensor) -> Tensor:
+    return confusions.clone().fill_diagonal_(torch.nan)
+
+
+# The number of each trace, but for shaded bands, and its name in the legend.
+DRAWN: dict[Any, list[tuple[str | None, str | Callable[[Numbers], Tensor]]]] = {
+    records.DiagnosisRecord: [
+        (None, lambda numbers: without_diagonal(numbers["predicted"])),
+        (None, lambda numbers: without_diagonal(numbers["actual"])),
+        ("distance with confusion", "correlation"),
+        ("distance with position", "position_correlation"),
+    ],
+    records.EdgeSweepRecord: [
+        trace
+        for kind in ("label", "word")
+        for trace in (
+            ("edges cut", f"{kind}_loyalty"),
+            ("random control cut, mean", f"control_{kind}_loyalty"),
+            ("each of 3 draws", lambda numbers, kind=kind: numbers[f"random_{kind}_loyalty"].mT),
+        )
+    ],
+    records.FaithfulnessRecord: [("score", "lds"), ("score", "drop")],
+    records.HeadEffectsRecord: [(None, lambda numbers: numbers["effect"].mT)],
+    records.LabelDependenceRecord: [
+        (name, name) for name in ("truth", "prior", "prompt", "override")
+    ],
+    records.PrefixEffectRecord: [
+        (None, lambda numbers: numbers["stolen"].mT),
+        ("direct: attention taken in this layer", "direct"),
+        ("indirect: changed in earlier layers", "indirect"),
+    ],
+    records.RetrievalHeadsRecord: [(None, lambda numbers: numbers["score"].mT)],
+    records.SegmentAttributionRecord: [("one by one", "scores")],
+    records.StepFlowsRecord: [(None, shares_of_steps)],
+    records.TaskVectorsRecord: [
+        ("with the vector", "accuracy"),
+        ("zero-shot", at_each_layer("unchanged")),
+        ("after demonstrations", at_each_layer("demonstrations")),
+    ],
+}
+INFO: dict[str, Any] = {"method": "one by one", "written_into": "zero-shot"}
+
+
+def close(ours: Any, theirs: Tensor) -> None:
+    values = torch.tensor(ours, dtype=torch.double)
+    torch.testing.assert_close(
+        values.flatten(), theirs.flatten(), rtol=0, atol=1e-12, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("kind", DRAWN, ids=lambda kind: kind.__name__)
+def test_a_figure_draws_the_numbers_of_its_record_with_their_intervals(kind: Any) -> None:
+    record = made_up_record(kind)
+    record = replace(record, info={**record.info, **INFO})
+    values, both_ends = record.tensors(), record.intervals
+    low, high = ({name: bounds[k] for name, bounds in both_ends.items()} for k in (0, 1))
+    for shown in (record, replace(record, intervals={})):
+        traces = [trace for trace in shown.plot().data if getattr(trace, "fill", None) is None]
+        for trace, (name, number) in zip(traces, DRAWN[kind], strict=True):
+            of = number if callable(number) else lambda numbers, name=number: numbers[name]
+            assert trace.name == name
+            close(trace.z if trace.type == "heatmap" else trace.y, of(values))
+            if trace.customdata is not None:
+                ends = torch.stack([of(low), of(high)], dim=-1)
+                close(trace.customdata, ends if shown.intervals else ends * torch.nan)
+
+
+def test_a_sweep_says_what_is_isolated_or_cut() -> None:
+    record: Any = made_up_record(records.EdgeSweepRecord)
+    isolation = replace(record, info=record.info | {"isolation": True, "control": "random_words"})
+    names = ["label words isolated", "random words isolated, mean", "each of 3 draws"]
+    assert [trace.name for trace in isolation.plot().data[:3]] == names
+    assert "words are isolated" in isolation.plot().layout.title.text
+    assert "edges are cut" in record.plot().layout.title.text
+
+
+OF_CONTEXTS = ("accuracy", "label_loyalty", "word_loyalty")
+TABLES: dict[Any, dict[str, str]] = {
+    records.ContextsRecord: {
+        **{name.replace("_", " "): name for name in (*OF_CONTEXTS, "label_gap", "word_gap")},
+        "gain over the first": "gain_over_first",
+        "gain over demonstrations": "gain_over_demonstrations",
+        "gain over random": "gain_over_random",
+        "stolen attention": "stolen",
+    },
+    records.FaithfulnessRecord: {
+        "LDS": "lds",
+        "minus score 0": "lds_gap",
+        "drop in nats": "drop",
+        "drop minus score 0": "drop_gap",
+    },
+    records.LabelDependenceRecord: {
+        name: name for name in ("truth", "prior", "prompt", "override", "change")
+    },
+}
+
+
+@pytest.mark.parametrize("kind", TABLES, ids=lambda kind: kind.__name__)
+def test_a_table_has_the_numbers_of_its_record_with_their_intervals(kind: Any) -> None:
+    record: Any = made_up_record(kind)
+    table = record.table()
+    for column, name in TABLES[kind].items():
+        sign = "+" if {"gap", "gain", "change"} & {*name.split("_")} else ""
+        ends = record.intervals[name][:, 1]
+        value, low, high = (f"{each:{sign}.2f}" for each in (getattr(record, name)[1], *ends))
+        assert table[column].iloc[1] == f"{value} [{low}, {high}]", column
+    axis = record.axes()[TABLES[kind][table.columns[0]]][0]
+    names = [*record.axis_names(axis)]
+    assert [*table.index][: len(names)] == names
+    printed = str(table)  # all of it, also where pandas would leave out columns
+    assert max(map(len, printed.splitlines())) <= 80 and repr(table) == printed
+    for column, texts in table.items():
+        assert all(word in printed for word in [*str(column).split(), *texts])
+    left_out, *rest = table.columns
+    html = table.drop(columns=left_out)._repr_html_()
+    assert f"{names[1]}</th>" in html and f"{rest[-1]}</th>" in html and left_out not in html
+
+
+def test_contexts_are_shown_beside_the_mean_and_the_best_of_random_draws() -> None:
+    record: Any = made_up_record(records.ContextsRecord)
+    table, figure = record.table(), record.plot()
+    mean, best = "random control, mean of draws", "random control, best draw"
+    names = [f"context {number}" for number in range(3)]
+    drawn = [name.replace("<br>", " ") for name in figure.layout.xaxis.ticktext]
+    assert [*table.index] == drawn == [*names, mean, best]
+    assert table["KB stored"].iloc[1] == f"{record.bytes_stored[1] / 1000:.0f}"
+    assert table["ms a query"].iloc[1] == f"{1000 * record.seconds[1]:.1f}"
+    assert table.loc[best, "KL in nats"] == ""
+    *shares, stolen = figure.data
+    assert stolen.name == "stolen attention"
+    close(stolen.y[:3], record.stolen)
+    for name, bars in zip(OF_CONTEXTS, shares, strict=True):
+        column, draws = name.replace("_", " "), getattr(record, f"random_{name}")
+        of_best = getattr(record, f"top_{name}")
+        assert bars.name == column
+        assert table.loc[mean, column] == f"{draws.mean():.2f}"
+        assert table.loc[best, column] == f"{of_best:.2f}"
+        close(bars.y, torch.stack([*getattr(record, name), draws.mean(), of_best]))
+        ranges = torch.stack([draws.min(), draws.max(), of_best, of_best]).view(2, 2)
+        close(bars.customdata, torch.cat([record.intervals[name].mT, ranges]))
