@@ -195,6 +195,7 @@ METRICS: list[al.Question] = [
 ]
 OF_SETS = [question for question in METRICS if question.name != "anchor_distances"]
 OF_TEXTS: list[al.Question] = [al.SegmentFlows(), al.SegmentAttention()]
+WORDS = [[300 + label, *range(310, 310 + label % 3)] for label in range(6)]  # of 1 to 3 tokens
 WITH_LOSS: list[al.Question] = [al.SegmentFlows(), al.SaliencyFlows()]
 SITES = {"first": al.Site(0), "head": al.Site([1, 2], heads=1), "last": al.Site(-1)}
 OTHER_SITES = [
@@ -231,6 +232,7 @@ ROWS: dict[str, Row] = {
     "at the target": Row(Asked([al.Loyalty()], at_target)),
     "reweighted": Row(Asked([al.Loyalty()], reweighted), fuses=False),
     "loss of a span": Row(Asked(WITH_LOSS, loss=al.losses.span_cross_entropy("target"))),
+    "loss of words": Row(Asked(WITH_LOSS, loss=al.losses.word_cross_entropy(WORDS)), fuses=False),
     "loss of what would be shared": Row(
         Asked(WITH_LOSS, loss=al.losses.span_cross_entropy("label")), shares=False
     ),
@@ -383,7 +385,7 @@ EVERY = [(name, model) for name, row in ROWS.items() for model in row.models]
 
 
 IN_EVERY_KIND = ["metrics", "changed metrics", *CUTS, *OTHERS, "isolation", "read forerunners"]
-IN_EVERY_KIND += ["reweighted", "loss of a span", "metrics of texts"]
+IN_EVERY_KIND += ["reweighted", "loss of a span", "loss of words", "metrics of texts"]
 
 
 @pytest.mark.slow_cases("many passes", "llama", "gemma3")

@@ -10,8 +10,8 @@ import anchorlens as al
 from anchorlens.errors import HookError, PromptError
 from tests.references.architectures import BY_NAME
 from tests.support.hooked_transformers import with_its_bos
-from tests.support.measures import assert_same, contributed, difference
-from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2
+from tests.support.measures import assert_same, difference
+from tests.support.tiny_models import questions, tiny_gemma3
 
 pytestmark = pytest.mark.every_kind
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -127,10 +127,3 @@ def test_hooks_of_other_prompts_are_refused(gpt2: Any) -> None:
     with pytest.raises(HookError, match="made for other prompts"):
         al.target_logits(gpt2, [left], hooks=lambda batch: cut_on_the_left, progress=False)
     assert al.run(gpt2, [first], [al.Accuracy()], hooks=lambda batch: cut, **QUIET)
-
-
-def test_distances_of_a_float64_model_are_computed_in_float64(byte_level: Any, hooked: Any) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-    (batch,) = questions(model, 3)
-    _, [rows] = contributed(model, batch, al.AnchorDistances(2))
-    assert rows["queries"].dtype == rows["keys"].dtype == torch.float64

@@ -46,7 +46,7 @@ def test_low_precision_is_as_accurate_as_in_transformers(
     rounded.set_attn_implementation("eager")
     exact = al.load_model(copy.deepcopy(rounded).float(), tokenizer=tokenizer)
     low = al.load_model(copy.deepcopy(rounded), tokenizer=tokenizer)
-    batch = questions(exact, 2, seed=2, padding_side="left")[0]
+    batch = questions(exact, 3, seed=2, padding_side="left")[0]
     theirs = torch.zeros(len(batch), 3, *2 * batch.tokens.shape[1:])
     for n, prompt in enumerate(plain.prompts_of(batch)):
         inside = batch.attention_mask[n, :, None] & batch.attention_mask[n]
