@@ -171,11 +171,11 @@ def test_prepare_model_verifies_a_model_and_does_not_change_it(
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_like"])
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_model_adds_bos_where_its_tokenizer_does(
-    kind: str, twice: bool, request: pytest.FixtureRequest
+    kind: str, twice: bool, hooked: Any, request: pytest.FixtureRequest
 ) -> None:
     tokenizer = request.getfixturevalue(kind)
     settings, ids = dict(tokenizer.init_kwargs), tokenizer(TEXT)["input_ids"]
-    model = al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=tokenizer)
+    model = hooked(tiny_gpt2(len(tokenizer)), tokenizer)
     if twice:
         model = al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=model.tokenizer)
     assert model.tokenizer(TEXT)["input_ids"] == ids

@@ -49,11 +49,12 @@ def with_demonstrations(model: Any) -> al.PromptBatch:
     return replace(batch, tokens=tokens)
 
 
+ANSWER = al.losses.span_cross_entropy("answer")
 CALLS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "run": lambda m, b: al.run(m, [b], [al.SegmentAttention(apart=1)], **QUIET),
-    "flows": lambda m, b: al.run(m, [b], [al.SegmentFlows()], loss=answer(), **QUIET),
+    "flows": lambda m, b: al.run(m, [b], [al.SegmentFlows()], loss=ANSWER, **QUIET),
     "target_logits": lambda m, b: al.target_logits(m, [b], progress=False),
-    "saliency": lambda m, b: al.saliency(m, b, loss=answer()),
+    "saliency": lambda m, b: al.saliency(m, b, loss=ANSWER),
     "step_flows": lambda m, b: al.step_flows(m, b, "answer"),
     "integrated_flows": lambda m, b: ask(m, [b], al.IntegratedFlows(steps=1), **QUIET),
     "Study": lambda m, b: Study(m, [b], {}, **QUIET).entered().__enter__(),
@@ -61,10 +62,6 @@ CALLS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "compress": lambda m, b: al.compress(m, with_demonstrations(m)),
     "a prefix": lambda m, b: al.PrefixEffect().plot_pattern(m, with_demonstrations(m), 0, 0),
 }
-
-
-def answer() -> Any:
-    return al.losses.span_cross_entropy("answer")
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -1,7 +1,7 @@
 """An analysis leaves modes, hooks and the random state as they were, and threads take turns."""
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -202,19 +202,13 @@ def test_threads_that_run_one_model_take_turns(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     expected = al.saliency(gpt2, batches[0])
     flows = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"].flows
-    results: list[tuple[Any, Any]] = []
 
-    def work() -> None:
-        for _ in range(2):
-            maps = al.saliency(gpt2, batches[0])
-            again = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"].flows
-            results.append((maps, again))
+    def work() -> tuple[Any, Any]:
+        maps = al.saliency(gpt2, batches[0])
+        return maps, al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"].flows
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 8  # none of them failed
-    for maps, again in results:  # rounding depends on a thread's cores
+    with ThreadPoolExecutor(4) as threads:
+        results = [threads.submit(work) for _ in range(8)]
+    for maps, again in (result.result() for result in results):
+        # Rounding depends on a thread's cores.
         assert difference(maps, expected) < 1e-6 and difference(again, flows) < 1e-6

@@ -72,24 +72,6 @@ def test_text_of_another_model_than_the_pass_is_refused(
 
 
 @pytest.mark.changes_model
-def test_a_cache_that_is_filled_and_read_wrongly_is_found(
-    gemma3: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not hasattr(gemma3, "original_model"):
-        pytest.skip("a HookedTransformer reads what its cache stores")
-    from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
-
-    update: Any = AttentionBridge._update_kv_cache
-
-    def update_and_mix(self: Any, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-        keys, values = update(self, k, v, **more)
-        return (keys.flip(2) if k.shape[2] == 1 else keys), values
-
-    monkeypatch.setattr(AttentionBridge, "_update_kv_cache", update_and_mix)
-    assert "gives a token other logits than in the whole text" in cached_step(gemma3)[0]
-
-
-@pytest.mark.changes_model
 def test_a_renamed_cache_is_undone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(llama, "original_model") or name_of_cache(llama) != "cache":
         pytest.skip("transformers names the cache as TransformerLens does")
