@@ -289,6 +289,10 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
         PromptError,
         lambda s, call: call(s, s.changed(label_positions=lambda old: old - 10_000)),
     ),
+    "token beyond": (
+        PromptError,
+        lambda s, call: call(s.model, s.changed(tokens=lambda old: old.clamp(min=3000))),
+    ),
     "block edges": (PromptError, lambda s, given: al.block_edges(s.model, s.batch, given, 0)),
     "scale edges": (PromptError, lambda s, given: al.scale_edges(s.model, s.batch, given, 0.5, 0)),
     "folded values": (errors.ModelError, lambda s, call: call(s.folded, questions(s.folded, 3))),
@@ -300,6 +304,19 @@ AFTER = al.Site(0, renormalize=False)
 
 ROWS: list[tuple[str, Any, str]] = [
     # Tasks, texts and tokens.
+    *(
+        (
+            "token beyond",
+            call,
+            "token 3000 is outside the model's vocabulary of 3000; .* of another",
+        )
+        for call in (
+            al.saliency,
+            run_pass,
+            lambda model, batch: al.run(model, [batch], METRICS[:1]),
+            lambda model, batch: ask(model, [batch], al.EdgeSweep.isolation({"first": al.Site(0)})),
+        )
+    ),
     ("Task", ("no text:{label}", LABELS), r"contain \{text\} exactly once, but .* 0 times: 'no"),
     ("Task", ("{context} {text}{label}", LABELS), r"nothing would fill '\{context\}' in"),
     ("Task", ("{{text}} {{label}}", LABELS), r"nothing would fill '\{\{text\}\}' in"),
@@ -541,6 +558,14 @@ ROWS: list[tuple[str, Any, str]] = [
         for train in (train_reweighting, train_prefix)
         for loss in (GOLD, al.losses.span_cross_entropy("target"))
     ),
+    *(
+        ("MetricError", call, "needs the true label of each query; give queries with labels")
+        for call in (
+            lambda s: al.saliency(s.model, s.unlabelled[0]),
+            lambda s: run(s, METRICS[:1], s.unlabelled),
+            lambda s: run(s, METRICS[:1], [s.batch, *s.unlabelled]),
+        )
+    ),
     ("SaliencyFlows", lambda batch: None, r"the edges \['mine'\] of .* got a NoneType"),
     ("SaliencyFlows", lambda batch: edges.pq(batch).float(), "got torch.float32"),
     ("SaliencyFlows", lambda b: edges.pq(b)[:, 1:], r"got torch.bool of the shape \(3, "),
@@ -603,6 +628,8 @@ ROWS: list[tuple[str, Any, str]] = [
     ("HookError", lambda s: al.detach_heads(s.model, al.Site(9, heads=0)), r"layers .*got \[9\]"),
     ("HookError", lambda s: al.detach_heads(s.model, al.Site(0, heads=9)), r"heads .*got \[9\]"),
     ("HookError", lambda s: al.Site.of_heads([]), "there is no head"),
+    ("HookError", lambda s: al.sites.first_and_last(s.model, [4]), "from 1 to 3 layers; got 4"),
+    ("HookError", lambda s: al.sites.windows(s.model, 0), "from 1 to 3 layers; got 0"),
     ("replace_heads", (OUTPUTS, []), "layers must be .*got none"),
     (
         "replace_heads",

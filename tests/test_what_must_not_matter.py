@@ -210,6 +210,7 @@ METRICS: list[al.Question] = [
 ]
 OF_SETS = [question for question in METRICS if question.name != "anchor_distances"]
 OF_TEXTS: list[al.Question] = [al.SegmentFlows(), al.SegmentAttention()]
+WORDS = [[300 + label, *range(310, 310 + label % 3)] for label in range(6)]  # of 1 to 3 tokens
 WITH_LOSS: list[al.Question] = [al.SegmentFlows(), al.SaliencyFlows()]
 SITES = {"first": al.Site(0), "head": al.Site([1, 2], heads=1), "last": al.Site(-1)}
 OTHER_SITES = [
@@ -252,6 +253,7 @@ ROWS: dict[str, Row] = {
     "at the target": Row(Asked([al.Loyalty()], at_target)),
     "reweighted": Row(Asked([al.Loyalty()], reweighted), fuses=False),
     "loss of a span": Row(Asked(WITH_LOSS, loss=al.losses.span_cross_entropy("target"))),
+    "loss of words": Row(Asked(WITH_LOSS, loss=al.losses.word_cross_entropy(WORDS)), fuses=False),
     "loss of what would be shared": Row(
         Asked(WITH_LOSS, loss=al.losses.span_cross_entropy("label")), shares=False
     ),
@@ -410,7 +412,7 @@ EVERY = [(name, model) for name, row in ROWS.items() for model in row.models]
 
 
 IN_EVERY_KIND = ["metrics", "changed metrics", *CUTS, *OTHERS, "isolation", "read forerunners"]
-IN_EVERY_KIND += ["reweighted", "loss of a span", "metrics of texts"]
+IN_EVERY_KIND += ["reweighted", "loss of a span", "loss of words", "metrics of texts"]
 
 
 @pytest.mark.slow_cases("many passes", "llama", "gemma3")
@@ -454,11 +456,12 @@ def test_long_prompts_have_the_numbers_of_whole_patterns(
 
 
 CHECKPOINTED = [*(("metrics", of) for of in ALL), ("changed metrics", "gpt2")]
+CHECKPOINTED += [("metrics of texts", "gpt2"), ("every read and hooks", "gpt2")]
 
 
 @pytest.mark.slow_cases("many passes", "-0", "llama", "gemma3")
 @pytest.mark.parametrize("large", [0, 2**31])
-@pytest.mark.parametrize(("name", "of"), [*CHECKPOINTED, ("metrics of texts", "gpt2")])
+@pytest.mark.parametrize(("name", "of"), CHECKPOINTED)
 def test_blocks_that_run_again_for_their_gradient_change_nothing(
     name: str, large: int, exact: Any
 ) -> None:

@@ -1,6 +1,7 @@
-"""Key-value caches of every architecture: shared demonstrations, contexts, written text."""
+"""Key-value caches of every architecture: shared demonstrations, contexts, peft, written text."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ from anchorlens.metrics.question import no_hooks
 from anchorlens.models.kv_cache import entries_of, layers_of_entries
 from anchorlens.passes.forward import run_pass
 from anchorlens.runs import way
-from anchorlens.runs.checks import possible
 from anchorlens.runs.passes import Passes
 from tests.models.test_matrix import LINE, cases, hooked
 from tests.references import plain
-from tests.references.comparison import DIRECTIONS, batch_of, cut_layers, precise, weights_of
+from tests.references.comparison import batch_of, cut_layers, precise, weights_of
 from tests.references.toys import TOYS
 from tests.support.measures import assert_same, centred, difference, is_shared
+from tests.support.peft_oracle import peft_logits, saved_by_peft
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:in layers", "ignore:some pairs of classes have no prompts"),
@@ -33,17 +34,8 @@ NO_CACHE = {row.name for row in TOYS}
 NEVER_CUT = ("Bloom", "MPT", "Falcon (ALiBi)", "Llama 4")
 # These keys cannot get new positions. Positions are learned, or keys are rotated in a separate part
 # (latent attention), as one tensor with others, or before any hook point.
-NEVER_MOVED = {
-    "GPT-2",
-    "GPT-Neo",
-    "OPT",
-    "OPT (norms after)",
-    "GPTBigCode",
-    "XGLM",
-    "HunYuan",
-    "Llama 4",
-}
-NEVER_MOVED |= {"DeepSeek V2", "DeepSeek V3", "JetMoe"}
+NEVER_MOVED = {"GPT-2", "GPT-Neo", "OPT", "OPT (norms after)", "GPTBigCode", "XGLM", "HunYuan"}
+NEVER_MOVED |= {"Llama 4", "DeepSeek V2", "DeepSeek V3", "JetMoe"}
 NEVER_MOVED |= {row.name for row in TOYS if row.options["positional_embedding_type"] == "standard"}
 # What a bridge does with a cache is much the same on both lines, so it is tested on the newest.
 # These are tested on both, because transformers names the cache in another way from 5.24 on.
@@ -99,14 +91,14 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
         patch.setattr(way, "shared_lengths", lambda *of: {})
         patch.setattr(Passes, "why_not_late", lambda passes, of: dict.fromkeys(of, "off"))
         whole = list(results_of(model, batch))
-    skipped, *in_whole = (
+    skipped, in_whole = (
         each[-1].info["sites"]["last"]["skipped_layers"] for each in (shared, whole)
     )
     if len(set(entries_of(model))) < model.cfg.n_layers:
         assert skipped == "no start at layer 4, after which keys of layer 2 are read"
     else:
         assert skipped == model.cfg.n_layers - 1
-    assert in_whole == ["off"]
+    assert in_whole == "off"
     for ours, theirs in zip(shared, whole, strict=True):
         assert is_shared(ours)
         assert not is_shared(theirs)
@@ -114,23 +106,21 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
 
 
 def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
-    """Yield the record of flows with isolated label words, of every metric, and of a sweep."""
-    metrics: list[al.Question] = [al.AttentionAUCROC(), al.AnchorDistances(DIRECTIONS)]
-    metrics += [al.Accuracy(), al.LabelHeads(draws=2)]
-    options: dict[str, Any] = {"resamples": 0, "progress": False}
+    """Yield the record of flows with isolated label words, and of a sweep.
 
+    What metrics read in the clean run is compared in test_reads_matrix.py.
+    """
+    options: dict[str, Any] = {"resamples": 0, "progress": False}
     layers, _ = cut_layers(model.cfg.n_layers)
 
     def isolated(batch: al.PromptBatch) -> Any:
         return al.isolate_labels(model, batch, layers)
 
-    # Saliency flows need value biases that are not folded.
-    flows, _ = possible(model, [batch], [al.SaliencyFlows(), al.SegmentFlows()])
-    metrics += flows
-    yield from al.run(model, [batch], [*flows, al.Loyalty()], hooks=isolated, **options).values()
+    flows = [al.SaliencyFlows(), al.Loyalty()]
+    yield from al.run(model, [batch], flows, hooks=isolated, **options).values()
     sites = {"first": al.Site(layers), "last": al.Site(-1)}
-    asked = [*metrics, al.EdgeSweep.isolation(sites, draws=1)]
-    yield from al.run(model, [batch], asked, **options).values()
+    sweep = al.EdgeSweep.isolation(sites, draws=1)
+    yield from al.run(model, [batch], [sweep], **options).values()
 
 
 def some_positions(demonstrations: al.PromptBatch) -> Tensor:
@@ -169,11 +159,8 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
 
 def cut_in_transformers(name: str, model: Any, context: al.contexts.CompressedContext) -> Tensor:
     """Logits of whole prompts with masks, for a context; each demonstration is a line."""
-    weights, count, right = (
-        weights_of(name, torch.float64),
-        len(context.selected),
-        batch_of("right"),
-    )
+    weights, right = weights_of(name, torch.float64), batch_of("right")
+    count = len(context.selected)
     lines = (right.label_ends[0] + 2).tolist() if context.info["separately"] else []
     expected = []
     for prompt in plain.prompts_of(right):
@@ -201,10 +188,8 @@ def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None
         al.compress(model, batch, tail, positions=positions)
         for positions in (al.contexts.placement.rebased, al.contexts.placement.as_in_prompt)
     )
-    assert (moved.query_position, still.query_position) == (
-        len(moved.selected) - 11,
-        len(still.selected),
-    )
+    assert moved.query_position == len(moved.selected) - 11
+    assert still.query_position == len(still.selected)
     # Some rotations are read from a table in float32 (GPT-J).
     assert difference(moved.logits(model, batch), still.logits(model, batch)) < 1e-6
 
@@ -218,3 +203,34 @@ def check_written(name: str, model: Any) -> None:
     assert tokens[0, -4:].tolist() == logits.argmax(-1).tolist()
     expected = -logits.log_softmax(-1).gather(1, tokens[0, -4:, None])[:, 0]
     assert difference(trace.flows.loss, expected) < LIMIT
+
+
+# Contexts that are no adapters of peft.
+UNLIKE = {
+    **dict.fromkeys(("Gemma 4", "Gemma 4 (global keys)"), "keys and values of one shape in every"),
+    "Gemma 4 (shared)": "with 5 layers caches them in 3",
+    **dict.fromkeys(("DeepSeek V2", "DeepSeek V3"), "has latent attention"),
+}
+
+
+@pytest.mark.quick_cases("whole models", "Llama")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(("name", "kind"), cases("bridge"))
+def test_peft_and_a_context_give_the_same_logits(name: str, kind: str, tmp_path: Path) -> None:
+    if name in NO_CACHE:
+        pytest.skip("it has no contexts")
+    model, batch = hooked(name, torch.float32, kind), batch_of("right")
+    weights, ours = weights_of(name, torch.float32), tmp_path / "ours"
+    context = al.compress(model, batch, select=al.contexts.selection.everything)
+    if name in UNLIKE:
+        with pytest.raises(ModelError, match=UNLIKE[name]):
+            al.contexts.context_to_peft(context, model, ours)
+        return
+    al.contexts.context_to_peft(context, model, ours)
+    assert difference(peft_logits(weights, ours, batch), context.logits(model, batch)) < 1e-5
+    # peft does not find the sizes of MPT and XGLM by itself, and takes wrong ones of Falcon.
+    _, heads, _, d_head = context.prefix.keys[0].shape
+    sizes = {"num_layers": model.cfg.n_layers, "num_attention_heads": heads}
+    theirs = saved_by_peft(weights, tmp_path / "theirs", 3, **sizes, token_dim=heads * d_head)
+    prefix = al.contexts.context_from_peft(theirs, model, batch)
+    assert difference(prefix.logits(model, batch), peft_logits(weights, theirs, batch)) < 1e-5

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 import anchorlens as al
 from anchorlens.errors import ModelError
@@ -79,38 +77,3 @@ def test_an_own_mistake_is_not_hidden(byte_level: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr("anchorlens.models.tiny_pass.inputs_without_cache", wrong)
     with pytest.raises(IndexError, match="gone"):
         al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
-
-
-SMALL: dict[str, Any] = {"vocab_size": 3000, "max_position_embeddings": 512, "hidden_size": 32}
-SMALL |= {"intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
-BART: dict[str, Any] = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}
-LINEAR: dict[str, Any] = {"layer_types": ["linear_attention"] * 2, "linear_num_key_heads": 2}
-LINEAR |= {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "a decoder": (
-        *("BartForCausalLM", "BartConfig"),
-        {**BART, "vocab_size": 3000, "decoder_ffn_dim": 48},
-        "^BartForCausalLM is the decoder of an encoder-decoder",
-    ),
-    "linear layers alone": (
-        *("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
-        SMALL | LINEAR,
-        r"layers \[0, 1\] of .* have no attention pattern to hook",
-    ),
-    "unknown": (
-        *("PersimmonForCausalLM", "PersimmonConfig"),
-        SMALL,
-        r"^TransformerLens cannot wrap 'PersimmonForCausalLM' \(Pers[^)]*\): .{,80}; passes that",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_models_are_refused_for_what_they_are(name: str, byte_level: Any) -> None:
-    model, config, options, message = REFUSED[name]
-    if not hasattr(transformers, model):
-        pytest.skip("not in this version of transformers")
-    with torch.random.fork_rng(devices=[]):
-        weights = getattr(transformers, model)(getattr(transformers, config)(**options))
-    with pytest.raises(ModelError, match=message):
-        al.load_model(weights, tokenizer=byte_level)

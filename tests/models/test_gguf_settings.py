@@ -23,13 +23,8 @@ def rope(**options: Any) -> dict[str, Any]:
 
 
 # Heads of Gemma have 256 numbers: no key holds by which number its scores are divided.
-GEMMA: dict[str, Any] = {
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "layer_types": None,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+GEMMA: dict[str, Any] = {"head_dim": 256, "query_pre_attn_scalar": 256, "layer_types": None}
+GEMMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 PART = {"stablelm": 0.25, "nemotron": 0.5}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -69,22 +64,11 @@ case("no scaling", "llama", **{f"{SCALING}type": "none", f"{SCALING}factor": 4.0
 BETAS = {"beta_fast": 16.0, "beta_slow": 2.0}
 IN_FILE = {f"{SCALING}yarn_{key}": BETAS[key] for key in BETAS}
 case("betas", "qwen3", rope(**IN_YARN, **BETAS), **YARN, **IN_FILE)
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 OF_LLAMA3: Any = BY_NAME["Llama"].build(9, **rope(**LLAMA3)).model
-case(
-    "llama3",
-    "llama",
-    rope(**LLAMA3),
-    **{
-        "rope_freqs.weight": 10000.0 ** (-torch.arange(0, 8, 2) / 8) / OF_LLAMA3.rotary_emb.inv_freq
-    },
-)
+FREQUENCIES = 10000.0 ** (-torch.arange(0, 8, 2) / 8) / OF_LLAMA3.rotary_emb.inv_freq
+case("llama3", "llama", rope(**LLAMA3), **{"rope_freqs.weight": FREQUENCIES})
 BOTH = ("rope_factors_short.weight", "rope_factors_long.weight")
 for limit in (32, 100):
     LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
@@ -106,6 +90,7 @@ case("biases", "llama", {"attention_bias": True, "mlp_bias": True})
 case("biases", "qwen3", {"attention_bias": True})
 case("wide heads", "llama", {"head_dim": 16})
 case("tied", "llama", {"tie_word_embeddings": True})
+case("tied", "qwen2", {"tie_word_embeddings": True})
 case("own head", "bloom", {"tie_word_embeddings": False})
 LOCAL = {"rope_type": "default", "rope_theta": 2e4}
 FULL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
@@ -130,11 +115,8 @@ PARALLEL = {"use_parallel_residual": True}
 case("parallel, biases", "stablelm", PARALLEL | {"use_qkv_bias": True}, **PARALLEL)
 for of, field in (
     *(("llama", "rms_norm_eps"), ("falcon", "layer_norm_epsilon"), ("nemotron", "norm_eps")),
-    *(
-        ("stablelm", "layer_norm_eps"),
-        ("starcoder2", "norm_epsilon"),
-        ("gpt2", "layer_norm_epsilon"),
-    ),
+    *(("stablelm", "layer_norm_eps"), ("starcoder2", "norm_epsilon")),
+    ("gpt2", "layer_norm_epsilon"),
 ):
     case("epsilon", of, {field: 0.05})
 case("width", "gpt2", {"n_inner": 48}, feed_forward_length=48)
@@ -203,11 +185,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", YARN | {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor = 0.5"),
     ("gpt2", {"rope.freq_base": 5.0}, "says rope.freq_base = 5.0"),
     ("falcon", {"attention.head_count_kv": 4}, "says attention.head_count_kv = 4"),
-    (
-        "llama",
-        {"general.type": "adapter"},
-        r"\(a .gguf adapter of the architecture llama\) is not read",
-    ),
+    ("llama", {"general.type": "adapter"}, r"\(a .gguf adapter of the architecture llama\) is not"),
     ("gemma2", {"attention.key_length": 8}, r"key_length \(and no scale of the scores\) = 8"),
     ("llama", {"split.count": 3}, "one part of a model that is split into 3 files: join them"),
     ("llama", {"rope_freqs.weight": [1.0, 2.0]}, r"says rope_freqs.weight = \[1.0, 2.0\], which"),
@@ -270,12 +248,8 @@ def test_sentencepiece_has_a_blank_before_a_text_unless_the_file_says_otherwise(
     prefix: bool | None, tmp_path: Path, byte_level: Any
 ) -> None:
     tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "ab", "▁ab"]
-    keys: dict[str, Any] = {
-        "model": "llama",
-        "pre": "default",
-        "tokens": tokens,
-        "scores": [-float(i) for i in range(8)],
-    }
+    keys: dict[str, Any] = {"model": "llama", "pre": "default", "tokens": tokens}
+    keys |= {"scores": [-float(i) for i in range(8)]}
     keys |= {"bos_token_id": 1, "eos_token_id": 2, "merges": None, "add_space_prefix": prefix}
     tokenizer = read_tokenizer(write_tokenizer(tmp_path / "a.gguf", byte_level, keys, []))
     assert tokenizer.tokenize("ab") == (["ab"] if prefix is False else ["▁ab"])
@@ -305,9 +279,8 @@ def test_a_file_that_does_not_say_how_to_cut_texts_gives_a_warning(
 ) -> None:
     path = write_tokenizer(tmp_path / "a.gguf", byte_level, {"pre": None}, [])
     with pytest.warns(UserWarning, match=r"cuts texts .* as in GPT-2.* give a tokenizer"):
-        assert (
-            read_tokenizer(path)("Review: a")["input_ids"] == byte_level("Review: a")["input_ids"]
-        )
+        tokenizer = read_tokenizer(path)
+    assert tokenizer("Review: a")["input_ids"] == byte_level("Review: a")["input_ids"]
 
 
 def test_a_part_of_a_split_file_says_how_to_join_the_parts(tmp_path: Path, byte_level: Any) -> None:
@@ -317,6 +290,3 @@ def test_a_part_of_a_split_file_says_how_to_join_the_parts(tmp_path: Path, byte_
     for source in (tmp_path / name, tmp_path):
         with pytest.raises(ModelError, match=r"part of .* split into 2 files: join .*--merge"):
             al.load_model(source)
-    write_gguf(tmp_path / "z.gguf", build("qwen2"), byte_level)
-    with pytest.raises(ModelError, match=r"no config\.json; give the file .*z\.gguf"):
-        al.load_model(tmp_path)

@@ -10,9 +10,7 @@
 """
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,15 +20,8 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.experiments.mean_states import mean_states
 from anchorlens.experiments.task_vectors import residual_name, write_states
-from anchorlens.models import head_outputs
 from anchorlens.models.added_hooks import added_hooks
-from anchorlens.models.facts import fact
-from anchorlens.models.head_outputs import (
-    require_separate_heads,
-    require_transformed_values,
-    separate_heads,
-    transformed_values,
-)
+from anchorlens.models.head_outputs import separate_heads, transformed_values
 from anchorlens.models.hooked import Hook, hooks_by_layer, pattern_name, values_name, z_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.tiny_pass import LEAF
@@ -39,8 +30,8 @@ from anchorlens.passes.observers import Layers
 from anchorlens.passes.provide import checked_reads
 from anchorlens.passes.step_gradients import step_gradients
 from tests.models.test_matrix import KINDS, cases, hooked
-from tests.references.comparison import batch_of, tokenizer, weights_of
-from tests.support.measures import difference, hooks_on
+from tests.references.comparison import batch_of
+from tests.support.measures import difference
 from tests.support.tiny_models import questions
 
 # What the attention weighs is not what hook_v holds, or W_O is not all that comes after it. Then
@@ -94,32 +85,6 @@ def test_the_sum_over_keys_and_heads_is_the_output_of_the_attention(name: str, k
         bias = getattr(block.attn, "b_O", None)
         total = total if bias is None else total + bias
         assert difference(total.detach(), outputs[layer]) <= 1e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "requires"),
-    [
-        ("layers_with_other_outputs", require_transformed_values),
-        ("layers_that_mix", lambda model: require_separate_heads(model, [0])),
-    ],
-    ids=["values", "outputs"],
-)
-def test_a_fact_is_found_once_without_a_trace(
-    name: str, requires: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = al.load_model(deepcopy(weights_of("Llama", torch.float32)), tokenizer=tokenizer())
-    calls: list[int] = []
-    model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
-    counted = Mock(wraps=getattr(head_outputs, name).__wrapped__)
-    monkeypatch.setattr(head_outputs, name, fact(counted))
-    before, state = hooks_on(model), torch.get_rng_state()
-    with torch.inference_mode():
-        requires(model)
-    requires(model)
-    counted.assert_called_once_with(model)
-    assert not calls and hooks_on(model) == before  # hooks of users do not act
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
 def gradients(
@@ -245,8 +210,7 @@ def test_logits_are_equal_and_detached_heads_have_no_gradient(name: str, kind: s
         axis = 1 if point is pattern_name else 2
         if model.cfg.n_heads != clean[0].shape[axis]:  # latent attention of a bridge
             clean, ours = ([z.flatten(2).unflatten(2, (4, -1)) for z in zs] for zs in (clean, ours))
-        detached = torch.tensor(heads)
-        others = torch.tensor([0, 2])
+        detached, others = torch.tensor(heads), torch.tensor([0, 2])
         assert not ours[layer].index_select(axis, detached).any()
         assert clean[layer].index_select(axis, detached).any()
         expected = clean[layer].index_select(axis, others)
@@ -257,15 +221,10 @@ def test_logits_are_equal_and_detached_heads_have_no_gradient(name: str, kind: s
 
 
 def test_all_heads_are_detached_by_default_and_layers_count_from_the_end(gpt2: Any) -> None:
-    batches = questions(gpt2, 3)
-    logits, *_ = gradients(gpt2, batches[0], pattern_name, [])
+    (batch,) = questions(gpt2, 3)
+    logits, *_ = gradients(gpt2, batch, pattern_name, [])
     hooks = al.detach_heads(gpt2, [-1, 1])
     assert [name for name, _ in hooks] == [z_name(1), z_name(2)]
-    same, _, ours = gradients(gpt2, batches[0], pattern_name, hooks)
+    same, _, ours = gradients(gpt2, batch, pattern_name, hooks)
     assert torch.equal(same, logits)
     assert not ours[1].any() and not ours[2].any() and ours[0].any()
-    # A run has no saliency in detached heads.
-    one = al.detach_heads(gpt2, al.Site(1, heads=0))
-    options: dict[str, Any] = {"hooks": lambda batch: one, "resamples": 0, "progress": False}
-    maps = al.run(gpt2, batches, [al.SaliencyFlows()], **options)["saliency_flows"]
-    assert not maps.per_head[1, 0].any() and maps.per_head[1, 1].any()

@@ -1,14 +1,9 @@
 """Seven classes of models of images equal plain transformers, on tiny random weights."""
 
 import copy
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +18,7 @@ from anchorlens.models.twin import twin_of
 from anchorlens.passes.shortcuts import why_not_late
 from anchorlens.prompts.batch import check_prompts
 from anchorlens.runs import way
-from tests.references.architecture_row import LINE
+from tests.models.test_matrix import save
 from tests.references.comparison import precise
 from tests.support.asked import ask
 from tests.support.image_models import (
@@ -102,6 +97,18 @@ def plain_numbers(case: Case, row: int) -> tuple[Tensor, Tensor]:
     return logits[0].detach(), torch.stack([(a * d)[0].sum(0).abs().detach() for a, d in pairs])
 
 
+def differences_of(case: Case, expected: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """The largest difference of any prompt from plain transformers."""
+    logits, saliency = logits_of(case, case.batch), al.saliency(case.model, case.batch)
+    return {
+        "logits": max(difference(ours, row[0]) for ours, row in zip(logits, expected, strict=True)),
+        "saliency": max(
+            difference(ours[:, : maps.shape[1], : maps.shape[1]], maps)
+            for ours, (_, maps) in zip(saliency, expected, strict=True)
+        ),
+    }
+
+
 def logits_of(case: Case, batch: al.PromptBatch, hooks: Any = None) -> Tensor:
     """The logits of each prompt in the order of the batch."""
     logits = al.target_logits(case.model, [batch], hooks=hooks, progress=False)
@@ -130,12 +137,7 @@ def test_logits_and_saliency_are_those_of_plain_transformers(case: Case) -> None
         assert info["passes"] == "native"
     for way_of_passes in (nullcontext(), twin_of(case.model).suspended()):
         with way_of_passes:
-            logits = logits_of(case, case.batch)
-            saliency = al.saliency(case.model, case.batch)
-        for row, (of_plain, maps) in enumerate(expected):
-            assert difference(logits[row], of_plain) < EXACT
-            length = maps.shape[-1]
-            assert difference(saliency[row][:, :length, :length], maps) < EXACT
+            assert max(differences_of(case, expected).values()) < EXACT
     modules = case.model.original_model.modules()
     assert all(vars(each).get("rope_deltas") is None for each in modules)  # of Qwen
 
@@ -146,27 +148,11 @@ def test_logits_and_saliency_are_those_of_plain_transformers(case: Case) -> None
 def test_rows_of_the_published_table(name: str, dtype: torch.dtype, request: Any) -> None:
     with precise(dtype):
         case = case_of(name, dtype)
-        expected = [plain_numbers(case, row) for row in range(3)]
-        logits, saliency = logits_of(case, case.batch), al.saliency(case.model, case.batch)
-    numbers = {
-        "logits": max(difference(logits[row], expected[row][0]) for row in range(3)),
-        "saliency": max(
-            difference(saliency[row][:, : maps.shape[1], : maps.shape[1]], maps)
-            for row, (_, maps) in enumerate(expected)
-        ),
-    }
-    case_of_table = {
-        "architecture": "Gemma 3 (images)" if name == "Gemma 3" else name,
-        "special": f"images{SPECIAL.get(name, '')}",
-        "line": LINE,
-        "versions": {each: version(each) for each in ("transformer-lens", "transformers", "torch")},
-        "kind": "bridge",
-        "dtype": str(dtype).removeprefix("torch."),
-        "differences": numbers,
-        "native": True,
-    }
-    with Path(request.config.getoption("--matrix-results")).open("a") as file:
-        file.write(json.dumps(case_of_table) + "\n")
+        numbers = differences_of(case, [plain_numbers(case, row) for row in range(3)])
+    of_row: dict[str, Any] = {"differences": numbers, "native": True}
+    of_row["architecture"] = "Gemma 3 (images)" if name == "Gemma 3" else name
+    of_row["special"] = f"images{SPECIAL.get(name, '')}"
+    save(request.config.getoption("--matrix-results"), name, dtype, "bridge", "right", **of_row)
 
 
 SPECIAL = {
@@ -230,50 +216,51 @@ def test_long_prompts_have_whole_patterns(llava: Case, monkeypatch: pytest.Monke
     assert difference(results["saliency_flows"].flows, expected["saliency_flows"].flows) < EXACT
 
 
-NONE: Any = al.contexts.NoContext()
-REFUSED: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
-    "compress": lambda m, b: al.compress(m, b),
-    "prefix effect": lambda m, b: al.run(m, [b], [al.PrefixEffect()], **QUIET),
-    "context": lambda m, b: ask(m, [b], al.ContextComparison({"no": NONE}), **QUIET),
-    "hard prompt": lambda m, b: al.contexts.hard_prompts.of_tokens(m, [300], held_out=[b]),
-    "words": lambda m, b: al.saliency(m, b, loss=al.losses.word_cross_entropy()),
+def with_inputs(*inputs: Any) -> Callable[[Any, al.PromptBatch], Any]:
+    return lambda m, b: check_prompts(replace(b, inputs=inputs, pictures=()))
+
+
+def without_image(inputs: Any) -> Callable[[Any, al.PromptBatch], Any]:
+    return lambda m, b: al.target_logits(m, [replace(b, inputs=inputs(b))], progress=False)
+
+
+RUN_WHOLE = "Prompts with images run whole"
+WITHOUT = r"prompt 0 holds the token .* came without the image"
+JOINED, NONE = "of one type and one number of axes", al.contexts.NoContext()
+REFUSED: dict[str, tuple[Callable[[Any, al.PromptBatch], Any], str]] = {
+    # What goes on from a cache.
+    "compress": (al.compress, RUN_WHOLE),
+    "prefix effect": (lambda m, b: al.run(m, [b], [al.PrefixEffect()], **QUIET), RUN_WHOLE),
+    "context": (lambda m, b: ask(m, [b], al.ContextComparison({"no": NONE}), **QUIET), RUN_WHOLE),
+    "hard prompt": (
+        lambda m, b: al.contexts.hard_prompts.of_tokens(m, [300], held_out=[b]),
+        RUN_WHOLE,
+    ),
+    "words": (lambda m, b: al.saliency(m, b, loss=al.losses.word_cross_entropy()), RUN_WHOLE),
+    "removed text": (
+        lambda m, b: al.removal.text(m, b, al.edges.demonstration(b, 0)),
+        r"cut the edges from it with al\.removal\.edges",
+    ),
+    "one without its image": (without_image(lambda b: ({}, *b.inputs[1:])), WITHOUT),
+    "all without images": (without_image(lambda b: ()), WITHOUT),
+    "one prompt": (with_inputs({}), "one for each of its 3 prompts, or none; got 1"),
+    "words as inputs": (
+        with_inputs("pixels", "pixels", "pixels"),
+        "are what the model's forward takes for each prompt",
+    ),
+    "inputs of two shapes": (
+        with_inputs({"x": torch.ones(1, 2)}, {"x": torch.ones(1)}, {}),
+        JOINED,
+    ),
+    "lists": (with_inputs({"x": [1.0]}, {}, {}), JOINED),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_goes_on_from_a_cache_is_refused(name: str, llava: Case) -> None:
-    with pytest.raises(al.AnchorlensError, match="Prompts with images run whole"):
-        REFUSED[name](llava.model, llava.batch)
-
-
-def test_text_is_not_removed_from_prompts_with_images(llava: Case) -> None:
-    with pytest.raises(PromptError, match=r"cut the edges from it with al\.removal\.edges"):
-        al.removal.text(llava.model, llava.batch, al.edges.demonstration(llava.batch, 0))
-
-
-def test_a_prompt_that_lacks_its_image_is_refused(llava: Case) -> None:
-    _, *rest = llava.batch.inputs
-    with (
-        pytest.raises(PromptError, match=r"prompt 0 holds the token .* came without the image"),
-        does_not_run(llava.model),
-    ):
-        al.target_logits(llava.model, [replace(llava.batch, inputs=({}, *rest))], progress=False)
-    with pytest.raises(PromptError, match=r"prompt 0 holds the token .* came without the image"):
-        al.target_logits(llava.model, [replace(llava.batch, inputs=())], progress=False)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        (({},), "one for each of its 3 prompts, or none; got 1"),
-        (("pixels",) * 3, "are what the model's forward takes for each prompt"),
-        (({"x": torch.ones(1, 2)}, {"x": torch.ones(1)}, {}), "of one type and one number of axes"),
-        (({"x": [1.0]}, {}, {}), "of one type and one number of axes"),
-    ],
-)
-def test_inputs_that_cannot_be_joined_are_refused(inputs: Any, message: str, llava: Case) -> None:
-    with pytest.raises(PromptError, match=message):
-        check_prompts(replace(llava.batch, inputs=inputs, pictures=()))
+def test_what_images_do_not_allow_is_refused(name: str, llava: Case) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises(al.AnchorlensError, match=message), does_not_run(llava.model):
+        call(llava.model, llava.batch)
 
 
 def test_line_3_of_transformer_lens_takes_no_images(
@@ -286,20 +273,18 @@ def test_line_3_of_transformer_lens_takes_no_images(
 
 # Quick are those with nothing between the images: the others have a blank in their id.
 @pytest.mark.slow_cases("whole models", " ", "LLaVA")
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("between", ["", " ", " and "])
 @pytest.mark.usefixtures("in_float64")
 def test_images_side_by_side_are_refused_where_they_are_read_as_one(
-    name: str, between: str
+    case: Case, between: str
 ) -> None:
     """Elsewhere, and with any text between, they are those of plain transformers."""
-    case = case_of(name)
     place = place_in(case.processor)
     words = al.build_segments(
         case.processor.tokenizer, [[(None, f"See {place}{between}{place}"), ("question", " it ->")]]
     )
     [batch] = al.with_images(words, case.processor, [[picture(0), picture(1)]])
-    if name in NEED_TORCHVISION and not between:
+    if case.name in NEED_TORCHVISION and not between:
         with (
             pytest.raises(PromptError, match=r"prompt 0 has 2 images, but 1 groups .*side by side"),
             does_not_run(case.model),
@@ -336,11 +321,6 @@ def test_models_that_need_torchvision_say_which(name: str, monkeypatch: pytest.M
     )
     with pytest.raises(ModelError, match=r"torchvision.* of the same build as your torch"):
         al.load_model(weights, tokenizer=processor.tokenizer)
-
-
-def test_no_test_installs_anything() -> None:
-    with pytest.raises(AssertionError, match="a test runs an installer"):
-        subprocess.check_call([sys.executable, "-m", "pip", "install", "torchvision"])
 
 
 @pytest.mark.slow("whole models")

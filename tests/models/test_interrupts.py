@@ -19,6 +19,7 @@ from anchorlens.system import put_back, torch_state
 from anchorlens.system.torch_state import own_random_state, torch_modes
 from tests.models.test_model_state import functions_of
 from tests.support.interrupting import at_every_moment
+from tests.support.tiny_models import tiny_gpt2
 from tests.support.unchanged import everything_of, global_state
 
 MODULES = [contextlib, added_hooks, model_state, put_back, tiny_pass, torch_state]
@@ -42,23 +43,25 @@ CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 
 @pytest.mark.quick_cases("whole models", "forwards")
 @pytest.mark.every_kind
-@pytest.mark.changes_model
 @pytest.mark.parametrize("interrupts", [1, 2])
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_interrupts_at_every_moment_leave_nothing(gpt2: Any, name: str, interrupts: int) -> None:
-    gpt2.blocks[0].register_forward_hook(lambda module, inputs, output: None)
-    before = everything_of(gpt2)
+def test_interrupts_at_every_moment_leave_nothing(
+    hooked: Any, byte_level: Any, name: str, interrupts: int
+) -> None:
+    model = hooked(tiny_gpt2(len(byte_level), n_layer=2), byte_level)
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: None)
+    before = everything_of(model)
 
     def enter() -> None:
-        with CONTEXTS[name](gpt2):
+        with CONTEXTS[name](model):
             pass
 
-    with CONTEXTS[name](gpt2):
-        assert everything_of(gpt2) != before
+    with CONTEXTS[name](model):
+        assert everything_of(model) != before
     tried = 0
     for moments in at_every_moment(MODULES, interrupts, enter):
         tried += 1
-        assert everything_of(gpt2) == before, moments
+        assert everything_of(model) == before, moments
     assert tried > 5
 
 
@@ -70,6 +73,7 @@ class Small(torch.nn.Module):
         self.layer, self.dropout = torch.nn.Linear(2, 2), torch.nn.Dropout()
         self.layer.bias.requires_grad_(False)
         self.sliding_window = 8
+        self.rope_deltas: Any = torch.ones(1)  # how far images moved positions, in Qwen's models
         self.layer.register_forward_hook(lambda module, inputs, output: None)
 
 
@@ -77,7 +81,7 @@ class Small(torch.nn.Module):
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_interrupts_at_every_moment_leave_a_module_as_it_was(interrupts: int) -> None:
     module = Small()
-    hooks = functions_of(module)
+    hooks, deltas = functions_of(module), module.rope_deltas
 
     def enter() -> None:
         with (
@@ -89,6 +93,7 @@ def test_interrupts_at_every_moment_leave_a_module_as_it_was(interrupts: int) ->
         ):
             assert not module.training and functions_of(module) != hooks
             assert module.sliding_window == 3
+            module.rope_deltas = None
             torch.rand(1)
 
     state = torch.get_rng_state()
@@ -98,7 +103,7 @@ def test_interrupts_at_every_moment_leave_a_module_as_it_was(interrupts: int) ->
         assert requires == [True, False], moments
         assert all(each.training for each in module.modules()), moments
         assert functions_of(module) == hooks and module.sliding_window == 8, moments
-        assert torch.is_grad_enabled(), moments
+        assert torch.is_grad_enabled() and module.rope_deltas is deltas, moments
         assert torch.equal(torch.get_rng_state(), state), moments
         assert not model_state._lock_of(module)._is_owned(), moments
 
@@ -121,19 +126,22 @@ def registered() -> set[str]:
 
 @pytest.mark.slow("whole models")
 @pytest.mark.parametrize("interrupts", [1, 2])
-def test_interrupts_of_a_native_pass_leave_nothing(gpt2: Any, interrupts: int) -> None:
+def test_interrupts_of_a_native_pass_leave_nothing(
+    hooked: Any, byte_level: Any, interrupts: int
+) -> None:
+    model = hooked(tiny_gpt2(len(byte_level), n_layer=1), byte_level)
     listener = Listener(lambda *args: args[1], lambda *args: None, lambda *args: None, None)
-    own, before, known = twin_of(gpt2), everything_of(gpt2), registered()
+    own, before, known = twin_of(model), everything_of(model), registered()
 
     def enter() -> None:
         with own.trusted(), own.running(listener), own.suspended():
-            assert registered() > known and own.why_not_now(gpt2)
+            assert registered() > known and own.why_not_now(model)
 
     enter()
     tried = 0
     for moments in at_every_moment([*MODULES, twin, replaced_attention], interrupts, enter):
         tried += 1
-        assert everything_of(gpt2) == before, moments
-        assert registered() == known and own._now is None and not own.why_not_now(gpt2), moments
+        assert everything_of(model) == before, moments
+        assert registered() == known and own._now is None and not own.why_not_now(model), moments
         assert not own.is_trusted
     assert tried > 5

@@ -169,7 +169,7 @@ def save(
         return
     case = {
         "architecture": name,
-        "special": BY_NAME[name].special,
+        "special": BY_NAME[name].special if name in BY_NAME else "",
         "line": LINE,
         "versions": {name: version(name) for name in ("transformer-lens", "transformers", "torch")},
         "kind": kind,

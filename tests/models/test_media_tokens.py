@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import anchorlens as al
 from anchorlens.contexts.prefix import random_tokens
@@ -16,45 +15,18 @@ from anchorlens.errors import PromptError
 from anchorlens.models.media_tokens import media_tokens, without_media_tokens
 from anchorlens.runs.study import Study
 from tests.support.asked import ask
+from tests.support.image_models import image_model
 from tests.support.measures import does_not_run
-from tests.support.tiny_models import questions, randomize
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 N_PATCHES = 4
 
 
 @pytest.fixture(scope="module")
-def llava(sentencepiece_like: Any) -> Any:
-    image = sentencepiece_like.convert_tokens_to_ids("<0xFE>")
-    text = LlamaConfig(
-        vocab_size=len(sentencepiece_like),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    sight = CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=8,
-        patch_size=4,
-        projection_dim=16,
-    )
-    config = LlavaConfig(
-        text_config=text,
-        vision_config=sight,
-        image_token_id=image,
-        image_token_index=image,
-        vision_feature_layer=-1,
-        image_seq_length=N_PATCHES,
-    )
-    with torch.random.fork_rng(devices=[]):
-        weights = randomize(LlavaForConditionalGeneration(config))
-    return al.load_model(weights, tokenizer=sentencepiece_like)
+def llava() -> Any:
+    weights, processor = image_model("LLaVA")
+    return al.load_model(weights, tokenizer=processor.tokenizer)
 
 
 def with_image(model: Any) -> al.PromptBatch:
@@ -77,11 +49,12 @@ def with_demonstrations(model: Any) -> al.PromptBatch:
     return replace(batch, tokens=tokens)
 
 
+ANSWER = al.losses.span_cross_entropy("answer")
 CALLS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "run": lambda m, b: al.run(m, [b], [al.SegmentAttention(apart=1)], **QUIET),
-    "flows": lambda m, b: al.run(m, [b], [al.SegmentFlows()], loss=answer(), **QUIET),
+    "flows": lambda m, b: al.run(m, [b], [al.SegmentFlows()], loss=ANSWER, **QUIET),
     "target_logits": lambda m, b: al.target_logits(m, [b], progress=False),
-    "saliency": lambda m, b: al.saliency(m, b, loss=answer()),
+    "saliency": lambda m, b: al.saliency(m, b, loss=ANSWER),
     "step_flows": lambda m, b: al.step_flows(m, b, "answer"),
     "integrated_flows": lambda m, b: ask(m, [b], al.IntegratedFlows(steps=1), **QUIET),
     "Study": lambda m, b: Study(m, [b], {}, **QUIET).entered().__enter__(),
@@ -89,10 +62,6 @@ CALLS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "compress": lambda m, b: al.compress(m, with_demonstrations(m)),
     "a prefix": lambda m, b: al.PrefixEffect().plot_pattern(m, with_demonstrations(m), 0, 0),
 }
-
-
-def answer() -> Any:
-    return al.losses.span_cross_entropy("answer")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -108,12 +77,7 @@ def test_caches_of_a_pass_with_the_image_are_right(llava: Any) -> None:
     pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     names = al.caches.names_filter(metrics, llava, batch)
     with torch.no_grad():
-        own = llava.run_with_cache(
-            batch.tokens,
-            attention_mask=batch.attention_mask,
-            names_filter=names,
-            pixel_values=pixels,
-        )
+        own = llava.run_with_cache(batch.tokens, names_filter=names, pixel_values=pixels)
         plain = llava.original_model(batch.tokens, pixel_values=pixels).logits
     torch.testing.assert_close(own[0], plain)
     for model in (None, llava):
@@ -144,10 +108,11 @@ def made(name: str, **options: Any) -> Any:
 
 def test_settings_of_images_sounds_and_videos_are_found_in_any_configuration() -> None:
     """Also inside others; a token that begins, ends or pads texts stands for no image."""
-    assert {"boi_token_index", "eoi_token_index"} <= {*media_tokens(made("Gemma3Config")).values()}
-    assert {"video_token_id", "vision_start_token_id"} <= {
-        *media_tokens(made("Qwen2VLConfig")).values()
-    }
+    for name, settings in {
+        "Gemma3Config": {"boi_token_index", "eoi_token_index"},
+        "Qwen2VLConfig": {"video_token_id", "vision_start_token_id"},
+    }.items():
+        assert settings <= {*media_tokens(made(name)).values()}
     audio = made("Qwen2AudioConfig", audio_token_index=7)
     assert media_tokens(audio)[7].startswith("audio_token")
     nested = made("LlamaConfig")

@@ -4,19 +4,18 @@ import copy
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    GPT2ForSequenceClassification,
-    LlamaForSequenceClassification,
-)
+from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassification
 from transformers.utils import logging as of_transformers
 
 import anchorlens as al
@@ -61,62 +60,65 @@ def load(folder: Path, tokenizer: Any) -> Any:
     return al.load_model(folder, tokenizer=tokenizer, device="cpu")
 
 
-@pytest.mark.usefixtures("nothing_runs")
-def test_weights_of_another_architecture_are_refused(tmp_path: Path, byte_level: Any) -> None:
-    folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
+def of_another_architecture(folder: Path) -> None:
     config = tiny_llama(VOCABULARY).config
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
-    message = (
-        r"not those of its configuration \(LlamaForCausalLM\): \d+ tensors \(lm_head\.weight, "
-    )
-    with pytest.raises(ModelError, match=message + r".*and others\) are missing.*config\.json"):
-        load(folder, byte_level)
 
 
-LOST = ["transformer.h.1.attn.c_proj.weight", "transformer.ln_f.bias"]
+def without(*names: str) -> Callable[[Path], None]:
+    return lambda folder: change_tensors(folder, lambda old: [old.pop(name) for name in names])
 
 
-@pytest.mark.usefixtures("nothing_runs")
-@pytest.mark.parametrize(
-    ("lost", "config", "message"),
-    [
-        (LOST, {}, rf"2 tensors \({', '.join(LOST)}\) are missing"),
-        ([], {"n_layer": 5}, r"24 tensors \(transformer\.h\.3\.attn.* are missing"),
-        (
-            [],
-            {"n_positions": 256},
-            r"1 tensor \(transformer\.wpe\.weight \(\(512, 24\), not \(256, 24\)\)\) is of another",
-        ),
-    ],
-)
-def test_tensors_that_are_missing_or_of_another_shape_are_named(
-    lost: list[str], config: dict[str, int], message: str, tmp_path: Path, byte_level: Any
-) -> None:
-    folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
-    change_tensors(folder, lambda tensors: [tensors.pop(name) for name in lost])
-    change_config(folder, **config)
-    with pytest.raises(ModelError, match=message):
-        load(folder, byte_level)
-
-
-@pytest.mark.usefixtures("nothing_runs")
-def test_a_missing_unembedding_is_refused(tmp_path: Path, byte_level: Any) -> None:
-    """The weights of a classifier have no unembedding; transformers would draw a random one."""
+def of_a_classifier(folder: Path) -> None:
+    """Its weights have no unembedding; transformers would draw a random one."""
     config = tiny_llama(VOCABULARY).config
     config.pad_token_id = 0
-    save(randomize(LlamaForSequenceClassification(config)), byte_level, tmp_path)
-    with pytest.raises(ModelError, match=r"1 tensor \(lm_head\.weight\) is missing"):
+    randomize(LlamaForSequenceClassification(config)).save_pretrained(folder)  # type: ignore[operator]
+
+
+LOST = "transformer.h.1.attn.c_proj.weight", "transformer.ln_f.bias"
+OTHER_WEIGHTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "of another architecture": (
+        of_another_architecture,
+        r"not those of its configuration \(LlamaForCausalLM\): \d+ tensors \(lm_head\.weight, "
+        r".*and others\) are missing.*config\.json",
+    ),
+    "without two": (without(*LOST), rf"2 tensors \({', '.join(LOST)}\) are missing"),
+    "of fewer layers": (
+        partial(change_config, n_layer=5),
+        r"24 tensors \(transformer\.h\.3\.attn.* are missing",
+    ),
+    "of another shape": (
+        partial(change_config, n_positions=256),
+        r"1 tensor \(transformer\.wpe\.weight \(\(512, 24\), not \(256, 24\)\)\) is of another",
+    ),
+    "of a classifier": (of_a_classifier, r"1 tensor \(lm_head\.weight\) is missing"),
+}
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("name", OTHER_WEIGHTS)
+def test_weights_that_are_not_those_of_the_configuration_are_refused(
+    name: str, tmp_path: Path, byte_level: Any
+) -> None:
+    change, message = OTHER_WEIGHTS[name]
+    change(save(tiny_gpt2(VOCABULARY), byte_level, tmp_path))
+    with pytest.raises(ModelError, match=message):
         load(tmp_path, byte_level)
 
 
-def test_fewer_layers_than_weights_give_a_warning(tmp_path: Path, byte_level: Any) -> None:
-    folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
-    change_config(folder, n_layer=2)
+def test_tensors_that_are_left_out_give_a_warning(tmp_path: Path, byte_level: Any) -> None:
+    few, more = (tmp_path / name for name in ("few", "more"))
+    change_config(save(tiny_gpt2(VOCABULARY), byte_level, few), n_layer=2)
     message = r"no use for .* \d+ tensors \(transformer\.h\.2\.attn.* are left out.* another model"
     with pytest.warns(UserWarning, match=message):
-        model = load(folder, byte_level)
-    assert model.cfg.n_layers == 2
+        assert load(few, byte_level).cfg.n_layers == 2
+    # A tensor of a module that the model has.
+    save(tiny_llama(VOCABULARY), byte_level, more)
+    change_tensors(more, lambda tensors: tensors.update({"model.norm.bias": torch.ones(4)}))
+    with pytest.warns(UserWarning, match=r"1 tensor \(model\.norm\.bias\) is left out"):
+        load(more, byte_level)
 
 
 @pytest.mark.slow("whole models")
@@ -140,17 +142,14 @@ def test_complete_weights_load_without_a_warning(tmp_path: Path, byte_level: Any
         load(folder, byte_level)
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 3}},
-            "Unrecognized .*beta",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": 0.5}},
-            r"factor field must be .* 0\.5",
-        ),
+        ({"rope_parameters": LINEAR | {"beta": 3}}, "Unrecognized .*beta"),
+        ({"rope_parameters": LINEAR | {"factor": 0.5}}, r"factor field must be .* 0\.5"),
         ({"eos_token_id": 10**6}, "eos_token_id must be .* 1000000"),
     ],
 )
@@ -170,13 +169,6 @@ def test_what_transformers_warns_of_is_a_warning_at_every_load(
     with quiet_libraries(), pytest.warns(UserWarning, match=message):  # as in a command
         read_model_files(str(folder))
     assert (logger.level, logger.handlers) == before
-
-
-def test_a_tensor_of_a_module_that_the_model_has_is_named(tmp_path: Path, byte_level: Any) -> None:
-    folder = save(tiny_llama(VOCABULARY), byte_level, tmp_path)
-    change_tensors(folder, lambda tensors: tensors.update({"model.norm.bias": torch.ones(4)}))
-    with pytest.warns(UserWarning, match=r"1 tensor \(model\.norm\.bias\) is left out"):
-        load(folder, byte_level)
 
 
 ITS_CODE = """
@@ -248,38 +240,18 @@ def test_an_attention_in_the_configuration_that_is_not_installed_does_not_matter
         torch.testing.assert_close(model(tokens), weights(tokens).logits)
 
 
-@pytest.mark.quick_cases("whole models", "False")
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_gguf_file_gives_the_logits_of_its_weights(
-    tmp_path: Path, byte_level: Any, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file is parsed once, though configuration, tokenizer and weights are read from it."""
-    weights = BY_NAME["Qwen2"].build(VOCABULARY, tie_word_embeddings=tied)
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, weights, byte_level, without=("lm_head.weight",) if tied else ())
-    reader, parse, parsed = gguf.GGUFReader, gguf.GGUFReader.__init__, []
-
-    def counted(self: Any, *args: Any) -> None:
-        parsed.append(args)
-        parse(self, *args)
-
-    monkeypatch.setattr(reader, "__init__", counted)
-    model = load(path, None)
-    assert parsed == [(str(path),)] and gguf.GGUFReader is reader
-    text = "Review: what a film"
-    assert model.tokenizer(text)["input_ids"] == byte_level(text)["input_ids"]
-    tokens = torch.tensor([byte_level("Review: what a film")["input_ids"]])
+def test_a_gguf_file_gives_the_logits_of_its_weights(tmp_path: Path, byte_level: Any) -> None:
+    """It is parsed once, though configuration, tokenizer and weights are read from it."""
+    weights = BY_NAME["Qwen2"].build(VOCABULARY)
+    path, parse = write_gguf(tmp_path / "tiny.gguf", weights, byte_level), gguf.GGUFReader.__init__
+    with patch.object(gguf.GGUFReader, "__init__", autospec=True, side_effect=parse) as parsed:
+        model = load(path, None)
+    parsed.assert_called_once()
+    ids = byte_level("Review: what a film")["input_ids"]
+    assert model.tokenizer("Review: what a film")["input_ids"] == ids
+    tokens = torch.tensor([ids])
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), weights(tokens).logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.usefixtures("nothing_runs")
-def test_a_gguf_file_that_lacks_a_tensor_is_refused(tmp_path: Path, byte_level: Any) -> None:
-    missing = "model.layers.1.mlp.up_proj.weight"
-    weights = BY_NAME["Qwen2"].build(VOCABULARY)
-    write_gguf(tmp_path / "tiny.gguf", weights, byte_level, without=(missing,))
-    with pytest.raises(ModelError, match=rf"1 tensor \({missing}\) is missing"):
-        load(tmp_path / "tiny.gguf", None)
 
 
 @pytest.mark.quick_cases("whole models", "sequential")

@@ -53,8 +53,13 @@ def on_side(batches: list[al.PromptBatch], is_long: bool) -> list[al.PromptBatch
     return [batch for batch in batches if (batch.tokens.shape[1] > SWITCH) == is_long]
 
 
-def length_of_demonstrations(batch: al.PromptBatch) -> int:
-    return int(batch.query_start[0])
+def run_as_alone(model: Any, plain: Any, *sets: list[al.PromptBatch]) -> al.Record:
+    """The record of a run over sets of prompts, whose logits are those of each prompt alone."""
+    batches = [batch for each in sets for batch in each]
+    logits = al.target_logits(model, batches, progress=False)
+    ordered = [batch for each in sets for batch in sorted(each, key=lambda b: int(b.index[0]))]
+    assert difference(logits, alone(plain, *ordered)) < 1e-5
+    return al.run(model, batches, [al.Accuracy()], **QUIET)["accuracy"]
 
 
 @pytest.mark.slow("whole models")
@@ -70,41 +75,21 @@ def test_runs_with_several_sets_have_the_logits_of_whole_prompts(
     queries = [example for example in examples if example not in demos][:3]
     task = al.TASKS["trec"]
     longer = al.build_prompts(model.tokenizer, task, demos, queries, batch_size=1)
-    assert length_of_demonstrations(longer[0]) > SWITCH
-    sets = [prompts(model), longer]
-    batches = [*sets[0], *sets[1]]
-    record = al.run(model, batches, [al.Accuracy()], **QUIET)["accuracy"]
-    status = record.info["shared_prefix"]
+    assert int(longer[0].query_start[0]) > SWITCH
+    status = run_as_alone(model, plain, prompts(model), longer).info["shared_prefix"]
     assert ("the model rotates differently" if name in CHANGING else "run once") in status
-    logits = al.target_logits(model, batches, progress=False)
-    ordered = [batch for each in sets for batch in sorted(each, key=lambda b: int(b.index[0]))]
-    assert difference(logits, alone(plain, *ordered)) < 1e-5
 
 
 @pytest.mark.slow("whole models")
 @pytest.mark.parametrize("name", CHANGING)
-def test_passes_are_native_also_after_texts_of_both_sides(name: str) -> None:
+def test_runs_on_one_side_are_native_and_share_their_demonstrations(name: str) -> None:
     """transformers sets its frequencies anew in each pass: nobody changed the model."""
     model, plain = rotating(*MAKE[name])
-    short, long = (on_side(prompts(model), is_long)[0] for is_long in (False, True))
-    for batch in (short, long, short, long):
-        record = al.run(model, [batch], [al.Accuracy()], **QUIET)["accuracy"]
+    short, long = (on_side(prompts(model), is_long) for is_long in (False, True))
+    for batches in (short[:1], long[:1], short[:1], long[:1], short):
+        record = run_as_alone(model, plain, batches)
         assert record.info["passes"] == "native"
-        logits = al.target_logits(model, [batch], progress=False)
-        assert difference(logits, alone(plain, batch)) < 1e-5
-
-
-@pytest.mark.slow("whole models")
-@pytest.mark.parametrize("name", CHANGING)
-def test_prompts_on_one_side_still_share_their_demonstrations(name: str) -> None:
-    model, plain = rotating(*MAKE[name])
-    batches = on_side(prompts(model), is_long=False)
-    record = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     assert is_shared(record)
-    assert "cached" not in record.info["shared_prefix"]
-    logits = al.target_logits(model, batches, progress=False)
-    ordered = sorted(batches, key=lambda batch: int(batch.index[0]))
-    assert difference(logits, alone(plain, *ordered)) < 1e-5
 
 
 @pytest.mark.quick_cases("whole models", "Llama dynamic")
@@ -114,8 +99,12 @@ def test_contexts_answer_as_the_whole_prompt_or_refuse(name: str, tmp_path: Path
     short, long = (on_side(prompts(model), is_long)[0] for is_long in (False, True))
     beta = torch.zeros(2, 4, short.label_positions.shape[1])
     made = al.compress(model, short, al.contexts.selection.everything)
+    al.contexts.context_to_peft(made, model, tmp_path / "peft")
+    of_peft = peft_logits(copy.deepcopy(plain), tmp_path / "peft", short)
+    assert difference(of_peft, alone(plain, short)) < 1e-5
     contexts: list[Any] = [
         made,
+        al.contexts.context_from_peft(tmp_path / "peft", model),
         al.contexts.CompressedContext.load(made.save(tmp_path / "context.safetensors")),
         al.contexts.reweight_demonstrations(model, short, beta),
         al.compress(
@@ -129,17 +118,16 @@ def test_contexts_answer_as_the_whole_prompt_or_refuse(name: str, tmp_path: Path
                 context.logits(model, long)
         else:
             assert difference(context.logits(model, long), alone(plain, long)) < 1e-5
-    if name in CHANGING:
-        for keep in (al.contexts.selection.everything, al.contexts.selection.anchors_and_format):
-            with pytest.raises(PromptError, match=CACHED):
-                al.compress(model, long, keep)
     # A selection of few tokens has few columns, but stands at the positions of the prompt.
     few = al.compress(model, short, al.contexts.selection.label_words)
-    if name in CHANGING:
-        with pytest.raises(PromptError, match=CACHED):
-            few.logits(model, long)
-    else:
+    if name in STAYING:
         few.logits(model, long)
+        return
+    with pytest.raises(PromptError, match=CACHED):
+        few.logits(model, long)
+    for keep in (al.contexts.selection.everything, al.contexts.selection.anchors_and_format):
+        with pytest.raises(PromptError, match=CACHED):
+            al.compress(model, long, keep)
 
 
 @pytest.mark.slow("whole models")
@@ -149,8 +137,7 @@ def test_demonstrations_above_the_switch_are_cached() -> None:
     context = al.compress(model, batches[0], al.contexts.selection.everything)
     for batch in batches:
         assert difference(context.logits(model, batch), alone(plain, batch)) < 1e-5
-    record = al.run(model, batches, [al.Accuracy()], **QUIET)["accuracy"]
-    assert is_shared(record)
+    assert is_shared(run_as_alone(model, plain, batches))
 
 
 @pytest.mark.parametrize(
@@ -331,19 +318,6 @@ def test_settings_of_one_layer_type_and_of_older_code_are_read(
     for length in range(1, 800):
         alike = [(length > switch) == (switch < 800) for switch in switches]
         assert rotate_alike(model, length, 800) == all(alike)
-
-
-def test_peft_has_the_logits_of_a_context_on_its_side(tmp_path: Path) -> None:
-    model, plain = rotating(*MAKE["Phi-3 longrope"])
-    short, long = (on_side(prompts(model), is_long)[0] for is_long in (False, True))
-    context = al.compress(model, short, al.contexts.selection.everything)
-    al.contexts.context_to_peft(context, model, tmp_path)
-    back = al.contexts.context_from_peft(tmp_path, model)
-    logits = back.logits(model, short)
-    assert difference(logits, alone(plain, short)) < 1e-5
-    assert difference(peft_logits(copy.deepcopy(plain), tmp_path, short), logits) < 1e-5
-    with pytest.raises(PromptError, match=CACHED):
-        back.logits(model, long)
 
 
 @pytest.mark.parametrize("name", CHANGING)

@@ -4,7 +4,6 @@ Their numbers are compared with plain PyTorch in test_matrix.py.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from anchorlens.runs.identity import fingerprint
 from tests.references.architecture_row import LINE
 from tests.references.architectures import BY_NAME
 from tests.references.toys import COMMON, hooked_toy, native_bridge
-from tests.support.measures import difference, hooks_on
+from tests.support.measures import hooks_on
 from tests.support.tiny_models import questions, randomize
 
 pytestmark = [
@@ -69,23 +68,6 @@ def test_preparing_leaves_no_trace(toy: Any, byte_level: Any) -> None:
 
 
 @pytest.mark.slow("whole models")
-@pytest.mark.changes_model
-def test_every_metric_runs_and_a_stored_run_continues(toy: Any, tmp_path: Path) -> None:
-    batches = questions(toy, 6, batch_size=2)
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(3)]
-    metrics += [al.Accuracy()]
-    first = al.run(toy, batches, metrics, folder=tmp_path, **QUIET)
-    again = al.run(toy, batches, metrics, folder=tmp_path, **QUIET)
-    flows = first["saliency_flows"].flows
-    assert torch.equal(again["saliency_flows"].flows, flows) and flows[:2].gt(0).all()
-    checkpointed = al.run(toy, batches, [al.SaliencyFlows()], gradient_checkpointing=True, **QUIET)
-    torch.testing.assert_close(checkpointed["saliency_flows"].flows, flows)
-    shared = first["saliency_flows"].info["shared_prefix"]
-    native = hasattr(toy, "original_model")
-    assert ("takes no key-value cache" in shared) == native
-
-
-@pytest.mark.slow("whole models")
 def test_another_toy_has_another_fingerprint(byte_level: Any) -> None:
     """Toys have no configuration of transformers, so settings and weights tell them apart."""
     prompts = [prompts_of_numbers(6)]
@@ -103,38 +85,22 @@ def test_another_toy_has_another_fingerprint(byte_level: Any) -> None:
 @pytest.mark.slow("whole models")
 @pytest.mark.changes_model
 @pytest.mark.filterwarnings("ignore:in layers .* the attributions do not sum")
-def test_every_experiment_runs(toy: Any) -> None:
-    batches = questions(toy, 4, batch_size=2)
+def test_every_question_is_answered(toy: Any) -> None:
+    batches = questions(toy, 6, batch_size=3)
     sites = {"first": al.Site(0), "last": al.Site(-1)}
-    sweep = al.run(toy, batches, [al.EdgeSweep.isolation(sites, draws=1)], **QUIET)["isolation"]
-    assert [*sweep.info["sites"].values()][-1]["skipped_layers"] == 2
-    beta = al.contexts.train_reweighting(
-        toy, batches, al.contexts.Training(steps=2, progress=False)
-    )
-    assert beta.of_prompts(batches[0]).any()
     asked = [
+        *(al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(3), al.Accuracy()),
         *(al.SegmentAttribution(al.subsets.one_by_one), al.IntegratedFlows(steps=2)),
-        al.Faithfulness({"a": al.SegmentAttention()}, subsets=3),
+        *(al.EdgeSweep.isolation(sites, draws=1), al.Faithfulness({"a": al.SegmentAttention()})),
     ]
-    assert list(al.run(toy, batches, asked, **QUIET)) == [question.name for question in asked]
-
-
-def test_padding_on_the_left_does_not_change_a_plain_run(byte_level: Any) -> None:
-    """Rows of padding have no key to attend to; TransformerLens makes them 0."""
-    plain: Any = BY_NAME["Toy"].build(len(byte_level))
-    model: Any = al.prepare_model(native_bridge(plain, byte_level))
-    task = al.Task("{text} ->{label}", labels=(" Human", " Number"))
-    demos = [al.Example("Who was he?", 0), al.Example("How many?", 1)]
-    queries = [al.Example("Where?", 1), al.Example("What do they eat?", 0)]
-    of_sides = []
-    for side in ("left", "right"):
-        (batch,) = al.build_prompts(byte_level, task, demos, queries, padding_side=side)
-        hooks = al.isolate_labels(model, batch, 0)
-        logits = model.run_with_hooks(
-            batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
-        )
-        of_sides.append(logits[torch.arange(2), batch.target_positions].detach())
-    assert difference(of_sides[0], of_sides[1]) < 1e-5
+    records = al.run(toy, batches, asked, **QUIET)
+    flows = records["saliency_flows"].flows
+    assert flows[:2].gt(0).all()
+    again = al.run(toy, batches, asked[:1], gradient_checkpointing=True, **QUIET)
+    torch.testing.assert_close(again["saliency_flows"].flows, flows)
+    training = al.contexts.Training(steps=2, progress=False)
+    beta = al.contexts.train_reweighting(toy, batches, training)
+    assert beta.of_prompts(batches[0]).any()
 
 
 def test_a_model_without_a_tokenizer_runs_on_few_tokens(byte_level: Any) -> None:
@@ -152,12 +118,14 @@ def test_a_model_without_a_tokenizer_runs_on_few_tokens(byte_level: Any) -> None
 
 
 def test_unsuitable_models_are_refused() -> None:
-    with pytest.raises(ModelError, match="bidirectional: its tokens attend to later ones"):
-        al.prepare_model(native(attention_dir="bidirectional"))
-    with pytest.raises(ModelError, match="has no layers"):
-        al.prepare_model(native(n_layers=0))
-    with pytest.raises(ModelError, match=r"context of native is 3 tokens, .* takes 4"):
-        al.prepare_model(native(n_heads=3, n_ctx=3))
+    cases: dict[str, dict[str, Any]] = {
+        "bidirectional: its tokens attend to later ones": {"attention_dir": "bidirectional"},
+        "has no layers": {"n_layers": 0},
+        r"context of native is 3 tokens, .* takes 4": {"n_heads": 3, "n_ctx": 3},
+    }
+    for message, options in cases.items():
+        with pytest.raises(ModelError, match=message):
+            al.prepare_model(native(**options))
 
 
 @pytest.mark.skipif(not LINE.startswith("3."), reason="gone from this line")
@@ -166,13 +134,15 @@ def test_unsuitable_models_of_the_older_line_are_refused() -> None:
     from transformer_lens import HookedEncoder, HookedTransformer, HookedTransformerConfig
 
     sizes = {key: value for key, value in COMMON.items() if key != "init_weights"} | {"d_vocab": 50}
-    both = HookedTransformerConfig(**sizes, attention_dir="bidirectional", device="cpu")
-    for model in (HookedEncoder(both), HookedTransformer(both)):
-        with pytest.raises(ModelError, match="bidirectional: its tokens attend to later ones"):
-            al.prepare_model(model)
-    empty = HookedTransformerConfig(**(sizes | {"n_layers": 0}), device="cpu")
-    with pytest.raises(ModelError, match="has no layers"):
-        al.prepare_model(HookedTransformer(empty))
+    bidirectional = {"attention_dir": "bidirectional"}
+    for make, changes, message in (
+        (HookedEncoder, bidirectional, "bidirectional: its tokens attend to later ones"),
+        (HookedTransformer, bidirectional, "bidirectional: its tokens attend to later ones"),
+        (HookedTransformer, {"n_layers": 0}, "has no layers"),
+    ):
+        config = HookedTransformerConfig(**(sizes | changes), device="cpu")
+        with pytest.raises(ModelError, match=message):
+            al.prepare_model(make(config))
 
 
 @pytest.mark.skipif(LINE.startswith("3."), reason="not yet in this line")

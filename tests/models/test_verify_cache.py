@@ -13,7 +13,7 @@ from anchorlens.models.kinds import name_of_cache
 from anchorlens.models.native_attention import _run_renamed
 from anchorlens.models.verify_cache import cached_step
 from tests.support.measures import hooks_on
-from tests.support.tiny_models import questions, tiny_llama
+from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.every_kind
 
@@ -69,33 +69,6 @@ def test_text_of_another_model_than_the_pass_is_refused(
     with pytest.raises(ModelError, match="the model wrote token 2 of the answer with the prob"):
         al.trace_generation(gpt2, TEXT, **options)
     al.trace_generation(gpt2, TEXT, use_past_kv_cache=False, **options)
-
-
-@pytest.mark.changes_model
-def test_a_cache_that_is_filled_and_read_wrongly_is_found(
-    gemma3: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not hasattr(gemma3, "original_model"):
-        pytest.skip("a HookedTransformer reads what its cache stores")
-    from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
-
-    update: Any = AttentionBridge._update_kv_cache
-
-    def update_and_mix(self: Any, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-        keys, values = update(self, k, v, **more)
-        return (keys.flip(2) if k.shape[2] == 1 else keys), values
-
-    monkeypatch.setattr(AttentionBridge, "_update_kv_cache", update_and_mix)
-    assert "gives a token other logits than in the whole text" in cached_step(gemma3)[0]
-
-
-def test_the_name_of_the_cache_is_that_of_the_wrapped_model(llama: Any, byte_level: Any) -> None:
-    weights = tiny_llama(len(byte_level))
-    tokens = torch.tensor([[1, 2, 3]])
-    output = weights(tokens, use_cache=True)
-    if hasattr(llama, "original_model"):
-        assert name_of_cache(llama) in output  # under the same name as the argument
-    assert not facts_of(llama).why_no_cache and not cached_step(llama)[0]
 
 
 @pytest.mark.changes_model

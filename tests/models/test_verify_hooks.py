@@ -10,8 +10,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
-from anchorlens.models.facts import Operands, facts_of, known_facts
-from anchorlens.models.verify_hooks import verify_hooks
+from anchorlens.models.facts import facts_of, known_facts
 from anchorlens.passes.observers import Layers
 from anchorlens.passes.provide import Observation
 from tests.references.architectures import native
@@ -27,10 +26,10 @@ HYBRID: dict[str, Any] = {"num_key_value_heads": 2, "layer_types": ["conv", "ful
 GPT1: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
 
 
-def made(name: str, ending: str = "ForCausalLM", **options: Any) -> Any:
+def made(name: str, ending: str = "ForCausalLM", config: str = "", **options: Any) -> Any:
     """A model of transformers, by the beginning of the names of its classes."""
-    config = getattr(transformers, f"{name}Config")(**options)
-    return getattr(transformers, f"{name}{ending}")(config)
+    of_model = getattr(transformers, config or f"{name}Config")(**options)
+    return getattr(transformers, f"{name}{ending}")(of_model)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -60,6 +59,36 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "is no left-to-right language model",
     ),
 }
+
+BART: dict[str, Any] = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}
+LINEAR: dict[str, Any] = {"layer_types": ["linear_attention"] * 2, "linear_num_key_heads": 2}
+LINEAR |= {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+# As al.load_model gets them.
+NOT_LOADED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a decoder": (
+        lambda: made("Bart", vocab_size=3000, decoder_ffn_dim=48, **BART),
+        "^BartForCausalLM is the decoder of an encoder-decoder",
+    ),
+    "linear layers alone": (
+        lambda: made(
+            "Qwen3_5", **TEXTS, **SIZES, **LINEAR, intermediate_size=48, config="Qwen3_5TextConfig"
+        ),
+        r"layers \[0, 1\] of .* have no attention pattern to hook",
+    ),
+    "unknown": (
+        lambda: made("Persimmon", **TEXTS, **SIZES, intermediate_size=48),
+        r"^TransformerLens cannot wrap 'PersimmonForCausalLM' \(Pers[^)]*\): .{,80}; passes that",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LOADED)
+def test_models_are_refused_for_what_they_are(name: str, byte_level: Any) -> None:
+    make, message = NOT_LOADED[name]
+    if name == "linear layers alone" and not hasattr(transformers, "Qwen3_5TextConfig"):
+        pytest.skip("not in this version of transformers")
+    with pytest.raises(ModelError, match=message):
+        al.load_model(make(), tokenizer=byte_level)
 
 
 def check_refused(model: Any, message: str) -> None:
@@ -134,18 +163,6 @@ def test_a_score_hook_that_comes_too_late_is_refused(byte_level: Any, monkeypatc
     message = r"layers \[0, 1, 2\]: an edit of the scores does not reach the pattern; load it with"
     with pytest.raises(ModelError, match=message):
         al.prepare_model(model)
-
-
-def test_verification_finds_the_queries_and_keys_that_attention_multiplies(
-    gemma3: Any, gpt2: Any
-) -> None:
-    assert facts_of(gemma3).operands[1] == Operands(
-        "blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_rot_k", False, scale=1.0, key_heads=1
-    )
-    faults, operands = verify_hooks(gpt2)
-    assert not faults
-    assert operands == facts_of(gpt2).operands
-    assert operands[0] == Operands("blocks.0.attn.hook_q", "blocks.0.attn.hook_k", False, 1.0, 2)
 
 
 @pytest.mark.changes_model

@@ -14,10 +14,9 @@ from anchorlens.passes.forward import run_pass
 from tests.models.test_matrix import hooked as hooked_architecture
 from tests.references import plain
 from tests.references.comparison import batch_of, weights_of
-from tests.support.measures import assert_same, difference, is_shared
+from tests.support.measures import difference
 from tests.support.tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
 
-QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 MAKE = {"gpt2": tiny_gpt2, "llama": tiny_llama}
 # Where attention depends on distances counted in columns, on a window, or on a sink.
 ARCHITECTURES = ["MPT", "Bloom", "Gemma 3", "GPT-OSS"]
@@ -53,6 +52,15 @@ def one_class_at_a_time(model: Any, prompt: plain.Prompt, words: Any, gold: int)
     return torch.stack([product.sum(0).abs() for product in products]).detach()
 
 
+def assert_as_whole_texts(
+    ours: Tensor, batch: al.PromptBatch, reference: Any, words: Any, tolerance: float
+) -> None:
+    for row, prompt in enumerate(plain.prompts_of(batch)):
+        inside = batch.attention_mask[row]
+        expected = one_class_at_a_time(reference, prompt, words, int(prompt.gold))
+        assert difference(ours[row][:, inside][:, :, inside], expected) <= tolerance
+
+
 @pytest.mark.quick_cases("whole models", "right")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -70,10 +78,7 @@ def test_saliency_is_that_of_whole_texts_of_each_class(
         for first, last in zip(batch.label_positions[0], batch.label_ends[0], strict=True)
     ]
     tolerance = 1e-4 if kind_of_model != "bridge" else 1e-5
-    for row, prompt in enumerate(plain.prompts_of(batch)):
-        inside = batch.attention_mask[row]
-        expected = one_class_at_a_time(reference, prompt, words, int(prompt.gold))
-        assert difference(ours[row][:, inside][:, :, inside], expected) <= tolerance
+    assert_as_whole_texts(ours, batch, reference, words, tolerance)
 
 
 @pytest.mark.slow("whole models")
@@ -83,12 +88,7 @@ def test_words_after_padded_prompts_equal_whole_texts(name: str) -> None:
     first = batch.label_token_ids.tolist()
     words = [(first[0], 9, 11), (first[1], 40), (first[2],), (first[3], 8, 30)]
     ours = al.saliency(model, batch, loss=al.losses.word_cross_entropy(words))
-    for row, prompt in enumerate(plain.prompts_of(batch)):
-        length = prompt.tokens.shape[1]
-        expected = one_class_at_a_time(
-            weights_of(name, torch.float32), prompt, words, int(prompt.gold)
-        )
-        assert difference(ours[row, :, :length, :length], expected) <= 1e-5
+    assert_as_whole_texts(ours, batch, weights_of(name, torch.float32), words, 1e-5)
 
 
 @pytest.mark.slow("whole models")
@@ -97,24 +97,9 @@ def test_words_of_one_token_give_the_loss_of_labels(hooked: Any, byte_level: Any
     batch = questions(model, 3)[0]
     words = [[token] for token in batch.label_token_ids.tolist()]
     expected = al.saliency(model, batch)
-    for loss in (
-        al.losses.word_cross_entropy(words),
-        al.losses.word_cross_entropy(words, per_token=True),
-    ):
+    for per_token in (False, True):
+        loss = al.losses.word_cross_entropy(words, per_token=per_token)
         assert difference(al.saliency(model, batch, loss=loss), expected) <= 1e-12
-
-
-@pytest.mark.every_kind
-@pytest.mark.usefixtures("kind_of_model")
-def test_words_run_after_a_shared_prefix_too(gpt2: Any) -> None:
-    batches = [long_labels(gpt2)]
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.SegmentFlows()]
-    loss = al.losses.word_cross_entropy()
-    shared = al.run(gpt2, batches, metrics, loss=loss, **QUIET)
-    whole = al.run(gpt2, batches, metrics, loss=loss, share_prefix=False, **QUIET)
-    assert is_shared(shared["saliency_flows"])
-    for name in shared:
-        assert_same(shared[name], whole[name], 1e-4)
 
 
 def test_words_follow_the_target_and_not_the_tokens_after_it(gpt2: Any) -> None:
@@ -168,7 +153,6 @@ def test_models_without_a_cache_are_refused() -> None:
     model = hooked_architecture("Toy", torch.float32, "bridge")
     batch = batch_of("right")
     words = [[token, 3] for token in batch.label_token_ids.tolist()]
-    with pytest.raises(
-        ModelError, match=r"takes no key-value cache.* al\.losses\.label_cross_entropy"
-    ):
+    message = r"takes no key-value cache.* al\.losses\.label_cross_entropy"
+    with pytest.raises(ModelError, match=message):
         al.saliency(model, batch, loss=al.losses.word_cross_entropy(words))

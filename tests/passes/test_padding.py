@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 import anchorlens as al
 from anchorlens.errors import HookError, PromptError
-from tests.support.asked import ask
+from tests.references.architectures import BY_NAME
 from tests.support.hooked_transformers import with_its_bos
-from tests.support.measures import contributed, difference
-from tests.support.tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2
+from tests.support.measures import assert_same, difference
+from tests.support.tiny_models import questions, tiny_gemma3
 
 pytestmark = pytest.mark.every_kind
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -25,46 +24,26 @@ LONG = (
 QUERIES = [al.Example("Who?", 1), al.Example(LONG, 0)]
 
 
-def tempered_llama4(vocab_size: int) -> Any:
-    """Return a model whose attention has a temperature that depends on the column."""
-    config = Llama4TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        intermediate_size_mlp=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        max_position_embeddings=512,
-        attn_temperature_tuning=True,
-        floor_scale=8,
-        attn_scale=0.5,
-        no_rope_layers=[1, 0, 1],
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    return randomize(Llama4ForCausalLM(config))
+# Attention has a temperature that depends on the column.
+TEMPERED: dict[str, Any] = {"attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 0.5}
+TEMPERED |= {"max_position_embeddings": 512, "attention_chunk_size": 512}
 
 
 @pytest.mark.slow("many passes")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_does_not_change_a_model_that_counts_columns(byte_level: Any, side: Any) -> None:
-    weights = tempered_llama4(len(byte_level))
+    weights = BY_NAME["Llama 4"].build(len(byte_level), **TEMPERED)
     model = al.load_model(weights, tokenizer=with_its_bos(byte_level))
     (batch,) = al.build_prompts(
         byte_level, TASK, DEMONSTRATIONS, QUERIES, padding_side=side, batch_size=2
     )
     check_each_alone(model, batch)
-    trained = al.contexts.train_reweighting(
-        model, [batch], al.contexts.Training(steps=2, progress=False)
+    training = al.contexts.Training(steps=2, progress=False)
+    beta, other = (
+        al.contexts.train_reweighting(model, [each], training).beta
+        for each in (batch, batch.padded_right())
     )
-    other = al.contexts.train_reweighting(
-        model, [batch.padded_right()], al.contexts.Training(steps=2, progress=False)
-    )
-    assert difference(trained.beta, other.beta) < 1e-5
+    assert difference(beta, other) < 1e-5
 
 
 @pytest.mark.slow("many passes")
@@ -85,35 +64,25 @@ def test_padding_that_is_longer_than_a_window_changes_nothing(
 
 
 def check_each_alone(model: Any, batch: al.PromptBatch) -> None:
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(1)]
-    order = batch.index.argsort()
-    batched = al.run(model, [batch], [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     isolation = al.EdgeSweep.isolation({"isolated": al.Site(range(2))}, draws=1)
-    isolated = ask(model, [batch], isolation, **QUIET)
-    maps = al.saliency(model, batch)
-    logits = al.target_logits(model, [batch], progress=False)
-    for row, number in enumerate(order.tolist()):
-        prompt = batch.prompt(number)
-        alone = al.run(model, [prompt], [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-        assert difference(batched.per_prompt[row], alone.per_prompt[0]) < 1e-5
+    whole = al.run(model, [batch], [al.SaliencyFlows(), isolation], **QUIET)
+    maps, logits = al.saliency(model, batch), al.target_logits(model, [batch], progress=False)
+    for row, number in enumerate(batch.index.argsort().tolist()):
+        prompt, inside = batch.prompt(number), batch.attention_mask[number]
+        alone = al.run(model, [prompt], [al.SaliencyFlows(), isolation], **QUIET)
+        flows, overlap = whole["saliency_flows"].per_prompt, whole["isolation"].word_overlap
+        assert difference(flows[row], alone["saliency_flows"].per_prompt[0]) < 1e-5
+        assert torch.equal(overlap[row], alone["isolation"].word_overlap[0])
         expected = al.target_logits(model, [prompt], progress=False)[0]
         assert difference(logits[row], expected) < 1e-5
-        loyalty = ask(model, [prompt], isolation, **QUIET)
-        assert torch.equal(isolated.word_overlap[row], loyalty.word_overlap[0])
-        inside = batch.attention_mask[number].nonzero().flatten()
-        columns = slice(int(inside[0]), int(inside[-1]) + 1)
-        assert difference(maps[number][:, columns, columns], al.saliency(model, prompt)[0]) < 1e-5
-        outside = maps[number].clone()
-        outside[:, columns, columns] = 0
-        assert not outside.any()
-    of_both_sides = [
-        al.run(model, [padded], metrics[1:], **QUIET) for padded in (batch, batch.padded_right())
-    ]
-    for name, record in of_both_sides[0].items():
-        for field, value in record.tensors().items():
-            assert torch.equal(
-                value.nan_to_num(), getattr(of_both_sides[1][name], field).nan_to_num()
-            ), field
+        between_tokens = inside[:, None] & inside
+        of_prompt = al.saliency(model, prompt)[0]
+        assert difference(maps[number][:, between_tokens], of_prompt.flatten(1)) < 1e-5
+        assert not maps[number][:, ~between_tokens].any()
+    metrics = [al.AttentionAUCROC(), al.AnchorDistances(1)]
+    of_sides = [al.run(model, [each], metrics, **QUIET) for each in (batch, batch.padded_right())]
+    for name, record in of_sides[0].items():
+        assert_same(record, of_sides[1][name], 0)
 
 
 def test_hooks_of_the_user_are_not_moved_silently(gpt2: Any) -> None:
@@ -131,11 +100,11 @@ def test_hooks_of_the_user_are_not_moved_silently(gpt2: Any) -> None:
     ):
         with pytest.raises(PromptError, match=r"belong to padding.*make them of this batch"):
             call()
-    logits = al.target_logits(
-        gpt2, [left], hooks=lambda batch: al.isolate_labels(gpt2, batch, 0), progress=False
-    )
-    expected = al.target_logits(
-        gpt2, [right], hooks=lambda batch: al.isolate_labels(gpt2, batch, 0), progress=False
+    logits, expected = (
+        al.target_logits(
+            gpt2, [each], hooks=lambda batch: al.isolate_labels(gpt2, batch, 0), progress=False
+        )
+        for each in (left, right)
     )
     assert torch.equal(logits, expected)
 
@@ -158,10 +127,3 @@ def test_hooks_of_other_prompts_are_refused(gpt2: Any) -> None:
     with pytest.raises(HookError, match="made for other prompts"):
         al.target_logits(gpt2, [left], hooks=lambda batch: cut_on_the_left, progress=False)
     assert al.run(gpt2, [first], [al.Accuracy()], hooks=lambda batch: cut, **QUIET)
-
-
-def test_distances_of_a_float64_model_are_computed_in_float64(byte_level: Any, hooked: Any) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-    (batch,) = questions(model, 3)
-    _, [rows] = contributed(model, batch, al.AnchorDistances(2))
-    assert rows["queries"].dtype == rows["keys"].dtype == torch.float64

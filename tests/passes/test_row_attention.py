@@ -96,22 +96,3 @@ def test_pieces_have_few_sizes() -> None:
     ends = [keys_seen(Terms(1.0, ALL), slice(end - 5, end), key)[0].stop for end in range(5, 4097)]
     assert len(set(ends)) == 32
     assert all(0 <= end - needed < 128 for needed, end in enumerate(ends, start=5))
-
-
-def test_layers_share_the_ends_of_a_mask() -> None:
-    calls = []
-
-    def seen(rows: slice, keys: slice) -> Tensor:
-        calls.append((rows.start, keys.stop - keys.start))
-        return WINDOW[None, None, rows, keys]
-
-    mask, key = mask_of(seen, LENGTH), torch.zeros(1, 1, LENGTH, 1)
-    for terms in (
-        Terms(1.0, mask),
-        Terms(0.5, mask.without(lambda rows: ~CAUSAL[None, None, rows])),
-    ):
-        keys, block = keys_seen(terms, slice(64, 96), key)
-        # From the first key of row 64 on; the number is rounded up to a multiple of 130 // 32.
-        assert (keys.start, keys.stop) == (45, 97)
-        assert block.equal(WINDOW[None, None, 64:96, 45:97])
-    assert calls == [(64, LENGTH), (64, 52), (64, 52)]

@@ -19,12 +19,8 @@ def write_gguf(
     architecture: str = "qwen2",
     keys: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
-    without: tuple[str, ...] = (),
 ) -> Path:
-    """Write a model ``without`` some of its parameters.
-
-    Keys come after its architecture, those of the tokenizer whole; None leaves one out.
-    """
+    """Keys come after the architecture, those of the tokenizer whole; None leaves one out."""
     config = weights.config
     writer = gguf.GGUFWriter(path, architecture)
     vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
@@ -41,7 +37,7 @@ def write_gguf(
         if value is not None:
             known = key.startswith(("tokenizer.", "general.", "split.", "quantize.", "other."))
             _add(writer, key if known else f"{architecture}.{key}", value)
-    stored = dict(_tensors(weights, architecture, without)) | dict(tensors or {})
+    stored = dict(_tensors(weights, architecture)) | dict(tensors or {})
     for name, array in stored.items():
         writer.add_tensor(name, np.ascontiguousarray(np.squeeze(array), dtype=np.float32))
     writer.write_header_to_file()
@@ -97,16 +93,14 @@ def _keys_of(config: Any, architecture: str) -> dict[str, Any]:
     return keys
 
 
-def _tensors(
-    weights: Any, architecture: str, without: tuple[str, ...]
-) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(weights: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
     config = weights.config
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     heads = config.num_attention_heads
     for name, tensor in weights.state_dict().items():
         array = tensor.float().numpy()
-        if name in without or (name == "lm_head.weight" and config.tie_word_embeddings):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             of = heads if "q_proj" in name else config.num_key_value_heads
