@@ -21,21 +21,14 @@ from anchorlens.runs.installed import changed
 from anchorlens.runs.study import Study
 from anchorlens.system import processes
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
-from tests.support.stored_runs import Logits
 from tests.support.tiny_models import questions
 from tests.support.trained_contexts import same, split, trained
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 
-def late(factor: float) -> Callable[[al.PromptBatch], Any]:
-    """Hooks whose factor changes numbers from the second batch on."""
-
-    def hooks(batch: al.PromptBatch) -> Any:
-        acts = int(batch.index.min()) >= 2
-        return [("blocks.0.hook_resid_post", lambda x, hook: x * factor if acts else x)]
-
-    return hooks
+def scaled(factor: float) -> Callable[[al.PromptBatch], Any]:
+    return lambda batch: [("blocks.0.hook_resid_post", lambda x, hook: x * factor)]
 
 
 def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_path: Path) -> None:
@@ -56,26 +49,6 @@ def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_
         collected(2.0)
 
 
-@pytest.mark.slow("many passes")
-def test_rows_of_hooks_that_read_a_file_are_computed_again(gpt2: Any, tmp_path: Path) -> None:
-    """The file changes what the second batch gives, so that the first tells nothing."""
-    batches, file = questions(gpt2, count=4, batch_size=2), tmp_path / "factor.txt"
-
-    def hooks(batch: al.PromptBatch) -> Any:
-        factor = float(file.read_text()) if int(batch.index.min()) >= 2 else 1.0
-        return [("blocks.0.hook_resid_post", lambda x, hook: x * factor)]
-
-    def logits(folder: Path | None) -> Tensor:
-        options = QUIET | {"folder": folder, "hooks": hooks}
-        return al.run(gpt2, batches, [Logits()], **options)["logits"].logits
-
-    for factor in ("1.0", "0.2"):
-        file.write_text(factor)
-        with pytest.warns(UserWarning, match="computed again .*the attribute 'read_text'"):
-            stored = logits(tmp_path / "rows")
-        assert torch.equal(stored, logits(None))
-
-
 def test_processes_with_other_hooks_are_refused(
     gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +57,7 @@ def test_processes_with_other_hooks_are_refused(
     monkeypatch.setattr(study, "is_single_process", lambda: False)
     monkeypatch.setattr(study, "require_equal_settings", sent.append)
     for factor in (1.0, 1.0, 0.2):
-        with Study(gpt2, questions(gpt2, 2), {"hooks": late(factor)}, **QUIET):
+        with Study(gpt2, questions(gpt2, 2), {"hooks": scaled(factor)}, **QUIET):
             pass
     assert sent[0] == sent[1] and sent[0]["hooks"] != sent[2]["hooks"]
     monkeypatch.setattr(processes, "gather_from_processes", lambda *_: [sent[0], sent[2]])

@@ -36,6 +36,7 @@ from anchorlens.errors import ArgumentError
 from anchorlens.runs import identity
 from anchorlens.runs.by_value import Known, identity_of
 from anchorlens.runs.study import Study
+from tests.support.printed_code import ROOT, blocks_of
 from tests.support.public import public
 from tests.support.tiny_models import tiny_gpt2
 
@@ -615,25 +616,18 @@ SAME = {
         "class A:\n def f(self): 1\nA.__module__ = '<notebook|elsewhere>'\nvalue = A()"
     ),
 }
+METRIC_OF_THE_DOCS = blocks_of(ROOT / "docs/metrics.md", "python")[0].code
 BELIEVED = {
-    "hooks of the package": (
-        "import anchorlens as al\nvalue = lambda batch: al.isolate_labels(None, batch, range(3))"
-    ),
-    "edges": (
-        "import anchorlens as al\nvalue = lambda b: al.edges.pq(b) & ~al.edges.from_first(b)"
-    ),
-    "a loss": (
-        "import anchorlens as al\ndef value(logits, batch):\n"
-        " return -al.losses.label_cross_entropy(logits, batch)"
-    ),
+    "hooks of the package": "value = lambda batch: al.isolate_labels(None, batch, range(3))",
+    "edges": "value = lambda b: al.edges.pq(b) & ~al.edges.from_first(b)",
+    "a loss": "def value(logits, batch):\n return -al.losses.label_cross_entropy(logits, batch)",
     "functions of torch": (
-        "import torch\nimport torch.nn.functional as F\nfrom torch import nn\ndef value(x, hook):\n"
-        " with torch.no_grad():\n  y = F.softmax(x.float(), dim=-1).clamp(min=1e-9)\n"
+        "def value(x, hook):\n with torch.no_grad():\n"
+        "  y = F.softmax(x.float(), dim=-1).clamp(min=1e-9)\n"
         " y = torch.einsum('bpd,d->bp', y, torch.ones(3, device=x.device)).to(x.dtype)\n"
         " return y + nn.functional.gelu(y) + torch.linalg.norm(y) + torch.special.entr(y)"
     ),
     "an optimizer": (
-        "import torch\nfrom functools import partial\n"
         "value = [lambda p: torch.optim.Adam(p, lr=0.1), partial(torch.optim.AdamW, lr=0.1)]"
     ),
     "math": "import math\nvalue = lambda step, steps: 0.5 * (1 + math.cos(math.pi * step / steps))",
@@ -642,57 +636,51 @@ BELIEVED = {
         " try: return sorted(f(x), key=lambda y: -y)\n except (ValueError, TypeError): return []"
     ),
     "a dataclass": (
-        "from dataclasses import dataclass, field, replace\n@dataclass(frozen=True)\nclass A:\n"
-        " k: float = 1.0\n d: dict = field(default_factory=dict)\n def __post_init__(self):\n"
+        "from dataclasses import replace\n@dataclass(frozen=True)\nclass A:\n k: float = 1.0\n"
+        " d: dict = field(default_factory=dict)\n def __post_init__(self):\n"
         "  if self.k < 0: raise ValueError(f'{self.k} is below 0')\n"
         " def __call__(self, batch): return replace(batch, tokens=batch.tokens * self.k)\n"
         "value = A(2.0)"
     ),
-    "a metric of the documentation": (
-        (Path(__file__).parents[2] / "docs/metrics.md").read_text("utf-8").split("```python")[1]
-        .split("```")[0] + "\nvalue = TargetEntropy()"
-    ),
+    "a metric of the documentation": METRIC_OF_THE_DOCS + "\nvalue = TargetEntropy()",
     "a metric without fields": (
-        "import anchorlens as al\nclass A(al.Metric):\n name = 'a'\n def __init__(self, k):\n"
-        "  self.k = k\n def reads(self, batch):\n"
+        "class A(al.Metric):\n name = 'a'\n def __init__(self, k):\n  self.k = k\n"
+        " def reads(self, batch):\n"
         "  return {'a': al.reads.At('pattern', al.edges.target, batch.label_positions)}\n"
         " def contributions(self, batch, seen):\n"
         "  gold = batch.label_token_ids[batch.gold][:, None]\n"
         "  return {'a': (seen.logits.topk(self.k).indices == gold).any(1).float()}\n"
-        " def result(self, rows): return rows['a'].mean()\n"
-        "value = A(3)"
+        " def result(self, rows): return rows['a'].mean()\nvalue = A(3)"
     ),
-    "an enum": "from enum import Enum\nclass A(Enum): b = 1\nvalue = lambda x: x * A.b.value",
+    "an enum": "class A(Enum): b = 1\nvalue = lambda x: x * A.b.value",
     "a module of torch with a hook": (
-        "import torch\nclass A(torch.nn.Module):\n def __init__(self):\n  super().__init__()\n"
+        "class A(torch.nn.Module):\n def __init__(self):\n  super().__init__()\n"
         "  self.w = torch.nn.Parameter(torch.ones(2))\n def forward(self, x): return x * self.w\n"
         "a = A()\na.register_forward_hook(lambda m, args, out: out * 2)\nvalue = lambda x: a(x)"
     ),
     "a decorator": (
-        "import functools, torch\ndef twice(f):\n @functools.wraps(f)\n def g(x): return f(f(x))\n"
-        " return g\n@torch.no_grad()\n@twice\ndef value(x): return x + 1"
+        "def twice(f):\n @functools.wraps(f)\n def g(x): return f(f(x))\n return g\n"
+        "@torch.no_grad()\n@twice\ndef value(x): return x + 1"
     ),
     "classes": (
-        "from abc import ABC, abstractmethod\nfrom typing import Generic, TypeVar\nT = TypeVar('T')\n"
-        "class B(ABC, Generic[T]):\n @abstractmethod\n def f(self): ...\nclass C(B):\n"
-        " def f(self): return 1\nvalue = C()"
+        "from abc import ABC, abstractmethod\nfrom typing import Generic, TypeVar\n"
+        "T = TypeVar('T')\nclass B(ABC, Generic[T]):\n @abstractmethod\n def f(self): ...\n"
+        "class C(B):\n def f(self): return 1\nvalue = C()"
     ),
     "a trainable": (
-        "import anchorlens as al, torch\nclass A(al.contexts.Trainable):\n"
-        " def __init__(self): self.w = torch.zeros(2)\n @property\n"
-        " def parameters(self): return [self.w]\n"
+        "class A(al.contexts.Trainable):\n def __init__(self): self.w = torch.zeros(2)\n"
+        " @property\n def parameters(self): return [self.w]\n"
         " def query_pass(self, model, batch): return al.contexts.QueryPass(batch)\nvalue = A()"
     ),
     "a class in a function": (
         "def value(x):\n class A:\n  k = 3\n  def f(self): return self.k * x\n return A().f()"
     ),
     "settings": (
-        "import anchorlens as al\nimport numpy as np\nfrom pathlib import Path\n"
         "value = [al.SaliencyFlows(), al.contexts.hard_prompts.PEZ, al.TASKS, al.sites.windows, {'a': {1, 2}},\n"
         " al.contexts.Training(steps=3), al.weights.attention, Path('x'), np.arange(3.), {'a': 1}.get]"
     ),
-    "a name": "import numpy as np, anchorlens as al\nvalue = al.named('a, 1', lambda x: np.exp(x))",
-}  # fmt: skip
+    "a name": "value = al.named('a, 1', lambda x: np.exp(x))",
+}
 
 
 # How a function may hold the function that reads the number: READ is the expression.

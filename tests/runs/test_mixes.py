@@ -8,14 +8,14 @@ import pytest
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, RunError
 from anchorlens.models.hooked import pattern_name
 from tests.support.asked import ask
 from tests.support.measures import assert_same, is_shared
-from tests.support.tiny_models import byte_level_tokenizer, questions, randomize
+from tests.support.rotary_models import alone, rotating
+from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
@@ -50,46 +50,16 @@ def sevens(batch: int, size: int) -> dict[str, Tensor]:
     return {"v": torch.full((size,), 7.0)}
 
 
-@pytest.fixture(scope="module")
-def longrope() -> Any:
-    """A model whose rotary embeddings change above 146 tokens."""
-    tokenizer = byte_level_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0] * 4,
-            "long_factor": [4.0] * 4,
-            "original_max_position_embeddings": 146,
-            "factor": 8.0,
-        },
-    )
-    return al.load_model(randomize(LlamaForCausalLM(config)), tokenizer=tokenizer)
-
-
-@pytest.mark.changes_model
-def test_rotary_embeddings_that_depend_on_the_length_give_correct_logits(longrope: Any) -> None:
-    batches = questions(longrope, 8, batch_size=1)
+def test_rotary_embeddings_that_depend_on_the_length_give_correct_logits() -> None:
+    model, plain = rotating("longrope", 237)
+    batches = questions(model, 8, batch_size=1)
     lengths = [batch.tokens.shape[1] for batch in batches]
-    assert min(lengths) <= 146 < max(lengths)
-    with torch.no_grad():
-        expected = torch.stack(
-            [
-                longrope(batch.tokens)[0, -1]
-                for batch in sorted(batches, key=lambda batch: int(batch.index))
-            ]
-        )
-    logits = al.target_logits(longrope, batches, progress=False)
+    assert min(lengths) <= 237 < max(lengths)
+    logits = al.target_logits(model, batches, progress=False)
+    expected = alone(plain, *sorted(batches, key=lambda batch: int(batch.index)))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(PromptError, match=r"longer than 146 .*longrope.*batch_size=1"):
-        al.target_logits(longrope, questions(longrope, 8), progress=False)
+    with pytest.raises(PromptError, match=r"longer than 237 .*longrope.*batch_size=1"):
+        al.target_logits(model, questions(model, 8), progress=False)
 
 
 def fails(error: Exception, batch: int = 1) -> Any:

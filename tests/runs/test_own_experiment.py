@@ -1,7 +1,6 @@
 """The experiment and the metric of the documentation, as users write them."""
 
 import ast
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,28 +22,15 @@ from anchorlens.runs.study import Study
 from anchorlens.runs.way import shared_lengths
 from tests.support.asked import ask
 from tests.support.measures import difference, does_not_run, is_shared
+from tests.support.printed_code import ROOT, blocks_of, printed
 from tests.support.tiny_models import questions
 
-DOCS = Path(al.__file__).parents[1] / "docs"
 QUIET: dict[str, Any] = {"progress": False, "resamples": 20}
-
-
-def code_of(page: str) -> str:
-    """The first block of code of a page."""
-    match = re.search(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    assert match is not None
-    return match[1]
-
-
-def names_of(page: str) -> dict[str, Any]:
-    namespace: dict[str, Any] = {"__name__": page}
-    exec(compile(code_of(page), page, "exec"), namespace)
-    return namespace
 
 
 @pytest.mark.parametrize("page", ["experiments.md", "metrics.md"])
 def test_the_code_is_short_and_imports_no_private_name(page: str) -> None:
-    code = code_of(page)
+    code = blocks_of(ROOT / "docs" / page, "python")[0].code
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
     modules = {
         alias.name if isinstance(node, ast.Import) else node.module
@@ -75,7 +61,7 @@ def divergence(model: Any, batch: al.PromptBatch, depth: int) -> torch.Tensor:
 @pytest.mark.slow("many passes")
 def test_the_experiment_equals_single_prompts(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
-    asked = names_of("experiments.md")["DivergenceByDepth"]
+    asked = printed("experiments.md", "DivergenceByDepth")
     record = ask(gpt2, batches, asked((1, 2)), **QUIET)
     expected = [
         torch.cat([divergence(gpt2, batch, depth) for batch in batches]).mean() for depth in (1, 2)
@@ -151,7 +137,7 @@ def test_user_hooks_in_passes_run_whole_prompts(gpt2: Any) -> None:
 
 def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
-    metric = names_of("metrics.md")["TargetEntropy"]()
+    metric = printed("metrics.md", "TargetEntropy")()
     assert not why_whole(metric.name, reads_of(metric, batches[0]))
     record = al.run(gpt2, batches, [metric], **QUIET)["target_entropy"]
     assert is_shared(record)
