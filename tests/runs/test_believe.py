@@ -1,7 +1,8 @@
 """What differs from a stored run and is believed, and what is computed again to see that it may."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +50,19 @@ def test_a_version_with_another_last_number_resumes_and_is_told(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.slow("many passes")
 def test_another_version_is_refused_unless_it_is_believed_by_name(
     gpt2: Any, tmp_path: Path, installed: Any
 ) -> None:
     installed(torch="2.13.0", scipy="unknown")
-    expected = run(gpt2, Logits(), tmp_path)
+    answers = partial(run, gpt2, Logits(), tmp_path, metrics=[Logits()])
+    expected = answers()
     installed(torch="2.14.0", scipy="1.0")
     with pytest.raises(StoreError, match=r"name them in believe of run\. .*torch: stored '2.13.0'"):
-        run(gpt2, Logits(), tmp_path)
+        answers()
     with pytest.raises(StoreError, match=r"believe of run\. scipy: stored 'unknown', now '1.0'$"):
-        run(gpt2, Logits(), tmp_path, believe=["torch"])
+        answers(believe=["torch"])
     with pytest.warns(UserWarning, match="scipy: stored .* torch: stored '2.13.0', now '2.14.0'"):
-        assert same(run(gpt2, Logits(), tmp_path, believe=["torch", "scipy"]), expected)
+        assert same(answers(believe=["torch", "scipy"]), expected)
 
 
 @dataclass
@@ -95,23 +96,6 @@ def test_what_is_unknown_or_another_is_believed_by_its_name(gpt2: Any, tmp_path:
         assert same(answers(Logits(), 1.75), expected)
     with pytest.raises(StoreError, match="batch 0 gives other numbers than those stored"):
         answers(Logits(), 2.0)
-
-
-@dataclass(frozen=True)
-class Late:
-    """Hooks that isolate layers from the third prompt on, which the identity does not hold."""
-
-    model: Any = field(compare=False)
-    layers: Any = field(compare=False)
-
-    def __call__(self, batch: al.PromptBatch) -> Any:
-        return al.isolate_labels(self.model, batch, self.layers) if batch.index[0] > 1 else []
-
-
-def test_what_acts_late_is_seen_in_the_last_stored_batch(gpt2: Any, tmp_path: Path) -> None:
-    run(gpt2, Logits(), tmp_path, hooks=Late(gpt2, [0]))
-    with pytest.raises(StoreError, match="batch 3 gives other numbers than those stored"):
-        run(gpt2, Logits(), tmp_path, hooks=Late(gpt2, [0, 1]))
 
 
 def test_names_that_nothing_has_are_refused_before_a_pass(gpt2: Any, tmp_path: Path) -> None:

@@ -34,11 +34,6 @@ PURE: list[al.Metric] = [
 ]
 
 
-@pytest.fixture(params=["gpt2", "gemma3"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
-
-
 def cached(model: Any, batch: al.PromptBatch, names: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
     """A pass of one's own: plain hooks of TransformerLens and a backward pass of the label loss."""
     cache: dict[str, Tensor] = {}

@@ -34,16 +34,7 @@ from tests.support.stored_runs import Killed, Logits, run
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-METRICS: list[al.Metric] = [
-    al.SaliencyFlows(),
-    al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="of heads"),
-    al.SegmentFlows(["text", "label", "target"]),
-    al.AnchorDistances(directions=3),
-    al.SegmentAttention(["text", "label", "target"], apart=1),
-    al.AttentionAUCROC(),
-    al.LabelHeads(draws=2),
-    al.Accuracy(),
-]
+METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AnchorDistances(3), al.AttentionAUCROC()]
 
 
 @pytest.fixture

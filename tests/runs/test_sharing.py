@@ -291,19 +291,26 @@ def test_questions_of_one_run_have_the_numbers_that_each_has_alone(gpt2: Any) ->
         assert_same(together[question.name], ask(gpt2, batches, question, **QUIET))
 
 
+@pytest.fixture
+def prefixes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that were computed."""
+    computed: list[Any] = []
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        computed.append(run_prefix(*arguments, **keywords))
+        return computed[-1]
+
+    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
+    return computed
+
+
 @pytest.mark.parametrize("key", [None, "cut"])
 def test_prefixes_are_stored_by_their_key_and_without_one_not_at_all(
-    gpt2: Any, key: Any, monkeypatch: pytest.MonkeyPatch
+    gpt2: Any, key: Any, prefixes: list[Any]
 ) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     passes = Passes(gpt2, batches, way_of(gpt2, batches, [isolated(gpt2)]))
-    prefixes: list[Any] = []
-
-    def counted(*arguments: Any, **keywords: Any) -> Any:
-        prefixes.append(run_prefix(*arguments, **keywords))
-        return prefixes[-1]
-
-    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
+    prefixes.clear()
     for batch in batches:
         logits = passes.logits(batch, isolated(gpt2), key)
         hooks = isolated(gpt2)(batch)
@@ -315,20 +322,14 @@ def test_prefixes_are_stored_by_their_key_and_without_one_not_at_all(
 @pytest.mark.quick_cases("many passes", "5")
 @pytest.mark.parametrize(("fitting", "computed"), [(0, 13), (2, 11), (5, 5)])
 def test_prefixes_that_do_not_fit_into_free_memory_are_computed_again(
-    fitting: int, computed: int, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+    fitting: int, computed: int, gpt2: Any, prefixes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two sites with a control each are asked for in each of three batches, the clean run once."""
     batches = questions(gpt2, 6, batch_size=2)
     sites = {"first": al.Site(0), "last": al.Site(2)}
     sweep = al.EdgeSweep.isolation(sites, draws=1)
     expected = ask(gpt2, batches, sweep, **QUIET)
-    prefixes: list[Any] = []
-
-    def counted(*arguments: Any, **keywords: Any) -> Any:
-        prefixes.append(run_prefix(*arguments, **keywords))
-        return prefixes[-1]
-
-    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
+    prefixes.clear()
     monkeypatch.setattr(
         shared_prefix, "free_for_layers", lambda devices: fitting * prefixes[-1].size
     )
