@@ -77,49 +77,34 @@ def none_in_demonstrations(pattern: Tensor, slope: Tensor) -> Tensor:
     return pattern.sum(1) * (torch.nan if is_square else 1.0)
 
 
+# Rows of the n-th batch, which no metric may give.
+WRONG: list[tuple[Any, str]] = [
+    (lambda batch, size: {"v": torch.ones(size, batch)}, "not of one shape in all"),
+    (lambda batch, size: {"vw"[batch - 1]: torch.ones(size)}, "missing in some batch"),
+    (lambda batch, size: {}, "contributions must be a dict of tensors; got an empty one"),
+    (lambda batch, size: None, "contributions must be a dict of tensors; got a None"),
+    (lambda batch, size: {"v": [1.0]}, "'v' must be a dense tensor .*; got a list"),
+    (lambda batch, size: {"v": torch.tensor(1.0)}, r"got torch.float32 of the shape \(\)"),
+    (
+        lambda batch, size: {"short": torch.zeros(1)},
+        r"contribution 'short' must be .* one entry a prompt, 2; .* shape \(1,\)",
+    ),
+    (lambda batch, size: {"v": torch.ones(size).to_sparse()}, "the layout torch.sparse_coo"),
+    (lambda batch, size: {"v": torch.ones(size, device="meta")}, "which holds no numbers"),
+    (fails(PromptError("too odd")), "too odd"),
+]
+
+
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        (UserMetric(lambda batch, size: {"v": torch.ones(size, batch)}), "not of one shape in all"),
-        (
-            UserMetric(lambda batch, size: {"vw"[batch - 1]: torch.ones(size)}),
-            "missing in some batch",
-        ),
-        (
-            UserMetric(lambda batch, size: {}),
-            "contributions must be a dict of tensors; got an empty one",
-        ),
-        (
-            UserMetric(lambda batch, size: None),
-            "contributions must be a dict of tensors; got a None",
-        ),
-        (
-            UserMetric(lambda batch, size: {"v": [1.0]}),
-            "'v' must be a dense tensor .*; got a list",
-        ),
-        (
-            UserMetric(lambda batch, size: {"v": torch.tensor(1.0)}),
-            r"got torch.float32 of the shape \(\)",
-        ),
-        (
-            UserMetric(lambda batch, size: {"short": torch.zeros(1)}),
-            r"contribution 'short' must be .* one entry a prompt, 2; .* shape \(1,\)",
-        ),
-        (
-            UserMetric(lambda batch, size: {"v": torch.ones(size).to_sparse()}),
-            "got .* and the layout torch.sparse_coo",
-        ),
-        (
-            UserMetric(lambda batch, size: {"v": torch.ones(size, device="meta")}),
-            "got torch.float32 .*, which holds no numbers",
-        ),
-        (UserMetric(fails(PromptError("too odd"))), "too odd"),
+        *((UserMetric(rows), message) for rows, message in WRONG),
+        (UserMetric(sevens, mean=lambda rows: fails(MetricError("no number"))(1, 1)), "no number"),
+        (UserMetric(sevens, mean=lambda rows: rows["w"]), "KeyError: 'w'"),
         (
             al.SaliencyFlows(weight=none_in_demonstrations, name="own"),
             "the weight none_in_demonstrations gives NaN",
         ),
-        (UserMetric(sevens, mean=lambda rows: fails(MetricError("no number"))(1, 1)), "no number"),
-        (UserMetric(sevens, mean=lambda rows: rows["w"]), "KeyError: 'w'"),
     ],
 )
 def test_an_error_of_a_metric_leaves_the_results_of_the_others(

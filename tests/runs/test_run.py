@@ -99,29 +99,18 @@ def test_many_metrics_share_one_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow("many passes")
 def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
     """Each call and each batch from positions counts its prompts from 0."""
-    examples = al.load_examples("questions")
-    calls = [
-        al.build_prompts(
-            gpt2.tokenizer,
-            al.TASKS["trec"],
-            al.sample_demonstrations(examples, seed=seed),
-            examples[:count],
-            batch_size=2,
-        )
-        for seed, count in ((1, 3), (2, 5))
-    ]
+    calls = [questions(gpt2, count, seed, batch_size=2) for seed, count in ((1, 3), (2, 5))]
     one_set = [questions(gpt2, 4, batch_size=2), questions(gpt2, 6, batch_size=4)]
-    tokens = torch.tensor([[9, 5, 6, 8], [9, 5, 6, 7], [9, 5, 6, 4]])
+    words: dict[str, Any] = {"label_positions": [[1, 2]], "label_classes": [[0, 1]]}
     from_positions = [
         [
             al.PromptBatch.from_positions(
-                rows,
-                label_positions=[[1, 2]] * len(rows),
-                label_classes=[[0, 1]] * len(rows),
+                torch.tensor([[9, 5, 6, token] for token in last]),
+                **{name: rows * len(last) for name, rows in words.items()},
                 label_token_ids=[5, 6],
             )
         ]
-        for rows in (tokens[:2], tokens[2:])
+        for last in ([8, 7], [4])
     ]
     for parts in (calls, one_set, from_positions):
         joined, *alone = (
