@@ -229,7 +229,7 @@ def test_the_numbers_of_passes_and_metrics_must_fit(gpt2: Any) -> None:
 def test_what_a_cache_does_not_show_is_an_error_with_the_cure_of_caches(
     metric: al.Metric, cure: str, gpt2: Any
 ) -> None:
-    batches = questions(gpt2, 2)
+    batches = questions(gpt2, 4)
     passes = [gpt2.run_with_cache(batch.tokens) for batch in batches]
     with pytest.raises(MetricError, match=cure):
         al.caches.from_caches([metric], batches, passes, resamples=0)

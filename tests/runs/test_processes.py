@@ -80,7 +80,9 @@ def launched(tiny: Any, tmp_path_factory: Any) -> Callable[[int], Launch]:
     return of
 
 
-@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.release("more processes"))])
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(3, marks=pytest.mark.release("more processes"))]
+)
 def launch(request: Any, launched: Callable[[int], Launch]) -> Launch:
     return launched(request.param)
 
