@@ -53,7 +53,13 @@ TIGHT = al.PromptBatch.from_positions(
     label_token_ids=[5, 6],
 )
 OTHER_WORDS = al.prompts.Verbalizer([[token] for token in range(6)])
-PAIR = torch.tensor([0, 1])
+PAIR, LOGITS = torch.tensor([0, 1]), torch.eye(3, 8)
+POSITIONS: dict[str, Any] = {
+    "tokens": torch.tensor([[5, 1, 6, 2, 7, 8]]),
+    "label_positions": [[1, 3]],
+    "label_classes": [[0, 1]],
+    "label_token_ids": [1, 2],
+}
 NO_TOKENIZER = SimpleNamespace(tokenizer=None)
 CHAT: Any = partial(al.ChatTask, "{text}{label}", LABELS)
 NONE, NO_CONTEXT = al.contexts.NoContext(), al.contexts.NoContext
@@ -198,6 +204,10 @@ def distances(s: Scene, count: int, change: dict[str, Any], **options: Any) -> A
     return run(s, [al.AnchorDistances(**options)], batches)
 
 
+def one_accuracy() -> al.Record:
+    return al.metrics.compare_accuracies({"one": torch.ones(2)}, resamples=0)
+
+
 def draw(s: Scene, how: Any) -> Any:
     asked, [batch] = al.PrefixEffect(context=s.context), questions(s.llama, 3)
     return how(asked, s.llama, batch, 0, 0)
@@ -222,6 +232,16 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "sample_demonstrations": (DataError, lambda s, given: al.sample_demonstrations(*given)),
     "build_segments": (PromptError, lambda s, given: al.build_segments(s.tokenizer, given)),
     "from_segments": (PromptError, lambda s, change: al.PromptBatch.from_segments(**OWN | change)),
+    "from_positions": (
+        PromptError,
+        lambda s, part: al.PromptBatch.from_positions(**POSITIONS | part),
+    ),
+    "accuracies": (
+        MetricError,
+        lambda s, given: al.metrics.compare_accuracies(
+            {"first": torch.ones(2), "odd": torch.ones(2)} | given[0], **{"resamples": 0} | given[1]
+        ),
+    ),
     "show": (PromptError, lambda s, given: s.batch.show(*given)),
     "compress": (PromptError, lambda s, change: al.compress(s.model, s.batch, **change)),
     "compress of": (PromptError, lambda s, change: al.compress(s.model, s.changed(**change))),
@@ -392,6 +412,27 @@ ROWS: list[tuple[str, Any, str]] = [
     ("from_segments", {"target_positions": [8, 9]}, "has a position outside the prompt"),
     ("from_segments", {"target_positions": [8, 0]}, "has a position under padding"),
     ("from_segments", {"tokens": OWN["tokens"][0]}, "tokens must have the shape"),
+    (
+        "from_positions",
+        {"tokens": LOGITS},
+        "tokens must be whole numbers from 0, .*got torch.float",
+    ),
+    ("from_positions", {"tokens": torch.full((1, 6), -3)}, "whole numbers from 0, .*; got -3"),
+    *(
+        (
+            "from_positions",
+            {"attention_mask": torch.full((1, 6), value)},
+            "attention_mask must hold 1 for tokens",
+        )
+        for value in (NAN, 2)
+    ),
+    (
+        "from_positions",
+        {"label_positions": torch.tensor([[1j, 3]])},
+        "label_positions must be whole .*complex",
+    ),
+    ("DataError", lambda s: al.sample_queries([BAD, GOOD], -1), "from 1 to 1,000,000; got -1"),
+    ("DataError", lambda s: al.sample_demonstrations([BAD, GOOD], 0), "shots must be .*; got 0"),
     ("show", (None, -1), "the prompts 0 to 2; got -1"),
     ("show", (None, 3), "the prompts 0 to 2; got 3"),
     ("show", ("gpt2",), r"expected the tokenizer .*; got a str"),
@@ -458,6 +499,18 @@ ROWS: list[tuple[str, Any, str]] = [
     ),
     ("MetricError", lambda s: run_pass(s.model, s.batch, gradient_checkpointing=True), "no loss"),
     ("HookError", lambda s: al.analyse(s.model, s.two, depth=4), "are from 1 to 3 layers; got 4"),
+    (
+        "StoreError",
+        lambda s: run(s, [al.Accuracy()], folder="\0"),
+        "cannot be a folder of contributions: .*embedded null",
+    ),
+    ("StoreError", lambda s: one_accuracy().save("\0"), "cannot be written: .*embedded null"),
+    (
+        "StoreError",
+        lambda s: al.write_report({"one": one_accuracy()}, "\0"),
+        "cannot be written: .*embedded null",
+    ),
+    ("StoreError", lambda s: type(one_accuracy()).load("\0"), "cannot be read: .*embedded null"),
     ("without label words", lambda s, b: al.isolate_labels(s.model, b, 0), "nothing to isolate"),
     ("without label words", lambda s, b: run(s, METRICS[:1], [b]), "at least one label word in ea"),
     ("words beyond", lambda s, b: al.isolate_labels(s.model, b, 0), OUTSIDE),
@@ -479,6 +532,29 @@ ROWS: list[tuple[str, Any, str]] = [
     ("loyalty", ((2, 9), (3, 9), 5), r"\(batch, vocab\).*got \(2, 9\) and \(3, 9\)"),
     ("loyalty", ((0, 9), (0, 9), 5), r"one row a prompt; got .*0, 9"),
     ("loyalty", ((2, 9), (2, 9), 0), r"`top` is from 1 to the 9 tokens.*got 0"),
+    *(
+        (
+            "MetricError",
+            lambda s, pair=pair: al.metrics.loyalty(*pair, PAIR),
+            "logits must be finite numbers, but some are NaN or inf",
+        )
+        for wrong in (torch.full((3, 8), value) for value in (NAN, INF, -INF))
+        for pair in ((wrong, LOGITS), (LOGITS, wrong))
+    ),
+    *(
+        (
+            "MetricError",
+            lambda s, ids=ids: al.metrics.loyalty(LOGITS, LOGITS, torch.tensor(ids)),
+            r"must be a row of different whole numbers from 0 to 7, .*; got",
+        )
+        for ids in ([0, 8], [-1, 1], [], [0.0, 1.0], [[0, 1]], [True, False], [1, 1])
+    ),
+    ("accuracies", ({}, {"resamples": -1}), "resamples must be .* from 0 to 1,000,000; got -1"),
+    ("accuracies", ({}, {"sets": torch.arange(3)}), r"of the 2 prompts; got the shape \(3,\)"),
+    *(
+        ("accuracies", ({"odd": odd}, {}), "the answers of 'odd' must be a tensor of 0 and 1, one")
+        for odd in (*map(torch.tensor, ([0.5, 1], [2, 1], [NAN, 1])), torch.ones(2, 1))
+    ),
     ("loyalty", ((2, 9), (2, 9), 10), r"`top` is from 1 to the 9 tokens.*got 10"),
     ("MetricError", lambda s: run(s, [al.Loyalty()]), r"nothing changes this run; give al.run\("),
     ("rollout", (2, 3, 3), r"those of whole prompts; got \("),

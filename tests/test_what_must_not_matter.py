@@ -26,8 +26,8 @@ from tests.experiments.test_edge_sweep import forerunners_read
 from tests.experiments.test_faithfulness import weights_of
 from tests.experiments.test_questions import Moved
 from tests.references import plain
+from tests.runs.own_reads import OF_WHOLE_PATTERNS, OF_WHOLE_PROMPTS, READS, Numbers
 from tests.runs.test_hooks_on_edges import CUTS, OTHERS, Change, by_length, longer_queries
-from tests.runs.test_own_reads import READS, Numbers
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.own_parts import EveryRead
 from tests.support.printed_code import printed
@@ -64,6 +64,10 @@ def of_one_set(model: Any, cut: Cut) -> Batches:
 
 def of_two_sets(model: Any, cut: Cut) -> Batches:
     return cut.questions(model, 2) + cut.questions(model, 2, seed=7)
+
+
+def of_a_set_and_one_prompt(model: Any, cut: Cut) -> Batches:
+    return cut.questions(model, 2) + cut.questions(model, 1, seed=7)
 
 
 def of_long_and_short_queries(model: Any, cut: Cut) -> Batches:
@@ -243,6 +247,7 @@ KEPT = partial(al.compress, select=al.contexts.selection.everything)
 ROWS: dict[str, Row] = {
     "metrics": Row(Asked(METRICS), models=ALL),
     "metrics of several sets": Row(Asked(OF_SETS, prompts=of_two_sets), models=ALL[:2]),
+    "metrics of a set of one prompt": Row(Asked(OF_SETS, prompts=of_a_set_and_one_prompt)),
     "metrics of texts": Row(
         Asked(OF_TEXTS, prompts=of_segments, loss=al.losses.span_cross_entropy("query")),
         shares=False,
@@ -258,8 +263,12 @@ ROWS: dict[str, Row] = {
         Asked(WITH_LOSS, loss=al.losses.span_cross_entropy("label")), shares=False
     ),
     **{
-        name: Row(Asked([Numbers(read)], prompts=of_two_sets), shares=shares, fuses=fuses)
-        for name, (read, shares, fuses) in READS.items()
+        name: Row(
+            Asked([Numbers(read)], prompts=of_two_sets),
+            shares=name not in OF_WHOLE_PROMPTS,
+            fuses=name not in OF_WHOLE_PATTERNS,
+        )
+        for name, read in READS.items()
     },
     **{
         f"{question.name} that differs": Row(
@@ -270,7 +279,8 @@ ROWS: dict[str, Row] = {
     "every read": Row(Asked([EveryRead(has_hooks=False)], prompts=of_two_sets), fuses=False),
     "every read and hooks": Row(Asked([EveryRead(has_hooks=True)]), shares=False, fuses=False),
     "every read of a changed run": Row(
-        Asked([EveryRead(has_hooks=False)], CUTS["a named set"], of_two_sets), fuses=False
+        Asked([EveryRead(has_hooks=False), al.Loyalty()], CUTS["a named set"], of_two_sets),
+        fuses=False,
     ),
     "prefix effect": asking(al.PrefixEffect(), models=("gpt2", "llama")),
     "isolation": asking(

@@ -73,7 +73,7 @@ COUNTS: list[Any] = [-1, -100]
 def calls() -> list[Call]:
     """Calls of public functions, but for values that are refused with words in other tests.
 
-    These are tests/prompts, tests/metrics/test_loyalty.py and tests/runs/test_bad_values.py.
+    These are tests/prompts, tests/metrics/test_loyalty.py and tests/test_refusals.py.
     """
     setup = scene()
     model, batch, batches = setup.model, setup.batch, setup.batches

@@ -1,7 +1,8 @@
 """What differs from a stored run and is believed, and what is computed again to see that it may."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,48 +32,37 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     identity._installed.cache_clear()
 
 
-@pytest.mark.slow("many passes")
+@pytest.mark.parametrize(("size", "computed"), [(1, [1] * 2), (4, [4])])
 def test_a_version_with_another_last_number_resumes_and_is_told(
-    gpt2: Any, tmp_path: Path, installed: Any
+    size: int, computed: list[int], gpt2: Any, tmp_path: Path, installed: Any
 ) -> None:
+    """The first batch and the last are computed again, which may be one."""
+    batches = questions(gpt2, count=4, batch_size=size)
     installed(torch="2.13.0+cpu")
-    expected = run(gpt2, Logits(), tmp_path)
+    expected = run(gpt2, Logits(), tmp_path, batches=batches, metrics=[Logits()])
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     installed(torch="2.13.1")
     again = Logits()
     told = r"believed although this differs: torch: stored '2.13.0\+cpu', now '2.13.1'"
     with pytest.warns(UserWarning, match=told):
-        assert same(run(gpt2, again, tmp_path), expected)
-    assert again.seen == [1] * 2  # the first batch and the last
+        assert same(run(gpt2, again, tmp_path, batches=batches, metrics=[again]), expected)
+    assert again.seen == computed
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_single_stored_batch_that_is_believed_is_told_too(
-    gpt2: Any, tmp_path: Path, installed: Any
-) -> None:
-    options: dict[str, Any] = {"batches": questions(gpt2, count=4, batch_size=4)}
-    installed(torch="2.13.0")
-    run(gpt2, Logits(), tmp_path, **options)
-    installed(torch="2.13.1")
-    again = Logits()
-    with pytest.warns(UserWarning, match="believed although this differs: torch: stored"):
-        run(gpt2, again, tmp_path, **options)
-    assert again.seen == [4]
-
-
-@pytest.mark.slow("many passes")
 def test_another_version_is_refused_unless_it_is_believed_by_name(
     gpt2: Any, tmp_path: Path, installed: Any
 ) -> None:
     installed(torch="2.13.0", scipy="unknown")
-    expected = run(gpt2, Logits(), tmp_path)
+    answers = partial(run, gpt2, Logits(), tmp_path, metrics=[Logits()])
+    expected = answers()
     installed(torch="2.14.0", scipy="1.0")
     with pytest.raises(StoreError, match=r"name them in believe of run\. .*torch: stored '2.13.0'"):
-        run(gpt2, Logits(), tmp_path)
+        answers()
     with pytest.raises(StoreError, match=r"believe of run\. scipy: stored 'unknown', now '1.0'$"):
-        run(gpt2, Logits(), tmp_path, believe=["torch"])
+        answers(believe=["torch"])
     with pytest.warns(UserWarning, match="scipy: stored .* torch: stored '2.13.0', now '2.14.0'"):
-        assert same(run(gpt2, Logits(), tmp_path, believe=["torch", "scipy"]), expected)
+        assert same(answers(believe=["torch", "scipy"]), expected)
 
 
 @dataclass
@@ -93,33 +83,19 @@ def test_what_is_unknown_or_another_is_believed_by_its_name(gpt2: Any, tmp_path:
         hooks = Scaled(gpt2, factor)
         return run(gpt2, metric, tmp_path, metrics=[metric], hooks=hooks, believe=believe)
 
-    first, again = Logits(), Logits()
-    with pytest.warns(UserWarning, match=r"computed again at each call, .*hooks: .*logits: .*glob"):
-        expected = answers(first, 1.5, ())
+    first, second, again = Logits(), Logits(), Logits()
+    for metric in (first, second):
+        with pytest.warns(
+            UserWarning, match=r"computed again at each call, .*hooks: .*logits: .*g"
+        ):
+            expected = answers(metric, 1.5, ())
     assert same(answers(again, 1.5), expected)
-    assert (first.seen, again.seen) == ([1] * 4, [1] * 2)
+    assert (first.seen, second.seen, again.seen) == ([1] * 4, [1] * 4, [1] * 2)
     # Another object that does the same, which only its owner knows; and one that does not.
     with pytest.warns(UserWarning, match="believed although this differs: hooks: stored"):
         assert same(answers(Logits(), 1.75), expected)
     with pytest.raises(StoreError, match="batch 0 gives other numbers than those stored"):
         answers(Logits(), 2.0)
-
-
-@dataclass(frozen=True)
-class Late:
-    """Hooks that isolate layers from the third prompt on, which the identity does not hold."""
-
-    model: Any = field(compare=False)
-    layers: Any = field(compare=False)
-
-    def __call__(self, batch: al.PromptBatch) -> Any:
-        return al.isolate_labels(self.model, batch, self.layers) if batch.index[0] > 1 else []
-
-
-def test_what_acts_late_is_seen_in_the_last_stored_batch(gpt2: Any, tmp_path: Path) -> None:
-    run(gpt2, Logits(), tmp_path, hooks=Late(gpt2, [0]))
-    with pytest.raises(StoreError, match="batch 3 gives other numbers than those stored"):
-        run(gpt2, Logits(), tmp_path, hooks=Late(gpt2, [0, 1]))
 
 
 def test_names_that_nothing_has_are_refused_before_a_pass(gpt2: Any, tmp_path: Path) -> None:

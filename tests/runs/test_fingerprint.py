@@ -1,31 +1,24 @@
 """The fingerprint holds everything that decides a number, and nothing else."""
 
 import json
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import anchorlens as al
 from anchorlens.contexts import protocol
-from anchorlens.errors import StoreError
 from anchorlens.models.model_identity import identity, tokenizer_identity
 from anchorlens.runs.identity import fingerprint
 from anchorlens.system import checksum
 from anchorlens.system.checksum import digest_of, row_sums
 from tests.support.asked import ask
-from tests.support.stored_runs import Logits, run
-from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
-
-EXAMPLES = al.load_examples("questions")
+from tests.support.tiny_models import questions, tiny_llama
 
 
 def digest(tensor: Tensor) -> str:
@@ -161,20 +154,6 @@ def test_the_scales_of_a_quantised_weight_count() -> None:
     assert identity(model(1.0))["weights"] != identity(model(2.0))["weights"]
 
 
-@pytest.mark.slow("many passes")
-@pytest.mark.changes_model
-def test_a_changed_row_that_only_a_later_batch_uses_is_detected(gpt2: Any, tmp_path: Path) -> None:
-    batches = questions(gpt2, count=4, batch_size=1)
-    earlier = torch.cat([batch.tokens.flatten() for batch in batches[:-1]])
-    alone = [token for token in batches[-1].tokens.flatten().tolist() if token not in earlier]
-    run(gpt2, Logits(), tmp_path, batches=batches, metrics=[Logits()])
-    embedding = next(value for value in gpt2.parameters() if value.shape[0] == gpt2.cfg.d_vocab)
-    with torch.no_grad():
-        embedding[alone[0], 3] += 0.1
-    with pytest.raises(StoreError, match=r"another run.* weights: stored"):
-        run(gpt2, Logits(), tmp_path, batches=batches, metrics=[Logits()])
-
-
 def contents_of(model: Any) -> dict[str, Tensor]:
     """The buffers and parameters that are not empty; masks of a HookedTransformer are empty."""
     inside = getattr(model, "original_model", model)
@@ -246,22 +225,6 @@ def test_rotary_frequencies_that_depend_on_prompts_do_not_count(
     assert identity(model) != before
 
 
-def test_hooks_on_all_of_torch_are_in_the_fingerprint(gpt2: Any) -> None:
-    before = fingerprint(gpt2, (), {}).facts
-    for register in (
-        nn.modules.module.register_module_forward_hook,
-        nn.modules.module.register_module_forward_pre_hook,
-        nn.modules.module.register_module_full_backward_hook,
-        register_optimizer_step_post_hook,
-    ):
-        handle = register(lambda *given: None)
-        try:
-            assert fingerprint(gpt2, (), {}).facts != before
-        finally:
-            handle.remove()
-    assert fingerprint(gpt2, (), {}).facts == before
-
-
 def test_settings_of_the_process_are_in_the_fingerprint(gpt2: Any) -> None:
     before = fingerprint(gpt2, (), {}).facts
     assert fingerprint(gpt2, (), {}).facts == before
@@ -285,37 +248,6 @@ def without_a_merge(tokenizer: Any) -> Any:
     backend = type(tokenizer.backend_tokenizer).from_str(json.dumps(rules))
     special = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-
-
-@pytest.mark.slow("many passes")
-def test_another_tokenizer_or_a_hook_on_the_model_is_another_run_of_the_paper(
-    hooked: Any, byte_level: Any, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"queries": 11, "seeds": [1], "depth": 1, "draws": 1}
-    options |= {"parts": ["table 2"], "resamples": 0, "progress": False}
-    model, other = (
-        hooked(tiny_gpt2(len(byte_level), n_positions=512), tokenizer)
-        for tokenizer in (byte_level, without_a_merge(byte_level))
-    )
-
-    def numbers(model: Any, folder: Path | None) -> list[Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            data = {"questions": (EXAMPLES, EXAMPLES)}
-            found = al.paper(model, data, folder=folder, **options)["questions"]
-            return list(found.to_frame().value.fillna(-1.0))
-
-    first = numbers(model, tmp_path)
-    assert numbers(other, None) != first
-    with pytest.raises(StoreError, match=r"another run.* prompts: stored"):
-        numbers(other, tmp_path)
-    halve = [("blocks.0.hook_resid_post", lambda tensor, hook: tensor * 0.5)]
-    with (
-        model.hooks(fwd_hooks=halve),
-        pytest.raises(StoreError, match="hooks on the model: stored"),
-    ):
-        numbers(model, tmp_path)
-    assert numbers(model, tmp_path) == first
 
 
 def test_merges_and_settings_change_the_identity_of_a_tokenizer(byte_level: Any) -> None:

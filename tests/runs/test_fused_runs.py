@@ -1,7 +1,6 @@
 """Runs with a fused attention have the numbers of whole patterns, also with checkpoints."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +24,17 @@ from anchorlens.passes.fused_attention import fused_attention, run_fused
 from anchorlens.passes.recompute import Checkpoints
 from anchorlens.passes.shortcuts import bytes_stored
 from anchorlens.runs import way as decision
-from anchorlens.runs.study import Study
 from anchorlens.runs.way import way_of
 from anchorlens.system import row_pieces
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.live import Live
 from tests.support.measures import assert_same, difference, hooks_on, is_fused
+from tests.support.stored_runs import Killed, Logits, run
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-METRICS: list[al.Metric] = [
-    al.SaliencyFlows(),
-    al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="of heads"),
-    al.SegmentFlows(["text", "label", "target"]),
-    al.AnchorDistances(directions=3),
-    al.SegmentAttention(["text", "label", "target"], apart=1),
-    al.AttentionAUCROC(),
-    al.LabelHeads(draws=2),
-    al.Accuracy(),
-]
+METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AnchorDistances(3), al.AttentionAUCROC()]
 
 
 @pytest.fixture
@@ -195,7 +185,7 @@ def test_no_tensor_is_as_large_as_a_pattern(
     labels: Any = {"label_positions": [[100, 200, 300, 400]], "label_classes": [[0, 1, 0, 1]]}
     batch = al.PromptBatch.from_positions(tokens, label_token_ids=[5, 6], gold=[0], **labels)
     answer: dict[str, Any] = {"loss": al.losses.span_cross_entropy("answer")}
-    run = {
+    call = {
         "segments": lambda: al.run(model, [own], [al.SegmentFlows()], **answer, **QUIET),
         "flows": lambda: al.run(model, [batch], [al.SaliencyFlows(), al.Accuracy()], **QUIET),
         "isolation": lambda: ask(
@@ -203,7 +193,7 @@ def test_no_tensor_is_as_large_as_a_pattern(
         ),
     }[what]
     # A trial forms the patterns of a few tokens. A table of edges would have length^2 elements.
-    assert largest_tensor(run) < length**2 * 0.75
+    assert largest_tensor(call) < length**2 * 0.75
 
 
 @pytest.mark.usefixtures("small")
@@ -253,51 +243,13 @@ def test_low_precision_is_as_near_to_float32_as_with_whole_patterns(
     assert distance(ours) <= 1.2 * distance(whole)
 
 
-@pytest.mark.slow("many passes")
 @pytest.mark.usefixtures("small")
 def test_each_long_prompt_is_stored_when_it_is_done(gpt2: Any, tmp_path: Path) -> None:
-    folder, batches = tmp_path / "rows", questions(gpt2, 5, batch_size=5)
-    metrics: list[al.Metric] = [al.SaliencyFlows()]
-    expected = al.run(gpt2, batches, metrics, **QUIET)
-
-    @dataclass(frozen=True)
-    class Stops(al.SaliencyFlows):
-        runs: list[int] = field(default_factory=list, compare=False)
-
-        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
-            self.runs.append(len(batch))
-            if len(self.runs) == 3:
-                raise KeyboardInterrupt
-            return super().contributions(batch, seen)
-
-    stops = Stops()
-    with pytest.raises(KeyboardInterrupt):
-        al.run(gpt2, batches, [stops], folder=folder, **QUIET)
-    assert len(list(folder.glob("rows-*"))) == 2
-    again = al.run(gpt2, batches, [stops], folder=folder, **QUIET)
-    assert_same(again["saliency_flows"], expected["saliency_flows"], 1e-6)
-    # Both stored prompts were computed again, to compare, and then those that were not stored.
-    assert stops.runs == [1] * (3 + 2 + 3)
-
-
-@pytest.mark.usefixtures("small")
-def test_a_metric_that_reads_logits_alone_runs_with_a_fused_attention(gpt2: Any) -> None:
-    class Plain(al.Metric):
-        name = "plain"
-
-        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
-            return {"largest": seen.logits.amax(1).cpu()}
-
-        def result(self, rows: Any) -> al.Record:
-            return al.Accuracy().result(rows.replaced({"correct": rows["largest"]}))
-
-    batches = questions(gpt2, 3)
-    with Study(gpt2, batches, {"experiment": "plain"}, **QUIET) as study:
-        passes = study.passes([Plain()])
-        assert passes.way.is_fused
-        rows = [passes.contributions(batch)["plain/largest"] for batch in study.batches]
-    logits = al.target_logits(gpt2, batches, progress=False)
-    assert torch.cat(rows).allclose(logits.amax(1), rtol=0, atol=1e-4)
+    """How such a run goes on is in tests/test_what_must_not_matter.py."""
+    stops = Logits(dies_in=2)
+    with pytest.raises(Killed):
+        run(gpt2, stops, tmp_path, batches=questions(gpt2, 5, batch_size=5))
+    assert stops.seen == [1] * 2 and len(list(tmp_path.glob("rows-*"))) == 2
 
 
 def test_two_models_are_fused_at_the_same_time(gpt2: Any, llama: Any) -> None:

@@ -1,7 +1,6 @@
 """The experiment and the metric of the documentation, as users write them."""
 
 import ast
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,28 +22,15 @@ from anchorlens.runs.study import Study
 from anchorlens.runs.way import shared_lengths
 from tests.support.asked import ask
 from tests.support.measures import difference, does_not_run, is_shared
+from tests.support.printed_code import ROOT, blocks_of, printed
 from tests.support.tiny_models import questions
 
-DOCS = Path(al.__file__).parents[1] / "docs"
 QUIET: dict[str, Any] = {"progress": False, "resamples": 20}
-
-
-def code_of(page: str) -> str:
-    """The first block of code of a page."""
-    match = re.search(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    assert match is not None
-    return match[1]
-
-
-def names_of(page: str) -> dict[str, Any]:
-    namespace: dict[str, Any] = {"__name__": page}
-    exec(compile(code_of(page), page, "exec"), namespace)
-    return namespace
 
 
 @pytest.mark.parametrize("page", ["experiments.md", "metrics.md"])
 def test_the_code_is_short_and_imports_no_private_name(page: str) -> None:
-    code = code_of(page)
+    code = blocks_of(ROOT / "docs" / page, "python")[0].code
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
     modules = {
         alias.name if isinstance(node, ast.Import) else node.module
@@ -75,7 +61,7 @@ def divergence(model: Any, batch: al.PromptBatch, depth: int) -> torch.Tensor:
 @pytest.mark.slow("many passes")
 def test_the_experiment_equals_single_prompts(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
-    asked = names_of("experiments.md")["DivergenceByDepth"]
+    asked = printed("experiments.md", "DivergenceByDepth")
     record = ask(gpt2, batches, asked((1, 2)), **QUIET)
     expected = [
         torch.cat([divergence(gpt2, batch, depth) for batch in batches]).mean() for depth in (1, 2)
@@ -149,18 +135,9 @@ def test_user_hooks_in_passes_run_whole_prompts(gpt2: Any) -> None:
             assert difference(logits[number, batch.index], expected) < 1e-5
 
 
-def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
-    batches = questions(gpt2, 6, batch_size=2)
-    with Study(gpt2, batches, {}, **QUIET) as study:
-        passes = study.passes()
-        for batch in batches:
-            passes.logits(batch, lambda batch: al.isolate_labels(gpt2, batch, 0))
-        assert len(passes._prefixes.stored) <= 2
-
-
 def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
-    metric = names_of("metrics.md")["TargetEntropy"]()
+    metric = printed("metrics.md", "TargetEntropy")()
     assert not why_whole(metric.name, reads_of(metric, batches[0]))
     record = al.run(gpt2, batches, [metric], **QUIET)["target_entropy"]
     assert is_shared(record)
@@ -173,24 +150,24 @@ def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     assert difference(record.entropy, torch.stack(rows).mean(0)) < 1e-5
 
 
-def constant(rows: Any, batch: al.PromptBatch) -> Any:
-    return rows
-
-
 def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
+    """Contributions are compared as those of metrics are, in test_mixes.py."""
     batches = questions(gpt2, 4, batch_size=2)
     study = Study(gpt2, batches, {}, **QUIET)
     with pytest.raises(PromptError, match=r"write: with Study\(\.\.\.\) as study"):
         study.passes()
-    with Study(gpt2, batches, {}, **QUIET) as study:
-        for rows, message in (
-            (None, "contributions must be a dict of tensors"),
-            ({"x": 1.0}, "contribution 'x' must be a dense tensor .* got a float"),
-            ({"x": torch.zeros(3)}, "contribution 'x' must be .* with one entry a prompt, 2; got"),
-        ):
-            returned: Any = rows
-            with pytest.raises(MetricError, match=message):
-                study.collect(partial(constant, returned))
+    widths = iter((2, 3))
+    of_batches: list[tuple[Any, str]] = [
+        (lambda batch: {"x": torch.zeros(3)}, "contribution 'x' .* one entry a prompt, 2; got"),
+        (
+            lambda batch: {"x": torch.zeros(len(batch), next(widths))},
+            "the contributions x must be in every batch",
+        ),
+    ]
+    for of_batch, message in of_batches:
+        study = Study(gpt2, batches, {}, **QUIET)
+        with study, pytest.raises(MetricError, match=message):
+            study.collect(of_batch)
 
 
 @dataclass(frozen=True)
@@ -276,14 +253,6 @@ def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Path) -> None:
             study.collect(zeros)
 
 
-def test_rows_that_differ_between_batches_are_an_error(gpt2: Any) -> None:
-    batches = questions(gpt2, 4, batch_size=2)
-    widths = iter((2, 3))
-    study = Study(gpt2, batches, {}, **QUIET)
-    with study, pytest.raises(MetricError, match="the contributions x must be in every batch"):
-        study.collect(lambda batch: {"x": torch.zeros(len(batch), next(widths))})
-
-
 def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) -> None:
     tokens = torch.arange(5, 17)[None].repeat(2, 1)
     batches = [
@@ -307,9 +276,6 @@ def test_user_hooks_for_prompts_padded_on_the_left_are_refused(gpt2: Any) -> Non
     def hooks(batch: al.PromptBatch) -> list[Any]:
         return [("blocks.0.hook_resid_pre", lambda resid, hook: resid)]
 
-    study = Study(gpt2, batches, {}, **QUIET)
-    with study, pytest.raises(HookError, match="padded on the left"):
-        study.passes([Changed([hooks])])
     with pytest.raises(HookError, match="padded on the left"), does_not_run(gpt2):
         al.run(gpt2, batches, [al.Accuracy(), Changed([hooks])], **QUIET)
 

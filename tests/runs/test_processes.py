@@ -2,8 +2,9 @@
 
 import pickle
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,27 +60,31 @@ def tiny(hooked: Any, byte_level: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def launches(tiny: Any, tmp_path_factory: Any) -> dict[int, Launch]:
-    """All work in 2 and in 3 processes. They are forks, which saves imports and models."""
+def launched(tiny: Any, tmp_path_factory: Any) -> Callable[[int], Launch]:
+    """All work in a number of processes. They are forks, which saves imports and models."""
     batches = two_sets(tiny)
     assert len(batches) == 7
     expected = everything(tiny, batches)
-    launched: dict[int, Launch] = {}
-    for count in (2, 3):
+
+    @cache
+    def of(count: int) -> Launch:
         folder = tmp_path_factory.mktemp(f"processes-{count}")
-        if launched:
-            shutil.copytree(launched[2].folder / "kept", folder / "earlier")
+        if count != 2:
+            shutil.copytree(of(2).folder / "kept", folder / "earlier")
         debug_launcher(in_process, (tiny, batches, folder), num_processes=count)
         results = [
             pickle.loads((folder / f"{number}.pickle").read_bytes()) for number in range(count)
         ]
-        launched[count] = Launch(results, folder, expected)
-    return launched
+        return Launch(results, folder, expected)
+
+    return of
 
 
-@pytest.fixture(params=[2, 3])
-def launch(request: Any, launches: dict[int, Launch]) -> Launch:
-    return launches[request.param]
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(3, marks=pytest.mark.release("more processes"))]
+)
+def launch(request: Any, launched: Callable[[int], Launch]) -> Launch:
+    return launched(request.param)
 
 
 @pytest.mark.parametrize(
@@ -151,46 +156,41 @@ def test_the_other_processes_stop_soon_and_can_run_again(launch: Launch) -> None
 
 
 def test_a_run_resumes_in_another_number_of_processes(
-    launches: dict[int, Launch], tiny: Any
+    launch: Launch, launched: Callable[[int], Launch], tiny: Any, tmp_path: Path
 ) -> None:
     """The run is interrupted in 2 processes, and resumes in 2, in 3 and in 1."""
-    names = {path.name for path in (launches[2].folder / "kept").glob("rows-*")}
+    kept = shutil.copytree(launched(2).folder / "kept", tmp_path / "kept")
+    names = {path.name for path in kept.glob("rows-*")}
     assert 1 < len(names) < 7 and "rows-00000.safetensors" in names
     batched = questions(tiny, count=7, batch_size=1)
     expected = tensors_of(
         al.run(tiny, batched, [Failing(process=-1, seen=[0, 0]), al.Accuracy()], **QUIET)
     )
-    runs = [[results["resumed left"] for results in launches[2].results]]
-    runs += [[results["resumed earlier"] for results in launches[3].results]]
-    runs += [[resumed(tiny, launches[2].folder / "kept")]]
-    for run in runs:
+    name = "resumed left" if launch is launched(2) else "resumed earlier"
+    in_several, in_one = [results[name] for results in launch.results], [resumed(tiny, kept)]
+    for run in (in_several, in_one):
         for tensors, _ in run:
             assert_equal(tensors, expected)
         # The first and the last stored batch are computed again to check that they are equal.
         assert sum(computed for _, computed in run) == 7 - len(names) + 2
-    most = max(computed for _, computed in runs[0])
+    most = max(computed for _, computed in in_several)
     assert most < 7 - len(names) + 2  # processes divide the rest
 
 
-@pytest.mark.quick_cases("many passes", "2")
 def test_a_question_that_is_added_is_divided_among_the_processes(
     launch: Launch, tiny: Any, tmp_path: Path
 ) -> None:
     expected, *_ = added(tiny, tmp_path)
-    assert [results["added"][1] for results in launch.results] == [
-        2,
-        *[0] * (len(launch.results) - 1),
-    ]
+    others = [0] * (len(launch.results) - 1)
+    assert [results["added"][1] for results in launch.results] == [2, *others]
     computed = [results["added"][2] for results in launch.results]
     assert sum(computed) == 7 and max(computed) < 7
     for results in launch.results:
         assert_equal(results["added"][0], expected)
 
 
-@pytest.mark.quick_cases("many passes", "2")
 def test_a_failing_part_of_the_paper_leaves_the_records_of_the_others(
-    launch: Launch,
-    tiny: Any,
+    launch: Launch, tiny: Any
 ) -> None:
     expected, names, none = paper_records(tiny)
     assert len(names) == 3 and not none

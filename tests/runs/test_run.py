@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.models.hooked import Hook, pattern_name
-from tests.support.measures import assert_same, counted_layers
+from anchorlens.models.hooked import pattern_name
+from tests.support.measures import counted_layers
 from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.filterwarnings(
@@ -71,12 +71,9 @@ def test_a_users_metric_equals_the_cached_pattern(gpt2: Any) -> None:
 
 
 @pytest.mark.slow("many passes")
-def test_many_metrics_in_one_pass_equal_each_metric_alone(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_metrics_share_one_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 9, batch_size=4)
     metrics = [*METRICS, SelfAttention()]
-    alone = [run(gpt2, batches, [metric], resamples=5)[metric.name] for metric in metrics]
     differentiated, backward = [0], Tensor.backward
 
     def count_backward(self: Any, *args: Any, **options: Any) -> Any:
@@ -93,9 +90,6 @@ def test_many_metrics_in_one_pass_equal_each_metric_alone(
             run_whole(asked, **options)
         return calls[0], differentiated[0]
 
-    results = run_whole(metrics, resamples=5)
-    for metric, record in zip(metrics, alone, strict=True):
-        assert_same(results[metric.name], record)
     assert passes(metrics) == (3, 3)
     assert passes(metrics[1:]) == (3, 0)
     isolated = passes(metrics, hooks=lambda batch: al.isolate_labels(gpt2, batch, 0))
@@ -105,29 +99,18 @@ def test_many_metrics_in_one_pass_equal_each_metric_alone(
 @pytest.mark.slow("many passes")
 def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
     """Each call and each batch from positions counts its prompts from 0."""
-    examples = al.load_examples("questions")
-    calls = [
-        al.build_prompts(
-            gpt2.tokenizer,
-            al.TASKS["trec"],
-            al.sample_demonstrations(examples, seed=seed),
-            examples[:count],
-            batch_size=2,
-        )
-        for seed, count in ((1, 3), (2, 5))
-    ]
+    calls = [questions(gpt2, count, seed, batch_size=2) for seed, count in ((1, 3), (2, 5))]
     one_set = [questions(gpt2, 4, batch_size=2), questions(gpt2, 6, batch_size=4)]
-    tokens = torch.tensor([[9, 5, 6, 8], [9, 5, 6, 7], [9, 5, 6, 4]])
+    words: dict[str, Any] = {"label_positions": [[1, 2]], "label_classes": [[0, 1]]}
     from_positions = [
         [
             al.PromptBatch.from_positions(
-                rows,
-                label_positions=[[1, 2]] * len(rows),
-                label_classes=[[0, 1]] * len(rows),
+                torch.tensor([[9, 5, 6, token] for token in last]),
+                **{name: rows * len(last) for name, rows in words.items()},
                 label_token_ids=[5, 6],
             )
         ]
-        for rows in (tokens[:2], tokens[2:])
+        for last in ([8, 7], [4])
     ]
     for parts in (calls, one_set, from_positions):
         joined, *alone = (
@@ -145,73 +128,7 @@ def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
 
 
 def test_metrics_see_the_changed_pattern(gpt2: Any) -> None:
-    batches = questions(gpt2, 4)
-
-    def only_itself(batch: al.PromptBatch) -> list[Hook]:
-        return al.block_edges(
-            gpt2,
-            batch,
-            al.edges.between(
-                al.edges.at(batch, batch.target_positions[:, None]), batch.attention_mask
-            ),
-            range(2),
-        )
-
-    seen = run(gpt2, batches, [SelfAttention()], hooks=only_itself)["self_attention"].per_prompt
-    assert (seen[:, :2] == 1).all() and (seen[:, 2] < 1).all()
-    flows = run(gpt2, batches, [al.SaliencyFlows()], hooks=only_itself)["saliency_flows"]
+    options: dict[str, Any] = {"hooks": lambda b: al.block_edges(gpt2, b, al.edges.pq, range(2))}
+    flows = run(gpt2, questions(gpt2, 4), [al.SaliencyFlows()], **options)["saliency_flows"]
     # A cut edge has the pattern 0, and therefore no saliency; layer 2 has all its edges.
-    assert not flows.per_prompt[:, 0, 1].any() and flows.per_prompt[:, 2, 1].all()
-
-
-def test_clean_logits_are_given_only_with_hooks(gpt2: Any) -> None:
-    seen: list[Any] = []
-
-    class Spy(SelfAttention):
-        def contributions(self, batch: al.PromptBatch, given: al.reads.Seen) -> Any:
-            seen.append((given.logits, given.clean))
-            return super().contributions(batch, given)
-
-    batches = questions(gpt2, 3)
-    run(gpt2, batches, [Spy()])
-    run(gpt2, batches, [Spy()], hooks=lambda batch: al.isolate_labels(gpt2, batch, range(3)))
-    (plain, nothing), (changed, clean) = seen
-    assert nothing is None
-    torch.testing.assert_close(clean, plain)
-    assert not torch.allclose(changed, clean, atol=1e-3)
-
-
-def test_both_variants_of_saliency_share_a_run(gpt2: Any) -> None:
-    batches = questions(gpt2, 3)
-    footnote = al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="footnote")
-    results = run(gpt2, batches, [al.SaliencyFlows(), footnote])
-    larger = results["footnote"].flows - results["saliency_flows"].flows
-    assert (larger >= 0).all() and (larger[:, 1] > 0).all()
-    batch = batches[0]
-    edge = al.edges.pq(batch)[:, None]
-    maps = al.saliency(gpt2, batch, weight=al.weights.saliency_of_heads) * edge
-    expected = maps.sum((2, 3)) / edge.sum((2, 3))
-    order = batch.index.argsort()
-    torch.testing.assert_close(results["footnote"].per_prompt[..., 1].float(), expected[order])
-
-
-@pytest.mark.slow("many passes")
-def test_intervals_are_repeatable_and_contain_the_estimates(gpt2: Any) -> None:
-    batches = questions(gpt2, 8)
-    state = torch.get_rng_state()
-    results = run(gpt2, batches, METRICS, resamples=30)
-    again = run(gpt2, batches, METRICS, resamples=30)
-    assert torch.equal(torch.get_rng_state(), state)
-    for metric in METRICS:
-        record = results[metric.name]
-        expected = {name for name, axes in record.axes().items() if "prompt" not in axes}
-        assert set(record.intervals) == expected
-        for name, bounds in record.intervals.items():
-            assert bounds.shape == (2, *getattr(record, name).shape)
-            torch.testing.assert_close(
-                bounds, again[metric.name].intervals[name], rtol=0, atol=0, equal_nan=True
-            )
-    low, high = results["saliency_flows"].intervals["flows"]
-    flows = results["saliency_flows"].flows
-    assert ((low <= flows) & (flows <= high)).all() and (low < high)[0].all()
-    assert not run(gpt2, batches, METRICS)["saliency_flows"].intervals
+    assert not flows.per_prompt[:, :2, 1].any() and flows.per_prompt[:, 2, 1].all()

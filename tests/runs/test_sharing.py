@@ -9,18 +9,15 @@ import torch
 
 import anchorlens as al
 from anchorlens.contexts import compressed
-from anchorlens.errors import PromptError, RunError
+from anchorlens.errors import PromptError
 from anchorlens.metrics.question import no_hooks
 from anchorlens.models import kv_cache
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes import shared_prefix, shortcuts
 from anchorlens.passes.forward import run_pass, run_prefix
-from anchorlens.passes.shared_prefix import SharedPrefixes
-from anchorlens.prompts.batch import after_shared
 from anchorlens.runs import way as decision
 from anchorlens.runs.passes import Passes
 from anchorlens.runs.way import shared_lengths, way_of
-from tests.references.plain import everything_in_float64
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.measures import assert_same, difference, is_shared
@@ -34,20 +31,8 @@ METRICS: list[al.Metric] = [
     *(al.AttentionAUCROC(), al.AnchorDistances(3), al.Accuracy()),
     *(al.LabelHeads(draws=2), al.SegmentAttention(["text", "label", "target"], apart=1)),
 ]
+FLOWS: list[al.Metric] = [al.SaliencyFlows()]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-EXACT = 1e-8
-
-
-@pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that turns the sharing of demonstrations off."""
-    return lambda: monkeypatch.setattr(decision, "shared_lengths", lambda *of: {})
-
-
-def exact_run(model: Any, batches: Any, asked: Any, **options: Any) -> Any:
-    """A run in which norms and softmax are in float64, too."""
-    with everything_in_float64():
-        return al.run(model, batches, asked, **options, **QUIET)
 
 
 def isolated(model: Any) -> Any:
@@ -77,123 +62,45 @@ def test_shared_tokens_end_before_the_logits_that_a_loss_reads(gpt2: Any) -> Non
     assert shared_lengths(batches, reading(last)) == shared_lengths(batches, reading(3)) == {}
 
 
+def wrong_gradient(graph: Any, leaves: Any) -> Any:
+    for leaf in leaves:
+        leaf.grad *= 1.01
+    return AT_POINTS(graph, leaves)
+
+
+def wrong_values(*args: Any, **options: Any) -> Any:
+    prefix = run_prefix(*args, **options)
+    return replace(prefix, values=tuple(value * 1.001 for value in prefix.values))
+
+
+def fails(*args: Any, **options: Any) -> Any:
+    raise RuntimeError("this cache does not fit")
+
+
+AT_POINTS = kv_cache.Graph.at_points
+FAILED = "off: no run from a key-value cache (this cache does not fit)"
+
+
+# What is wrong in the package, what is asked, and why nothing is shared then.
+WRONG: list[tuple[Any, str, Any, list[al.Metric], str]] = [
+    (kv_cache.Graph, "at_points", wrong_gradient, FLOWS, "off: saliencies differ by"),
+    (kv_cache.Graph, "at_points", fails, FLOWS, FAILED),
+    (shared_prefix, "run_prefix", wrong_values, METRICS, "off: logits differ by"),
+    (shared_prefix, "run_prefix", fails, METRICS, FAILED),
+]
+
+
 @pytest.mark.slow("many passes")
-def test_different_gradients_turn_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_numbers_turn_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 5)
-    expected = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-    original = kv_cache.Graph.at_points
-
-    def wrong(graph: Any, leaves: Any) -> Any:
-        for leaf in leaves:
-            leaf.grad *= 1.01
-        return original(graph, leaves)
-
-    def fails(graph: Any, leaves: Any) -> None:
-        raise RuntimeError("no batching rule")
-
-    for instead, reason in (
-        (wrong, "off: saliencies differ by"),
-        (fails, "off: no run from a key-value cache (no batching rule)"),
-    ):
-        monkeypatch.setattr(kv_cache.Graph, "at_points", instead)
-        with found_anew(gpt2):
-            record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-        assert record.info["shared_prefix"].startswith(reason)
-        assert_same(record, expected)
-
-
-@pytest.mark.every_kind
-def test_isolation_inside_the_prefix_changes_the_logits(gpt2: Any) -> None:
-    batches = questions(gpt2, 6)
-    change = isolated(gpt2)
-    prefixes = SharedPrefixes(gpt2)
-    ours = Passes(gpt2, batches, way_of(gpt2, batches, [change]))
-    ready, _ = after_shared(batches[0], ours.way.lengths)
-    assert ready.first_query > int(ready.label_positions.max())
-    # The hooks act only in the demonstrations: after their cache there is no edge left to cut.
-    _, prefix = prefixes.of(ready, None, change(ready))
-    from_cut = run_pass(gpt2, ready, prefix=prefix)
-    expected = run_pass(gpt2, batches[0], hooks=change(batches[0]))
-    assert difference(from_cut, expected) < 1e-5
-    assert difference(ours.logits(batches[0]), expected) > 1e-2
-
-
-def test_logits_of_several_sets_equal_those_of_whole_prompts(llama: Any, whole: Any) -> None:
-    """Each set has its own length, and nothing is observed in what they share."""
-    batches = [
-        *questions(llama, 4, batch_size=3, padding_side="left"),
-        *questions(llama, 4, seed=7, batch_size=3),
-    ]
-    info = al.run(llama, batches, [al.Accuracy()], **QUIET)["accuracy"].info
-    assert " to " in info["shared_prefix"]
-    logits = al.target_logits(llama, batches, progress=False)
-    whole()
-    assert difference(logits, al.target_logits(llama, batches, progress=False)) < 1e-5
-
-
-class Watchful(al.Accuracy):
-    """Observes more than the class that it inherits from."""
-
-    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
-        sizes: list[int] = []
-
-        def observe_width(pattern: Any, hook: Any) -> None:
-            sizes.append(pattern.shape[2])
-
-        return {"sizes": al.reads.Hooks(sizes, [(pattern_name(0), observe_width)])}
-
-    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, torch.Tensor]:
-        widths = torch.full((len(batch),), float(seen["sizes"][0]))
-        return {"correct": widths, "classes": torch.ones(len(batch), 1)}
-
-
-def test_a_metric_with_hooks_of_its_own_runs_whole_prompts(gpt2: Any) -> None:
-    (batch,) = questions(gpt2, 5)
-    result = al.run(gpt2, [batch], [Watchful()], **QUIET)["accuracy"]
-    assert not is_shared(result)
-    assert float(result.accuracy) == batch.tokens.shape[1]
-
-
-def none_in_demonstrations(pattern: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-    """Not a number where the rows are those of the demonstrations."""
-    is_square = pattern.shape[2] == pattern.shape[3]
-    return pattern.sum(1) * (torch.nan if is_square else 1.0)
-
-
-@pytest.mark.slow("many passes")
-def test_a_metric_that_fails_in_the_demonstrations_leaves_the_others(gpt2: Any) -> None:
-    batches = questions(gpt2, 6, batch_size=2)
-    expected = al.run(gpt2, batches, METRICS, **QUIET)
-    unable = al.SaliencyFlows(weight=none_in_demonstrations, name="unable")
-    message = "no result for unable: the weight none_in_demonstrations gives NaN"
-    with pytest.raises(RunError, match=message) as error:
-        al.run(gpt2, batches, [unable, *METRICS], **QUIET)
-    assert is_shared(error.value.results["accuracy"])
-    assert set(error.value.results) == set(expected)
-    for name, record in expected.items():
-        assert_same(error.value.results[name], record)
-
-
-@pytest.mark.slow("many passes")
-def test_different_logits_turn_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = questions(gpt2, 6)
-    expected = al.run(gpt2, batches, METRICS, **QUIET)
-    right = shared_prefix.run_prefix
-
-    def wrong(*args: Any, **options: Any) -> Any:
-        prefix = right(*args, **options)
-        return replace(prefix, values=tuple(value * 1.001 for value in prefix.values))
-
-    def fails(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("this cache does not fit")
-
-    for instead, reason in ((wrong, "logits differ by"), (fails, "this cache does not fit")):
-        monkeypatch.setattr(shared_prefix, "run_prefix", instead)
-        with found_anew(gpt2):
-            results = al.run(gpt2, batches, METRICS, **QUIET)
-        assert reason in results["accuracy"].info["shared_prefix"]
-        for name, record in results.items():
-            assert_same(record, expected[name])
+    for owner, name, instead, asked, reason in WRONG:
+        expected = al.run(gpt2, batches, asked, **QUIET)
+        with monkeypatch.context() as patch, found_anew(gpt2):
+            patch.setattr(owner, name, instead)
+            results = al.run(gpt2, batches, asked, **QUIET)
+        for each, record in results.items():
+            assert record.info["shared_prefix"].startswith(reason)
+            assert_same(record, expected[each])
 
 
 @pytest.mark.slow("many passes")
@@ -376,19 +283,26 @@ def test_questions_of_one_run_have_the_numbers_that_each_has_alone(gpt2: Any) ->
         assert_same(together[question.name], ask(gpt2, batches, question, **QUIET))
 
 
+@pytest.fixture
+def prefixes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that were computed."""
+    computed: list[Any] = []
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        computed.append(run_prefix(*arguments, **keywords))
+        return computed[-1]
+
+    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
+    return computed
+
+
 @pytest.mark.parametrize("key", [None, "cut"])
 def test_prefixes_are_stored_by_their_key_and_without_one_not_at_all(
-    gpt2: Any, key: Any, monkeypatch: pytest.MonkeyPatch
+    gpt2: Any, key: Any, prefixes: list[Any]
 ) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     passes = Passes(gpt2, batches, way_of(gpt2, batches, [isolated(gpt2)]))
-    prefixes: list[Any] = []
-
-    def counted(*arguments: Any, **keywords: Any) -> Any:
-        prefixes.append(run_prefix(*arguments, **keywords))
-        return prefixes[-1]
-
-    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
+    prefixes.clear()
     for batch in batches:
         logits = passes.logits(batch, isolated(gpt2), key)
         hooks = isolated(gpt2)(batch)
@@ -400,20 +314,14 @@ def test_prefixes_are_stored_by_their_key_and_without_one_not_at_all(
 @pytest.mark.quick_cases("many passes", "5")
 @pytest.mark.parametrize(("fitting", "computed"), [(0, 13), (2, 11), (5, 5)])
 def test_prefixes_that_do_not_fit_into_free_memory_are_computed_again(
-    fitting: int, computed: int, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+    fitting: int, computed: int, gpt2: Any, prefixes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two sites with a control each are asked for in each of three batches, the clean run once."""
     batches = questions(gpt2, 6, batch_size=2)
     sites = {"first": al.Site(0), "last": al.Site(2)}
     sweep = al.EdgeSweep.isolation(sites, draws=1)
     expected = ask(gpt2, batches, sweep, **QUIET)
-    prefixes: list[Any] = []
-
-    def counted(*arguments: Any, **keywords: Any) -> Any:
-        prefixes.append(run_prefix(*arguments, **keywords))
-        return prefixes[-1]
-
-    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
+    prefixes.clear()
     monkeypatch.setattr(
         shared_prefix, "free_for_layers", lambda devices: fitting * prefixes[-1].size
     )

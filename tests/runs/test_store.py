@@ -1,7 +1,6 @@
 """An interrupted run goes on where it ended; another run or a damaged file is noticed."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -9,12 +8,13 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ import anchorlens as al
 from anchorlens.errors import StoreError
 from anchorlens.experiments import edge_sweep
 from anchorlens.metrics.loyalties import tokens_of
-from anchorlens.runs.identity import versions
 from anchorlens.runs.store import Store, forget_run, off_by, require_same
 from anchorlens.system import files
 from anchorlens.system.digest_file import read_with_digest
@@ -40,11 +39,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+WHOLE: dict[Any, tuple[Path, dict[str, Any]]] = {}
+
+
 @pytest.fixture
 def whole(gpt2: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder of a finished run, and its results."""
-    folder = tmp_path_factory.mktemp("whole")
-    return folder, run(gpt2, Logits(), folder, metrics=[Logits()])
+    """The folder of a finished run, and its results; made once for a model."""
+    if gpt2 not in WHOLE:
+        folder = tmp_path_factory.mktemp("whole")
+        WHOLE[gpt2] = folder, run(gpt2, Logits(), folder, metrics=[Logits()])
+    return WHOLE[gpt2]
 
 
 @pytest.fixture
@@ -63,9 +67,11 @@ class Unseen:
 
     model: Any = field(compare=False)
     layers: Any = field(compare=False)
+    begins: int = 0  # at this prompt
 
     def __call__(self, batch: al.PromptBatch) -> Any:
-        return al.isolate_labels(self.model, batch, self.layers)
+        acts = batch.index[0] >= self.begins
+        return al.isolate_labels(self.model, batch, self.layers) if acts else []
 
 
 @pytest.mark.slow("many passes")
@@ -113,25 +119,6 @@ def test_a_run_is_not_continued_from_where_its_functions_have_changed_themselves
     assert again.seen == [1] * 4  # the first is only checked: nothing had changed before
 
 
-@pytest.mark.slow("many passes")
-def test_a_stored_batch_without_rows_of_a_metric_is_computed_again(
-    gpt2: Any, tmp_path: Path
-) -> None:
-    """A metric that failed in a batch stored no rows there, and was fixed later."""
-    expected = run(gpt2, Logits(), tmp_path)
-    store = stored_run(tmp_path)
-    rows = store.read(3)
-    (tmp_path / "rows-00003.safetensors").unlink()
-    store.write(3, {name: rows[name] for name in rows if not name.startswith("logits/")})
-    assert store.missing(store.read(3)) == ["logits"]
-    again = Logits()
-    results = run(gpt2, again, tmp_path)
-    assert torch.equal(results["logits"].logits, expected["logits"].logits)
-    assert again.seen == [1] * 2  # the first batch is checked again
-    assert same(results, expected)
-    assert "logits/logits" in store.read(3)
-
-
 def test_a_folder_with_a_run_file_of_another_program_is_refused(gpt2: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text('{"my": "experiment"}')
@@ -141,21 +128,25 @@ def test_a_folder_with_a_run_file_of_another_program_is_refused(gpt2: Any, tmp_p
     assert path.read_text() == '{"my": "experiment"}'
 
 
-@pytest.mark.parametrize("first", ["whole", "damaged", "missing"])
-def test_other_hooks_are_detected_in_the_first_stored_batch(
-    gpt2: Any, tmp_path: Path, first: str
+@pytest.mark.parametrize(
+    ("first", "begins", "differs"),
+    [("whole", 0, 0), ("damaged", 0, 1), ("missing", 0, 1), ("whole", 2, 3)],
+)
+def test_other_hooks_are_detected_in_the_first_or_the_last_stored_batch(
+    gpt2: Any, tmp_path: Path, first: str, begins: int, differs: int
 ) -> None:
     """Also if the metrics store other rows than logits."""
-    run(gpt2, Logits(), tmp_path, metrics=[al.Accuracy()], hooks=Unseen(gpt2, [0]))
+    asked = {"metrics": [al.Accuracy()]}
+    run(gpt2, Logits(), tmp_path, hooks=Unseen(gpt2, [0], begins), **asked)
     path = tmp_path / "rows-00000.safetensors"
     if first == "missing":
         path.unlink()
     elif first == "damaged":
         path.write_bytes(path.read_bytes()[:-9])
     before = sorted(file.name for file in tmp_path.iterdir())
-    message = f"batch {int(first != 'whole')} gives other numbers .* hooks, loss or"
+    message = f"batch {differs} gives other numbers .* hooks, loss or"
     with pytest.raises(StoreError, match=message):
-        run(gpt2, Logits(), tmp_path, metrics=[al.Accuracy()], hooks=Unseen(gpt2, [1]))
+        run(gpt2, Logits(), tmp_path, hooks=Unseen(gpt2, [1], begins), **asked)
     assert sorted(file.name for file in tmp_path.iterdir()) == before
 
 
@@ -169,29 +160,67 @@ def a_loss(logits: Float[Tensor, "batch vocab"], batch: al.PromptBatch) -> Float
     return logits[:, 0]
 
 
+def deeper(model: Any) -> Any:
+    return al.load_model(tiny_gpt2(len(model.tokenizer), n_layer=4), tokenizer=model.tokenizer)
+
+
+def added_to(model: Any) -> Any:
+    model.add_hook("blocks.0.hook_resid_post", lambda tensor, hook: tensor * 0.5)
+    return model
+
+
 @pytest.mark.changes_model
 @pytest.mark.parametrize(
-    ("change", "differs"),
+    ("facts", "change", "differs"),
     [
-        (lambda model: {"loss": a_loss}, r"loss: stored 'label_cross_entropy .*, now 'a_loss "),
-        (lambda model: {"hooks": isolated(model, [0])}, "hooks: stored 'None', now '<lambda> "),
-        (lambda model: {"batches": questions(model, count=4, batch_size=2)}, "prompts: stored '"),
-        (lambda model: {"batches": questions(model, count=5, batch_size=1)}, "prompts: stored '"),
-        (lambda model: {"model": other_weights(model)}, "weights: stored '"),
+        (
+            1,
+            lambda model: {"loss": partial(a_loss)},
+            r"loss: stored 'label_cross_entropy .*, now 'a_loss\(\) ",
+        ),
+        (1, lambda model: {"hooks": isolated(model, [0])}, "hooks: stored 'None', now '<lambda> "),
+        (
+            1,
+            lambda model: {"batches": questions(model, count=4, batch_size=2)},
+            "prompts: stored '",
+        ),
+        (
+            1,
+            lambda model: {"batches": questions(model, count=5, batch_size=1)},
+            "prompts: stored '",
+        ),
+        (1, lambda model: {"model": other_weights(model)}, "weights: stored '"),
+        (2, lambda model: {"model": deeper(model)}, "weights: stored '"),
+        (
+            2,
+            lambda model: {"model": model.to(torch.bfloat16)},
+            "dtype: stored 'torch.float32', now 'torch.bfloat16'",
+        ),
+        (
+            1,
+            lambda model: {"model": added_to(model)},
+            "hooks on the model: stored 'none', now 'some ",
+        ),
+        (
+            1,
+            lambda model: {"gradient_checkpointing": True, "metrics": [al.SaliencyFlows()]},
+            "gradient_checkpointing: stored 'False', now 'True'",
+        ),
     ],
 )
 def test_another_run_is_refused_and_the_difference_is_named(
-    gpt2: Any, stored: Path, change: Callable[[Any], dict[str, Any]], differs: str
+    gpt2: Any, stored: Path, facts: int, change: Callable[[Any], dict[str, Any]], differs: str
 ) -> None:
-    before = {path.name: path.read_bytes() for path in stored.iterdir()}
+    before = contents(stored)
     options = {"metrics": [Logits()]} | change(gpt2)
+    model = options.pop("model", gpt2)
     with pytest.raises(
         StoreError, match="holds the contributions of another run; use another folder"
     ) as caught:
-        run(options.pop("model", gpt2), Logits(), stored, **options)
+        run(model, Logits(), stored, **options)
     assert re.search(differs, str(caught.value))
-    assert str(caught.value).count(": stored ") == 1
-    assert {path.name: path.read_bytes() for path in stored.iterdir()} == before
+    assert str(caught.value).count(": stored ") == facts
+    assert contents(stored) == before
 
 
 @dataclass(frozen=True)
@@ -387,71 +416,6 @@ def test_a_damaged_file_is_computed_again_for_all_that_is_asked(
     assert second.seen == [1] * (3 if asked == "logits" else 2)
 
 
-def test_another_model_is_refused(gpt2: Any, stored: Path, byte_level: Any, hooked: Any) -> None:
-    deeper = hooked(tiny_gpt2(len(byte_level), n_layer=4), byte_level)
-    with pytest.raises(StoreError, match=r"another run.* weights: stored"):
-        run(deeper, Logits(), stored, metrics=[Logits()])
-
-
-def test_other_versions_are_refused(gpt2: Any, stored: Path) -> None:
-    written = json.loads((stored / "run.json").read_text())
-    assert written.items() >= versions().items()
-    other = stored_run(stored, torch="1.0")
-    (stored / "run.json").unlink()
-    for path in stored.glob("rows-*"):
-        path.unlink()
-    Store.open(stored, other.run)
-    with pytest.raises(StoreError, match=r"torch: stored '1\.0', now '\d"):
-        run(gpt2, Logits(), stored, metrics=[Logits()])
-
-
-@pytest.mark.slow("many passes")
-@pytest.mark.changes_model
-def test_another_type_of_weights_is_refused(gpt2: Any, stored: Path) -> None:
-    """Both types hold these weights exactly, so that only the computation differs."""
-    rounded = {name: value.bfloat16().float() for name, value in gpt2.state_dict().items()}
-    gpt2.load_state_dict(rounded)
-    forget_run(stored)
-    run(gpt2, Logits(), stored, metrics=[Logits()])
-    with pytest.raises(StoreError, match=r"dtype: stored 'torch.float32', now 'torch.bfloat16'"):
-        run(gpt2.to(torch.bfloat16), Logits(), stored, metrics=[Logits()])
-
-
-class PlainLogits(Logits):
-    """A metric whose repr contains its address in memory."""
-
-    __repr__ = object.__repr__
-
-
-def test_a_metric_without_a_repr_is_the_same_in_another_process(gpt2: Any, tmp_path: Path) -> None:
-    first, second = PlainLogits(), PlainLogits()
-    assert repr(first) != repr(second)
-    run(gpt2, first, tmp_path, metrics=[first])
-    run(gpt2, second, tmp_path, metrics=[second])
-    assert second.seen == [1] * 2
-
-
-def test_gradient_checkpointing_belongs_to_the_stored_rows(gpt2: Any, tmp_path: Path) -> None:
-    metrics = [al.SaliencyFlows()]
-    run(gpt2, Logits(), tmp_path, metrics=metrics)
-    with pytest.raises(StoreError, match="gradient_checkpointing: stored 'False', now 'True'"):
-        run(gpt2, Logits(), tmp_path, metrics=metrics, gradient_checkpointing=True)
-
-
-@pytest.mark.slow("many passes")
-def test_a_loss_without_a_name_can_be_stored(gpt2: Any, tmp_path: Path) -> None:
-    first, second = Logits(), Logits()
-    expected, resumed = (
-        run(gpt2, metric, tmp_path, metrics=[metric, al.SaliencyFlows()], loss=partial(a_loss))
-        for metric in (first, second)
-    )
-    assert same(resumed, expected)
-    assert (first.seen, second.seen) == (
-        [1] * 4,
-        [1] * 2,
-    )  # the first and the last are checked again
-
-
 def of_one_function(folder: Path) -> Store:
     """The store of a function whose contributions belong to no question."""
     return replace(
@@ -540,13 +504,6 @@ def test_a_run_in_low_precision_goes_on_with_other_rounding(
         assert same(again, first)
     with pytest.raises(StoreError, match="gives other numbers than those stored"):
         answers(folder=tmp_path, hooks=Unseen(model, [1, 2]))
-
-
-def test_equal_batches_are_the_same_run(gpt2: Any, stored: Path) -> None:
-    batches = [replace(batch) for batch in questions(gpt2, count=4, batch_size=1)]
-    metric = Logits()
-    run(gpt2, metric, stored, metrics=[metric], batches=batches)
-    assert metric.seen == [1] * 2
 
 
 @pytest.mark.filterwarnings(
@@ -654,18 +611,6 @@ def test_forget_run_deletes_only_files_of_the_library(gpt2: Any, stored: Path) -
     assert {path.name for path in stored.iterdir()} == others | names
 
 
-def failing(call: Callable[..., Any], number: int, error: BaseException) -> Callable[..., Any]:
-    """A function that raises ``error`` from the call ``number`` on; calls count from 0."""
-    calls: Iterator[int] = iter(range(10**6))
-
-    def call_or_fail(*arguments: Any) -> Any:
-        if next(calls) >= number:
-            raise error
-        return call(*arguments)
-
-    return call_or_fail
-
-
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 READ_ONLY = PermissionError(errno.EACCES, "Permission denied")
 
@@ -690,7 +635,8 @@ def test_a_full_or_read_only_disk_does_not_change_stored_batches(
 ) -> None:
     folder = tmp_path / "rows"
     with monkeypatch.context() as patched:
-        patched.setattr(target, failing(call, number, error), raising=False)
+        breaks = Mock(wraps=call, side_effect=[*[DEFAULT] * number, *[error] * 9])
+        patched.setattr(target, breaks, raising=False)
         with pytest.raises(StoreError, match=rf"rows-00002.* cannot be written: {error.strerror};"):
             run(gpt2, Logits(), folder, metrics=[Logits()])
     names = {path.name for path in folder.iterdir()}
