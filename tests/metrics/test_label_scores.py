@@ -55,30 +55,6 @@ def scores_by_hand(model: Any, batches: list[al.PromptBatch], hooks: Any = None)
 
 
 @pytest.mark.slow("many passes")
-def test_one_word_in_a_list_gives_the_same_numbers_bit_for_bit(gpt2: Any) -> None:
-    records = []
-    for labels in (ONE, [[word] for word in ONE]):
-        batches = prompts(gpt2, labels)
-        results: dict[str, Any] = dict(al.run(gpt2, batches, METRICS, **QUIET))
-        results |= al.run(gpt2, batches, [al.Loyalty()], hooks=hooks_of(gpt2), **QUIET)
-        sites = {"first": al.Site(range(1))}
-        contexts: dict[str, Any] = {"anchors": al.compress}
-        asked = [
-            al.EdgeSweep.isolation(sites, draws=2),
-            al.ContextComparison(contexts, draws=2, repeats=0),
-        ]
-        results |= al.run(gpt2, batches, asked, **QUIET)
-        results["beta"] = al.contexts.train_reweighting(
-            gpt2, batches, al.contexts.Training(steps=2 * len(batches), progress=False)
-        )
-        records.append(results)
-    for name, record in records[0].items():
-        for field, values in record.tensors().items():
-            other = getattr(records[1][name], field)
-            assert torch.equal(values.nan_to_num(9), other.nan_to_num(9)), (name, field)
-
-
-@pytest.mark.slow("many passes")
 def test_results_of_several_words_equal_those_by_hand(gpt2: Any) -> None:
     batches = prompts(gpt2, SEVERAL, score=torch.amax)
     hooks = hooks_of(gpt2)

@@ -33,13 +33,3 @@ def test_rows_sum_to_one_and_one_layer_is_half_of_its_attention() -> None:
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-12, atol=0)
     alone = al.metrics.rollout(patterns[:, :1])
     torch.testing.assert_close(alone, patterns[:, 0].mean(1) / 2 + torch.eye(6) / 2)
-
-
-def test_a_model_gives_the_rollout_of_its_cache(gpt2: Any) -> None:
-    tokens = torch.arange(7)[None]
-    _, cache = gpt2.run_with_cache(tokens)
-    layers = range(gpt2.cfg.n_layers)
-    patterns = torch.stack([cache[f"blocks.{k}.attn.hook_pattern"] for k in layers], dim=1)
-    result = al.metrics.rollout(patterns.detach())
-    assert result.shape == (1, 7, 7)
-    torch.testing.assert_close(result.sum(-1), torch.ones(1, 7))
