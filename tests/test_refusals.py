@@ -424,14 +424,13 @@ ROWS: list[tuple[str, Any, str]] = [
     ("MetricError", lambda s: run(s, []), "nothing to compute: give at least one"),
     ("MetricError", lambda s: run(s, [al.Accuracy()] * 2), r"got \['accuracy', 'accuracy'\]"),
     ("PromptError", lambda s: run(s, METRICS, []), "no batches to run"),
-    (
-        "PromptError",
-        lambda s: run(
-            s,
-            METRICS,
-            [s.batch, s.changed(verbalizer=OTHER_WORDS)],
-        ),
-        "same label words; run each task by itself",
+    *(
+        (
+            "PromptError",
+            lambda s, other=other: run(s, METRICS, [s.batch, s.changed(verbalizer=other)]),
+            "same label words; run each task by itself",
+        )
+        for other in (lambda words: OTHER_WORDS, lambda words: replace(words, score=torch.amax))
     ),
     (
         "AnchorlensError",
@@ -842,6 +841,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("ContextComparison", {"contexts": {}}, "contexts are given by name, .*; got none"),
     ("ContextComparison", {"contexts": {" ": NONE}}, "name of a context must not be blank"),
     ("ContextComparison", {"contexts": {"a": NO_CONTEXT}}, "'a' must be a context, .*; got the cl"),
+    ("ContextComparison", {"random": [NO_CONTEXT]}, "'random control 0' must be a co.* the class"),
     ("ContextComparison", {"draws": -1}, "draws must be a whole number from 0 to .*; got -1"),
     ("ContextComparison", {"repeats": -1}, "repeats must be a whole number from 0 to .*; got -1"),
     ("MetricError", lambda s: compared(s, s.unlabelled), "accuracy needs the true label"),

@@ -118,8 +118,6 @@ def test_the_queries_of_a_search_are_refused_after_its_text_too(gpt2: Any) -> No
 def test_a_random_control_is_a_context_and_joins_those_that_are_drawn(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
     none, contexts = al.contexts.NoContext(), {"words": al.compress}
-    with pytest.raises(AnchorlensError, match=r"'random control 0' must be a context.* the class"):
-        al.ContextComparison(contexts, random=[al.contexts.NoContext])  # type: ignore[list-item]
     options: dict[str, Any] = {"progress": False, "resamples": 0}
     drawn, given, both = (
         al.run(gpt2, batches, [al.ContextComparison(contexts, repeats=0, **more)], **options)[

@@ -9,7 +9,6 @@ from scipy.special import log_softmax
 from sklearn.metrics import roc_auc_score
 
 import anchorlens as al
-from anchorlens.errors import PromptError
 from anchorlens.passes.forward import run_pass
 from anchorlens.runs.identity import fingerprint
 from tests.support.asked import ask, by_site
@@ -144,9 +143,3 @@ def test_stored_rows_of_other_words_or_scores_are_not_those_of_this_run(gpt2: An
     batches.append(prompts(gpt2, SEVERAL, score=torch.amax))
     one, same, *others = (fingerprint(gpt2, each, {}).facts["prompts"] for each in batches)
     assert one == same and len({one, *others}) == 4
-
-
-def test_batches_of_other_words_are_not_run_together(gpt2: Any) -> None:
-    mixed = [prompts(gpt2, SEVERAL)[0], prompts(gpt2, SEVERAL, score=torch.amax)[0]]
-    with pytest.raises(PromptError, match="must have the same label words"):
-        al.run(gpt2, mixed, [al.Accuracy()], **QUIET)
