@@ -195,11 +195,15 @@ def test_contexts_that_peft_cannot_hold_are_refused(gpt2: Any, llama: Any, tmp_p
     (batch,) = questions(llama, 2)
     context, folder = trained(llama, steps=0), tmp_path / "adapter"
     keys = context.prefix.keys
-    gap: Any = al.compress(llama, batch)
+    gap, restarted = (
+        al.compress(llama, batch, positions=positions)
+        for positions in (al.contexts.placement.as_in_prompt, al.contexts.placement.restarted)
+    )
     wider = replace(context.prefix, keys=(*keys[:-1], torch.cat([keys[-1]] * 2, dim=3)))
     fewer = replace(context.prefix, keys=keys[:-1], values=context.prefix.values[:-1])
     bad: list[tuple[type[Exception], str, Any]] = [
         (PromptError, r"positions=al\.contexts\.placement\.rebased, or select everything", gap),
+        (PromptError, "an adapter of peft must have its keys at the positions", restarted),
         (ModelError, "this context was made with", trained(gpt2, steps=0)),
         (ModelError, r"with \(heads, d_head\) \(2, 8\), \(2, 16\)", replace(context, prefix=wider)),
         (ModelError, "3 layers caches them in 2", replace(context, prefix=fewer)),
@@ -212,9 +216,6 @@ def test_contexts_that_peft_cannot_hold_are_refused(gpt2: Any, llama: Any, tmp_p
     path.write_text("")
     with pytest.raises(StoreError, match="cannot be made"):
         al.contexts.context_to_peft(context, llama, path)
-    restarted = al.compress(llama, batch, positions=al.contexts.placement.restarted)
-    with pytest.raises(PromptError, match="an adapter of peft must have its keys at the positions"):
-        al.contexts.context_to_peft(restarted, llama, folder)
 
 
 @pytest.mark.every_kind
@@ -244,13 +245,14 @@ def test_without_peft_an_error_says_how_to_install_it(
     assert same(al.contexts.context_from_peft(folder, gpt2), replace(context, training=None))
 
 
-@pytest.mark.slow("trained contexts")
-def test_the_wrong_arguments_are_refused_when_reading(
-    gpt2: Any, llama: Any, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_refused_when_reading(gpt2: Any, llama: Any, tmp_path: Path) -> None:
     (batch,) = questions(llama, 2)
-    theirs = saved_by_peft(plain("llama", llama), tmp_path / "peft", 3)
-    long = saved_by_peft(plain("llama", llama), tmp_path / "long", 510)
+    theirs, long, more_heads = (
+        saved_by_peft(plain("llama", llama), tmp_path / name, count)
+        for name, count in (("peft", 3), ("long", 510), ("heads", 3))
+    )
+    changed(more_heads / "adapter_config.json", num_attention_heads=4)  # of as many entries
+    of_gpt2 = saved_by_peft(tiny_gpt2(700), tmp_path / "of gpt2", 3)
     ours = al.contexts.context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
     other = al.contexts.context_to_peft(trained(gpt2, steps=0), gpt2, tmp_path / "gpt2")
     no_bos = replace(batch, begins_with_bos=False)
@@ -261,22 +263,12 @@ def test_the_wrong_arguments_are_refused_when_reading(
         (PromptError, "leave tokens_after out", ours, {"tokens_after": []}),
         (PromptError, "begin with the BOS 1, but these", ours, {"batch": no_bos}),
         (ModelError, "this context was made with", other, {}),
+        (ModelError, r"\(3, 2, 12\), but .* has \(3, 2, 8\)", of_gpt2, {"batch": batch}),
+        (ModelError, r"\(3, 4, 4\), but .* has \(3, 2, 8\)", more_heads, {"batch": batch}),
     ]
     for kind, message, folder, options in bad:
         with pytest.raises(kind, match=message), does_not_run(llama):
             al.contexts.context_from_peft(folder, llama, **options)
-
-
-def test_a_prefix_of_another_shape_is_refused(llama: Any, byte_level: Any, tmp_path: Path) -> None:
-    (batch,) = questions(llama, 2)
-    folder = saved_by_peft(tiny_gpt2(700), tmp_path / "gpt2", 3)
-    with pytest.raises(ModelError, match=r"\(3, 2, 12\), but .* has \(3, 2, 8\)"):
-        al.contexts.context_from_peft(folder, llama, batch)
-    # The same number of entries, in more heads.
-    folder = saved_by_peft(plain("llama", llama), tmp_path / "llama", 3)
-    changed(folder / "adapter_config.json", num_attention_heads=4)
-    with pytest.raises(ModelError, match=r"\(3, 4, 4\), but .* has \(3, 2, 8\)"):
-        al.contexts.context_from_peft(folder, llama, batch)
 
 
 @pytest.mark.parametrize(
@@ -286,10 +278,8 @@ def test_a_prefix_of_another_shape_is_refused(llama: Any, byte_level: Any, tmp_p
 def test_adapters_of_another_kind_are_refused(llama: Any, tmp_path: Path, config: Any) -> None:
     with torch.random.fork_rng(devices=[]):
         get_peft_model(plain("llama", llama), config).save_pretrained(str(tmp_path))
-    for task in ("CAUSAL_LM", "SEQ_CLS"):
-        changed(tmp_path / "adapter_config.json", task_type=task)
-        with pytest.raises(StoreError, match=f"of the kind {config.peft_type.value} for {task}"):
-            al.contexts.context_from_peft(tmp_path, llama, questions(llama, 2)[0])
+    with pytest.raises(StoreError, match=f"of the kind {config.peft_type.value} for CAUSAL_LM"):
+        al.contexts.context_from_peft(tmp_path, llama, questions(llama, 2)[0])
 
 
 def test_damaged_files_are_refused(llama: Any, tmp_path: Path) -> None:
@@ -311,12 +301,17 @@ def test_damaged_files_are_refused(llama: Any, tmp_path: Path) -> None:
             config.write_text(text)
             with pytest.raises(StoreError, match=message):
                 al.contexts.context_from_peft(folder, llama, batch)
-        settings = json.loads(good)
-        for change in [{"num_layers": None}, {"num_virtual_tokens": 9}, {"token_dim": 8}]:
-            config.write_text(json.dumps(settings | change))
-            with pytest.raises(StoreError, match="should hold one tensor"):
+        changes: list[tuple[dict[str, Any], str]] = [
+            ({"num_layers": None}, "should hold one tensor"),
+            ({"num_virtual_tokens": 9}, "should hold one tensor"),
+            ({"token_dim": 8}, "should hold one tensor"),
+            ({"task_type": "SEQ_CLS"}, "PREFIX_TUNING for SEQ_CLS"),
+        ]
+        for change, message in changes:
+            changed(config, **change)
+            with pytest.raises(StoreError, match=message):
                 al.contexts.context_from_peft(folder, llama, batch)
-        config.write_text(good)
+            config.write_text(good)
         weights.write_bytes(data[:100])
         with pytest.raises(StoreError, match="is no safetensors file, or is damaged"):
             al.contexts.context_from_peft(folder, llama, batch)
