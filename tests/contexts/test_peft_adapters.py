@@ -301,6 +301,7 @@ def test_damaged_files_are_refused(llama: Any, tmp_path: Path) -> None:
             config.write_text(text)
             with pytest.raises(StoreError, match=message):
                 al.contexts.context_from_peft(folder, llama, batch)
+            config.write_text(good)
         changes: list[tuple[dict[str, Any], str]] = [
             ({"num_layers": None}, "should hold one tensor"),
             ({"num_virtual_tokens": 9}, "should hold one tensor"),
