@@ -89,9 +89,3 @@ def test_a_changed_sliding_window_changes_the_logits(hooked: Any, sentencepiece_
     context = al.compress(model, batch)
     assert context.is_cut
     assert difference(context.logits(model, batch), before) > 1e-3
-
-
-@pytest.mark.every_kind
-def test_a_prefix_beside_its_model_is_not_copied(gpt2: Any) -> None:
-    prefix = al.compress(gpt2, questions(gpt2, 2)[0]).prefix
-    assert prefix.beside(gpt2) is prefix

@@ -263,12 +263,13 @@ def test_what_does_not_fit_is_refused_when_reading(gpt2: Any, llama: Any, tmp_pa
         (PromptError, "leave tokens_after out", ours, {"tokens_after": []}),
         (PromptError, "begin with the BOS 1, but these", ours, {"batch": no_bos}),
         (ModelError, "this context was made with", other, {}),
-        (ModelError, r"\(3, 2, 12\), but .* has \(3, 2, 8\)", of_gpt2, {"batch": batch}),
-        (ModelError, r"\(3, 4, 4\), but .* has \(3, 2, 8\)", more_heads, {"batch": batch}),
     ]
     for kind, message, folder, options in bad:
         with pytest.raises(kind, match=message), does_not_run(llama):
             al.contexts.context_from_peft(folder, llama, **options)
+    for folder, shape in ((of_gpt2, r"\(3, 2, 12\)"), (more_heads, r"\(3, 4, 4\)")):
+        with pytest.raises(ModelError, match=rf"{shape}, but .* has \(3, 2, 8\)"):
+            al.contexts.context_from_peft(folder, llama, batch)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Contexts at the positions 0, 1, ...: logits by hand, files, and what is refused."""
+"""Contexts at the positions 0, 1, ... in files."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,14 +26,15 @@ class Renamed(Named):
     """A class two levels below ours."""
 
 
-def hard_prompt(model: Any, batches: Any, held_out: Any, **options: Any) -> al.contexts.HardPrompt:
-    return al.contexts.hard_prompts.of_tokens(model, [300, 17], held_out=held_out)
-
-
 MADE: list[tuple[type[Any], Any]] = [
     (al.contexts.PrefixContext, train_prefix),
     (al.contexts.SoftPrompt, train_soft_prompt),
-    (al.contexts.HardPrompt, hard_prompt),
+    (
+        al.contexts.HardPrompt,
+        lambda model, batches, held_out, **options: al.contexts.hard_prompts.of_tokens(
+            model, [300, 17], held_out=held_out
+        ),
+    ),
     (
         al.contexts.CompressedContext,
         lambda model, batches, **options: al.compress(model, batches[0]),

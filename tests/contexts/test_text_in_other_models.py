@@ -67,10 +67,6 @@ def test_a_text_answers_in_each_model_as_in_plain_passes(gpt2: Any, gemma3: Any)
         for name in ("gain_over_first", "gain_over_random"):
             low, high = record.intervals[name][:, 1]
             assert low < getattr(record, name)[1] < high
-        assert record.table().index.tolist()[2:] == [
-            "random control, mean of draws",
-            "random control, best draw",
-        ]
     assert len(seen) > 3, "the models do not answer alike"
 
 
