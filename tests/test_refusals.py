@@ -17,6 +17,7 @@ import torch
 import anchorlens as al
 from anchorlens import edges, errors
 from anchorlens.contexts import hard_prompts, selection
+from anchorlens.contexts.stored import key_values_at_start
 from anchorlens.errors import AnchorlensError, DataError, HookError, MetricError, PromptError
 from anchorlens.experiments import edge_sweep
 from anchorlens.passes.forward import run_pass
@@ -25,7 +26,7 @@ from anchorlens.prompts.segment_names import OTHER
 from tests.support.asked import ask
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import LONG_LABELS, questions, raw_model, tiny_gpt2, tiny_llama
-from tests.support.trained_contexts import split, train_prefix, train_reweighting, trained
+from tests.support.trained_contexts import CONTEXTS, TRAINERS, split, trained
 from tests.support.unchanged import ModelState
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -78,6 +79,14 @@ GOLD = al.losses.word_cross_entropy()
 CORRECT = {"given": torch.ones(2, 6)}
 FIRST_OF_QUERY = {"a": lambda batch: batch.positions == batch.query_start[:, None]}
 OVERLAPPING = {"a": edges.anchors, "b": edges.demonstrations}
+# The BOS is not the first token, there is no other, and there are gaps.
+STARTS: list[Any] = [
+    lambda demonstrations: edges.anchors(demonstrations)[0],
+    lambda demonstrations: edges.bos(demonstrations)[0],
+    selection.label_words,
+]
+NOT_ALLOWED = torch.zeros(3000, dtype=torch.bool)
+NO_LABEL = lambda batch: replace(batch, gold=None)  # noqa: E731
 EQUAL = dict.fromkeys(("all", "answer"), lambda batch: batch.attention_mask)
 
 
@@ -90,6 +99,8 @@ class Scene:
         self.own = al.PromptBatch.from_segments(**OWN)
         self.context = al.compress(model, self.batch)
         self.prefix, self.of_llama = trained(model, steps=0), trained(llama, steps=0)
+        [of_llama] = questions(llama, 2)
+        self.starts = [al.compress(llama, of_llama, select) for select in STARTS]
         self.tokens = hard_prompts.of_tokens(model, [300], held_out=self.two)
         self.of_five, _ = al.removal.text(model, self.batch, edges.demonstration(self.batch, 0))
         weights = tiny_gpt2(len(self.tokenizer))
@@ -126,6 +137,16 @@ class Scene:
         """The batch with other fields; a function makes one of the field as it is."""
         made = {key: new(getattr(self.batch, key)) for key, new in changes.items() if callable(new)}
         return replace(self.batch, **changes | made)
+
+    def longer_prefix(self, count: int) -> al.contexts.PrefixContext:
+        """After a BOS."""
+        prefix = self.of_llama.prefix
+        keys, values = (
+            [each[:, :, :1].expand(-1, -1, count, -1) for each in of]
+            for of in (prefix.keys, prefix.values)
+        )
+        tokens = torch.cat([self.of_llama.tokens[:1], torch.zeros(count - 1, dtype=torch.long)])
+        return replace(self.of_llama, prefix=key_values_at_start(keys, values), tokens=tokens)
 
     def without_label_words(self) -> al.PromptBatch:
         none = torch.zeros(3, 0, dtype=torch.long)
@@ -166,10 +187,17 @@ def words(s: Scene, words: Any) -> Any:
     return al.saliency(s.model, s.long_words[0], loss=loss)
 
 
-def train(s: Scene, given: tuple[Any, Any]) -> Any:
-    (trainer, loss), [training, held_out] = given, questions(s.model, 4, batch_size=2)
-    held = {} if trainer is train_reweighting else {"held_out": [held_out]}
-    return trainer(s.model, [training], loss=loss, **held)
+def train(kind: str, s: Scene, change: dict[str, Any]) -> Any:
+    """A training of which an option is changed, or the last batch by a function of it."""
+    call: dict[str, Any] = dict(zip(("batches", "held_out"), split(s.model), strict=True))
+    for name, value in change.items():
+        of_last = name in call and callable(value)
+        call[name] = [*call[name][:-1], value(call[name][-1])] if of_last else value
+    return TRAINERS[kind](s.model, **call)
+
+
+def two_numbers(logits: torch.Tensor, batch: al.PromptBatch) -> torch.Tensor:
+    return logits.sum(1) if len(logits) == 4 else logits.sum()
 
 
 def faithful(s: Scene, given: tuple[Any, dict[str, Any]]) -> Any:
@@ -263,7 +291,8 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "flows": (AnchorlensError, flows),
     "weights of a loss": (MetricError, weighted),
     "words of a loss": (MetricError, words),
-    "trains with": (MetricError, train),
+    **{kind: (AnchorlensError, partial(train, kind)) for kind in TRAINERS},
+    "start": (AnchorlensError, lambda s, make: trained(s.llama, start=make(s))),
     "SaliencyFlows": (
         MetricError,
         lambda s, mine: run(s, [al.SaliencyFlows({"mine": mine})], [s.batch]),
@@ -461,14 +490,13 @@ ROWS: list[tuple[str, Any, str]] = [
     ("MetricError", lambda s: run(s, []), "nothing to compute: give at least one"),
     ("MetricError", lambda s: run(s, [al.Accuracy()] * 2), r"got \['accuracy', 'accuracy'\]"),
     ("PromptError", lambda s: run(s, METRICS, []), "no batches to run"),
-    (
-        "PromptError",
-        lambda s: run(
-            s,
-            METRICS,
-            [s.batch, s.changed(verbalizer=OTHER_WORDS)],
-        ),
-        "same label words; run each task by itself",
+    *(
+        (
+            "PromptError",
+            lambda s, other=other: run(s, METRICS, [s.batch, s.changed(verbalizer=other)]),
+            "same label words; run each task by itself",
+        )
+        for other in (lambda words: OTHER_WORDS, lambda words: replace(words, score=torch.amax))
     ),
     (
         "AnchorlensError",
@@ -630,8 +658,8 @@ ROWS: list[tuple[str, Any, str]] = [
         "one for each class; give their tokens",
     ),
     *(
-        ("trains with", (train, loss), "needs the logits at several positions")
-        for train in (train_reweighting, train_prefix)
+        (trainer, {"loss": loss}, "needs the logits at several positions")
+        for trainer in ("re-weighting", "prefix")
         for loss in (GOLD, al.losses.span_cross_entropy("target"))
     ),
     *(
@@ -949,6 +977,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("ContextComparison", {"contexts": {}}, "contexts are given by name, .*; got none"),
     ("ContextComparison", {"contexts": {" ": NONE}}, "name of a context must not be blank"),
     ("ContextComparison", {"contexts": {"a": NO_CONTEXT}}, "'a' must be a context, .*; got the cl"),
+    ("ContextComparison", {"random": [NO_CONTEXT]}, "'random control 0' must be a co.* the class"),
     ("ContextComparison", {"draws": -1}, "draws must be a whole number from 0 to .*; got -1"),
     ("ContextComparison", {"repeats": -1}, "repeats must be a whole number from 0 to .*; got -1"),
     ("MetricError", lambda s: compared(s, s.unlabelled), "accuracy needs the true label"),
@@ -970,12 +999,85 @@ ROWS: list[tuple[str, Any, str]] = [
     ),
     # A later set is read before the first one runs.
     ("PromptError", lambda s: compared(s, [*s.two, *s.bare], draws=1), "has 0 text tokens"),
+    *((kind, {"length": 0}, "length must be a whole .* got 0") for kind in CONTEXTS),
+    *((kind, {"held_out": []}, "no held-out prompts") for kind in CONTEXTS),
+    *((kind, {"batches": []}, "no training prompts") for kind in TRAINERS),
+    *((kind, {"steps": -1}, "steps must be a whole number") for kind in TRAINERS),
+    *((kind, {"clip": 0}, "clip must be a number above 0") for kind in TRAINERS),
+    *((kind, {"batches": NO_LABEL}, "needs the true label") for kind in TRAINERS),
+    ("prefix", {"held_out": NO_LABEL}, "training needs the true label"),
+    (
+        "prefix",
+        {"batches": lambda batch: replace(batch, begins_with_bos=True)},
+        "must begin with the same BOS",
+    ),
+    ("prefix", {"clip": NAN}, "clip must be a number above 0"),
+    ("prefix", {"check_every": 0}, "check_every must be a whole number from 1"),
+    ("prefix", {"optimizer": torch.optim.LBFGS}, "whose step needs no arguments"),
+    ("prefix", {"loss": lambda logits, _: logits.sum()}, "one number a prompt"),
+    ("prefix", {"loss": two_numbers, "held_out": lambda b: b.prompts(0, 2)}, "one number a prompt"),
+    ("prefix", {"length": 600}, "left after 600 positions"),
+    ("soft prompt", {"start": []}, "got none"),
+    ("soft prompt", {"start": [10**6]}, r"from 0 to 2999; got \[1000000\]"),
+    ("soft prompt", {"length": 500}, "12 of the model's context of 512 are left"),
+    ("hard prompt", {"allowed": NOT_ALLOWED}, "no token is allowed"),
+    ("hard prompt", {"allowed": NOT_ALLOWED[:5]}, "each of the 3000 tokens"),
+    ("hard prompt", {"start": [0]}, r"tokens \[0\] of the start are not allowed"),
+    ("hard prompt", {"start": [3000]}, "from 0 to 2999"),
+    ("hard prompt", {"optimizer": torch.optim.SGD}, "the optimizer of a search is that of its me"),
+    ("hard prompt", {"length": 1, "method": hard_prompts.FLUENT_PROMPT}, "has no fluency"),
+    ("re-weighting", {"optimizer": partial(torch.optim.Adam, lr=-1.0)}, "Invalid le"),
+    (
+        "re-weighting",
+        {"start": torch.zeros(3, 2, 5)},
+        r"\(layer, head, anchor\) = \(3, 2, 6\).* got \(3, 2, 5\)",
+    ),
+    (
+        "re-weighting",
+        {"batches": lambda batch: replace(batch, label_classes=batch.label_classes.flip(1))},
+        "train each set of demonstrations",
+    ),
+    *(
+        ("folded values", lambda m, _, of=of: of(m, split(m)[0], held_out=split(m)[1]), FOLDED)
+        for of in TRAINERS.values()
+    ),
     (
         "PromptError",
         lambda s: trained(s.model, held_out=split(s.model)[0][:1]),
         "4 held-out queries are training queries",
     ),
+    (
+        "PromptError",
+        lambda s: trained(s.llama, start=s.of_llama, length=3),
+        "start has its own number of positions; got length=3",
+    ),
+    ("start", lambda s: s.longer_prefix(506), "left after 506 positions"),
+    ("start", lambda s: s.prefix, "this context was made with"),
+    ("start", lambda s: s.starts[0], "which a start must hold too"),
+    ("start", lambda s: s.starts[1], "more than the BOS"),
+    (
+        "start",
+        lambda s: s.starts[2],
+        r"positions=al\.contexts\.placement\.rebased, or select everything",
+    ),
     ("ModelError", lambda s: s.prefix.logits(s.llama, s.batch), "this context was made with"),
+    (
+        "PromptError",
+        lambda s: s.context.logits(s.model, replace(s.batch, tokens=s.batch.tokens.flip(0) + 1)),
+        "prompt 0 differs at position 0",
+    ),
+    (
+        "PromptError",
+        lambda s: s.context.logits(
+            s.model, replace(s.batch, target_positions=s.batch.query_start - 1)
+        ),
+        "a prompt has its target at position",
+    ),
+    (
+        "PromptError",
+        lambda s: replace(s.context, query_position=510).logits(s.model, s.batch),
+        "tokens, but 2 of the .* after this compressed context; use shorter queries",
+    ),
     (
         "PromptError",
         lambda s: s.prefix.logits(s.model, s.changed(begins_with_bos=True)),

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 import anchorlens as al
 from anchorlens.contexts import compressed
-from anchorlens.errors import AnchorlensError, ModelError, PromptError, StoreError
+from anchorlens.errors import ModelError, StoreError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
-from tests.support.asked import ask
-from tests.support.measures import centred, difference
-from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
+from tests.support.measures import difference
+from tests.support.tiny_models import questions, tiny_llama
 from tests.support.trained_contexts import same
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
@@ -85,6 +83,15 @@ def test_placements_give_the_positions_of_keys_and_query() -> None:
         assert (positions[0].tolist(), positions[1]) == (keys, query)
 
 
+def second(demonstrations: al.PromptBatch) -> Tensor:
+    """One token, between which and the query are many; of the last token there are none."""
+    return demonstrations.positions == 1
+
+
+def last(demonstrations: al.PromptBatch) -> Tensor:
+    return demonstrations.positions == demonstrations.tokens.shape[1] - 1
+
+
 @pytest.mark.slow("trained contexts")
 @pytest.mark.every_kind
 @pytest.mark.parametrize(
@@ -93,6 +100,8 @@ def test_placements_give_the_positions_of_keys_and_query() -> None:
         al.contexts.selection.anchors_and_format,
         al.contexts.selection.label_words,
         al.contexts.selection.random_and_format(1),
+        second,
+        last,
     ],
 )
 def test_a_compressed_context_equals_masking(model: Any, select: Any) -> None:
@@ -147,49 +156,6 @@ def test_separate_demonstrations_equal_a_prompt_cut_between_them(model: Any, sid
 
 def _padded(selected: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(selected, (0, length - len(selected)))
-
-
-@pytest.mark.parametrize("exact_model", ["gpt2", "llama"], indirect=True)
-def test_separate_demonstrations_equal_those_that_transformers_runs_alone(
-    exact_model: Any, byte_level: Any, sentencepiece_like: Any
-) -> None:
-    """Each in a pass of its own after BOS; their keys and values are joined by hand."""
-    is_gpt2 = "gpt2" in exact_model.cfg.model_name.lower()
-    tokenizer, make = (byte_level, tiny_gpt2) if is_gpt2 else (sentencepiece_like, tiny_llama)
-    plain: Any = make(len(tokenizer)).double()
-    prompt = questions(exact_model, 2)[0].prompt(0)
-    context = al.compress(exact_model, prompt, separately=True)
-    tokens, chosen = prompt.tokens[0], context.selected
-    before, *demonstrations = (torch.tensor(list(positions)) for positions in pieces(prompt))
-
-    def run(positions: Tensor, cache: Any) -> Any:
-        positions = positions.long()
-        with torch.no_grad():
-            output = plain(
-                tokens[positions][None],
-                position_ids=positions[None],
-                attention_mask=torch.ones(1, cache.get_seq_length() + len(positions)).long(),
-                past_key_values=cache,
-            )
-        return output.logits[0, -1:]
-
-    joined: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in context.prefix.keys]
-    for k, demonstration in enumerate(demonstrations):
-        cache = DynamicCache()
-        positions = torch.cat([before, demonstration])
-        run(positions, cache)
-        kept = chosen[positions.long()]
-        kept[: len(before)] &= k == 0  # BOS once
-        for (keys, values), layer in zip(joined, cache.layers, strict=True):
-            keys.append(layer.keys[:, :, kept])
-            values.append(layer.values[:, :, kept])
-    cache = DynamicCache()
-    for number, (keys, values) in enumerate(joined):
-        cache.update(torch.cat(keys, 2), torch.cat(values, 2), number)
-    expected = run(torch.arange(len(chosen), len(tokens)), cache)
-    ours = context.logits(exact_model, prompt)
-    # The norms of Llama in transformers compute in float32.
-    assert difference(centred(ours), centred(expected)) < (1e-12 if is_gpt2 else 1e-6)
 
 
 @pytest.mark.every_kind
@@ -259,17 +225,6 @@ def test_what_is_stored_tells_separate_demonstrations_apart(gpt2: Any, tmp_path:
     damaged = replace(context, info={**context.info, "separately": 1})
     with pytest.raises(StoreError, match="does not say whether demonstrations were run separately"):
         al.contexts.load_context(damaged.save(tmp_path / "context.safetensors"))
-    together, apart = (
-        al.ContextComparison({"anchors": make}, repeats=0) for make in (al.compress, separate)
-    )
-    options: dict[str, Any] = {"folder": tmp_path / "rows", **QUIET}
-    ask(gpt2, batches, together, **options)
-    differs = "contexts: stored .*anchors.*compress.*, now .*anchors.*compress.*separately=True"
-    with pytest.raises(StoreError, match=differs):
-        ask(gpt2, batches, apart, **options)
-    wrong: Any = 1
-    with pytest.raises(AnchorlensError, match="separately of compress must be True or False"):
-        al.compress(gpt2, batches[0], separately=wrong)
 
 
 @pytest.mark.every_kind
@@ -340,64 +295,6 @@ def test_one_selection_that_cannot_be_moved_is_refused_beside_others(gpt2: Any, 
         compressed.contexts(
             gpt2, questions(gpt2, 3)[0], selections, positions=al.contexts.placement.rebased
         )
-
-
-def test_moved_keys_leave_no_gap(llama: Any) -> None:
-    batch = questions(llama, 3)[0]
-    moved = al.compress(llama, batch, positions=al.contexts.placement.rebased)
-    still = al.compress(llama, batch)
-    assert moved.key_positions.tolist() == list(range(int(moved.selected.sum())))
-    assert difference(moved.logits(llama, batch), still.logits(llama, batch)) > 1e-3
-
-
-@pytest.mark.slow("trained contexts")
-def test_another_model_type_or_tokenizer_is_refused(
-    hooked: Any, byte_level: Any, llama: Any
-) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
-    batch = questions(model, 3)[0]
-    context = al.compress(model, batch)
-    weights = tiny_gpt2(len(byte_level))
-    with torch.no_grad():
-        next(weights.parameters())[0, 0] += 1
-    other = hooked(weights, byte_level)
-    with pytest.raises(ModelError, match=r"made with weights .* fit no other model"):
-        context.logits(other, batch)
-    wide = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-    with pytest.raises(ModelError, match="dtype 'float32', got 'float64'"):
-        context.logits(wide, batch)
-    with pytest.raises(PromptError, match="prompt 0 differs at position 0"):
-        context.logits(model, replace(batch, tokens=batch.tokens.flip(0) + 1))
-    with pytest.raises(PromptError, match="a prompt has its target at position"):
-        context.logits(model, replace(batch, target_positions=batch.query_start - 1))
-
-
-def test_a_query_that_is_too_long_is_refused(hooked: Any, byte_level: Any) -> None:
-    model = hooked(tiny_gpt2(len(byte_level), n_positions=160), byte_level)
-    examples = al.load_examples("questions")
-    demos = al.sample_demonstrations(examples, seed=1)
-    queries = [al.Example("What is it?", 1), al.Example("What was that " + "long " * 60 + "?", 1)]
-    task = al.TASKS["trec"]
-    short, long = (al.build_prompts(model.tokenizer, task, demos, [query])[0] for query in queries)
-    context = al.compress(model, short)
-    context.logits(model, short)
-    with pytest.raises(PromptError, match=r"has \d+ tokens, but \d+ of the .* use shorter queries"):
-        context.logits(model, long)
-    if hasattr(model, "original_model"):  # from position 0 the query fits
-        again = al.compress(model, short, positions=al.contexts.placement.restarted)
-        assert again.logits(model, long).isfinite().all()
-
-
-@pytest.mark.slow("trained contexts")
-def test_a_context_of_all_tokens_is_fully_loyal(gpt2: Any) -> None:
-    contexts: dict[str, Any] = {
-        "all": partial(al.compress, select=al.contexts.selection.everything)
-    }
-    asked = al.ContextComparison(contexts, draws=1, repeats=0)
-    record = ask(gpt2, questions(gpt2, 6, batch_size=3), asked, progress=False)
-    assert record.label_loyalty == record.word_loyalty == 1 and record.kl < 1e-9
-    assert record.accuracy == record.whole_accuracy
-    assert record.intervals["label_gap"].shape == (2, 1)
 
 
 def test_text_anchor_prompts_have_label_words_and_format_only(byte_level: Any) -> None:

@@ -1,17 +1,13 @@
 """Contexts of models that were changed or moved, or that hide the effect of positions."""
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from tests.support.asked import ask
 from tests.support.measures import difference
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
@@ -62,12 +58,6 @@ def test_distances_of_alibi_are_seen_in_low_precision(
     assert not al.compress(model, questions(model, 3)[0]).is_cut
 
 
-def test_a_placement_without_a_name_is_stored_as_its_type(llama: Any) -> None:
-    batch = questions(llama, 3)[0]
-    context = al.compress(llama, batch, positions=partial(al.contexts.placement.rebased))
-    assert context.info["positions"] == "partial"
-
-
 @pytest.mark.parametrize("head", [0, 1])
 def test_a_context_is_refused_after_a_head_was_ablated(
     hooked: Any, byte_level: Any, head: int
@@ -77,6 +67,9 @@ def test_a_context_is_refused_after_a_head_was_ablated(
     batch = questions(model, 3)[0]
     context = al.compress(model, batch)
     context.logits(model, batch)
+    with pytest.raises(ModelError, match="dtype 'float32', got 'float64'"):
+        context.logits(model.double(), batch)
+    model.float()
     names = (".1._original_component.attn.o._original_component.weight", ".1.attn.W_O")
     output = next(p for name, p in model.named_parameters() if name.endswith(names))
     with torch.no_grad():
@@ -96,39 +89,3 @@ def test_a_changed_sliding_window_changes_the_logits(hooked: Any, sentencepiece_
     context = al.compress(model, batch)
     assert context.is_cut
     assert difference(context.logits(model, batch), before) > 1e-3
-
-
-@pytest.mark.every_kind
-def test_a_prefix_beside_its_model_is_not_copied(gpt2: Any) -> None:
-    prefix = al.compress(gpt2, questions(gpt2, 2)[0]).prefix
-    assert prefix.beside(gpt2) is prefix
-
-
-@pytest.mark.slow("trained contexts")
-def test_a_comparison_leaves_no_trace(hooked: Any, byte_level: Any) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
-    dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    for dropout in dropouts:
-        dropout.p = 0.5
-    model.train()
-    state = torch.get_rng_state()
-    contexts: dict[str, Any] = {"anchors": al.compress}
-    ask(model, questions(model, 2), al.ContextComparison(contexts, draws=1, repeats=1), **QUIET)
-    assert model.training and torch.equal(state, torch.get_rng_state())
-
-
-@pytest.mark.slow("trained contexts")
-def test_a_context_of_one_token_equals_masking(llama: Any) -> None:
-    """Many tokens lie between it and the query, or none."""
-    batch = questions(llama, 3)[0]
-    for index in (1, -1):
-
-        def select(demonstrations: al.PromptBatch, index: int = index) -> Tensor:
-            selected = torch.zeros_like(demonstrations.attention_mask[0])
-            selected[index] = True
-            return selected
-
-        context = al.compress(llama, batch, select)
-        whole = al.compress(llama, batch, al.contexts.selection.everything)
-        masked = replace(context, prefix=whole.prefix)
-        assert difference(context.logits(llama, batch), masked.logits(llama, batch)) < 1e-5

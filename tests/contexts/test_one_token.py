@@ -79,24 +79,6 @@ def prompts(model: Any) -> tuple[list[al.PromptBatch], list[al.PromptBatch]]:
     return batches[:1], batches[1:]
 
 
-def accuracy_after(model: Any, held_out: list[al.PromptBatch], tokens: list[int]) -> float:
-    return float(
-        al.contexts.hard_prompts.of_tokens(model, tokens, held_out=held_out).training.best_accuracy
-    )
-
-
-@pytest.mark.slow("trained contexts")
-def test_the_model_is_right_exactly_when_the_token_is_there(model: Any, prompts: Any) -> None:
-    _, held_out = prompts
-    for position in range(3):
-        tokens = [*START]
-        tokens[position] = WANTED
-        assert accuracy_after(model, held_out, tokens) == 1
-    random = al.contexts.hard_prompts.random(model, held_out=held_out, length=3, draws=10)
-    assert not any(WANTED in prompt.ids.tolist() for prompt in random)
-    assert {float(prompt.training.best_accuracy) for prompt in random} == {0.0}
-
-
 @pytest.mark.slow("trained contexts")
 def test_pez_finds_the_token(model: Any, prompts: Any) -> None:
     training, held_out = prompts

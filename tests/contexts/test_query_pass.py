@@ -45,23 +45,6 @@ def test_no_context_gives_the_logits_of_a_query_alone(model: Any) -> None:
     assert len(bos_of(batches[0])) == int(batches[0].begins_with_bos)
 
 
-def test_the_demonstrations_do_not_matter_to_queries_after_another_context(llama: Any) -> None:
-    """Batches may hold several sets of demonstrations."""
-    examples = al.load_examples("questions")
-    sets = [al.sample_demonstrations(examples, seed=seed) for seed in (1, 2)]
-    queries = [example for example in examples if example not in (*sets[0], *sets[1])][:4]
-    task = al.TASKS["trec"]
-    each = [sets[number % 2] for number in range(4)]
-    (mixed,) = al.build_prompts(llama.tokenizer, task, each, queries)
-    (single,) = al.build_prompts(llama.tokenizer, task, sets[0], queries)
-    assert len(mixed.demonstrations_id.unique()) == 2
-    logits = [
-        al.contexts.NoContext().logits(llama, batch)[batch.index.argsort()]
-        for batch in (mixed, single)
-    ]
-    assert difference(*logits) < 1e-5
-
-
 def test_a_query_without_room_after_a_context_is_refused(gpt2: Any) -> None:
     batches = questions(gpt2, 3)
     length = int((batches[0].target_positions - batches[0].query_start).max()) + 1
@@ -70,18 +53,6 @@ def test_a_query_without_room_after_a_context_is_refused(gpt2: Any) -> None:
     message = f"a query has {length} tokens, but {length - 1} of the model's context of 512"
     with pytest.raises(PromptError, match=message):
         check_queries(gpt2, batches, room + 1)
-    with pytest.raises(PromptError, match="but 0 of the model's"):
-        check_queries(gpt2, batches, 9999)
     strange = replace(batches[0], tokens=batches[0].tokens + 9999)
     with pytest.raises(PromptError, match="outside the model's vocabulary"):
         al.contexts.NoContext().logits(gpt2, strange)
-
-
-def test_contexts_are_recognised_and_shown(gpt2: Any) -> None:
-    batch = questions(gpt2, 2)[0]
-    context = al.compress(gpt2, batch)
-    assert isinstance(context, al.contexts.Context) and isinstance(
-        al.contexts.NoContext(), al.contexts.Context
-    )
-    shown = repr(context.query_pass(gpt2, batch))
-    assert f"{int(context.selected.sum())} cached positions, 0 hooks)" in shown

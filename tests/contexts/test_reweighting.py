@@ -133,9 +133,6 @@ def test_training_lowers_the_loss_and_the_cache_changes_nothing(model: Any, whol
     assert theirs.info["shared_prefix"].startswith("off for 2 of 2 batches")
     assert difference(ours.losses, theirs.losses) < 1e-5
     assert difference(ours.beta, theirs.beta) < 1e-2  # rounding errors of Adam, see above
-    trained = [loss_of(model, batch, ours.beta) for batch in batches]
-    clean = [loss_of(model, batch, torch.zeros_like(ours.beta)) for batch in batches]
-    assert np.mean(trained) < np.mean(clean)
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 6), (3, 1, 1), (3, 2, 1)])
@@ -153,51 +150,16 @@ def test_an_axis_of_size_one_has_shared_betas(gpt2: Any, shape: tuple[int, int, 
     assert torch.equal(start, torch.full(shape, 0.1))
 
 
-@pytest.mark.slow("trained contexts")
-def test_training_works_with_several_shots_and_other_queries(llama: Any) -> None:
-    examples = al.load_examples("sentiment")
-    demos = al.sample_demonstrations(examples, shots=2, seed=1)
-    rest = [example for example in examples if example not in demos]
-
-    def prompts(shots: list[al.Example], queries: list[al.Example]) -> list[al.PromptBatch]:
-        return al.build_prompts(llama.tokenizer, al.TASKS["sst2"], shots, queries, batch_size=6)
-
-    train, test = prompts(demos, rest[:4]), prompts(demos, rest[4:10])
-    beta = train_reweighting(llama, train, steps=1, **QUIET)
-    assert beta.beta.shape == (3, 4, 4)
-    more = prompts([*demos, *rest[:4]], rest[4:10])
-    runs: dict[str, Any] = {
-        "vanilla": al.run(llama, test, [al.Accuracy()], **QUIET),
-        "more shots": al.run(llama, more, [al.Accuracy()], **QUIET),
-        "re-weighted": al.run(
-            llama,
-            test,
-            [al.Accuracy()],
-            hooks=lambda batch: al.reweight_anchors(llama, batch, beta),
-            **QUIET,
-        ),
-    }
-    correct = {name: results["accuracy"].correct for name, results in runs.items()}
-    record = al.metrics.compare_accuracies(correct)
-    assert record.correct.shape == (6, 3) and record.intervals["gain"].shape == (2, 3)
-    hooks = al.reweight_anchors(llama, test[0], beta)
-    logits = run_pass(llama, test[0], hooks=hooks)[:, test[0].label_token_ids]
-    assert test[0].gold is not None
-    right = torch.eq(logits.argmax(-1), test[0].gold).double()[test[0].index.argsort()]
-    assert torch.equal(record.correct[:, 2], right)
-
-
-def test_a_loaded_beta_equals_the_saved_one(gpt2: Any, tmp_path: Any) -> None:
-    batches = questions(gpt2, 2)
-    beta = train_reweighting(gpt2, batches, steps=1, **QUIET)
+def test_a_loaded_beta_acts_as_the_saved_one(gpt2: Any, tmp_path: Any) -> None:
+    [batch] = questions(gpt2, 2)
+    beta = train_reweighting(gpt2, [batch], steps=1, **QUIET)
     loaded = al.contexts.Beta.load(beta.save(tmp_path / "beta.safetensors"))
-    assert torch.equal(loaded.beta, beta.beta) and loaded.info == beta.info
-    for value in (beta, loaded, beta.beta):
-        logits = run_pass(gpt2, batches[0], hooks=al.reweight_anchors(gpt2, batches[0], value))
-        expected = run_pass(
-            gpt2, batches[0], hooks=al.reweight_anchors(gpt2, batches[0], beta.beta)
-        )
-        assert torch.equal(logits, expected)
+    assert loaded.info == beta.info
+    first, *others = (
+        run_pass(gpt2, batch, hooks=al.reweight_anchors(gpt2, batch, each))
+        for each in (beta, loaded, beta.beta)
+    )
+    assert all(torch.equal(logits, first) for logits in others)
 
 
 @pytest.mark.parametrize("lr", [30.0, 1e6])
@@ -207,38 +169,7 @@ def test_divergence_gives_a_warning_and_the_best_beta_before(gpt2: Any, lr: floa
     with pytest.warns(UserWarning, match="training diverged.* lower learning rate"):
         beta = train_reweighting(gpt2, batches, steps=24, **call)
     assert len(beta.losses) < 6 and beta.beta.isfinite().all()
-    assert not beta.losses[-1] <= beta.vanilla_loss
-
-
-@pytest.mark.slow("trained contexts")
-def test_a_start_with_a_higher_loss_is_no_divergence(gpt2: Any) -> None:
-    batches = questions(gpt2, 6, batch_size=1)
-    start = next(
-        candidate
-        for seed in range(20)
-        for candidate in [torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(seed))]
-        if loss_of(gpt2, questions(gpt2, 6)[0], candidate)
-        > loss_of(gpt2, questions(gpt2, 6)[0], candidate * 0)
-    )
-    beta = train_reweighting(gpt2, batches, steps=18, optimizer=adam(0.003), start=start, **QUIET)
-    assert len(beta.losses) == 3 and beta.losses[-1] < beta.losses[0]
-    assert beta.losses[-1] > beta.vanilla_loss
-
-
-@pytest.mark.slow("trained contexts")
-def test_training_that_never_improves_returns_the_start(gpt2: Any) -> None:
-    calls: list[int] = []
-
-    def growing_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
-        calls.append(1)
-        return al.losses.label_cross_entropy(logits, batch) + len(calls)
-
-    batches = questions(gpt2, 3, batch_size=1)
-    call: dict[str, Any] = {"loss": growing_loss, "check_every": 3, **QUIET}
-    with pytest.warns(UserWarning, match="training diverged"):
-        beta = train_reweighting(gpt2, batches, steps=99, **call)
-    assert beta.losses[0] > beta.vanilla_loss and len(beta.losses) < 12
-    assert not beta.beta.any()
+    assert not beta.losses[-1] <= beta.vanilla_loss and not beta.beta.any()
 
 
 def test_a_beta_of_other_label_words_raises_an_error(gpt2: Any) -> None:

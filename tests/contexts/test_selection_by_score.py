@@ -15,7 +15,7 @@ from anchorlens.contexts import selection
 from anchorlens.errors import ArgumentError, HookError, MetricError, PromptError
 from anchorlens.prompts.segment_names import OTHER
 from tests.support.asked import ask
-from tests.support.measures import difference
+from tests.support.measures import difference, does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 BY_NAME: dict[str, Callable[..., selection.ByScore]] = {
@@ -292,18 +292,13 @@ def test_a_budget_that_is_not_known_is_asked_for_before_the_model_runs(gpt2: Any
         begins_with_bos=True,
     )
     segments = replace(batch, segment_names=("text", "b", "c", "d", "e", "f"))
-    runs: list[str] = []
-    gpt2.add_hook("blocks.0.hook_resid_pre", lambda resid, hook: runs.append("run"))
-    try:
+    several = replace(batch, demonstrations_id=torch.arange(3))
+    with does_not_run(gpt2):
         for prompts in (own, segments):
             for select in (selection.heavy_hitters(), selection.random_tokens(0)):
                 with pytest.raises(PromptError, match="not known which tokens"):
                     al.compress(gpt2, prompts, select)
-        several = replace(batch, demonstrations_id=torch.arange(3))
         with pytest.raises(PromptError, match="these prompts have several"):
             selection.heavy_hitters(40).of(gpt2, several)
-        assert not runs
-    finally:
-        gpt2.reset_hooks()
     selected = al.compress(gpt2, own, selection.most_read(12)).selected
     assert len(selected) == 21 and int(selected.sum()) == 12 and selected[0]

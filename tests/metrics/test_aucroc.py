@@ -80,14 +80,6 @@ def test_auc_equals_values_by_hand() -> None:
     assert auc(scores, torch.zeros(4, dtype=torch.bool)).isnan().all()
 
 
-def test_several_series_at_once_equal_each_series_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.rand(7, 30, 4, generator=generator)
-    predicted = torch.randint(4, (30,), generator=generator)
-    at_once = aucroc(scores, predicted)
-    assert torch.equal(at_once, torch.cat([aucroc(series[None], predicted) for series in scores]))
-
-
 def test_two_classes_use_the_raw_score_of_the_second() -> None:
     scores = torch.tensor([[[9.0, 0.3], [0.1, 0.2], [0.1, 0.1], [9.0, 0.4]]])
     predicted = torch.tensor([0, 1, 0, 1])

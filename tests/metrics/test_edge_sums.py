@@ -75,11 +75,6 @@ def test_pieces_are_small_and_join_to_the_whole_product(monkeypatch: pytest.Monk
     assert [(rows.start, rows.stop) for rows, _ in parts] == [(0, 2), (2, 4), (4, 6), (6, 7)]
 
 
-def test_short_prompts_are_one_piece() -> None:
-    size = (8, 12, 110, 110)  # eight prompts of TREC in GPT-2
-    assert len(products(torch.empty(size), torch.empty(size))) == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_multiplied_in_float32(dtype: torch.dtype) -> None:
     pattern, gradient, _ = operands()

@@ -9,7 +9,6 @@ from scipy.special import log_softmax
 from sklearn.metrics import roc_auc_score
 
 import anchorlens as al
-from anchorlens.errors import PromptError
 from anchorlens.passes.forward import run_pass
 from anchorlens.runs.identity import fingerprint
 from tests.support.asked import ask, by_site
@@ -52,30 +51,6 @@ def scores_by_hand(model: Any, batches: list[al.PromptBatch], hooks: Any = None)
         log_probs = log_softmax(logits.double().numpy(), axis=-1)
         scores[batch.index] = [[row[ids].max() for ids in words] for row in log_probs]
     return scores
-
-
-@pytest.mark.slow("many passes")
-def test_one_word_in_a_list_gives_the_same_numbers_bit_for_bit(gpt2: Any) -> None:
-    records = []
-    for labels in (ONE, [[word] for word in ONE]):
-        batches = prompts(gpt2, labels)
-        results: dict[str, Any] = dict(al.run(gpt2, batches, METRICS, **QUIET))
-        results |= al.run(gpt2, batches, [al.Loyalty()], hooks=hooks_of(gpt2), **QUIET)
-        sites = {"first": al.Site(range(1))}
-        contexts: dict[str, Any] = {"anchors": al.compress}
-        asked = [
-            al.EdgeSweep.isolation(sites, draws=2),
-            al.ContextComparison(contexts, draws=2, repeats=0),
-        ]
-        results |= al.run(gpt2, batches, asked, **QUIET)
-        results["beta"] = al.contexts.train_reweighting(
-            gpt2, batches, al.contexts.Training(steps=2 * len(batches), progress=False)
-        )
-        records.append(results)
-    for name, record in records[0].items():
-        for field, values in record.tensors().items():
-            other = getattr(records[1][name], field)
-            assert torch.equal(values.nan_to_num(9), other.nan_to_num(9)), (name, field)
 
 
 @pytest.mark.slow("many passes")
@@ -168,9 +143,3 @@ def test_stored_rows_of_other_words_or_scores_are_not_those_of_this_run(gpt2: An
     batches.append(prompts(gpt2, SEVERAL, score=torch.amax))
     one, same, *others = (fingerprint(gpt2, each, {}).facts["prompts"] for each in batches)
     assert one == same and len({one, *others}) == 4
-
-
-def test_batches_of_other_words_are_not_run_together(gpt2: Any) -> None:
-    mixed = [prompts(gpt2, SEVERAL)[0], prompts(gpt2, SEVERAL, score=torch.amax)[0]]
-    with pytest.raises(PromptError, match="must have the same label words"):
-        al.run(gpt2, mixed, [al.Accuracy()], **QUIET)

@@ -1,5 +1,6 @@
 """A wrong metric raises an error that names it, before the model runs."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import ArgumentError, HookError, MetricError, RunError
 from anchorlens.metrics.edge_sums import EdgeSets
-from anchorlens.metrics.question import Further
 from anchorlens.runs.study import Study
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions
@@ -61,20 +61,21 @@ MISSING = "blocks.9.attn.hook_pattern"
 OTHERS = r"'accuracy'(, 'isolation')?"
 TARGET, ANCHORS = al.edges.target, al.edges.anchors
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
-    (Mine(name=7), MetricError, rf"needs a string for a name without \"/\"; got \[7, {OTHERS}\]"),
-    (Mine(name=None), MetricError, rf"needs a string for a name .* got \[None, {OTHERS}\]"),
-    (Mine(name=["a"]), MetricError, rf"needs a string for a name .* got \[\['a'\], {OTHERS}\]"),
-    (Mine(name=""), MetricError, rf"needs a string for a name .* got \['', {OTHERS}\]"),
-    (
-        Mine(name="a/b"),
-        MetricError,
-        rf"needs a string for a name without .* got \['a/b', {OTHERS}\]",
+    *(
+        (
+            Mine(name=wrong),
+            MetricError,
+            rf"needs a string for a name without \"/\"; got \[{re.escape(repr(wrong))}, {OTHERS}\]",
+        )
+        for wrong in (7, None, ["a"], "", "a/b")
     ),
-    (hooked((MISSING, observe_nothing)), HookError, f"no hook point '{MISSING}', which m"),
-    (
-        hooked((PATTERN, observe_nothing), (MISSING, observe_nothing)),
-        HookError,
-        f"no hook point '{MISSING}', which mine names; see model.hook_dict",
+    *(
+        (wrong, HookError, f"no hook point '{MISSING}', which mine names; see model.hook_dict")
+        for wrong in (
+            hooked((MISSING, observe_nothing)),
+            hooked((PATTERN, observe_nothing), (MISSING, observe_nothing)),
+            hooked(backward=[(MISSING, observe_nothing)]),
+        )
     ),
     (
         at("blocks.{}.hook_nowhere", TARGET),
@@ -152,27 +153,10 @@ def test_a_wrong_metric_raises_an_error_before_any_pass(
             al.run(gpt2, batches, asked, progress=False)
 
 
-class WithoutLoss(al.Question):
-    """A question with one more pass, without the loss that a metric of this pass needs."""
-
-    name, record = "without loss", MeanRecord
-
-    def further(self, model: Any, batches: Any) -> Further:
-        return Further(metrics=[hooked(backward=[(PATTERN, observe_nothing)])])
-
-    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
-        return passes.further(self, batch)["mine"]
-
-
-def test_hooks_on_gradients_need_a_gradient_and_hook_points(gpt2: Any) -> None:
-    batches, metric = questions(gpt2, 2), hooked(backward=[(MISSING, observe_nothing)])
-    message = f"no hook point '{MISSING}', which mine names"
-    with pytest.raises(HookError, match=message), does_not_run(gpt2):
-        al.run(gpt2, batches, [metric], progress=False)
+def test_hooks_on_gradients_need_a_gradient(gpt2: Any) -> None:
+    metric = hooked(backward=[(PATTERN, observe_nothing)])
     message = "mine needs a gradient, and the passes here have none"
-    with pytest.raises(MetricError, match=message), does_not_run(gpt2):
-        al.run(gpt2, batches, [WithoutLoss()], progress=False)
-    study = Study(gpt2, batches, {}, progress=False)
+    study = Study(gpt2, questions(gpt2, 2), {}, progress=False)
     with pytest.raises(MetricError, match=message), does_not_run(gpt2), study:
         study.passes([metric], loss=None)
 

@@ -1,6 +1,5 @@
 """Attention between segments, vertical scores and kurtosis equal sums written out."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,6 @@ from scipy.stats import kurtosis
 
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
-from tests.support.measures import assert_same, is_shared
-from tests.support.tiny_models import questions
-
-QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
 
 def sentences(lengths: list[int], vocabulary: int = 20) -> al.PromptBatch:
@@ -69,6 +64,8 @@ def test_scores_and_kurtosis_of_a_matrix_made_by_hand() -> None:
             within = [a[i][j] for i in spans[2] for j in spans[2] if j < i]
             assert float(record.attention[layer, head, 2, 2]) == pytest.approx(mean(within))
     assert record.axis_names("segment")[1] == "sentence 1"
+    # Kurtosis is not from 0 to 1, so the colours are from the smallest to the largest.
+    assert record.plot().data and record.plot().layout.coloraxis.cmax is None
 
 
 def test_kurtosis_is_that_of_each_text_and_then_the_mean() -> None:
@@ -96,41 +93,6 @@ def test_kurtosis_is_that_of_each_text_and_then_the_mean() -> None:
     expected = torch.from_numpy((of_texts[:8].mean(0) + of_texts[8:].mean(0)) / 2)
     torch.testing.assert_close(record.kurtosis, expected)
     assert record.kurtosis.argmax() == 0 and record.kurtosis[0, 0] > 10
-
-
-@pytest.mark.every_kind
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_means_of_prompts_equal_those_of_patterns(gpt2: Any, side: Any) -> None:
-    batches = questions(gpt2, 5, batch_size=3, padding_side=side)
-    metric = al.SegmentAttention(["text", "label", "target"], apart=1)
-    [shared] = al.run(gpt2, batches, [metric], **QUIET).values()
-    assert is_shared(shared)
-    values = []
-    for batch in batches:
-        for number in range(len(batch)):
-            prompt = batch.prompt(number)
-            _, cache = gpt2.run_with_cache(prompt.tokens, attention_mask=prompt.attention_mask)
-            pattern = cache["blocks.1.attn.hook_pattern"][0, 1]
-            label, target = prompt.label_positions[0], int(prompt.target_positions[0])
-            values.append(pattern[target, label].mean())
-    expected = torch.stack(values).mean()
-    assert float(shared.attention[1, 1, 2, 1]) == pytest.approx(float(expected), rel=1e-4)
-    # Kurtosis is not from 0 to 1, so the colours are from the smallest to the largest.
-    assert shared.plot().data and shared.plot().layout.coloraxis.cmax is None
-
-
-def test_a_function_that_is_true_under_padding_adds_no_edges(gpt2: Any) -> None:
-    batches = questions(gpt2, 3)
-    assert not batches[0].attention_mask.all()
-
-    def attention(rest: Any) -> al.Record:
-        parts = {"labels": al.edges.anchors, "rest": rest}
-        [record] = al.run(gpt2, batches, [al.SegmentAttention(parts, apart=1)], **QUIET).values()
-        return replace(record, info={})
-
-    everywhere = attention(lambda batch: ~al.edges.anchors(batch))
-    inside = attention(lambda batch: batch.attention_mask & ~al.edges.anchors(batch))
-    assert_same(everywhere, inside, 0)
 
 
 def test_equal_scores_have_no_kurtosis() -> None:

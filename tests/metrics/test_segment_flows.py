@@ -1,7 +1,8 @@
-"""Flows between segments against loops over edges, and losses of several tokens."""
+"""Flows between segments against loops over edges, losses of several tokens, norms of values."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import MetricError, NotFiniteError, RunError
+from anchorlens.errors import AnchorlensError, MetricError, NotFiniteError, RunError
 from anchorlens.models.hooked import pattern_name
-from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import segment_names
+from anchorlens.system import row_pieces
 from tests.references import plain
-from tests.support.measures import assert_same, difference, does_not_run, is_shared
+from tests.support.measures import assert_same, difference, does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 MAKE: dict[str, Callable[[int], Any]] = {"gpt2": tiny_gpt2, "llama": tiny_llama}
@@ -24,6 +25,7 @@ NAMES = ["question", "step", "answer"]
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30], [0, 0, 17, 4, 25, 9, 60, 12, 33]])
 MASK = torch.tensor([[1] * 9, [0, 0, *[1] * 7]])
 SEGMENTS = [[0, 0, 0, -1, 1, 1, 1, 2, 2], [-1, -1, 0, 0, 1, 1, 2, 2, 2]]
+NORM = al.SegmentFlows(weight=al.weights.value_norm, name="norm")
 
 
 @pytest.fixture
@@ -169,108 +171,6 @@ def test_flows_of_a_written_answer_equal_plain_transformers(
         assert same(results[key].flow_of_heads, expected)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("share", [True, False])
-def test_anchors_target_and_rest_give_the_flows_of_the_paper(
-    side: Any, share: bool, precise: Any
-) -> None:
-    batches = questions(precise, 4, padding_side=side)
-    parts = {
-        "anchors": al.edges.anchors,
-        "target": al.edges.target,
-        "rest": lambda b: b.attention_mask & ~al.edges.anchors(b) & ~al.edges.target(b),
-    }
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.SegmentFlows(parts)]
-    flows, segments = al.run(precise, batches, metrics, share_prefix=share, **QUIET).values()
-    assert is_shared(segments) is share
-    assert difference(segments.flow_of_prompts[..., 1, 0], flows.per_prompt[..., 1]) <= 1e-12
-    # One prompt, whose totals are its own.
-    alone = [batches[0].prompt(0)]
-    flows, segments = al.run(precise, alone, metrics, share_prefix=share, **QUIET).values()
-    totals, counts = segments.total, segments.edges
-    for number, cells in enumerate([[(0, 0), (0, 2)], [(1, 0)], [(1, 2), (2, 0), (2, 2)]]):
-        total = torch.stack([totals[:, a, b] for a, b in cells]).sum(0)
-        count = sum(float(counts[a, b]) for a, b in cells)
-        assert difference(total / count, flows.flows[:, number]) <= 1e-12
-
-
-def test_rows_after_a_predicted_token_are_zero_and_those_before_do_not_see_it(
-    precise: Any, batch: al.PromptBatch
-) -> None:
-    prompt = batch.prompt(0)
-    for t in (3, 6):
-        at_t = torch.arange(9)[None] == t
-        loss = al.losses.next_token_cross_entropy(lambda _, at_t=at_t: at_t)  # type: ignore[misc]
-        whole = al.saliency(precise, prompt, loss=loss)
-        assert not whole[:, :, t + 1 :].any()
-        assert whole[:, :, : t + 1].any()
-
-        following = int(prompt.tokens[0, t + 1])
-        cut = al.PromptBatch.from_segments(prompt.tokens[:, : t + 1], [[0] * (t + 1)], ["all"])
-        alone = al.saliency(
-            precise,
-            cut,
-            loss=lambda logits, _, token=following: -logits.log_softmax(-1)[:, token],  # type: ignore[misc]
-        )
-        assert difference(whole[:, :, : t + 1, : t + 1], alone) <= 1e-12
-
-
-@pytest.mark.slow("many passes")
-def test_the_signed_total_of_a_cell_is_a_central_difference(
-    precise: Any, batch: al.PromptBatch
-) -> None:
-    """If the edges of a cell are scaled by 1 +- e, the loss changes by e times the signed total."""
-    prompt, step, loss = batch.prompt(1), 1e-4, al.losses.span_cross_entropy("answer")
-    record = flows_in(precise, [prompt], weight=al.weights.signed)
-    losses: list[float] = []
-
-    def recorded(logits: Tensor, batch: al.PromptBatch) -> Tensor:
-        values = loss(logits, batch)
-        losses.append(float(values.detach()))
-        return values
-
-    class Recorded:
-        positions = staticmethod(loss.positions)
-        __call__ = staticmethod(recorded)
-
-    def loss_with(layer: int, edges: Tensor, factor: float) -> float:
-        def scale(pattern: Tensor, hook: Any) -> Tensor:
-            return torch.where(edges[:, None], pattern * factor, pattern)
-
-        run_pass(precise, prompt, hooks=[(pattern_name(layer), scale)], loss=Recorded())
-        return losses[-1]
-
-    numeric = torch.zeros(3, 3, 3, dtype=torch.float64)
-    for layer in range(3):
-        for a, first in enumerate(NAMES):
-            for b, second in enumerate(NAMES):
-                segments = (al.edges.segment(prompt, name) for name in (first, second))
-                edges = al.edges.between(*segments)
-                up, down = (loss_with(layer, edges, 1 + sign * step) for sign in (1, -1))
-                numeric[layer, a, b] = (up - down) / (2 * step)
-    assert (numeric != 0).sum() >= 12
-    assert difference(record.total, numeric) <= 1e-6
-
-
-def test_totals_of_merged_segments_add_up_to_every_edge(
-    precise: Any, batch: al.PromptBatch
-) -> None:
-    loss = al.losses.span_cross_entropy("answer")
-    prompt = batch.prompt(0)
-
-    def segment(*names: str) -> Callable[[al.PromptBatch], Tensor]:
-        return lambda batch: torch.stack([al.edges.segment(batch, name) for name in names]).any(0)
-
-    apart = flows_in(precise, [prompt]).total
-    parts = {"both": segment("question", "step"), "answer": segment("answer")}
-    merged = flows_in(precise, [prompt], parts).total
-    assert difference(merged[:, 0, 0], apart[:, :2, :2].sum((1, 2))) <= 1e-12
-    assert difference(merged[:, 1, 0], apart[:, 2, :2].sum(1)) <= 1e-12
-    everything = flows_in(precise, [prompt], {"all": lambda batch: batch.attention_mask}).total
-    edges = al.saliency(precise, prompt, loss=loss)[0].tril(-1)
-    assert difference(everything[:, 0, 0], edges.sum((1, 2))) <= 1e-12
-
-
 def test_weights_of_a_loss_are_factors(precise: Any, batch: al.PromptBatch) -> None:
     span = al.losses.span_cross_entropy("answer")
     mean = al.losses.next_token_cross_entropy(
@@ -356,10 +256,17 @@ def test_a_weight_may_count_heads(gpt2: Any, batch: al.PromptBatch) -> None:
     assert torch.equal(signs.total, counts.total / 2)
 
 
-def test_padding_is_in_no_segment_of_a_function(gpt2: Any, batch: al.PromptBatch) -> None:
-    functions = (lambda batch: batch.tokens >= 0, lambda batch: batch.attention_mask)
-    every, tokens = (flows_in(gpt2, [batch], {"all": of}) for of in functions)
-    assert_same(every, tokens, 0)
+@pytest.mark.parametrize("metric", [al.SegmentFlows, partial(al.SegmentAttention, apart=1)])
+def test_padding_is_in_no_segment_of_a_function(metric: Any, gpt2: Any) -> None:
+    labels = al.edges.anchors
+    every, tokens = (
+        metric({"labels": labels, "rest": rest})
+        for rest in (lambda b: ~labels(b), lambda b: b.attention_mask & ~labels(b))
+    )
+    [ours], [expected] = (
+        al.run(gpt2, questions(gpt2, 3), [each], **QUIET).values() for each in (every, tokens)
+    )
+    assert_same(ours, expected, 0)
 
 
 def test_a_prompt_without_the_segment_of_a_loss_is_named(gpt2: Any) -> None:
@@ -367,24 +274,16 @@ def test_a_prompt_without_the_segment_of_a_loss_is_named(gpt2: Any) -> None:
     pieces = [[("question", "Who is it?"), ("answer", " I")], [("question", "Who?")]]
     batches = al.build_segments(gpt2.tokenizer, pieces)
     with pytest.raises(MetricError, match=r"prompt 1 has no token to predict.* lacks the segment"):
-        al.run(
-            gpt2, batches, [al.SegmentFlows()], loss=al.losses.span_cross_entropy("answer"), **QUIET
-        )
+        flows_in(gpt2, batches)
 
 
-def test_a_batch_of_segments_shows_them(batch: al.PromptBatch, gpt2: Any) -> None:
-    assert repr(batch) == (
-        "PromptBatch(batch 2, position 9; segments ('question', 'step', 'answer'))"
-    )
+def test_a_batch_of_segments_shows_them(batch: al.PromptBatch) -> None:
     html = batch._repr_html_()
     assert '<span class="al-segment al-segment-1" data-token="4">40 </span>' in html
     assert '<span class="al-segment al-segment-none" data-token="3">3 </span>' in html
-    for name in (*NAMES, "no segment"):
-        assert f">{name}</span>" in html
-    shown = batch.show(gpt2.tokenizer)
-    assert repr(shown) == gpt2.tokenizer.decode(TOKENS[0])
-    unescaped = replace(batch, segment_names=("<b>", "step", "answer"))._repr_html_()
-    assert "<b>" not in unescaped
+    assert all(f">{name}</span>" in html for name in (*NAMES, "no segment"))
+    hostile = replace(batch, segment_names=("<b>", "step", "answer"))
+    assert "<b>" not in hostile._repr_html_()
 
 
 def test_weights_of_an_edge_on_a_pattern_by_hand() -> None:
@@ -394,22 +293,6 @@ def test_weights_of_an_edge_on_a_pattern_by_hand() -> None:
     expected["positive"] = 0.5  # the first head lowers the loss by 1, of two heads
     for name, value in expected.items():
         assert float(getattr(al.weights, name)(pattern, gradient)) == value, name
-
-
-def test_segments_that_depend_on_later_tokens_run_whole_prompts(gpt2: Any) -> None:
-    """In the shared tokens alone, no prompt has a long query."""
-
-    def before_long_queries(batch: al.PromptBatch) -> Tensor:
-        is_long = al.edges.query(batch).sum(1, keepdim=True) > 22
-        return al.edges.demonstrations(batch) & is_long
-
-    batches = questions(gpt2, 6)
-    parts = {"long": before_long_queries, "target": al.edges.target}
-    metrics: list[al.Metric] = [al.SegmentFlows(parts), al.SegmentAttention(parts, apart=1)]
-    ours, whole = (al.run(gpt2, batches, metrics, share_prefix=s, **QUIET) for s in (True, False))
-    for name, record in ours.items():
-        assert not is_shared(record)
-        assert_same(record, whole[name], 0)
 
 
 def test_edges_by_rule_need_no_label_words(gpt2: Any) -> None:
@@ -429,3 +312,70 @@ def test_edges_by_rule_need_no_label_words(gpt2: Any) -> None:
     message = r"another loss: al.losses.span_cross_entropy\('text'\) for all tokens"
     with pytest.raises(MetricError, match=message), does_not_run(gpt2):
         al.run(gpt2, [own], [al.SegmentFlows()], **QUIET)
+
+
+def test_norms_are_those_of_all_vectors_also_where_they_cancel() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pattern = torch.rand(2, 3, 5, 7, generator=generator)
+    values = torch.randn(2, 3, 7, 11, generator=generator)
+    expected = torch.einsum("bhqk,bhkd->bqkd", pattern.double(), values.double()).norm(dim=-1)
+    ours = al.weights.value_norm(pattern, pattern, values)
+    assert ours.dtype == torch.float32 and difference(ours, expected) <= 1e-6
+    # Two heads that write nearly opposite vectors.
+    opposite = torch.stack([values[:, 0], -(1 + 2**-10) * values[:, 0]], 1)
+    same = pattern[:, :1].expand(-1, 2, -1, -1)
+    expected = pattern[:, 0].double() * opposite.double().sum(1).norm(dim=-1)[:, None]
+    ours = al.weights.value_norm(same, same, opposite)
+    assert difference(ours, expected) <= 1e-6
+
+
+def test_with_equal_values_norms_are_proportional_to_the_attention() -> None:
+    pattern = torch.rand(1, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+    vector = torch.tensor([3.0, 0.0, -4.0])
+    norms = al.weights.value_norm(pattern, pattern, vector.expand(1, 4, 6, 3))
+    assert difference(norms, 5 * pattern.sum(1)) <= 1e-6
+
+
+def test_a_function_of_ones_own_gets_the_values_a_few_rows_at_a_time(
+    gpt2: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: set[tuple[tuple[int, ...], ...]] = set()
+
+    def norm(pattern: Tensor, gradient: Tensor, values: Tensor) -> Tensor:
+        shapes.add(tuple(tuple(each.shape) for each in (pattern, gradient, values)))
+        return (pattern[..., None] * values[:, :, None]).sum(1).norm(dim=-1)
+
+    loss = al.losses.span_cross_entropy("answer")
+    metrics = [al.SegmentFlows(weight=al.weights.WithValues(norm)), NORM]
+    expected = al.run(gpt2, [batch], metrics, loss=loss, **QUIET)
+    assert shapes == {
+        ((2, 2, 9, 9),) * 2 + ((2, 2, 9, 24),),
+        ((4, 1, 9, 9),) * 2 + ((4, 1, 9, 24),),
+    }
+    assert expected["segment_flows"].info["weight"] == "norm"
+    assert_same(expected["segment_flows"], replace(expected["norm"], info={}))
+    monkeypatch.setattr(row_pieces, "PIECE", 2 * 2 * 9 * 4)
+    results = al.run(gpt2, [batch], metrics, loss=loss, gradient_checkpointing=True, **QUIET)
+    assert ((2, 2, 4, 9),) * 2 + ((2, 2, 9, 24),) in shapes
+    for name in expected:
+        assert_same(results[name], expected[name])
+
+
+@pytest.mark.every_kind
+@pytest.mark.usefixtures("kind_of_model")
+def test_a_cache_needs_the_model_for_values(gpt2: Any) -> None:
+    batches = questions(gpt2, 3)
+    [expected] = al.run(gpt2, batches, [NORM], **QUIET).values()
+    names = al.caches.names_filter([NORM], gpt2, batches[0])
+    assert "blocks.1.attn.hook_v" in names
+    cache: dict[str, Tensor] = {}
+    hooks = [(name, lambda t, hook, n=name: cache.__setitem__(n, t.detach())) for name in names]
+    with torch.no_grad(), gpt2.hooks(fwd_hooks=hooks):
+        logits = gpt2(batches[0].tokens, attention_mask=batches[0].attention_mask)
+    # The weight does not use the gradient.
+    slopes = {f"{n}_grad": t for n, t in cache.items() if n.endswith("pattern")}
+    passes = [(logits, cache | slopes)]
+    [record] = al.caches.from_caches([NORM], batches, passes, model=gpt2, resamples=0).values()
+    assert_same(record, replace(expected, info=record.info))
+    with pytest.raises(AnchorlensError, match=r"norm needs the prepared model.*model=model"):
+        al.caches.from_caches([NORM], batches, passes)

@@ -1,4 +1,4 @@
-"""What metrics give each segment as a score, against loops over edges and layers in numpy."""
+"""What metrics give each segment as a score, against loops over edges, layers and paths."""
 
 from itertools import product
 from typing import Any
@@ -99,15 +99,38 @@ def test_a_rollout_to_segments_is_the_sum_of_that_of_cached_patterns(model: Any)
         torch.testing.assert_close(ours.sum(1).float(), torch.ones(4))  # of all tokens
 
 
-def test_a_rollout_has_a_figure_and_intervals(gpt2: Any) -> None:
-    batches = questions(gpt2, 12)
+def test_a_rollout_has_a_figure_with_intervals(gpt2: Any) -> None:
     metric = al.SegmentRollout(["text", "label", "target"])
     with pytest.warns(UserWarning, match="intervals of 12 prompts"):
-        [record] = al.run(gpt2, batches, [metric], resamples=9, progress=False).values()
-    figure = record.plot()
-    assert figure.data[0].y == tuple(record.reach.tolist())
-    low = record.reach - torch.tensor(figure.data[0].error_y.arrayminus)
+        [record] = al.run(gpt2, questions(gpt2, 12), [metric], resamples=9, progress=False).values()
+    [bars] = record.plot().data
+    assert bars.y == tuple(record.reach.tolist())
+    low = record.reach - torch.tensor(bars.error_y.arrayminus)
     torch.testing.assert_close(low, record.intervals["reach"][0])
-    assert figure.layout.xaxis.ticktext == ("text", "label", "target")
-    [alone] = al.run(gpt2, batches, [al.SegmentRollout(["label"])], **QUIET).values()
-    assert alone.plot().data[0].y == (float(record.reach[1]),)
+
+
+def random_patterns(*shape: int) -> Any:
+    torch.manual_seed(0)
+    scores = torch.randn(*shape, dtype=torch.float64)
+    later = torch.ones(shape[-2:]).triu(1).bool()
+    return scores.masked_fill(later, -torch.inf).softmax(-1)
+
+
+def test_a_rollout_is_the_sum_over_all_paths() -> None:
+    patterns = random_patterns(3, 2, 4, 4)
+    mean = patterns.mean(1)
+    expected = torch.zeros(4, 4, dtype=torch.float64)
+    for end, second, first, start in product(range(4), repeat=4):
+        path = 1.0
+        for layer, (query, key) in enumerate([(first, start), (second, first), (end, second)]):
+            path *= float(mean[layer, query, key] + (query == key)) / 2
+        expected[end, start] += path
+    torch.testing.assert_close(al.metrics.rollout(patterns), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_rows_sum_to_one_and_one_layer_is_half_of_its_attention() -> None:
+    patterns = random_patterns(2, 5, 3, 6, 6)
+    sums = al.metrics.rollout(patterns).sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-12, atol=0)
+    alone = al.metrics.rollout(patterns[:, :1])
+    torch.testing.assert_close(alone, patterns[:, 0].mean(1) / 2 + torch.eye(6) / 2)

@@ -1,6 +1,7 @@
 """Short trainings of contexts, and records of them, for tests."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,19 @@ def train_hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
 
 def train_reweighting(model: Any, batches: Any, **options: Any) -> al.contexts.Beta:
     return al.contexts.train_reweighting(model, batches, **with_training(options))
+
+
+NOISY = replace(al.contexts.hard_prompts.PEZ, noise=al.contexts.hard_prompts.Langevin(0.01))
+# Each takes a model, training batches and held-out ones, and options of its trainer.
+TRAINERS: dict[str, Any] = {
+    "prefix": partial(train_prefix, length=2),
+    "soft prompt": partial(train_soft_prompt, length=2),
+    "hard prompt": partial(train_hard_prompt, length=2, start=[300], method=NOISY),
+    "re-weighting": lambda model, batches, held_out, **options: train_reweighting(
+        model, batches, **options
+    ),
+}
+CONTEXTS = ["prefix", "soft prompt", "hard prompt"]
 
 
 def with_training(options: dict[str, Any]) -> dict[str, Any]:
