@@ -88,8 +88,7 @@ def fingerprint(
     unknown = {}
     for name, value in {**own, **settings}.items():
         found = identity_of(value, known)
-        told = in_words(words[name])
-        facts[name] = told if _is_told(value) else f"{told} ({found.digest[:16]})"
+        facts[name] = f"{in_words(words[name])} ({found.digest[:16]})"  # 1 and "1" have equal words
         if found.unknown:
             unknown[name] = found.unknown
     return Fingerprint(facts, unknown)
@@ -171,18 +170,11 @@ def in_words(value: Any) -> str:
     elif is_dataclass(value) and not isinstance(value, type):
         # Its repr may shorten them, and tell counters, which do not decide, or numbers on a device.
         told = [field.name for field in fields(value) if field.compare and field.repr]
-        options = [f"{name}={in_words(getattr(value, name))}" for name in told]
+        options = [f"{n}={in_words(getattr(value, n))}" for n in told if hasattr(value, n)]
         text = f"{type(value).__qualname__}({', '.join(options)})"
     else:
         text = str(getattr(value, "__name__", repr(value)))
     return ADDRESS.sub("", text)[:_LONGEST]
-
-
-def _is_told(value: Any) -> bool:
-    """Whether the words of a setting tell all of it."""
-    if isinstance(value, list | tuple):
-        return len(value) < 20 and all(map(_is_told, value))
-    return isinstance(value, str | int | float | None) and len(str(value)) < _LONGEST / 20
 
 
 def _precision(devices: set[str]) -> str:

@@ -768,6 +768,32 @@ def test_another_number_is_another_fingerprint_or_unknown(
     assert fingerprint_of("value = 1", gpt2) == before  # nothing of the source is left
 
 
+EQUAL_WORDS: list[tuple[Any, Any]] = [
+    (1, "1"),
+    (None, "None"),
+    ("a, b", ["a", "b"]),
+    ([["a"], "b"], ["a", "b"]),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL_WORDS)
+def test_settings_that_only_have_equal_words_are_other_settings(
+    one: Any, other: Any, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "identity", lambda model: {})
+    first, second = (identity.fingerprint(gpt2, (), {"k": each}) for each in (one, other))
+    assert identity.in_words(one) == identity.in_words(other) and first.facts != second.facts
+
+
+def test_a_value_that_lacks_a_field_has_words() -> None:
+    @dataclass
+    class Given:
+        a: int
+        b: int = field(init=False)
+
+    assert identity.in_words(Given(1)).endswith("Given(a=1)")
+
+
 @pytest.mark.parametrize("source", SAME.values(), ids=SAME)
 def test_what_decides_nothing_does_not_change_the_identity(source: str) -> None:
     first, second = (identity_of(value_of(each)) for each in both(source))
