@@ -563,7 +563,7 @@ ROWS: list[tuple[str, Any, str]] = [
     *(
         (
             "MetricError",
-            lambda s, pair=pair: al.metrics.loyalty(*pair, PAIR),
+            lambda s, pair=pair: al.metrics.loyalty(pair[0], pair[1], PAIR),
             "logits must be finite numbers, but some are NaN or inf",
         )
         for wrong in (torch.full((3, 8), value) for value in (NAN, INF, -INF))
