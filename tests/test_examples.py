@@ -74,10 +74,7 @@ def generator() -> torch.Generator:
 
 PUBLISHED = {
     "1": {"pretrained on sort up": "91 0", "fine-tuned on sort down": "0 85"},
-    "2": {
-        "pretrained on all": "25 ± 13 25 ± 12 24 ± 11 22 ± 7",
-        "prefix for sort down": "90 ± 3",
-    },
+    "2": {"pretrained on all": "25 ± 13 25 ± 12 24 ± 11 22 ± 7", "prefix for sort down": "90 ± 3"},
     "3": {
         "prefix for sort up, then +1": "93",
         "prefix for double histogram": "1",

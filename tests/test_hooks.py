@@ -78,11 +78,7 @@ def test_isolation_equals_attention_written_by_hand(
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("head", [0, 1])
 def test_edges_cut_in_one_head_equal_attention_written_by_hand(
-    gpt2: Any,
-    batch: al.PromptBatch,
-    head: int,
-    renormalize: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    gpt2: Any, batch: al.PromptBatch, head: int, renormalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = edges.pq(batch) | edges.wp(batch)
     hooks = al.block_edges(gpt2, batch, cut, al.Site(-1, heads=head, renormalize=renormalize))

@@ -118,12 +118,7 @@ def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
     ],
 )
 def test_a_mistake_that_needs_the_model_is_an_error_of_one_line(
-    monkeypatch: Any,
-    data: Path,
-    model_folder: Path,
-    capsys: Any,
-    arguments: list[str],
-    words: str,
+    monkeypatch: Any, data: Path, model_folder: Path, capsys: Any, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(data)
     assert call(monkeypatch, *RUN, "--model", str(model_folder), *arguments) == 1

@@ -18,12 +18,7 @@ from anchorlens.cli.options import Run
 from anchorlens.cli.summary import Summary
 from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import DataError
-from anchorlens.prompts.own_data import (
-    label_words,
-    layout_of,
-    told_apart,
-    words_that_say_nothing,
-)
+from anchorlens.prompts.own_data import label_words, layout_of, told_apart, words_that_say_nothing
 from anchorlens.results.answer import Answer
 from tests.cli.test_cli import call, error_of
 from tests.support.chat_tokenizers import chat_tokenizer
@@ -265,11 +260,7 @@ def test_an_error_names_the_columns_and_deletes_nothing_that_another_column_has(
         (pd.DataFrame({"a": list("abcdefghi")}), {}, "no column has classes, that is 2 to 100"),
         (frame(["a", "b"]), {"text_column": "c"}, "there is no column 'c'. Columns, with how many"),
         (frame(["a", "b"]), {"queries": 50}, "14 rows are left for queries beside the demonstrat"),
-        (
-            frame(["a", "b"]),
-            {"label_column": "id"},
-            "0 rows are left for queries beside the",
-        ),
+        (frame(["a", "b"]), {"label_column": "id"}, "0 rows are left for queries beside the"),
         (
             frame(["good", "good "]),
             {},

@@ -68,12 +68,7 @@ def test_paper_writes_records_tables_and_report(
     ],
 )
 def test_a_task_that_the_tokenizer_cannot_write_is_an_error_before_weights_are_loaded(
-    monkeypatch: Any,
-    model_folder: Path,
-    tmp_path: Path,
-    capsys: Any,
-    labels: list[str],
-    words: str,
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any, labels: list[str], words: str
 ) -> None:
     task = replace(al.TASKS["sst2"], labels=labels)
     monkeypatch.setattr(

@@ -19,11 +19,7 @@ from accelerate import PartialState
 from torch import distributed
 
 from anchorlens.system import processes
-from anchorlens.system.processes import (
-    fails_together,
-    gather_from_processes,
-    process_device,
-)
+from anchorlens.system.processes import fails_together, gather_from_processes, process_device
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),

@@ -186,8 +186,7 @@ def test_outside_of_the_inference_mode_of_a_caller_tensors_can_get_gradients() -
 
 
 @pytest.mark.parametrize(
-    "context_of",
-    [hidden_warnings.warnings_kept, lambda: frozen_in_eval_mode(torch.nn.Identity())],
+    "context_of", [hidden_warnings.warnings_kept, lambda: frozen_in_eval_mode(torch.nn.Identity())]
 )
 def test_warnings_are_as_before_though_another_library_was_interrupted(
     context_of: Callable[[], AbstractContextManager[Any]],
