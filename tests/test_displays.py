@@ -4,6 +4,7 @@ import io
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol, get_type_hints
 
@@ -24,7 +25,6 @@ from tests.support.public import public
 from tests.support.tiny_models import questions
 from tests.support.trained_contexts import trained
 
-HOSTILE = '<script>alert("x")</script>\n& more'
 SIZES = {"layer": 48, "head": 25, "prompt": 200, "draw": 10, "class": 6}
 
 
@@ -83,27 +83,27 @@ def questions_with_passes(model: Any, batch: al.PromptBatch) -> Iterator[Any]:
     yield al.Further([lambda batch: []] * 99, range(99), [al.Accuracy()] * 99)
 
 
+def made_without_arguments() -> Iterator[Any]:
+    for kind in public_classes():
+        with suppress(TypeError):  # an argument is missing
+            yield kind()
+
+
 def instances(model: Any) -> Iterator[Any]:
     batch = questions(model, 2)[0]
-    yield from all_records()
-    yield from (al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty())
-    yield from (al.PrefixEffect(), al.LabelHeads(), al.SegmentFlows(), al.SegmentAttention())
-    yield al.SegmentRollout()
-    yield from questions_with_passes(model, batch)
+    yield from (*all_records(), *made_without_arguments(), *questions_with_passes(model, batch))
     yield al.SegmentAttention({f"segment {k}": al.edges.anchors for k in range(40)})
     yield al.SegmentFlows({f"segment {k}": al.edges.anchors for k in range(40)})
     yield al.trace_generation(model, "Who?", max_new_tokens=20, stop_at_eos=False)
-    yield from (al.Accuracy(), *al.TASKS.values(), al.Example("What is it?", 1))
+    yield from (*al.TASKS.values(), al.Example("What is it?", 1))
     yield al.ChatTask("{text}{label}", ["no", "yes"], score=torch.amax)
     yield al.prompts.Verbalizer([[1, 2], [5]])
     yield from (al.Site(range(5)), al.Site(-1, heads=[0, 1], keep_bos=True))
     yield from (batch, batch.before(9), al.compress(model, batch), al.edges.ww(batch))
     beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 6)
     yield al.contexts.reweight_demonstrations(model, batch, beta)
-    yield from (trained(model, steps=0), al.contexts.NoContext())
     yield al.contexts.NoContext().query_pass(model, batch)
-    yield trained(model, steps=0).prefix
-    yield from reads_of(batch)
+    yield from (trained(model, steps=0), trained(model, steps=0).prefix, *reads_of(batch))
     yield al.reads.Seen({}, {"states": torch.ones(99)}, {}, torch.ones(99, 99), None, n_heads=1)
     with Study(model, [batch], {"experiment": "depths " * 99}, progress=False) as study:
         yield from (study, study.passes(), study.passes([al.Accuracy()], share_prefix=False))
@@ -118,7 +118,7 @@ def instances(model: Any) -> Iterator[Any]:
     yield from (*al.claims(flows), Verdict.AGREES, al.records.Answer("What?", "words " * 99))
     yield al.plot_prompt(model, batch)
     yield al.plot_answer(al.step_flows(model, batch.prompt(0), "text"))
-    yield from (al.Results(), al.Contributions({f"number {k}": torch.ones(3) for k in range(40)}))
+    yield al.Contributions({f"number {k}": torch.ones(3) for k in range(40)})
 
 
 @pytest.mark.slow("many passes")
@@ -144,31 +144,11 @@ def test_lines_stay_short_with_long_names(gpt2: Any) -> None:
         assert len(repr(instance)) <= 200 and "\n" not in repr(instance)
 
 
-def displays(model: Any) -> list[Any]:
-    """Objects with HTML, in which every text of a user is hostile."""
-    info = {"model": HOSTILE, "prompts": HOSTILE, "labels": [HOSTILE], HOSTILE: HOSTILE * 999}
-    records = all_records(info=info)
-    batch = replace(questions(model, 2)[0], labels=(HOSTILE, HOSTILE))
-    context = replace(al.compress(model, batch), info={"model": HOSTILE, "positions": HOSTILE})
-    prefix = replace(trained(model, steps=0), info={"model": HOSTILE, "dtype": HOSTILE})
-    named = {f"{HOSTILE}{number}": record for number, record in enumerate(records)}
-    shown = [batch, batch.show(model.tokenizer), context, prefix, al.Results(named)]
-    return [*records, *shown]
-
-
-def test_html_is_small_valid_and_escaped(gpt2: Any) -> None:
-    for instance in displays(gpt2):
-        html = instance._repr_html_()
-        parsed = Parsed(html)
-        assert "script" not in parsed.tags, html
-        assert len(html) < 20_000, f"{type(instance).__name__}: {len(html)}"
-        assert not parsed.tags & {"img", "link", "iframe"} and "url(" not in html
-        assert type(instance).__name__ == "PromptView" or "<scr" in parsed.text
-
-
 # A model, a segment, a class, a file or an error can have any text, also one that changes colours
-# or the title of a terminal, that turns the line around, or that looks like another.
-COMMANDS = (
+# or the title of a terminal, that turns the line around, that looks like another, or that is a
+# script of a page.
+COMMANDS = "<script>&<b>"
+COMMANDS += (
     "a\x1b[31m \x9d0;title\x07 \u202e \u2066 \u200f \u061c \u200b \u200d \ufeff \r \x85 \udce9"
 )
 
@@ -177,18 +157,19 @@ def hostile_things(model: Any) -> Iterator[Any]:
     """Objects with a text of somebody else in each place that has one."""
     info = {"model": COMMANDS, "prompts": COMMANDS, "labels": [COMMANDS]}
     batch = questions(model, 2)[0]
-    yield from (each for each in all_records(info=info) if type(each).__str__ is object.__str__)
+    records = all_records(info=info | {COMMANDS: COMMANDS * 999})
+    yield from (each for each in records if type(each).__str__ is object.__str__)
+    yield al.Results({f"{COMMANDS}{number}": each for number, each in enumerate(records)})
     yield replace(batch, labels=(COMMANDS, COMMANDS))
     yield Study(model, [batch], {COMMANDS: COMMANDS})
     yield al.EdgeSweep(al.edges.pq, {COMMANDS: al.Site(0)}, name=COMMANDS)
     yield al.IntegratedFlows([COMMANDS])
     with Study(model, [batch], {}, progress=False, resamples=0) as study:
         yield study.passes([al.Accuracy(COMMANDS)])
-    yield replace(al.compress(model, batch), info=info)
+    yield replace(al.compress(model, batch), info=info | {"positions": COMMANDS})
     yield replace(trained(model, steps=0), info={"model": COMMANDS, "dtype": COMMANDS})
     yield al.reads.At(f"{{}}{COMMANDS}", al.edges.target)
     yield al.reads.Seen({}, {COMMANDS: 1}, {}, torch.ones(2, 3), None, n_heads=1)
-    yield al.Results({COMMANDS: record_of(al.contexts.Beta, info=info)})
     yield replace(al.plot_prompt(model, batch), heading=COMMANDS)
     flows = al.step_flows(model, batch.prompt(0), "text")
     yield replace(al.plot_answer(flows), heading=COMMANDS)
@@ -226,6 +207,22 @@ def test_no_text_of_somebody_else_commands_a_terminal(gpt2: Any) -> None:
             is_shown = text.replace("\n", "").isprintable()
             assert is_shown, f"{how} of {type(instance).__name__}: {text!r}"
             assert r"\x1" in text, f"{how} of {type(instance).__name__}: {text}"
+
+
+@pytest.mark.slow("many passes")
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_html_is_small_valid_and_escaped_and_has_the_colours_of_the_page(gpt2: Any) -> None:
+    shown = [each for each in hostile_things(gpt2) if hasattr(each, "_repr_html_")]
+    kinds = {type(each).__name__ for each in shown}
+    assert kinds >= {"PromptBatch", "PromptView", "CompressedContext", "PrefixContext", "Results"}
+    for instance in shown:
+        html = instance._repr_html_()
+        parsed = Parsed(html)
+        assert "<scr" in parsed.text and not parsed.tags & {"script", "img", "link", "iframe"}
+        assert len(html) < 20_000, f"{type(instance).__name__}: {len(html)}"
+        colours = re.findall(r"(?<![-\w])(?:color|background): ([^;}]+)", html)
+        fixed = {value for value in colours if not value.endswith("%)")}
+        assert fixed <= {"inherit", "none", "Canvas", "CanvasText"} and "url(" not in html
 
 
 @pytest.mark.slow("many passes")
@@ -275,14 +272,6 @@ def test_letters_that_need_a_joiner_keep_it() -> None:
     assert printable("gp\u200dt2") == r"gp\u200dt2" and printable("a\tb\nc") == "a\tb\nc"
 
 
-def test_html_inherits_the_colours_of_the_page(gpt2: Any) -> None:
-    for instance in displays(gpt2):
-        html = instance._repr_html_()
-        colours = re.findall(r"(?<![-\w])(?:color|background): ([^;}]+)", html)
-        fixed = [value for value in colours if not value.endswith("%)")]
-        assert set(fixed) <= {"inherit", "none", "Canvas", "CanvasText"}
-
-
 def test_a_record_shows_its_numbers_with_their_intervals() -> None:
     accuracy = al.records.AccuracyRecord(
         accuracy=torch.tensor(0.75),
@@ -329,17 +318,6 @@ def test_results_are_a_dict_that_prints_a_line_for_each_record() -> None:
     title, *lines = repr(results).splitlines()
     assert title == "Results of 2 records"
     assert lines == [f"  b: {records['b']!r}", f"  a: {records['a']!r}"]
-
-
-def test_a_run_returns_results_and_a_sweep_can_be_drawn(gpt2: Any) -> None:
-    batches, sites = questions(gpt2, 2), al.sites.windows(gpt2, 2)
-    options: dict[str, Any] = {"progress": False, "resamples": 0}
-    assert type(al.run(gpt2, batches, [al.Accuracy()], **options)) is al.Results
-    asked = [al.EdgeSweep.isolation(sites, draws=1), al.Accuracy()]
-    results = al.run(gpt2, batches, asked, **options)
-    assert list(results) == ["isolation", "accuracy"]
-    # In each of two panels: label words, random words, and the draws of these, at every site.
-    assert [len(points.y) for points in results["isolation"].plot().data] == [len(sites)] * 6
 
 
 def test_a_context_shows_the_segments_of_its_tokens(gpt2: Any) -> None:

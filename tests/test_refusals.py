@@ -350,6 +350,15 @@ ROWS: list[tuple[str, Any, str]] = [
     ("sample_prompts", {"seeds": []}, r"at least one; got \[\]"),
     ("sample_prompts", {"queries": 0}, "count must be a whole number from 1 to 1,000,000; got 0"),
     ("PromptError", lambda s: al.sample_prompts(NO_TOKENIZER, "news"), "model has no tokenizer"),
+    *(
+        (
+            "ArgumentError",
+            lambda s, of=of: s.built(TREC, DEMOS, of),
+            "^queries of build_prompts must be a list of Examples or texts",
+        )
+        for of in ({"a": GOOD}, {"x"}, "x", GOOD, [GOOD, 3])
+    ),
+    ("ArgumentError", lambda s: s.built(TREC, {*DEMOS}, ["x"]), "^demons.*; a set has no order$"),
     ("build_segments", [], "prompts is a list of prompts"),
     ("build_segments", [[]], r"prompt 0 must be a list of \(name, text\)"),
     ("build_segments", [[("", "a")]], r"prompt 0 must be a list of \(name, text\)"),
