@@ -144,53 +144,53 @@ def test_lines_stay_short_with_long_names(gpt2: Any) -> None:
         assert len(repr(instance)) <= 200 and "\n" not in repr(instance)
 
 
-# A model, a segment, a class, a file or an error can have any text, also one that changes colours
-# or the title of a terminal, that turns the line around, that looks like another, or that is a
-# script of a page.
-COMMANDS = "<script>&<b>"
-COMMANDS += (
+# A model, a segment, a class, a file or an error can have any text, also one that is a script of a
+# page, or that changes colours or the title of a terminal, turns the line around, or looks like
+# another.
+SCRIPT = '<script>alert("x")</script>\n& more'
+COMMANDS = (
     "a\x1b[31m \x9d0;title\x07 \u202e \u2066 \u200f \u061c \u200b \u200d \ufeff \r \x85 \udce9"
 )
 
 
-def hostile_things(model: Any) -> Iterator[Any]:
+def hostile_things(model: Any, hostile: str) -> Iterator[Any]:
     """Objects with a text of somebody else in each place that has one."""
-    info = {"model": COMMANDS, "prompts": COMMANDS, "labels": [COMMANDS]}
+    info = {"model": hostile, "prompts": hostile, "labels": [hostile]}
     batch = questions(model, 2)[0]
-    records = all_records(info=info | {COMMANDS: COMMANDS * 999})
+    records = all_records(info=info | {hostile: hostile * 999})
     yield from (each for each in records if type(each).__str__ is object.__str__)
-    yield al.Results({f"{COMMANDS}{number}": each for number, each in enumerate(records)})
-    yield replace(batch, labels=(COMMANDS, COMMANDS))
-    yield Study(model, [batch], {COMMANDS: COMMANDS})
-    yield al.EdgeSweep(al.edges.pq, {COMMANDS: al.Site(0)}, name=COMMANDS)
-    yield al.IntegratedFlows([COMMANDS])
+    yield al.Results({f"{hostile}{number}": each for number, each in enumerate(records)})
+    yield replace(batch, labels=(hostile, hostile))
+    yield Study(model, [batch], {hostile: hostile})
+    yield al.EdgeSweep(al.edges.pq, {hostile: al.Site(0)}, name=hostile)
+    yield al.IntegratedFlows([hostile])
     with Study(model, [batch], {}, progress=False, resamples=0) as study:
-        yield study.passes([al.Accuracy(COMMANDS)])
-    yield replace(al.compress(model, batch), info=info | {"positions": COMMANDS})
-    yield replace(trained(model, steps=0), info={"model": COMMANDS, "dtype": COMMANDS})
-    yield al.reads.At(f"{{}}{COMMANDS}", al.edges.target)
-    yield al.reads.Seen({}, {COMMANDS: 1}, {}, torch.ones(2, 3), None, n_heads=1)
-    yield replace(al.plot_prompt(model, batch), heading=COMMANDS)
+        yield study.passes([al.Accuracy(hostile.replace("/", ""))])
+    yield replace(al.compress(model, batch), info=info | {"positions": hostile})
+    yield replace(trained(model, steps=0), info={"model": hostile, "dtype": hostile})
+    yield al.reads.At(f"{{}}{hostile}", al.edges.target)
+    yield al.reads.Seen({}, {hostile: 1}, {}, torch.ones(2, 3), None, n_heads=1)
+    yield replace(al.plot_prompt(model, batch), heading=hostile)
     flows = al.step_flows(model, batch.prompt(0), "text")
-    yield replace(al.plot_answer(flows), heading=COMMANDS)
+    yield replace(al.plot_answer(flows), heading=hostile)
     text = batch.show(model.tokenizer)
-    yield replace(text, tokens=[COMMANDS] * len(text.tokens))
+    yield replace(text, tokens=[hostile] * len(text.tokens))
     trace = al.trace_generation(model, "Who?", max_new_tokens=2, stop_at_eos=False)
-    yield replace(trace, text=COMMANDS)
-    yield al.Contributions({COMMANDS: torch.ones(3)})
-    yield al.SegmentFlows({COMMANDS: al.edges.anchors})
-    yield al.SegmentFlows(name=COMMANDS)
-    yield al.Example(COMMANDS, 1)
-    yield al.ChatTask("{text}{label}" + COMMANDS, ["no", "yes"])
+    yield replace(trace, text=hostile)
+    yield al.Contributions({hostile: torch.ones(3)})
+    yield al.SegmentFlows({hostile: al.edges.anchors})
+    yield al.SegmentFlows(name=hostile)
+    yield al.Example(hostile, 1)
+    yield al.ChatTask("{text}{label}" + hostile, ["no", "yes"])
     claim = Claim(
-        *(f"{COMMANDS}.", COMMANDS, Estimate(1.0), 0.0, COMMANDS, COMMANDS),
-        *(Verdict.AGREES, COMMANDS, [Control(COMMANDS, Estimate(1.0))]),
+        *(f"{hostile}.", hostile, Estimate(1.0), 0.0, hostile, hostile),
+        *(Verdict.AGREES, hostile, [Control(hostile, Estimate(1.0))]),
     )
     yield from (claim, Claims([claim]))
-    yield Section(COMMANDS, {(COMMANDS, COMMANDS): {COMMANDS: COMMANDS}}, COMMANDS, COMMANDS)
+    yield Section(hostile, {(hostile, hostile): {hostile: hostile}}, hostile, hostile)
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     yield from (
-        kind(COMMANDS, {}) if kind is RunError else kind(COMMANDS)
+        kind(hostile, {}) if kind is RunError else kind(hostile)
         for kind in kinds
         if issubclass(kind, AnchorlensError)
     )
@@ -199,7 +199,7 @@ def hostile_things(model: Any) -> Iterator[Any]:
 @pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_no_text_of_somebody_else_commands_a_terminal(gpt2: Any) -> None:
-    for instance in hostile_things(gpt2):
+    for instance in hostile_things(gpt2, COMMANDS):
         texts = {"repr": repr(instance), "str": str(instance), "format": f"{instance}"}
         if isinstance(instance, Section):
             texts = {"text": instance.text(), "in a narrow terminal": instance.text(20)}
@@ -212,13 +212,16 @@ def test_no_text_of_somebody_else_commands_a_terminal(gpt2: Any) -> None:
 @pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_html_is_small_valid_and_escaped_and_has_the_colours_of_the_page(gpt2: Any) -> None:
-    shown = [each for each in hostile_things(gpt2) if hasattr(each, "_repr_html_")]
+    pictures = al.records.PromptFlows | al.records.AnswerFlows  # pages in frames of their own
+    things = [each for each in hostile_things(gpt2, SCRIPT) if not isinstance(each, pictures)]
+    shown = [each for each in things if hasattr(each, "_repr_html_")]
     kinds = {type(each).__name__ for each in shown}
     assert kinds >= {"PromptBatch", "PromptView", "CompressedContext", "PrefixContext", "Results"}
     for instance in shown:
         html = instance._repr_html_()
         parsed = Parsed(html)
-        assert "<scr" in parsed.text and not parsed.tags & {"script", "img", "link", "iframe"}
+        assert "<scr" in parsed.text, type(instance)
+        assert not parsed.tags & {"script", "img", "link", "iframe"}
         assert len(html) < 20_000, f"{type(instance).__name__}: {len(html)}"
         colours = re.findall(r"(?<![-\w])(?:color|background): ([^;}]+)", html)
         fixed = {value for value in colours if not value.endswith("%)")}

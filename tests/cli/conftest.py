@@ -1,16 +1,71 @@
 """Commands are tested with analyses that take less time, or with one that was made before."""
 
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import anchorlens as al
+from anchorlens.cli import commands
 
 
 @pytest.fixture(autouse=True)
 def quick_commands(quick: None) -> None: ...
+
+
+class Told(NamedTuple):
+    """What a command gave back and printed."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The line of the error."""
+        [line] = [text for text in self.err.splitlines() if text.startswith("error: ")]
+        return line
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., Told]:
+    """Runs a command in this process."""
+
+    def called(*arguments: str) -> Told:
+        monkeypatch.setattr(sys, "argv", ["anchorlens", *arguments])
+        monkeypatch.setattr("warnings.formatwarning", None)  # main sets it; monkeypatch restores it
+        with pytest.raises(SystemExit) as stop:
+            commands.main()
+        return Told(int(stop.value.code or 0), *capsys.readouterr())
+
+    return called
+
+
+@pytest.fixture
+def done(call: Callable[..., Told]) -> Callable[..., Told]:
+    """Runs a command that does its work."""
+
+    def called(*arguments: str) -> Told:
+        told = call(*arguments)
+        assert told.status == 0, told.err
+        return told
+
+    return called
+
+
+@pytest.fixture
+def failed(call: Callable[..., Told]) -> Callable[..., str]:
+    """Runs a command that fails: the line of its error."""
+
+    def called(*arguments: str) -> str:
+        told = call(*arguments)
+        assert told.status == 1, told.err
+        return told.error
+
+    return called
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import pytest
 
 import anchorlens as al
 from anchorlens.cli.wording import in_words_of_the_command
-from tests.cli.test_cli import call
 
 
 @pytest.mark.parametrize(
@@ -67,8 +66,8 @@ def test_the_library_names_no_option_of_the_command() -> None:
     assert {(name, option) for name, option in named if option not in OF_OTHERS} == set()
 
 
-def test_a_warning_is_printed_once_in_words_of_the_command(monkeypatch: Any) -> None:
-    assert call(monkeypatch, "models", "gpt2", "--json") == 1
+def test_a_warning_is_printed_once_in_words_of_the_command(call: Any) -> None:
+    assert call("models", "gpt2", "--json").status == 1
     message = "few; use more queries, or resamples=0 for no intervals"
     lines = [warnings.formatwarning(message, UserWarning, "file", line) for line in (1, 2)]
     assert lines == ["warning: few; use more queries\n", ""]
