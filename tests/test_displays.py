@@ -119,6 +119,13 @@ def instances(model: Any) -> Iterator[Any]:
     yield al.plot_prompt(model, batch)
     yield al.plot_answer(al.step_flows(model, batch.prompt(0), "text"))
     yield al.Contributions({f"number {k}": torch.ones(3) for k in range(40)})
+    labels = tuple(f"{number}\n" * 40 for number in range(6))
+    yield replace(batch, labels=labels, first_query=9)
+    info = {
+        name: str(value) * 99 for name, value in al.compress(model, batch).info.items() if value
+    }
+    yield replace(al.compress(model, batch), info={**info, "selected": {}})
+    yield from all_records(info={"model": labels})
 
 
 @pytest.mark.slow("many passes")
@@ -130,18 +137,6 @@ def test_every_public_object_prints_one_short_line(gpt2: Any) -> None:
         assert len(line) <= 200 and "\n" not in line and "tensor(" not in line, line
         assert line.lstrip("<")[:5] != "ancho", f"the default repr says nothing: {line}"
     assert {type(instance) for instance in shown} >= public_classes()
-
-
-def test_lines_stay_short_with_long_names(gpt2: Any) -> None:
-    batch = questions(gpt2, 2)[0]
-    labels = tuple(f"{number}\n" * 40 for number in range(6))
-    many = replace(batch, labels=labels, first_query=9)
-    context = al.compress(gpt2, batch)
-    long_info: dict[str, Any] = {
-        name: str(value) * 99 for name, value in context.info.items() if value
-    } | {"selected": {}}
-    for instance in (many, replace(context, info=long_info), *all_records(info={"model": labels})):
-        assert len(repr(instance)) <= 200 and "\n" not in repr(instance)
 
 
 # A model, a segment, a class, a file or an error can have any text, also one that is a script of a
@@ -257,15 +252,6 @@ def test_models_of_any_name_and_error_are_compared_without_commands(
         assert re.sub(r"[\n\r]|\x1b\[A", "", text).isprintable(), repr(text)
         assert r"\x1b[31m" in text
     assert repr(record).isprintable()
-
-
-def test_a_bar_of_prompts_shows_its_title_without_commands(
-    gpt2: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Study(gpt2, questions(gpt2, 2), {}, resamples=0, title=COMMANDS) as study:
-        study.collect(lambda batch: {"ones": torch.ones(len(batch))})
-    bar = capsys.readouterr().err.replace("\r", "").replace("\n", "")
-    assert r"\x1b[31m" in bar and bar.isprintable()
 
 
 def test_letters_that_need_a_joiner_keep_it() -> None:

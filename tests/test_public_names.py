@@ -114,11 +114,6 @@ def test_a_name_is_the_one_of_its_module() -> None:
     assert vars(al)["run"] is run  # the second use does not look for it again
 
 
-def test_an_unknown_name_is_an_ordinary_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'anchorlens' has no attribute 'nothing'"):
-        al.nothing  # noqa: B018
-
-
 @pytest.mark.slow("many passes")
 def test_a_checkout_without_metadata_runs(
     gpt2: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import typer
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
 from anchorlens.cli import commands
 from anchorlens.errors import AnchorlensError
-from tests.support.tiny_models import randomize
+from tests.references.architectures import BY_NAME
 
 COMMANDS: dict[str, Any] = getattr(typer.main.get_command(commands.app), "commands", {})
 QUICK = ["--queries", "12", "--depth", "2", "--draws", "2"]
@@ -130,16 +129,8 @@ def test_a_metric_that_cannot_be_computed_does_not_stop_the_others(
 ) -> None:
     """The model is GPT-NeoX without the wrapper that calls hooks of rotated queries and keys."""
     monkeypatch.setattr("anchorlens.models.load.wrap_operands", lambda attention: False)
-    config = GPTNeoXConfig(
-        vocab_size=len(byte_level),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=1024,
-    )
+    weights = BY_NAME["GPT-NeoX (Pythia)"].build(len(byte_level), max_position_embeddings=1024)
     model, out = tmp_path / "model", tmp_path / "out"
-    weights: Any = randomize(GPTNeoXForCausalLM(config))
     weights.save_pretrained(model)
     byte_level.save_pretrained(model)
     arguments = ("--model", str(model), "--task", "questions", "--queries", "12", "--out", str(out))

@@ -14,7 +14,7 @@ from anchorlens.cli import check
 from anchorlens.cli.architectures import table_of_architectures
 from anchorlens.errors import MetricError, PromptError
 from anchorlens.passes.provide import need_gradient, reads_of
-from tests.support.tiny_models import randomize
+from tests.references.architectures import BY_NAME
 
 ROOT = Path(__file__).parents[2]
 TABLES = runpy.run_path(str(ROOT / "benchmarks/architecture_table.py"))
@@ -32,23 +32,13 @@ def test_the_table_holds_what_the_tests_measured() -> None:
     case |= {"versions": {"torch": "2"}, "dtype": "float32", "differences": {"logits": 1.4e-6}}
     exact = case | {"dtype": "float64", "differences": {"logits": 2e-15}}
     refused = case | {"architecture": "B", "refused": "no mask"}
+    cells = {"4.3 bridge": ["1e-6", "2e-15"]}
+    of_a: dict[str, Any] = {"name": "A", "special": "b", "cells": cells, "hooks": "native"}
+    of_b = of_a | {"name": "B", "cells": {"4.3 bridge": "refused: no mask"}}
     assert TABLES["table_of"]([case, exact, refused]) == {
         "versions": {"torch": ["2"]},
-        "architectures": [
-            {
-                "name": "A",
-                "special": "b",
-                "cells": {"4.3 bridge": ["1e-6", "2e-15"]},
-                "hooks": "native",
-            },
-            {
-                "name": "B",
-                "special": "b",
-                "cells": {"4.3 bridge": "refused: no mask"},
-                "hooks": "native",
-            },
-        ],
-        "quantities": {"logits": {"4.3 bridge": ["1e-6", "2e-15"]}},
+        "architectures": [of_a, of_b],
+        "quantities": {"logits": cells},
     }
 
 
@@ -80,23 +70,13 @@ def test_check_says_what_works(done: Any, model_folder: Path) -> None:
 
 
 def saved(weights: Any, tokenizer: Any, folder: Path) -> str:
-    randomize(weights).save_pretrained(folder)  # type: ignore[operator]
+    weights.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 def tiny_opt(vocab_size: int) -> Any:
-    return transformers.OPTForCausalLM(
-        transformers.OPTConfig(
-            vocab_size=vocab_size,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            ffn_dim=16,
-            max_position_embeddings=64,
-            word_embed_proj_dim=16,
-        )
-    )
+    return BY_NAME["OPT"].build(vocab_size, max_position_embeddings=64)
 
 
 @pytest.mark.slow("whole commands")
@@ -107,7 +87,7 @@ def test_check_names_wrapped_attention_and_prompts_that_are_too_long(
     told = call("check", model)
     assert told.status == 1 and f"no analysis works on {model}: " in told.error
     assert f"{model} cannot be analysed\n" in told.out and "Next:" not in told.out
-    assert "of transformers, wrapped in 2 layers" in told.out
+    assert "of transformers, wrapped in 3 layers" in told.out
     assert "but the model's context is 64" in " ".join(told.out.split())
 
 
@@ -160,6 +140,6 @@ def test_check_refuses_a_model_with_dead_hooks_or_of_another_kind(
     weights: Any = transformers.MambaForCausalLM(config)
     if kind == "dead hooks":
         weights = tiny_opt(size)
-        message = "layers [0, 1]: an edit of the scores does not reach the pattern"
+        message = "layers [0, 1, 2]: an edit of the scores does not reach the pattern"
     told = call("check", saved(weights, byte_level, tmp_path))
     assert told.status == 1 and message in told.error and told.out == ""

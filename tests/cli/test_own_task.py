@@ -10,11 +10,13 @@ import pytest
 from transformers import AutoTokenizer
 
 import anchorlens as al
-from anchorlens.cli.analysis import analysed
+from anchorlens.cli.analysis import Page
 from anchorlens.cli.options import Run
+from anchorlens.cli.summary import Summary
 from anchorlens.cli.tasks import chosen_tasks
-from anchorlens.errors import AnchorlensError, DataError
+from anchorlens.errors import AnchorlensError
 from anchorlens.prompts.task_file import examples_of, task_of
+from anchorlens.results.answer import Answer
 from tests.cli.test_cli import QUICK
 from tests.support.chat_tokenizers import chat_tokenizer, with_template
 from tests.support.measures import is_shared
@@ -77,13 +79,6 @@ def test_one_command_analyses_a_csv_file_and_stores_its_task(
     assert r"Q: {text}\nA:{label}" in (folder / "out/report.html").read_text()
 
 
-def test_a_task_file_gives_a_task_and_examples(folder: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir("/")  # the data are beside the file
-    task, examples = al.prompts.read_task(folder / "film.toml")
-    assert task == TASK and len(examples.pool) == 40
-    assert examples.pool[1] == al.Example("film 1, a film", 1)
-
-
 def test_the_settings_of_a_task_are_entries_that_give_the_same_task(folder: Path) -> None:
     for given in (
         chosen(task=str(folder / "film.toml")),
@@ -122,41 +117,33 @@ def chat_model(tmp_path_factory: Any) -> Path:
 
 
 @pytest.mark.slow("whole commands")
-@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
-def test_the_tokens_of_a_chat_are_those_of_the_chat_template(
+@pytest.mark.filterwarnings("ignore:in . of . sets")
+def test_the_prompts_of_a_chat_are_those_of_the_task_in_python(
     done: Any, monkeypatch: Any, chat_model: Path, folder: Path
 ) -> None:
-    given: list[Any] = []
+    """Whose tokens are those of the chat template: see tests/prompts/test_chat.py."""
+    given: list[list[al.PromptBatch]] = []
 
-    def store(model: Any, task: str, batches: list[Any], options: Any) -> Any:
-        given.extend(batches)
-        return analysed(model, task, batches, options)
+    def analysed(model: Any, task: str, batches: list[al.PromptBatch], options: Any) -> Page:
+        given.append(batches)
+        return Page({}, Summary(Answer("?", ""), (), {}, False, False))
 
-    monkeypatch.setattr("anchorlens.cli.work.analysed", store)
+    monkeypatch.setattr("anchorlens.cli.work.analysed", analysed)
     (folder / "chat.toml").write_text(CHAT_FILE + 'instructions = "Judge films."')
-    arguments = ["--task-file", "chat.toml", "--model", str(chat_model), "--batch-size", "1"]
-    arguments += ["--out", "out", "--queries", "12", "--depth", "1", "--draws", "1"]
-    done("run", *arguments)
+    arguments = ["--task-file", "chat.toml", "--model", str(chat_model), "--out", "out"]
+    done("run", *arguments, "--queries", "12")
     settings = json.loads((folder / "out/settings.json").read_text())
     assert settings["chat"] is True and settings["labels"] == ["no", "yes"]
     assert "separator" not in settings
-    examples = al.prompts.read_task("film.toml")[1]
-    demonstrations = al.sample_demonstrations(examples.pool, 1, 42)
-    queries = al.sample_queries(examples.tests, 12, 42, exclude=demonstrations)
-    turns = [{"role": "system", "content": "Judge films."}]
-    for demo in demonstrations:
-        turns.append({"role": "user", "content": f"Q: {demo.text}\nA:"})
-        turns.append({"role": "assistant", "content": ["no", "yes"][int(demo.label or 0)]})
+    chat = al.ChatTask(TASK.template, ["no", "yes"], instructions="Judge films.")
+    examples = al.prompts.read_task("film.toml")[1].pool
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
-    expected = [
-        tokenizer.apply_chat_template(
-            [*turns, {"role": "user", "content": f"Q: {query.text}\nA:"}],
-            add_generation_prompt=True,
-            tokenize=True,
-        )["input_ids"]
-        for query in queries
+    expected = al.sample_prompts(tokenizer, chat, examples, queries=12)
+    tokens = [
+        {tuple(row) for batch in batches for row in batch.tokens.tolist()}
+        for batches in (*given, expected)
     ]
-    assert sorted(batch.tokens[0].tolist() for batch in given) == sorted(expected)
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 12
 
 
 def test_a_chat_may_be_a_task_of_the_package_or_of_a_file(folder: Path) -> None:
@@ -245,11 +232,6 @@ def test_mistakes_in_a_task_file_name_the_file_or_the_entry(
     with pytest.raises(AnchorlensError) as caught:
         read(text)
     assert words in str(caught.value)
-
-
-def test_a_task_file_that_cannot_be_read_is_an_error(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.toml cannot be read: No such file"):
-        al.prompts.read_task("none.toml")
 
 
 CSV = ["reviews.csv", "--task-file", "film.toml"]
