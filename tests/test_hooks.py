@@ -91,21 +91,6 @@ def test_edges_cut_in_one_head_equal_attention_written_by_hand(
     assert not torch.allclose(ours, logits_of(gpt2, batch, al.block_edges(gpt2, batch, cut, -1)))
 
 
-def test_isolated_rows_are_renormalized_or_only_set_to_zero(
-    gpt2: Any, batch: al.PromptBatch
-) -> None:
-    cut = edges.wp(batch)[:, None, None]
-    before = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(3)))
-    assert not before[cut.expand_as(before)].any()
-    # Each label word attends only to itself.
-    for row, words in zip(before, batch.label_positions, strict=True):
-        assert (row[:, :, words, words] == 1).all()
-    clean = patterns_of(gpt2, batch, [])
-    after = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False)))
-    expected = clean[:, 0].masked_fill(edges.wp(batch)[:, None], 0)
-    torch.testing.assert_close(after[:, 0], expected)
-
-
 def test_label_words_are_isolated_like_positions_that_are_given(
     gpt2: Any, batch: al.PromptBatch
 ) -> None:

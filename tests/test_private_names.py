@@ -179,17 +179,6 @@ def test_in_torch_a_compiled_module_holds_its_own() -> None:
     assert compiled._orig_mod is module
 
 
-def test_in_transformers_configurations_name_the_attention() -> None:
-    """The configuration of a model names its attention implementation."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=4, n_positions=4))
-    model.set_attn_implementation("eager")
-    named = model.config._attn_implementation
-    model.config._attn_implementation = "sdpa"
-    assert (named, model.config._attn_implementation) == ("eager", "sdpa")
-
-
 def test_in_torch_a_module_holds_its_parts_in_tables() -> None:
     """A copy of what a module holds has its parts, which are looked up in three tables."""
     norm = nn.Sequential(nn.BatchNorm1d(2))
@@ -209,15 +198,17 @@ def test_in_torch_a_compiled_module_calls_another_function() -> None:
     assert before is None and linear._compiled_call_impl is not None
 
 
-def test_in_transformers_a_copy_of_a_configuration_names_another_attention() -> None:
-    """A configuration holds the name of its attention as _attn_implementation_internal."""
-    from transformers import GPT2Config
+def test_in_transformers_configurations_and_their_copies_name_the_attention() -> None:
+    """A configuration has its attention as _attn_implementation, in ..._internal."""
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config()
-    config._attn_implementation = "eager"
-    made = copy.copy(config)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=4, n_positions=4))
+    model.set_attn_implementation("eager")
+    config, made = model.config, copy.copy(model.config)
     vars(made)["_attn_implementation_internal"] = "ours"
     assert (config._attn_implementation, made._attn_implementation) == ("eager", "ours")
+    config._attn_implementation = "sdpa"
+    assert config._attn_implementation == "sdpa"
 
 
 def test_in_transformers_registrations_can_be_undone() -> None:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
@@ -66,6 +67,20 @@ def failed(call: Callable[..., Told]) -> Callable[..., str]:
         return told.error
 
     return called
+
+
+@pytest.fixture
+def into_folder(shallow_folder: Path, tmp_path: Path) -> list[str]:
+    """The options of a model and of the folder ``tmp_path``."""
+    return ["--model", str(shallow_folder), "--out", str(tmp_path)]
+
+
+@pytest.fixture
+def paper_parts(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """In place of what ``paper`` computes: no record of each task."""
+    made = Mock(side_effect=lambda model, examples, **_: dict.fromkeys(examples, al.Results()))
+    monkeypatch.setattr("anchorlens.cli.work.paper_records", made)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from anchorlens.errors import AnchorlensError
 from tests.references.architectures import BY_NAME
 
 COMMANDS: dict[str, Any] = getattr(typer.main.get_command(commands.app), "commands", {})
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"
+OUT_OF_MEMORY = Mock(side_effect=torch.OutOfMemoryError(MESSAGE))
 QUICK = ["--queries", "12", "--depth", "2", "--draws", "2"]
 
 
@@ -37,15 +40,11 @@ def test_help_shows_options_of_the_task_before_those_of_the_machine() -> None:
 def test_depth_and_draws_are_not_taken_for_each_other(
     failed: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path, command: str, analysis: str
 ) -> None:
-    asked: dict[str, Any] = {}
-
-    def analyse(*_: Any, **options: Any) -> None:
-        asked.update(options)
-        raise AnchorlensError("nothing is analysed")
-
+    analyse = Mock(side_effect=AnchorlensError("nothing is analysed"))
     monkeypatch.setattr(f"anchorlens.cli.{analysis}", analyse)
     arguments = [*command.split(), str(shallow_folder), "--out", str(tmp_path), "--queries", "11"]
     failed(*arguments, "--depth", "2", "--draws", "3")
+    asked = analyse.call_args.kwargs
     assert (asked["depth"], asked["draws"]) == (2, 3)
 
 
@@ -79,14 +78,11 @@ def test_demo_writes_report_results_and_settings(
 @pytest.mark.slow("whole commands")
 @pytest.mark.usefixtures("analysis_made_before")
 def test_without_a_picture_of_a_prompt_there_is_still_a_report(
-    done: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path
+    done: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
-    def raise_out_of_memory(*_: Any, **options: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
-
-    monkeypatch.setattr("anchorlens.cli.analysis.plot_prompt", raise_out_of_memory)
-    arguments = ["--model", str(shallow_folder), "--out", str(tmp_path), "--task", "questions"]
-    printed = done("run", *arguments, "--queries", "12", "--depth", "1")
+    monkeypatch.setattr("anchorlens.cli.analysis.plot_prompt", OUT_OF_MEMORY)
+    options = ["--task", "questions", "--queries", "12", "--depth", "1"]
+    printed = done("run", *into_folder, *options)
     assert "warning: no picture of prompt 0: CUDA out of memory. Tried" in printed.err
     assert "questions, claims of the paper" in printed.out
     page = (tmp_path / "report.html").read_text()
@@ -97,11 +93,8 @@ def test_without_a_picture_of_a_prompt_there_is_still_a_report(
 def test_out_of_memory_is_an_error_of_one_line_that_names_options_of_the_command(
     failed: Any, monkeypatch: Any, model_folder: Path, tmp_path: Path, command: str
 ) -> None:
-    def raise_out_of_memory(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-
     for module in ("work", "check"):
-        monkeypatch.setattr(f"anchorlens.cli.{module}.load_model", raise_out_of_memory)
+        monkeypatch.setattr(f"anchorlens.cli.{module}.load_model", OUT_OF_MEMORY)
     arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
     arguments += ["--task", "questions"] * (command != "demo")
     if command == "check":

@@ -19,9 +19,9 @@ COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_contexts_are_trained_compared_and_reported(
-    done: Any, shallow_folder: Path, tmp_path: Path
+    done: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
-    arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path), "--json"]
+    arguments = [*COMMAND, *into_folder, "--json"]
     printed = done(*arguments, "--other-tokens")
     record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
     names = ["none", "demonstrations", "anchors only", "random words, draw 0", "re-weighted"]
@@ -76,18 +76,16 @@ def test_contexts_are_trained_compared_and_reported(
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
-    done: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path
+    done: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
     build = command_prompts.prompts_of_draws
 
     def with_long_words(*args: Any, **options: Any) -> list[al.PromptBatch]:
-        return [
-            replace(batch, label_ends=batch.label_positions + 1)
-            for batch in build(*args, **options)
-        ]
+        batches = build(*args, **options)
+        return [replace(batch, label_ends=batch.label_positions + 1) for batch in batches]
 
     monkeypatch.setattr(command_prompts, "prompts_of_draws", with_long_words)
-    arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path)]
+    arguments = [*COMMAND, *into_folder]
     note = "the search starts from the first token of each label word"
     assert note in done(*arguments).err
     record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
@@ -95,11 +93,11 @@ def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
 
 
 def test_contexts_too_long_for_the_model_are_refused_before_weights_are_loaded(
-    call: Any, failed: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path
+    call: Any, failed: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
     """The longest that fits is given to the loading of the model, one more is not."""
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path)]
+    arguments = [*COMMAND, *into_folder]
     error = failed(*arguments, "--length", "600")
     assert "--length 600 is too long: the model's context is 512 tokens, and the longest" in error
     most = int(error.split()[-1])
@@ -110,14 +108,14 @@ def test_contexts_too_long_for_the_model_are_refused_before_weights_are_loaded(
 
 
 def test_demonstrations_too_short_for_a_score_are_refused_before_weights_are_loaded(
-    call: Any, failed: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path
+    call: Any, failed: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
     task = tmp_path / "short.toml"
     rows = [{"text": f"text {k}", "label": k % 2} for k in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task.write_text('data = "rows.jsonl"\ntemplate = "{text}{label}"\nlabels = [" a", " b"]\n')
-    arguments = ["contexts", "--model", str(shallow_folder), "--out", str(tmp_path / "out"), *SMALL]
+    arguments = ["contexts", *into_folder, "--out", str(tmp_path / "out"), *SMALL]
     arguments += ["--task", str(task), "--other-tokens"]
     error = failed(*arguments)
     assert "--other-tokens needs longer demonstrations: keep must be from 8" in error

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -418,20 +419,14 @@ def test_of_one_query_no_one_knows_whether_the_task_is_too_hard(
 
 @pytest.mark.slow("whole commands")
 def test_paper_takes_a_file_and_has_no_published_values_for_it(
-    done: Any, monkeypatch: Any, of_a_csv: list[str]
+    done: Any, paper_parts: Mock, of_a_csv: list[str]
 ) -> None:
-    given: list[tuple[list[str], int]] = []
-
-    def records(model: Any, examples: dict[str, Any], **options: Any) -> dict[str, al.Results]:
-        given.append(([*examples], len(options["tasks"]["a"].labels)))
-        return {name: al.Results() for name in examples}
-
-    monkeypatch.setattr(work, "paper_records", records)
     table = pd.concat([frame(["a", "b", "c"])] * 2)
     commas(table.assign(message=[f"text {k}" for k in range(30)]), Path("a.csv"))
     options = ["--text-column", "message", "--out", "out", "--seed", "1"]
     printed = done("paper", *of_a_csv, *options)
-    assert given == [(["a"], 3)]
+    given = paper_parts.call_args
+    assert [*given.args[1]] == ["a"] and len(given.kwargs["tasks"]["a"].labels) == 3
     assert "in the paper\n" not in printed.out and "--queries 15 " in printed.err
     assert "--task out/a.toml" in printed.out.splitlines()[-1]
 

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -79,56 +80,40 @@ def test_a_task_that_the_tokenizer_cannot_write_is_an_error_before_weights_are_l
 
 
 def test_a_command_without_any_record_is_an_error(
-    failed: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path
+    failed: Any, paper_parts: Mock, into_folder: list[str]
 ) -> None:
-    def fail(*arguments: Any, **options: Any) -> Any:
-        raise RunError("no result, or not all, for sentiment, figures: no", {"a": al.Results()})
-
-    monkeypatch.setattr(work, "paper_records", fail)
-    arguments = ["--model", str(shallow_folder), "--tasks", "sentiment", "--out", str(tmp_path)]
-    assert "for sentiment, figures: no" in failed("paper", *arguments, *QUICK)
+    message = "no result, or not all, for sentiment, figures: no"
+    paper_parts.side_effect = RunError(message, {"a": al.Results()})
+    error = failed("paper", "--tasks", "sentiment", *into_folder, *QUICK)
+    assert "for sentiment, figures: no" in error
 
 
 @pytest.mark.slow("whole commands")
 def test_emocontext_runs_only_if_it_is_named(
-    done: Any, monkeypatch: Any, model_folder: Path, tmp_path: Path
+    done: Any, monkeypatch: Any, paper_parts: Mock, into_folder: list[str]
 ) -> None:
-    tasks: list[list[str]] = []
     bundled = {name: bundle for bundle, name in BUNDLED.items()}
-
-    def records(model: Any, examples: dict[str, Any], **options: Any) -> dict[str, al.Results]:
-        tasks.append(list(examples))
-        assert options["parts"] == ("figures", "table 1", "table 2", "table 3")
-        return {name: al.Results() for name in examples}
-
     monkeypatch.setattr(
         demonstration_sets, "load_examples", lambda name, split: al.load_examples(bundled[name])
     )
-    monkeypatch.setattr(work, "paper_records", records)
-    arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
-    done("paper", *arguments)
-    done("paper", *arguments, "--tasks", "sst2, emo")
+    done("paper", *into_folder)
+    done("paper", *into_folder, "--tasks", "sst2, emo")
+    tasks = [[*call.args[1]] for call in paper_parts.call_args_list]
     assert tasks == [["sst2", "trec", "agnews"], ["sst2", "emo"]]
+    parts = paper_parts.call_args.kwargs["parts"]
+    assert parts == ("figures", "table 1", "table 2", "table 3")
 
 
 @pytest.mark.slow("whole commands")
 def test_data_can_be_a_folder(
-    done: Any, monkeypatch: Any, model_folder: Path, tmp_path: Path
+    done: Any, paper_parts: Mock, into_folder: list[str], tmp_path: Path
 ) -> None:
     """Demonstrations come from TASK/train.jsonl, queries from TASK/test.jsonl."""
+    (tmp_path / "sst2").mkdir()
     for split in ("train", "test"):
         rows = [{"text": f"{split} {k}", "label": k % 2} for k in range(24)]
-        (tmp_path / "sst2").mkdir(exist_ok=True)
         (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given: list[Any] = []
-
-    def records(model: Any, examples: dict[str, Any], **options: Any) -> dict[str, al.Results]:
-        given.append(examples["sst2"])
-        return {"sst2": al.Results()}
-
-    monkeypatch.setattr(work, "paper_records", records)
-    arguments = ["--tasks", "sst2", str(tmp_path), "--out", str(tmp_path), *QUICK]
-    done("paper", "--model", str(model_folder), *arguments)
-    [(pool, tests)] = given
-    assert {example.text[:5] for example in pool} == {"train"}
-    assert {example.text[:4] for example in tests} == {"test"}
+    done("paper", "--tasks", "sst2", str(tmp_path), *into_folder, *QUICK)
+    pool, tests = paper_parts.call_args.args[1]["sst2"]
+    assert {example.text.split()[0] for example in pool} == {"train"}
+    assert {example.text.split()[0] for example in tests} == {"test"}

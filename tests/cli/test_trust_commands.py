@@ -78,12 +78,11 @@ def test_models_that_cannot_be_read_are_one_error_before_any_is_loaded(
 
 
 def test_two_segments_have_no_rank_correlation_which_is_said_before_weights_are_loaded(
-    call: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    call: Any, monkeypatch: Any, into_folder: list[str], capsys: Any
 ) -> None:
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    arguments = ["--model", str(shallow_folder), "--task", "sentiment", "--out", str(tmp_path)]
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        call("faithfulness", *arguments)
+        call("faithfulness", *into_folder, "--task", "sentiment")
     noted = " ".join(capsys.readouterr().err.split())
     assert "there are 2 segments, and a rank correlation (LDS) needs 3" in noted
     assert "--shots 2 gives two demonstrations of each class" in noted
@@ -189,11 +188,11 @@ def test_faithfulness_explains_what_the_model_writes(
 @WARNED
 @pytest.mark.parametrize("removal", ["edges", "text"])
 def test_faithfulness_of_a_task_is_that_of_the_question(
-    done: Any, shallow_folder: Path, tmp_path: Path, removal: str
+    done: Any, into_folder: list[str], shallow_folder: Path, removal: str
 ) -> None:
-    arguments = ["--model", str(shallow_folder), "--queries", "3", "--subsets", "5", "--top", "2"]
+    arguments = [*into_folder, "--queries", "3", "--subsets", "5", "--top", "2"]
+    arguments += ["--json", "--quiet", "--task", "questions"]
     arguments += ["--remove-text"] if removal == "text" else []
-    arguments += ["--out", str(tmp_path), "--json", "--quiet", "--task", "questions"]
     values = json.loads(done("faithfulness", *arguments).out)["faithfulness"]
     model = al.load_model(shallow_folder)
     batches = al.sample_prompts(model, "questions", queries=3)
