@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import anchorlens as al
+from anchorlens.contexts import hard_prompts
 from anchorlens.errors import ArgumentError
 from anchorlens.system.arguments import as_hint, checked
 from tests.attack.attack_scene import Scene, scene
@@ -39,20 +40,11 @@ MADE_BY_THE_PACKAGE = (
     *(al.reads.Block, al.reads.Seen),
 )
 INTERNAL = {
-    "PrefixEffect.query_pass",
-    "losses.NextTokenCrossEntropy",
-    "losses.NextTokenCrossEntropy.positions",
-    "losses.WordCrossEntropy",
-    "losses.WordCrossEntropy.continuations",
-    "losses.before_segment",
-    "losses.gold_of",
-    "losses.needs_positions",
-    "reads.At.columns",
-    "reads.needs_of",
-    "weights.refuse_values",
-    "Task.score",
-    "ChatTask.score",
-    "Verbalizer.score",
+    *("PrefixEffect.query_pass", "Task.score", "ChatTask.score", "Verbalizer.score"),
+    *("losses.NextTokenCrossEntropy", "losses.NextTokenCrossEntropy.positions"),
+    *("losses.WordCrossEntropy", "losses.WordCrossEntropy.continuations"),
+    *("losses.before_segment", "losses.gold_of", "losses.needs_positions"),
+    *("reads.At.columns", "reads.needs_of", "weights.refuse_values"),
 }
 
 
@@ -269,9 +261,7 @@ def test_labels_of_a_table_are_those_of_examples() -> None:
         assert al.sample_demonstrations(table, seed=3) == drawn
     assert al.sample_demonstrations(tables[0].assign(source="x"), seed=3) == drawn
     for other in (tables[0].rename(columns={"label": "kind"}), tables[0][["label"]]):
-        with pytest.raises(
-            al.AnchorlensError, match=r"its columns text and label; got .*load_exam"
-        ):
+        with pytest.raises(ArgumentError, match=r"its columns text and label; got .*load_exam"):
             al.sample_demonstrations(other)
     shown = tables[0].assign(image="a.png", source="x")
     assert {each.image for each in al.sample_demonstrations(shown)} == {"a.png"}
@@ -313,30 +303,25 @@ def test_every_public_function_refuses_an_unknown_argument() -> None:
                 function(no_such=0)
 
 
+SEGMENTS = r"write al.build_segments\(model.tokenizer, "
+PAIRS = "write edges by number as al.edges.pairs"
+
+
 @pytest.mark.parametrize(
     ("call", "cure"),
     [
+        (lambda s: api.saliency(s.model, "a text"), SEGMENTS),
+        (lambda s: api.run(s.model, ["a text"], []), SEGMENTS),
         (
-            lambda model: api.saliency(model, "a text"),
-            r"write al.build_segments\(model.tokenizer, ",
+            lambda s: api.saliency(s.model, torch.ones(1, 3)),
+            r"write al.PromptBatch.from_segments\(",
         ),
-        (
-            lambda model: api.run(model, ["a text"], []),
-            r"write al.build_segments\(model.tokenizer, ",
-        ),
-        (
-            lambda model: api.saliency(model, torch.ones(1, 3)),
-            r"write al.PromptBatch.from_segments\(tok",
-        ),
-        (
-            lambda model: api.block_edges(model, scene_without_warnings().batch, [(3, 1)]),
-            r"write edges by number as al.edges.pairs",
-        ),
-        (lambda _: api.edges.between([3], [1]), r"write edges by number as al.edges.pairs"),
-        (lambda _: api.PromptBatch.from_segments([[3]]), r"convert it with torch.as_tensor"),
+        (lambda s: api.block_edges(s.model, s.batch, [(3, 1)]), PAIRS),
+        (lambda _: api.edges.between([3], [1]), PAIRS),
+        (lambda _: api.PromptBatch.from_segments([[3]]), "convert it with torch.as_tensor"),
         (
             lambda _: api.sample_prompts(None, "sst2", "a.csv"),
-            r"read it: al.load_examples\('a.csv'\)",
+            r"read it: al.load_examples\('a.csv'",
         ),
         (
             lambda _: api.sample_prompts(None, "sst2", "sst2"),
@@ -347,7 +332,7 @@ def test_every_public_function_refuses_an_unknown_argument() -> None:
 )
 def test_what_stands_in_place_of_an_argument_has_its_cure(call: Any, cure: str) -> None:
     with pytest.raises(ArgumentError, match=rf"got .*; {cure}"):
-        call(scene_without_warnings().model)
+        call(scene_without_warnings())
 
 
 @pytest.mark.parametrize(
@@ -419,12 +404,8 @@ def test_models_and_tokenizers_of_another_type_are_refused(
     if wrong is not None:  # the model's own
         calls += [
             lambda: al.load_model(wrong),
-            lambda: al.contexts.hard_prompts.of_tokens(
-                setup.model, [300], held_out=held_out, tokenizer=wrong
-            ),
-            lambda: al.contexts.hard_prompts.random(
-                setup.model, held_out=held_out, tokenizer=wrong
-            ),
+            lambda: hard_prompts.of_tokens(setup.model, [300], held_out=held_out, tokenizer=wrong),
+            lambda: hard_prompts.random(setup.model, held_out=held_out, tokenizer=wrong),
             lambda: setup.batch.show(wrong),
         ]
     for call in calls:

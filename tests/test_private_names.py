@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import checkpoint
 from transformer_lens.hook_points import HookPoint
+from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
 
@@ -28,8 +30,6 @@ PACKAGE = Path(al.__file__).parent
 
 def test_in_transformers_blocks_are_named() -> None:
     """A model names the blocks that must not be spread over devices."""
-    from transformers import GPT2LMHeadModel
-
     assert "GPT2Block" in GPT2LMHeadModel._no_split_modules
 
 
@@ -200,8 +200,6 @@ def test_in_torch_a_compiled_module_calls_another_function() -> None:
 
 def test_in_transformers_configurations_and_their_copies_name_the_attention() -> None:
     """A configuration has its attention as _attn_implementation, in ..._internal."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     model = GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=4, n_positions=4))
     model.set_attn_implementation("eager")
     config, made = model.config, copy.copy(model.config)
@@ -213,8 +211,6 @@ def test_in_transformers_configurations_and_their_copies_name_the_attention() ->
 
 def test_in_transformers_registrations_can_be_undone() -> None:
     """The attention interfaces hold what was registered in _global_mapping."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     for registry in (AttentionInterface, AttentionMaskInterface):
         registry.register("ours", print)
         assert registry()["ours"] is print
@@ -312,8 +308,6 @@ def test_in_torch_the_guard_of_inference_mode_can_end_twice() -> None:
 
 def test_in_torch_a_value_says_whether_checkpoints_stop_early() -> None:
     """set_checkpoint_early_stop changes _enable_checkpoint_early_stop, and restores it."""
-    from torch.utils import checkpoint
-
     before = checkpoint._enable_checkpoint_early_stop
     with checkpoint.set_checkpoint_early_stop(False):
         inside = checkpoint._enable_checkpoint_early_stop
@@ -335,8 +329,6 @@ def test_in_python_warnings_are_recorded_by_three_values() -> None:
 
 def test_in_transformers_configurations_name_their_folder() -> None:
     """A configuration as a dict holds the folder it was loaded from under this name."""
-    from transformers import GPT2Config
-
     options: dict[str, Any] = {"name_or_path": "folder"}
     assert "_name_or_path" in GPT2Config(**options).to_dict()
 

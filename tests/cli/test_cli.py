@@ -122,7 +122,7 @@ def test_a_metric_that_cannot_be_computed_does_not_stop_the_others(
 ) -> None:
     """The model is GPT-NeoX without the wrapper that calls hooks of rotated queries and keys."""
     monkeypatch.setattr("anchorlens.models.load.wrap_operands", lambda attention: False)
-    weights = BY_NAME["GPT-NeoX (Pythia)"].build(len(byte_level), max_position_embeddings=1024)
+    weights: Any = BY_NAME["GPT-NeoX (Pythia)"].build(len(byte_level), max_position_embeddings=1024)
     model, out = tmp_path / "model", tmp_path / "out"
     weights.save_pretrained(model)
     byte_level.save_pretrained(model)

@@ -94,16 +94,8 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], list[Any]]]
     "step": (step_of_a_plan, []),
 }
 OURS = [
-    put_back,
-    contextlib,
-    hidden_warnings,
-    parsed_once,
-    quiet_libraries,
-    signals,
-    output,
-    torch_state,
-    forward,
-    steps,
+    *(put_back, contextlib, hidden_warnings, parsed_once, quiet_libraries, signals, output),
+    *(torch_state, forward, steps),
 ]
 
 
