@@ -14,13 +14,6 @@ from tests.references.comparison import batch_of, tokenizer, weights_of
 from tests.support.measures import logits_of, patterns_of
 from tests.support.tiny_models import questions, tiny_gpt2
 
-MODELS = ["gpt2", "llama", "gemma3"]
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
-    return request.getfixturevalue(request.param)
-
 
 @pytest.fixture
 def batch(gpt2: Any) -> al.PromptBatch:
@@ -40,7 +33,6 @@ def scores_of(model: Any, batch: al.PromptBatch, layer: int) -> Tensor:
 
 
 @pytest.mark.every_kind
-@pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("heads", [None, 1])
 def test_factor_0_equals_blocked_edges(model: Any, renormalize: bool, heads: int | None) -> None:
@@ -52,7 +44,6 @@ def test_factor_0_equals_blocked_edges(model: Any, renormalize: bool, heads: int
     assert not torch.equal(ours, patterns_of(model, batch, []))
 
 
-@pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_factor_1_changes_nothing(model: Any, renormalize: bool) -> None:
     batch = questions(model, 4, batch_size=4, padding_side="left")[0]
@@ -63,7 +54,6 @@ def test_factor_1_changes_nothing(model: Any, renormalize: bool) -> None:
     assert torch.equal(logits_of(model, batch, hooks), logits_of(model, batch, []))
 
 
-@pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.draws
 def test_factor_exp_of_beta_equals_reweighted_anchors(model: Any) -> None:
     batch = questions(model, 4, batch_size=4, padding_side="left")[0]

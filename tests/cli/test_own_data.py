@@ -23,6 +23,10 @@ from anchorlens.prompts.own_data import label_words, layout_of, told_apart, word
 from anchorlens.results.answer import Answer
 from tests.support.chat_tokenizers import chat_tokenizer
 
+pytestmark = pytest.mark.filterwarnings(  # of few queries
+    *("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers", "ignore:intervals of"),
+    *("ignore:no result for", "ignore:the label words"),
+)
 QUERIES = 11
 TWENTY = [f"{first}{second}" for first in "abcd" for second in "klmno"]
 
@@ -76,9 +80,6 @@ def commas(table: pd.DataFrame, path: Path, **options: Any) -> None:
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers")
-@pytest.mark.filterwarnings("ignore:intervals of", "ignore:no result for")
-@pytest.mark.filterwarnings("ignore:the label words")
 def test_a_file_is_analysed_and_the_printed_command_does_the_same(
     done: Any,
     monkeypatch: Any,
@@ -313,7 +314,6 @@ def analyse_nothing(monkeypatch: Any) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:no result for", "ignore:in . of . sets", "ignore:intervals of")
 def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
     done: Any, monkeypatch: Any, of_a_csv: list[str]
 ) -> None:
@@ -326,8 +326,6 @@ def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
 
 
 @pytest.mark.slow("whole commands")
-@pytest.mark.filterwarnings("ignore:no result for", "ignore:in . of . sets", "ignore:intervals of")
-@pytest.mark.filterwarnings("ignore:the label words")
 def test_the_command_warns_of_repeated_texts_and_of_other_columns_that_may_be_meant(
     done: Any, monkeypatch: Any, of_a_csv: list[str]
 ) -> None:
@@ -407,7 +405,6 @@ def test_the_next_command_has_the_same_data_and_no_more_queries_than_there_are(
 
 
 @pytest.mark.slow("whole commands")
-@pytest.mark.filterwarnings("ignore:no result for", "ignore:in . of . sets", "ignore:intervals of")
 def test_of_one_query_no_one_knows_whether_the_task_is_too_hard(
     done: Any, of_a_csv: list[str]
 ) -> None:

@@ -1,6 +1,5 @@
 """`anchorlens paper` writes its files, resumes if stopped, and prints one line for a mistake."""
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +15,15 @@ from anchorlens.prompts import demonstration_sets
 from anchorlens.prompts.examples import BUNDLED
 from tests.support.tiny_models import tiny_gpt2
 
-papers: Any = importlib.import_module("anchorlens.replication.paper")
 QUICK = ["--queries", "11", "--seeds", "1", "--depth", "1", "--draws", "1"]
 FIGURES = [*("saliency_flows", "attention_aucroc", "anchor_distances", "isolation", "diagnosis")]
-FEW = pytest.mark.filterwarnings("ignore:.*in . of . sets", "ignore:.*in layers", "ignore:.*some p")
-ROUGH = pytest.mark.filterwarnings("ignore:.*intervals of", "ignore:a prompt has")
 
 
 @pytest.mark.slow("whole commands")
-@FEW
-@ROUGH
+@pytest.mark.filterwarnings(
+    *("ignore:.*in . of . sets", "ignore:.*in layers", "ignore:.*some p", "ignore:.*intervals of"),
+    "ignore:a prompt has",
+)
 def test_paper_writes_records_tables_and_report(done: Any, byte_level: Any, tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny_gpt2(len(byte_level), n_layer=2, n_positions=400).save_pretrained(model)
@@ -33,14 +31,11 @@ def test_paper_writes_records_tables_and_report(done: Any, byte_level: Any, tmp_
     quick = ["--queries", "11", "--seed", str(-(2**70)), "--depth", "1", "--draws", "1"]
     arguments = ["--tasks", "emotions", "--appendix", "--out", str(tmp_path), *quick]
     with pytest.warns(UserWarning, match="for emotions, letters as labels: a prompt has 875 tok"):
-        tables, printed = (
-            (tmp_path / "tables.txt").read_text(),
-            done("paper", "--model", str(model), *arguments).out,
-        )
+        printed = done("paper", "--model", str(model), *arguments).out
+    tables = (tmp_path / "tables.txt").read_text()
     assert tables in printed and "GPT2-XL in the paper\n" in tables
-    assert [block.partition(".")[0] for block in tables.split("\n\n")][:3] == [
-        *("Table 1", "Table 2", "Table 3")
-    ]
+    titles = [block.partition(".")[0] for block in tables.split("\n\n")]
+    assert titles[:3] == ["Table 1", "Table 2", "Table 3"]
     assert "emotions: Does the model use its label words as anchors?" in printed
     assert "\nemotions (two shots), isolation\n" in printed
     stored = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("emo*/*.safetensors")}

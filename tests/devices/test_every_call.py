@@ -63,20 +63,16 @@ def compare(tmp_path_factory: Any) -> Callable[..., Found]:
     return compare
 
 
-def assert_equal_to_the_cpu(found: dict[str, Any], limit: float, count: int = 45) -> None:
+def assert_equal_to_the_cpu(found: dict[str, Any], limit: float, count: int) -> None:
     wrong = {name: each for name, each in found.items() if isinstance(each, str) or each[0] > limit}
     assert len(found) > count and not wrong
 
 
 @SIMULATES
-def test_every_call_on_two_simulated_devices(compare: Callable[..., Found]) -> None:
-    assert_equal_to_the_cpu(compare(*SIMULATED)["two_devices"], 1e-5)
-
-
-@SIMULATES
-def test_calls_after_another_default_device(compare: Callable[..., Found]) -> None:
-    """Some, because test_architecture.py finds each tensor that would follow the default."""
-    assert_equal_to_the_cpu(compare(*SIMULATED)["default_device"], 1e-5, count=9)
+@pytest.mark.parametrize(("kind", "count"), [("two_devices", 45), ("default_device", 9)])
+def test_calls_on_simulated_devices(kind: str, count: int, compare: Callable[..., Found]) -> None:
+    """After another default some, as test_architecture.py finds each tensor that follows it."""
+    assert_equal_to_the_cpu(compare(*SIMULATED)[kind], 1e-5, count)
 
 
 @SIMULATES
@@ -107,14 +103,8 @@ def test_the_host_waits_seldom(name: str, compare: Callable[..., Found]) -> None
     assert of_few == of_many <= MOST_WAITS[name]
 
 
-MOST_STARTED = {
-    "gpt2": 1.15,
-    "llama": 1.10,
-    "isolated": 1.25,
-    "calls of a layer": 450,
-    "gpt2, waits": 14,
-    "llama, waits": 14,
-}
+MOST_STARTED = {"gpt2": 1.15, "llama": 1.10, "isolated": 1.25, "calls of a layer": 450}
+MOST_STARTED |= {"gpt2, waits": 14, "llama, waits": 14}
 
 
 @SIMULATES
@@ -130,7 +120,7 @@ def test_runs_start_few_operations_beside_those_of_plain_transformers(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 def test_every_call_on_a_gpu(compare: Callable[..., Found]) -> None:
     """It adds in another order, and a tiny model enlarges what differs."""
-    assert_equal_to_the_cpu(compare("cuda")["cuda"], 1e-3)
+    assert_equal_to_the_cpu(compare("cuda")["cuda"], 1e-3, count=45)
 
 
 def test_every_public_name_is_called_on_the_devices() -> None:
