@@ -11,6 +11,9 @@ import pytest
 
 import anchorlens as al
 from anchorlens.cli import commands
+from anchorlens.cli.analysis import Page
+from anchorlens.cli.summary import Summary
+from anchorlens.results.answer import Answer
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +76,15 @@ def failed(call: Callable[..., Told]) -> Callable[..., str]:
 def into_folder(shallow_folder: Path, tmp_path: Path) -> list[str]:
     """The options of a model and of the folder ``tmp_path``."""
     return ["--model", str(shallow_folder), "--out", str(tmp_path)]
+
+
+@pytest.fixture
+def no_analysis(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """In place of what ``run`` computes: a page without records."""
+    page = Page({}, Summary(Answer("?", ""), (), {}, is_able=False, is_sure=False))
+    made = Mock(return_value=page)
+    monkeypatch.setattr("anchorlens.cli.work.analysed", made)
+    return made
 
 
 @pytest.fixture

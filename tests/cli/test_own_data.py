@@ -7,20 +7,17 @@ import warnings
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pandas as pd
 import pytest
 
 import anchorlens as al
 from anchorlens.cli import analysis, work
-from anchorlens.cli.analysis import Page
 from anchorlens.cli.options import Run
-from anchorlens.cli.summary import Summary
 from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import DataError
 from anchorlens.prompts.own_data import label_words, layout_of, told_apart, words_that_say_nothing
-from anchorlens.results.answer import Answer
 from tests.support.chat_tokenizers import chat_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(  # of few queries
@@ -82,6 +79,7 @@ def commas(table: pd.DataFrame, path: Path, **options: Any) -> None:
 )
 def test_a_file_is_analysed_and_the_printed_command_does_the_same(
     done: Any,
+    no_analysis: Mock,
     monkeypatch: Any,
     shallow_folder: Path,
     tmp_path: Path,
@@ -92,13 +90,13 @@ def test_a_file_is_analysed_and_the_printed_command_does_the_same(
     """All is computed from one of the files, and from that with most classes once."""
     prompts: list[Any] = []
 
-    def analysed(model: Any, task: str, batches: list[Any], options: Run) -> Page:
+    def analysed(model: Any, task: str, batches: list[Any], options: Run) -> Any:
         prompts.append([batch.tokens.tolist() for batch in batches])
         if len(prompts) > {"names.csv": 2, "twenty.csv": 1}.get(name, 0):
-            return Page({}, Summary(Answer("", ""), (), {}, is_able=False, is_sure=False))
+            return DEFAULT  # a page without records
         return analysis.analysed(model, task, batches, options)
 
-    monkeypatch.setattr(work, "analysed", analysed)
+    no_analysis.side_effect = analysed
     monkeypatch.chdir(tmp_path)
     if name == "rows.parquet":
         table.to_parquet(name)
@@ -307,17 +305,9 @@ def of_a_csv(monkeypatch: pytest.MonkeyPatch, shallow_folder: Path, tmp_path: Pa
     return ["a.csv", "--model", str(shallow_folder)]
 
 
-def analyse_nothing(monkeypatch: Any) -> None:
-    """The command does all but its analyses."""
-    monkeypatch.setattr(
-        work, "analysed", lambda *_: Page({}, Summary(Answer("?", ""), (), {}, False, False))
-    )
-
-
 def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
-    done: Any, monkeypatch: Any, of_a_csv: list[str]
+    done: Any, no_analysis: Mock, of_a_csv: list[str]
 ) -> None:
-    analyse_nothing(monkeypatch)
     commas(frame(["same", "same same"]), Path("a.csv"))
     words = "words ' A', ' B' begin with .* into labels of anch.*/a.t"
     with pytest.warns(UserWarning, match=words):
@@ -327,9 +317,8 @@ def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
 
 @pytest.mark.slow("whole commands")
 def test_the_command_warns_of_repeated_texts_and_of_other_columns_that_may_be_meant(
-    done: Any, monkeypatch: Any, of_a_csv: list[str]
+    done: Any, no_analysis: Mock, of_a_csv: list[str]
 ) -> None:
-    analyse_nothing(monkeypatch)
     table = frame(["a", "b"])
     table = pd.concat([table, table[:3].assign(topic="b")]).rename(columns={"topic": "queue"})
     table["agent"] = [["p", "q"][(k + k // 16) % 2] for k in range(len(table))]

@@ -4,19 +4,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import pytest
 from transformers import AutoTokenizer
 
 import anchorlens as al
-from anchorlens.cli.analysis import Page
 from anchorlens.cli.options import Run
-from anchorlens.cli.summary import Summary
 from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import AnchorlensError
 from anchorlens.prompts.task_file import examples_of, task_of
-from anchorlens.results.answer import Answer
 from tests.cli.test_cli import QUICK
 from tests.support.chat_tokenizers import chat_tokenizer, with_template
 from tests.support.measures import is_shared
@@ -119,16 +117,9 @@ def chat_model(tmp_path_factory: Any) -> Path:
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets")
 def test_the_prompts_of_a_chat_are_those_of_the_task_in_python(
-    done: Any, monkeypatch: Any, chat_model: Path, folder: Path
+    done: Any, no_analysis: Mock, chat_model: Path, folder: Path
 ) -> None:
     """Whose tokens are those of the chat template: see tests/prompts/test_chat.py."""
-    given: list[list[al.PromptBatch]] = []
-
-    def analysed(model: Any, task: str, batches: list[al.PromptBatch], options: Any) -> Page:
-        given.append(batches)
-        return Page({}, Summary(Answer("?", ""), (), {}, False, False))
-
-    monkeypatch.setattr("anchorlens.cli.work.analysed", analysed)
     (folder / "chat.toml").write_text(CHAT_FILE + 'instructions = "Judge films."')
     arguments = ["--task-file", "chat.toml", "--model", str(chat_model), "--out", "out"]
     done("run", *arguments, "--queries", "12")
@@ -139,11 +130,11 @@ def test_the_prompts_of_a_chat_are_those_of_the_task_in_python(
     examples = al.prompts.read_task("film.toml")[1].pool
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     expected = al.sample_prompts(tokenizer, chat, examples, queries=12)
-    tokens = [
+    ours, theirs = (
         {tuple(row) for batch in batches for row in batch.tokens.tolist()}
-        for batches in (*given, expected)
-    ]
-    assert tokens[0] == tokens[1] and len(tokens[0]) == 12
+        for batches in (no_analysis.call_args.args[2], expected)
+    )
+    assert ours == theirs and len(ours) == 12
 
 
 def test_a_chat_may_be_a_task_of_the_package_or_of_a_file(folder: Path) -> None:
