@@ -263,13 +263,8 @@ def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
     length = batch.tokens.shape[1]
     cut, beta, pattern = edges.wp(batch), torch.randn(3, 2, 6), torch.rand(4, 2, length, length)
     factor, after = torch.rand(3, 2), al.Site(renormalize=False)
-    given = [
-        cut,
-        beta,
-        factor,
-        pattern,
-        *(v for v in vars(batch).values() if isinstance(v, Tensor)),
-    ]
+    fields = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+    given = [cut, beta, factor, pattern, *fields]
     copies = [tensor.clone() for tensor in given]
     hooks = [
         *al.block_edges(gpt2, batch, cut),

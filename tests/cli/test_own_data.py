@@ -346,19 +346,14 @@ def test_a_task_file_that_was_changed_is_not_written_over(failed: Any, of_a_csv:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        (
-            "tabs.tsv",
-            "mail\tkind\n" + "".join(f"text {k}, long\t{'ab'[k % 2]}\n" for k in range(8)),
-        ),
-        ("comma.csv", "a,mail;kind\n" + "".join(f"text {k};{'ab'[k % 2]}\n" for k in range(8))),
-    ],
+    ("name", "header", "row"),
+    [("tabs.tsv", "mail\tkind", "text {}, long\t{}"), ("comma.csv", "a,mail;kind", "text {};{}")],
 )
 def test_columns_are_separated_by_what_is_in_the_first_lines(
-    tmp_path: Path, name: str, text: str
+    tmp_path: Path, name: str, header: str, row: str
 ) -> None:
-    (tmp_path / name).write_text(text)
+    lines = [header, *(row.format(k, "ab"[k % 2]) for k in range(8))]
+    (tmp_path / name).write_text("\n".join(lines))
     found = chosen(tmp_path / name)
     assert found.entries["label_column"] == "kind" and found.examples.pool[1].label == 1
 

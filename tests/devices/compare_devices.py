@@ -69,14 +69,9 @@ def two_devices() -> dict[str, Any]:
     """
     tokenizer = sentencepiece_like_tokenizer()
     weights = tiny_llama(len(tokenizer), num_hidden_layers=2)
-    places = {
-        "model.embed_tokens": "sim:0",
-        "model.rotary_emb": "sim:0",
-        "model.layers.0": "sim:0",
-        "model.layers.1": "sim:1",
-        "model.norm": "sim:1",
-        "lm_head": "sim:1",
-    }
+    first = ("model.embed_tokens", "model.rotary_emb", "model.layers.0")
+    second = ("model.layers.1", "model.norm", "lm_head")
+    places = dict.fromkeys(first, "sim:0") | dict.fromkeys(second, "sim:1")
     whole = al.load_model(copy.deepcopy(weights), tokenizer=tokenizer, device="cpu")
     expected = results_of(calls_with(whole))
     spread = al.load_model(weights, tokenizer=tokenizer, device_map=places)
