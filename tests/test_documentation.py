@@ -68,12 +68,6 @@ MOST_QUERIES = 12  # on pages with more, so that their code takes seconds
 def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path) -> Iterator[None]:
     """What a reader has: a model of any name, a folder to write into, a browser for figures."""
     load_plain = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM,
-        "from_pretrained",
-        lambda name, **options: load_plain(str(model_folder), **options),
-    )
-    monkeypatch.setattr(al, "load_model", load_tiny)
     monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda name: image_model("LLaVA")[1])
     sample, sample_prompts = al.sample_queries, al.sample_prompts
 
@@ -83,6 +77,11 @@ def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path)
     def few_prompts(*given: Any, queries: int = MOST_QUERIES, **options: Any) -> Any:
         return sample_prompts(*given, queries=min(queries, MOST_QUERIES), **options)
 
+    def plain(name: str, **options: Any) -> Any:
+        return load_plain(str(model_folder), **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", plain)
+    monkeypatch.setattr(al, "load_model", load_tiny)
     monkeypatch.setattr(al, "sample_queries", few)
     monkeypatch.setattr(al, "sample_prompts", few_prompts)
     monkeypatch.setattr(go.Figure, "show", lambda figure: None)

@@ -34,8 +34,7 @@ def cut_by_hand(
         scores = query @ key.mT / query.shape[-1] ** 0.5
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         allowed = causal & batch.attention_mask[:, None, None, :] | torch.eye(len(causal)).bool()
-        forbidden = cut.clone() if cut.ndim == 4 else cut[:, None]
-        forbidden = forbidden & torch.tensor(module.layer_idx in layers)
+        forbidden = cut & torch.tensor(module.layer_idx in layers)
         if not after:
             allowed = allowed & ~forbidden
         pattern = torch.where(allowed, scores, -torch.inf).softmax(-1)
@@ -55,18 +54,15 @@ def cut_by_hand(
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("layers", [range(1), range(1, 3), range(3)])
 def test_isolation_equals_attention_written_by_hand(
-    gpt2: Any,
-    batch: al.PromptBatch,
-    layers: range,
-    renormalize: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    gpt2: Any, batch: al.PromptBatch, layers: range, renormalize: bool, monkeypatch: Any
 ) -> None:
     assert gpt2.W_E.shape[0] == 3000
-    hooks = al.isolate_labels(gpt2, batch, al.Site(layers, renormalize=renormalize))
-    ours = logits_of(gpt2, batch, hooks)
+    ours = logits_of(
+        gpt2, batch, al.isolate_labels(gpt2, batch, al.Site(layers, renormalize=renormalize))
+    )
     clean = logits_of(gpt2, batch, [])
-    cut = torch.zeros(len(batch), batch.tokens.shape[1], batch.tokens.shape[1], dtype=torch.bool)
-    for row, label_positions in zip(cut, batch.label_positions.tolist(), strict=True):
+    cut = torch.zeros(len(batch), 1, *2 * batch.tokens.shape[1:], dtype=torch.bool)
+    for row, label_positions in zip(cut[:, 0], batch.label_positions.tolist(), strict=True):
         for position in label_positions:
             row[position, :position] = True
     theirs = cut_by_hand(batch, cut, layers, monkeypatch, after=not renormalize)

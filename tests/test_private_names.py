@@ -170,13 +170,15 @@ def test_in_torch_quantised_tensors_name_their_parts() -> None:
     )
 
 
-def test_in_torch_a_compiled_module_holds_its_own() -> None:
-    """A compiled model holds the module that was compiled."""
+def test_in_torch_a_compiled_module_holds_what_it_calls() -> None:
+    """A compiled model holds the module that was compiled; or has _compiled_call_impl."""
     module = nn.Linear(1, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch.compile imports
         compiled: Any = torch.compile(module)
-    assert compiled._orig_mod is module
+    assert compiled._orig_mod is module and module._compiled_call_impl is None
+    module.compile(backend="eager")
+    assert module._compiled_call_impl is not None
 
 
 def test_in_torch_a_module_holds_its_parts_in_tables() -> None:
@@ -188,14 +190,6 @@ def test_in_torch_a_module_holds_its_parts_in_tables() -> None:
     held = vars(norm[0])
     tables = {**held["_parameters"], **held["_buffers"]}
     assert made[0] is norm[0] and tables["weight"] is norm[0].weight and len(tables) == 5
-
-
-def test_in_torch_a_compiled_module_calls_another_function() -> None:
-    """A compiled module has what it calls in _compiled_call_impl."""
-    linear = nn.Linear(1, 1)
-    before = linear._compiled_call_impl
-    linear.compile(backend="eager")
-    assert before is None and linear._compiled_call_impl is not None
 
 
 def test_in_transformers_configurations_and_their_copies_name_the_attention() -> None:

@@ -16,14 +16,6 @@ from anchorlens.runs import identity
 from anchorlens.system import package
 from tests.support.tiny_models import questions
 
-
-def python(code: str) -> str:
-    completed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    return completed.stdout.strip()
-
-
 # In one process, because each process imports PyTorch again.
 FIRST_USES = """
 import random, sys
@@ -47,7 +39,8 @@ HEAVY += ("sklearn",)
 @pytest.mark.slow("many passes")
 def test_packages_are_imported_at_first_use_and_leave_random_states_as_they_are() -> None:
     """Scikit-learn is imported at the first lasso, and draws from the random state of Python."""
-    printed = python(FIRST_USES.format(heavy=HEAVY)).split("\n")
+    command = [sys.executable, "-c", FIRST_USES.format(heavy=HEAVY)]
+    printed = subprocess.check_output(command, text=True).splitlines()
     assert printed == ["[]", "['torch']", "True", "anchorlens.prompts.tasks"]
 
 

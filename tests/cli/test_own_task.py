@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import datasets
 import pytest
-from transformers import AutoTokenizer
 
 import anchorlens as al
 from anchorlens.cli.options import Run
@@ -104,31 +103,23 @@ def test_a_task_file_may_replace_parts_of_a_task_of_the_package(folder: Path) ->
     assert examples.pool == examples.tests == al.load_examples("sentiment")
 
 
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory: Any) -> Path:
-    """A folder with the tokenizer of a chat model."""
-    folder: Path = tmp_path_factory.mktemp("chat")
-    tokenizer = with_template(chat_tokenizer("byte-level"), "Qwen")
-    tiny_gpt2(len(tokenizer), n_layer=2).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets")
 def test_the_prompts_of_a_chat_are_those_of_the_task_in_python(
-    done: Any, no_analysis: Mock, chat_model: Path, folder: Path
+    done: Any, no_analysis: Mock, folder: Path
 ) -> None:
     """Whose tokens are those of the chat template: see tests/prompts/test_chat.py."""
+    tokenizer = with_template(chat_tokenizer("byte-level"), "Qwen")
+    tiny_gpt2(len(tokenizer), n_layer=2).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
     (folder / "chat.toml").write_text(CHAT_FILE + 'instructions = "Judge films."')
-    arguments = ["--task-file", "chat.toml", "--model", str(chat_model), "--out", "out"]
+    arguments = ["--task-file", "chat.toml", "--model", "model", "--out", "out"]
     done("run", *arguments, "--queries", "12")
     settings = json.loads((folder / "out/settings.json").read_text())
     assert settings["chat"] is True and settings["labels"] == ["no", "yes"]
     assert "separator" not in settings
     chat = al.ChatTask(TASK.template, ["no", "yes"], instructions="Judge films.")
     examples = al.prompts.read_task("film.toml")[1].pool
-    tokenizer = AutoTokenizer.from_pretrained(chat_model)
     expected = al.sample_prompts(tokenizer, chat, examples, queries=12)
     ours, theirs = (
         {tuple(row) for batch in batches for row in batch.tokens.tolist()}
