@@ -82,20 +82,18 @@ CUT_OFF = """(old, text) => {
   ).map((each) => each.textContent);
 }"""
 
-# The texts that are not, or only in part, in the picture of a file.
-OUTSIDE_OF_FILE = """text => {
-  const holder = document.createElement("div");
-  holder.innerHTML = text;
-  document.body.append(holder);
-  const picture = holder.querySelector("svg").getBoundingClientRect();
-  const outside = [...holder.querySelectorAll("text")].filter((each) => {
-    const box = each.getBoundingClientRect();
-    return box.width && (box.left < picture.left || box.right > picture.right
-      || box.top < picture.top || box.bottom > picture.bottom);
-  }).map((each) => each.textContent);
-  holder.remove();
-  return outside;
-}"""
+
+def outside(root: Any, picture: str, texts: str) -> list[str]:
+    """The texts that are not, or only in part, in the picture."""
+    code = """(root, [picture, texts]) => {
+      const frame = root.querySelector(picture).getBoundingClientRect();
+      return [...root.querySelectorAll(texts)].filter((text) => {
+        const box = text.getBoundingClientRect();
+        return box.width && (box.left < frame.left || box.right > frame.right
+          || box.top < frame.top || box.bottom > frame.bottom);
+      }).map((text) => text.textContent);
+    }"""
+    return list(root.evaluate(code, [picture, texts]))
 
 
 def test_every_figure_is_saved_as_svg_and_png(report: Path, browser: Any) -> None:
@@ -128,7 +126,8 @@ def test_every_figure_is_saved_as_svg_and_png(report: Path, browser: Any) -> Non
         assert "The paper's claims" in of_claims
         page.emulate_media(color_scheme="light")
         for svg in saved.values():
-            assert page.evaluate(OUTSIDE_OF_FILE, svg) == []
+            page.set_content(svg)
+            assert outside(page.locator("body"), "svg", "text") == []
 
 
 def test_every_section_is_reached_by_its_link_and_by_keys(report: Path, browser: Any) -> None:
@@ -262,7 +261,8 @@ def test_print_leaves_out_what_cannot_be_used_on_paper_and_shows_each_whole_figu
         fits = "[...document.querySelectorAll('.main-svg')].every(svg => svg.clientWidth <= 703)"
         page.wait_for_function(fits)
         for figure in page.locator(".figure").all():
-            assert outside(figure) == []
+            texts = ".legendtext, .xtitle, .ytitle, .annotation-text"
+            assert outside(figure, ".main-svg", texts) == []
 
 
 @pytest.mark.parametrize(("scheme", "grounds"), [("dark", ["y domain"]), ("light", [])])
@@ -278,23 +278,6 @@ def test_only_cells_have_a_ground_of_their_own(
         drawn = page.locator(".js-plotly-plot").evaluate("figure => figure._fullLayout.shapes")
         assert [shape["yref"] for shape in drawn if shape["layer"] == "below"] == grounds
         assert all(page.locator(".bg").evaluate_all("all => all.map(b => !+b.style.fillOpacity)"))
-
-
-def outside(figure: Any) -> list[str]:
-    """The texts of a figure that are not, or only in part, in its picture."""
-    return list(
-        figure.evaluate(
-            """figure => {
-              const picture = figure.querySelector(".main-svg").getBoundingClientRect();
-              return [...figure.querySelectorAll(".legendtext, .xtitle, .ytitle, .annotation-text")]
-                .filter((text) => {
-                  const box = text.getBoundingClientRect();
-                  return box.left < picture.left || box.right > picture.right
-                    || box.top < picture.top || box.bottom > picture.bottom;
-                }).map((text) => text.textContent);
-            }"""
-        )
-    )
 
 
 def test_a_flow_has_the_same_color_in_all_figures(report: Path, browser: Any, screen: Any) -> None:
