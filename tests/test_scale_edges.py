@@ -44,29 +44,6 @@ def test_factor_0_equals_blocked_edges(model: Any, renormalize: bool, heads: int
     assert not torch.equal(ours, patterns_of(model, batch, []))
 
 
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_factor_1_changes_nothing(model: Any, renormalize: bool) -> None:
-    batch = questions(model, 4, batch_size=4, padding_side="left")[0]
-    everywhere = with_diagonal(batch)
-    hooks = al.scale_edges(
-        model, batch, everywhere, 1.0, al.Site(range(3), renormalize=renormalize)
-    )
-    assert torch.equal(logits_of(model, batch, hooks), logits_of(model, batch, []))
-
-
-@pytest.mark.draws
-def test_factor_exp_of_beta_equals_reweighted_anchors(model: Any) -> None:
-    batch = questions(model, 4, batch_size=4, padding_side="left")[0]
-    shape = (model.cfg.n_layers, model.cfg.n_heads)
-    beta = torch.randn(shape)
-    hooks = al.scale_edges(model, batch, edges.pq, beta.exp(), al.Site(range(3), renormalize=False))
-    anchors = batch.label_positions.shape[1]
-    expected = al.reweight_anchors(model, batch, beta[..., None].expand(*shape, anchors))
-    ours = patterns_of(model, batch, hooks)
-    assert torch.equal(ours, patterns_of(model, batch, expected))
-    assert not torch.equal(ours, patterns_of(model, batch, []))
-
-
 @pytest.mark.every_kind
 def test_patterns_equal_a_plain_softmax(hooked: Any, byte_level: Any) -> None:
     model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
@@ -87,17 +64,6 @@ def test_patterns_equal_a_plain_softmax(hooked: Any, byte_level: Any) -> None:
         of_rows = ours.sum(-1)[batch.attention_mask[:, None].expand(-1, 2, -1)]
         off = (of_rows - 1).abs().max()
         assert off < 1e-12 if renormalize else off > 0.1
-
-
-def test_a_factor_of_one_head_leaves_the_other_head_as_it_was(
-    gpt2: Any, batch: al.PromptBatch
-) -> None:
-    clean = patterns_of(gpt2, batch, [])[:, 1]
-    ours = patterns_of(
-        gpt2, batch, al.scale_edges(gpt2, batch, edges.ww, 0.5, al.Site(1, heads=0))
-    )[:, 1]
-    assert torch.equal(ours[:, 1], clean[:, 1])
-    assert not torch.equal(ours[:, 0], clean[:, 0])
 
 
 def test_a_row_and_its_attention_sink_sum_to_1() -> None:
