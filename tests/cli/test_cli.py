@@ -13,7 +13,6 @@ import typer
 import anchorlens as al
 from anchorlens.cli import commands
 from anchorlens.errors import AnchorlensError
-from tests.references.architectures import BY_NAME
 
 COMMANDS: dict[str, Any] = getattr(typer.main.get_command(commands.app), "commands", {})
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"
@@ -113,22 +112,3 @@ def test_the_error_for_a_model_that_cannot_be_loaded_names_the_option(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "--model" in failed("demo")
-
-
-@pytest.mark.slow("whole commands")
-@pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
-def test_a_metric_that_cannot_be_computed_does_not_stop_the_others(
-    done: Any, monkeypatch: Any, byte_level: Any, tmp_path: Path
-) -> None:
-    """The model is GPT-NeoX without the wrapper that calls hooks of rotated queries and keys."""
-    monkeypatch.setattr("anchorlens.models.load.wrap_operands", lambda attention: False)
-    weights: Any = BY_NAME["GPT-NeoX (Pythia)"].build(len(byte_level), max_position_embeddings=1024)
-    model, out = tmp_path / "model", tmp_path / "out"
-    weights.save_pretrained(model)
-    byte_level.save_pretrained(model)
-    arguments = ("--model", str(model), "--task", "questions", "--queries", "12", "--out", str(out))
-    with pytest.warns(UserWarning, match="no result for anchor_distances"):
-        printed = done("run", *arguments, "--depth", "1", "--draws", "1")
-    assert "(S_wp) is" in printed.out
-    assert (out / "report.html").exists()
-    assert (out / "questions" / "saliency_flows.safetensors").exists()
