@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import anchorlens as al
-from anchorlens.cli import work as command_prompts
+from anchorlens.prompts.sampled import prompts_of_draws
 
 SMALL = ["--queries", "6", "--training", "4", "--held-out", "3", "--steps", "1", "--draws", "1"]
 COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
@@ -19,10 +19,17 @@ COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_contexts_are_trained_compared_and_reported(
-    done: Any, into_folder: list[str], tmp_path: Path
+    done: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
-    arguments = [*COMMAND, *into_folder, "--json"]
-    printed = done(*arguments, "--other-tokens")
+    """Label words have two tokens."""
+
+    def with_long_words(*given: Any, **options: Any) -> list[al.PromptBatch]:
+        batches = prompts_of_draws(*given, **options)
+        return [replace(batch, label_ends=batch.label_positions + 1) for batch in batches]
+
+    monkeypatch.setattr("anchorlens.cli.work.prompts_of_draws", with_long_words)
+    printed = done(*COMMAND, *into_folder, "--json", "--other-tokens")
+    assert "the search starts from the first token of each label word" in printed.err
     record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
     names = ["none", "demonstrations", "anchors only", "random words, draw 0", "re-weighted"]
     assert list(record.info["contexts"]) == [*names, "soft prompt", "hard prompt", "prefix"]
@@ -71,25 +78,6 @@ def test_contexts_are_trained_compared_and_reported(
     gain = printed_values["other_tokens"]["gain_over_first"]["most read, one set"]
     assert gain["value"] == pytest.approx(float(others.accuracy[4] - others.accuracy[0]))
     assert ">Other tokens</h3>" in page and "heavy hitters, one set" in page
-
-
-@pytest.mark.slow("whole commands")
-@pytest.mark.filterwarnings("ignore:intervals of")
-def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
-    done: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
-) -> None:
-    build = command_prompts.prompts_of_draws
-
-    def with_long_words(*args: Any, **options: Any) -> list[al.PromptBatch]:
-        batches = build(*args, **options)
-        return [replace(batch, label_ends=batch.label_positions + 1) for batch in batches]
-
-    monkeypatch.setattr(command_prompts, "prompts_of_draws", with_long_words)
-    arguments = [*COMMAND, *into_folder]
-    note = "the search starts from the first token of each label word"
-    assert note in done(*arguments).err
-    record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
-    assert "hard prompt" in record.info["contexts"]
 
 
 def test_contexts_too_long_for_the_model_are_refused_before_weights_are_loaded(
