@@ -48,6 +48,10 @@ INTERNAL = {
 }
 
 
+def is_protocol(hint: Any) -> bool:
+    return Protocol in getattr(hint, "__bases__", ())
+
+
 def public_functions() -> dict[str, Callable[..., Any]]:
     """Every function, method and class that users call, by name."""
     found: dict[str, Callable[..., Any]] = {}
@@ -201,10 +205,6 @@ SIMPLE: dict[Any, Any] = {
     **{int: 1, float: 1.0, bool: True, str: "text", Path: Path("file")},
     **{torch.device: torch.device("cpu"), torch.dtype: torch.float32},
 }
-
-
-def is_protocol(hint: Any) -> bool:
-    return Protocol in getattr(hint, "__bases__", ())
 
 
 def scene_without_warnings() -> Scene:
