@@ -32,8 +32,8 @@ print(state() == before)
 from anchorlens import *
 print(Task.__module__)
 """
-HEAVY = ("torch", "pandas", "scipy", "numpy", "plotly", "transformers", "datasets", "peft")
-HEAVY += ("sklearn",)
+HEAVY = ["torch", "pandas", "scipy", "numpy", "plotly", "transformers", "datasets", "peft"]
+HEAVY += ["sklearn"]
 
 
 @pytest.mark.slow("many passes")
