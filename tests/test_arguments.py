@@ -261,7 +261,7 @@ def test_labels_of_a_table_are_those_of_examples() -> None:
         assert al.sample_demonstrations(table, seed=3) == drawn
     assert al.sample_demonstrations(tables[0].assign(source="x"), seed=3) == drawn
     for other in (tables[0].rename(columns={"label": "kind"}), tables[0][["label"]]):
-        with pytest.raises(ArgumentError, match=r"its columns text and label; got .*load_exam"):
+        with pytest.raises(al.AnchorlensError, match=r"its columns text and label; got .*load_ex"):
             al.sample_demonstrations(other)
     shown = tables[0].assign(image="a.png", source="x")
     assert {each.image for each in al.sample_demonstrations(shown)} == {"a.png"}
