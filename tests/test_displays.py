@@ -4,6 +4,7 @@ import io
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol, get_type_hints
 
@@ -24,7 +25,6 @@ from tests.support.public import public
 from tests.support.tiny_models import questions
 from tests.support.trained_contexts import trained
 
-HOSTILE = '<script>alert("x")</script>\n& more'
 SIZES = {"layer": 48, "head": 25, "prompt": 200, "draw": 10, "class": 6}
 
 
@@ -83,27 +83,27 @@ def questions_with_passes(model: Any, batch: al.PromptBatch) -> Iterator[Any]:
     yield al.Further([lambda batch: []] * 99, range(99), [al.Accuracy()] * 99)
 
 
+def made_without_arguments() -> Iterator[Any]:
+    for kind in public_classes():
+        with suppress(TypeError):  # an argument is missing
+            yield kind()
+
+
 def instances(model: Any) -> Iterator[Any]:
     batch = questions(model, 2)[0]
-    yield from all_records()
-    yield from (al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty())
-    yield from (al.PrefixEffect(), al.LabelHeads(), al.SegmentFlows(), al.SegmentAttention())
-    yield al.SegmentRollout()
-    yield from questions_with_passes(model, batch)
+    yield from (*all_records(), *made_without_arguments(), *questions_with_passes(model, batch))
     yield al.SegmentAttention({f"segment {k}": al.edges.anchors for k in range(40)})
     yield al.SegmentFlows({f"segment {k}": al.edges.anchors for k in range(40)})
     yield al.trace_generation(model, "Who?", max_new_tokens=20, stop_at_eos=False)
-    yield from (al.Accuracy(), *al.TASKS.values(), al.Example("What is it?", 1))
+    yield from (*al.TASKS.values(), al.Example("What is it?", 1))
     yield al.ChatTask("{text}{label}", ["no", "yes"], score=torch.amax)
     yield al.prompts.Verbalizer([[1, 2], [5]])
     yield from (al.Site(range(5)), al.Site(-1, heads=[0, 1], keep_bos=True))
     yield from (batch, batch.before(9), al.compress(model, batch), al.edges.ww(batch))
     beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 6)
     yield al.contexts.reweight_demonstrations(model, batch, beta)
-    yield from (trained(model, steps=0), al.contexts.NoContext())
     yield al.contexts.NoContext().query_pass(model, batch)
-    yield trained(model, steps=0).prefix
-    yield from reads_of(batch)
+    yield from (trained(model, steps=0), trained(model, steps=0).prefix, *reads_of(batch))
     yield al.reads.Seen({}, {"states": torch.ones(99)}, {}, torch.ones(99, 99), None, n_heads=1)
     with Study(model, [batch], {"experiment": "depths " * 99}, progress=False) as study:
         yield from (study, study.passes(), study.passes([al.Accuracy()], share_prefix=False))
@@ -118,7 +118,14 @@ def instances(model: Any) -> Iterator[Any]:
     yield from (*al.claims(flows), Verdict.AGREES, al.records.Answer("What?", "words " * 99))
     yield al.plot_prompt(model, batch)
     yield al.plot_answer(al.step_flows(model, batch.prompt(0), "text"))
-    yield from (al.Results(), al.Contributions({f"number {k}": torch.ones(3) for k in range(40)}))
+    yield al.Contributions({f"number {k}": torch.ones(3) for k in range(40)})
+    labels = tuple(f"{number}\n" * 40 for number in range(6))
+    yield replace(batch, labels=labels, first_query=9)
+    info = {
+        name: str(value) * 99 for name, value in al.compress(model, batch).info.items() if value
+    }
+    yield replace(al.compress(model, batch), info={**info, "selected": {}})
+    yield from all_records(info={"model": labels})
 
 
 @pytest.mark.slow("many passes")
@@ -132,84 +139,53 @@ def test_every_public_object_prints_one_short_line(gpt2: Any) -> None:
     assert {type(instance) for instance in shown} >= public_classes()
 
 
-def test_lines_stay_short_with_long_names(gpt2: Any) -> None:
-    batch = questions(gpt2, 2)[0]
-    labels = tuple(f"{number}\n" * 40 for number in range(6))
-    many = replace(batch, labels=labels, first_query=9)
-    context = al.compress(gpt2, batch)
-    long_info: dict[str, Any] = {
-        name: str(value) * 99 for name, value in context.info.items() if value
-    } | {"selected": {}}
-    for instance in (many, replace(context, info=long_info), *all_records(info={"model": labels})):
-        assert len(repr(instance)) <= 200 and "\n" not in repr(instance)
-
-
-def displays(model: Any) -> list[Any]:
-    """Objects with HTML, in which every text of a user is hostile."""
-    info = {"model": HOSTILE, "prompts": HOSTILE, "labels": [HOSTILE], HOSTILE: HOSTILE * 999}
-    records = all_records(info=info)
-    batch = replace(questions(model, 2)[0], labels=(HOSTILE, HOSTILE))
-    context = replace(al.compress(model, batch), info={"model": HOSTILE, "positions": HOSTILE})
-    prefix = replace(trained(model, steps=0), info={"model": HOSTILE, "dtype": HOSTILE})
-    named = {f"{HOSTILE}{number}": record for number, record in enumerate(records)}
-    shown = [batch, batch.show(model.tokenizer), context, prefix, al.Results(named)]
-    return [*records, *shown]
-
-
-def test_html_is_small_valid_and_escaped(gpt2: Any) -> None:
-    for instance in displays(gpt2):
-        html = instance._repr_html_()
-        parsed = Parsed(html)
-        assert "script" not in parsed.tags, html
-        assert len(html) < 20_000, f"{type(instance).__name__}: {len(html)}"
-        assert not parsed.tags & {"img", "link", "iframe"} and "url(" not in html
-        assert type(instance).__name__ == "PromptView" or "<scr" in parsed.text
-
-
-# A model, a segment, a class, a file or an error can have any text, also one that changes colours
-# or the title of a terminal, that turns the line around, or that looks like another.
+# A model, a segment, a class, a file or an error can have any text, also one that is a script of a
+# page, or that changes colours or the title of a terminal, turns the line around, or looks like
+# another.
+SCRIPT = '<script>alert("x")</script>\n& more'
 COMMANDS = (
     "a\x1b[31m \x9d0;title\x07 \u202e \u2066 \u200f \u061c \u200b \u200d \ufeff \r \x85 \udce9"
 )
 
 
-def hostile_things(model: Any) -> Iterator[Any]:
+def hostile_things(model: Any, hostile: str) -> Iterator[Any]:
     """Objects with a text of somebody else in each place that has one."""
-    info = {"model": COMMANDS, "prompts": COMMANDS, "labels": [COMMANDS]}
+    info = {"model": hostile, "prompts": hostile, "labels": [hostile]}
     batch = questions(model, 2)[0]
-    yield from (each for each in all_records(info=info) if type(each).__str__ is object.__str__)
-    yield replace(batch, labels=(COMMANDS, COMMANDS))
-    yield Study(model, [batch], {COMMANDS: COMMANDS})
-    yield al.EdgeSweep(al.edges.pq, {COMMANDS: al.Site(0)}, name=COMMANDS)
-    yield al.IntegratedFlows([COMMANDS])
+    records = all_records(info=info | {hostile: hostile * 999})
+    yield from (each for each in records if type(each).__str__ is object.__str__)
+    yield al.Results({f"{hostile}{number}": each for number, each in enumerate(records)})
+    yield replace(batch, labels=(hostile, hostile))
+    yield Study(model, [batch], {hostile: hostile})
+    yield al.EdgeSweep(al.edges.pq, {hostile: al.Site(0)}, name=hostile)
+    yield al.IntegratedFlows([hostile])
     with Study(model, [batch], {}, progress=False, resamples=0) as study:
-        yield study.passes([al.Accuracy(COMMANDS)])
-    yield replace(al.compress(model, batch), info=info)
-    yield replace(trained(model, steps=0), info={"model": COMMANDS, "dtype": COMMANDS})
-    yield al.reads.At(f"{{}}{COMMANDS}", al.edges.target)
-    yield al.reads.Seen({}, {COMMANDS: 1}, {}, torch.ones(2, 3), None, n_heads=1)
-    yield al.Results({COMMANDS: record_of(al.contexts.Beta, info=info)})
-    yield replace(al.plot_prompt(model, batch), heading=COMMANDS)
+        yield study.passes([al.Accuracy(hostile.replace("/", ""))])
+    yield replace(al.compress(model, batch), info=info | {"positions": hostile})
+    yield replace(trained(model, steps=0), info={"model": hostile, "dtype": hostile})
+    yield al.reads.At(f"{{}}{hostile}", al.edges.target)
+    yield al.reads.Seen({}, {hostile: 1}, {}, torch.ones(2, 3), None, n_heads=1)
+    yield replace(al.plot_prompt(model, batch), heading=hostile)
     flows = al.step_flows(model, batch.prompt(0), "text")
-    yield replace(al.plot_answer(flows), heading=COMMANDS)
+    yield replace(al.plot_answer(flows), heading=hostile)
     text = batch.show(model.tokenizer)
-    yield replace(text, tokens=[COMMANDS] * len(text.tokens))
+    yield replace(text, tokens=[hostile] * len(text.tokens))
     trace = al.trace_generation(model, "Who?", max_new_tokens=2, stop_at_eos=False)
-    yield replace(trace, text=COMMANDS)
-    yield al.Contributions({COMMANDS: torch.ones(3)})
-    yield al.SegmentFlows({COMMANDS: al.edges.anchors})
-    yield al.SegmentFlows(name=COMMANDS)
-    yield al.Example(COMMANDS, 1)
-    yield al.ChatTask("{text}{label}" + COMMANDS, ["no", "yes"])
+    yield replace(trace, text=hostile)
+    yield al.Contributions({hostile: torch.ones(3)})
+    yield al.SegmentFlows({hostile: al.edges.anchors})
+    yield al.SegmentFlows(name=hostile)
+    yield al.Example(hostile, 1)
+    yield al.ChatTask("{text}{label}" + hostile, ["no", "yes"])
     claim = Claim(
-        *(f"{COMMANDS}.", COMMANDS, Estimate(1.0), 0.0, COMMANDS, COMMANDS),
-        *(Verdict.AGREES, COMMANDS, [Control(COMMANDS, Estimate(1.0))]),
+        *(f"{hostile}.", hostile, Estimate(1.0), 0.0, hostile, hostile),
+        *(Verdict.AGREES, hostile, [Control(hostile, Estimate(1.0))]),
     )
     yield from (claim, Claims([claim]))
-    yield Section(COMMANDS, {(COMMANDS, COMMANDS): {COMMANDS: COMMANDS}}, COMMANDS, COMMANDS)
+    yield Section(hostile, {(hostile, hostile): {hostile: hostile}}, hostile, hostile)
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     yield from (
-        kind(COMMANDS, {}) if kind is RunError else kind(COMMANDS)
+        kind(hostile, {}) if kind is RunError else kind(hostile)
         for kind in kinds
         if issubclass(kind, AnchorlensError)
     )
@@ -218,7 +194,7 @@ def hostile_things(model: Any) -> Iterator[Any]:
 @pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_no_text_of_somebody_else_commands_a_terminal(gpt2: Any) -> None:
-    for instance in hostile_things(gpt2):
+    for instance in hostile_things(gpt2, COMMANDS):
         texts = {"repr": repr(instance), "str": str(instance), "format": f"{instance}"}
         if isinstance(instance, Section):
             texts = {"text": instance.text(), "in a narrow terminal": instance.text(20)}
@@ -226,6 +202,25 @@ def test_no_text_of_somebody_else_commands_a_terminal(gpt2: Any) -> None:
             is_shown = text.replace("\n", "").isprintable()
             assert is_shown, f"{how} of {type(instance).__name__}: {text!r}"
             assert r"\x1" in text, f"{how} of {type(instance).__name__}: {text}"
+
+
+@pytest.mark.slow("many passes")
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_html_is_small_valid_and_escaped_and_has_the_colours_of_the_page(gpt2: Any) -> None:
+    pictures = al.records.PromptFlows | al.records.AnswerFlows  # pages in frames of their own
+    things = [each for each in hostile_things(gpt2, SCRIPT) if not isinstance(each, pictures)]
+    shown = [each for each in things if hasattr(each, "_repr_html_")]
+    kinds = {type(each).__name__ for each in shown}
+    assert kinds >= {"PromptBatch", "PromptView", "CompressedContext", "PrefixContext", "Results"}
+    for instance in shown:
+        html = instance._repr_html_()
+        parsed = Parsed(html)
+        assert "<scr" in parsed.text, type(instance)
+        assert not parsed.tags & {"script", "img", "link", "iframe"}
+        assert len(html) < 20_000, f"{type(instance).__name__}: {len(html)}"
+        colours = re.findall(r"(?<![-\w])(?:color|background): ([^;}]+)", html)
+        fixed = {value for value in colours if not value.endswith("%)")}
+        assert fixed <= {"inherit", "none", "Canvas", "CanvasText"} and "url(" not in html
 
 
 @pytest.mark.slow("many passes")
@@ -259,28 +254,11 @@ def test_models_of_any_name_and_error_are_compared_without_commands(
     assert repr(record).isprintable()
 
 
-def test_a_bar_of_prompts_shows_its_title_without_commands(
-    gpt2: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Study(gpt2, questions(gpt2, 2), {}, resamples=0, title=COMMANDS) as study:
-        study.collect(lambda batch: {"ones": torch.ones(len(batch))})
-    bar = capsys.readouterr().err.replace("\r", "").replace("\n", "")
-    assert r"\x1b[31m" in bar and bar.isprintable()
-
-
 def test_letters_that_need_a_joiner_keep_it() -> None:
     persian = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
     emoji = "\U0001f469\u200d\U0001f52c"
     assert printable(persian) == persian and printable(emoji) == emoji
     assert printable("gp\u200dt2") == r"gp\u200dt2" and printable("a\tb\nc") == "a\tb\nc"
-
-
-def test_html_inherits_the_colours_of_the_page(gpt2: Any) -> None:
-    for instance in displays(gpt2):
-        html = instance._repr_html_()
-        colours = re.findall(r"(?<![-\w])(?:color|background): ([^;}]+)", html)
-        fixed = [value for value in colours if not value.endswith("%)")]
-        assert set(fixed) <= {"inherit", "none", "Canvas", "CanvasText"}
 
 
 def test_a_record_shows_its_numbers_with_their_intervals() -> None:
@@ -329,17 +307,6 @@ def test_results_are_a_dict_that_prints_a_line_for_each_record() -> None:
     title, *lines = repr(results).splitlines()
     assert title == "Results of 2 records"
     assert lines == [f"  b: {records['b']!r}", f"  a: {records['a']!r}"]
-
-
-def test_a_run_returns_results_and_a_sweep_can_be_drawn(gpt2: Any) -> None:
-    batches, sites = questions(gpt2, 2), al.sites.windows(gpt2, 2)
-    options: dict[str, Any] = {"progress": False, "resamples": 0}
-    assert type(al.run(gpt2, batches, [al.Accuracy()], **options)) is al.Results
-    asked = [al.EdgeSweep.isolation(sites, draws=1), al.Accuracy()]
-    results = al.run(gpt2, batches, asked, **options)
-    assert list(results) == ["isolation", "accuracy"]
-    # In each of two panels: label words, random words, and the draws of these, at every site.
-    assert [len(points.y) for points in results["isolation"].plot().data] == [len(sites)] * 6
 
 
 def test_a_context_shows_the_segments_of_its_tokens(gpt2: Any) -> None:

@@ -29,21 +29,20 @@ def test_the_folder_has_examples() -> None:
     assert {*EXAMPLES} == {*WITH_MODEL, PREFIX_TUNING}
 
 
+# Five sentiments of each class fit into the tiny model's context.
+QUICK = ["--queries 12", "--draws 1", "--depth 2", "--rounds 1", "--steps 1", "--training 4"]
+QUICK += ["--held-out 3", "--task sentiment", "--seeds 42 43", "--searches 1", "--shots 1 2"]
+
+
 @pytest.mark.quick_cases("runs whole pages", "reasoning_steps")
 @pytest.mark.parametrize("path", WITH_MODEL, ids=lambda path: path.stem)
 def test_an_example_runs_and_writes_a_page(
     path: Path, monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, quick: None
 ) -> None:
     text = path.read_text()
-    options = ["--queries", "12"] if "--queries" in text else []
-    options += ["--draws", "1"] if "--draws" in text else []
-    options += ["--depth", "2"] if "--depth" in text else []
-    options += ["--rounds", "1"] if "--rounds" in text else []
-    options += ["--steps", "1", "--training", "4", "--held-out", "3"] if "--steps" in text else []
-    # Five sentiments of each class fit into the tiny model's context.
-    options += ["--task", "sentiment", "--seeds", "42", "43"] if '"--task"' in text else []
-    options += ["--searches", "1"] if '"--searches"' in text else []
-    options += ["--shots", "1", "2"] if '"--shots"' in text else []
+    options = [
+        word for option in QUICK if f'"{option.split()[0]}"' in text for word in option.split()
+    ]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(path.parent)  # as `python examples/...` has it
     transfers = "print_transfer" in text  # from a model to itself, by two names
@@ -74,10 +73,7 @@ def generator() -> torch.Generator:
 
 PUBLISHED = {
     "1": {"pretrained on sort up": "91 0", "fine-tuned on sort down": "0 85"},
-    "2": {
-        "pretrained on all": "25 ± 13 25 ± 12 24 ± 11 22 ± 7",
-        "prefix for sort down": "90 ± 3",
-    },
+    "2": {"pretrained on all": "25 ± 13 25 ± 12 24 ± 11 22 ± 7", "prefix for sort down": "90 ± 3"},
     "3": {
         "prefix for sort up, then +1": "93",
         "prefix for double histogram": "1",

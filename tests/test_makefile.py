@@ -11,12 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize(
     ("browser", "is_installed"),
-    [
-        ("chromium", False),
-        ("chromium-browser", False),
-        ("google-chrome", False),
-        ("firefox", True),
-    ],
+    [("chromium", False), ("chromium-browser", False), ("google-chrome", False), ("firefox", True)],
 )
 def test_a_browser_of_any_known_name_is_enough(
     tmp_path: Path, browser: str, is_installed: bool

@@ -324,6 +324,12 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
         AnchorlensError,
         lambda s, options: run(s, [al.SegmentAttribution(**options)], [s.batch]),
     ),
+    "site": (HookError, lambda s, site: al.block_edges(s.model, s.batch, edges.wp, site)),
+    "detach_heads": (HookError, lambda s, site: al.detach_heads(s.model, site)),
+    "scale_edges": (
+        HookError,
+        lambda s, given: al.scale_edges(s.model, s.batch, edges.wp, *given),
+    ),
     "replace_heads": (
         AnchorlensError,
         lambda s, given: al.replace_heads(s.model, s.batch, *given),
@@ -350,6 +356,7 @@ OUTSIDE = "label_positions of prompt 0 has a position outside"
 FOLDED = "biases of this model are folded"
 UNREWEIGHTED = torch.zeros(3, 2, 6)
 AFTER = al.Site(0, renormalize=False)
+WITH_ZERO = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]], requires_grad=True)
 
 ROWS: list[tuple[str, Any, str]] = [
     # Tasks, texts and tokens.
@@ -424,6 +431,15 @@ ROWS: list[tuple[str, Any, str]] = [
     ("sample_demonstrations", ([BAD, al.Example("why?")],), r"need a label, .*'why\?' has none"),
     ("sample_demonstrations", ([],), "no examples to draw demonstrations from"),
     ("sample_demonstrations", ([BAD, al.Example("b", -1)],), "-1"),
+    *(
+        (
+            "ArgumentError",
+            lambda s, of=of: s.built(TREC, DEMOS, of),
+            "^queries of build_prompts must be a list of Examples or texts",
+        )
+        for of in ({"a": GOOD}, {"x"}, "x", GOOD, [GOOD, 3])
+    ),
+    ("ArgumentError", lambda s: s.built(TREC, {*DEMOS}, ["x"]), "^demons.*; a set has no order$"),
     ("build_segments", [], "prompts is a list of prompts"),
     ("build_segments", [[]], r"prompt 0 must be a list of \(name, text\)"),
     ("build_segments", [[("", "a")]], r"prompt 0 must be a list of \(name, text\)"),
@@ -501,7 +517,7 @@ ROWS: list[tuple[str, Any, str]] = [
     (
         "AnchorlensError",
         lambda s: run(s, METRICS[:1], hooks=lambda batch: al.isolate_labels(s.model, batch, 99)),
-        r"got \[99\]",
+        r"layers .* from 0 to 2, or -3 to -1 .*got \[99\]",
     ),
     ("hooks of a run", lambda batch: None, r"return a list of \(hook point, function\); got None"),
     ("hooks of a run", lambda batch: [(MISSING, print)], f"no hook point '{MISSING}'"),
@@ -729,8 +745,34 @@ ROWS: list[tuple[str, Any, str]] = [
         lambda s: al.hooks.isolate_random(s.model, TIGHT, 0, seed=0),
         r"have 0 tokens other than the 2 of .*longer demonstrations",
     ),
-    ("HookError", lambda s: al.detach_heads(s.model, al.Site(9, heads=0)), r"layers .*got \[9\]"),
-    ("HookError", lambda s: al.detach_heads(s.model, al.Site(0, heads=9)), r"heads .*got \[9\]"),
+    ("site", [], "got none"),
+    ("site", [0, -4], r"got \[-4\]"),
+    ("site", al.Site(0, heads=99), r"heads must be numbers from 0 to 1.*got \[99\]"),
+    ("site", al.Site(0, heads=[]), "got none"),
+    ("site", al.Site(heads={0: [], 1: 0}), "got none"),
+    ("site", al.Site(heads={1: 2}), r"got \[2\]"),
+    ("HookError", lambda s: al.Site(0, heads={0: 1}), "leave layers out, or give heads for all"),
+    ("HookError", lambda s: al.hooks.isolate_random(s.model, s.batch, 99, seed=0), r"got \[99\]"),
+    ("HookError", lambda s: al.isolate_labels(s.model, s.batch, al.Site(0, heads=[])), "got none"),
+    ("detach_heads", al.Site(9, heads=0), r"layers .*got \[9\]"),
+    ("detach_heads", al.Site(0, heads=9), r"heads .*got \[9\]"),
+    ("detach_heads", al.Site(heads={3: 0}), r"layers .*got \[3\]"),
+    ("detach_heads", al.Site(0, keep_bos=True), "detach_heads cuts no edges"),
+    ("detach_heads", AFTER, "detach_heads cuts no edges"),
+    ("scale_edges", (-1.0, 0), r"from 0 up.*0 cuts, 1 changes.*got -1.0"),
+    ("scale_edges", (NAN, 0), "from 0 up.*got nan"),
+    ("scale_edges", (INF, 0), "from 0 up.*got inf"),
+    ("scale_edges", (torch.ones(2, 3), 0), r"= \(3, 2\); got .*\(2, 3\)"),
+    ("scale_edges", (torch.ones(2), 0), r"= \(3, 2\); got .*\(2,\)"),
+    ("scale_edges", (torch.ones(3, 2).long(), 0), r"a float.*got torch.int64"),
+    ("scale_edges", (0.5, 9), r"layers must be numbers .*got \[9\]"),
+    ("scale_edges", (0.5, al.Site(0, heads=9)), r"heads must be numbers .*got \[9\]"),
+    ("scale_edges", (WITH_ZERO, 1), "0 has no gradient .*renormalize=False"),
+    (
+        "HookError",
+        lambda s: al.scale_edges(s.model, s.batch, torch.diag_embed(s.batch.attention_mask), 0.0),
+        "itself cannot be multiplied by 0 .*Leave the diagonal out .*renormalize=False",
+    ),
     ("HookError", lambda s: al.Site.of_heads([]), "there is no head"),
     ("HookError", lambda s: al.sites.first_and_last(s.model, [4]), "from 1 to 3 layers; got 4"),
     ("HookError", lambda s: al.sites.windows(s.model, 0), "from 1 to 3 layers; got 0"),

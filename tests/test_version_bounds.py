@@ -1,10 +1,8 @@
 """The versions that the package accepts are those that are tested, at both ends."""
 
-import ast
 import importlib.metadata
 import re
 import tomllib
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -12,6 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import NormalizedName, canonicalize_name
 from packaging.version import Version
+
+from tests.test_architecture import NODES, modules_of
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -65,21 +65,12 @@ def test_what_the_package_imports_is_a_dependency() -> None:
     distributions = importlib.metadata.packages_distributions()
     imported = {
         canonicalize_name(name)
-        for path in (ROOT / "anchorlens").rglob("*.py")
-        for module in modules_of(ast.parse(path.read_text()))
+        for _, node in NODES
+        for module in modules_of(node)
         for name in distributions.get(module.partition(".")[0], [])
     }
     # Triton comes with PyTorch for CUDA, and is only imported where it is found.
     assert imported - {"anchorlens", "triton"} <= set(ACCEPTED)
-
-
-def modules_of(tree: ast.Module) -> Iterator[str]:
-    """The modules that a file imports by their full names."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield str(node.module)
 
 
 def test_the_pythons_of_the_classifiers_are_those_that_are_accepted_and_tested() -> None:

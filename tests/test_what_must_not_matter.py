@@ -255,6 +255,17 @@ ROWS: dict[str, Row] = {
     "changed metrics": Row(Asked([*METRICS, al.Loyalty()], CUTS["detached and cut"]), models=ALL),
     **{name: Row(Asked([METRICS[0], METRICS[-1]], cut)) for name, cut in CUTS.items()},
     **{name: Row(Asked([METRICS[0]], other), fuses=False) for name, other in OTHERS.items()},
+    "scale in other models": Row(
+        Asked(
+            [METRICS[0]],
+            lambda m, b: (
+                al.scale_edges(m, b, al.edges.wp, 0.3, 0)
+                + al.scale_edges(m, b, al.edges.wp, 0.3, al.Site([1, 2], renormalize=False))
+            ),
+        ),
+        models=ALL[1:],
+        fuses=False,
+    ),
     "at the target": Row(Asked([al.Loyalty()], at_target)),
     "reweighted": Row(Asked([al.Loyalty()], reweighted), fuses=False),
     "loss of a span": Row(Asked(WITH_LOSS, loss=al.losses.span_cross_entropy("target"))),

@@ -4,6 +4,8 @@
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,16 +47,28 @@ def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactor
     return al.write_report({"one": results, "two": results}, path, settings=settings)
 
 
-def test_all_figures_are_drawn_without_errors_and_requests(
+@contextmanager
+def drawn(*given: Any) -> Iterator[Any]:
+    """A visit that begins when all figures are drawn."""
+    with Visit(*given) as page:
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+        yield page
+
+
+def test_all_figures_are_drawn_without_errors_and_requests_and_are_accessible(
     report: Path, browser: Any, screen: Any
 ) -> None:
-    with Visit(browser, report, *screen) as page:
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+    with drawn(browser, report, *screen) as page:
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= screen[0]["width"], "the page is wider than the screen"
         cut = "e => e.scrollWidth > e.parentElement.clientWidth"
         assert not any(each.evaluate(cut) for each in page.locator(".pairs").all())
         assert page.locator(".modebar").count() == 0  # it would lie over the legend
+        numbers = page.locator(".heatmap-label text")
+        colors = numbers.evaluate_all("all => all.map(text => getComputedStyle(text).fill)")
+        assert set(colors) == {"rgb(0, 0, 0)", "rgb(255, 255, 255)"}  # on every ground
+        page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+        assert not serious_violations(page)
 
 
 # Puts a picture in the place of the one on the page; the texts that its right edge cuts off.
@@ -68,26 +82,23 @@ CUT_OFF = """(old, text) => {
   ).map((each) => each.textContent);
 }"""
 
-# The texts that are not, or only in part, in the picture of a file.
-OUTSIDE_OF_FILE = """text => {
-  const holder = document.createElement("div");
-  holder.innerHTML = text;
-  document.body.append(holder);
-  const picture = holder.querySelector("svg").getBoundingClientRect();
-  const outside = [...holder.querySelectorAll("text")].filter((each) => {
-    const box = each.getBoundingClientRect();
-    return box.width && (box.left < picture.left || box.right > picture.right
-      || box.top < picture.top || box.bottom > picture.bottom);
-  }).map((each) => each.textContent);
-  holder.remove();
-  return outside;
-}"""
+
+def outside(root: Any, picture: str, texts: str) -> list[str]:
+    """The texts that are not, or only in part, in the picture."""
+    code = """(root, [picture, texts]) => {
+      const frame = root.querySelector(picture).getBoundingClientRect();
+      return [...root.querySelectorAll(texts)].filter((text) => {
+        const box = text.getBoundingClientRect();
+        return box.width && (box.left < frame.left || box.right > frame.right
+          || box.top < frame.top || box.bottom > frame.bottom);
+      }).map((text) => text.textContent);
+    }"""
+    return list(root.evaluate(code, [picture, texts]))
 
 
 def test_every_figure_is_saved_as_svg_and_png(report: Path, browser: Any) -> None:
     """What is saved is light, also where the page is dark."""
-    with Visit(browser, report, WIDE, "dark") as page:
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+    with drawn(browser, report, WIDE, "dark") as page:
         figures = page.locator(".save")
         assert figures.count() == 2 * (1 + 1 + 4)  # the prompt, the claims, and all others
         saved, names = dict[int, str](), set[str]()
@@ -115,26 +126,12 @@ def test_every_figure_is_saved_as_svg_and_png(report: Path, browser: Any) -> Non
         assert "The paper's claims" in of_claims
         page.emulate_media(color_scheme="light")
         for svg in saved.values():
-            assert page.evaluate(OUTSIDE_OF_FILE, svg) == []
-
-
-def test_numbers_in_cells_are_black_or_white(report: Path, browser: Any, screen: Any) -> None:
-    with Visit(browser, report, *screen) as page:
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
-        numbers = page.locator(".heatmap-label text")
-        colors = numbers.evaluate_all("all => all.map(text => getComputedStyle(text).fill)")
-        assert set(colors) == {"rgb(0, 0, 0)", "rgb(255, 255, 255)"}
-
-
-def test_no_serious_violation_of_accessibility(report: Path, browser: Any, screen: Any) -> None:
-    with Visit(browser, report, *screen) as page:
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
-        page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
-        assert not serious_violations(page)
+            page.set_content(svg)
+            assert outside(page.locator("body"), "svg", "text") == []
 
 
 def test_every_section_is_reached_by_its_link_and_by_keys(report: Path, browser: Any) -> None:
-    with Visit(browser, report, WIDE) as page:
+    with drawn(browser, report, WIDE) as page:
         links = page.locator("nav a").evaluate_all("all => all.map(a => a.getAttribute('href'))")
         assert len(links) == 2 * (1 + 1 + 4) + 1
         for link in links:
@@ -156,7 +153,7 @@ def test_every_section_is_reached_by_its_link_and_by_keys(report: Path, browser:
 
 
 def test_a_token_shows_its_flows_by_pointer_and_by_keys(report: Path, browser: Any) -> None:
-    with Visit(browser, report, WIDE) as page:
+    with drawn(browser, report, WIDE) as page:
         prompt = page.locator(".prompt").first
         tokens, detail = prompt.locator(".al-tokens [data-token]"), prompt.locator(".detail")
         target = tokens.last
@@ -183,7 +180,7 @@ def test_a_token_shows_its_flows_by_pointer_and_by_keys(report: Path, browser: A
 
 
 def test_the_choice_of_a_picture_stands_in_the_address(report: Path, browser: Any) -> None:
-    with Visit(browser, report, WIDE) as page:
+    with drawn(browser, report, WIDE) as page:
         prompt = page.locator(".prompt").first
         prompt.locator(".layer").focus()
         page.keyboard.press("End")
@@ -205,7 +202,7 @@ def test_the_choice_of_a_picture_stands_in_the_address(report: Path, browser: An
 def test_the_answer_the_picture_and_the_claims_are_on_the_first_screen(
     report: Path, browser: Any, screen: Any
 ) -> None:
-    with Visit(browser, report, *screen) as page:
+    with drawn(browser, report, *screen) as page:
         tops = [
             page.locator(name).first.evaluate("e => e.getBoundingClientRect().top")
             for name in (".headline", ".picture", ".forest")
@@ -225,13 +222,13 @@ def test_the_longest_number_and_verdict_of_a_claim_fit_beside_it(
         Verdict.DOES_NOT_AGREE, "", [Control("random weights", draws=[0.99, 12.34])],
     )  # fmt: skip
     unsure = replace(lost, estimate=Estimate(12.56, 1.09, 114.22), verdict=Verdict.CANNOT_TELL)
-    with Visit(browser, report, *screen) as page:
+    with drawn(browser, report, *screen) as page:
         picture = str(forest([lost, unsure]))
         assert page.locator(".forest").first.evaluate(CUT_OFF, picture) == []
 
 
 def test_numbers_are_sorted_and_downloaded(report: Path, browser: Any) -> None:
-    with Visit(browser, report, WIDE) as page:
+    with drawn(browser, report, WIDE) as page:
         details = page.locator("details.numbers").first
         details.locator("summary").click()
         heading = details.locator("th", has_text="value")
@@ -249,27 +246,23 @@ def test_numbers_are_sorted_and_downloaded(report: Path, browser: Any) -> None:
         assert lines[0].startswith("quantity,") and len(lines) == len(values) + 1
 
 
-def test_print_leaves_out_what_cannot_be_used_on_paper(report: Path, browser: Any) -> None:
-    with Visit(browser, report, WIDE, "dark") as page:
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+def test_print_leaves_out_what_cannot_be_used_on_paper_and_shows_each_whole_figure(
+    report: Path, browser: Any
+) -> None:
+    with drawn(browser, report, WIDE, "dark") as page:
         page.emulate_media(media="print")
         for selector in ("nav", ".controls", "details"):
             assert not page.locator(selector).first.is_visible()
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == "rgb(255, 255, 255)"
         assert page.pdf().startswith(b"%PDF")
-
-
-def test_paper_shows_the_whole_of_each_figure(report: Path, browser: Any) -> None:
-    with Visit(browser, report, WIDE) as page:
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
-        page.emulate_media(media="print")
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
         # 186 mm between the margins of A4.
         fits = "[...document.querySelectorAll('.main-svg')].every(svg => svg.clientWidth <= 703)"
         page.wait_for_function(fits)
         for figure in page.locator(".figure").all():
-            assert outside(figure) == []
+            texts = ".legendtext, .xtitle, .ytitle, .annotation-text"
+            assert outside(figure, ".main-svg", texts) == []
 
 
 @pytest.mark.parametrize(("scheme", "grounds"), [("dark", ["y domain"]), ("light", [])])
@@ -287,26 +280,8 @@ def test_only_cells_have_a_ground_of_their_own(
         assert all(page.locator(".bg").evaluate_all("all => all.map(b => !+b.style.fillOpacity)"))
 
 
-def outside(figure: Any) -> list[str]:
-    """The texts of a figure that are not, or only in part, in its picture."""
-    return list(
-        figure.evaluate(
-            """figure => {
-              const picture = figure.querySelector(".main-svg").getBoundingClientRect();
-              return [...figure.querySelectorAll(".legendtext, .xtitle, .ytitle, .annotation-text")]
-                .filter((text) => {
-                  const box = text.getBoundingClientRect();
-                  return box.left < picture.left || box.right > picture.right
-                    || box.top < picture.top || box.bottom > picture.bottom;
-                }).map((text) => text.textContent);
-            }"""
-        )
-    )
-
-
 def test_a_flow_has_the_same_color_in_all_figures(report: Path, browser: Any, screen: Any) -> None:
-    with Visit(browser, report, *screen) as page:
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+    with drawn(browser, report, *screen) as page:
         color = """name => document.querySelector('.js-plotly-plot').data
             .find(trace => trace.name?.startsWith(name)).line.color.toLowerCase()"""
         into = page.evaluate(color, "text to label word")

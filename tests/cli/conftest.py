@@ -1,16 +1,98 @@
 """Commands are tested with analyses that take less time, or with one that was made before."""
 
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
 import anchorlens as al
+from anchorlens.cli import commands
+from anchorlens.cli.analysis import Page
+from anchorlens.cli.summary import Summary
+from anchorlens.results.answer import Answer
 
 
 @pytest.fixture(autouse=True)
 def quick_commands(quick: None) -> None: ...
+
+
+class Told(NamedTuple):
+    """What a command gave back and printed."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The line of the error."""
+        [line] = [text for text in self.err.splitlines() if text.startswith("error: ")]
+        return line
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., Told]:
+    """Runs a command in this process."""
+
+    def called(*arguments: str) -> Told:
+        monkeypatch.setattr(sys, "argv", ["anchorlens", *arguments])
+        monkeypatch.setattr("warnings.formatwarning", None)  # main sets it; monkeypatch restores it
+        with pytest.raises(SystemExit) as stop:
+            commands.main()
+        return Told(int(stop.value.code or 0), *capsys.readouterr())
+
+    return called
+
+
+@pytest.fixture
+def done(call: Callable[..., Told]) -> Callable[..., Told]:
+    """Runs a command that does its work."""
+
+    def called(*arguments: str) -> Told:
+        told = call(*arguments)
+        assert told.status == 0, told.err
+        return told
+
+    return called
+
+
+@pytest.fixture
+def failed(call: Callable[..., Told]) -> Callable[..., str]:
+    """Runs a command that fails: the line of its error."""
+
+    def called(*arguments: str) -> str:
+        told = call(*arguments)
+        assert told.status == 1, told.err
+        return told.error
+
+    return called
+
+
+@pytest.fixture
+def into_folder(shallow_folder: Path, tmp_path: Path) -> list[str]:
+    """The options of a model and of the folder ``tmp_path``."""
+    return ["--model", str(shallow_folder), "--out", str(tmp_path)]
+
+
+@pytest.fixture
+def no_analysis(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """In place of what ``run`` computes: a page without records."""
+    page = Page({}, Summary(Answer("?", ""), (), {}, is_able=False, is_sure=False))
+    made = Mock(return_value=page)
+    monkeypatch.setattr("anchorlens.cli.work.analysed", made)
+    return made
+
+
+@pytest.fixture
+def paper_parts(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """In place of what ``paper`` computes: no record of each task."""
+    made = Mock(side_effect=lambda model, examples, **_: dict.fromkeys(examples, al.Results()))
+    monkeypatch.setattr("anchorlens.cli.work.paper_records", made)
+    return made
 
 
 @pytest.fixture(scope="session")

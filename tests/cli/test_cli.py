@@ -2,39 +2,22 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import typer
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
 from anchorlens.cli import commands
 from anchorlens.errors import AnchorlensError
-from tests.support.measures import is_shared
-from tests.support.tiny_models import randomize
 
 COMMANDS: dict[str, Any] = getattr(typer.main.get_command(commands.app), "commands", {})
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"
+OUT_OF_MEMORY = Mock(side_effect=torch.OutOfMemoryError(MESSAGE))
 QUICK = ["--queries", "12", "--depth", "2", "--draws", "2"]
-
-
-def call(monkeypatch: Any, *arguments: str) -> int:
-    """Run the command in this process and return its exit status."""
-    monkeypatch.setattr(sys, "argv", ["anchorlens", *arguments])
-    monkeypatch.setattr("warnings.formatwarning", None)  # main sets it; monkeypatch restores it
-    with pytest.raises(SystemExit) as stop:
-        commands.main()
-    return int(stop.value.code or 0)
-
-
-def error_of(captured: Any) -> str:
-    """The line of the error."""
-    lines = captured.err.splitlines()
-    (line,) = [text for text in lines if text.startswith("error: ")]
-    return line
 
 
 def test_help_shows_options_of_the_task_before_those_of_the_machine() -> None:
@@ -54,29 +37,23 @@ def test_help_shows_options_of_the_task_before_those_of_the_machine() -> None:
     ],
 )
 def test_depth_and_draws_are_not_taken_for_each_other(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, command: str, analysis: str
+    failed: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path, command: str, analysis: str
 ) -> None:
-    asked: dict[str, Any] = {}
-
-    def analyse(*_: Any, **options: Any) -> None:
-        asked.update(options)
-        raise AnchorlensError("nothing is analysed")
-
+    analyse = Mock(side_effect=AnchorlensError("nothing is analysed"))
     monkeypatch.setattr(f"anchorlens.cli.{analysis}", analyse)
     arguments = [*command.split(), str(shallow_folder), "--out", str(tmp_path), "--queries", "11"]
-    assert call(monkeypatch, *arguments, "--depth", "2", "--draws", "3") == 1
+    failed(*arguments, "--depth", "2", "--draws", "3")
+    asked = analyse.call_args.kwargs
     assert (asked["depth"], asked["draws"]) == (2, 3)
 
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning", "ignore:some pairs:UserWarning")
 def test_demo_writes_report_results_and_settings(
-    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+    done: Any, model_folder: Path, tmp_path: Path
 ) -> None:
-    status = call(monkeypatch, "demo", "--model", str(model_folder), "--out", str(tmp_path), *QUICK)
-    assert status == 0
+    printed = done("demo", "--model", str(model_folder), "--out", str(tmp_path), *QUICK).out
     page = (tmp_path / "report.html").read_text()
-    printed = capsys.readouterr().out
     for task in ("questions", "sentiment"):
         assert f">{task}</h2>" in page
         assert f"{task}, claims of the paper" in printed
@@ -98,41 +75,13 @@ def test_demo_writes_report_results_and_settings(
 
 
 @pytest.mark.slow("whole commands")
-@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
-def test_run_takes_a_file_and_several_seeds(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path
-) -> None:
-    data = tmp_path / "mine.jsonl"
-    rows = [
-        {"text": f"{word} film number {k}", "label": label}
-        for k in range(10)
-        for label, word in enumerate(("bad", "good"))
-    ]
-    data.write_text("\n".join(map(json.dumps, rows)))
-    arguments = ["--task", "sentiment", str(data), "--seed", "1", "--seed", "2"]
-    arguments += ["--dtype", "float32", "--device", "cpu", "--out", str(tmp_path / "out"), *QUICK]
-    arguments += ["--gradient-checkpointing"]
-    assert call(monkeypatch, "run", "--model", str(shallow_folder), *arguments) == 0
-    flows = al.records.SaliencyFlowsRecord.load(
-        tmp_path / "out/sentiment/saliency_flows.safetensors"
-    )
-    assert flows.info["demonstration_sets"] == 2
-    assert not is_shared(flows)
-    assert len(flows.per_prompt) == 24
-
-
-@pytest.mark.slow("whole commands")
 @pytest.mark.usefixtures("analysis_made_before")
 def test_without_a_picture_of_a_prompt_there_is_still_a_report(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    done: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
-    def raise_out_of_memory(*_: Any, **options: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
-
-    monkeypatch.setattr("anchorlens.cli.analysis.plot_prompt", raise_out_of_memory)
-    arguments = ["--model", str(shallow_folder), "--out", str(tmp_path), "--task", "questions"]
-    assert call(monkeypatch, "run", *arguments, "--queries", "12", "--depth", "1") == 0
-    printed = capsys.readouterr()
+    monkeypatch.setattr("anchorlens.cli.analysis.plot_prompt", OUT_OF_MEMORY)
+    options = ["--task", "questions", "--queries", "12", "--depth", "1"]
+    printed = done("run", *into_folder, *options)
     assert "warning: no picture of prompt 0: CUDA out of memory. Tried" in printed.err
     assert "questions, claims of the paper" in printed.out
     page = (tmp_path / "report.html").read_text()
@@ -141,19 +90,15 @@ def test_without_a_picture_of_a_prompt_there_is_still_a_report(
 
 @pytest.mark.parametrize("command", ["demo", "run", "paper", "check"])
 def test_out_of_memory_is_an_error_of_one_line_that_names_options_of_the_command(
-    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any, command: str
+    failed: Any, monkeypatch: Any, model_folder: Path, tmp_path: Path, command: str
 ) -> None:
-    def raise_out_of_memory(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-
     for module in ("work", "check"):
-        monkeypatch.setattr(f"anchorlens.cli.{module}.load_model", raise_out_of_memory)
+        monkeypatch.setattr(f"anchorlens.cli.{module}.load_model", OUT_OF_MEMORY)
     arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
     arguments += ["--task", "questions"] * (command != "demo")
     if command == "check":
         arguments = [str(model_folder)]
-    assert call(monkeypatch, command, *arguments) == 1
-    error = error_of(capsys.readouterr())
+    error = failed(command, *arguments)
     assert "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.); use a" in error
     assert "--out" not in error or error.endswith("--out; this one holds what was computed")
     named = set(re.findall(r"--[a-z-]+", error))
@@ -163,36 +108,7 @@ def test_out_of_memory_is_an_error_of_one_line_that_names_options_of_the_command
 
 
 def test_the_error_for_a_model_that_cannot_be_loaded_names_the_option(
-    monkeypatch: Any, capsys: Any
+    failed: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert call(monkeypatch, "demo") == 1
-    assert "--model" in capsys.readouterr().err
-
-
-@pytest.mark.slow("whole commands")
-@pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
-def test_a_metric_that_cannot_be_computed_does_not_stop_the_others(
-    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
-) -> None:
-    """The model is GPT-NeoX without the wrapper that calls hooks of rotated queries and keys."""
-    monkeypatch.setattr("anchorlens.models.load.wrap_operands", lambda attention: False)
-    config = GPTNeoXConfig(
-        vocab_size=len(byte_level),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=1024,
-    )
-    model, out = tmp_path / "model", tmp_path / "out"
-    weights: Any = randomize(GPTNeoXForCausalLM(config))
-    weights.save_pretrained(model)
-    byte_level.save_pretrained(model)
-    arguments = ("--model", str(model), "--task", "questions", "--queries", "12", "--out", str(out))
-    with pytest.warns(UserWarning, match="no result for anchor_distances"):
-        assert call(monkeypatch, "run", *arguments, "--depth", "1", "--draws", "1") == 0
-    printed = capsys.readouterr()
-    assert "(S_wp) is" in printed.out
-    assert (out / "report.html").exists()
-    assert (out / "questions" / "saliency_flows.safetensors").exists()
+    assert "--model" in failed("demo")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_cli import call, error_of
 from tests.support.tiny_models import tiny_gpt2
 
 FILES: dict[str, list[dict[str, Any]]] = {
@@ -97,14 +96,13 @@ def data(tmp_path: Path) -> Path:
     ],
 )
 def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
-    monkeypatch: Any, data: Path, capsys: Any, command: str, option: str, value: str, words: str
+    failed: Any, monkeypatch: Any, data: Path, command: str, option: str, value: str, words: str
 ) -> None:
     monkeypatch.chdir(data)
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
     before = sorted(data.rglob("*"))
     given = [value] if option == "DATA" else [option, value]
-    assert call(monkeypatch, *COMMANDS[command], "--model", "x", *given) == 1
-    assert words in error_of(capsys.readouterr())
+    assert words in failed(*COMMANDS[command], "--model", "x", *given)
     assert sorted(data.rglob("*")) == before
 
 
@@ -117,17 +115,12 @@ def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
         (["--device", "foo"], "cannot be put on the device 'foo'"),
     ],
 )
-def test_a_mistake_that_needs_the_model_is_an_error_of_one_line(
-    monkeypatch: Any,
-    data: Path,
-    model_folder: Path,
-    capsys: Any,
-    arguments: list[str],
-    words: str,
+def test_a_mistake_that_needs_the_configuration_is_found_before_weights_are_loaded(
+    failed: Any, monkeypatch: Any, data: Path, model_folder: Path, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(data)
-    assert call(monkeypatch, *RUN, "--model", str(model_folder), *arguments) == 1
-    assert words in error_of(capsys.readouterr())
+    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    assert words in failed(*RUN, "--model", str(model_folder), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +131,7 @@ def test_a_mistake_that_needs_the_model_is_an_error_of_one_line(
     ],
 )
 def test_a_model_without_a_tokenizer_or_with_a_short_one_is_an_error(
-    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any, limit: int | None, words: str
+    failed: Any, byte_level: Any, tmp_path: Path, limit: int | None, words: str
 ) -> None:
     tiny_gpt2(700 if limit is None else len(byte_level)).save_pretrained(tmp_path / "model")
     if limit is not None:
@@ -146,14 +139,11 @@ def test_a_model_without_a_tokenizer_or_with_a_short_one_is_an_error(
         file = tmp_path / "model" / "tokenizer_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": limit}))
     arguments = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
-    assert call(monkeypatch, *RUN, *arguments) == 1
-    assert words in error_of(capsys.readouterr())
+    assert words in failed(*RUN, *arguments)
 
 
 @pytest.mark.parametrize("option", ["--queries", "--shots", "--depth", "--draws", "--batch-size"])
 @pytest.mark.parametrize("value", ["-1", "0", "nan", "1e3", "1.5", ""])
-def test_numbers_out_of_range_are_usage_errors(
-    monkeypatch: Any, capsys: Any, option: str, value: str
-) -> None:
-    assert call(monkeypatch, *RUN, "--model", "x", option, value) == 2
-    assert f"Invalid value for '{option}'" in capsys.readouterr().err
+def test_numbers_out_of_range_are_usage_errors(call: Any, option: str, value: str) -> None:
+    told = call(*RUN, "--model", "x", option, value)
+    assert told.status == 2 and f"Invalid value for '{option}'" in told.err

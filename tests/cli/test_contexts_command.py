@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import anchorlens as al
-from anchorlens.cli import work as command_prompts
-from tests.cli.test_cli import call, error_of
+from anchorlens.prompts.sampled import prompts_of_draws
 
 SMALL = ["--queries", "6", "--training", "4", "--held-out", "3", "--steps", "1", "--draws", "1"]
 COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
@@ -20,16 +19,22 @@ COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_contexts_are_trained_compared_and_reported(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    done: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
-    arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path), "--json"]
-    assert call(monkeypatch, *arguments, "--other-tokens") == 0
-    printed = capsys.readouterr()
+    """Label words have two tokens."""
+
+    def with_long_words(*given: Any, **options: Any) -> list[al.PromptBatch]:
+        batches = prompts_of_draws(*given, **options)
+        return [replace(batch, label_ends=batch.label_positions + 1) for batch in batches]
+
+    monkeypatch.setattr("anchorlens.cli.work.prompts_of_draws", with_long_words)
+    printed = done(*COMMAND, *into_folder, "--json", "--other-tokens")
+    assert "the search starts from the first token of each label word" in printed.err
     record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
     names = ["none", "demonstrations", "anchors only", "random words, draw 0", "re-weighted"]
     assert list(record.info["contexts"]) == [*names, "soft prompt", "hard prompt", "prefix"]
     assert "no prefix from anchors: positions cannot be rebased" in printed.err
-    assert re.search(r"this takes about \d+ seconds\n", printed.err)
+    assert re.search(r"this takes about \d+ (seconds|minutes)\n", printed.err)
     # The factors of label words take as many steps as the other trainings.
     for number, name in enumerate(["soft prompt", "hard prompt", "prefix"], start=1):
         assert f"{name} ({number} of 7): 100%|" in printed.err
@@ -75,57 +80,32 @@ def test_contexts_are_trained_compared_and_reported(
     assert ">Other tokens</h3>" in page and "heavy hitters, one set" in page
 
 
-@pytest.mark.slow("whole commands")
-@pytest.mark.filterwarnings("ignore:intervals of")
-def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
-) -> None:
-    build = command_prompts.prompts_of_draws
-
-    def with_long_words(*args: Any, **options: Any) -> list[al.PromptBatch]:
-        return [
-            replace(batch, label_ends=batch.label_positions + 1)
-            for batch in build(*args, **options)
-        ]
-
-    monkeypatch.setattr(command_prompts, "prompts_of_draws", with_long_words)
-    arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path)]
-    assert call(monkeypatch, *arguments) == 0
-    note = "the search starts from the first token of each label word"
-    assert note in capsys.readouterr().err
-    record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
-    assert "hard prompt" in record.info["contexts"]
-
-
 def test_contexts_too_long_for_the_model_are_refused_before_weights_are_loaded(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    call: Any, failed: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
     """The longest that fits is given to the loading of the model, one more is not."""
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path)]
-    assert call(monkeypatch, *arguments, "--length", "600") == 1
-    error = error_of(capsys.readouterr())
+    arguments = [*COMMAND, *into_folder]
+    error = failed(*arguments, "--length", "600")
     assert "--length 600 is too long: the model's context is 512 tokens, and the longest" in error
     most = int(error.split()[-1])
     assert most < 512
-    assert call(monkeypatch, *arguments, "--length", str(most + 1)) == 1
-    assert f"--length {most + 1} is too long" in error_of(capsys.readouterr())
+    assert f"--length {most + 1} is too long" in failed(*arguments, "--length", str(most + 1))
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        call(monkeypatch, *arguments, "--length", str(most))
+        call(*arguments, "--length", str(most))
 
 
 def test_demonstrations_too_short_for_a_score_are_refused_before_weights_are_loaded(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    call: Any, failed: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
     task = tmp_path / "short.toml"
     rows = [{"text": f"text {k}", "label": k % 2} for k in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task.write_text('data = "rows.jsonl"\ntemplate = "{text}{label}"\nlabels = [" a", " b"]\n')
-    arguments = ["contexts", "--model", str(shallow_folder), "--out", str(tmp_path / "out"), *SMALL]
+    arguments = ["contexts", *into_folder, "--out", str(tmp_path / "out"), *SMALL]
     arguments += ["--task", str(task), "--other-tokens"]
-    assert call(monkeypatch, *arguments) == 1
-    error = error_of(capsys.readouterr())
+    error = failed(*arguments)
     assert "--other-tokens needs longer demonstrations: keep must be from 8" in error
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        call(monkeypatch, *arguments[:-1])
+        call(*arguments[:-1])

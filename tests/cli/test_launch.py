@@ -16,7 +16,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 
 import anchorlens as al
 from anchorlens.system.processes import join_launched
-from tests.cli.test_cli import QUICK, call
+from tests.cli.test_cli import QUICK
 from tests.support.process_work import assert_equal, tensors_of
 
 # It needs no import that takes time.
@@ -30,12 +30,6 @@ os.rename(f"{name}.part", f"{name}.json")
 while not os.path.exists(f"{folder}/end"):
     time.sleep(0.02)
 """
-RECORDS: dict[str, type[al.Record]] = {
-    "saliency_flows": al.records.SaliencyFlowsRecord,
-    "attention_aucroc": al.records.AttentionAUCROCRecord,
-    "anchor_distances": al.records.AnchorDistancesRecord,
-    "isolation": al.records.EdgeSweepRecord,
-}
 
 
 def test_one_process_instead_of_several_is_a_warning(monkeypatch: Any) -> None:
@@ -110,22 +104,18 @@ def launched(arguments: list[str], folder: Path) -> tuple[str, str]:
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_processes_write_the_same_as_one(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    done: Any, shallow_folder: Path, tmp_path: Path
 ) -> None:
     """Two processes write the files of one process, and print each line once."""
     arguments = ["run", "--model", str(shallow_folder), "--task", "questions", *QUICK]
     arguments += ["--batch-size", "5", "--out"]
     out, error = launched([*arguments, str(tmp_path / "two")], tmp_path)
-    assert call(monkeypatch, *arguments, str(tmp_path / "one")) == 0
-    printed = capsys.readouterr().out
+    printed = done(*arguments, str(tmp_path / "one")).out
     assert out.replace(str(tmp_path / "two"), str(tmp_path / "one")) == printed
     assert error.count("questions: 12 prompts") == 1
     names = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.*")}
     assert names == {path.relative_to(tmp_path / "two") for path in (tmp_path / "two").rglob("*.*")}
     for name in names:
         if name.suffix == ".safetensors" and "rows" not in name.parts:
-            record_class = RECORDS[name.stem]
-            of_two, of_one = (
-                record_class.load(tmp_path / folder / name) for folder in ("two", "one")
-            )
+            of_two, of_one = (al.load_record(tmp_path / each / name) for each in ("two", "one"))
             assert_equal(tensors_of({"": of_two}), tensors_of({"": of_one}))

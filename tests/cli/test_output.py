@@ -7,17 +7,17 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.cli import work
 from anchorlens.cli.output import Output, lasting_streams
 from anchorlens.models.quiet_libraries import quiet_datasets, quiet_libraries
 from anchorlens.report.claims import Verdict
 from anchorlens.results.text_tables import Section
-from tests.cli.test_cli import QUICK, call
+from tests.cli.test_cli import QUICK
 
 TABLE = Section(
     "questions",
@@ -28,11 +28,10 @@ TABLE = Section(
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs")
 def test_json_is_one_document_of_the_numbers_in_the_records(
-    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+    done: Any, model_folder: Path, tmp_path: Path
 ) -> None:
     arguments = ["--model", str(model_folder), "--out", str(tmp_path), "--task", "questions"]
-    assert call(monkeypatch, "run", *arguments, *QUICK, "--json") == 0
-    printed = capsys.readouterr()
+    printed = done("run", *arguments, *QUICK, "--json")
     document = json.loads(printed.out)
     assert document["model"] == str(model_folder)
     assert document["report"] == str(tmp_path / "report.html")
@@ -62,8 +61,7 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     assert printed.err.count("%|") == len(re.findall(r"[\w)…]: +\d+%\|", printed.err))
     assert f"report: {tmp_path / 'report.html'}" in printed.err and "Next: " in printed.err
 
-    assert call(monkeypatch, "run", *arguments, *QUICK, "--quiet") == 0
-    printed = capsys.readouterr()
+    printed = done("run", *arguments, *QUICK, "--quiet")
     assert all(line.startswith("warning: ") for line in printed.err.splitlines())
     first, asked = printed.out.splitlines(), "Does the model use its label words as anchors?"
     assert first[0] == f"questions: {asked}" and first[1].startswith("This cannot be told: the acc")
@@ -77,30 +75,20 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
 
 @pytest.mark.slow("whole commands")
 def test_paper_prints_its_tables_stores_the_same_text_and_prints_json(
-    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+    done: Any, paper_parts: Mock, into_folder: list[str], tmp_path: Path
 ) -> None:
-    def records(model: Any, examples: dict[str, Any], **options: Any) -> dict[str, al.Results]:
-        right = {"vanilla": torch.tensor([1.0, 0.0]), "re-weighted": torch.ones(2)}
-        accuracies = al.metrics.compare_accuracies(right, resamples=0)
-        return {name: al.Results(accuracies=accuracies) for name in examples}
-
-    monkeypatch.setattr(work, "paper_records", records)
-    arguments = ["--model", str(model_folder), "--out", str(tmp_path), "--task", "news", "--quiet"]
-    arguments += ["--queries", "11", "--seed", "1", "--depth", "1", "--draws", "1"]
-    assert call(monkeypatch, "paper", *arguments) == 0
-    stored = (tmp_path / "tables.txt").read_bytes()
-    printed = capsys.readouterr().out
-    assert stored.decode() in printed and "anchorlens run --task news --model" in printed
-    assert "Table 1. Accuracy, % [95 % intervals]\n" in stored.decode()
-    assert max(map(len, stored.decode().splitlines())) <= 80
-    assert (tmp_path / "tables.txt").read_bytes() == stored
-    assert call(monkeypatch, "paper", *arguments, "--json") == 0
-    [task] = json.loads(capsys.readouterr().out)["tasks"]
+    correct = {"vanilla": torch.tensor([1.0, 0.0]), "re-weighted": torch.ones(2)}
+    accuracies = al.metrics.compare_accuracies(correct, resamples=0)
+    paper_parts.side_effect = lambda *_, **__: {"news": al.Results(accuracies=accuracies)}
+    arguments = [*into_folder, "--task", "news", "--quiet", "--queries", "11", "--seed", "1"]
+    printed, stored = done("paper", *arguments).out, (tmp_path / "tables.txt").read_text()
+    assert stored in printed and "anchorlens run --task news --model" in printed
+    assert "Table 1. Accuracy, % [95 % intervals]\n" in stored
+    assert max(map(len, stored.splitlines())) <= 80
+    [task] = json.loads(done("paper", *arguments, "--json").out)["tasks"]
     assert task["task"] == "news" and task["answer"]["sentence"].startswith("This cannot be told")
-    assert task["accuracies"]["accuracy"] == {
-        "vanilla": {"value": 0.5},
-        "re-weighted": {"value": 1},
-    }
+    right = {"vanilla": {"value": 0.5}, "re-weighted": {"value": 1}}
+    assert task["accuracies"]["accuracy"] == right
 
 
 @pytest.mark.parametrize("on_a_terminal", [True, False])
@@ -117,64 +105,42 @@ def test_tables_are_aligned_texts(monkeypatch: Any, capsys: Any, on_a_terminal: 
     assert capsys.readouterr().out == ""
 
 
-def test_other_libraries_are_quiet_inside_and_as_before_afterwards(capsys: Any) -> None:
+def test_inside_other_libraries_are_quiet(capsys: Any) -> None:
+    """Afterwards they are as before: see tests/system/test_every_context.py."""
     import datasets
     from huggingface_hub.utils import are_progress_bars_disabled
     from transformers import modeling_gguf_pytorch_utils as of_gguf
     from transformers.utils import logging as of_transformers
 
-    def state() -> list[Any]:
-        names = ("transformers", "datasets", "huggingface_hub")
-        levels = [logging.getLogger(name).level for name in names]
-        bars = [of_transformers.is_progress_bar_enabled(), are_progress_bars_disabled()]
-        return [*levels, *bars, datasets.are_progress_bars_disabled()]
-
-    before = state()
+    of_the_hub = are_progress_bars_disabled()
     with quiet_libraries(), quiet_datasets():
-        assert state() == [logging.ERROR] * 3 + [False, are_progress_bars_disabled(), True]
-        assert are_progress_bars_disabled() == before[4]
+        for name in ("transformers", "datasets", "huggingface_hub"):
+            assert logging.getLogger(name).level == logging.ERROR
+        assert not of_transformers.is_progress_bar_enabled()
+        assert datasets.are_progress_bars_disabled()
+        assert are_progress_bars_disabled() == of_the_hub  # what is loaded from it takes long
         assert [*of_gguf.tqdm([1, 2], desc="of a .gguf file")] == [1, 2]
-        assert capsys.readouterr().err == ""
-    assert state() == before
+    assert capsys.readouterr().err == ""
     assert [*of_gguf.tqdm([1, 2], desc="of a .gguf file")] == [1, 2]
     assert "of a .gguf file" in capsys.readouterr().err
-    with pytest.raises(KeyError), quiet_libraries(), quiet_datasets():
-        raise KeyError
-    assert state() == before
 
 
-class Full:
-    """A standard output on a full disk; what is not flushed waits in it."""
-
-    def __init__(self) -> None:
-        self.file = open("/dev/full", "w")  # noqa: SIM115 - a command writes into it
-
-    def __enter__(self) -> Any:
-        return self.file
-
-    def __exit__(self, *_: Any) -> None:
-        self.file.close()
-
-
+# On a full disk what is not flushed waits in the output.
 @pytest.mark.slow("whole commands")
 @pytest.mark.parametrize(
-    ("stdout", "reason"),
-    [(Full, "No space left on device"), (lambda: nullcontext(None), "it is closed")],
+    ("file", "reason"), [("/dev/full", "No space left on device"), (None, "it is closed")]
 )
 @pytest.mark.usefixtures("analysis_made_before")
 def test_a_command_stores_everything_where_nothing_can_be_printed(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, stdout: Any, reason: str
+    call: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path, file: Any, reason: str
 ) -> None:
-    arguments = ["--model", str(shallow_folder), "--out", str(tmp_path), "--task", "questions"]
-    run = ["run", *arguments, "--queries", "12", "--depth", "1"]
-    for command in (run, ["models"]):
-        with stdout() as stream:
+    run = ["run", *into_folder, "--task", "questions", "--queries", "12", "--depth", "1"]
+    for command, files in ((run, "; all files are in --out"), (["models"], "")):
+        with open(file, "w") if file else nullcontext(None) as stream:
             monkeypatch.setattr("sys.stdout", stream)
-            assert call(monkeypatch, *command) == 1
-    lines = capsys.readouterr().err.splitlines()
-    errors = [line for line in lines if line.startswith("error: ")]
-    error = f"error: the standard output cannot be written: {reason}"
-    assert errors == [f"{error}; all files are in --out", error]
+            told = call(*command)
+        assert told.status == 1
+        assert told.error == f"error: the standard output cannot be written: {reason}{files}"
     assert (tmp_path / "report.html").exists() and (tmp_path / "settings.json").exists()
     assert (tmp_path / "questions" / "isolation.safetensors").exists()
 
@@ -182,15 +148,14 @@ def test_a_command_stores_everything_where_nothing_can_be_printed(
 @pytest.mark.slow("whole commands")
 @pytest.mark.usefixtures("analysis_made_before")
 def test_names_that_are_no_text_lose_no_report_and_command_no_terminal(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    done: Any, shallow_folder: Path, tmp_path: Path
 ) -> None:
     """A byte that is not UTF-8 is half of a surrogate pair in Python."""
     model = tmp_path / "model \x1b[31m red"
     model.symlink_to(shallow_folder)
     out = tmp_path / "caf\udce9"
     arguments = ["--model", str(model), "--out", str(out), "--task", "questions"]
-    assert call(monkeypatch, "run", *arguments, "--queries", "12", "--depth", "1") == 0
-    printed = capsys.readouterr()
+    printed = done("run", *arguments, "--queries", "12", "--depth", "1")
     assert "\x1b" not in printed.out + printed.err
     assert r"loading" in printed.err and r"model \x1b[31m red" in printed.err
     assert r"caf\udce9/report.html" in printed.out
@@ -209,8 +174,6 @@ def test_a_terminal_without_all_characters_shows_their_escapes(monkeypatch: Any)
 
 
 @pytest.mark.parametrize("given", [["--out", ""], [""]])
-def test_an_empty_text_is_not_the_current_folder(
-    monkeypatch: Any, capsys: Any, given: list[str]
-) -> None:
-    assert call(monkeypatch, "run", "--model", "x", *given) == 2
-    assert "an empty text is no path" in capsys.readouterr().err
+def test_an_empty_text_is_not_the_current_folder(call: Any, given: list[str]) -> None:
+    told = call("run", "--model", "x", *given)
+    assert told.status == 2 and "an empty text is no path" in told.err

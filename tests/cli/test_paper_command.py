@@ -1,10 +1,10 @@
 """`anchorlens paper` writes its files, resumes if stopped, and prints one line for a mistake."""
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,34 +13,29 @@ from anchorlens.cli import work
 from anchorlens.errors import RunError
 from anchorlens.prompts import demonstration_sets
 from anchorlens.prompts.examples import BUNDLED
-from tests.cli.test_cli import call, error_of
 from tests.support.tiny_models import tiny_gpt2
 
-papers: Any = importlib.import_module("anchorlens.replication.paper")
 QUICK = ["--queries", "11", "--seeds", "1", "--depth", "1", "--draws", "1"]
 FIGURES = [*("saliency_flows", "attention_aucroc", "anchor_distances", "isolation", "diagnosis")]
-FEW = pytest.mark.filterwarnings("ignore:.*in . of . sets", "ignore:.*in layers", "ignore:.*some p")
-ROUGH = pytest.mark.filterwarnings("ignore:.*intervals of", "ignore:a prompt has")
 
 
 @pytest.mark.slow("whole commands")
-@FEW
-@ROUGH
-def test_paper_writes_records_tables_and_report(
-    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
-) -> None:
+@pytest.mark.filterwarnings(
+    *("ignore:.*in . of . sets", "ignore:.*in layers", "ignore:.*some p", "ignore:.*intervals of"),
+    "ignore:a prompt has",
+)
+def test_paper_writes_records_tables_and_report(done: Any, byte_level: Any, tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny_gpt2(len(byte_level), n_layer=2, n_positions=400).save_pretrained(model)
     byte_level.save_pretrained(model)
     quick = ["--queries", "11", "--seed", str(-(2**70)), "--depth", "1", "--draws", "1"]
     arguments = ["--tasks", "emotions", "--appendix", "--out", str(tmp_path), *quick]
     with pytest.warns(UserWarning, match="for emotions, letters as labels: a prompt has 875 tok"):
-        assert call(monkeypatch, "paper", "--model", str(model), *arguments) == 0
-    tables, printed = (tmp_path / "tables.txt").read_text(), capsys.readouterr().out
+        printed = done("paper", "--model", str(model), *arguments).out
+    tables = (tmp_path / "tables.txt").read_text()
     assert tables in printed and "GPT2-XL in the paper\n" in tables
-    assert [block.partition(".")[0] for block in tables.split("\n\n")][:3] == [
-        *("Table 1", "Table 2", "Table 3")
-    ]
+    titles = [block.partition(".")[0] for block in tables.split("\n\n")]
+    assert titles[:3] == ["Table 1", "Table 2", "Table 3"]
     assert "emotions: Does the model use its label words as anchors?" in printed
     assert "\nemotions (two shots), isolation\n" in printed
     stored = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("emo*/*.safetensors")}
@@ -68,12 +63,7 @@ def test_paper_writes_records_tables_and_report(
     ],
 )
 def test_a_task_that_the_tokenizer_cannot_write_is_an_error_before_weights_are_loaded(
-    monkeypatch: Any,
-    model_folder: Path,
-    tmp_path: Path,
-    capsys: Any,
-    labels: list[str],
-    words: str,
+    failed: Any, monkeypatch: Any, model_folder: Path, tmp_path: Path, labels: list[str], words: str
 ) -> None:
     task = replace(al.TASKS["sst2"], labels=labels)
     monkeypatch.setattr(
@@ -81,60 +71,44 @@ def test_a_task_that_the_tokenizer_cannot_write_is_an_error_before_weights_are_l
     )
     monkeypatch.setattr(work, "load_model", None)
     arguments = ["--model", str(model_folder), "--tasks", "questions,sentiment", *QUICK]
-    assert call(monkeypatch, "paper", *arguments, "--out", str(tmp_path)) == 1
-    assert words in error_of(capsys.readouterr())
+    assert words in failed("paper", *arguments, "--out", str(tmp_path))
 
 
 def test_a_command_without_any_record_is_an_error(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    failed: Any, paper_parts: Mock, into_folder: list[str]
 ) -> None:
-    def fail(*arguments: Any, **options: Any) -> Any:
-        raise RunError("no result, or not all, for sentiment, figures: no", {"a": al.Results()})
-
-    monkeypatch.setattr(work, "paper_records", fail)
-    arguments = ["--model", str(shallow_folder), "--tasks", "sentiment", "--out", str(tmp_path)]
-    assert call(monkeypatch, "paper", *arguments, *QUICK) == 1
-    assert "for sentiment, figures: no" in error_of(capsys.readouterr())
+    message = "no result, or not all, for sentiment, figures: no"
+    paper_parts.side_effect = RunError(message, {"a": al.Results()})
+    error = failed("paper", "--tasks", "sentiment", *into_folder, *QUICK)
+    assert "for sentiment, figures: no" in error
 
 
 @pytest.mark.slow("whole commands")
 def test_emocontext_runs_only_if_it_is_named(
-    monkeypatch: Any, model_folder: Path, tmp_path: Path
+    done: Any, monkeypatch: Any, paper_parts: Mock, into_folder: list[str]
 ) -> None:
-    tasks: list[list[str]] = []
     bundled = {name: bundle for bundle, name in BUNDLED.items()}
-
-    def records(model: Any, examples: dict[str, Any], **options: Any) -> dict[str, al.Results]:
-        tasks.append(list(examples))
-        assert options["parts"] == ("figures", "table 1", "table 2", "table 3")
-        return {name: al.Results() for name in examples}
-
     monkeypatch.setattr(
         demonstration_sets, "load_examples", lambda name, split: al.load_examples(bundled[name])
     )
-    monkeypatch.setattr(work, "paper_records", records)
-    arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
-    assert call(monkeypatch, "paper", *arguments) == 0
-    assert call(monkeypatch, "paper", *arguments, "--tasks", "sst2, emo") == 0
+    done("paper", *into_folder)
+    done("paper", *into_folder, "--tasks", "sst2, emo")
+    tasks = [[*call.args[1]] for call in paper_parts.call_args_list]
     assert tasks == [["sst2", "trec", "agnews"], ["sst2", "emo"]]
+    parts = paper_parts.call_args.kwargs["parts"]
+    assert parts == ("figures", "table 1", "table 2", "table 3")
 
 
 @pytest.mark.slow("whole commands")
-def test_data_can_be_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) -> None:
+def test_data_can_be_a_folder(
+    done: Any, paper_parts: Mock, into_folder: list[str], tmp_path: Path
+) -> None:
     """Demonstrations come from TASK/train.jsonl, queries from TASK/test.jsonl."""
+    (tmp_path / "sst2").mkdir()
     for split in ("train", "test"):
         rows = [{"text": f"{split} {k}", "label": k % 2} for k in range(24)]
-        (tmp_path / "sst2").mkdir(exist_ok=True)
         (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given: list[Any] = []
-
-    def records(model: Any, examples: dict[str, Any], **options: Any) -> dict[str, al.Results]:
-        given.append(examples["sst2"])
-        return {"sst2": al.Results()}
-
-    monkeypatch.setattr(work, "paper_records", records)
-    arguments = ["--tasks", "sst2", str(tmp_path), "--out", str(tmp_path), *QUICK]
-    assert call(monkeypatch, "paper", "--model", str(model_folder), *arguments) == 0
-    [(pool, tests)] = given
-    assert {example.text[:5] for example in pool} == {"train"}
-    assert {example.text[:4] for example in tests} == {"test"}
+    done("paper", "--tasks", "sst2", str(tmp_path), *into_folder, *QUICK)
+    pool, tests = paper_parts.call_args.args[1]["sst2"]
+    assert {example.text.split()[0] for example in pool} == {"train"}
+    assert {example.text.split()[0] for example in tests} == {"test"}

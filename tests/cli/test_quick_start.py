@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,15 +28,6 @@ print(json.dumps(told))
 """
 
 
-def run_one_after_another(
-    folder: Path, *commands: list[str]
-) -> list[tuple[Any, str, str, list[str]]]:
-    code = [sys.executable, "-c", CODE.format(heavy=HEAVY), json.dumps(commands)]
-    done = subprocess.run(code, capture_output=True, text=True, check=True, cwd=folder)
-    told: list[tuple[Any, str, str, list[str]]] = json.loads(done.stdout)
-    return told
-
-
 @pytest.mark.slow("whole commands")
 def test_help_and_mistakes_in_data_files_come_before_heavy_packages(tmp_path: Path) -> None:
     """The last command computes: it imports PyTorch before it finds that there is no such file."""
@@ -49,12 +39,12 @@ def test_help_and_mistakes_in_data_files_come_before_heavy_packages(tmp_path: Pa
     for command, content in wrong.items():
         if content is not None:
             (tmp_path / files[command]).write_bytes(content)
-    *told, last = run_one_after_another(
-        tmp_path,
-        *(words.split() for words in shown),
-        *([command, files[command], "--model", "x"] for command in wrong),
-        ["run", "--model", "x", "--task", "sentiment", "none.jsonl"],
-    )
+    commands = [words.split() for words in shown]
+    commands += [[command, files[command], "--model", "x"] for command in wrong]
+    commands += [["run", "--model", "x", "--task", "sentiment", "none.jsonl"]]
+    code = [sys.executable, "-c", CODE.format(heavy=HEAVY), json.dumps(commands)]
+    done = subprocess.run(code, capture_output=True, text=True, check=True, cwd=tmp_path)
+    *told, last = json.loads(done.stdout)
     of_help, of_mistakes = told[: len(shown)], told[len(shown) :]
     for (code, out, err, loaded), words in zip(of_help, shown.values(), strict=True):
         assert (code, err, loaded) == (0, "", []) and words in out

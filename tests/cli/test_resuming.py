@@ -11,7 +11,6 @@ import torch
 
 import anchorlens as al
 from anchorlens.runs.store import Store
-from tests.cli.test_cli import call, error_of
 
 
 class Row(NamedTuple):
@@ -62,7 +61,13 @@ def loaded(shallow_folder: Path) -> Any:
 @pytest.mark.quick_cases("whole commands", "paper")
 @pytest.mark.parametrize("name", ROWS)
 def test_a_stopped_command_finds_its_rows_and_a_fresh_one_none(
-    monkeypatch: Any, loaded: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, name: str
+    call: Any,
+    failed: Any,
+    monkeypatch: Any,
+    loaded: Any,
+    shallow_folder: Any,
+    tmp_path: Any,
+    name: str,
 ) -> None:
     row, stopped = ROWS[name], Stopped()
     monkeypatch.setattr("anchorlens.cli.work.load_model", lambda *_, **__: loaded)
@@ -74,7 +79,7 @@ def test_a_stopped_command_finds_its_rows_and_a_fresh_one_none(
     command, *words = row.words.split()
     model = [str(shallow_folder)] if command == "across" else ["--model", str(shallow_folder)]
     arguments = [command, *model, *words, "--out", str(tmp_path)]
-    assert call(monkeypatch, *arguments) == 130
+    assert call(*arguments).status == 130
     assert stopped.folders == [tmp_path / row.rows]
     of_a_user = [tmp_path / row.rows / "mine.txt", tmp_path / "isolation_mine.safetensors"]
     of_the_run = [tmp_path / file for file in row.files]
@@ -82,13 +87,11 @@ def test_a_stopped_command_finds_its_rows_and_a_fresh_one_none(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     stored = [*of_the_run, *(tmp_path / row.rows).glob("rows-*")]
-    capsys.readouterr()
-    assert call(monkeypatch, *arguments) == 1
-    error = error_of(capsys.readouterr())
+    error = failed(*arguments)
     assert f"{tmp_path / row.rows} holds" in error and "another run" in error and "--fresh" in error
     # A command that fails deletes nothing.
-    assert call(monkeypatch, *arguments, "--fresh", "--queries", "9999") == 1
+    failed(*arguments, "--fresh", "--queries", "9999")
     assert len(stored) > len(of_the_run) and all(path.exists() for path in stored)
-    assert call(monkeypatch, *arguments, "--fresh") == 130
+    assert call(*arguments, "--fresh").status == 130
     assert len(stopped.folders) == 3 and all(path.exists() for path in of_a_user)
     assert not any(path.exists() for path in of_the_run)

@@ -13,7 +13,6 @@ import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.experiments import analysis
 from anchorlens.prompts.documents import read_documents
-from tests.cli.test_cli import call, error_of
 from tests.support.asked import ask
 from tests.support.tiny_models import tiny_gpt2
 
@@ -26,15 +25,14 @@ WARNED = pytest.mark.filterwarnings(
 @pytest.mark.slow("whole commands")
 @WARNED
 def test_across_prints_and_reports_each_model_and_resumes(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    done: Any, failed: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(analysis, "with_random_models", lambda *given, **_: given[3])  # seconds
     empty = tmp_path / "no weights"
     copytree(shallow_folder, empty, ignore=ignore_patterns("*.safetensors"))
     arguments = ["across", str(shallow_folder), str(empty), "--task", "sentiment", *QUICK]
     arguments += ["--out", str(tmp_path)]
-    assert call(monkeypatch, *arguments) == 0
-    printed = capsys.readouterr()
+    printed = done(*arguments)
     record = al.records.AcrossModelsRecord.load(tmp_path / "claims.safetensors")
     assert f"\n\n{record}\n\nreport: {tmp_path}/report.html" in printed.out
     first = " ".join(printed.out.partition("\n\n")[0].split())
@@ -55,35 +53,36 @@ def test_across_prints_and_reports_each_model_and_resumes(
     assert settings["model"][1] == str(empty) and settings["queries"] == 12
 
     rows = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*")}
-    assert rows and call(monkeypatch, *arguments, "--json", "--quiet") == 0
+    first = json.loads(done(*arguments, "--json", "--quiet").out)["claims"][0]
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*")} == rows
-    first = json.loads(capsys.readouterr().out)["claims"][0]
-    assert (first["model"], first["value"]) == (shallow_folder.name, numbers[0])
-    assert call(monkeypatch, "across", str(empty), *arguments[3:], "--fresh") == 1
-    assert error_of(capsys.readouterr()) == "error: no model could be analysed; the table says why"
+    assert rows and (first["model"], first["value"]) == (shallow_folder.name, numbers[0])
+    error = failed("across", str(empty), *arguments[3:], "--fresh")
+    assert error == "error: no model could be analysed; the table says why"
     assert not [*tmp_path.rglob("rows-*")]
 
 
 def test_models_that_cannot_be_read_are_one_error_before_any_is_loaded(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    call: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("anchorlens.cli.work.across_models", None)
     models = [str(shallow_folder), "no/such model", "none.gguf"]
     arguments = ["--task", "sentiment", "--queries", "12", "--out", str(tmp_path)]
-    assert call(monkeypatch, "across", *models, *arguments) == 1
-    error = capsys.readouterr().err.splitlines()[-3:]
-    assert error[0] == "error: 2 of 3 models cannot be analysed; mend them, or leave them out:"
+    told = call("across", *models, *arguments)
+    error = told.err.splitlines()[-3:]
+    assert (
+        told.status == 1
+        and error[0] == "error: 2 of 3 models cannot be analysed; mend them, or leave them out:"
+    )
     assert "there is no folder 'no/such model'" in error[1]
     assert error[2] == "  - none.gguf: there is no file none.gguf"
 
 
 def test_two_segments_have_no_rank_correlation_which_is_said_before_weights_are_loaded(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+    call: Any, monkeypatch: Any, into_folder: list[str], capsys: Any
 ) -> None:
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    arguments = ["--model", str(shallow_folder), "--task", "sentiment", "--out", str(tmp_path)]
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        call(monkeypatch, "faithfulness", *arguments)
+        call("faithfulness", *into_folder, "--task", "sentiment")
     noted = " ".join(capsys.readouterr().err.split())
     assert "there are 2 segments, and a rank correlation (LDS) needs 3" in noted
     assert "--shots 2 gives two demonstrations of each class" in noted
@@ -152,7 +151,7 @@ def positive_folder(byte_level: Any, tmp_path: Path) -> Path:
 @pytest.mark.slow("whole commands")
 @pytest.mark.parametrize("has_answers", [False, True])
 def test_faithfulness_explains_what_the_model_writes(
-    monkeypatch: Any, positive_folder: Path, tmp_path: Path, capsys: Any, has_answers: bool
+    done: Any, failed: Any, positive_folder: Path, tmp_path: Path, has_answers: bool
 ) -> None:
     data, out = tmp_path / "rows.jsonl", tmp_path / "out"
     answer = " ".join(["Positive"] * 24)  # so many tokens are written
@@ -160,8 +159,7 @@ def test_faithfulness_explains_what_the_model_writes(
     data.write_text("\n".join(map(json.dumps, rows)))
     arguments = ["faithfulness", str(data), "--model", str(positive_folder), "--subsets", "6"]
     arguments += ["--out", str(out)]
-    assert call(monkeypatch, *arguments) == 0
-    printed = capsys.readouterr()
+    printed = done(*arguments)
     record = al.records.FaithfulnessRecord.load(out / "documents" / "faithfulness.safetensors")
     said, _, rest = printed.out.partition("\n\n")
     assert said.startswith("documents: Which scores say what the answer loses without a segment?")
@@ -182,28 +180,23 @@ def test_faithfulness_explains_what_the_model_writes(
         assert float(record.log_prob[number]) == pytest.approx(float(expected), abs=1e-3)
     page = (out / "report.html").read_text("utf-8")
     assert ">Faithfulness</h3>" in page and "best possible" in page
-    assert call(monkeypatch, *arguments, "--shots", "2") == 1
-    assert "has documents and no demonstrations, so leave out --shots" in capsys.readouterr().err
+    error = failed(*arguments, "--shots", "2")
+    assert "has documents and no demonstrations, so leave out --shots" in error
 
 
 @pytest.mark.slow("whole commands")
 @WARNED
 @pytest.mark.parametrize("removal", ["edges", "text"])
 def test_faithfulness_of_a_task_is_that_of_the_question(
-    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, removal: str
+    done: Any, into_folder: list[str], shallow_folder: Path, removal: str
 ) -> None:
-    arguments = ["--model", str(shallow_folder), "--queries", "3", "--subsets", "5", "--top", "2"]
+    arguments = [*into_folder, "--queries", "3", "--subsets", "5", "--top", "2"]
+    arguments += ["--json", "--quiet", "--task", "questions"]
     arguments += ["--remove-text"] if removal == "text" else []
-    arguments += ["--out", str(tmp_path), "--json", "--quiet", "--task", "questions"]
-    assert call(monkeypatch, "faithfulness", *arguments) == 0
-    values = json.loads(capsys.readouterr().out)["faithfulness"]
+    values = json.loads(done("faithfulness", *arguments).out)["faithfulness"]
     model = al.load_model(shallow_folder)
     batches = al.sample_prompts(model, "questions", queries=3)
-    expected = ask(
-        model,
-        batches,
-        al.Faithfulness(subsets=5, top=2, remove=getattr(al.removal, removal)),
-        progress=False,
-    )
+    asked = al.Faithfulness(subsets=5, top=2, remove=getattr(al.removal, removal))
+    expected = ask(model, batches, asked, progress=False)
     found = [score["value"] for score in values["drop"].values()]
     assert found == pytest.approx(expected.drop.tolist(), abs=1e-5)

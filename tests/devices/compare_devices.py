@@ -69,14 +69,9 @@ def two_devices() -> dict[str, Any]:
     """
     tokenizer = sentencepiece_like_tokenizer()
     weights = tiny_llama(len(tokenizer), num_hidden_layers=2)
-    places = {
-        "model.embed_tokens": "sim:0",
-        "model.rotary_emb": "sim:0",
-        "model.layers.0": "sim:0",
-        "model.layers.1": "sim:1",
-        "model.norm": "sim:1",
-        "lm_head": "sim:1",
-    }
+    first = ("model.embed_tokens", "model.rotary_emb", "model.layers.0")
+    second = ("model.layers.1", "model.norm", "lm_head")
+    places = dict.fromkeys(first, "sim:0") | dict.fromkeys(second, "sim:1")
     whole = al.load_model(copy.deepcopy(weights), tokenizer=tokenizer, device="cpu")
     expected = results_of(calls_with(whole))
     spread = al.load_model(weights, tokenizer=tokenizer, device_map=places)
@@ -157,11 +152,8 @@ def readme() -> dict[str, Any]:
 
 def batches() -> dict[str, bool]:
     """Whether what a moved batch knows of the CPU are its own numbers, whatever is done to it."""
-    tokenizer, task, examples = (
-        byte_level_tokenizer(),
-        al.TASKS["trec"],
-        al.load_examples("questions"),
-    )
+    tokenizer, task = byte_level_tokenizer(), al.TASKS["trec"]
+    examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, seed=1)
     [given] = al.build_prompts(tokenizer, task, demos, examples[-5:], batch_size=5)
     moved = given.to("sim")
@@ -199,39 +191,31 @@ def are_equal(batch: al.PromptBatch, other: al.PromptBatch) -> bool:
 
 def waits() -> dict[str, list[int]]:
     """How often the host would wait for a GPU for one more batch, with 2 and with 4 layers."""
-    tokenizer, task, examples = (
-        byte_level_tokenizer(),
-        al.TASKS["agnews"],
-        al.load_examples("news"),
-    )
+    tokenizer, task = byte_level_tokenizer(), al.TASKS["agnews"]
+    examples = al.load_examples("news")
     demos = al.sample_demonstrations(examples, seed=1)
     queries = [example for example in examples if example not in demos]
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
-    quiet: dict[str, Any] = {"resamples": 0, "progress": False}
+    asked: dict[str, list[al.Question]] = {
+        "flows and AUCROC": [al.SaliencyFlows(), al.AttentionAUCROC()],
+        "distances": [al.AnchorDistances(directions=2)],
+        "isolation, two draws": [al.EdgeSweep.isolation({"first": al.Site(0)}, draws=2)],
+    }
 
-    def counts(model: Any) -> Iterator[tuple[str, int]]:
+    def counts(layers: int) -> Iterator[tuple[str, int]]:
+        weights = tiny_gpt2(len(tokenizer), n_layer=layers)
+        model = al.load_model(weights, tokenizer=tokenizer, device="sim")
         batches = al.build_prompts(tokenizer, task, demos, queries[:12], batch_size=4)
         held_out = al.build_prompts(tokenizer, task, demos, queries[12:16])
-        runs: dict[str, Callable[[int], Any]] = {
-            "flows and AUCROC": lambda n: al.run(model, batches[:n], metrics, **quiet),
-            "distances": lambda n: al.run(
-                model, batches[:n], [al.AnchorDistances(directions=2)], **quiet
-            ),
-            "isolation, two draws": lambda n: al.run(
-                model,
-                batches[:n],
-                [al.EdgeSweep.isolation({"first": al.Site(0)}, draws=2)],
-                **quiet,
-            ),
-            "a step of training": lambda n: al.train_prefix(
-                model,
-                batches,
-                al.contexts.Training(steps=n, check_every=9, progress=False),
-                held_out=held_out,
-                length=2,
-            ),
-        }
-        for name, call in runs.items():
+
+        def train(steps: int) -> Any:
+            how = al.contexts.Training(steps=steps, check_every=9, progress=False)
+            return al.train_prefix(model, batches, how, held_out=held_out, length=2)
+
+        def run(of: list[al.Question], count: int) -> Any:
+            return al.run(model, batches[:count], of, resamples=0, progress=False)
+
+        runs: dict[str, Callable[[int], Any]] = {name: partial(run, asked[name]) for name in asked}
+        for name, call in {**runs, "a step of training": train}.items():
             call(1)  # what is done once
             found = []
             for count in (2, 3):
@@ -240,16 +224,7 @@ def waits() -> dict[str, list[int]]:
                 found.append(sum(counted.values()))
             yield name, found[1] - found[0]
 
-    of_sizes = [
-        dict(
-            counts(
-                al.load_model(
-                    tiny_gpt2(len(tokenizer), n_layer=layers), tokenizer=tokenizer, device="sim"
-                )
-            )
-        )
-        for layers in (2, 4)
-    ]
+    of_sizes = [dict(counts(layers)) for layers in (2, 4)]
     return {name: [each[name] for each in of_sizes] for name in of_sizes[0]}
 
 

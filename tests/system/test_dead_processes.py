@@ -12,18 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from accelerate import PartialState
 from torch import distributed
 
 from anchorlens.system import processes
-from anchorlens.system.processes import (
-    fails_together,
-    gather_from_processes,
-    process_device,
-)
+from anchorlens.system.processes import fails_together, gather_from_processes, process_device
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -33,24 +29,18 @@ TIME_OUT = timedelta(seconds=6)  # two hours outside the tests
 SLOW = 3.0  # seconds of work for which the other process waits
 
 
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stopped() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def gone() -> None:
-    os._exit(3)
-
-
 def raising() -> None:
     raise OSError("the disk is full")
 
 
-def nothing() -> None:
-    pass
+# How a process dies.
+DEATHS: dict[str, Callable[[], Any]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "gone": lambda: os._exit(3),
+    "raising": raising,
+    "working": lambda: None,
+}
 
 
 def at_once(die: Callable[[], None]) -> None:
@@ -93,37 +83,32 @@ def exchanging(die: Callable[[], None]) -> None:
 
 
 LOST = "the connection to another process is lost"
-Case = tuple[int, Callable[..., None], Callable[[], None], str]
+Case = tuple[int, Callable[..., None], str, str]
 # The process that dies, its phase, how it dies, and the message of the other process.
 # Process 0 serves the store.
 CASES: list[Case] = [
-    (1, at_once, gone, LOST),
-    (1, at_once, raising, LOST),
-    (1, while_loading, stopped, LOST),
-    (1, while_working, killed, LOST),
-    (1, while_working, raising, "process 1 of 2 failed: OSError: the disk is full"),
-    (1, while_working, nothing, "nothing"),
-    (1, between_exchanges, killed, LOST),
-    (1, between_exchanges, stopped, LOST),
-    (1, between_exchanges, raising, LOST),
-    (1, opening, killed, LOST),
-    (1, exchanging, killed, LOST),
-    (1, exchanging, stopped, LOST),
-    (0, at_once, killed, LOST),
-    (0, while_working, killed, LOST),
-    (0, while_working, raising, "process 0 of 2 failed: OSError: the disk is full"),
-    (0, between_exchanges, killed, LOST),
-    (0, between_exchanges, stopped, LOST),
-    (0, between_exchanges, raising, LOST),
-    (0, exchanging, killed, LOST),
-    (0, exchanging, stopped, LOST),
+    (1, at_once, "gone", LOST),
+    (1, at_once, "raising", LOST),
+    (1, while_loading, "stopped", LOST),
+    (1, while_working, "killed", LOST),
+    (1, while_working, "raising", "process 1 of 2 failed: OSError: the disk is full"),
+    (1, while_working, "working", "nothing"),
+    (1, between_exchanges, "killed", LOST),
+    (1, between_exchanges, "stopped", LOST),
+    (1, between_exchanges, "raising", LOST),
+    (1, opening, "killed", LOST),
+    (1, exchanging, "killed", LOST),
+    (1, exchanging, "stopped", LOST),
+    (0, at_once, "killed", LOST),
+    (0, while_working, "killed", LOST),
+    (0, while_working, "raising", "process 0 of 2 failed: OSError: the disk is full"),
+    (0, between_exchanges, "killed", LOST),
+    (0, between_exchanges, "stopped", LOST),
+    (0, between_exchanges, "raising", LOST),
+    (0, exchanging, "killed", LOST),
+    (0, exchanging, "stopped", LOST),
 ]
 AT_A_TIME = 10  # pairs of processes; if more connect at once, it may take seconds
-
-
-def name_of(case: Case) -> str:
-    victim, phase, die, _ = case
-    return f"process {victim} {die.__name__} {phase.__name__}".replace("_", " ")
 
 
 def work(number: int, case: int, port: int, file: Path, connected: Sequence[Any]) -> None:
@@ -140,7 +125,7 @@ def work(number: int, case: int, port: int, file: Path, connected: Sequence[Any]
     victim, phase, die, _ = CASES[case]
     try:
         if number == victim:
-            phase(die)
+            phase(DEATHS[die])
             gather_from_processes("last", 1)
         else:
             file.write_bytes(pickle.dumps(survive(phase)))
@@ -174,60 +159,52 @@ def free_ports(count: int) -> Iterator[int]:
             yield port
 
 
-class Outcome(NamedTuple):
-    message: str
-    seconds: float
-    ended: bool
-
-
-def start(case: int, port: int, file: Path) -> list[Any]:
-    """Start the two processes of a case."""
-    fork = multiprocessing.get_context("fork")
-    connected = [fork.Semaphore(0), fork.Semaphore(0)]
-    pair = [
-        fork.Process(target=work, args=(number, case, port, file, connected)) for number in (0, 1)
-    ]
-    for process in pair:
-        process.start()
-    return pair
-
-
-def outcome_of(other: Any, file: Path) -> Outcome:
-    """What the process that does not die wrote, when it ended."""
+def outcome_of(other: Any, file: Path) -> tuple[str, float]:
+    """What the process that does not die wrote, after its end."""
     other.join(timeout=120)
-    if not file.exists():
-        return Outcome(f"nothing was written; status {other.exitcode}", 0.0, not other.is_alive())
+    if other.is_alive() or not file.exists():
+        return f"it has not ended, or wrote nothing; status {other.exitcode}", 0.0
     message, seconds = pickle.loads(file.read_bytes())
-    return Outcome(message, seconds, not other.is_alive())
+    return message, seconds
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: Any) -> list[Outcome]:
+def outcomes(tmp_path_factory: Any) -> list[tuple[str, float]]:
     """Several cases run at the same time, because each mostly waits."""
-    folder = tmp_path_factory.mktemp("dead")
-    ports, found = list(free_ports(len(CASES))), list[Outcome]()
+    folder, fork = tmp_path_factory.mktemp("dead"), multiprocessing.get_context("fork")
+    ports, found = list(free_ports(len(CASES))), list[tuple[str, float]]()
     for first in range(0, len(CASES), AT_A_TIME):
-        wave = range(len(CASES))[first : first + AT_A_TIME]
-        files = [folder / f"{case}" for case in wave]
-        pairs = [start(case, ports[case], file) for case, file in zip(wave, files, strict=True)]
+        pairs = dict[int, list[Any]]()
+        for case in range(len(CASES))[first : first + AT_A_TIME]:
+            connected = [fork.Semaphore(0), fork.Semaphore(0)]
+            given = (case, ports[case], folder / f"{case}", connected)
+            pairs[case] = [fork.Process(target=work, args=(number, *given)) for number in (0, 1)]
+        of_all = [process for pair in pairs.values() for process in pair]
+        for process in of_all:
+            process.start()
         try:
-            others = [pair[1 - CASES[case][0]] for case, pair in zip(wave, pairs, strict=True)]
-            found += map(outcome_of, others, files)
+            for case, pair in pairs.items():
+                found.append(outcome_of(pair[1 - CASES[case][0]], folder / f"{case}"))
         finally:
-            for process in (process for pair in pairs for process in pair):
+            for process in of_all:
                 process.kill()
                 process.join()
     return found
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=[name_of(case) for case in CASES])
-def test_the_other_process_raises_an_error_and_ends(outcomes: list[Outcome], case: int) -> None:
-    outcome, expected = outcomes[case], CASES[case][3]
-    assert expected in outcome.message, outcome
-    assert outcome.ended, outcome
+@pytest.mark.parametrize(
+    "case",
+    range(len(CASES)),
+    ids=[f"process {dying} {how} {phase.__name__}" for dying, phase, how, _ in CASES],
+)
+def test_the_other_process_raises_an_error_and_ends(
+    outcomes: list[tuple[str, float]], case: int
+) -> None:
+    (message, seconds), expected = outcomes[case], CASES[case][3]
+    assert expected in message
     if expected == "nothing":
-        assert outcome.seconds > SLOW
+        assert seconds > SLOW
     else:
-        assert outcome.message.startswith("ProcessError: ")
+        assert message.startswith("ProcessError: ")
         # The group is made and used once each; the machine may be busy.
-        assert outcome.seconds < 2 * TIME_OUT.total_seconds() + 30
+        assert seconds < 2 * TIME_OUT.total_seconds() + 30

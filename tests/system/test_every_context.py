@@ -94,16 +94,8 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], list[Any]]]
     "step": (step_of_a_plan, []),
 }
 OURS = [
-    put_back,
-    contextlib,
-    hidden_warnings,
-    parsed_once,
-    quiet_libraries,
-    signals,
-    output,
-    torch_state,
-    forward,
-    steps,
+    *(put_back, contextlib, hidden_warnings, parsed_once, quiet_libraries, signals, output),
+    *(torch_state, forward, steps),
 ]
 
 
@@ -186,8 +178,7 @@ def test_outside_of_the_inference_mode_of_a_caller_tensors_can_get_gradients() -
 
 
 @pytest.mark.parametrize(
-    "context_of",
-    [hidden_warnings.warnings_kept, lambda: frozen_in_eval_mode(torch.nn.Identity())],
+    "context_of", [hidden_warnings.warnings_kept, lambda: frozen_in_eval_mode(torch.nn.Identity())]
 )
 def test_warnings_are_as_before_though_another_library_was_interrupted(
     context_of: Callable[[], AbstractContextManager[Any]],

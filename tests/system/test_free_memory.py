@@ -1,6 +1,5 @@
 """The memory that is free: of the machine, and below the limit of a control group."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,42 +13,41 @@ from anchorlens.system.free_memory import free_bytes, free_for_layers
 GIB = 2**30
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Callable[..., list[int]]:
-    """What is free in groups whose files are written by hand."""
+# The groups of a process, files of groups, and what is free in each.
+GROUPS: dict[str, tuple[str, dict[str, str], list[int]]] = {
+    "a limit of a group and of the groups above it": (
+        "0::/jobs/mine\n",
+        {
+            "jobs/memory.max": "1000\n",
+            "jobs/memory.current": "700\n",
+            "jobs/memory.stat": "anon 400\ninactive_file 300\n",
+            "jobs/mine/memory.max": "max\n",
+            "jobs/mine/memory.current": "600\n",
+        },
+        [600],
+    ),
+    "version 1": (
+        "5:cpu:/x\n4:memory:/hidden/mine\n",
+        {  # a container sees its own group as the top
+            "memory/memory.limit_in_bytes": "500\n",
+            "memory/memory.usage_in_bytes": "600\n",
+            "memory/memory.stat": "inactive_file 0\n",
+        },
+        [0],
+    ),
+    "no groups": ("", {}, []),
+}
 
-    def free(own: str, files: dict[str, str]) -> list[int]:
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_limits_of_groups_are_read_from_their_files(name: str, tmp_path: Path) -> None:
+    own, files, free = GROUPS[name]
+    if own:
         (tmp_path / "cgroup").write_text(own)
-        for name, text in files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-        return [*free_memory._free_in_groups(tmp_path / "cgroup", tmp_path)]
-
-    return free
-
-
-def test_a_limit_of_a_group_and_of_the_groups_above_it(group: Callable[..., list[int]]) -> None:
-    limits = {
-        "jobs/memory.max": "1000\n",
-        "jobs/memory.current": "700\n",
-        "jobs/memory.stat": "anon 400\ninactive_file 300\n",
-        "jobs/mine/memory.max": "max\n",
-        "jobs/mine/memory.current": "600\n",
-    }
-    assert group("0::/jobs/mine\n", limits) == [600]
-
-
-def test_a_limit_of_a_group_in_version_1(group: Callable[..., list[int]]) -> None:
-    limits = {  # a container sees its own group as the top
-        "memory/memory.limit_in_bytes": "500\n",
-        "memory/memory.usage_in_bytes": "600\n",
-        "memory/memory.stat": "inactive_file 0\n",
-    }
-    assert group("5:cpu:/x\n4:memory:/hidden/mine\n", limits) == [0]
-
-
-def test_no_groups(tmp_path: Path) -> None:
-    assert [*free_memory._free_in_groups(tmp_path / "none", tmp_path)] == []
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    assert [*free_memory._free_in_groups(tmp_path / "cgroup", tmp_path)] == free
 
 
 def test_the_smaller_of_the_machine_and_the_group_divided_among_processes(

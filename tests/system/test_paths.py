@@ -14,6 +14,7 @@ from anchorlens.system.files import bytes_of, kind_of, paths_in
 from tests.attack.attack_scene import QUICK, QUIET, Scene, scene
 from tests.test_arguments import _parameters, public_functions
 
+FLIPPED = al.prompts.relabeling.flipped()
 # Each public function that takes a path, called with it.
 CALLS: dict[str, Callable[[Scene, Any], Any]] = {
     "Record.load": lambda s, p: al.records.SaliencyFlowsRecord.load(p),
@@ -34,13 +35,7 @@ CALLS: dict[str, Callable[[Scene, Any], Any]] = {
     "forget_run": lambda s, p: al.forget_run(p),
     "head_effects": lambda s, p: al.head_effects(s.model, s.batches, s.batches, folder=p, **QUICK),
     "label_dependence": lambda s, p: al.label_dependence(
-        s.model,
-        s.task,
-        s.demos,
-        s.queries,
-        {"all": al.prompts.relabeling.flipped()},
-        folder=p,
-        **QUICK,
+        s.model, s.task, s.demos, s.queries, {"all": FLIPPED}, folder=p, **QUICK
     ),
     "load_context": lambda s, p: al.contexts.load_context(p),
     "load_examples": lambda s, p: al.load_examples(p),

@@ -31,13 +31,6 @@ def test_an_interrupted_restore_is_called_again(interrupts: int) -> None:
     assert calls == list(range(interrupts + 1))
 
 
-def test_the_error_of_the_block_goes_on() -> None:
-    calls: list[str] = []
-    with pytest.raises(RuntimeError, match="inside"), put_back(lambda: calls.append("restored")):
-        raise RuntimeError("inside")
-    assert calls == ["restored"]
-
-
 def test_a_context_gives_what_its_generator_yields_and_can_be_closed_before_its_end() -> None:
     steps: list[str] = []
 
