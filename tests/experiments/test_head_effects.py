@@ -10,6 +10,7 @@ import torch
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, HookError, StoreError
 from anchorlens.passes import shared_prefix
+from anchorlens.passes.shared_prefix import shared_tokens
 from tests.references import states
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import tiny_gpt2
@@ -84,14 +85,13 @@ def test_shared_tokens_run_once_for_all_heads(gpt2: Any, monkeypatch: pytest.Mon
     """A change of the target alone leaves the keys and values of shared tokens as they are."""
     lengths: list[int] = []
 
-    def count(model: Any, tokens: al.PromptBatch, *rest: Any, **options: Any) -> Any:
-        lengths.append(len(tokens))
-        return run_shared(model, tokens, *rest, **options)
+    def count(batch: al.PromptBatch) -> al.PromptBatch:
+        lengths.append(len(batch))
+        return shared_tokens(batch)
 
-    run_shared = shared_prefix.run_shared
     shuffled = prompts(gpt2, slice(3, 9), MIXED, batch_size=3)
     of_mean = prompts(gpt2, slice(3))
-    monkeypatch.setattr(shared_prefix, "run_shared", count)
+    monkeypatch.setattr(shared_prefix, "shared_tokens", count)
     al.head_effects(gpt2, of_mean, shuffled, **QUIET)
     assert len(lengths) <= 2  # of the trial, and of all passes
 
