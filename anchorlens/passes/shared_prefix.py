@@ -23,7 +23,7 @@ class SharedPrefixes:
     Only one set is stored, to save memory.
     """
 
-    def __init__(self, model: HookedModel, run: Callable[..., KeyValues] = run_prefix) -> None:
+    def __init__(self, model: HookedModel, run: Callable[..., KeyValues]) -> None:
         self.model, self._run = model, run
         # By the key of what acts: what acted, and the keys and values.
         self.stored: dict[Hashable, tuple[Sequence[Hook], KeyValues]] = {}
