@@ -78,6 +78,11 @@ class Pass:
         return self.loss is not None and self.runs_backward
 
     @property
+    def is_checkpointed(self) -> bool:
+        """Whether blocks run again for the gradient."""
+        return self.gradient_checkpointing and self.differentiates
+
+    @property
     def graph(self) -> Graph | None:
         """The graph of the prefix, if the gradient continues through it."""
         return self.prefix.graph if self.prefix is not None and self.differentiates else None
@@ -135,6 +140,18 @@ def run_pass(
     described = Pass(model, batch, **options)
     described.check()
     return described.run()[0]
+
+
+def any_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
+    """Cross entropy of the first token of the vocabulary, where any loss serves."""
+    return logits.logsumexp(-1) - logits[:, 0]
+
+
+def run_checked(
+    model: HookedModel, batch: PromptBatch, **options: Any
+) -> Float[Tensor, "batch vocab"]:
+    """The logits of a pass that a study has checked before its first one."""
+    return Pass(model, batch, **options).run()[0]
 
 
 def losses_of(
@@ -301,7 +318,7 @@ class _Acting:
             last=[rows_hook(model, rows)] if all_in_blocks else [],
             rows=rows,
             leaves=leaves,
-            checkpoints=Checkpoints() if described.gradient_checkpointing else None,
+            checkpoints=Checkpoints() if described.is_checkpointed else None,
         )
 
     def running(self, described: Pass) -> SafeContext[Run]:

@@ -7,6 +7,8 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from threading import Event
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -30,11 +32,12 @@ from ..metrics.reads import (
     Sums,
     needs_of,
 )
-from ..metrics.weights import Pattern, WithValues
+from ..metrics.weights import WithValues
 from ..models.head_outputs import require_transformed_values
 from ..models.hooked import Hook, check_fits, refuse_folded_value_biases
 from ..prompts.batch import PromptBatch
 from ..system.texts import described
+from .forward import Watched, any_loss, unedited
 from .observers import (
     AtObserver,
     BlocksObserver,
@@ -99,19 +102,24 @@ class Observation:
         return [*self._observers.values()]
 
     @property
+    def of_rows(self) -> list[Observer]:
+        """What observes rows of A and dL/dA where no pattern is formed."""
+        return [self._observers[name] for name, read in self.reads.items() if _is_of_rows(read)]
+
+    @property
+    def beside_rows(self) -> list[Observer]:
+        """What observes by hooks also there."""
+        return [each for each in self.observers if each not in self.of_rows]
+
+    @property
     def hooks(self) -> list[Hook]:
         """Forward hooks, which change nothing."""
-        return [hook for each in self._observers.values() for hook in each.hooks]
+        return [hook for each in self.observers for hook in each.hooks]
 
     @property
     def backward_hooks(self) -> list[Hook]:
         """Hooks on the gradients of hook points' outputs."""
-        return [hook for each in self._observers.values() for hook in each.backward_hooks]
-
-    def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
-        """Get rows of A and dL/dA where no pattern is formed."""
-        for each in self._observers.values():
-            each.use_rows(layer, rows, keys, a, slope)
+        return [hook for each in self.observers for hook in each.backward_hooks]
 
     def seen(self, logits: Tensor, clean: Tensor | None) -> Seen:
         """What was read, of every prompt, with copies of the logits for this question alone."""
@@ -261,11 +269,52 @@ def _columns_begin_as(
     return True
 
 
-def by_rows(reads: Reads) -> bool:
-    """Whether rows of A and dL/dA are enough, where no pattern is formed."""
-    return all(
+def _is_of_rows(read: Read) -> bool:
+    """Whether rows of A and dL/dA are enough for a read, where no pattern is formed."""
+    return (
         (isinstance(read, At) and bool(read.needs & {PATTERN, SLOPE}))
         or (isinstance(read, Sums) and VALUES not in read.needs)
         or (isinstance(read, Blocks) and not read.whole)
-        for read in reads.values()
     )
+
+
+def by_hooks(
+    observations: Sequence[Observation],
+    trusted: Event,
+    of: Callable[[Observation], Sequence[Observer]] = lambda each: each.observers,
+) -> dict[str, Any]:
+    """Options of a pass in which questions observe hook points, and change nothing for others."""
+    forward: list[Hook] = []
+    backward: list[Hook] = []
+    for of_one in observations:
+        for observer in of(of_one):
+            watched = partial(
+                Watched,
+                owner=f"metric {of_one.question.name!r}",
+                trusted=trusted if observer.runs_user_code else None,
+                is_users=isinstance(observer, HooksObserver),
+            )
+            forward += [(name, watched(act)) for name, act in observer.hooks]
+            backward += [(name, watched(act)) for name, act in observer.backward_hooks]
+    return {"observers": forward, "backward_hooks": backward}
+
+
+def by_rows(
+    observations: Sequence[Observation], trusted: Event, *, has_kernel: bool
+) -> dict[str, Any]:
+    """Options of a pass with a fused attention, in which questions get a few query rows at a time.
+
+    What they read outside of patterns they observe at hook points. ``has_kernel`` sums over edges.
+    """
+
+    def use(layer: int, rows: slice, keys: slice, a: Tensor, slope: Tensor) -> None:
+        for of_one in observations:
+            with unedited(f"metric {of_one.question.name!r}", "A or dL/dA", a, slope):
+                for each in of_one.of_rows:
+                    each.use_rows(layer, rows, keys, a, slope)
+
+    taps = [each for of_one in observations for each in of_one.of_rows] if has_kernel else []
+    # Rows are formed on the way back.
+    needed = {} if any(need_gradient(each.reads) for each in observations) else {"loss": any_loss}
+    beside = by_hooks(observations, trusted, lambda each: each.beside_rows)
+    return {"use": use, "taps": taps, **needed, **beside}

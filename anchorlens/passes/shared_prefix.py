@@ -1,7 +1,6 @@
 """The tokens that the prompts of a batch share: they run once, and prompts continue from them."""
 
-from collections.abc import Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 
 from ..models.batch_hooks import TargetHook, in_leading_tokens
 from ..models.hooked import Hook, HookedModel, devices_of_layers
@@ -9,7 +8,6 @@ from ..models.kv_cache import KeyValues
 from ..prompts.batch import PromptBatch, only_set
 from ..system.free_memory import free_for_layers
 from .forward import run_prefix
-from .fused_attention import run_fused
 
 CLEAN = "clean"  # the key of a pass without hooks
 
@@ -19,34 +17,20 @@ def shared_tokens(batch: PromptBatch) -> PromptBatch:
     return batch.whole().prompt(0).before(batch.first_query)
 
 
-def run_shared(
-    model: HookedModel,
-    tokens: PromptBatch,
-    hooks: Sequence[Hook],
-    *,
-    is_fused: bool = False,
-    observers: Sequence[Hook] = (),
-    backward_hooks: Sequence[Hook] = (),
-) -> KeyValues:
-    """Keys and values of shared tokens; see ``run_prefix``. ``is_fused`` forms no pattern."""
-    run = partial(run_fused, run_prefix) if is_fused else run_prefix
-    return run(model, tokens, hooks=hooks, observers=observers, backward_hooks=backward_hooks)
-
-
 class SharedPrefixes:
     """Keys and values of shared tokens, computed once for each set of demonstrations and change.
 
     Only one set is stored, to save memory.
     """
 
-    def __init__(self, model: HookedModel) -> None:
-        self.model = model
+    def __init__(self, model: HookedModel, run: Callable[..., KeyValues]) -> None:
+        self.model, self._run = model, run
         # By the key of what acts: what acted, and the keys and values.
         self.stored: dict[Hashable, tuple[Sequence[Hook], KeyValues]] = {}
         self._set: int | None = None  # to which all of them belong
 
     def of(
-        self, batch: PromptBatch, key: Hashable, acting: Sequence[Hook], is_fused: bool = False
+        self, batch: PromptBatch, key: Hashable, acting: Sequence[Hook]
     ) -> tuple[Sequence[Hook], KeyValues]:
         """The hooks that act in the tokens before a batch, and the keys and values there.
 
@@ -62,7 +46,7 @@ class SharedPrefixes:
         if key in self.stored:
             return self.stored[key]
         leading = in_leading_tokens(acting, batch.first_query)
-        prefix = run_shared(self.model, shared_tokens(batch), leading, is_fused=is_fused)
+        prefix = self._run(self.model, shared_tokens(batch), hooks=leading)
         # A sweep has a prefix for each site and each random control. Those of long prompts can take
         # more memory than the passes.
         size = prefix.size + sum(other.size for _, other in self.stored.values())

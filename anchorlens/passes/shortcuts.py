@@ -42,18 +42,13 @@ from .comparison import (
     why_not_equal,
     why_sites_differ,
 )
-from .forward import run_pass
+from .forward import any_loss, run_pass, run_prefix
 from .fused_attention import run_fused
 from .observers import Layers, product_hooks
-from .shared_prefix import run_shared, shared_tokens
+from .shared_prefix import shared_tokens
 from .twin_for import why_not_native
 
 _SHORT = 64  # tokens of a pass whose stored bytes are counted; twice as many run too
-
-
-def any_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
-    """Cross entropy of the first token of the vocabulary, where any loss serves."""
-    return logits.logsumexp(-1) - logits[:, 0]
 
 
 @fact
@@ -169,7 +164,7 @@ def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
         return {"observers": observers, "backward_hooks": backward_hooks}
 
     expected = run_pass(model, batch, loss=any_loss, **stored_in(whole, whole_sites))
-    prefix = run_shared(model, shared_tokens(after), (), **stored_in(upper, Sites()))
+    prefix = run_prefix(model, shared_tokens(after), **stored_in(upper, Sites()))
     options = stored_in(lower, sites)
     logits = run_pass(model, after, loss=any_loss, prefix=prefix, **options)
     if reason := why_not_equal("logits", TOLERANCE, (logits, expected, expected)):
@@ -231,7 +226,7 @@ def _compare_stored(model: HookedModel, batch: PromptBatch) -> str:
     # The heads may be copied for each query head in one of the two.
     fused, whole = (
         [tensor.shape[-1] for tensor in (*stored.keys, *stored.values)]
-        for stored in (run_shared(model, one, (), is_fused=fused) for fused in (True, False))
+        for stored in (run_fused(run_prefix, model, one), run_prefix(model, one))
     )
     if fused != whole:
         return "a fused attention stores other keys and values, as it does in latent attention"

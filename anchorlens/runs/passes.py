@@ -30,14 +30,13 @@ from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
 from ..models.twin import twin_of
-from ..passes.forward import Pass, Watched, logits_at, unedited
-from ..passes.fused_attention import run_fused
+from ..passes.forward import run_checked
 from ..passes.late_start import Start, Starts
 from ..passes.losses import Loss, label_cross_entropy
-from ..passes.observers import HooksObserver, Layers, SumsObserver
-from ..passes.provide import Observation
-from ..passes.shared_prefix import CLEAN, SharedPrefixes, run_shared, shared_tokens
-from ..passes.shortcuts import any_loss, why_not_late
+from ..passes.observers import Layers
+from ..passes.provide import Observation, by_hooks, need_gradient
+from ..passes.shared_prefix import CLEAN, SharedPrefixes, shared_tokens
+from ..passes.shortcuts import why_not_late
 from ..passes.twin_for import NeedsHooks
 from ..printable import printable
 from ..prompts.batch import PromptBatch, after_shared
@@ -62,7 +61,7 @@ class _PassOfRun:
     batch: PromptBatch
     logits: Float[Tensor, "batch vocab"]
     clean: Float[Tensor, "batch vocab"] | None  # without the hooks of the run, if it has any
-    observed: Mapping[str, tuple[Observation, Tensor]]  # by question, with the logits of its pass
+    observed: Mapping[str, Observation]  # by question
     starts: Mapping[int, Start]  # what later passes can begin with
 
 
@@ -107,7 +106,7 @@ class Passes:
 
     def _forget(self) -> None:
         """Make the passes over shared tokens again."""
-        self._prefixes = SharedPrefixes(self.model)
+        self._prefixes = SharedPrefixes(self.model, self.way.prefix)
         # What was observed in the shared tokens of a set, and their keys and values.
         self._in_set: tuple[Any, Sequence[Observation], KeyValues] | None = None
 
@@ -159,16 +158,14 @@ class Passes:
             if all(isinstance(act, BatchHook) for _, act in acting):
                 key = None if key is None else (self._asked_now, key)
                 key = CLEAN if hooks is no_hooks else key
-                leading, prefix = self._prefixes.of(after, key, acting, self.way.is_fused)
+                leading, prefix = self._prefixes.of(after, key, acting)
                 if act_alike(acting, leading):
                     start = self._start(batch, acting)
-                    return _run(self.model, after, hooks=acting, prefix=prefix, start=start)
+                    return run_checked(self.model, after, hooks=acting, prefix=prefix, start=start)
             # From the first layer, because a start is the output for the tokens after the prefix.
             whole = after.whole()
-            run = partial(run_fused, _run) if self.way.is_fused else _run
-            return run(self.model, whole, hooks=hooks(whole))
-        run = partial(run_fused, _run) if self.way.is_fused else _run
-        return run(self.model, batch, hooks=acting, start=self._start(batch, acting))
+            return self.way.run(self.model, whole, hooks=hooks(whole))
+        return self.way.run(self.model, batch, hooks=acting, start=self._start(batch, acting))
 
     def logits_at(
         self,
@@ -178,16 +175,12 @@ class Passes:
     ) -> list[Float[Tensor, "_ vocab"]]:
         """The logits at some positions of each prompt, which runs as a whole."""
         acting = hooks_of(hooks, batch)
-        if not self.way.is_fused:
-            return logits_at(self.model, batch, positions, acting)
-
-        at_positions = partial(logits_at, positions=positions)
-        return run_fused(at_positions, self.model, batch, hooks=acting)
+        return self.way.logits_at(self.model, batch, positions=positions, hooks=acting)
 
     def prefix(self, batch: PromptBatch) -> KeyValues | None:
         """Keys and values of the tokens that run once for the prompts of a batch; None for none."""
         after, _ = after_shared(batch, self.way.lengths)
-        return None if after.is_whole else self._prefixes.of(after, CLEAN, (), self.way.is_fused)[1]
+        return None if after.is_whole else self._prefixes.of(after, CLEAN, ())[1]
 
     def seen(self, question: Question) -> Seen:
         """What a question reads of the pass of the run."""
@@ -198,8 +191,7 @@ class Passes:
                 "that says what it reads in its method reads, and for the batch that it is asked "
                 "about"
             )
-        observed, logits = run.observed[question.name]
-        return observed.seen(logits, run.clean)
+        return run.observed[question.name].seen(run.logits, run.clean)
 
     def further(self, question: Question, batch: PromptBatch) -> dict[str, dict[str, Tensor]]:
         """What the metrics contribute that observe one more pass for a question, by their names."""
@@ -217,7 +209,7 @@ class Passes:
 
     def why_not_late(self, layers: Iterable[int]) -> dict[int, str]:
         """Why passes cannot begin in some of these layers, by layer."""
-        reason = "a long prefix runs from the first layer on" if self.way.is_fused else ""
+        reason = self.way.why_no_start
         later = set(layers) - {0}
         if later and not reason:
             reason = HOOKS_OF_USER if has_user_hooks(self.model) else ""
@@ -292,23 +284,16 @@ class Passes:
     def _made(self, batch: PromptBatch, asked: Sequence[Question]) -> "_PassOfRun":
         hooks = no_hooks if self.hooks is None else self.hooks
         clean = None if self.hooks is None else self.logits(batch)
-        by_rows = [each for each in asked if each.name in self.way.by_rows]
-        others = [each for each in asked if each.name not in self.way.by_rows]
-        observed = dict[str, tuple[Observation, Tensor]]()
         starts = Starts(self._late)
-        if by_rows:
-            seen, logits = self._observe_rows(batch, hooks, by_rows)
-            observed |= {each.question.name: (each, logits) for each in seen}
-        if others or not by_rows:
-            seen, logits = self._observe(batch, hooks, others, starts)
-            observed |= {each.question.name: (each, logits) for each in seen}
+        seen, logits = self._observe(batch, hooks, asked, starts)
+        observed = {each.question.name: each for each in seen}
         return _PassOfRun(batch, logits, clean, observed, starts.found)
 
     def _observe(
         self, whole: PromptBatch, hooks: HooksOfBatch, questions: Sequence[Question], starts: Starts
     ) -> tuple[Sequence[Observation], Tensor]:
-        """What questions observe by hooks, and the logits."""
-        batch, set_id = after_shared(whole, self.way.lengths)
+        """What questions observe, and the logits."""
+        batch, set_id = after_shared(whole, self.way.lengths_of_run)
         acting = () if hooks is no_hooks else hooks(batch)
         before: Sequence[Observation | None] = [None] * len(questions)
         prefix = None
@@ -318,51 +303,16 @@ class Passes:
             Observation.of(self._hooked_layers, question, batch, shared)
             for question, shared in zip(questions, before, strict=True)
         ]
-        observers, backward_hooks = _read_only(observations, self._trusted)
-        differentiates = any(question.name in self.way.of_gradient for question in questions)
-        is_fused = self.way.is_fused and prefix is None
-        run = partial(run_fused, _run) if is_fused else _run
-        logits = run(
-            self.model,
-            batch,
-            hooks=acting,
-            observers=observers,
-            backward_hooks=backward_hooks,
-            loss=self.loss if differentiates else None,
-            prefix=prefix,
-            gradient_checkpointing=self.way.is_checkpointed and differentiates,
-            starts=starts,
-        )
+        differentiates = any(need_gradient(each.reads) for each in observations)
+        options: dict[str, Any] = {"loss": self.loss if differentiates else None, "starts": starts}
+        options |= self.way.read(observations, self._trusted)
+        if prefix is None:
+            logits = self.way.run(self.model, batch, hooks=acting, **options)
+        else:
+            logits = run_checked(self.model, batch, hooks=acting, prefix=prefix, **options)
         if prefix is not None:
             self._trusted_in_prefix.set()
         return observations, logits
-
-    def _observe_rows(
-        self, batch: PromptBatch, hooks: HooksOfBatch, questions: Sequence[Question]
-    ) -> tuple[Sequence[Observation], Tensor]:
-        """What questions observe of a fused attention, a few query rows at a time."""
-        observed = [Observation.of(self._hooked_layers, question, batch) for question in questions]
-
-        def use(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
-            for each in observed:
-                with unedited(f"metric {each.question.name!r}", "A or dL/dA", pattern, gradient):
-                    each.use_rows(layer, rows, keys, pattern, gradient)
-
-        differentiates = any(question.name in self.way.of_gradient for question in questions)
-        observers = [each for of_one in observed for each in of_one.observers]
-        tapped = [each for each in observers if isinstance(each, SumsObserver)]
-        taps = tapped if self.way.has_kernel else []
-        logits = run_fused(
-            _run,
-            self.model,
-            batch,
-            use=use,
-            taps=taps,
-            hooks=hooks(batch),
-            loss=self.loss if differentiates else any_loss,  # rows are formed on the way back
-            gradient_checkpointing=self.way.is_checkpointed,
-        )
-        return observed, logits
 
     def _observed_in_set(
         self,
@@ -379,19 +329,13 @@ class Passes:
         self._in_set = None  # before the next one: their gradients take memory
         layers = self._hooked_layers
         observations = [Observation.of_shared(layers, question, batch) for question in questions]
-        observers, backward_hooks = _read_only(observations, self._trusted_in_prefix)
-        if observers or backward_hooks:
-            prefix = run_shared(
-                self.model,
-                shared_tokens(batch),
-                in_leading_tokens(acting, batch.first_query),
-                is_fused=self.way.is_fused,
-                observers=observers,
-                backward_hooks=backward_hooks,
-            )
+        observers = by_hooks(observations, self._trusted_in_prefix)
+        if any(observers.values()):
+            leading = in_leading_tokens(acting, batch.first_query)
+            prefix = self.way.prefix(self.model, shared_tokens(batch), hooks=leading, **observers)
         else:  # the prefix of other passes is the same
             key = CLEAN if hooks is no_hooks else "the hooks of the run"
-            prefix = self._prefixes.of(batch, key, acting, self.way.is_fused)[1]
+            prefix = self._prefixes.of(batch, key, acting)[1]
         self._in_set = of_now, observations, prefix
         return observations, prefix
 
@@ -415,28 +359,6 @@ def layer_of(point: Any) -> int:
     """The layer of a hook point; 0 for points outside the blocks, and for those that are chosen."""
     found = _BLOCK.match(point) if isinstance(point, str) else None
     return int(found[1]) if found else 0
-
-
-def _run(model: HookedModel, batch: PromptBatch, **options: Any) -> Float[Tensor, "batch vocab"]:
-    """The logits of a pass that the study has checked, before the first one."""
-    return Pass(model, batch, **options).run()[0]
-
-
-def _read_only(
-    observations: Sequence[Observation], trusted: Event
-) -> tuple[list[Hook], list[Hook]]:
-    """Forward and backward hooks of all questions, which must not change what others observe."""
-    forward: list[Hook] = []
-    backward: list[Hook] = []
-    for observation in observations:
-        owner = f"metric {observation.question.name!r}"
-        for observer in observation.observers:
-            seen = trusted if observer.runs_user_code else None
-            is_users = isinstance(observer, HooksObserver)
-            watched = partial(Watched, owner=owner, trusted=seen, is_users=is_users)
-            forward += [(name, watched(act)) for name, act in observer.hooks]
-            backward += [(name, watched(act)) for name, act in observer.backward_hooks]
-    return forward, backward
 
 
 def results_of(

@@ -11,11 +11,14 @@ that several processes decide alike.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, starmap
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..metrics.question import HooksOfBatch, Question, no_hooks
 from ..metrics.reads import Reads
@@ -29,18 +32,21 @@ from ..models.hooked import (
     dtype_of,
     is_of_low_precision,
 )
+from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
 from ..models.rotary import rotate_alike, rotates_by_length
 from ..models.twin import twin_of
 from ..passes.flow_tap import is_on_a_gpu, why_no_kernel
-from ..passes.fused_attention import acts_when_fused, outside_attention
+from ..passes.forward import logits_at, run_checked, run_prefix
+from ..passes.fused_attention import acts_when_fused, outside_attention, run_fused
 from ..passes.loss_checks import targets_of
 from ..passes.losses import Loss, WordCrossEntropy
 from ..passes.native_pass import why_hooks_need_a_bridge
-from ..passes.observers import Layers
+from ..passes.observers import Layers, Observer
 from ..passes.provide import (
     Observation,
     begins_as,
+    by_hooks,
     by_rows,
     may_differ_at_the_start,
     need_gradient,
@@ -78,17 +84,21 @@ HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts 
 
 @dataclass(frozen=True)
 class Way:
-    """How the batches of a study run, and the reasons."""
+    """How the batches of a study run, in functions, and the reasons in words.
+
+    After shared tokens prompts form patterns of their own rows in every way.
+    """
 
     passes: str  # whether they are native, and otherwise the reason
     shared_prefix: str  # whether the tokens that prompts share run once, and otherwise the reason
     lengths: Mapping[int, int]  # of the tokens that run once, by set of demonstrations
+    lengths_of_run: Mapping[int, int]  # in the pass that questions observe
     attention: str = ""  # of long prompts: whether it is fused, or why not
-    is_fused: bool = False  # no pattern is formed, but of the tokens after shared ones
-    has_kernel: bool = False  # which sums over edges where no pattern is formed
-    is_checkpointed: bool = False  # blocks store only their input for the gradient
-    by_rows: frozenset[str] = frozenset()  # questions that get rows of A where no pattern is formed
-    of_gradient: frozenset[str] = frozenset()  # questions that need a backward pass
+    why_no_start: str = ""  # why no pass begins in a later layer, whatever the model allows
+    run: Callable[..., Tensor] = run_checked  # the logits of whole prompts at their targets
+    logits_at: Callable[..., list[Tensor]] = logits_at  # at chosen positions
+    prefix: Callable[..., KeyValues] = run_prefix  # keys and values of the tokens that run once
+    read: Callable[..., Mapping[str, Any]] = by_hooks  # options in which questions observe a pass
 
     def info(self) -> dict[str, str]:
         """How batches ran, in the words that records have in their info."""
@@ -112,36 +122,32 @@ def way_of(
     """
     one = batches[0].whole().prompt(0)  # where the kind of each read tells enough
     reads = {each.name: reads_of(each, one) for each in questions}
-    passes, attention = _how_passes_run(model, batches, changes, questions, reads), ""
-    gradient = frozenset(name for name, of_one in reads.items() if need_gradient(of_one))
+    whole = Way(_how_passes_run(model, batches, changes, questions, reads), "", {}, {})
     if patterns_are_large(model, batches):
-        # The least of all processes, so that all of them run in the same way.
-        free_here = free_for_layers(devices_of_layers(model))
-        free = min(gather_from_processes("memory that is free", free_here))
         reason = why_patterns(model, batches, changes, loss)
         if not reason:
             lengths = shared_lengths(batches, None, least=1)
             reasons = _why_no_fused_prefix(model, batches, changes, questions, lengths, reads)
             lengths = {} if (why := _first(reasons)) else lengths
-            rows, reason = _read_by_rows(model, batches, questions, reads, lengths)
-            reason += f" (no fused prefix: {why})" if reason and why else ""
-        if not reason:
-            way = Way(passes, "", lengths, by_rows=rows, of_gradient=gradient)
-            return _fused(model, batches, questions, way, why, free, gradient_checkpointing)
-        attention = f"whole patterns, because {reason}"
-    whole = Way(passes, "", {}, attention, of_gradient=gradient)
+            way = _without_patterns(model, batches, whole.passes, lengths, why)
+            if _read_after(model, batches, questions, reads, lengths):
+                return way
+            reason = _why_no_rows(model, batches, questions)
+            if not reason:
+                return _by_rows(model, batches, questions, reads, way, gradient_checkpointing)
+            reason += f" (no fused prefix: {why})" if why else ""
+        whole = replace(whole, attention=f"whole patterns, because {reason}")
     if gradient_checkpointing:
-        checkpointed = replace(whole, shared_prefix="off: blocks are checkpointed")
-        return replace(checkpointed, is_checkpointed=True)
+        run = partial(run_checked, gradient_checkpointing=True)
+        return replace(whole, shared_prefix="off: blocks are checkpointed", run=run)
     if not share_prefix:
         return replace(whole, shared_prefix="off: share_prefix=False")
     lengths = shared_lengths(batches, loss)
-    differentiates = loss is not None and bool(gradient)
+    differentiates = loss is not None and any(map(need_gradient, reads.values()))
     reasons = _why_not_shared(model, batches, lengths, changes, questions, reads, differentiates)
     if reason := _first(reasons):
         return replace(whole, shared_prefix=f"off: {reason}")
-    shared = f"{_tokens_of(lengths)} of each prompt, run once for all"
-    return replace(whole, shared_prefix=shared, lengths=lengths)
+    return Way(whole.passes, _run_once(lengths), lengths, lengths, whole.attention)
 
 
 def _how_passes_run(
@@ -197,54 +203,74 @@ def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bo
     return bytes_of_patterns(model, batches) > LARGE
 
 
-def _fused(
+def _without_patterns(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    passes: str,
+    lengths: Mapping[int, int],
+    why_whole: str,
+) -> Way:
+    """The way in which no pattern is formed, but of the tokens after shared ones."""
+    size = bytes_in_words(bytes_of_patterns(model, batches))
+    return Way(
+        passes,
+        f"off: {why_whole}" if why_whole else _run_once(lengths),
+        lengths,
+        lengths,
+        f"fused: the patterns of a prompt would take {size}",
+        why_no_start="a long prefix runs from the first layer on",
+        run=partial(run_fused, run_checked),
+        logits_at=partial(run_fused, logits_at),
+        prefix=partial(run_fused, run_prefix),
+    )
+
+
+def _by_rows(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     questions: Sequence[Question],
+    reads: Mapping[str, Reads],
     way: Way,
-    why_whole: str,
-    free: int,
     is_checkpointed: bool,
 ) -> Way:
-    size = bytes_in_words(bytes_of_patterns(model, batches))
-    attention = f"fused: the patterns of a prompt would take {size}"
-    rows = [question.name in way.by_rows for question in questions]
-    if why_whole:
-        shared_prefix = f"off: {why_whole}"
-    elif rows and all(rows):
-        shared_prefix = "off: attention is fused"
+    """The same way, but that the pass of the run has whole prompts, and gives rows of A."""
+    asked = [question for question in questions if reads[question.name]]
+    if not way.lengths:
+        shared = way.shared_prefix
+    elif len(asked) == len(questions):
+        shared = "off: attention is fused"
     else:
-        whole = ", but whole prompts for rows of the attention" if any(rows) else ""
-        shared_prefix = f"{_tokens_of(way.lengths)} of each prompt, run once for all{whole}"
-    asked = [question for question in questions if question.name in way.by_rows]
-    has_kernel = bool(asked) and is_on_a_gpu(model)
+        shared = f"{way.shared_prefix}, but whole prompts for rows of the attention"
+    attention, has_kernel = way.attention, is_on_a_gpu(model)
     if has_kernel:
         reason = why_no_kernel(model, asked, _shortest(batches))
         attention += f"; rows, because {reason}" if reason else "; sums by a kernel"
         has_kernel = not reason
-    why = ""
-    if any(rows) and not is_checkpointed:
-        why = why_checkpointed(model, batches, free)
-        attention += f"; blocks are checkpointed, because {why}" if why else ""
+    if not is_checkpointed and (why := why_checkpointed(model, batches)):
+        attention += f"; blocks are checkpointed, because {why}"
+        is_checkpointed = True
     return replace(
         way,
-        shared_prefix=shared_prefix,
+        shared_prefix=shared,
         attention=attention,
-        is_fused=True,
-        has_kernel=has_kernel,
-        is_checkpointed=is_checkpointed or bool(why),
+        run=partial(way.run, gradient_checkpointing=is_checkpointed),
+        read=partial(by_rows, has_kernel=has_kernel),
+        lengths_of_run={},
     )
 
 
-def _tokens_of(lengths: Mapping[int, int]) -> str:
+def _run_once(lengths: Mapping[int, int]) -> str:
     """How many tokens the prompts of the sets share, in words."""
     counts = sorted(set(lengths.values()))
     range_of_counts = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{range_of_counts} tokens"
+    return f"{range_of_counts} tokens of each prompt, run once for all"
 
 
-def why_checkpointed(model: HookedModel, batches: Sequence[PromptBatch], free: int) -> str:
+def why_checkpointed(model: HookedModel, batches: Sequence[PromptBatch]) -> str:
     """Why blocks must be checkpointed in a pass with a fused attention and a gradient."""
+    # The least of all processes, so that all of them run in the same way.
+    free_here = free_for_layers(devices_of_layers(model))
+    free = min(gather_from_processes("memory that is free", free_here))
     needed = bytes_stored(model, longest_prompt(*batches))
     if needed <= _SHARE * free:
         return ""
@@ -292,36 +318,41 @@ def _why_no_fused_prefix(
     yield why_no_fused_prefix(model)
 
 
-def _read_by_rows(
+def _read_after(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     questions: Sequence[Question],
     reads: Mapping[str, Reads],
     lengths: Mapping[int, int],
-) -> tuple[frozenset[str], str]:
-    """The questions that get rows of the attention, as no pattern is formed; or one that cannot."""
-    shortest = _shortest(batches)
-    prompt = shortest.to(device_of(model)).prompt(0)
-    after, _ = after_shared(prompt, lengths)
-    rows = set[str]()
+) -> bool:
+    """Whether questions need no gradient, and no pattern of tokens before those that form them."""
+    if any(map(need_gradient, reads.values())):
+        return False
+    prompt = _shortest(batches).to(device_of(model)).prompt(0)
+    batch, _ = after_shared(prompt, lengths)
+    observe = Observation.of if batch.is_whole else Observation.of_shared
+    observed = [observe(Layers.of(model), each, batch) for each in questions]
+    return all(_act_without_patterns(model, each.observers) for each in observed)
+
+
+def _why_no_rows(
+    model: HookedModel, batches: Sequence[PromptBatch], questions: Sequence[Question]
+) -> str:
+    """Which question needs more than rows of the attention; empty if they are enough."""
+    prompt = _shortest(batches).to(device_of(model)).prompt(0)
     for question in questions:
-        if not need_gradient(reads[question.name]) and _reads_after(model, question, after):
-            continue
-        if not by_rows(reads[question.name]):
-            return frozenset(), f"{question.name} needs them"
-        rows.add(question.name)
-    return frozenset(rows), ""
+        observed = Observation.of(Layers.of(model), question, prompt)
+        if not _act_without_patterns(model, observed.beside_rows):
+            return f"{question.name} needs them"
+    return ""
 
 
-def _reads_after(model: HookedModel, question: Question, batch: PromptBatch) -> bool:
-    """Whether a question reads nothing of patterns before the tokens that form them."""
-    observed = [Observation.of(Layers.of(model), question, batch)]
-    if not batch.is_whole:
-        observed = [Observation.of_shared(Layers.of(model), question, batch)]
-    if any(each.backward_hooks for each in observed):
+def _act_without_patterns(model: HookedModel, observers: Sequence[Observer]) -> bool:
+    """Whether observers get the same where no pattern is formed."""
+    if any(each.backward_hooks for each in observers):
         return False
     read = {point for each in facts_of(model).operands if each for point in (each.query, each.key)}
-    hooks = [hook for each in observed for hook in each.hooks]
+    hooks = [hook for each in observers for hook in each.hooks]
     return all(outside_attention(model, [hook]) or hook[0] in read for hook in hooks)
 
 

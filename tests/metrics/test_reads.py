@@ -255,7 +255,7 @@ def test_reads_are_those_of_whole_prompts(
         def check(shared: bool | None, fused: bool, **options: Any) -> None:
             with Study(model, batches, {}, progress=False, resamples=0) as study:
                 passes = study.passes(metrics, **options)
-                assert passes.way.is_fused == fused
+                assert passes.way.attention.startswith("fused: ") == fused
                 assert shared is None or ("run once for all" in passes.status) == shared
                 for batch, hand in zip(batches, by_hand, strict=True):
                     ours = passes.contributions(batch)

@@ -19,10 +19,10 @@ from anchorlens.models.batch_hooks import in_leading_tokens
 from anchorlens.models.hooked import Hook
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.replaced_attention import _Interface, attention_by
-from anchorlens.passes.forward import run_pass
+from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.passes.fused_attention import run_fused
 from anchorlens.passes.observers import Layers, product_hooks
-from anchorlens.passes.shared_prefix import run_shared, shared_tokens
+from anchorlens.passes.shared_prefix import shared_tokens
 from anchorlens.passes.shortcuts import why_no_fused_prefix
 from tests.models.test_matrix import cases, hooked
 from tests.references.architectures import ALL
@@ -82,7 +82,7 @@ def after_fused(model: Any, batch: al.PromptBatch, hooks: Any) -> Tensor:
     after = right.after(int(right.label_ends.max()))
     acting = hooks(after)
     leading = in_leading_tokens(acting, after.first_query)
-    prefix = run_shared(model, shared_tokens(after), leading, is_fused=True)
+    prefix = run_fused(run_prefix, model, shared_tokens(after), hooks=leading)
     return run_pass(model, after, hooks=acting, prefix=prefix)
 
 

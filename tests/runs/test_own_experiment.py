@@ -14,9 +14,9 @@ from jaxtyping import Float
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, StoreError
 from anchorlens.models.model_state import frozen_in_eval_mode
-from anchorlens.passes.forward import run_pass
+from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.passes.provide import reads_of, why_whole
-from anchorlens.passes.shared_prefix import run_shared, shared_tokens
+from anchorlens.passes.shared_prefix import shared_tokens
 from anchorlens.prompts.batch import after_shared
 from anchorlens.runs.study import Study
 from anchorlens.runs.way import shared_lengths
@@ -222,7 +222,7 @@ def test_gradients_at_every_hook_point_equal_those_of_whole_prompts(
         run_pass(
             gpt2,
             after,
-            prefix=run_shared(gpt2, shared_tokens(after), ()),
+            prefix=run_prefix(gpt2, shared_tokens(after)),
             backward_hooks=[(point, partial(metric.add, after, sums))],
             loss=al.losses.label_cross_entropy,
         )

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,8 +86,8 @@ FAILED = "off: no run from a key-value cache (this cache does not fit)"
 WRONG: list[tuple[Any, str, Any, list[al.Metric], str]] = [
     (kv_cache.Graph, "at_points", wrong_gradient, FLOWS, "off: saliencies differ by"),
     (kv_cache.Graph, "at_points", fails, FLOWS, FAILED),
-    (shared_prefix, "run_prefix", wrong_values, METRICS, "off: logits differ by"),
-    (shared_prefix, "run_prefix", fails, METRICS, FAILED),
+    (shortcuts, "run_prefix", wrong_values, METRICS, "off: logits differ by"),
+    (shortcuts, "run_prefix", fails, METRICS, FAILED),
 ]
 
 
@@ -242,7 +243,7 @@ def test_an_unexpected_error_is_logged(
     """A mistake of the package is an error of the tests, although the run only gets slower."""
     batches = questions(gpt2, 4)
     with monkeypatch.context() as patch, found_anew(gpt2):
-        patch.setattr(shared_prefix, "run_prefix", int)  # takes no such arguments
+        patch.setattr(shortcuts, "run_prefix", int)  # takes no such arguments
         with pytest.raises(AssertionError, match="by a mistake of"):  # see RaisedLog in conftest.py
             al.run(gpt2, batches, [al.Accuracy()], **QUIET)
         patch.setattr(logging.getLogger("anchorlens"), "handlers", [])
@@ -292,7 +293,7 @@ def prefixes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         computed.append(run_prefix(*arguments, **keywords))
         return computed[-1]
 
-    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
+    monkeypatch.setattr(decision, "Way", partial(decision.Way, prefix=counted))
     return computed
 
 
