@@ -28,9 +28,9 @@ from tests.support.process_work import (
     assert_equal,
     everything,
     in_process,
+    numbers_of,
     paper_records,
     resumed,
-    tensors_of,
     two_sets,
 )
 from tests.support.tiny_models import questions, tiny_gpt2
@@ -82,9 +82,7 @@ def launch(request: Any, launches: dict[int, Launch]) -> Launch:
     return launches[request.param]
 
 
-@pytest.mark.parametrize(
-    "name", [*(analysis.__name__ for analysis in ANALYSES), "one batch", "the others"]
-)
+@pytest.mark.parametrize("name", [*ANALYSES, "one batch", "the others"])
 def test_results_equal_those_of_one_process(launch: Launch, name: str) -> None:
     """Batches are planned before processes divide them, so that every bit is equal."""
     for results in launch.results:
@@ -157,7 +155,7 @@ def test_a_run_resumes_in_another_number_of_processes(
     names = {path.name for path in (launches[2].folder / "kept").glob("rows-*")}
     assert 1 < len(names) < 7 and "rows-00000.safetensors" in names
     batched = questions(tiny, count=7, batch_size=1)
-    expected = tensors_of(
+    expected = numbers_of(
         al.run(tiny, batched, [Failing(process=-1, seen=[0, 0]), al.Accuracy()], **QUIET)
     )
     runs = [[results["resumed left"] for results in launches[2].results]]
