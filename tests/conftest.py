@@ -236,36 +236,39 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
 
-def shared(request: pytest.FixtureRequest, make: Callable[[int], Any], tokenizer: Any) -> Any:
+def tiny(request: pytest.FixtureRequest, name: str) -> tuple[Any, Any]:
+    """New weights of a tiny model, and its tokenizer."""
+    from tests.support import tiny_models
+
+    kind = "byte_level" if name == "gpt2" else "sentencepiece_like"
+    tokenizer = request.getfixturevalue(kind)
+    return getattr(tiny_models, f"tiny_{name}")(len(tokenizer)), tokenizer
+
+
+def shared(request: pytest.FixtureRequest, name: str) -> Any:
     """A model that all tests of this process share, or one that this test may change."""
     hooked = request.getfixturevalue("hooked")
     if request.node.get_closest_marker("changes_model") is not None:
-        return hooked(make(len(tokenizer)), tokenizer)
-    key = (make, request.getfixturevalue("kind_of_model"))
+        return hooked(*tiny(request, name))
+    key = (name, request.getfixturevalue("kind_of_model"))
     if key not in SHARED:
-        SHARED[key] = hooked(make(len(tokenizer)), tokenizer)
+        SHARED[key] = hooked(*tiny(request, name))
     return SHARED[key]
 
 
 @pytest.fixture
-def gpt2(request: Any, byte_level: Any, hooked: Any) -> Any:
-    from tests.support.tiny_models import tiny_gpt2
-
-    return shared(request, tiny_gpt2, byte_level)
+def gpt2(request: Any, hooked: Any) -> Any:
+    return shared(request, "gpt2")
 
 
 @pytest.fixture
-def llama(request: Any, sentencepiece_like: Any, hooked: Any) -> Any:
-    from tests.support.tiny_models import tiny_llama
-
-    return shared(request, tiny_llama, sentencepiece_like)
+def llama(request: Any, hooked: Any) -> Any:
+    return shared(request, "llama")
 
 
 @pytest.fixture
-def gemma3(request: Any, sentencepiece_like: Any, hooked: Any) -> Any:
-    from tests.support.tiny_models import tiny_gemma3
-
-    return shared(request, tiny_gemma3, sentencepiece_like)
+def gemma3(request: Any, hooked: Any) -> Any:
+    return shared(request, "gemma3")
 
 
 @pytest.fixture(params=["gpt2", "llama", "gemma3"])
@@ -275,22 +278,17 @@ def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
 
 
 @pytest.fixture
-def exact_gpt2(hooked: Any, byte_level: Any) -> Any:
+def exact_gpt2(request: Any, hooked: Any) -> Any:
     """A model in float64, of this test alone."""
-    from tests.support.tiny_models import tiny_gpt2
-
-    return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    weights, tokenizer = tiny(request, "gpt2")
+    return hooked(weights.double(), tokenizer)
 
 
 @pytest.fixture(params=["gpt2", "llama", "gemma3"])
 def exact_model(request: pytest.FixtureRequest, hooked: Any) -> Any:
     """Each of the three in turn, in float64."""
-    from tests.support import tiny_models
-
-    name = "byte_level" if request.param == "gpt2" else "sentencepiece_like"
-    tokenizer = request.getfixturevalue(name)
-    make = getattr(tiny_models, f"tiny_{request.param}")
-    return hooked(make(len(tokenizer)).double(), tokenizer)
+    weights, tokenizer = tiny(request, request.param)
+    return hooked(weights.double(), tokenizer)
 
 
 @pytest.fixture(autouse=True)
@@ -391,10 +389,3 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def patches_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test puts into the package to stop or count a run does not make it another run."""
     monkeypatch.setattr("anchorlens.runs.identity.changed", lambda *_: {})
-
-
-@pytest.fixture(scope="session", params=["sentiment", "questions"])
-def golden(request: pytest.FixtureRequest) -> Any:
-    from tests.references.golden_case import GoldenCase
-
-    return GoldenCase(request.param)

@@ -75,8 +75,8 @@ def random_configurations(rng: random.Random) -> None:
     hooks = hooks_on(model)
     with precise(dtype), frozen_in_eval_mode(model):
         measured = differences(model, batch, expected)
-    if not torch.equal(state, torch.get_rng_state()) or hooks_on(model) != hooks:
-        raise AssertionError(f"{attempt}: the random state or the hooks are not as before")
+    assert torch.equal(state, torch.get_rng_state()) and hooks_on(model) == hooks, (
+        f"{attempt}: the random state or the hooks are not as before"
+    )
     too_large = {name: value for name, value in measured.items() if not value <= LIMITS[dtype]}
-    if too_large:
-        raise AssertionError(f"{attempt}: off by {too_large}")
+    assert not too_large, f"{attempt}: off by {too_large}"

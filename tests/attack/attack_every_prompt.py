@@ -58,16 +58,16 @@ def odd_lengths(rng: random.Random) -> None:
     except AnchorlensError:
         return
     expected = alone(plain, *singles_of(batches))
-    if not difference(logits, expected) <= 1e-5:
-        raise AssertionError(f"{case}: other logits than alone")
+    assert difference(logits, expected) <= 1e-5, f"{case}: other logits than alone"
     for batch in batches:
         try:
             context = al.compress(model, batch, al.contexts.selection.everything)
             answers = context.logits(model, batch)
         except AnchorlensError:
             continue
-        if not difference(answers, expected[batch.index]) <= 1e-5:
-            raise AssertionError(f"{case}: a context has other logits than the whole prompts")
+        assert difference(answers, expected[batch.index]) <= 1e-5, (
+            f"{case}: a context has other logits than the whole prompts"
+        )
 
 
 def odd_edges(rng: random.Random) -> None:
@@ -103,10 +103,10 @@ def odd_edges(rng: random.Random) -> None:
     ]
     expected = torch.stack([one["saliency_flows"].flows[:, 0] for one in each])
     case = f"{kind.__name__} in prompts {chosen.nonzero().flatten().tolist()} of {count}"
-    if not difference(flows.flows[:, 1], expected.mean(0)) <= 1e-5:
-        raise AssertionError(f"{case}: other flows of all")
-    if not difference(flows.flows[:, 0], expected[chosen].mean(0)) <= 1e-5:
-        raise AssertionError(f"{case}: other flows of some")
+    assert difference(flows.flows[:, 1], expected.mean(0)) <= 1e-5, f"{case}: other flows of all"
+    assert difference(flows.flows[:, 0], expected[chosen].mean(0)) <= 1e-5, (
+        f"{case}: other flows of some"
+    )
     for one, is_cut, ours in zip(singles, chosen, logits, strict=True):
         hooks = (
             (lambda batch: al.block_edges(setup.model, batch, kind(batch), range(2)))
@@ -114,8 +114,7 @@ def odd_edges(rng: random.Random) -> None:
             else None
         )
         theirs = al.target_logits(setup.model, [one], hooks=hooks, **QUIET)[0]
-        if not difference(ours, theirs) <= 1e-5:
-            raise AssertionError(f"{case}: other logits with cut edges")
+        assert difference(ours, theirs) <= 1e-5, f"{case}: other logits with cut edges"
 
 
 WHEN = ["true", "loop.last", "loop.index0 == 1", "'film' in message.content", "loop.length > 5"]

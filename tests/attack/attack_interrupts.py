@@ -8,8 +8,9 @@ of before, and the logits equal bit for bit.
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,41 +18,13 @@ import torch
 import anchorlens as al
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import run_fused
-from tests.support.tiny_models import questions
+from tests.attack.attack_inputs import right
+from tests.support.catalogue import ALL
 from tests.support.unchanged import everything_of
 
-QUIET: dict[str, Any] = {"progress": False}
-
-
-def calls_of(model: Any) -> dict[str, Callable[[], Any]]:
-    """What is interrupted: each way in which the package changes a model for a while."""
-    batches = questions(model, count=4, batch_size=4)
-    halve = [("blocks.0.hook_resid_post", lambda resid, hook: resid * 0.5)]
-    run: dict[str, Any] = {"resamples": 0, **QUIET}
-
-    def fused() -> None:
-        run_fused(run_pass, model, batches[0].to(model.cfg.device))
-
-    return {
-        "own hooks": lambda: al.target_logits(model, batches, hooks=lambda batch: halve, **QUIET),
-        "isolated": lambda: al.target_logits(
-            model, batches, hooks=lambda batch: al.isolate_labels(model, batch, 0), **QUIET
-        ),
-        "saliency": lambda: al.saliency(model, batches[0]),
-        "run": lambda: al.run(model, batches, [al.SaliencyFlows()], **run),
-        "checkpoints": lambda: al.run(
-            model, batches, [al.SaliencyFlows()], gradient_checkpointing=True, **run
-        ),
-        "integrated": lambda: al.run(model, batches, [al.IntegratedFlows(steps=1)], **run),
-        "sweep": lambda: al.run(
-            model,
-            batches,
-            [al.Accuracy(), al.EdgeSweep.isolation(al.sites.windows(model, 1), draws=1)],
-            **run,
-        ),
-        "fused": fused,
-        "prepare": lambda: al.prepare_model(model),
-    }
+# Calls of the catalogue that change a model for a while, each in another way.
+CHANGING = ["isolate_labels", "scale_edges", "maps", "isolated", "checkpoints of whole prompts"]
+CHANGING += ["integrated", "sweep of windows"]
 
 
 @contextmanager
@@ -74,16 +47,19 @@ def interrupted_after(seconds: float, again: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def left_by_interrupts(model: Any, count: int, seed: int) -> list[str]:
+def left_by_interrupts(count: int, seed: int) -> list[str]:
     """Interrupt ``count`` calls at random moments: the first fault, if there is one."""
-    chosen, calls, seconds = random.Random(seed), calls_of(model), dict[str, float]()
-    batches = questions(model, count=4, batch_size=4)
+    chosen, scene, seconds = random.Random(seed), right(), dict[str, float]()
+    model, batch = scene.model, scene.batch
+    calls = {name: partial(ALL[name], scene) for name in CHANGING}
+    calls |= {"prepare": partial(al.prepare_model, model)}
+    calls |= {"fused": partial(run_fused, run_pass, model, batch.to(model.cfg.device))}
     for name, call in calls.items():
         call()  # a model gets hooks of libraries in its first passes
         start = time.perf_counter()
         call()
         seconds[name] = time.perf_counter() - start
-    logits, before = al.target_logits(model, batches, **QUIET), everything_of(model)
+    logits, before = al.target_logits(model, [batch], progress=False), everything_of(model)
     interrupted = 0
     while interrupted < count:
         name = chosen.choice(list(calls))
@@ -96,6 +72,6 @@ def left_by_interrupts(model: Any, count: int, seed: int) -> list[str]:
             after = everything_of(model)
             if changed := [key for key in after if after[key] != before[key]]:
                 return [f"{name}: {changed[:3]}"]
-            if not torch.equal(al.target_logits(model, batches, **QUIET), logits):
+            if not torch.equal(al.target_logits(model, [batch], progress=False), logits):
                 return [f"{name}: other logits"]
     return []

@@ -44,15 +44,14 @@ class Scene:
             held_out=self.batches[1:],
         )
         self.logits = al.target_logits(self.model, self.batches, **QUIET)
-        self.correct = {"a": torch.ones(4), "b": torch.zeros(4)}
         self.data = self.folder / "data.jsonl"
         self.data.write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
 
     def check(self, before: dict[str, Any], attempt: str) -> None:
         """Raise an error if an attempt has changed something, whatever came of it."""
         after = self.state()
-        if changed := [name for name in after if after[name] != before.get(name)]:
-            raise AssertionError(f"{attempt}: the model is not as before: {changed[:3]}")
+        changed = [name for name in after if after[name] != before.get(name)]
+        assert not changed, f"{attempt}: the model is not as before: {changed[:3]}"
 
     def state(self) -> dict[str, Any]:
         """Everything that a call must not change; a pass of the model would take longer."""
@@ -85,21 +84,6 @@ def odd_batches(batch: al.PromptBatch) -> list[al.PromptBatch]:
     wrong["tokens"].append(tokens[0])
     wrong["label_positions"] += [positions.float(), positions[:1]]
     return [replace(batch, **{name: value}) for name in wrong for value in wrong[name]]
-
-
-def odd_models() -> list[Any]:
-    setup = scene()
-    return [tiny_gpt2(len(setup.tokenizer)), torch.nn.Linear(2, 2), setup.tokenizer, "gpt2"]
-
-
-def odd_options() -> list[Any]:
-    """Metrics of the package with wrong options."""
-    kinds: list[tuple[Any, str, list[Any]]] = [
-        (al.AnchorDistances, "directions", [0, -1, 10_000]),
-        (al.Loyalty, "top", [0, -1, 10_000]),
-        (al.SaliencyFlows, "name", ["", "a/b"]),
-    ]
-    return [[kind(**{name: value})] for kind, name, values in kinds for value in values]
 
 
 def odd_hooks() -> list[Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import StoreError
 from tests.attack.attack_scene import QUIET, scene
+from tests.support.catalogue import tensors_of
 from tests.support.stored_runs import Killed, LogitsRecord
 from tests.support.tiny_models import questions as prompts
 
@@ -132,14 +133,8 @@ class Call(NamedTuple):
     def run(self, *questions: al.Question, **options: Any) -> dict[str, Tensor]:
         setup = scene()
         batches = prompts(setup.model, count=5, batch_size=1)
-        results = al.run(
-            setup.model, batches, questions, folder=self.folder, resamples=0, **QUIET, **options
-        )
-        return {
-            f"{name} {field}": values
-            for name, record in results.items()
-            for field, values in record.tensors().items()
-        }
+        options |= {"folder": self.folder, "resamples": 0, **QUIET}
+        return dict(tensors_of(al.run(setup.model, batches, questions, **options)))
 
 
 def hooks(call: Call) -> dict[str, Tensor]:
@@ -216,7 +211,7 @@ def training(call: Call) -> dict[str, Tensor]:
         held_out=batches[2:],
         length=2,
     )
-    return {str(k): keys for k, keys in enumerate((*context.prefix.keys, *context.prefix.values))}
+    return dict(tensors_of([*context.prefix.keys, *context.prefix.values]))
 
 
 CALLS: list[Callable[[Call], dict[str, Tensor]]] = [
@@ -251,5 +246,6 @@ def stale_results(rng: random.Random) -> None:
                 raise AssertionError(f"{case}: refused: {error}") from error
             return
         expected = call(Call(scale, Stop(None), None))
-    if not all(torch.equal(ours[key], value) for key, value in expected.items()):
-        raise AssertionError(f"{case}: not the results of a call without a folder")
+    assert all(torch.equal(ours[key], value) for key, value in expected.items()), (
+        f"{case}: not the results of a call without a folder"
+    )

@@ -17,17 +17,17 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.models import rotary
+from anchorlens.prompts import batch as prompt_batch
 from anchorlens.prompts.label_positions import WrittenPrompt
 from anchorlens.runs import identity, study, way
 from anchorlens.runs.by_value import Identity
 from tests.attack.attack_configurations import random_configurations
 from tests.attack.attack_every_prompt import odd_edges, odd_lengths, odd_turns
-from tests.attack.attack_inputs import check_extreme_values, check_wrong_values
+from tests.attack.attack_inputs import WRONG, check_extreme_values, check_wrong, wrong_values
 from tests.attack.attack_interrupts import left_by_interrupts
 from tests.attack.attack_metrics import ODD, check_with_odd_metric
 from tests.attack.attack_prompts import fuzzed_prompts
 from tests.attack.attack_stale import stale_results
-from tests.support.tiny_models import tiny_gpt2
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -41,6 +41,7 @@ SMALL: list[tuple[Section, int]] = [
     (odd_lengths, 6),
     (odd_edges, 3),
     (odd_turns, 10),
+    (wrong_values, 40),
 ]
 
 
@@ -68,7 +69,7 @@ def test_a_section_finds_no_fault(section: Section, count: int) -> None:
     attack(section, count)
 
 
-@pytest.mark.quick_cases("many passes", "20", "60")
+@pytest.mark.quick_cases("many passes", "fuzzed_prompts-20", "60")
 @pytest.mark.parametrize(
     ("section", "count", "owners", "name", "instead"),
     [
@@ -77,6 +78,7 @@ def test_a_section_finds_no_fault(section: Section, count: int) -> None:
         (odd_edges, 6, [Tensor], "nanmean", Tensor.mean),
         (odd_turns, 60, [al.ChatTask], "written_word", lambda *given: given[-1]),
         (fuzzed_prompts, 20, [WrittenPrompt], "words", lambda *given: ends_early(*given)),
+        (wrong_values, 40, [prompt_batch], "_check_axes", lambda values: None),
     ],
 )
 def test_the_attack_finds_each_kind(
@@ -98,11 +100,12 @@ def ends_early(*given: Any, find: Any = WrittenPrompt.words) -> list[tuple[int, 
     return [(first, max(first, last - 1), label) for first, last, label in find(*given)]
 
 
-@pytest.mark.slow("many passes")
 def test_every_wrong_value_is_refused() -> None:
-    check_wrong_values()
+    for call, values in WRONG:
+        check_wrong(call, values)
 
 
+@pytest.mark.slow("many passes")
 def test_no_extreme_value_ends_in_another_error() -> None:
     check_extreme_values()
 
@@ -116,7 +119,5 @@ def test_an_odd_metric_changes_no_other(first: bool) -> None:
 
 @pytest.mark.slow("many passes")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that signals")
-def test_interrupts_leave_nothing(byte_level: Any) -> None:
-    model = al.load_model(tiny_gpt2(len(byte_level), n_layer=2), tokenizer=byte_level)
-    count = 2000 if is_long() else 20
-    assert not left_by_interrupts(model, count, seed=0)
+def test_interrupts_leave_nothing() -> None:
+    assert not left_by_interrupts(2000 if is_long() else 20, seed=0)

@@ -3,20 +3,71 @@
 tests/golden/README.md describes the numbers.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import GPT2LMHeadModel
 
 import anchorlens as al
 from anchorlens.passes.forward import run_pass
-from tests.references.golden_case import GoldenCase
 from tests.support.measures import centred, contributed, difference
+from tests.support.tiny_models import tiny_gpt2
 
 pytestmark = pytest.mark.every_kind
 
 TOLERANCE = 1e-5
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+class GoldenCase:
+    """A model, its prompts, and the numbers that the published code computes of them."""
+
+    def __init__(self, name: str) -> None:
+        folder = GOLDEN / name
+        self.meta = json.loads((folder / "meta.json").read_text())
+        self.numbers = load_file(folder / "numbers.safetensors")
+        self.weights = load_file(folder / "gpt2.safetensors")
+
+    def transformers_model(self) -> GPT2LMHeadModel:
+        model = tiny_gpt2(**self.meta["config"])
+        weights = self.weights | {"lm_head.weight": self.weights["transformer.wte.weight"]}
+        model.load_state_dict(weights, strict=False)
+        return model
+
+    def batch(self, side: str) -> tuple[al.PromptBatch, list[int]]:
+        """Return all five prompts in one padded batch, and the index at which each begins."""
+        rows = [self.numbers[f"{n}.input_ids"] for n in range(5)]
+        length = max(len(row) for row in rows)
+        starts = [length - len(row) if side == "left" else 0 for row in rows]
+        tokens = torch.zeros(5, length, dtype=torch.long)
+        mask = torch.zeros(5, length, dtype=torch.bool)
+        positions, classes = [], []
+        for n, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            tokens[n, start : start + len(row)] = row
+            mask[n, start : start + len(row)] = True
+            by_class = self.meta["cases"][n]["label_positions_by_class"]
+            order = sorted(range(len(by_class)), key=by_class.__getitem__)
+            positions.append([by_class[k] + start for k in order])
+            classes.append(order)
+        batch = al.PromptBatch.from_positions(
+            tokens,
+            label_positions=positions,
+            label_classes=classes,
+            label_token_ids=self.meta["label_token_ids"],
+            gold=[case["gold"] for case in self.meta["cases"]],
+            attention_mask=mask,
+        )
+        return batch, starts
+
+
+@pytest.fixture(scope="module", params=["sentiment", "questions"])
+def golden(request: pytest.FixtureRequest) -> GoldenCase:
+    return GoldenCase(request.param)
 
 
 @pytest.fixture(scope="module")

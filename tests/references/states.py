@@ -7,19 +7,18 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
+from tests.references.plain import prompts_of
 
 
 def alone(batches: Sequence[al.PromptBatch]) -> Iterator[tuple[Tensor, list[int], int]]:
     """The tokens of each prompt, positions of its label words, and its class; by query."""
-    rows = []
-    for batch in batches:
-        assert batch.gold is not None
-        for n, mask in enumerate(batch.attention_mask):
-            start = mask.tolist().index(True)
-            words = [int(position) - start for position in batch.label_positions[n]]
-            rows.append((int(batch.index[n]), batch.tokens[n][mask][None], words, batch.gold[n]))
-    for _, tokens, words, gold in sorted(rows, key=lambda row: row[0]):
-        yield tokens, words, int(gold)
+    prompts = {
+        int(index): prompt
+        for batch in batches
+        for index, prompt in zip(batch.index, prompts_of(batch), strict=True)
+    }
+    for _, prompt in sorted(prompts.items()):
+        yield prompt.tokens, prompt.anchors, int(prompt.gold)
 
 
 def logits_at_end(model: Any, tokens: Tensor, hooks: Sequence[Any] = ()) -> Tensor:
@@ -53,11 +52,7 @@ def log_odds(logits: Tensor, token: int) -> Tensor:
 
 def mean_outputs(model: Any, batches: Sequence[al.PromptBatch]) -> Tensor:
     """[layer, head, d_head]"""
-    by_layer = []
-    for layer in range(model.cfg.n_layers):
-        name = f"blocks.{layer}.attn.hook_z"
-        by_layer.append([state_of(model, tokens, name)[-1] for tokens, *_ in alone(batches)])
-    return torch.stack([torch.stack(of_layer).mean(0) for of_layer in by_layer])
+    return mean_states(model, batches, lambda tokens, words: -1, "attn.hook_z")
 
 
 def effects(
@@ -88,19 +83,19 @@ def effects(
 
 
 def mean_states(
-    model: Any, batches: Sequence[al.PromptBatch], positions: Callable[..., list[int]]
+    model: Any,
+    batches: Sequence[al.PromptBatch],
+    positions: Callable[..., Any],
+    point: str = "hook_resid_post",
 ) -> Tensor:
-    """The residual stream [layer, position, d_model]; positions are of (tokens, label words)."""
+    """What each layer gives out [layer, position, ...]; positions are of (tokens, label words)."""
     by_layer = []
-    for layer in range(model.cfg.n_layers):
-        name = f"blocks.{layer}.hook_resid_post"
-        by_layer.append(
-            [
-                state_of(model, tokens, name)[positions(tokens, words)]
-                for tokens, words, _ in alone(batches)
-            ]
-        )
-    return torch.stack([torch.stack(of_layer).mean(0) for of_layer in by_layer])
+    for name in (f"blocks.{layer}.{point}" for layer in range(model.cfg.n_layers)):
+        states = [
+            state_of(model, tokens, name)[positions(tokens, w)] for tokens, w, _ in alone(batches)
+        ]
+        by_layer.append(torch.stack(states).mean(0))
+    return torch.stack(by_layer)
 
 
 def queries_alone(batches: Sequence[al.PromptBatch]) -> Iterator[tuple[Tensor, list[int], int]]:

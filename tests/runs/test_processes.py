@@ -29,9 +29,9 @@ from tests.support.process_work import (
     assert_equal,
     everything,
     in_process,
+    numbers_of,
     paper_records,
     resumed,
-    tensors_of,
     two_sets,
 )
 from tests.support.tiny_models import questions, tiny_gpt2
@@ -87,9 +87,7 @@ def launch(request: Any, launched: Callable[[int], Launch]) -> Launch:
     return launched(request.param)
 
 
-@pytest.mark.parametrize(
-    "name", [*(analysis.__name__ for analysis in ANALYSES), "one batch", "the others"]
-)
+@pytest.mark.parametrize("name", [*ANALYSES, "one batch", "the others"])
 def test_results_equal_those_of_one_process(launch: Launch, name: str) -> None:
     """Batches are planned before processes divide them, so that every bit is equal."""
     for results in launch.results:
@@ -163,7 +161,7 @@ def test_a_run_resumes_in_another_number_of_processes(
     names = {path.name for path in kept.glob("rows-*")}
     assert 1 < len(names) < 7 and "rows-00000.safetensors" in names
     batched = questions(tiny, count=7, batch_size=1)
-    expected = tensors_of(
+    expected = numbers_of(
         al.run(tiny, batched, [Failing(process=-1, seen=[0, 0]), al.Accuracy()], **QUIET)
     )
     name = "resumed left" if launch is launched(2) else "resumed earlier"

@@ -135,10 +135,6 @@ def attribution(s: Scene) -> Any:
     ]
 
 
-def diagnosis(s: Scene) -> Any:
-    return al.diagnose(s.run(al.AnchorDistances(3))["anchor_distances"])
-
-
 def analysis(s: Scene) -> Any:
     """With random models where they take little time."""
     with_random = s.model.cfg.n_heads == 2
@@ -313,7 +309,7 @@ SHARED: dict[str, Callable[[Scene], Any]] = {
     **{
         "dependence on labels": dependence,
         "heads of demonstrations": heads_of_demonstrations,
-        "diagnosis": diagnosis,
+        "diagnosis": lambda s: al.diagnose(s.run(al.AnchorDistances(3))["anchor_distances"]),
         "analysis": analysis,
         "accuracies": accuracies,
     },
@@ -394,10 +390,6 @@ def stored_rows(s: Scene) -> Any:
     ]
 
 
-def records(s: Scene) -> Any:
-    return al.load_record(s.run(al.Accuracy())["accuracy"].save(s.folder / "accuracy"))
-
-
 def report(s: Scene) -> str:
     results = s.run(al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(directions=2))
     return al.write_report(results, s.folder / "report.html").read_text()[:15]
@@ -471,11 +463,6 @@ def anchors_of_texts(s: Scene) -> Tensor:
     return al.target_logits(s.model, prompts, progress=False)
 
 
-def prepared_again(s: Scene) -> Tensor:
-    model = al.prepare_model(al.restore_model(s.model))
-    return al.target_logits(model, s.batches[:1], progress=False)
-
-
 # Calls whose numbers are not stored: hooks, maps, files, and what is trained.
 FURTHER: dict[str, Callable[[Scene], Any]] = {
     "isolate_labels": with_hooks(lambda s, b: al.isolate_labels(s.model, b, site=[0, 1])),
@@ -501,7 +488,10 @@ FURTHER: dict[str, Callable[[Scene], Any]] = {
     **{"losses": losses, "maps": maps, "of tensors": of_tensors, "attentions": of_attentions},
     "caches on the CPU": lambda s: caches(s, device="cpu"),
     **{"sweep of windows": sweep_of_windows, "all questions": all_questions},
-    **{"pictures": pictures, "stored rows": stored_rows, "records": records, "report": report},
+    **{"pictures": pictures, "stored rows": stored_rows, "report": report},
+    "records": lambda s: al.load_record(
+        s.run(al.Accuracy())["accuracy"].save(s.folder / "accuracy")
+    ),
     "compressed": lambda s: saved(s, al.compress(s.model, s.batch), "compressed"),
     "placed": compressed(
         select=al.contexts.selection.label_words, positions=al.contexts.placement.as_in_prompt
@@ -514,7 +504,9 @@ FURTHER: dict[str, Callable[[Scene], Any]] = {
     **{
         "segments": segments,
         "anchors of texts": anchors_of_texts,
-        "prepared again": prepared_again,
+        "prepared again": lambda s: al.target_logits(
+            al.prepare_model(al.restore_model(s.model)), s.batches[:1], progress=False
+        ),
     },
 }
 ALL = SHARED | FURTHER | {f"{name} of whole prompts": call for name, call in WHOLE.items()}

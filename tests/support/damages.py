@@ -10,30 +10,22 @@ from safetensors.torch import save_file
 Damage = Callable[[Path], None]
 
 
+def rewritten(change: Callable[[bytes], bytes]) -> Damage:
+    return lambda path: (path.write_bytes(change(path.read_bytes())), None)[1]
+
+
+def flip(data: bytes, place: int, bit: int = 0) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
+
+
 def flipped(fraction: float, bit: int = 0) -> Damage:
     """Flip a bit of one byte; ``fraction`` is its position, from 0 (first) to 1 (last)."""
-
-    def damage(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[round(fraction * (len(data) - 1))] ^= 1 << bit
-        path.write_bytes(data)
-
-    return damage
+    return rewritten(lambda data: flip(data, round(fraction * (len(data) - 1)), bit))
 
 
 def flipped_after(word: bytes) -> Damage:
     """Flip a bit of the byte after a word of the header."""
-
-    def damage(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[data.index(word) + len(word)] ^= 1
-        path.write_bytes(data)
-
-    return damage
-
-
-def rewritten(change: Callable[[bytes], bytes]) -> Damage:
-    return lambda path: (path.write_bytes(change(path.read_bytes())), None)[1]
+    return rewritten(lambda data: flip(data, data.index(word) + len(word)))
 
 
 # More brackets than Python reads: of a list, of an object, and of a value in one.
@@ -54,9 +46,7 @@ def swapped(path: Path) -> None:
 
 DAMAGES: dict[str, Damage] = {
     "a bit of the header's length": flipped(0),
-    "a high bit of the header's length": rewritten(
-        lambda data: data[:7] + bytes([data[7] ^ 0x40]) + data[8:]
-    ),
+    "a high bit of the header's length": rewritten(lambda data: flip(data, 7, 6)),
     "the first bit of the header": rewritten(lambda data: data[:8] + b"z" + data[9:]),
     "a bit in the fingerprint": flipped_after(b"weights"),
     "a bit in the digest": flipped_after(b"digest"),

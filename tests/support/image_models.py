@@ -11,6 +11,7 @@ import anchorlens as al
 from tests.support.tiny_models import randomize, sentencepiece_like_tokenizer
 
 SIDE, PATCH = 8, 4  # pixels
+SQUARE = {"height": SIDE, "width": SIDE}
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -58,43 +59,36 @@ def tokenizer(names: dict[str, str], *more: str) -> Any:
     return core
 
 
-def _sizes(side: int = SIDE) -> dict[str, Any]:
-    return {"size": {"height": side, "width": side}}
+def _made(name: str, processor: Any, text: Any, sight: Any, **options: Any) -> tuple[Any, Any]:
+    """A model of images of these parts, and its processor."""
+    config = getattr(hf, f"{name}Config")(text_config=text, vision_config=sight, **options)
+    return getattr(hf, f"{name}ForConditionalGeneration")(config), processor
+
+
+def _clip_with_llama(name: str, pixels: Any, **options: Any) -> tuple[Any, Any]:
+    words = tokenizer({"image_token": "<image>"})
+    processor = getattr(hf, f"{name}Processor")(
+        pixels, words, PATCH, "default", num_additional_image_tokens=1
+    )
+    sight = hf.CLIPVisionConfig(projection_dim=16, **SIGHT)
+    options |= {"image_token_id": words.image_token_id, "vision_feature_layer": -2}
+    return _made(name, processor, _llama(words), sight, **options)
+
+
+def _llama(words: Any) -> Any:
+    return hf.LlamaConfig(vocab_size=len(words), **TEXT)
 
 
 def _llava() -> tuple[Any, Any]:
-    words = tokenizer({"image_token": "<image>"})
-    pixels = hf.CLIPImageProcessorPil(
-        size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
-    )
-    processor = hf.LlavaProcessor(pixels, words, PATCH, "default", num_additional_image_tokens=1)
-    config = hf.LlavaConfig(
-        text_config=hf.LlamaConfig(vocab_size=len(words), **TEXT),
-        vision_config=hf.CLIPVisionConfig(projection_dim=16, **SIGHT),
-        image_token_id=words.image_token_id,
-        vision_feature_layer=-2,
-    )
-    return hf.LlavaForConditionalGeneration(config), processor
+    pixels = hf.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=SQUARE)
+    return _clip_with_llama("Llava", pixels)
 
 
 def _llava_next() -> tuple[Any, Any]:
-    words = tokenizer({"image_token": "<image>"})
     pixels = hf.LlavaNextImageProcessorPil(
-        size={"shortest_edge": SIDE},
-        crop_size={"height": SIDE, "width": SIDE},
-        image_grid_pinpoints=GRID,
+        size={"shortest_edge": SIDE}, crop_size=SQUARE, image_grid_pinpoints=GRID
     )
-    processor = hf.LlavaNextProcessor(
-        pixels, words, PATCH, "default", num_additional_image_tokens=1
-    )
-    config = hf.LlavaNextConfig(
-        text_config=hf.LlamaConfig(vocab_size=len(words), **TEXT),
-        vision_config=hf.CLIPVisionConfig(projection_dim=16, **SIGHT),
-        image_token_id=words.image_token_id,
-        vision_feature_layer=-2,
-        image_grid_pinpoints=GRID,
-    )
-    return hf.LlavaNextForConditionalGeneration(config), processor
+    return _clip_with_llama("LlavaNext", pixels, image_grid_pinpoints=GRID)
 
 
 def _without_videos(kind: Any) -> Any:
@@ -105,42 +99,38 @@ def _without_videos(kind: Any) -> Any:
 
 def _llava_onevision() -> tuple[Any, Any]:
     words = tokenizer({"image_token": "<image>", "video_token": "<video>"})
-    pixels = hf.LlavaOnevisionImageProcessorPil(**_sizes(), image_grid_pinpoints=GRID)
+    pixels = hf.LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=GRID)
     processor = _without_videos(hf.LlavaOnevisionProcessor)(
         pixels, words, num_image_tokens=4, vision_feature_select_strategy="full"
     )
-    config = hf.LlavaOnevisionConfig(
-        text_config=hf.Qwen2Config(vocab_size=len(words), **TEXT),
-        vision_config=hf.SiglipVisionConfig(**SIGHT),
-        image_token_id=words.image_token_id,
-        video_token_id=words.video_token_id,
-        vision_feature_layer=-2,
-        image_grid_pinpoints=GRID,
+    return _made(
+        "LlavaOnevision",
+        processor,
+        hf.Qwen2Config(vocab_size=len(words), **TEXT),
+        hf.SiglipVisionConfig(**SIGHT),
+        **{"image_token_id": words.image_token_id, "video_token_id": words.video_token_id},
+        **{"vision_feature_layer": -2, "image_grid_pinpoints": GRID},
     )
-    return hf.LlavaOnevisionForConditionalGeneration(config), processor
 
 
 def _gemma3() -> tuple[Any, Any]:
     words = tokenizer(_NAMES)
-    processor = hf.Gemma3Processor(
-        hf.Gemma3ImageProcessorPil(**_sizes()), words, image_seq_length=4
+    pixels = hf.Gemma3ImageProcessorPil(size=SQUARE)
+    text = hf.Gemma3TextConfig(
+        **{"vocab_size": len(words), "head_dim": 8, "query_pre_attn_scalar": 8, **TEXT},
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )
-    config = hf.Gemma3Config(
-        text_config=hf.Gemma3TextConfig(
-            vocab_size=len(words),
-            head_dim=8,
-            query_pre_attn_scalar=8,
-            sliding_window=24,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            **TEXT,
-        ),
-        vision_config=hf.SiglipVisionConfig(vision_use_head=False, **SIGHT),
+    return _made(
+        "Gemma3",
+        hf.Gemma3Processor(pixels, words, image_seq_length=4),
+        text,
+        hf.SiglipVisionConfig(vision_use_head=False, **SIGHT),
         mm_tokens_per_image=4,
         image_token_index=words.image_token_id,
         boi_token_index=words.boi_token_id,
         eoi_token_index=words.eoi_token_id,
     )
-    return hf.Gemma3ForConditionalGeneration(config), processor
 
 
 def _idefics3() -> tuple[Any, Any]:
@@ -149,14 +139,8 @@ def _idefics3() -> tuple[Any, Any]:
         size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
     )
     processor = hf.Idefics3Processor(pixels, words, image_seq_len=1)
-    config = hf.Idefics3Config(
-        text_config=hf.LlamaConfig(vocab_size=len(words), **TEXT),
-        vision_config=SIGHT,
-        image_token_id=words.image_token_id,
-        scale_factor=2,
-        pad_token_id=0,
-    )
-    return hf.Idefics3ForConditionalGeneration(config), processor
+    options = {"image_token_id": words.image_token_id, "scale_factor": 2, "pad_token_id": 0}
+    return _made("Idefics3", processor, _llama(words), SIGHT, **options)
 
 
 def _qwen(name: str, text_config: Any, sight: dict[str, Any]) -> tuple[Any, Any]:
@@ -170,11 +154,8 @@ def _qwen(name: str, text_config: Any, sight: dict[str, Any]) -> tuple[Any, Any]
     )
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     text = text_config(vocab_size=len(words), rope_parameters=rope, head_dim=8, **TEXT)
-    config = getattr(hf, f"{name}Config")(
-        text_config=text.to_dict(), vision_config=QWEN | sight, **ids
-    )
     processor = _without_videos(getattr(hf, f"{name}Processor"))(pixels, words)
-    return getattr(hf, f"{name}ForConditionalGeneration")(config), processor
+    return _made(name, processor, text.to_dict(), QWEN | sight, **ids)
 
 
 def _qwen25() -> tuple[Any, Any]:

@@ -29,6 +29,7 @@ from anchorlens.system.processes import (
     require_whole_model,
 )
 from tests.support.asked import ask
+from tests.support.catalogue import SHARED, Scene, tensors_of
 from tests.support.stored_runs import Logits, LogitsRecord
 from tests.support.tiny_models import questions
 
@@ -89,77 +90,27 @@ def two_sets(model: Any) -> list[al.PromptBatch]:
     return batches
 
 
-def many_prompts(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(4)]
-    metrics.append(al.LabelHeads(draws=2))
-    return al.run(model, batches, metrics, **QUIET)
-
-
-def hooks_and_loyalty(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
-    return al.run(
-        model,
-        batches,
-        [al.Loyalty(), al.Accuracy()],
-        hooks=lambda batch: al.isolate_labels(model, batch, [0, 1]),
-        **QUIET,
-    )
-
-
-def isolation(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
+def isolation(model: Any, batches: list[al.PromptBatch]) -> Any:
     sweep = al.EdgeSweep.isolation({"first": al.Site([0]), "last": al.Site([-1])}, draws=2)
-    return {"": ask(model, batches, sweep, **QUIET)}
+    return ask(model, batches, sweep, **QUIET)
 
 
-def compression(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
-    contexts: dict[str, Any] = {"anchors": al.compress}
-    return {"": ask(model, batches, al.ContextComparison(contexts, draws=2, repeats=0), **QUIET)}
+def trained(scene: Scene) -> al.contexts.Beta:
+    training = al.contexts.Training(steps=4, progress=False)
+    return al.contexts.train_reweighting(scene.model, scene.batches[:4], training)
 
 
-def trained(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
-    return {
-        "": al.contexts.train_reweighting(
-            model, batches[:4], al.contexts.Training(steps=4, progress=False)
-        )
-    }
-
-
-def what_scores_are_worth(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
-    scores: dict[str, Any] = {"attention": al.SegmentAttention(), "one": al.subsets.one_by_one}
-    few, others = batches[:2], batches[4:6]
-    return {
-        "faithfulness": ask(model, few, al.Faithfulness(scores, subsets=4), **QUIET),
-        "attribution": ask(model, few, al.SegmentAttribution(al.subsets.one_by_one), **QUIET),
-        "heads": al.head_effects(model, few, others, **QUIET),
-        "vectors": al.task_vectors(model, few, others, **QUIET),
-    }
-
-
-ANALYSES = (
-    many_prompts,
-    hooks_and_loyalty,
-    isolation,
-    compression,
-    trained,
-    what_scores_are_worth,
-)
-
-
-def tensors_of(records: dict[str, Any]) -> dict[str, Tensor]:
-    """Every number of every record, intervals too."""
-    tensors: dict[str, Tensor] = {}
-    for key, record in records.items():
-        tensors |= {f"{key} {name}": value for name, value in record.tensors().items()}
-        tensors |= {f"{key} {name} bounds": value for name, value in record.intervals.items()}
-    return tensors
+CALLS = ["metrics", "isolated", "isolation", "contexts", "faithfulness", "attribution"]
+CALLS += ["head effects", "task vectors"]
+ANALYSES = {name: SHARED[name] for name in CALLS} | {"trained": trained}
 
 
 def everything(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
     """Results that must be equal in one process and in several."""
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    results: dict[str, Any] = {
-        analysis.__name__: tensors_of(analysis(model, batches)) for analysis in ANALYSES
-    }
+    scene = Scene(model, batches, batches[4:6], [], Path(), prompts=7, resamples=5)
+    results: dict[str, Any] = {name: numbers_of(call(scene)) for name, call in ANALYSES.items()}
     results["untouched"] = torch.equal(before, torch.get_rng_state())
     results["one batch"] = {"": al.target_logits(model, batches[:1], progress=False)}
     sweep = al.EdgeSweep.isolation({"first": al.Site([0])}, draws=1)
@@ -167,8 +118,13 @@ def everything(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
     with pytest.raises(RunError) as refused:
         al.run(model, batches[:4], [Picky(), al.Accuracy()], **QUIET)
     results["refused rows"] = str(refused.value)
-    results["the others"] = tensors_of(dict(refused.value.results))
+    results["the others"] = numbers_of(dict(refused.value.results))
     return results
+
+
+def numbers_of(result: Any) -> dict[str, Tensor]:
+    """Every number of every record, intervals too."""
+    return dict(tensors_of(result))
 
 
 def raised_by(work: Callable[[], Any]) -> str:
@@ -185,6 +141,9 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
     process = state.process_index
     last = state.num_processes - 1
     too_long = replace(batches[0], tokens=batches[0].tokens + 10_000)
+
+    def flows(of_batches: list[al.PromptBatch]) -> Any:
+        return al.run(model, of_batches, [al.SaliencyFlows()], **QUIET)
 
     def changing() -> Any:
         sweep = al.EdgeSweep.isolation({"isolated": al.Site([process % 2])}, draws=1)
@@ -204,17 +163,13 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
     ids = batches[0].label_token_ids
     free = 1 if process == last else 10**12
     with patch.object(way, "LARGE", 0), patch.object(way, "free_for_layers", lambda of: free):
-        flows = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-    errors = {
-        "little memory": flows.info["attention"],
-        "other prompts": raised_by(lambda: hooks_and_loyalty(model, batches[process:])),
+        little_memory = flows(batches)["saliency_flows"].info["attention"]
+    return {
+        "little memory": little_memory,
+        "other prompts": raised_by(lambda: flows(batches[process:])),
         "other settings": raised_by(changing),
-        "other calls": raised_by(
-            lambda: isolation(model, batches) if process else many_prompts(model, batches)
-        ),
-        "bad prompt": raised_by(
-            lambda: many_prompts(model, [too_long] if process == last else batches)
-        ),
+        "other calls": raised_by(lambda: isolation(model, batches) if process else flows(batches)),
+        "bad prompt": raised_by(lambda: flows([too_long] if process == last else batches)),
         "in a pass": raised_by(lambda: al.run(model, batched, [failing], **QUIET)),
         "in a block": raised_by(lambda: in_last_process(raises)),
         "interrupted": raised_by(
@@ -223,7 +178,6 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
         "seen": len(failing.seen),
         "afterwards": al.target_logits(model, batches, progress=False)[:, ids],
     }
-    return errors
 
 
 def paper_records(model: Any) -> tuple[dict[str, Tensor], list[str], str]:
@@ -251,7 +205,7 @@ def paper_records(model: Any) -> tuple[dict[str, Tensor], list[str], str]:
             )
         except RunError as raised:
             found, error = raised.results, str(raised)
-    return tensors_of(found["questions (other settings)"]), kept, error
+    return numbers_of(found["questions (other settings)"]), kept, error
 
 
 def split_weights(count: int) -> torch.nn.Module:
@@ -267,7 +221,7 @@ def resumed(model: Any, folder: Path) -> tuple[dict[str, Tensor], int]:
     metric = Failing(process=-1, seen=[0, 0])
     batched = questions(model, count=7, batch_size=1)
     results = al.run(model, batched, [metric, al.Accuracy()], folder=folder, **QUIET)
-    return tensors_of(results), len(metric.seen) - 2
+    return numbers_of(results), len(metric.seen) - 2
 
 
 @dataclass(frozen=True)
@@ -293,7 +247,7 @@ def added(model: Any, folder: Path) -> tuple[dict[str, Tensor], int, int]:
     batched = questions(model, count=7, batch_size=1)
     al.run(model, batched, [Logits()], folder=folder, **QUIET)
     results = al.run(model, batched, [stored, more], folder=folder, **QUIET)
-    return tensors_of(results), len(stored.seen), len(more.seen)
+    return numbers_of(results), len(stored.seen), len(more.seen)
 
 
 def in_process(model: Any, batches: list[al.PromptBatch], folder: Path) -> None:

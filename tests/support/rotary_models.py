@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import anchorlens as al
+from tests.references import plain
 from tests.support.tiny_models import byte_level_tokenizer, randomize
 
 SIZES: dict[str, Any] = {
@@ -52,16 +53,12 @@ def rotating(kind: str, switch: int, of_phi3: bool = False) -> tuple[Any, Any]:
     rope = longrope(switch) if kind == "longrope" else scaled(kind, switch)
     config, model = (Phi3Config, Phi3ForCausalLM) if of_phi3 else (LlamaConfig, LlamaForCausalLM)
     weights: Any = randomize(model(config(vocab_size=len(tokenizer), **SIZES, **rope)))
-    plain = copy.deepcopy(weights)
-    plain.set_attn_implementation("eager")
-    return al.load_model(weights, tokenizer=tokenizer), plain
+    same = copy.deepcopy(weights)
+    same.set_attn_implementation("eager")
+    return al.load_model(weights, tokenizer=tokenizer), same
 
 
-def alone(plain: Any, *batches: al.PromptBatch) -> Tensor:
+def alone(model: Any, *batches: al.PromptBatch) -> Tensor:
     """The logits at the target of each prompt without padding, in plain transformers."""
-    found = []
-    for batch in batches:
-        for tokens, mask in zip(batch.tokens, batch.attention_mask, strict=True):
-            with torch.no_grad():
-                found.append(plain(tokens[mask][None]).logits[0, -1])
-    return torch.stack(found)
+    prompts = [prompt for batch in batches for prompt in plain.prompts_of(batch)]
+    return torch.stack([plain.logits_of(model, prompt) for prompt in prompts])

@@ -19,20 +19,6 @@ class Killed(BaseException):
     """Ends a run like a job that is out of time."""
 
 
-@dataclass
-class StopsOnce:
-    """A loss that raises an interrupt at one of its calls; its fields do not decide a training."""
-
-    at_call: int = field(compare=False)
-    calls: int = field(default=0, compare=False)
-
-    def __call__(self, logits: Tensor, batch: al.PromptBatch) -> Tensor:
-        self.calls += 1
-        if self.calls == self.at_call:
-            raise KeyboardInterrupt
-        return al.losses.label_cross_entropy(logits, batch)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LogitsRecord(al.Record):
     logits: Float[Tensor, "prompt class"]

@@ -1,5 +1,6 @@
 """Short trainings of contexts, and records of them, for tests."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -30,20 +31,15 @@ def trained(model: Any, **options: Any) -> al.contexts.PrefixContext:
     return al.train_prefix(model, given.pop("batches", training), **with_training(given))
 
 
-def train_prefix(model: Any, batches: Any, **options: Any) -> al.contexts.PrefixContext:
-    return al.train_prefix(model, batches, **with_training(options))
+def with_options(train: Callable[..., Any]) -> Callable[..., Any]:
+    """A trainer that takes the options of ``al.contexts.Training`` as its own."""
+    return lambda model, batches, **options: train(model, batches, **with_training(options))
 
 
-def train_soft_prompt(model: Any, batches: Any, **options: Any) -> Any:
-    return al.train_soft_prompt(model, batches, **with_training(options))
-
-
-def train_hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
-    return al.train_hard_prompt(model, batches, **with_training(options))
-
-
-def train_reweighting(model: Any, batches: Any, **options: Any) -> al.contexts.Beta:
-    return al.contexts.train_reweighting(model, batches, **with_training(options))
+train_prefix = with_options(al.train_prefix)
+train_soft_prompt = with_options(al.train_soft_prompt)
+train_hard_prompt = with_options(al.train_hard_prompt)
+train_reweighting = with_options(al.contexts.train_reweighting)
 
 
 NOISY = replace(al.contexts.hard_prompts.PEZ, noise=al.contexts.hard_prompts.Langevin(0.01))
@@ -78,11 +74,7 @@ def bits(made: Any) -> list[torch.Tensor]:
     if isinstance(made, al.Record):
         return [*made.tensors().values()]
     own = [getattr(made, each.name) for each in fields(made) if each.name != "info"]
-    tensors = [*made.prefix.keys, *made.prefix.values, *curves(made)]
+    training = getattr(made, "training", None)
+    curves = [] if training is None else training.tensors().values()
+    tensors = [*made.prefix.keys, *made.prefix.values, *curves]
     return tensors + [value for value in own if isinstance(value, torch.Tensor)]
-
-
-def curves(context: Any) -> list[torch.Tensor]:
-    return (
-        [] if getattr(context, "training", None) is None else [*context.training.tensors().values()]
-    )
