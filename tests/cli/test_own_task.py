@@ -122,7 +122,11 @@ def test_the_prompts_of_a_chat_are_those_of_the_task_in_python(
     examples = al.prompts.read_task("film.toml")[1].pool
     expected = al.sample_prompts(tokenizer, chat, examples, queries=12)
     ours, theirs = (
-        {tuple(row) for batch in batches for row in batch.tokens.tolist()}
+        sorted(
+            row[mask].tolist()
+            for batch in batches
+            for row, mask in zip(batch.tokens, batch.attention_mask, strict=True)
+        )
         for batches in (no_analysis.call_args.args[2], expected)
     )
     assert ours == theirs and len(ours) == 12
