@@ -7,7 +7,6 @@ from ..models.hooked import Hook, HookedModel, devices_of_layers
 from ..models.kv_cache import KeyValues
 from ..prompts.batch import PromptBatch, only_set
 from ..system.free_memory import free_for_layers
-from .forward import run_prefix
 
 CLEAN = "clean"  # the key of a pass without hooks
 

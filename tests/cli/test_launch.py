@@ -16,13 +16,8 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 
 import anchorlens as al
 from anchorlens.system.processes import join_launched
-<<<<<<< HEAD
 from tests.cli.test_cli import QUICK
-from tests.support.process_work import assert_equal, tensors_of
-=======
-from tests.cli.test_cli import QUICK, call
 from tests.support.process_work import assert_equal, numbers_of
->>>>>>> h-sup
 
 # It needs no import that takes time.
 PROCESS = """
@@ -122,13 +117,5 @@ def test_two_processes_write_the_same_as_one(
     assert names == {path.relative_to(tmp_path / "two") for path in (tmp_path / "two").rglob("*.*")}
     for name in names:
         if name.suffix == ".safetensors" and "rows" not in name.parts:
-<<<<<<< HEAD
             of_two, of_one = (al.load_record(tmp_path / each / name) for each in ("two", "one"))
-            assert_equal(tensors_of({"": of_two}), tensors_of({"": of_one}))
-=======
-            record_class = RECORDS[name.stem]
-            of_two, of_one = (
-                record_class.load(tmp_path / folder / name) for folder in ("two", "one")
-            )
             assert_equal(numbers_of(of_two), numbers_of(of_one))
->>>>>>> h-sup
