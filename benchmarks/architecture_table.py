@@ -68,7 +68,9 @@ def table_of(cases: list[Case]) -> Table:
         return [case for case in cases if (case["line"], case["kind"]) == column]
 
     rows = []
-    for name in dict.fromkeys(case["architecture"] for case in cases):
+    # The models of images come last, whichever test ran first.
+    ordered = sorted(cases, key=lambda case: bool(case["special"] == "images"))
+    for name in dict.fromkeys(case["architecture"] for case in ordered):
         of_name = [case for case in cases if case["architecture"] == name]
         cells = {title: cell(in_column(of_name, column)) for column, title in titles.items()}
         rows.append(
