@@ -486,6 +486,45 @@ ROWS: list[tuple[str, Any, str]] = [
         lambda s: s.changed(tokens=lambda old: old + 3000).show(s.tokenizer),
         r"tokenizer has 3000 tokens, but .* token \d+; pass",
     ),
+    # Fields, or arguments, that do not fit one another.
+    (
+        "PromptError",
+        lambda s: s.batch.prompts(HUGE, 2),
+        f"no prompt is in {HUGE}:2:1 of a batch of 3",
+    ),
+    (
+        "PromptError",
+        lambda s: s.changed(tokens=lambda old: old[0]).prompt(0),
+        "must have the shape",
+    ),
+    (
+        "PromptError",
+        lambda s: al.caches.names_filter(
+            METRICS, s.model, s.changed(tokens=lambda old: old[:, 1:])
+        ),
+        r"attention_mask must have the shape \(batch, position\) = ",
+    ),
+    (
+        "ArgumentError",
+        lambda s: al.caches.names_filter(METRICS, s.model, s.changed(verbalizer=PAIR)),
+        "verbalizer of a batch must be a Verbalizer or None; got tensor",
+    ),
+    (
+        "ArgumentError",
+        lambda s: edges.between(s.batch.attention_mask[:2], s.batch.attention_mask),
+        "keys of between must have as long an axis 'batch' as queries, 2; got 3",
+    ),
+    (
+        "ArgumentError",
+        lambda s: al.weights.saliency(ONES[None], torch.ones(1, 2, 3, 4)),
+        "gradient of saliency must have as long an axis 'key' as pattern, 3; got 4",
+    ),
+    (
+        "ArgumentError",
+        lambda s: al.losses.label_cross_entropy(torch.ones(2, 300), s.batch),
+        "batch of label_cross_entropy must have as long an axis 'batch' as logits, 2; got 3",
+    ),
+    ("PromptError", lambda s: al.relabeling.derangement(1, 0), "from 2 to 1,000,000; got 1"),
     ("PromptError", lambda s: token_spans(["a", "b"], [OTHER]), "a segment; got 2 and 1 segments"),
     ("PromptError", lambda s: token_spans(["a"], [6]), r"segments are numbers from 0 to 5.*got 6"),
     ("PromptError", lambda s: edges.segment(s.batch, "labels"), "'labels'; the segments are other"),

@@ -266,7 +266,7 @@ class Seen(Mapping[str, Any]):
     @checked
     def counts(self, name: str) -> Int[Tensor, "batch *sets"]:
         """Of sums over edges how many edges each set has."""
-        read = self._reads[name]
+        read = self._reads.get(name)
         if not isinstance(read, Sums):
             raise MetricError(f"{name!r} is no al.reads.Sums, so that it has no edges to count")
         return read.sets.counts()
@@ -274,7 +274,7 @@ class Seen(Mapping[str, Any]):
     @checked
     def dtype(self, name: str) -> torch.dtype:
         """Of numbers at positions the type in which the model had them; of several the coarsest."""
-        if not isinstance(self._reads[name], At):
+        if not isinstance(self._reads.get(name), At):
             raise MetricError(f"{name!r} is no al.reads.At, so that it has no type of the model")
         return self._dtypes[name]
 

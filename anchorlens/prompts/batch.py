@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..printable import printable
-from ..system.arguments import checked, is_array
+from ..system.arguments import checked, fitted, is_array
 from ..system.devices import sent
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
@@ -106,7 +106,7 @@ class PromptBatch:
 
     def __repr__(self) -> str:
         """One line: the number of prompts, their length, label words and classes."""
-        parts = [f"batch {len(self)}, position {self.tokens.shape[1]}"]
+        parts = [f"batch {len(self)}, position {self.tokens.shape[-1]}"]
         if self.has_label_words:
             parts[0] += f", anchor {self.label_positions.shape[1]}"
             parts[0] += f", class {len(self.label_token_ids)}"
@@ -311,7 +311,12 @@ class PromptBatch:
             >>> len(batch.prompts(0, 2))
             2
         """
+        _check_axes(self._tensors())
         columns = self.on_cpu.attention_mask[start:stop:step].any(0).nonzero()
+        if not len(columns):
+            raise PromptError(
+                f"no prompt is in {start}:{stop}:{step} of a batch of {len(self)} prompts"
+            )
         first, last = int(columns[0]), int(columns[-1])
 
         def chosen(batch: PromptBatch) -> PromptBatch:
@@ -721,6 +726,7 @@ def check_prompts(*batches: PromptBatch) -> None:
                 "tokens are cached; a batch of whole prompts has first_query=0"
             )
         _check_axes({name: getattr(given, name) for name in _axes_of_fields()})
+        fitted("verbalizer of a batch", given.verbalizer, Verbalizer | None)
         batch = given.on_cpu
         if not (has_tokens := batch.attention_mask.any(1)).all():
             raise PromptError(f"prompt {int((~has_tokens).nonzero()[0])} is padding only")

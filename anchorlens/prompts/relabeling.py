@@ -10,7 +10,7 @@ from random import Random
 from typing import overload
 
 from ..errors import PromptError
-from ..system.arguments import called, checked, fitted
+from ..system.arguments import called, check_counts, checked, fitted
 from .demonstration_sets import check_labels, missing_labels
 from .examples import Example
 from .tasks import Task
@@ -186,6 +186,7 @@ def symbols(words: Sequence[str]) -> Relabeling:
 @checked
 def derangement(count: int, seed: int) -> list[int]:
     """Another class for each class: pairs exchange, and three change in a circle if one is over."""
+    check_counts(PromptError, 2, count=count)
     order = Random(seed).sample(range(count), count)
     circle = order[-3:] if count % 2 else []
     rest = order[: len(order) - len(circle)]

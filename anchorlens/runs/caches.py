@@ -149,6 +149,7 @@ def names_filter(metrics: Sequence[Question], model: HookedModel, batch: PromptB
         'blocks.0.attn.hook_pattern'
     """
     metrics = _metrics(metrics)
+    check_prompts(batch)
     check_fits(model, batch)
     names: dict[str, None] = {}
     for metric in metrics:

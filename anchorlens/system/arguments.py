@@ -80,8 +80,9 @@ def checked(function: Checked, described: Any = None) -> Checked:
             args, kwargs = as_hints(types, args, kwargs)
         try:
             return function(*args, **kwargs)
-        except (StopIteration, RuntimeError) as error:
+        except (StopIteration, RuntimeError, IndexError) as error:
             _refuse_ended(error)
+            _refuse_unlike(name, _hints_of(function), signature.bind(*args, **kwargs).arguments)
             raise
 
     return call  # type: ignore[return-value]
@@ -102,6 +103,24 @@ def _refuse_ended(error: BaseException | None) -> None:
             "an iterator that it reads has ended; give it one that is as long as the run, or read "
             "it with next(iterator, default)"
         ) from error
+
+
+def _refuse_unlike(name: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise an error for arguments in which an axis of one name has several lengths.
+
+    It is asked after a failure, so that calls that are right need no time for it.
+    """
+    known: dict[str, tuple[int, str]] = {}
+    for argument, value in given.items():
+        axes = getattr(hints.get(argument), "dim_str", "batch position").split()
+        shape = getattr(getattr(value, "tokens", value), "shape", ())
+        for axis, length in zip(axes, shape, strict=False) if len(axes) == len(shape) else ():
+            first, other = known.setdefault(axis, (length, argument))
+            if first != length and axis != "_":
+                raise ArgumentError(
+                    f"{argument} of {name} must have as long an axis {axis!r} as {other}, {first}; "
+                    f"got {length}"
+                )
 
 
 class _Unfit(Exception):

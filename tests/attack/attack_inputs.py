@@ -38,10 +38,8 @@ CALLED = [
     *("effect of a context", "prefix", "hard prompt", "records"),
 ]
 # One changes the model on purpose, one logs what happens in each of its models and goes on, and
-# run_with_cache of TransformerLens keeps its hooks after an error. The last take single prompts out
-# of a batch first, which does not check it.
+# run_with_cache of TransformerLens keeps its hooks after an error.
 NO_CALLS = {"prepared again", "across models", "caches on the CPU", "caches of whole prompts"}
-NO_CALLS |= {"reweighting", "effect of a context", "pictures"}
 
 
 @dataclass(frozen=True)
