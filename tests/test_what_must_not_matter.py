@@ -287,11 +287,10 @@ ROWS: dict[str, Row] = {
         )
         for question, shares in DIFFERING.items()
     },
-    "every read": Row(Asked([EveryRead(has_hooks=False)], prompts=of_two_sets), fuses=False),
-    "every read and hooks": Row(Asked([EveryRead(has_hooks=True)]), shares=False, fuses=False),
+    "every read": Row(Asked([EveryRead(has_hooks=False)], prompts=of_two_sets)),
+    "every read and hooks": Row(Asked([EveryRead(has_hooks=True)]), shares=False),
     "every read of a changed run": Row(
-        Asked([EveryRead(has_hooks=False), al.Loyalty()], CUTS["a named set"], of_two_sets),
-        fuses=False,
+        Asked([EveryRead(has_hooks=False), al.Loyalty()], CUTS["a named set"], of_two_sets)
     ),
     "prefix effect": asking(al.PrefixEffect(), models=("gpt2", "llama")),
     "isolation": asking(

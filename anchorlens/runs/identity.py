@@ -34,7 +34,7 @@ from .installed import bases_of, changed, place_of
 PACKAGES = ("anchorlens", "transformer-lens", "transformers", "tokenizers", "torch", "scipy")
 _LONGEST = 2000  # characters of a setting in words
 _TOLD = 3  # at most, of what is unknown
-_DIGEST = re.compile(r"\(([0-9a-f]{16})\)$")  # of a setting, after its words
+_DIGEST = re.compile(r" \(([0-9a-f]{16})\)$")  # of a setting, after its words
 _installed = functools.cache(installed_version)  # it reads files of the installed package
 
 
@@ -139,6 +139,13 @@ def _up_to_patch(facts: Mapping[str, str], package: str) -> list[str]:
 def _deciding(fact: str | None) -> str | None:
     digest = _DIGEST.search(fact or "")
     return digest[1] if digest else fact
+
+
+def told_apart(stored: str | None, now: str | None) -> str:
+    """Two facts in words: with their digests only where the words are equal."""
+    short = [fact and _DIGEST.sub("", fact) for fact in (stored, now)]
+    stored, now = (stored, now) if short[0] == short[1] else short
+    return f"stored {stored!r}, now {now!r}"
 
 
 def warn_of_unknown(folder: str | Path, unknown: Mapping[str, Sequence[str]]) -> None:

@@ -23,7 +23,7 @@ from ..system.files import (
     write_atomically,
 )
 from ..system.warn import warn_user
-from .identity import differences
+from .identity import differences, told_apart
 
 _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
 
@@ -147,7 +147,7 @@ class Store:
             )
         return (
             f"{path} holds {name!r} of another run; {_CURE}, or give it another name. {name}: "
-            f"stored {stored!r}, now {self.functions[name]!r}"
+            + told_apart(stored, self.functions[name])
         )
 
     def _path(self, number: int) -> Path:
@@ -155,7 +155,7 @@ class Store:
 
     def _require_same(self, run: Mapping[str, str], path: Path) -> None:
         differ = differences(run, self.run, self.believe)
-        told = {n: f"{n}: stored {run.get(n)!r}, now {self.run.get(n)!r}" for n in differ}
+        told = {name: f"{name}: {told_apart(run.get(name), self.run.get(name))}" for name in differ}
         if different := [told[name] for name, is_believed in differ.items() if not is_believed]:
             raise StoreError(
                 f"{path} holds the contributions of another run; {_CURE}; or, if you know that "

@@ -176,9 +176,9 @@ def added_to(model: Any) -> Any:
         (
             1,
             lambda model: {"loss": partial(a_loss)},
-            r"loss: stored 'label_cross_entropy .*, now 'a_loss\(\) ",
+            r"loss: stored 'label_cross_entropy', now 'a_loss\(\)'",
         ),
-        (1, lambda model: {"hooks": isolated(model, [0])}, "hooks: stored 'None', now '<lambda> "),
+        (1, lambda model: {"hooks": isolated(model, [0])}, "hooks: stored 'None', now '<lambda>'"),
         (
             1,
             lambda model: {"batches": questions(model, count=4, batch_size=2)},
@@ -199,7 +199,7 @@ def added_to(model: Any) -> Any:
         (
             1,
             lambda model: {"model": added_to(model)},
-            "hooks on the model: stored 'none', now 'some ",
+            "hooks on the model: stored 'none', now 'some'",
         ),
         (
             1,
