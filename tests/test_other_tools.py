@@ -101,6 +101,7 @@ def test_circuitsvis_gets_the_heads_of_a_layer_and_bertviz_every_layer(page: Any
         assert len(tokens) == count
 
 
+@pytest.mark.slow("imports other tools")
 def test_patterns_sum_to_1_and_colours_reach_1_in_each_layer(page: Any) -> None:
     names = page.names
     sums = names["patterns"].sum(-1)

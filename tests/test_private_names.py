@@ -170,6 +170,7 @@ def test_in_torch_quantised_tensors_name_their_parts() -> None:
     )
 
 
+@pytest.mark.slow("compiles")
 def test_in_torch_a_compiled_module_holds_what_it_calls() -> None:
     """A compiled model holds the module that was compiled; or has _compiled_call_impl."""
     module = nn.Linear(1, 1)

@@ -100,6 +100,7 @@ def ends_early(*given: Any, find: Any = WrittenPrompt.words) -> list[tuple[int, 
     return [(first, max(first, last - 1), label) for first, last, label in find(*given)]
 
 
+@pytest.mark.slow("many calls")
 def test_every_wrong_value_is_refused() -> None:
     for call, values in WRONG:
         check_wrong(call, values)

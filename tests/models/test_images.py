@@ -165,6 +165,7 @@ SPECIAL = {
 }
 
 
+@pytest.mark.quick_cases("whole models", "LLaVA-OneVision", "Qwen3-VL")
 def test_without_edges_to_images_logits_do_not_depend_on_pixels(case: Case) -> None:
     others = [[picture(90 + k, *image.size) for k, image in enumerate(of)] for of in case.images]
     [batch] = al.with_images([case.text], case.processor, others)
@@ -173,6 +174,7 @@ def test_without_edges_to_images_logits_do_not_depend_on_pixels(case: Case) -> N
     assert cut[0].equal(cut[1])
 
 
+@pytest.mark.quick_cases("whole models", "LLaVA-OneVision", "Qwen3-VL")
 @pytest.mark.usefixtures("in_float64")
 def test_prompts_are_independent_of_one_another_and_of_padding(case: Case) -> None:
     expected = logits_of(case, case.batch)

@@ -382,7 +382,7 @@ def test_draws_that_are_nearly_one_tell_nothing(change: dict[str, Any], reason: 
     assert claim.verdict == CANNOT_TELL and reason in claim.reason
 
 
-@pytest.mark.slow_cases("simulations", "1.0", "24")
+@pytest.mark.slow("simulations")
 @pytest.mark.parametrize(("words", "spread"), [(24, 0.3), (12, 0.3), (24, 1.0), (12, 1.0)])
 def test_words_like_others_seldom_agree_where_draws_overlap(words: int, spread: float) -> None:
     """At most 5 of 100 may agree, but for chance; with 12 words it was 8 to 13."""

@@ -28,18 +28,8 @@ def stored() -> Numbers:
     return same_numbers.stored(same_numbers.STORED)
 
 
-@pytest.mark.slow_cases(
-    *(
-        "many passes",
-        "metrics",
-        "contexts",
-        "isolat",
-        "analysis",
-        "integrated",
-        "text of",
-        "across",
-    ),
-    *("diagnosis", "cut edges", "heads of"),
+@pytest.mark.quick_cases(
+    "many passes", "answers", "accuracies", "caches", "dependence", "effect of a"
 )
 @pytest.mark.filterwarnings("ignore:in .* sets of demonstrations the model predicts one class")
 @pytest.mark.filterwarnings("ignore:in layers .* all prompts have the same query")

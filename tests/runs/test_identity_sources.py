@@ -752,6 +752,7 @@ def of_nothing(model: Any) -> identity.Fingerprint:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files of sources
+@pytest.mark.slow_cases("each source in other code", *(f", {n}]" for n in range(1, len(WAYS))))
 @pytest.mark.parametrize("name", SOURCES)
 def test_another_number_is_another_fingerprint_or_unknown(
     name: str, gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
