@@ -341,8 +341,10 @@ def _why_no_rows(
     """Which question needs more than rows of the attention; empty if they are enough."""
     prompt = _shortest(batches).to(device_of(model)).prompt(0)
     for question in questions:
-        observed = Observation.of(Layers.of(model), question, prompt)
-        if not _act_without_patterns(model, observed.beside_rows):
+        beside = Observation.of(Layers.of(model), question, prompt).beside_rows
+        own = [hook for each in beside if each.runs_user_code for hook in each.hooks]
+        # In the attention of a block that runs twice they would act twice.
+        if outside_attention(model, own) != own or not _act_without_patterns(model, beside):
             return f"{question.name} needs them"
     return ""
 

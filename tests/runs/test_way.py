@@ -29,6 +29,13 @@ class Watching(al.Accuracy):
         return {"none": al.reads.Hooks({}, [("hook_embed", lambda embedded, hook: None)])}
 
 
+class WatchingQueries(al.Accuracy):
+    """Observes with a hook of its own inside the attention."""
+
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+        return {"none": al.reads.Hooks({}, [("blocks.0.attn.hook_q", lambda query, hook: None)])}
+
+
 def long_queries(batch: al.PromptBatch) -> Any:
     return al.edges.anchors(batch) & (al.edges.query(batch).sum(1) > 22)[:, None]
 
@@ -102,6 +109,8 @@ def selected(model: Any, batch: al.PromptBatch) -> Any:
 WHOLE_PATTERNS: list[tuple[list[al.Question], Change | None, dict[str, Any], str]] = [
     ([FLOWS, al.SegmentRollout()], None, {}, "segment_rollout needs them"),
     ([VALUES], None, {}, "segment_flows needs them"),
+    # Its block may run twice.
+    ([FLOWS, WatchingQueries()], None, {}, "accuracy needs them"),
     ([FLOWS], after_the_softmax, {}, "hooks act at blocks.0.attn.hook_pattern"),
     ([FLOWS], scaled, {}, "hooks act at blocks.0"),
     ([al.Accuracy()], selected, {}, "hooks act at the points that a function selects"),
