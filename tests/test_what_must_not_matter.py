@@ -335,7 +335,9 @@ ROWS: dict[str, Row] = {
         {"positions": al.contexts.placement.restarted},
     ),
     "head effects": Row(head_effects, [partial(head_effects, of_mean=slice(3, 6))], fuses=False),
-    "task vectors": Row(task_vectors, [partial(task_vectors, tested=slice(9, 15))], shares=None),
+    "task vectors": Row(
+        task_vectors, [partial(task_vectors, tested=slice(9, 15))], shares=None, fuses=None
+    ),
     "retrieval heads": Row(retrieval_heads, [partial(retrieval_heads, null="Nothing")]),
     "retrieval from documents": Row(retrieval_from_documents, shares=False),
     "label dependence": Row(

@@ -3,6 +3,7 @@
 import ctypes
 import resource
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from anchorlens.passes import memory
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.memory import is_out_of_memory
 from anchorlens.prompts.batch import only_set
+from anchorlens.runs import way
 from anchorlens.runs.study import PartsThatFit
 from tests.support.stored_runs import Logits, run, same
 from tests.support.tiny_models import questions
@@ -147,7 +149,8 @@ def test_a_part_of_a_batch_shares_no_longer_prefix_than_its_set_does(
         seen.append(len(batch))
         return run_pass(model, batch, **options)
 
-    monkeypatch.setattr("anchorlens.runs.passes._run", of_two_prompts)
+    monkeypatch.setattr("anchorlens.runs.passes.run_checked", of_two_prompts)
+    monkeypatch.setattr(way, "Way", partial(way.Way, run=of_two_prompts))
     with pytest.warns(UserWarning, match="do not fit into memory"):
         logits = al.target_logits(gpt2, [mixed, *pure], progress=False)
     assert max(seen) == 2
