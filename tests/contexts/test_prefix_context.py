@@ -42,7 +42,7 @@ MADE: list[tuple[type[Any], Any]] = [
 ]
 
 
-@pytest.mark.slow("trained contexts")
+@pytest.mark.quick_cases("trained contexts", "CompressedContext")
 @pytest.mark.parametrize(("kind", "make"), MADE, ids=[kind.__name__ for kind, _ in MADE])
 def test_a_loaded_context_is_the_saved_one(
     gpt2: Any, llama: Any, gemma3: Any, tmp_path: Path, kind: Any, make: Any

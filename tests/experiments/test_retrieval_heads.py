@@ -162,8 +162,9 @@ def test_prompts_of_two_calls_have_the_same_numbers_of_queries(gpt2: Any) -> Non
     assert once.info["passes"] == "native"
 
 
-@pytest.mark.slow("many passes")
-def test_the_best_heads_are_cut_and_as_many_random_ones(request: Any) -> None:
+@pytest.mark.quick_cases("many passes", "demonstrations")
+@pytest.mark.parametrize("of", ["demonstrations", "documents"])
+def test_the_best_heads_are_cut_and_as_many_random_ones(of: str, request: Any) -> None:
     """Against plain transformers with the scores of the same edges cut, by KL of single prompts.
 
     Of two heads a layer most seeds draw the same; the two of these draws do not.
@@ -172,11 +173,11 @@ def test_the_best_heads_are_cut_and_as_many_random_ones(request: Any) -> None:
     weights, same = (tiny_gpt2(len(tokenizer)).double() for _ in range(2))
     weights.set_attn_implementation("eager")
     model = hooked(same, tokenizer)
-    cases: list[tuple[Any, Any, Any]] = [
-        (documents(model), documents(model, " N/A"), RIGHT),
-        (demonstrations(model), demonstrations(model, ["N/A"] * 5), None),
-    ]
-    for batches, null, right in cases:
+    cases: dict[str, tuple[Any, Any, Any]] = {
+        "documents": (documents(model), documents(model, " N/A"), RIGHT),
+        "demonstrations": (demonstrations(model), demonstrations(model, ["N/A"] * 5), None),
+    }
+    for batches, null, right in [cases[of]]:
         record = al.retrieval_heads(model, batches, null, right=right, **QUIET)
         site = record.top(3)
         chosen = {

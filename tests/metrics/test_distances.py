@@ -1,6 +1,7 @@
 """Tests of key distances against the published steps, of confusions, and of errors."""
 
 from math import isnan
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.metrics.distances import confusions, key_distances, pair_auc, rank_correlation
+from tests.support.tiny_models import tiny_gpt2
 
 
 def published(queries: Tensor, keys: Tensor, directions: int) -> np.ndarray:
@@ -24,6 +26,56 @@ def published(queries: Tensor, keys: Tensor, directions: int) -> np.ndarray:
     projected = (keys.double().numpy() @ pca.components_.T) * pca.singular_values_
     distances = pdist(projected)
     return squareform(distances / distances.max())
+
+
+def plain_operands(weights: Any, tokens: list[int]) -> Tensor:
+    """Queries and keys of one prompt in GPT-2, [layer, position, query or key, channel]."""
+    found: list[Tensor] = []
+
+    def store(module: Any, inputs: Any, output: Tensor) -> None:
+        found.append(output[0].unflatten(1, (3, -1))[:, :2])
+
+    handles = [block.attn.c_attn.register_forward_hook(store) for block in weights.transformer.h]
+    with torch.no_grad():
+        weights(torch.tensor([tokens]))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(found)
+
+
+@pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
+def test_the_key_of_a_class_is_the_mean_of_its_label_words(hooked: Any, byte_level: Any) -> None:
+    """Classes have one, two or three demonstrations: sums in place of means change distances."""
+    weights: Any = tiny_gpt2(len(byte_level)).double()
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=1)
+    rest = [example for example in examples if example not in demos]
+    of_class = [[each for each in rest if each.label == label] for label in (0, 3)]
+    demos = [of_class[1][1], *demos, of_class[0][0], of_class[1][0]]
+    queries = [example for example in rest if example not in demos][:6]
+    batches = al.build_prompts(byte_level, al.TASKS["trec"], demos, queries, padding_side="left")
+    [batch] = batches
+    at_target, of_classes = [], []
+    for row in range(len(batch)):
+        start = int((~batch.attention_mask[row]).sum())
+        operands = plain_operands(weights, batch.tokens[row, start:].tolist())
+        at_target.append(operands[:, batch.target_positions[row] - start, 0])
+        words = (batch.label_positions[row] - start).tolist()
+        words_of = [
+            [position for demo, position in zip(demos, words, strict=True) if demo.label == label]
+            for label in range(6)
+        ]
+        assert sorted(map(len, words_of)) == [1, 1, 1, 1, 2, 3]
+        of_classes.append(torch.stack([operands[:, each, 1].mean(1) for each in words_of], 1))
+    model = hooked(weights, byte_level)
+    options: dict[str, Any] = {"resamples": 0, "progress": False}
+    record = al.run(model, batches, [al.AnchorDistances(directions=3)], **options)
+    ours, same_keys = record["anchor_distances"].anchor_distance, torch.stack(of_classes)
+    assert float((same_keys - same_keys[0]).abs().max()) < 1e-12  # padding changes nothing
+    for layer in range(3):
+        queries_of_layer = torch.stack([each[layer] for each in at_target])
+        theirs = published(queries_of_layer, same_keys[0, layer], 3)
+        np.testing.assert_allclose(ours[layer], theirs, atol=1e-10)
 
 
 @pytest.mark.parametrize(
