@@ -5,15 +5,25 @@ import re
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import anchorlens as al
+from anchorlens.cli.trained_contexts import Parts
 from anchorlens.prompts.sampled import prompts_of_draws
 
 SMALL = ["--queries", "6", "--training", "4", "--held-out", "3", "--steps", "1", "--draws", "1"]
 COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
+
+
+def test_trainings_have_the_options_of_the_command(tmp_path: Path) -> None:
+    options: Any = SimpleNamespace(steps=3, seed=7, quiet=True)
+    how = Parts(options, {}).training("soft prompt", tmp_path)
+    assert how == al.contexts.Training(
+        steps=3, seed=7, folder=tmp_path / "soft_prompt", progress=False
+    )
 
 
 @pytest.mark.slow("whole commands")

@@ -59,6 +59,13 @@ def test_columns_and_classes_may_be_named(tmp_path: Path, suffix: str) -> None:
     assert [example.label for example in al.load_examples(path, classes=[3, 7])] == [1, 0]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_all_rows_of_a_long_file_are_read(tmp_path: Path, suffix: str) -> None:
+    rows = [(f"text {k}", k % 2) for k in range(150)]
+    examples = al.load_examples(write(tmp_path / f"file.{suffix}", rows))
+    assert [(example.text, example.label) for example in examples] == rows
+
+
 TABLE: dict[str, Any] = {"sentence": [text for text, _ in ROWS], "verdict": ["bad", "good", "good"]}
 LISTED = [dict(zip(TABLE, row, strict=True)) for row in zip(*TABLE.values(), strict=True)]
 
