@@ -451,7 +451,18 @@ def test_in_every_kind_of_model_shared_tokens_batches_order_and_padding_change_n
     } - {None}
 
 
-@pytest.mark.slow_cases("many passes", "llama", "faithfulness")
+@pytest.mark.slow_cases(
+    *(
+        "many passes",
+        "llama",
+        "gemma3",
+        "faithfulness",
+        "contexts",
+        "integrated",
+        "edges of labels",
+    ),
+    *("several sets", "attribution", "prefix effect", "suppression"),
+)
 @pytest.mark.parametrize(("name", "of"), [case for case in EVERY if case[0] not in IN_EVERY_KIND])
 def test_shared_tokens_batches_order_and_padding_change_nothing(
     name: str, of: str, exact: Any, references: dict[Any, Records]
@@ -464,7 +475,8 @@ def test_shared_tokens_batches_order_and_padding_change_nothing(
 
 @pytest.mark.slow_cases(
     *("many passes", "llama", "gemma3", "metrics-", "faithfulness", "forerunners"),
-    *("isolation", "edges of labels", "retrieval", "task vectors"),
+    *("isolation", "edges of labels", "retrieval", "task vectors", "contexts", "attribution"),
+    *("several sets", "integrated", "head effects"),
 )
 @pytest.mark.usefixtures("long")
 @pytest.mark.parametrize(("name", "of"), EVERY)
