@@ -69,7 +69,7 @@ def table_of(cases: list[Case]) -> Table:
 
     rows = []
     # The models of images come last, whichever test ran first.
-    ordered = sorted(cases, key=lambda case: bool(case["special"] == "images"))
+    ordered = sorted(cases, key=lambda case: str(case["special"]).startswith("images"))
     for name in dict.fromkeys(case["architecture"] for case in ordered):
         of_name = [case for case in cases if case["architecture"] == name]
         cells = {title: cell(in_column(of_name, column)) for column, title in titles.items()}

@@ -108,8 +108,8 @@ class Observation:
 
     @property
     def beside_rows(self) -> list[Observer]:
-        """What observes by hooks also there."""
-        return [each for each in self.observers if each not in self.of_rows]
+        """What observes hook points also there."""
+        return [self._observers[name] for name, read in self.reads.items() if not _is_of_rows(read)]
 
     @property
     def hooks(self) -> list[Hook]:
@@ -304,16 +304,18 @@ def by_rows(
 ) -> dict[str, Any]:
     """Options of a pass with a fused attention, in which questions get a few query rows at a time.
 
-    What they read outside of patterns they observe at hook points. ``has_kernel`` sums over edges.
+    What they read outside of patterns they observe at hook points. With ``has_kernel`` a kernel
+    sums over edges, as ``why_no_kernel`` allows it.
     """
+    of_rows = [(f"metric {each.question.name!r}", each.of_rows) for each in observations]
 
     def use(layer: int, rows: slice, keys: slice, a: Tensor, slope: Tensor) -> None:
-        for of_one in observations:
-            with unedited(f"metric {of_one.question.name!r}", "A or dL/dA", a, slope):
-                for each in of_one.of_rows:
+        for owner, observers in of_rows:
+            with unedited(owner, "A or dL/dA", a, slope):
+                for each in observers:
                     each.use_rows(layer, rows, keys, a, slope)
 
-    taps = [each for of_one in observations for each in of_one.of_rows] if has_kernel else []
+    taps = [each for _, observers in of_rows for each in observers] if has_kernel else []
     # Rows are formed on the way back.
     needed = {} if any(need_gradient(each.reads) for each in observations) else {"loss": any_loss}
     beside = by_hooks(observations, trusted, lambda each: each.beside_rows)

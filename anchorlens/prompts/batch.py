@@ -307,6 +307,9 @@ class PromptBatch:
     def prompts(self, start: int, stop: int, step: int = 1) -> "PromptBatch":
         """The prompts from ``start`` up to ``stop`` (excluded), without columns of only padding.
 
+        Raises:
+            PromptError: There is none of them, or the fields of the batch do not agree.
+
         Examples:
             >>> len(batch.prompts(0, 2))
             2

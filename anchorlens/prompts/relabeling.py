@@ -185,7 +185,11 @@ def symbols(words: Sequence[str]) -> Relabeling:
 
 @checked
 def derangement(count: int, seed: int) -> list[int]:
-    """Another class for each class: pairs exchange, and three change in a circle if one is over."""
+    """Another class for each class: pairs exchange, and three change in a circle if one is over.
+
+    Raises:
+        PromptError: ``count`` is not from 2 to 1,000,000.
+    """
     check_counts(PromptError, 2, count=count)
     order = Random(seed).sample(range(count), count)
     circle = order[-3:] if count % 2 else []

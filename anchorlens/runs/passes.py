@@ -310,7 +310,6 @@ class Passes:
             logits = self.way.run(self.model, batch, hooks=acting, **options)
         else:
             logits = run_checked(self.model, batch, hooks=acting, prefix=prefix, **options)
-        if prefix is not None:
             self._trusted_in_prefix.set()
         return observations, logits
 

@@ -106,15 +106,17 @@ def _refuse_ended(error: BaseException | None) -> None:
 
 
 def _refuse_unlike(name: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise an error for arguments in which an axis of one name has several lengths.
+    """Raise an error for tensors, and prompts, in which an axis of one name has several lengths.
 
     It is asked after a failure, so that calls that are right need no time for it.
     """
     known: dict[str, tuple[int, str]] = {}
     for argument, value in given.items():
-        axes = getattr(hints.get(argument), "dim_str", "batch position").split()
-        shape = getattr(getattr(value, "tokens", value), "shape", ())
-        for axis, length in zip(axes, shape, strict=False) if len(axes) == len(shape) else ():
+        has_tokens = hasattr(value, "tokens")  # prompts, also as self of a method
+        axes = "batch" if has_tokens else getattr(hints.get(argument), "dim_str", "")
+        shape = value.tokens.shape[:1] if has_tokens else getattr(value, "shape", ())
+        named = axes.split()
+        for axis, length in zip(named, shape, strict=True) if len(named) == len(shape) else ():
             first, other = known.setdefault(axis, (length, argument))
             if first != length and axis != "_":
                 raise ArgumentError(

@@ -14,7 +14,7 @@ import anchorlens as al
 from anchorlens.metrics.aucroc import cumulative_excess
 from anchorlens.metrics.distances import pair_auc
 from tests.metrics.test_aucroc import reference
-from tests.metrics.test_distances import published
+from tests.metrics.test_distances import published, uneven_questions
 from tests.references import plain
 from tests.references.jackknife import jackknife
 from tests.support.measures import assert_same, difference
@@ -43,17 +43,6 @@ def sentiment(tokenizer: Any, **options: Any) -> list[al.PromptBatch]:
     demos = al.sample_demonstrations(examples, shots=2, seed=3)
     queries = [example for example in examples if example not in demos][:13]
     return al.build_prompts(tokenizer, al.TASKS["sst2"], demos, queries, **options)
-
-
-def uneven_questions(tokenizer: Any, **options: Any) -> list[al.PromptBatch]:
-    """Classes have one, two or three label words: sums in place of means change distances."""
-    examples = al.load_examples("questions")
-    demos = al.sample_demonstrations(examples, seed=3)
-    rest = [example for example in examples if example not in demos]
-    of_class = [[each for each in rest if each.label == label] for label in (0, 3)]
-    demos = [of_class[1][1], *demos, of_class[0][0], of_class[1][0]]
-    queries = [example for example in rest if example not in demos][:13]
-    return al.build_prompts(tokenizer, al.TASKS["trec"], demos, queries, **options)
 
 
 @pytest.mark.slow("many passes")

@@ -28,6 +28,17 @@ def published(queries: Tensor, keys: Tensor, directions: int) -> np.ndarray:
     return squareform(distances / distances.max())
 
 
+def uneven_questions(tokenizer: Any, **options: Any) -> list[al.PromptBatch]:
+    """Classes have one, two or three label words: sums in place of means change distances."""
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=3)
+    rest = [example for example in examples if example not in demos]
+    of_class = [[each for each in rest if each.label == label] for label in (0, 3)]
+    demos = [of_class[1][1], *demos, of_class[0][0], of_class[1][0]]
+    queries = [example for example in rest if example not in demos][:13]
+    return al.build_prompts(tokenizer, al.TASKS["trec"], demos, queries, **options)
+
+
 def plain_operands(weights: Any, tokens: list[int]) -> Tensor:
     """Queries and keys of one prompt in GPT-2, [layer, position, query or key, channel]."""
     found: list[Tensor] = []
@@ -45,31 +56,20 @@ def plain_operands(weights: Any, tokens: list[int]) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 def test_the_key_of_a_class_is_the_mean_of_its_label_words(hooked: Any, byte_level: Any) -> None:
-    """Classes have one, two or three demonstrations: sums in place of means change distances."""
     weights: Any = tiny_gpt2(len(byte_level)).double()
-    examples = al.load_examples("questions")
-    demos = al.sample_demonstrations(examples, seed=1)
-    rest = [example for example in examples if example not in demos]
-    of_class = [[each for each in rest if each.label == label] for label in (0, 3)]
-    demos = [of_class[1][1], *demos, of_class[0][0], of_class[1][0]]
-    queries = [example for example in rest if example not in demos][:6]
-    batches = al.build_prompts(byte_level, al.TASKS["trec"], demos, queries, padding_side="left")
-    [batch] = batches
+    [batch] = uneven_questions(byte_level, padding_side="left", batch_size=13)
     at_target, of_classes = [], []
     for row in range(len(batch)):
         start = int((~batch.attention_mask[row]).sum())
         operands = plain_operands(weights, batch.tokens[row, start:].tolist())
         at_target.append(operands[:, batch.target_positions[row] - start, 0])
-        words = (batch.label_positions[row] - start).tolist()
-        words_of = [
-            [position for demo, position in zip(demos, words, strict=True) if demo.label == label]
-            for label in range(6)
-        ]
+        words, classes = batch.label_positions[row] - start, batch.label_classes[row]
+        words_of = [words[classes == label].tolist() for label in range(6)]
         assert sorted(map(len, words_of)) == [1, 1, 1, 1, 2, 3]
         of_classes.append(torch.stack([operands[:, each, 1].mean(1) for each in words_of], 1))
     model = hooked(weights, byte_level)
     options: dict[str, Any] = {"resamples": 0, "progress": False}
-    record = al.run(model, batches, [al.AnchorDistances(directions=3)], **options)
+    record = al.run(model, [batch], [al.AnchorDistances(directions=3)], **options)
     ours, same_keys = record["anchor_distances"].anchor_distance, torch.stack(of_classes)
     assert float((same_keys - same_keys[0]).abs().max()) < 1e-12  # padding changes nothing
     for layer in range(3):
