@@ -272,7 +272,7 @@ def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
         *al.reweight_anchors(gpt2, batch, beta),
     ]
     for _, act in hooks:
-        assert not torch.equal(act(pattern, None), pattern)  # type: ignore[arg-type]
+        assert not torch.equal(act(pattern, hook=None), pattern)  # type: ignore[arg-type]
     logits_of(gpt2, batch, hooks)
     for tensor, copy in zip(given, copies, strict=True):
         assert torch.equal(tensor, copy)

@@ -65,6 +65,7 @@ NO_TOKENIZER = SimpleNamespace(tokenizer=None)
 CHAT: Any = partial(al.ChatTask, "{text}{label}", LABELS)
 NONE, NO_CONTEXT = al.contexts.NoContext(), al.contexts.NoContext
 MISSING = "blocks.9.attn.hook_pattern"
+UNHOOKED: Any = [(MISSING, lambda x: x)]
 A_CLASS: Any = int
 A_NAME: Any = "gpt2"
 VALUES: Any = al.weights.value_norm
@@ -273,7 +274,7 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "show": (PromptError, lambda s, given: s.batch.show(*given)),
     "compress": (PromptError, lambda s, change: al.compress(s.model, s.batch, **change)),
     "compress of": (PromptError, lambda s, change: al.compress(s.model, s.changed(**change))),
-    "hooks of a run": (HookError, lambda s, hooks: run(s, METRICS[:1], hooks=hooks)),
+    "hooks of a run": (AnchorlensError, lambda s, hooks: run(s, METRICS[:1], hooks=hooks)),
     "plot_pattern": (
         AnchorlensError,
         lambda s, given: al.PrefixEffect().plot_pattern(s.model, s.batch, 0, **given),
@@ -558,8 +559,11 @@ ROWS: list[tuple[str, Any, str]] = [
         lambda s: run(s, METRICS[:1], hooks=lambda batch: al.isolate_labels(s.model, batch, 99)),
         r"layers .* from 0 to 2, or -3 to -1 .*got \[99\]",
     ),
-    ("hooks of a run", lambda batch: None, r"return a list of \(hook point, function\); got None"),
-    ("hooks of a run", lambda batch: [(MISSING, print)], f"no hook point '{MISSING}'"),
+    ("hooks of a run", lambda batch: None, "what hooks returns must be a list .*; got None"),
+    ("hooks of a run", lambda batch: [(MISSING, lambda x, hook: x)], f"no hook point '{MISSING}'"),
+    ("hooks of a run", lambda batch: UNHOOKED, r"\(x\).*: Write def .*, hook\)"),
+    ("hooks of a run", lambda batch: [(MISSING, torch.relu)], "does not say what it takes: Write"),
+    ("ArgumentError", lambda s: al.reads.Hooks({}, UNHOOKED), "Write def function"),
     (
         "ArgumentError",
         lambda s: run(s, METRICS, hooks=al.isolate_labels(s.model, s.batch, 0)),

@@ -97,7 +97,7 @@ def test_masked_scores_stay_finite(gpt2: Any, batch: al.PromptBatch) -> None:
     masked = torch.full((4, 2, *edges.wp(batch).shape[1:]), lowest, dtype=torch.float16)
     for factor in (0.0, 1e-30):
         ((_, act),) = al.scale_edges(gpt2, batch, edges.wp, factor, 0)
-        assert torch.equal(act(masked, None), masked)  # type: ignore[arg-type]
+        assert torch.equal(act(masked, hook=None), masked)  # type: ignore[arg-type]
 
 
 def with_zero(**options: Any) -> Tensor:

@@ -58,7 +58,7 @@ class TargetHook(BatchHook):
     tokens: Int[Tensor, "batch position"]
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        return self.act(tensor, hook)
+        return self.act(tensor, hook=hook)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,7 +73,7 @@ class WholeHook(BatchHook):
     tokens: Int[Tensor, "batch position"] | None = None
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        return self.act(tensor, hook)
+        return self.act(tensor, hook=hook)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

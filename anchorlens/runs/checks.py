@@ -127,9 +127,8 @@ def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[Promp
 
 def hooks_of(hooks: HooksOfBatch, batch: PromptBatch) -> Sequence[Hook]:
     """What a function of the batch gives, or an error if these are no hooks."""
-    acting: Any = called("hooks", hooks, "the batch", batch)
-    if not _are_hooks(acting):
-        raise HookError(f"hooks must return a list of (hook point, function); got {acting!r}")
+    given = called("hooks", hooks, "the batch", batch)
+    acting: Sequence[Hook] = fitted("what hooks returns", given, Sequence[Hook])
     return acting
 
 
@@ -151,16 +150,6 @@ def check_edges_of_hooks(
             f"nothing is cut or scaled at {empty[0]}: no prompt has an edge of these hooks; leave "
             "them out, or choose other edges (are queries and keys exchanged?)"
         )
-
-
-def _are_hooks(hooks: Any) -> bool:
-    return isinstance(hooks, Sequence) and all(
-        isinstance(hook, tuple)
-        and len(hook) == 2
-        and (isinstance(hook[0], str) or callable(hook[0]))
-        and callable(hook[1])
-        for hook in hooks
-    )
 
 
 def possible(

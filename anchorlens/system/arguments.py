@@ -366,7 +366,26 @@ def _as_protocol(value: Any, protocol: Any) -> Any:
         if not hasattr(type(value), name) and not hasattr(value, name):
             missing.append(name)
     lacks = f", which has no {' and no '.join(missing[:3])}: "
-    return _require(value, not missing, lacks + (protocol.__doc__ or "").splitlines()[0])
+    about = (protocol.__doc__ or "").splitlines()[0]
+    _require(value, not missing, lacks + about)
+    why = _why_not_called_as(protocol.__call__, value) if "__call__" in names else ""
+    return _require(value, not why, f", {why}: {about}")
+
+
+def _why_not_called_as(call: Callable[..., Any], function: Any) -> str:
+    """Why a function cannot be called with the arguments of a protocol; empty if it can be."""
+    try:
+        of_function = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function in C
+        return "which does not say what it takes"
+    _, *wanted = inspect.signature(call).parameters.values()
+    by_position = [each for each in wanted if each.kind <= each.POSITIONAL_OR_KEYWORD]
+    by_name = {each.name: each for each in wanted if each.kind is each.KEYWORD_ONLY}
+    try:
+        of_function.bind(*by_position, **by_name)
+    except TypeError as error:
+        return f"which takes {of_function} ({error})"
+    return ""
 
 
 def _as_tensor(value: Any, hint: Any) -> Any:

@@ -1,8 +1,15 @@
 """What a hook of TransformerLens is: the name of a hook point, and the function that acts there."""
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import Tensor
 
-HookFunction = Callable[..., Tensor | None]
+
+class HookFunction(Protocol):
+    """Write def function(tensor, hook); it is called as function(tensor, hook=point)."""
+
+    def __call__(self, tensor: Tensor, /, *, hook: Any) -> Tensor | None: ...
+
+
 Hook = tuple[str | Callable[[str], bool], HookFunction]  # by name, or the names selected

@@ -80,17 +80,19 @@ def wrong_values(rng: random.Random) -> None:
         options += [("resamples", -1), ("folder", "\0")]
         changed["options"] = dict(attempt := [rng.choice(options)])
     before = attack_scene.scene().state()
+    ours = None
     try:
         ours = dict(tensors_of(ALL[name](replace(scene, **changed))))
     except AnchorlensError:
-        ours = right_numbers(name)
+        pass
     except Exception as error:
         raise AssertionError(f"{name} with another {attempt}: {error!r}") from error
     attack_scene.scene().check(before, f"{name} with another {attempt}")
-    theirs = right_numbers(name)
-    assert all(torch.equal(ours[key].nan_to_num(), theirs[key].nan_to_num()) for key in theirs), (
-        f"{name} with another {attempt}: other numbers, and no error"
-    )
+    if ours is not None:
+        assert all(
+            torch.equal(ours[key].nan_to_num(), theirs.nan_to_num())
+            for key, theirs in right_numbers(name).items()
+        ), f"{name} with another {attempt}: other numbers, and no error"
 
 
 VECTOR = torch.zeros(3)
