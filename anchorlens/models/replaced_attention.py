@@ -115,7 +115,7 @@ def is_skipped(model: HookedModel, point: str | Callable[[str], bool]) -> bool:
 
 
 @dataclass
-class _Interface:
+class Interface:
     """What transformers calls instead of its own functions, and how often for one module."""
 
     attend: Attend
@@ -219,13 +219,13 @@ def _in_bridge(model: Any, attend: Attend) -> Iterator[None]:
         raise ModelError("transformers does not compute its attention")
     attentions = [block.attn for block in model.blocks]
     layers = {id(each.original_component): layer for layer, each in enumerate(attentions)}
-    name, interface = f"anchorlens {next(_numbers)}", _Interface(attend, layers)
+    name, interface = f"anchorlens {next(_numbers)}", Interface(attend, layers)
 
     def run_of(layer: int, attention: Any) -> Any:
         return partial(interface.run, attention)
 
     with (
-        _registered(name, interface),
+        registered(name, interface),
         put_back(implementations_of(original)),
         replaced_methods(attentions, "forward", run_of),
     ):
@@ -233,15 +233,9 @@ def _in_bridge(model: Any, attend: Attend) -> Iterator[None]:
         yield
 
 
-def attention_of_interface(
-    name: str, layers: Mapping[int, int], attend: Attend, has_padding: bool | None
-) -> AbstractContextManager[None]:
-    """Inside, ``attend`` computes the attention of models whose configurations have this name."""
-    return _registered(name, _Interface(attend, layers, has_padding))
-
-
 @safe_context
-def _registered(name: str, interface: _Interface) -> Iterator[None]:
+def registered(name: str, interface: Interface) -> Iterator[None]:
+    """Inside, an interface serves the models whose configurations have this name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     registries = AttentionInterface, AttentionMaskInterface

@@ -2,13 +2,14 @@
 
 1. Modules inside which the bridge put wrappers are copied shallowly, and so are the attention of
    each layer and configurations. All others are in both models.
-2. Before each pass a copy takes what its module holds now: parameters, buffers, settings.
+2. Before a run, or a pass alone, a copy takes what its module holds: parameters, buffers, settings.
 3. Each block, the unembedding and the attention of each layer hand what they get to the pass that
    runs now (``Listener``).
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -18,12 +19,13 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
+from ..errors import ModelError
 from ..system.put_back import put_back, safe_context
 from .facts import own_fact
 from .hooked import is_of_low_precision
 from .kinds import config_of, head_of, is_bridge, modules_of, original_of
 from .model_state import HOOK_TABLES, has_user_hooks, without_user_hooks
-from .replaced_attention import Attend, attention_of_interface
+from .replaced_attention import Attend, Interface, registered
 from .rotary import follows_the_prompts
 
 _numbers = count()
@@ -41,6 +43,13 @@ class Listener:
     has_padding: bool | None  # whether a column is padding, if it is known
 
 
+def _in_no_pass(*args: Any) -> Any:
+    raise ModelError("the twin of a model runs outside of a pass")
+
+
+_NOBODY = Listener(_in_no_pass, _in_no_pass, _in_no_pass, None)
+
+
 class Twin:
     """The transformers model of a bridge; ``why`` says why there is none, if there is none.
 
@@ -48,9 +57,9 @@ class Twin:
     """
 
     def __init__(self, model: Any) -> None:
-        self.why, self.is_suspended, self.is_trusted = "", False, False
+        self.why, self.is_suspended, self.is_entered = "", False, False
         self.is_low = is_of_low_precision(model)
-        self._now: Listener | None = None
+        self._now, self._attention = _NOBODY, Interface(_in_no_pass, {})
         self._name = f"anchorlens twin {next(_numbers)}"  # of the attention in its configurations
         self._twins: dict[int, Callable[[], Any]] = {}  # by the id of a module
         self._copies: list[_Copy] = []
@@ -87,7 +96,7 @@ class Twin:
         self._other_configs = {id(part) for part in parts} - {id(config.get_text_config())}
         self._configs: dict[int, Any] = {}
         self.model = self._twin_of(original, own, forwards)
-        self._layers = {id(self._twins[id(each)]()): n for n, each in enumerate(attentions)}
+        self._attention.layers = {id(self._twins[id(m)]()): n for n, m in enumerate(attentions)}
 
     def _twin_of(self, module: nn.Module, own: Any, forwards: Mapping[int, Any]) -> Any:
         """A copy of a module, where the bridge has wrappers inside; otherwise the module."""
@@ -123,52 +132,57 @@ class Twin:
         return self._configs[id(config)]
 
     def _run_block(self, layer: int, kind: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self._now is not None
         return self._now.block(layer, partial(kind.forward, block), args, kwargs)
 
     def _run_head(self, _: Any, head: Any, resid: Tensor) -> Any:
-        assert self._now is not None
         return self._now.unembed(head, resid)
 
+    def run(self, tokens: Tensor, **inputs: Any) -> Tensor:
+        """The logits of tokens, as the bridge computes them; inside ``hears`` alone."""
+        logits: Tensor = self.model(tokens, **inputs).logits
+        return logits
+
     @safe_context
-    def running(self, listener: Listener) -> Iterator[Callable[..., Tensor]]:
-        """Inside, what is yielded runs tokens as the bridge does, and ``listener`` hears of it."""
+    def hears(self, listener: Listener) -> Iterator[None]:
+        """Inside, ``listener`` hears of what runs."""
         former = self._now
+        alone = nullcontext() if self.is_entered else self.entered()
+        with put_back(partial(self._listen, former)), alone:
+            self._listen(listener)
+            yield
 
-        def run(tokens: Tensor, **inputs: Any) -> Tensor:
-            logits: Tensor = self.model(tokens, **inputs).logits
-            return logits
+    def _listen(self, listener: Listener) -> None:
+        self._now, self._attention.attend = listener, listener.attend
+        self._attention.has_padding = listener.has_padding
 
-        def start() -> None:
+    @safe_context
+    def entered(self) -> Iterator[None]:
+        """Inside, copies take what the model holds once, for any number of passes.
+
+        Settings are not compared again: those that change are of the package, which enters again
+        for its tiny passes with shorter windows.
+        """
+        was_entered, held = self.is_entered, [dict(vars(each.made)) for each in self._copies]
+
+        def restore() -> None:
+            self.is_entered = was_entered
+            for each, before in zip(self._copies, held, strict=True):
+                vars(each.made).clear()
+                vars(each.made).update(before)
+
+        def fill() -> None:
+            self.is_entered = True
             for each in self._copies:
                 each.fill(self._twins)
-            self._now = listener
 
-        def end() -> None:
-            self._now = former
-            for each in self._copies if former is None else []:
-                each.empty()
-
-        padding = listener.has_padding
-        interface = attention_of_interface(self._name, self._layers, listener.attend, padding)
-        with put_back(end, start), interface:
-            yield run
+        with put_back(restore, fill), registered(self._name, self._attention):
+            yield
 
     @safe_context
     def suspended(self) -> Iterator[None]:
         """Inside, the hooked model runs all passes."""
         with put_back(partial(setattr, self, "is_suspended", self.is_suspended)):
             self.is_suspended = True
-            yield
-
-    @safe_context
-    def trusted(self) -> Iterator[None]:
-        """Inside, the twin runs all passes that it can, and settings are not compared again.
-
-        Those that change are of the package, such as shorter windows.
-        """
-        with put_back(partial(setattr, self, "is_trusted", self.is_trusted)):
-            self.is_trusted = True
             yield
 
     def why_not_now(self, model: Any) -> str:
@@ -186,7 +200,7 @@ class Twin:
         if hooks != self._hooks or _global_hooks():
             return "there are hooks on the model"
         has_changed = _weights_and_methods(held) != self._held
-        if has_changed or not (self.is_trusted or self._state_of(model) == self._state):
+        if has_changed or not (self.is_entered or self._state_of(model) == self._state):
             return "the model changed since it was prepared (al.prepare_model does it again)"
         return ""
 
@@ -222,11 +236,6 @@ class _Copy:
             inner = {n: None if i is None else twins[i]() for n, i in self.children.items()}
             held.update(_modules=inner, _compiled_call_impl=None)
         held.update(self.values)
-
-    def empty(self) -> None:
-        """Hold nothing, so that nothing is kept alive."""
-        if self.children is not None:
-            vars(self.made).clear()
 
 
 class _NoTwin(Exception):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
 from threading import Event
@@ -31,7 +31,7 @@ from ..models.replaced_attention import Attend
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, wide
-from ..system.put_back import SafeContext, put_back, safe_context
+from ..system.put_back import put_back, safe_context
 from ..system.texts import described
 from .continuations import log_probs_after
 from .late_start import Start, Starts
@@ -39,7 +39,7 @@ from .loss_checks import continuations_of, refuse_other_losses, targets_of
 from .losses import Loss, WordCrossEntropy, columns_of
 from .native_pass import UNEMBED, Inside, after_block
 from .recompute import Checkpoints
-from .running import Run, leaf_hook, running
+from .running import leaf_hook, running
 from .twin_for import twin_for
 
 CHANGES, OBSERVERS = "hooks that change the run", "hooks that observe"
@@ -212,17 +212,9 @@ def logits_at(
     """
     described = Pass(model, batch, hooks, attend=attend)
     described.check()
-    changes = _watched(hooks)
-    rows = rows_hook(model, columns_of(positions)[0])
-    twin = twin_for(model, batch, hooks)
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        running(model, batch, twin, Inside([*changes, rows], attend=attend)) as run,
-    ):
-        tokens, inputs, _ = _inputs(model, batch, None)
-        logits = run(tokens, **inputs)
-    _check_calls(CHANGES, changes)
+    acting = _Acting(described, last=[rows_hook(model, columns_of(positions)[0])])
+    with torch.inference_mode(False), torch.no_grad(), acting.inside:
+        logits, _ = acting.outputs()
     counts = positions.sum(1).tolist()
     of_prompts = [of_prompt[:count] for of_prompt, count in zip(logits, counts, strict=True)]
     for of_prompt in of_prompts:
@@ -256,134 +248,118 @@ def run_prefix(
     """
     require_prepared(model)
     refuse_media_tokens(model, batch)
-    narrowed = all(_is_in_a_block(name) for name, _ in (*observers, *backward_hooks))
-    changes, observed = _watched(hooks), _watched(observers)
     points: list[tuple[Tensor, HookFunction]] = []
-    needed = [leaf_hook([])] if backward_hooks else []
 
     def noted(name: Any, receive: HookFunction) -> Hook:
         return name, lambda tensor, hook: points.append((tensor, receive))
 
-    last = [noted(*hook) for hook in backward_hooks]
-    if narrowed:  # the logits of a prefix are not used
+    observing = [*observers, *(noted(*hook) for hook in backward_hooks)]
+    last = []
+    if all(_is_in_a_block(name) for name, _ in observing):  # the logits are not used
         last.append((_before_unembedding(model), lambda resid, hook: resid[:, -1:]))
-    forward = [*needed, *changes, *observed, *last]
-    twin = twin_for(model, batch, hooks, observers, backward_hooks)
-    with (
-        torch.inference_mode(False),
-        torch.set_grad_enabled(bool(backward_hooks)),
-        running(model, batch, twin, Inside(forward, attend=attend)) as run,
-    ):
-        tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
+    first = [leaf_hook([])] if backward_hooks else []
+    described = Pass(model, batch, hooks, observing, prefix=prefix, attend=attend)
+    acting = _Acting(described, first, last)
+    mask = batch.attention_mask[:, batch.query_rows]
+    with torch.inference_mode(False), torch.set_grad_enabled(bool(first)), acting.inside:
         if prefix is not None:
             check_rotation(model, mask, prefix)
-        inputs, cache = inputs_after(model, mask, prefix)
-        run(tokens, **inputs)
-        _check_calls(CHANGES, changes)
-        _check_calls(OBSERVERS, observed)
+        _, cache = acting.outputs(stores=True)
+        acting.check()
         return prefix_of(cache, mask, points, prefix)
 
 
-@dataclass(frozen=True, eq=False)
 class _Acting:
-    """What acts in a pass, and the rows of logits that it needs."""
+    """What acts in one pass, set up in one place: natively, or with hooks in the hooked model.
 
-    changes: Sequence[tuple[Any, Any]]
-    observed: Sequence[tuple[Any, Any]]
-    of_gradients: Sequence[tuple[Any, Any]]
-    needed: Sequence[Hook]  # those of the package itself, which come first
-    last: Sequence[Hook]  # selects the rows inside the model, where every hook sees all positions
-    rows: Int[Tensor, "batch target"]  # those of the loss, then that of the target
-    leaves: list[Tensor]  # what the loss is differentiated by
-    checkpoints: Checkpoints | None
+    ``first`` and ``last`` are hooks of the package itself, around those that are described.
+    """
 
-    @classmethod
-    def of(cls, described: Pass) -> "_Acting":
-        model, batch, loss = described.model, described.batch, described.loss
-        # An inference_mode of the caller would make tensors that autograd rejects.
-        with torch.inference_mode(False):
-            rows = batch.target_positions[:, None] - batch.first_query
-            if hasattr(loss, "positions"):
-                rows = torch.cat([targets_of(loss, batch) - batch.first_query, rows], dim=1)
-        needed, leaves = list[Hook](), [*described.into]
-        if described.differentiates and not described.into:
-            needed.append(leaf_hook(leaves))
-        hooks = (*described.hooks, *described.observers, *described.backward_hooks)
-        all_in_blocks = all(_is_in_a_block(name) for name, _ in hooks)
-        return cls(
-            changes=_watched(described.hooks),
-            observed=_watched(described.observers),
-            of_gradients=_watched(described.backward_hooks),
-            needed=needed,
-            last=[rows_hook(model, rows)] if all_in_blocks else [],
-            rows=rows,
-            leaves=leaves,
-            checkpoints=Checkpoints() if described.is_checkpointed else None,
-        )
-
-    def running(self, described: Pass) -> SafeContext[Run]:
-        """The context in which all of them act in the function that it gives."""
-        model, batch, saved = described.model, described.batch, self.checkpoints
-        observers = self.observed if saved is None else saved.observers(self.observed)
-        forward = [*self.needed, *self.changes, *observers, *self.last]
+    def __init__(
+        self, described: Pass, first: Sequence[Hook] = (), last: Sequence[Hook] = ()
+    ) -> None:
+        self._described = described
         hooks = described.hooks, described.observers, described.backward_hooks
+        self._changes, self._observed, self._of_gradients = map(_watched, hooks)
+        self._checkpoints = saved = Checkpoints() if described.is_checkpointed else None
+        observers = self._observed if saved is None else saved.observers(self._observed)
         inside = Inside(
-            forward, self.of_gradients, described.attend, described.start, described.starts, saved
+            [*first, *self._changes, *observers, *last],
+            self._of_gradients,
+            described.attend,
+            described.start,
+            described.starts,
+            saved,
         )
-        return running(model, batch, twin_for(model, batch, *hooks), inside)
+        model, batch = described.model, described.batch
+        self._run, self.inside = running(model, batch, twin_for(model, batch, *hooks), inside)
 
-    def check(self, model: HookedModel, has_loss: bool) -> None:
+    def outputs(
+        self, *, stores: bool = False, copies: list[Tensor] | None = None
+    ) -> tuple[Tensor, Any]:
+        """What the model gives for the tokens that run, and its cache if it continues or stores.
+
+        In ``copies`` are then the prompts' keys and values of the prefix.
+        """
+        model, batch = self._described.model, self._described.batch
+        tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
+        cache = None
+        if self._described.prefix is None and not stores:
+            images = inputs_of_images(model, batch) if batch.inputs else {}
+            inputs = inputs_without_cache(model, mask) | images
+        else:
+            inputs, cache = inputs_after(model, mask, self._described.prefix, copies)
+        outputs = self._run(tokens, **inputs)
+        _check_calls(CHANGES, self._changes)
+        return outputs, cache
+
+    def check(self) -> None:
         """Raise an error for what a pass with finite numbers did not call."""
-        _check_calls(OBSERVERS, self.observed)
-        if has_loss:
-            _check_calls(ON_GRADIENTS, self.of_gradients)
-            if self.checkpoints is not None:
-                self.checkpoints.require_all(model)
+        _check_calls(OBSERVERS, self._observed)
+        if self._described.loss is not None:
+            _check_calls(ON_GRADIENTS, self._of_gradients)
+            if self._checkpoints is not None:
+                self._checkpoints.require_all(self._described.model)
 
 
 def _run(
     described: Pass,
 ) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None, list[bool]]:
     """The logits at the targets, the losses if the pass has a loss, and whether each is finite."""
-    model, acting = described.model, _Acting.of(described)
-    inside = acting.running(described)
+    model, batch, loss = described.model, described.batch, described.loss
+    # An inference_mode of the caller would make tensors that autograd rejects.
+    with torch.inference_mode(False):
+        needed = batch.target_positions[:, None] - batch.first_query
+        if hasattr(loss, "positions"):  # those of the loss, then that of the target
+            needed = torch.cat([targets_of(loss, batch) - batch.first_query, needed], dim=1)
+    leaves = [*described.into]  # what the loss is differentiated by
+    first = [leaf_hook(leaves)] if described.differentiates and not leaves else []
+    hooks = (*described.hooks, *described.observers, *described.backward_hooks)
+    last = [rows_hook(model, needed)] if all(_is_in_a_block(name) for name, _ in hooks) else []
+    acting, copies = _Acting(described, first, last), list[Tensor]()
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(described.differentiates),
-        inside as run,
+        acting.inside,
     ):
-        rows, cache, copies = _forward(described, acting, run)
-        losses = None
-        if described.loss is not None:
-            if isinstance(described.loss, WordCrossEntropy):
-                inside.close()  # the hooks are for the rows of the prompts
+        continues = isinstance(loss, WordCrossEntropy)
+        given = copies if described.graph is not None else None
+        outputs, cache = acting.outputs(stores=continues, copies=given)
+        leaves += copies
+        rows = wide(outputs if last else _at_rows(outputs, needed))
+        logits, losses = rows[:, -1], None
+        if loss is not None:
+            if continues:
+                acting.inside.close()  # the hooks are for the rows of the prompts
             losses = _losses(described, rows, cache)
-        logits = rows[:, -1]
         # Read at once, because Python waits for a GPU at each.
         numbers = [logits] if losses is None else [logits, losses.to(logits.device)]
         are_finite = torch.stack([_is_finite(each.detach()) for each in numbers]).tolist()
         if losses is not None and described.differentiates and all(are_finite):
-            _differentiate(described, losses, acting.leaves, copies)
+            _differentiate(described, losses, leaves, copies)
     if all(are_finite):  # otherwise ``Pass.run`` says what is not
-        acting.check(model, losses is not None)
+        acting.check()
     return logits.detach(), losses, are_finite
-
-
-def _forward(
-    described: Pass, acting: _Acting, run: Run
-) -> tuple[Float[Tensor, "batch row vocab"], Any, list[Tensor]]:
-    """The needed rows of logits in float32 or wider, the cache, and the prompts' copies of it."""
-    copies = list[Tensor]()
-    continues = isinstance(described.loss, WordCrossEntropy)
-    given = copies if described.graph is not None else None
-    tokens, inputs, cache = _inputs(
-        described.model, described.batch, described.prefix, continues, given
-    )
-    acting.leaves.extend(copies)
-    outputs = run(tokens, **inputs)
-    _check_calls(CHANGES, acting.changes)
-    rows = outputs if acting.last else _at_rows(outputs, acting.rows)
-    return wide(rows), cache, copies
 
 
 def _losses(
@@ -421,22 +397,6 @@ def _differentiate(
             receive(gradient, hook=None)
 
 
-def _inputs(
-    model: HookedModel,
-    batch: PromptBatch,
-    prefix: KeyValues | None,
-    continues: bool = False,
-    copies: list[Tensor] | None = None,
-) -> tuple[Tensor, dict[str, Any], Any]:
-    """The tokens that are run, other arguments of the model's forward, and its cache, if needed."""
-    first = batch.first_query
-    tokens, mask = batch.tokens[:, first:], batch.attention_mask[:, first:]
-    if prefix is None and not continues:
-        images = inputs_of_images(model, batch) if batch.inputs else {}
-        return tokens, inputs_without_cache(model, mask) | images, None
-    return tokens, *inputs_after(model, mask, prefix, copies)
-
-
 def _is_finite(values: Tensor) -> Bool[Tensor, ""]:
     # The smallest and the largest suffice: isfinite makes three copies of all logits.
     return torch.stack(values.aminmax()).isfinite().all()
@@ -463,12 +423,11 @@ def _first_not_finite(described: Pass) -> str:
 
         return f"blocks.{layer}.hook_resid_post", note
 
-    hooks = [*described.hooks, *map(check, range(model.cfg.n_layers))]
-    tokens, inputs, _ = _inputs(model, batch, described.prefix)
-    twin = twin_for(model, batch, described.hooks)
-    acting = Inside(hooks, attend=described.attend)
-    with torch.no_grad(), running(model, batch, twin, acting) as run:
-        run(tokens, **inputs)
+    observers = [*map(check, range(model.cfg.n_layers))]
+    again = Pass(model, batch, described.hooks, observers, prefix=described.prefix)
+    acting = _Acting(replace(again, attend=described.attend))
+    with torch.no_grad(), acting.inside:
+        acting.outputs()
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 
 

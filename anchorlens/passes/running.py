@@ -16,7 +16,7 @@ from ..models.hooked import Hook, HookedModel, names_of_layers, scores_name
 from ..models.replaced_attention import attention_by
 from ..models.twin import Twin
 from ..prompts.batch import PromptBatch
-from ..system.put_back import safe_context
+from ..system.put_back import SafeContext, safe_context
 from .late_start import started, stored_starts
 from .native_pass import Inside, NativePass, before_block
 from .recompute import checkpointed
@@ -24,18 +24,19 @@ from .recompute import checkpointed
 Run = Callable[..., Tensor]  # logits of tokens and further inputs
 
 
-@safe_context
 def running(
     model: HookedModel, batch: PromptBatch, twin: Twin | None, inside: Inside
-) -> Iterator[Run]:
-    """Inside, hooks act in what is yielded, which runs tokens: the twin, or the hooked model."""
+) -> tuple[Run, SafeContext[None]]:
+    """What runs tokens, the twin or the hooked model, and a context in which hooks act in it."""
     if twin is not None:
-        native = NativePass(model, inside)
         # Keys before these columns may be padding although the batch has none.
         has_padding = None if batch.first_query > 0 else _has_padding(batch)
-        with twin.running(native.listener(has_padding)) as run:
-            yield run
-        return
+        return twin.run, twin.hears(NativePass(model, inside).listener(has_padding))
+    return model, _with_hooks(model, batch, inside)
+
+
+@safe_context
+def _with_hooks(model: HookedModel, batch: PromptBatch, inside: Inside) -> Iterator[None]:
     hooks = [*_padding_hooks(model, batch), *inside.forward]
     with (
         head_in_float32(model),
@@ -45,7 +46,7 @@ def running(
         nullcontext() if inside.checkpoints is None else checkpointed(model, inside.checkpoints),
         added_hooks(model, hooks, inside.backward),
     ):
-        yield model
+        yield
 
 
 def leaf_hook(leaves: list[Tensor]) -> Hook:

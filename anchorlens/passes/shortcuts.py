@@ -129,7 +129,7 @@ def _bytes_of_pass(model: HookedModel, batch: PromptBatch) -> int:
 def _reason(model: HookedModel, what: str, compare: Callable[..., str]) -> str:
     """Why a shortcut cannot be taken, natively or with hooks; also an error of an architecture."""
     twin = twin_of(model)
-    with tiny_passes(model), shrunk_windows(model), twin.trusted():
+    with tiny_passes(model), shrunk_windows(model), twin.entered():
         for way in (twin.suspended(), *(() if why_not_native(model) else (nullcontext(),))):
             try:
                 with way:

@@ -4,8 +4,8 @@
    sliding windows and chunks of three tokens.
 2. The twin is taken if their logits, A * dL/dA of each edge, and what questions read at positions
    (queries, keys, outputs of heads, the residual stream) differ by rounding alone.
-3. In low precision rounding looks like an effect, so that the passes over a batch that are compared
-   with one another are all native, or all have hooks.
+3. In low precision rounding looks like an effect, so that the passes of a run are all native, or
+   all have hooks (runs/way.py). Those of no run have hooks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import MetricError, ModelError
 from ..models.facts import fact, facts_of
-from ..models.hooked import Hook, HookedModel, pattern_name
+from ..models.hooked import Hook, HookedModel, dtype_of, pattern_name
 from ..models.kinds import inputs_without_cache, pairs_in
 from ..models.kv_cache import inputs_after
 from ..models.media_tokens import types_of_tokens
@@ -38,19 +38,16 @@ from .native_pass import Inside, why_hooks_need_a_bridge
 from .running import leaf_hook, running
 
 
-class NeedsHooks(Exception):
-    """A pass needs hooks, while the others over its batch are native in low precision."""
+def of_one_run(model: HookedModel, is_native: bool) -> AbstractContextManager[None]:
+    """Inside, the passes of a run, for which the twin is compared and made ready once.
 
-
-def of_one_run(model: HookedModel) -> AbstractContextManager[None]:
-    """Inside, the passes of a run, for which the settings of the model are read once.
-
-    In low precision they are native, with the error ``NeedsHooks`` for one that cannot be.
+    In low precision the hooked model runs all of them unless all are native.
     """
     if why_not_native(model):
         return nullcontext()
     twin = twin_of(model)
-    return twin.suspended() if twin.why_not_now(model) else twin.trusted()
+    may_be_native = (is_native or not twin.is_low) and not twin.why_not_now(model)
+    return twin.entered() if may_be_native else twin.suspended()
 
 
 def twin_for(
@@ -64,22 +61,28 @@ def twin_for(
     if why_not_native(model):
         return None
     twin = twin_of(model)
-    if twin.is_suspended or (twin.is_low and not twin.is_trusted):
+    if twin.is_suspended or (twin.is_low and not twin.is_entered):
         return None
     if batch.inputs and why_no_native_images(model):
         return None
-    can = not why_hooks_need_a_bridge(model, changes, observers, backward)
-    if can and _is_padded_right(batch) and not twin.why_not_now(model):
-        return twin
-    if twin.is_low:
-        raise NeedsHooks
-    return None
+    reason = (
+        why_hooks_need_a_bridge(model, changes, observers, backward)
+        or _why_not_padded_right(batch)
+        or twin.why_not_now(model)
+    )
+    if reason and twin.is_low:
+        raise MetricError(
+            f"the passes of this run are native, and in {dtype_of(model)} one with hooks would be "
+            f"rounded otherwise; but {reason}. Name such hooks in the question's method further "
+            "(al.Further(hooks=[...])), or use float32"
+        )
+    return None if reason else twin
 
 
-def _is_padded_right(batch: PromptBatch) -> bool:
-    """Whether positions are columns, as transformers counts them by itself."""
+def _why_not_padded_right(batch: PromptBatch) -> str:
+    """Why positions are not columns, as transformers counts them by itself; empty if they are."""
     mask = batch.on_cpu.attention_mask
-    return not bool((mask[:, 1:] > mask[:, :-1]).any())
+    return "prompts have padding on the left" if (mask[:, 1:] > mask[:, :-1]).any() else ""
 
 
 @fact
@@ -105,9 +108,10 @@ def why_no_native_images(model: HookedModel) -> str:
 
 def _tried(model: HookedModel, more: Mapping[str, Tensor]) -> str:
     """Why tiny prompts with more inputs are not native; empty if they can be."""
-    with tiny_passes(model), shrunk_windows(model):
+    twin = twin_of(model)
+    with tiny_passes(model), shrunk_windows(model), twin.entered():
         try:
-            return _compare(model, twin_of(model), tiny_prompts(model), more)
+            return _compare(model, twin, tiny_prompts(model), more)
         except Exception as error:
             return reason_of(error)
 
@@ -139,8 +143,8 @@ def _shapes_in_cache(model: HookedModel, twin: Twin | None, batch: PromptBatch) 
     """The shapes of the keys and values that a pass stores, if the model goes on from some."""
     if facts_of(model).why_no_cache:
         return []
-    inside = running(model, batch, twin, Inside())
-    with torch.inference_mode(False), torch.no_grad(), inside as run:
+    run, inside = running(model, batch, twin, Inside())
+    with torch.inference_mode(False), torch.no_grad(), inside:
         inputs, cache = inputs_after(model, batch.attention_mask)
         run(batch.tokens, **inputs)
     return [each.shape for pair in pairs_in(cache) for each in pair]
@@ -173,11 +177,8 @@ def _logits_and_products(
 
     layers = range(model.cfg.n_layers)
     forward = [leaf_hook(leaves), *map(store, layers), *site_hooks(model, sites)]
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        running(model, batch, twin, Inside(forward, [*map(multiply, layers)])) as run,
-    ):
+    run, inside = running(model, batch, twin, Inside(forward, [*map(multiply, layers)]))
+    with torch.inference_mode(False), torch.enable_grad(), inside:
         inputs = inputs_without_cache(model, batch.attention_mask)
         logits = run(batch.tokens, **inputs, **more)[batch.attention_mask]
         logits = wide(logits)

@@ -29,7 +29,6 @@ from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
-from ..models.twin import twin_of
 from ..passes.forward import run_checked
 from ..passes.late_start import Start, Starts
 from ..passes.losses import Loss, label_cross_entropy
@@ -37,7 +36,6 @@ from ..passes.observers import Layers
 from ..passes.provide import Observation, by_hooks, need_gradient
 from ..passes.shared_prefix import CLEAN, SharedPrefixes, shared_tokens
 from ..passes.shortcuts import why_not_late
-from ..passes.twin_for import NeedsHooks
 from ..printable import printable
 from ..prompts.batch import PromptBatch, after_shared
 from ..prompts.ties import TIES, noting_ties, warn_of_ties
@@ -99,16 +97,11 @@ class Passes:
         self._run: _PassOfRun | None = None  # over it, once it was made
         self._asked: Sequence[Question] = ()  # about it
         self._asked_now = ""
-        self._needs_hooks = False  # in low precision all passes over a batch are of one kind
-        self._forget()
-        # Set when a batch has shown that no metric changes what others observe.
-        self._trusted, self._trusted_in_prefix = Event(), Event()
-
-    def _forget(self) -> None:
-        """Make the passes over shared tokens again."""
-        self._prefixes = SharedPrefixes(self.model, self.way.prefix)
+        self._prefixes = SharedPrefixes(model, way.prefix)
         # What was observed in the shared tokens of a set, and their keys and values.
         self._in_set: tuple[Any, Sequence[Observation], KeyValues] | None = None
+        # Set when a batch has shown that no metric changes what others observe.
+        self._trusted, self._trusted_in_prefix = Event(), Event()
 
     def __repr__(self) -> str:
         """One line: what is asked, whether hooks change the run, and how it is run."""
@@ -201,7 +194,7 @@ class Passes:
                 "al.Further(metrics=[...]) from its method further"
             )
         passes = self._further[question.name]
-        found = passes._contributions(batch)
+        found = passes.contributions(batch)
         for name in passes.names:
             if name in passes.failures:
                 raise passes.failures[name]
@@ -220,22 +213,6 @@ class Passes:
         self, batch: PromptBatch, names: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
         """What each prompt of a batch contributes to these questions, by default to all."""
-        if not self._needs_hooks:
-            both = (self, *self._further.values())
-            failures = [dict(each.failures) for each in both]
-            try:
-                return self._contributions(batch, names)
-            except NeedsHooks:
-                self._needs_hooks = True
-                for each, before in zip(both, failures, strict=True):
-                    each.failures = before  # the questions are asked again
-                    each._forget()
-        with twin_of(self.model).suspended():
-            return self._contributions(batch, names)
-
-    def _contributions(
-        self, batch: PromptBatch, names: Sequence[str] | None = None
-    ) -> dict[str, Tensor]:
         asked = [each for each in self.questions if names is None or each.name in names]
         self._batch, self._run, self._asked = batch, None, asked
         contributions = dict[str, Tensor]()

@@ -28,7 +28,6 @@ from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.provide import need_gradient, reads_of
-from ..passes.twin_for import of_one_run
 from ..printable import printable
 from ..prompts.batch import PromptBatch, all_on_cpu, all_padded_right, check_prompts, digests
 from ..prompts.segment_names import SEGMENTS
@@ -234,15 +233,6 @@ class Study:
         described = Pass(self.model, self.batches[0], loss=used)
         replace(described, gradient_checkpointing=saves).check()
         self._store  # noqa: B018 - the folder of another run is an error before all else
-        way = way_of(
-            self.model,
-            self.batches,
-            [*further, no_hooks if hooks is None else hooks],
-            questions,
-            used,
-            gradient_checkpointing=saves,
-            share_prefix=share_prefix,
-        )
         observed = {
             name: self.passes(
                 each.metrics,
@@ -253,6 +243,16 @@ class Study:
             for name, each in needed.items()
             if each.metrics
         }
+        way = way_of(
+            self.model,
+            self.batches,
+            [*further, no_hooks if hooks is None else hooks],
+            questions,
+            used,
+            [each.way for each in observed.values()],
+            gradient_checkpointing=saves,
+            share_prefix=share_prefix,
+        )
         layers = {layer for each in needed.values() for layer in each.layers}
         made = Passes(self.model, self.batches, way, questions, hooks, loss, layers, observed)
         self._made.append((made, [questions, hooks, loss]))
@@ -270,7 +270,7 @@ class Study:
             StoreError: As ``collect``.
         """
         decides = {each.name: [each.stored_as(), passes.hooks, passes.loss] for each in asked}
-        with of_one_run(self.model):
+        with passes.way.entered():
             contributions = self._collect(passes.contributions, decides)
 
         def answered(question: Question, found: Mapping[str, Tensor]) -> Record:

@@ -12,6 +12,7 @@ that several processes decide alike.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, starmap
@@ -61,7 +62,7 @@ from ..passes.shortcuts import (
     why_not_fused,
     why_not_shared,
 )
-from ..passes.twin_for import why_no_native_images, why_not_native
+from ..passes.twin_for import of_one_run, why_no_native_images, why_not_native
 from ..prompts.batch import PromptBatch, after_shared, all_on_cpu, longest_prompt, only_sets
 from ..system.free_memory import free_for_layers
 from ..system.processes import gather_from_processes
@@ -78,6 +79,7 @@ _STARTED_BY_A_PASS, _STARTED_BY_A_SECOND_GRAPH = 25, 60
 # microseconds with autograd, measured on an H100, at 25e12 a second in float32. Of a CPU: about 8
 # microseconds at 25e9 a second, estimated for one core.
 WORK_OF_A_START = {"cpu": 2e5, "cuda": 6e8}
+NATIVE = "native"  # what ran all passes, in the words of ``info``
 IMAGES = "prompts have images, whose positions not every model counts in tokens"
 HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts and all layers"
 
@@ -99,6 +101,7 @@ class Way:
     logits_at: Callable[..., list[Tensor]] = logits_at  # at chosen positions
     prefix: Callable[..., KeyValues] = run_prefix  # keys and values of the tokens that run once
     read: Callable[..., Mapping[str, Any]] = by_hooks  # options in which questions observe a pass
+    entered: Callable[[], AbstractContextManager[None]] = nullcontext  # around the passes of a run
 
     def info(self) -> dict[str, str]:
         """How batches ran, in the words that records have in their info."""
@@ -112,24 +115,27 @@ def way_of(
     changes: Sequence[HooksOfBatch],
     questions: Sequence[Question] = (),
     loss: Loss | None = None,
+    beside: Sequence[Way] = (),
     *,
     gradient_checkpointing: bool = False,
     share_prefix: bool = True,
 ) -> Way:
     """How batches run; the same in all processes.
 
-    Metrics observe the run with the last of ``changes``, the interventions of the run.
+    Metrics observe the run with the last of ``changes``, the interventions of the run. ``beside``
+    are the ways of further passes that metrics observe in this run.
     """
     one = batches[0].whole().prompt(0)  # where the kind of each read tells enough
     reads = {each.name: reads_of(each, one) for each in questions}
-    whole = Way(_how_passes_run(model, batches, changes, questions, reads), "", {}, {})
+    passes = _how_passes_run(model, batches, changes, questions, reads, beside)
+    whole = Way(passes, "", {}, {}, entered=partial(of_one_run, model, passes == NATIVE))
     if patterns_are_large(model, batches):
         reason = why_patterns(model, batches, changes, loss)
         if not reason:
             lengths = shared_lengths(batches, None, least=1)
             reasons = _why_no_fused_prefix(model, batches, changes, questions, lengths, reads)
             lengths = {} if (why := _first(reasons)) else lengths
-            way = _without_patterns(model, batches, whole.passes, lengths, why)
+            way = _without_patterns(whole, model, batches, lengths, why)
             if _read_after(model, batches, questions, reads, lengths):
                 return way
             reason = _why_no_rows(model, batches, questions)
@@ -147,7 +153,8 @@ def way_of(
     reasons = _why_not_shared(model, batches, lengths, changes, questions, reads, differentiates)
     if reason := _first(reasons):
         return replace(whole, shared_prefix=f"off: {reason}")
-    return Way(whole.passes, _run_once(lengths), lengths, lengths, whole.attention)
+    shared = _run_once(lengths)
+    return replace(whole, shared_prefix=shared, lengths=lengths, lengths_of_run=lengths)
 
 
 def _how_passes_run(
@@ -156,6 +163,7 @@ def _how_passes_run(
     changes: Sequence[HooksOfBatch],
     questions: Sequence[Question],
     reads: Mapping[str, Reads],
+    beside: Sequence[Way],
 ) -> str:
     """Whether passes are native; otherwise why all or some of them have hooks."""
     shortest = _shortest(batches).to(device_of(model))
@@ -175,7 +183,8 @@ def _how_passes_run(
         return f"with hooks: {reason}"
     if reason := _first(further):
         return f"{'' if is_of_low_precision(model) else 'native, some '}with hooks: {reason}"
-    return "native"
+    others = [each.passes for each in beside if each.passes != NATIVE]
+    return others[0] if others and is_of_low_precision(model) else NATIVE
 
 
 def _shortest(batches: Sequence[PromptBatch]) -> PromptBatch:
@@ -204,20 +213,20 @@ def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bo
 
 
 def _without_patterns(
+    whole: Way,
     model: HookedModel,
     batches: Sequence[PromptBatch],
-    passes: str,
     lengths: Mapping[int, int],
     why_whole: str,
 ) -> Way:
     """The way in which no pattern is formed, but of the tokens after shared ones."""
     size = bytes_in_words(bytes_of_patterns(model, batches))
-    return Way(
-        passes,
-        f"off: {why_whole}" if why_whole else _run_once(lengths),
-        lengths,
-        lengths,
-        f"fused: the patterns of a prompt would take {size}",
+    return replace(
+        whole,
+        shared_prefix=f"off: {why_whole}" if why_whole else _run_once(lengths),
+        lengths=lengths,
+        lengths_of_run=lengths,
+        attention=f"fused: the patterns of a prompt would take {size}",
         why_no_start="a long prefix runs from the first layer on",
         run=partial(run_fused, run_checked),
         logits_at=partial(run_fused, logits_at),

@@ -18,7 +18,7 @@ from anchorlens.metrics.question import no_hooks
 from anchorlens.models.batch_hooks import in_leading_tokens
 from anchorlens.models.hooked import Hook
 from anchorlens.models.model_state import frozen_in_eval_mode
-from anchorlens.models.replaced_attention import _Interface, attention_by
+from anchorlens.models.replaced_attention import Interface, attention_by
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.passes.fused_attention import run_fused
 from anchorlens.passes.observers import Layers, product_hooks
@@ -122,13 +122,13 @@ def test_an_attention_with_other_terms_is_not_replaced(
     gpt2: Any, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is what an architecture could give to the attention interface of transformers."""
-    attend = _Interface.attention
+    attend = Interface.attention
 
     def with_terms(self: Any, *args: Any, **given: Any) -> Any:
         names = ("module", "query", "key", "value", "attention_mask")
         return attend(self, **dict(zip(names, args, strict=True)) | given | options)
 
-    monkeypatch.setattr(_Interface, "attention", with_terms)
+    monkeypatch.setattr(Interface, "attention", with_terms)
     with (
         attention_by(gpt2, lambda layer, query, *others: query),
         pytest.raises(ModelError, match=message),

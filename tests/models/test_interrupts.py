@@ -134,7 +134,7 @@ def test_interrupts_of_a_native_pass_leave_nothing(
     own, before, known = twin_of(model), everything_of(model), registered()
 
     def enter() -> None:
-        with own.trusted(), own.running(listener), own.suspended():
+        with own.entered(), own.hears(listener), own.suspended():
             assert registered() > known and own.why_not_now(model)
 
     enter()
@@ -142,6 +142,8 @@ def test_interrupts_of_a_native_pass_leave_nothing(
     for moments in at_every_moment([*MODULES, twin, replaced_attention], interrupts, enter):
         tried += 1
         assert everything_of(model) == before, moments
-        assert registered() == known and own._now is None and not own.why_not_now(model), moments
-        assert not own.is_trusted
+        assert registered() == known and own._now is twin._NOBODY and not own.why_not_now(model), (
+            moments
+        )
+        assert not own.is_entered
     assert tried > 5

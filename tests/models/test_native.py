@@ -21,7 +21,7 @@ from anchorlens.models.twin import twin_of
 from anchorlens.passes import twin_for as choice
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.native_pass import Inside, NativePass
-from anchorlens.passes.twin_for import NeedsHooks, of_one_run, twin_for, why_not_native
+from anchorlens.passes.twin_for import of_one_run, twin_for, why_not_native
 from tests.models.test_matrix import bridge, processed_bridge
 from tests.references.architectures import ALL, BY_NAME
 from tests.references.comparison import batch_of, precise, tokenizer, weights_of
@@ -263,14 +263,14 @@ def test_a_model_that_changed_runs_with_hooks(name: str, byte_level: Any) -> Non
     (batch,) = questions(model, 2)
     run_pass(model, batch)
     assert twin_for(model, batch) is not None
-    with of_one_run(model):
+    with of_one_run(model, True):
         assert twin_for(model, batch) is not None
         CHANGES[name](model)
         # Settings are read again by the next run.
         at_once = name.startswith(("weights", "processed", "folded", "method"))
         assert (twin_for(model, batch) is None) == at_once
     assert twin_for(model, batch) is None
-    with of_one_run(model):
+    with of_one_run(model, True):
         assert twin_for(model, batch) is None
 
 
@@ -308,7 +308,7 @@ def test_native_passes_round_as_hooked_passes_do(name: str, dtype: torch.dtype) 
     model = bridge(weights, tokenizer())
     errors = list[dict[str, float]]()
     for is_native in (True, False):
-        with of_one_run(model) if is_native else twin_of(model).suspended():
+        with twin_of(model).entered() if is_native else twin_of(model).suspended():
             assert (twin_for(model, batch) is None) == (not is_native)
             found = reads_of(model, batch, [])
         squares = defaultdict[str, float](float)
@@ -343,22 +343,21 @@ def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
     if dtype == torch.float32:
         return
 
-    class FailsAtFirst(al.Accuracy):
-        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
-            if not hooked:
-                raise al.AnchorlensError("of the first try")
-            return super().contributions(batch, seen)
-
-    asked = [al.SaliencyFlows(), FailsAtFirst(), NoEffect(own_hook, hooked)]
-    found = al.run(model, batches, asked, **QUIET)
-    assert hooked == [True, False, False]  # the first batch is run again
-    flows = found["saliency_flows"].per_prompt
+    asked = [al.SaliencyFlows(), NoEffect(own_hook, hooked)]
+    flows = al.run(model, batches, asked, **QUIET)["saliency_flows"].per_prompt
+    assert hooked == [False, False]
     with twin_of(model).suspended():
         whole = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"].per_prompt
     assert torch.equal(flows, whole)
+
+    class Unnamed(NoEffect):
+        further = al.Question.further
+
+    with pytest.raises(al.errors.RunError, match=r"bfloat16 one with hooks .* own .*further"):
+        al.run(model, batches, [Unnamed(own_hook, [])], **QUIET)
     (left,) = questions(model, 3, padding_side="left")
     assert twin_for(model, left) is None
-    with of_one_run(model), pytest.raises(NeedsHooks):
+    with of_one_run(model, True), pytest.raises(al.errors.MetricError, match="on the left"):
         twin_for(model, left)
 
 
