@@ -21,7 +21,7 @@ from ..models.hooked import Hook, HookedModel, device_of
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
-from ..passes.forward import Watched, run_prefix
+from ..passes.forward import run_prefix
 from ..passes.observers import Layers
 from ..passes.provide import Observation, checked_reads, need_gradient
 from ..prompts.batch import PromptBatch
@@ -163,9 +163,8 @@ class ByScore(InOneLine):
         if need_gradient(checked_reads(layers, self, shared)):
             raise MetricError(f"{self.name} reads a gradient, but demonstrations have no loss")
         observed = Observation(layers, self, shared, slice(0, length))
-        observers = [(point, Watched(act, self.name)) for point, act in observed.hooks]
         with frozen_in_eval_mode(model):
-            cache = run_prefix(model, shared, hooks=hooks, observers=observers)
+            cache = run_prefix(model, shared, hooks=hooks, observers=observed.hooks)
         seen = observed.seen(torch.empty(1, 0, device="cpu"), None)
         scores = called("score", self.score, "keys and values, and what was read", cache, seen)
         fits = holds_numbers(scores) and scores.numel() and scores.shape[-1:] == (length,)

@@ -21,7 +21,7 @@ from ..prompts.edge_set import EdgeSet
 from ..results.contributions import Contributions
 from ..system import row_pieces as pieces
 from ..system.arguments import called, checked
-from ..system.devices import holds_numbers, widest
+from ..system.devices import holds_numbers, wide, widest
 from ..system.texts import described, name_of
 from .weights import EdgeWeights, Pattern, Values, Weight, WithValues, saliency, saliency_of_heads
 
@@ -355,11 +355,13 @@ def not_finite(weight: Callable[..., Any], is_finite: bool) -> NotFiniteError | 
 
 def row_pieces(pattern: Pattern, gradient: Pattern) -> Iterator[tuple[slice, Pattern, Pattern]]:
     """Rows, their pattern and their gradient, a few query rows at a time, in float32 or wider."""
+    for rows in slices_of(pattern):
+        yield rows, wide(pattern[:, :, rows]), wide(gradient[:, :, rows])
+
+
+def slices_of(pattern: Pattern) -> Sequence[slice]:
+    """The query rows of a pattern, a few at a time; all of a small one."""
     batch, heads, queries, keys = pattern.shape
     size = batch * heads * keys
-    is_one_piece = queries * size <= pieces.PIECE
-    for rows in [slice(0, queries)] if is_one_piece else pieces.row_slices(queries, size):
-        a, slope = pattern[:, :, rows], gradient[:, :, rows]
-        if slope.dtype.itemsize < 4:
-            a, slope = a.float(), slope.float()
-        yield rows, a, slope
+    is_small = queries * size <= pieces.PIECE
+    return [slice(0, queries)] if is_small else [*pieces.row_slices(queries, size)]

@@ -41,9 +41,34 @@ class InOneLine(KeepsRepr):
         return printable(f"{type(self).__name__}({options_in_short(self)})")
 
 
+class _OfAPass(InOneLine):
+    """What is read, as the ways to run a batch ask it; here the answers of what reads nothing."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What of the attention is needed."""
+        return frozenset()
+
+    @property
+    def is_one_for_all(self) -> bool:
+        """Whether what is read in shared tokens must be one for all prompts of a set."""
+        return False
+
+    def why_whole(self, owner: str) -> str:
+        """Why shared tokens cannot run once for it; empty if they can."""
+        return ""
+
+    def same_before(self, length: int, other: Any, prompts: Sequence[PromptBatch]) -> bool:
+        """Whether it reads before ``length`` in its prompts what another does in one prompt."""
+        return True
+
+    def check_positions(self, batch: PromptBatch, owner: str) -> None:
+        """Raise an error for positions that prompts do not have."""
+
+
 @checked
 @dataclass(frozen=True, eq=False)
-class At(InOneLine):
+class At(_OfAPass):
     """Numbers at a few positions of each prompt.
 
     Attributes:
@@ -98,6 +123,31 @@ class At(InOneLine):
         """What of the attention is needed."""
         return frozenset({self.what} & {*_OF_EDGES, QUERIES, KEYS})
 
+    @property
+    def is_one_for_all(self) -> bool:
+        """Whether what is read in shared tokens must be one for all prompts of a set: always."""
+        return True
+
+    def same_before(self, length: int, other: Any, prompts: Sequence[PromptBatch]) -> bool:
+        """Whether the same positions lie before ``length``, at the same places of the lists."""
+        whole, one = prompts
+        ours, theirs = self.columns(whole, ""), other.columns(one, "")
+        for own, known in zip(ours, theirs, strict=True):
+            if own is None or known is None:
+                continue
+            if own.shape[1] != known.shape[1]:
+                return False
+            inside = known < length
+            if ((own < length) != inside).any() or ((own != known) & inside).any():
+                return False
+            if own is ours[0] and not inside.any():  # the keys are those of later queries alone
+                return True
+        return True
+
+    def check_positions(self, batch: PromptBatch, owner: str) -> None:
+        """Raise an error for positions that prompts do not have."""
+        self.columns(batch, owner)
+
     def columns(self, batch: PromptBatch, owner: str) -> tuple[Columns, Columns | None]:
         """The positions of queries and keys in the columns of a batch, on the CPU."""
         queries = _columns(batch, owner, "queries", self.queries)
@@ -112,7 +162,7 @@ class At(InOneLine):
 
 @checked
 @dataclass(frozen=True, eq=False)
-class Sums(InOneLine):
+class Sums(_OfAPass):
     """A weight of edges, summed over sets of edges: [batch, layer, 1 + head, *sets].
 
     The first of the heads is the weight merged over all heads, the others that of each alone.
@@ -138,6 +188,20 @@ class Sums(InOneLine):
         of_values = {VALUES} if isinstance(self.weight, WithValues) else set[str]()
         return frozenset({PATTERN, SLOPE} | of_values)
 
+    @property
+    def is_one_for_all(self) -> bool:
+        """Whether sums in shared tokens must be one for all prompts: those of gradients are not."""
+        return SLOPE not in self.needs
+
+    def why_whole(self, owner: str) -> str:
+        """Why shared tokens cannot run once for it; empty if they can."""
+        is_whole = VALUES in self.needs
+        return f"{owner} needs the values of all tokens of each prompt" if is_whole else ""
+
+    def same_before(self, length: int, other: Any, prompts: Sequence[PromptBatch]) -> bool:
+        """Whether the first positions have the same edges."""
+        return not self.is_one_for_all or self.sets.begin_as(other.sets, length)
+
 
 @dataclass(frozen=True, eq=False)
 class Block(InOneLine):
@@ -160,7 +224,7 @@ class Block(InOneLine):
 
 @checked
 @dataclass(frozen=True, eq=False)
-class Blocks(InOneLine):
+class Blocks(_OfAPass):
     """What a function makes of blocks of the attention, added over the blocks of each layer.
 
     Attributes:
@@ -189,10 +253,15 @@ class Blocks(InOneLine):
         """What of the attention is needed."""
         return frozenset({PATTERN, SLOPE} if self.slope else {PATTERN})
 
+    def why_whole(self, owner: str) -> str:
+        """Why shared tokens cannot run once for it; empty if they can."""
+        is_whole = self.whole or not self.slope
+        return f"{owner} reads blocks of the pattern of each prompt" if is_whole else ""
+
 
 @checked
 @dataclass(frozen=True, eq=False)
-class Hooks:
+class Hooks(_OfAPass):
     """Hooks of TransformerLens, which see whole prompts.
 
     Attributes:
@@ -221,6 +290,10 @@ class Hooks:
     def needs(self) -> frozenset[str]:
         """What of the attention is needed: a gradient where there are hooks on one."""
         return frozenset({SLOPE} if self.backward_hooks else ())
+
+    def why_whole(self, owner: str) -> str:
+        """Why shared tokens cannot run once for it."""
+        return f"{owner} has hooks of its own, which see whole prompts"
 
 
 Read = At | Sums | Blocks | Hooks

@@ -105,4 +105,4 @@ def why_no_kernel(model: HookedModel, questions: Sequence[Question], batch: Prom
 def use_taps(taps: Sequence[SumsObserver], layer: int, tapped: Tapped) -> None:
     """Give each observer its sums of a layer."""
     for each in taps:
-        each.use_kernel(layer, tapped.key_class_sums)
+        each.use_classes(layer, tapped.key_class_sums)

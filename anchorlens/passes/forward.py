@@ -462,8 +462,7 @@ def _is_in_a_block(name: str | Callable[[str], bool]) -> bool:
 class Watched:
     """A hook that counts its calls, and raises an error with its owner's name if it edits a tensor.
 
-    PyTorch counts the edits of a tensor, but not those of its ``data``. So each tensor is also
-    compared before and after, until ``trusted`` is set: a batch has shown that nothing is changed.
+    Its ``data`` is compared until ``trusted`` is set: a batch has shown that nothing is changed.
     Without an owner it may change the run.
     """
 
@@ -480,26 +479,20 @@ class Watched:
             if changed is not None and isinstance(tensor, Tensor):
                 _refuse_another_kind(changed, tensor, hook)
             return changed
-        # By a checksum: a copy of a long prompt's pattern may be a gigabyte.
+        what = f"the tensor at {_point_of(hook)}"
         compares = self.trusted is not None and not self.trusted.is_set()
-        before = row_sums(tensor.detach()) if compares else None
-        # Private in torch, which has no public counter; tests/test_private_names.py verifies it.
-        version = tensor._version
-        try:
-            returned = self.act(tensor, hook=hook)
-        except RuntimeError as error:  # PyTorch raises it for edits of some tensors
-            if not ("modified inplace" in str(error) or "in-place operation" in str(error)):
-                raise
-            raise edited(self.owner, f"the tensor at {_point_of(hook)}") from error
+        with unedited(self.owner, what, tensor, compares=compares):
+            try:
+                returned = self.act(tensor, hook=hook)
+            except RuntimeError as error:  # PyTorch raises it for edits of some tensors
+                if not ("modified inplace" in str(error) or "in-place operation" in str(error)):
+                    raise
+                raise edited(self.owner, what) from error
         if returned is not None:
             raise HookError(
                 f"a hook of {self.owner} must return None, but its hook on {_point_of(hook)} "
                 "returned something; pass hooks that change the run as interventions (hooks=...)"
             )
-        if tensor._version != version:
-            raise edited(self.owner, f"the tensor at {_point_of(hook)}")
-        if before is not None and not np.array_equal(before, row_sums(tensor.detach())):
-            raise edited(self.owner, f"the data of the tensor at {_point_of(hook)}")
         return None
 
 
@@ -514,12 +507,21 @@ def _refuse_another_kind(changed: Any, tensor: Tensor, hook: Any) -> None:
 
 
 @contextmanager
-def unedited(owner: str, what: str, *tensors: Tensor) -> Iterator[None]:
-    """Raise an error with the owner's name if a tensor is edited inside."""
-    counted = [tensor for tensor in tensors if not tensor.is_inference()]  # others have no versions
-    before = [tensor._version for tensor in counted]
+def unedited(owner: str, what: str, *tensors: Tensor, compares: bool = False) -> Iterator[None]:
+    """Raise an error with the owner's name if a tensor is edited inside.
+
+    PyTorch counts edits, but not those of the ``data`` of a tensor, for which ``compares`` is.
+    """
+
+    def state() -> list[Any]:
+        # Private in torch, which has no public counter; tests/test_private_names.py verifies it.
+        versions = [each._version for each in tensors if not each.is_inference()]
+        # By a checksum: a copy of a long prompt's pattern may be a gigabyte.
+        return versions + ([row_sums(each.detach()) for each in tensors] if compares else [])
+
+    before = state()
     yield
-    if [tensor._version for tensor in counted] != before:
+    if not all(map(np.array_equal, state(), before)):
         raise edited(owner, what)
 
 

@@ -1,13 +1,17 @@
-"""What gets the numbers of one read in one pass: hooks, or a function of rows of A and dL/dA.
+"""What gets the numbers of one read in one pass.
 
-``provide.py`` makes one for each read of a metric. A pass runs the columns of whole prompts from
-``first`` on; those before it ran once for all prompts of a set, with observers of their own.
+1. ``provide.py`` makes an observer for each read of a metric. A pass runs certain columns of whole
+   prompts; those before them ran once for all prompts of a set, with observers of their own.
+2. A and dL/dA come a few query rows at a time (``use``): where the attention forms no pattern, and
+   also of whole patterns (``row_hooks``). All else is observed at its hook points.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import compress
 from math import lcm
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -17,24 +21,19 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..metrics import weights
-from ..metrics.edge_sums import EdgeSums, row_pieces
+from ..metrics.edge_sums import EdgeSums, slices_of, try_weight
 from ..metrics.reads import KEYS, PATTERN, QUERIES, SLOPE, VALUES, At, Block, Blocks, Hooks, Sums
-from ..metrics.weights import Pattern, Values
+from ..metrics.weights import Pattern, Values, WithValues
 from ..models.facts import Operands, facts_of, hooks_on_operands
-from ..models.head_outputs import of_one_width, transformed_values
-from ..models.hooked import (
-    Hook,
-    HookedModel,
-    pattern_name,
-    values_name,
-)
+from ..models.head_outputs import of_one_width, require_transformed_values, transformed_values
+from ..models.hooked import Hook, HookedModel, pattern_name, values_name
 from ..models.tiny_pass import logits_of, tiny_passes, tiny_tokens
 from ..prompts.batch import PromptBatch
 from ..system.arguments import called
 from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, on_one_device, sent, wide
 from ..system.texts import described
-from .forward import edited
+from .forward import Watched, edited, unedited
 
 Shared = Float[Tensor, "_ head query key"]  # one pattern for the gradients of several prompts
 Use = Callable[[int, Shared, Pattern], None]
@@ -47,6 +46,8 @@ class Layers:
     count: int
     n_heads: int
     model: HookedModel | None = None
+    # Set when a batch has shown that no code of a user edits what it gets.
+    trusted: Event = field(default_factory=Event)
 
     @classmethod
     def of(cls, model: HookedModel) -> "Layers":
@@ -122,36 +123,32 @@ def product_hooks(
     return layers.hooks_at(layers.patterns, store), layers.hooks_at(layers.patterns, multiply)
 
 
-def value_product_hooks(
-    layers: Layers, owner: str, use: Callable[[int, Pattern, Pattern, Values], None]
-) -> tuple[list[Hook], list[Hook]]:
-    """As ``product_hooks``, but ``use`` also gets the values, as ``WithValues`` describes them."""
-    values: dict[int, Tensor] = {}
-    model = layers.needed(owner)
-
-    def store(layer: int, of_layer: Tensor) -> None:
-        values[layer] = of_layer.detach()
-
-    def use_with_values(layer: int, pattern: Pattern, gradient: Pattern) -> None:
-        use(layer, pattern, gradient, transformed_values(model, layer, values.pop(layer)))
-
-    hooks, backward_hooks = product_hooks(layers, use_with_values)
-    points = [values_name(layer) for layer in range(layers.count)]
-    return [*hooks, *layers.hooks_at(points, store)], backward_hooks
-
-
 class Observer:
-    """The observer of a read that needs nothing of a pass; of shared tokens also ``begin``."""
+    """The observer of a read: what gets numbers of a pass, and what was found in the end."""
 
-    hooks: Sequence[Hook] = ()
-    backward_hooks: Sequence[Hook] = ()
+    takes_rows = True  # of A and dL/dA
+    is_whole = False  # those of a layer come at once
     runs_user_code = False  # which may edit what it gets
+    hooks: Sequence[Hook] = ()  # at other hook points
+    backward_hooks: Sequence[Hook] = ()
+
+    def __init__(
+        self, layers: Layers, read: Any, owner: str, batch: PromptBatch, columns: slice
+    ) -> None:
+        self.layers, self.owner, self.needs = layers, owner, read.needs
+        self.begin(read)
+
+    @staticmethod
+    def check(layers: Layers, read: Any, owner: str, batch: PromptBatch) -> None:
+        """Raise an error, before the model runs, where it does not show what is read."""
 
     def begin(self, read: Any) -> None:
-        """Of shared tokens: what is read of the batch whose gradients come next."""
+        """What is read; of shared tokens again for each batch whose gradients come next."""
 
-    def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
-        """Get rows of A and dL/dA, in float32 or wider, where no pattern is formed."""
+    def use(
+        self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
+    ) -> None:
+        """Get A and dL/dA of some query rows and the keys that they see, in any precision."""
 
     def found(self) -> Any:
         """What was observed in the pass."""
@@ -169,13 +166,83 @@ class Observer:
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class Readers:
+    """The observers of a question that get rows of A and dL/dA."""
+
+    owner: str
+    observers: Sequence[Observer]
+    trusted: Event
+
+    def use(
+        self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
+    ) -> None:
+        """Hand rows to each observer; an error if what it runs edits them."""
+        for each in self.observers:
+            if not each.runs_user_code:
+                each.use(layer, rows, keys, a, slope, *values)
+                continue
+            # Of a copy in float32 no tensor of the model would tell that it was edited.
+            given = wide(a), wide(slope), *values
+            compares = not self.trusted.is_set()
+            with unedited(f"metric {self.owner!r}", "A or dL/dA", *given, compares=compares):
+                each.use(layer, rows, keys, *given)
+
+
+def row_hooks(
+    layers: Layers, readers: Readers, first: int, *, free_later: bool
+) -> tuple[list[Hook], list[Hook]]:
+    """Hooks that hand patterns on in rows, and to what needs gradients when these arrive.
+
+    ``first`` is the position of the first query row. See ``product_hooks`` for ``free_later``.
+    """
+
+    def those(later: bool, whole: bool) -> Readers:
+        each_kind = [(SLOPE in each.needs, each.is_whole) for each in readers.observers]
+        chosen = compress(readers.observers, (kind == (later, whole) for kind in each_kind))
+        return replace(readers, observers=[*chosen])
+
+    at_once, whole, later = those(False, False), those(False, True), those(True, False)
+    of_values = any(VALUES in each.needs for each in later.observers)
+    values: dict[int, Tensor] = {}
+
+    def hand_on(to: Readers, layer: int, pattern: Pattern, slope: Pattern, *values: Values) -> None:
+        keys = slice(0, pattern.shape[3])
+        for rows in [slice(0, pattern.shape[2])] if to is whole else slices_of(pattern):
+            queries = slice(first + rows.start, first + rows.stop)
+            to.use(layer, queries, keys, pattern[:, :, rows], slope[:, :, rows], *values)
+
+    def use_pattern(layer: int, pattern: Tensor) -> None:
+        for each in (whole, at_once):
+            if each.observers:
+                hand_on(each, layer, pattern.detach(), pattern.detach())
+
+    def use_product(layer: int, pattern: Shared, slope: Pattern) -> None:
+        model = layers.needed(readers.owner) if of_values else None
+        of_layer = [transformed_values(model, layer, values.pop(layer))] if model else []
+        hand_on(later, layer, pattern.expand_as(slope), slope, *of_layer)
+
+    shows = whole.observers or at_once.observers
+    hooks = layers.hooks_at(layers.patterns, use_pattern) if shows else []
+    if not later.observers:
+        return hooks, []
+    storing, backward = product_hooks(layers, use_product, free_later=free_later)
+    if of_values:
+        points = [values_name(layer) for layer in range(layers.count)]
+        storing += layers.hooks_at(points, lambda n, each: values.update({n: each.detach()}))
+    return [*hooks, *storing], backward
+
+
 class HooksObserver(Observer):
     """Hooks of the user."""
 
-    runs_user_code = True
+    takes_rows, runs_user_code = False, True
 
-    def __init__(self, read: Hooks) -> None:
-        self._found, self.hooks, self.backward_hooks = read.found, read.hooks, read.backward_hooks
+    def begin(self, read: Hooks) -> None:
+        self._found, trusted = read.found, self.layers.trusted
+        watched = partial(Watched, owner=f"metric {self.owner!r}", trusted=trusted, is_users=True)
+        self.hooks = [(name, watched(act)) for name, act in read.hooks]
+        self.backward_hooks = [(name, watched(act)) for name, act in read.backward_hooks]
 
     def found(self) -> Any:
         return self._found
@@ -184,32 +251,24 @@ class HooksObserver(Observer):
 class SumsObserver(Observer):
     """Sums of a weight over sets of edges."""
 
-    def __init__(self, layers: Layers, read: Sums, owner: str, first: int, shared: bool) -> None:
-        self._owner, self._first = owner, first
-        self.runs_user_code = read.weight.__module__ != weights.__name__
-        self.begin(read)
-        if VALUES in read.needs:
-            self.hooks, self.backward_hooks = value_product_hooks(layers, owner, self._add)
-        elif SLOPE in read.needs:
-            self.hooks, self.backward_hooks = product_hooks(layers, self._add, free_later=shared)
+    @staticmethod
+    def check(layers: Layers, read: Sums, owner: str, batch: PromptBatch) -> None:
+        if isinstance(read.weight, WithValues):
+            require_transformed_values(layers.needed(owner))
         else:
-            self.hooks = layers.hooks_at(layers.patterns, self._add_pattern)
+            try_weight(read.weight, layers.n_heads, batch)
 
-    def begin(self, read: Any) -> None:
+    def begin(self, read: Sums) -> None:
+        self.runs_user_code = read.weight.__module__ != weights.__name__
         self._sums = EdgeSums(read.sets, read.weight)
 
-    def _add(self, layer: int, pattern: Shared, slope: Pattern, *values: Values) -> None:
-        version = pattern._version
-        self._sums.add(layer, pattern, slope, *values, first=self._first)
-        _refuse_edit(self._owner, pattern, version)
+    def use(
+        self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
+    ) -> None:
+        of_values = values if VALUES in self.needs else ()
+        self._sums.add_rows(layer, rows, keys, wide(a), wide(slope), *of_values)
 
-    def _add_pattern(self, layer: int, pattern: Tensor) -> None:
-        self._add(layer, pattern.detach(), pattern.detach())  # the weight uses the first alone
-
-    def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
-        self._sums.add_rows(layer, rows, keys, a, slope)
-
-    def use_kernel(self, layer: int, sums_of: Callable[[Tensor, int, Any], Tensor]) -> None:
+    def use_classes(self, layer: int, sums_of: Callable[[Tensor, int, Any], Tensor]) -> None:
         """Get sums of a layer, from a function of classes of keys, their number and the weight."""
         classes = self._sums.sets.key_classes()
         assert classes is not None  # see ``why_no_kernel``
@@ -225,57 +284,39 @@ class BlocksObserver(Observer):
     runs_user_code = True
 
     def __init__(
-        self, layers: Layers, read: Blocks, owner: str, batch: PromptBatch, first: int, shared: bool
+        self, layers: Layers, read: Blocks, owner: str, batch: PromptBatch, columns: slice
     ) -> None:
-        self._owner, self._first = owner, first
         padding = ~batch.attention_mask
         self._padding = padding if (~batch.on_cpu.attention_mask).any() else None
-        self.begin(read)
-        if read.slope:
-            self.hooks, self.backward_hooks = product_hooks(layers, self._add, free_later=shared)
-        else:
-            self.hooks = layers.hooks_at(layers.patterns, self._add_pattern)
+        super().__init__(layers, read, owner, batch, columns)
 
-    def begin(self, read: Any) -> None:
-        self._read: Blocks = read
+    def begin(self, read: Blocks) -> None:
+        self._read, self.is_whole = read, read.whole
         self._of_layers: dict[int, Tensor] = {}
 
-    def _add(self, layer: int, pattern: Shared, slope: Pattern) -> None:
-        version = pattern._version
-        for rows, a, of_rows in row_pieces(pattern.expand_as(slope), slope):
-            queries = slice(self._first + rows.start, self._first + rows.stop)
-            self.use_rows(layer, queries, slice(0, a.shape[3]), a, of_rows)
-        _refuse_edit(self._owner, pattern, version)
-
-    def _add_pattern(self, layer: int, pattern: Tensor) -> None:
-        a = pattern.detach()
-        if not self._read.whole:
-            self._add(layer, a, a)
-            return
-        end = self._first + a.shape[2]
-        self.use_rows(layer, slice(self._first, end), slice(0, a.shape[3]), wide(a), wide(a))
-
-    def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
+    def use(
+        self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
+    ) -> None:
         if self._padding is not None:
             padding = self._padding[:, None, rows, None].to(a.device)
             a, slope = (each.masked_fill(padding, 0) for each in (a, slope))
-        copies = [] if self._padding is None else [a, slope]  # which no hook watches
+        copies = [] if self._padding is None else [a, slope]  # which nothing else watches
         before = [row_sums(each.detach()) for each in copies]
         block = Block(layer, rows, keys, a, slope if self._read.slope else None)
-        made: Any = called(f"a function of {self._owner}", self._read.of, "a block", block)
+        made: Any = called(f"a function of {self.owner}", self._read.of, "a block", block)
         if not all(map(np.array_equal, [row_sums(each.detach()) for each in copies], before)):
-            raise edited(f"metric {self._owner!r}", "A or dL/dA")
+            raise edited(f"metric {self.owner!r}", "A or dL/dA")
         first = next(iter(self._of_layers.values()), made)
         if not holds_numbers(made) or made.shape[:1] != a.shape[:1] or made.shape != first.shape:
             raise MetricError(
                 f"a function of blocks gives a tensor [batch, ...] for {len(a)} prompts, always of "
-                f"one shape; that of {self._owner} gave {described(made)}"
+                f"one shape; that of {self.owner} gave {described(made)}"
             )
         others = self._of_layers.get(layer)
         self._of_layers[layer] = made.detach() if others is None else others + made.detach()
 
     def found(self) -> Tensor:
-        return _by_layer(self._owner, self._of_layers)
+        return _by_layer(self.owner, self._of_layers)
 
 
 class AtObserver(Observer):
@@ -284,57 +325,36 @@ class AtObserver(Observer):
     def __init__(
         self, layers: Layers, read: At, owner: str, batch: PromptBatch, columns: slice
     ) -> None:
-        self._read, self._owner, self._length = read, owner, batch.tokens.shape[1]
+        super().__init__(layers, read, owner, batch, columns)
+        self._read, self._length = read, batch.tokens.shape[1]
         self._of_layers: dict[int, Tensor] = {}
-        self._attended: dict[int, Tensor] = {}  # keys of slopes, where the pattern is not 0
-        self._sent: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
-        self._places: dict[Any, _Places] = {}  # the same for all layers of a device
+        self._rows: dict[torch.device, Tensor] = {}
+        self._places: dict[Any, _Places | None] = {}  # the same for all layers of a device
         self._dtypes: set[torch.dtype] = set()
         queries, keys = read.columns(batch, owner)
         inside = (queries >= columns.start) & (queries < columns.stop)
         self.places = inside[0].nonzero().flatten()  # the same in all prompts, see ``begins_as``
+        self.takes_rows = bool(read.needs & {PATTERN, SLOPE}) and len(self.places) > 0
         if not len(self.places):
             return
-        self._first, self._stop = columns.start, columns.stop
+        self._stop = columns.stop
         self._queries = queries[:, self.places]
         self._keys = keys[:, self.places] if read.pairs and keys is not None else keys
-        if read.what == SLOPE:
-            self.hooks = layers.hooks_at(layers.patterns, self._add_attended)
-            self.backward_hooks = layers.hooks_at(layers.patterns, self._add_rows)
-        elif read.what == PATTERN:
-            self.hooks = layers.hooks_at(layers.patterns, self._add_rows)
-        elif read.what in (QUERIES, KEYS):
+        if read.what in (QUERIES, KEYS):
             operands, of_keys = layers.operands(owner), read.what == KEYS
             self._key_heads = lcm(*(each.key_heads for each in operands))
             self.hooks = hooks_on_operands(operands, self._add_heads, of_keys=of_keys)
-        else:
+        elif not self.takes_rows:
             points = [read.what.format(layer) for layer in range(layers.count)]
             self.hooks = layers.hooks_at(points, self._add_states)
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """The rows of the pass and the keys, which go to a device once for all layers there."""
-        if device not in self._sent:
-            keys = None if self._keys is None else sent(self._keys, device)
-            self._sent[device] = sent(self._queries - self._first, device), keys
-        return self._sent[device]
-
-    def _add_attended(self, layer: int, pattern: Tensor) -> None:
-        self._attended[layer] = self._chosen(pattern) != 0
-
-    def _chosen(self, table: Tensor) -> Tensor:
-        key = table.device, len(table), table.shape[3]
-        if key not in self._places:
-            self._places[key] = _Places.of(table, *self._on(table.device))
-        return self._places[key].numbers(table.detach(), self._read.pairs)
-
-    def _add_rows(self, layer: int, table: Tensor) -> None:
-        self._dtypes.add(table.dtype)
-        numbers = self._chosen(table)
-        if self._read.what == SLOPE:
-            numbers = numbers * self._attended[layer]
-        if self._keys is None:
-            numbers = _padded(numbers, 0, self._length - numbers.shape[-1])
-        self._of_layers[layer] = numbers
+    @staticmethod
+    def check(layers: Layers, read: At, owner: str, batch: PromptBatch) -> None:
+        read.columns(batch, owner)
+        if read.needs & {QUERIES, KEYS}:
+            layers.operands(owner)
+        elif not read.needs and layers.model is not None:
+            layers.require_alike(read.what, owner)
 
     def _add_heads(self, layer: int, heads: Tensor) -> None:
         self._add_states(layer, heads.transpose(1, 2))
@@ -345,34 +365,36 @@ class AtObserver(Observer):
 
     def _add_states(self, layer: int, states: Tensor) -> None:
         self._dtypes.add(states.dtype)
+        if states.device not in self._rows:
+            self._rows[states.device] = sent(self._queries - self._stop, states.device)
         # Keys of a cache may stand before those of the columns that run.
-        rows = self._on(states.device)[0] + self._first - self._stop + states.shape[1]
+        rows = self._rows[states.device] + states.shape[1]
         prompts = torch.arange(len(rows), device=rows.device)[:, None]
         self._of_layers[layer] = states.detach()[prompts, rows]
 
-    def use_rows(self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern) -> None:
-        table = slope if self._read.what == SLOPE else a
-        if not ((self._queries >= rows.start) & (self._queries < rows.stop)).any():
+    def use(
+        self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
+    ) -> None:
+        key = rows.start, keys.start, tuple(a.shape), a.device
+        if key not in self._places:
+            self._places[key] = _Places.of(self._queries, self._keys, rows, keys, a)
+        if (places := self._places[key]) is None:
             return
+        table = slope if self._read.what == SLOPE else a
         self._dtypes.add(table.dtype)
-        of_pass, columns = self._on(table.device)
-        row = of_pass + self._first - rows.start
-        inside = (row >= 0) & (row < table.shape[2])
-        row = row.clamp(0, table.shape[2] - 1)
-        columns = None if columns is None else columns - keys.start
-        places = _Places.of(table, row, columns)
-        numbers = places.numbers(table, self._read.pairs)
+        numbers = places.numbers(table.detach(), self._read.pairs)
         if table is slope:
             numbers = numbers * (places.numbers(a, self._read.pairs) != 0)
-        if columns is None:
+        if self._keys is None:
             numbers = _padded(numbers, keys.start, self._length - keys.start - table.shape[3])
-        shape = (len(inside), 1, inside.shape[1], *[1] * (numbers.ndim - 3))
-        numbers = numbers * inside.view(shape)
+        if places.inside is not None:
+            inside = places.inside
+            numbers *= inside.view(len(inside), 1, -1, *[1] * (numbers.ndim - 3))
         before = self._of_layers.get(layer)
         self._of_layers[layer] = numbers if before is None else before + numbers
 
     def found(self) -> Tensor | None:
-        return wide(_by_layer(self._owner, self._of_layers)) if len(self.places) else None
+        return wide(_by_layer(self.owner, self._of_layers)) if len(self.places) else None
 
     def after(self, shared: Observer, count: int) -> Any:
         before, after = shared.found(), self.found()
@@ -391,19 +413,18 @@ class AtObserver(Observer):
     @property
     def _axis(self) -> int:
         """Where the chosen positions are: [batch, layer, (head,) chosen, ...]."""
-        return 3 if self._read.needs else 2
+        return 3 if self.needs else 2
 
     def dtype(self) -> torch.dtype | None:
         return max(self._dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
-def _refuse_edit(owner: str, pattern: Tensor, version: int) -> None:
-    """Raise an error if a weight or a function of blocks edited the pattern.
+_OBSERVERS = {At: AtObserver, Sums: SumsObserver, Blocks: BlocksObserver, Hooks: HooksObserver}
 
-    The hook that calls it is watched too, but gets the slope alone.
-    """
-    if pattern._version != version:
-        raise edited(f"metric {owner!r}", "A or dL/dA")
+
+def observer_of(read: Any) -> type[Observer]:
+    """The class that observes a kind of read."""
+    return next(made for kind, made in _OBSERVERS.items() if isinstance(read, kind))
 
 
 @dataclass(frozen=True, eq=False)
@@ -414,17 +435,27 @@ class _Places:
     rows: Tensor
     keys: Tensor | None  # None for all
     has: Tensor | None  # False for keys that the tables have not
+    inside: Tensor | None  # False for chosen rows that the tables have not; None if they have all
 
     @classmethod
-    def of(cls, table: Tensor, rows: Tensor, keys: Tensor | None) -> "_Places":
+    def of(
+        cls, queries: Tensor, chosen: Tensor | None, rows: slice, keys: slice, table: Tensor
+    ) -> "_Places | None":
+        """Those of a table of these rows and keys; None if it has no chosen row."""
+        inside = (queries >= rows.start) & (queries < rows.stop)
+        if not inside.any():
+            return None
         # Shared tokens ran for one prompt, but have slopes of all.
-        rows = rows.expand(len(table), -1)
-        prompts = torch.arange(len(rows), device=rows.device)[:, None]
-        if keys is None:
-            return cls(prompts, rows, None, None)
-        keys = keys.expand(len(table), -1)
-        has = (keys >= 0) & (keys < table.shape[3])
-        return cls(prompts, rows, keys.clamp(0, table.shape[3] - 1), has)
+        count, device = len(table), table.device
+        all_inside = None if inside.all() else sent(inside, device).expand(count, -1)
+        row = (queries - rows.start).clamp(0, table.shape[2] - 1)
+        row = sent(row, device).expand(count, -1)
+        prompts = torch.arange(count, device=device)[:, None]
+        if chosen is None:
+            return cls(prompts, row, None, None, all_inside)
+        key = sent(chosen - keys.start, device).expand(count, -1)
+        has = (key >= 0) & (key < table.shape[3])
+        return cls(prompts, row, key.clamp(0, table.shape[3] - 1), has, all_inside)
 
     def numbers(self, table: Tensor, pairs: bool) -> Tensor:
         """Numbers of a pattern or slope: [batch, head, chosen(, key)]; 0 at keys that it lacks."""

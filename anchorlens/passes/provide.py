@@ -7,45 +7,19 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from threading import Event
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..errors import MetricError
-from ..metrics.edge_sums import try_weight
 from ..metrics.question import Question
-from ..metrics.reads import (
-    KEYS,
-    PATTERN,
-    QUERIES,
-    SLOPE,
-    VALUES,
-    At,
-    Blocks,
-    Hooks,
-    Read,
-    Reads,
-    Seen,
-    Sums,
-    needs_of,
-)
-from ..metrics.weights import WithValues
-from ..models.head_outputs import require_transformed_values
-from ..models.hooked import Hook, check_fits, refuse_folded_value_biases
+from ..metrics.reads import SLOPE, VALUES, Read, Reads, Seen, needs_of
+from ..models.hooked import check_fits, refuse_folded_value_biases
 from ..prompts.batch import PromptBatch
 from ..system.texts import described
-from .forward import Watched, any_loss, unedited
-from .observers import (
-    AtObserver,
-    BlocksObserver,
-    HooksObserver,
-    Layers,
-    Observer,
-    SumsObserver,
-)
+from .forward import any_loss
+from .observers import Layers, Readers, observer_of, row_hooks
 
 
 @runtime_checkable
@@ -59,7 +33,14 @@ class Reader(Protocol):
 
 
 class Observation:
-    """What a question observes in a pass over a batch, after what was observed in shared tokens."""
+    """What a question observes in a pass over a batch, after what was observed in shared tokens.
+
+    Attributes:
+        hooks: Forward hooks, which change nothing; with patterns cut into rows.
+        backward_hooks: Hooks on the gradients of hook points' outputs.
+        readers: What gets rows of A and dL/dA.
+        beside: What observes at other hook points.
+    """
 
     def __init__(
         self,
@@ -72,11 +53,28 @@ class Observation:
     ) -> None:
         self.layers, self.question, self.before = layers, question, before
         self.reads = reads_of(question, whole)
-        self._observers = _observers(layers, self.reads, question.name, whole, columns, is_shared)
+        owner, start = question.name, columns.start
+        self._observers = {
+            name: observer_of(read)(layers, read, owner, whole, columns)
+            for name, read in self.reads.items()
+        }
+        observers = [*self._observers.values()]
+        rows = [each for each in observers if each.takes_rows]
+        self.readers = Readers(owner, rows, layers.trusted)
+        self.beside = [each for each in observers if not each.takes_rows]
+        hooks, slopes = row_hooks(layers, self.readers, start, free_later=is_shared)
+        self.hooks = [*hooks, *(hook for each in self.beside for hook in each.hooks)]
+        self.backward_hooks = [*slopes, *(h for each in self.beside for h in each.backward_hooks)]
         if before is not None:
             for name, read in self.reads.items():
                 if SLOPE in read.needs:  # which comes again with each batch
                     before._observers[name].begin(read)
+
+    @property
+    def rows_are_enough(self) -> bool:
+        """Whether rows of A and dL/dA are enough for what reads patterns, in whole prompts."""
+        whole = (each.is_whole or VALUES in each.needs for each in self.readers.observers)
+        return not any(whole)
 
     @classmethod
     def of(
@@ -96,31 +94,6 @@ class Observation:
         one = batch.whole().prompt(0)
         return cls(layers, question, one, slice(0, batch.first_query), is_shared=True)
 
-    @property
-    def observers(self) -> list[Observer]:
-        """What observes, one for each read."""
-        return [*self._observers.values()]
-
-    @property
-    def of_rows(self) -> list[Observer]:
-        """What observes rows of A and dL/dA where no pattern is formed."""
-        return [self._observers[name] for name, read in self.reads.items() if _is_of_rows(read)]
-
-    @property
-    def beside_rows(self) -> list[Observer]:
-        """What observes hook points also there."""
-        return [self._observers[name] for name, read in self.reads.items() if not _is_of_rows(read)]
-
-    @property
-    def hooks(self) -> list[Hook]:
-        """Forward hooks, which change nothing."""
-        return [hook for each in self.observers for hook in each.hooks]
-
-    @property
-    def backward_hooks(self) -> list[Hook]:
-        """Hooks on the gradients of hook points' outputs."""
-        return [hook for each in self.observers for hook in each.backward_hooks]
-
     def seen(self, logits: Tensor, clean: Tensor | None) -> Seen:
         """What was read, of every prompt, with copies of the logits for this question alone."""
         found, dtypes = dict[str, Any](), dict[str, torch.dtype]()
@@ -134,27 +107,6 @@ class Observation:
                 dtypes[name] = max(known, key=lambda dtype: torch.finfo(dtype).eps)
         clean = None if clean is None else clean.clone()
         return Seen(self.reads, found, dtypes, logits.clone(), clean, self.layers.n_heads)
-
-
-def _observers(
-    layers: Layers,
-    reads: Reads,
-    owner: str,
-    batch: PromptBatch,
-    columns: slice,
-    shared: bool,
-) -> dict[str, Observer]:
-    made: dict[str, Observer] = {}
-    for name, read in reads.items():
-        if isinstance(read, At):
-            made[name] = AtObserver(layers, read, owner, batch, columns)
-        elif isinstance(read, Sums):
-            made[name] = SumsObserver(layers, read, owner, columns.start, shared)
-        elif isinstance(read, Blocks):
-            made[name] = BlocksObserver(layers, read, owner, batch, columns.start, shared)
-        else:
-            made[name] = HooksObserver(read) if isinstance(read, Hooks) else Observer()
-    return made
 
 
 def reads_of(question: Reader, batch: PromptBatch) -> Reads:
@@ -176,16 +128,7 @@ def checked_reads(layers: Layers, question: Reader, batch: PromptBatch) -> Reads
     if layers.model is not None and needs_of(reads) & {SLOPE, VALUES}:
         refuse_folded_value_biases(layers.model)
     for read in reads.values():
-        if isinstance(read, At):
-            read.columns(batch, question.name)
-            if read.needs & {QUERIES, KEYS}:
-                layers.operands(question.name)
-            elif not read.needs and layers.model is not None:
-                layers.require_alike(read.what, question.name)
-        elif isinstance(read, Sums) and isinstance(read.weight, WithValues):
-            require_transformed_values(layers.needed(question.name))
-        elif isinstance(read, Sums):
-            try_weight(read.weight, layers.n_heads, batch)
+        observer_of(read).check(layers, read, question.name, batch)
     return reads
 
 
@@ -194,39 +137,16 @@ def need_gradient(reads: Reads) -> bool:
     return SLOPE in needs_of(reads)
 
 
-def why_hooks_are_whole(name: str, reads: Reads) -> str:
-    """Why the hooks of a question do not act in shared tokens; empty if it has none."""
-    has_hooks = any(isinstance(read, Hooks) for read in reads.values())
-    return f"{name} has hooks of its own, which see whole prompts" if has_hooks else ""
-
-
-def why_whole(name: str, reads: Reads) -> str:
+def why_whole(owner: str, reads: Reads) -> str:
     """Why shared tokens cannot run once for what a question reads; empty if they can."""
-    if reason := why_hooks_are_whole(name, reads):
-        return reason
-    for read in reads.values():
-        if isinstance(read, Sums) and VALUES in read.needs:
-            return f"{name} needs the values of all tokens of each prompt"
-        if isinstance(read, Blocks) and (read.whole or not read.slope):
-            return f"{name} reads blocks of the pattern of each prompt"
-    return ""
+    return next(filter(None, (read.why_whole(owner) for read in reads.values())), "")
 
 
-def check_columns(question: Question, batches: Sequence[PromptBatch], first: Reads) -> None:
-    """Raise an error for wrong positions in any batch; ``first`` is what is read of the first."""
-    if any(isinstance(read, At) for read in first.values()):
-        for batch in batches[1:]:
-            for read in reads_of(question, batch.whole()).values():
-                if isinstance(read, At):
-                    read.columns(batch, question.name)
-
-
-def may_differ_at_the_start(reads: Reads) -> bool:
-    """Whether what is read in shared tokens could differ between prompts of a set."""
-    return any(
-        isinstance(read, At) or (isinstance(read, Sums) and SLOPE not in read.needs)
-        for read in reads.values()
-    )
+def check_columns(question: Question, batches: Sequence[PromptBatch]) -> None:
+    """Raise an error for wrong positions in any batch but the first, which was checked."""
+    for batch in batches[1:]:
+        for read in reads_of(question, batch.whole()).values():
+            read.check_positions(batch, question.name)
 
 
 def begins_as(question: Question, batch: PromptBatch, first: PromptBatch) -> bool:
@@ -234,89 +154,35 @@ def begins_as(question: Question, batch: PromptBatch, first: PromptBatch) -> boo
 
     ``first`` is a prompt of the same set. What needs a gradient is taken from each batch anew.
     """
-    whole, one, length = batch.whole(), first.whole().prompt(0), batch.first_query
-    others = reads_of(question, one)
-    for name, read in reads_of(question, whole).items():
-        other = others.get(name)
-        if isinstance(read, At) and isinstance(other, At):
-            columns = read.columns(whole, question.name), other.columns(one, question.name)
-            if not _columns_begin_as(*columns, length):
-                return False
-        elif (
-            isinstance(read, Sums)
-            and isinstance(other, Sums)
-            and SLOPE not in read.needs
-            and not read.sets.begin_as(other.sets, length)
-        ):
-            return False
-    return True
-
-
-def _columns_begin_as(
-    ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None], length: int
-) -> bool:
-    """Whether the same positions lie before ``length``, at the same places of the lists."""
-    for own, other in zip(ours, theirs, strict=True):
-        if own is None or other is None:
-            continue
-        if own.shape[1] != other.shape[1]:
-            return False
-        inside = other < length
-        if ((own < length) != inside).any() or ((own != other) & inside).any():
-            return False
-        if own is ours[0] and not inside.any():  # the keys are those of later queries alone
-            return True
-    return True
-
-
-def _is_of_rows(read: Read) -> bool:
-    """Whether rows of A and dL/dA are enough for a read, where no pattern is formed."""
-    return (
-        (isinstance(read, At) and bool(read.needs & {PATTERN, SLOPE}))
-        or (isinstance(read, Sums) and VALUES not in read.needs)
-        or (isinstance(read, Blocks) and not read.whole)
+    whole, one = batch.whole(), first.whole().prompt(0)
+    ours, theirs = reads_of(question, whole), reads_of(question, one)
+    return all(
+        read.same_before(batch.first_query, theirs[name], (whole, one))
+        for name, read in ours.items()
+        if name in theirs
     )
 
 
-def by_hooks(
-    observations: Sequence[Observation],
-    trusted: Event,
-    of: Callable[[Observation], Sequence[Observer]] = lambda each: each.observers,
-) -> dict[str, Any]:
+def by_hooks(observations: Sequence[Observation]) -> dict[str, Any]:
     """Options of a pass in which questions observe hook points, and change nothing for others."""
-    forward: list[Hook] = []
-    backward: list[Hook] = []
-    for of_one in observations:
-        for observer in of(of_one):
-            watched = partial(
-                Watched,
-                owner=f"metric {of_one.question.name!r}",
-                trusted=trusted if observer.runs_user_code else None,
-                is_users=isinstance(observer, HooksObserver),
-            )
-            forward += [(name, watched(act)) for name, act in observer.hooks]
-            backward += [(name, watched(act)) for name, act in observer.backward_hooks]
+    forward = [hook for each in observations for hook in each.hooks]
+    backward = [hook for each in observations for hook in each.backward_hooks]
     return {"observers": forward, "backward_hooks": backward}
 
 
-def by_rows(
-    observations: Sequence[Observation], trusted: Event, *, has_kernel: bool
-) -> dict[str, Any]:
+def by_rows(observations: Sequence[Observation], *, has_kernel: bool) -> dict[str, Any]:
     """Options of a pass with a fused attention, in which questions get a few query rows at a time.
 
     What they read outside of patterns they observe at hook points. With ``has_kernel`` a kernel
     sums over edges, as ``why_no_kernel`` allows it.
     """
-    of_rows = [(f"metric {each.question.name!r}", each.of_rows) for each in observations]
 
     def use(layer: int, rows: slice, keys: slice, a: Tensor, slope: Tensor) -> None:
-        for owner, observers in of_rows:
-            with unedited(owner, "A or dL/dA", a, slope):
-                for each in observers:
-                    each.use_rows(layer, rows, keys, a, slope)
+        for each in observations:
+            each.readers.use(layer, rows, keys, a, slope)
 
-    taps = [each for _, observers in of_rows for each in observers] if has_kernel else []
+    taps = [tap for each in observations for tap in each.readers.observers] if has_kernel else []
     # Rows are formed on the way back.
     needed = {} if any(need_gradient(each.reads) for each in observations) else {"loss": any_loss}
-    beside = by_hooks(observations, trusted, lambda each: each.beside_rows)
-    return {"use": use, "taps": taps, **needed, **beside}
+    beside = [hook for of_one in observations for each in of_one.beside for hook in each.hooks]
+    return {"use": use, "taps": taps, **needed, "observers": beside}

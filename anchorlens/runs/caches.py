@@ -24,7 +24,6 @@ from ..models.hooked import (
     check_fits,
     pattern_name,
 )
-from ..passes.forward import Watched
 from ..passes.observers import Layers, needs_model
 from ..passes.provide import Observation, checked_reads
 from ..prompts.batch import PromptBatch, check_prompts
@@ -313,12 +312,11 @@ def _show(
 ) -> None:
     """Pass to each hook the tensor that it would have seen."""
     for name, act in hooks:
-        watched = Watched(act, owner)
         points = [name] if isinstance(name, str) else _points(name, cache)
         for point in points:
             tensor = cache.get(point + suffix)
             _require_fit(tensor, cache.get(point), point + suffix, owner, batch, number)
-            watched(tensor.detach(), SimpleNamespace(name=point))  # type: ignore[union-attr]
+            act(tensor.detach(), hook=SimpleNamespace(name=point))  # type: ignore[union-attr]
 
 
 def _points(chosen: Callable[[str], bool], cache: Mapping[str, Tensor]) -> list[str]:

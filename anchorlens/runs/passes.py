@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from textwrap import shorten
-from threading import Event
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ class Passes:
         self.failures: dict[str, AnchorlensError] = {}
         # Of the questions that have one more pass with metrics of their own.
         self._further = {} if further is None else further
-        self._hooked_layers = Layers.of(model)
+        self._layers, self._layers_in_set = Layers.of(model), Layers.of(model)
         # Where passes with hooks may begin, if the model allows it.
         self._late = set[int]()
         if hooks is None:
@@ -100,8 +99,6 @@ class Passes:
         self._prefixes = SharedPrefixes(model, way.prefix)
         # What was observed in the shared tokens of a set, and their keys and values.
         self._in_set: tuple[Any, Sequence[Observation], KeyValues] | None = None
-        # Set when a batch has shown that no metric changes what others observe.
-        self._trusted, self._trusted_in_prefix = Event(), Event()
 
     def __repr__(self) -> str:
         """One line: what is asked, whether hooks change the run, and how it is run."""
@@ -234,7 +231,7 @@ class Passes:
             known = logits.logsumexp(-1) if labels is None else label_scores(logits, labels)
             contributions["/label_logits"] = known.cpu()
         self._batch = self._run = None
-        self._trusted.set()
+        self._layers.trusted.set()
         return contributions
 
     def reasons(self) -> dict[str, str]:
@@ -277,17 +274,17 @@ class Passes:
         if batch.first_query > 0:
             before, prefix = self._observed_in_set(set_id, batch, hooks, acting, questions)
         observations = [
-            Observation.of(self._hooked_layers, question, batch, shared)
+            Observation.of(self._layers, question, batch, shared)
             for question, shared in zip(questions, before, strict=True)
         ]
         differentiates = any(need_gradient(each.reads) for each in observations)
         options: dict[str, Any] = {"loss": self.loss if differentiates else None, "starts": starts}
-        options |= self.way.read(observations, self._trusted)
+        options |= self.way.read(observations)
         if prefix is None:
             logits = self.way.run(self.model, batch, hooks=acting, **options)
         else:
             logits = run_checked(self.model, batch, hooks=acting, prefix=prefix, **options)
-            self._trusted_in_prefix.set()
+            self._layers_in_set.trusted.set()
         return observations, logits
 
     def _observed_in_set(
@@ -303,9 +300,9 @@ class Passes:
         if self._in_set is not None and self._in_set[0] == of_now:
             return self._in_set[1:]
         self._in_set = None  # before the next one: their gradients take memory
-        layers = self._hooked_layers
+        layers = self._layers_in_set
         observations = [Observation.of_shared(layers, question, batch) for question in questions]
-        observers = by_hooks(observations, self._trusted_in_prefix)
+        observers = by_hooks(observations)
         if any(observers.values()):
             leading = in_leading_tokens(acting, batch.first_query)
             prefix = self.way.prefix(self.model, shared_tokens(batch), hooks=leading, **observers)

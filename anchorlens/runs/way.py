@@ -49,10 +49,8 @@ from ..passes.provide import (
     begins_as,
     by_hooks,
     by_rows,
-    may_differ_at_the_start,
     need_gradient,
     reads_of,
-    why_hooks_are_whole,
     why_whole,
 )
 from ..passes.shortcuts import (
@@ -176,7 +174,6 @@ def _how_passes_run(
     )
     reasons = chain(
         [why_not or twin_of(model).why_not_now(model), of_run],
-        starmap(why_hooks_are_whole, reads.items()),
         (why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks) for each in seen),
     )
     if reason := _first(reasons):
@@ -320,7 +317,7 @@ def _why_no_fused_prefix(
 
     A query forms patterns in its own rows alone then, and what needs no gradient observes these.
     """
-    yield from starmap(why_hooks_are_whole, reads.items())
+    yield from starmap(why_whole, reads.items())
     if any(after_shared(batch, lengths)[0].is_whole for batch in batches):
         yield "a batch has prompts of several sets, or a target is in the demonstrations"
     yield from _why_not_once(model, batches, changes, questions, lengths, reads)
@@ -341,7 +338,10 @@ def _read_after(
     batch, _ = after_shared(prompt, lengths)
     observe = Observation.of if batch.is_whole else Observation.of_shared
     observed = [observe(Layers.of(model), each, batch) for each in questions]
-    return all(_act_without_patterns(model, each.observers) for each in observed)
+    return all(
+        not each.readers.observers and _act_without_patterns(model, each.beside)
+        for each in observed
+    )
 
 
 def _why_no_rows(
@@ -350,16 +350,17 @@ def _why_no_rows(
     """Which question needs more than rows of the attention; empty if they are enough."""
     prompt = _shortest(batches).to(device_of(model)).prompt(0)
     for question in questions:
-        beside = Observation.of(Layers.of(model), question, prompt).beside_rows
-        own = [hook for each in beside if each.runs_user_code for hook in each.hooks]
+        observed = Observation.of(Layers.of(model), question, prompt)
+        own = [hook for each in observed.beside if each.runs_user_code for hook in each.hooks]
         # In the attention of a block that runs twice they would act twice.
-        if outside_attention(model, own) != own or not _act_without_patterns(model, beside):
+        is_able = outside_attention(model, own) == own and observed.rows_are_enough
+        if not is_able or not _act_without_patterns(model, observed.beside):
             return f"{question.name} needs them"
     return ""
 
 
 def _act_without_patterns(model: HookedModel, observers: Sequence[Observer]) -> bool:
-    """Whether observers get the same where no pattern is formed."""
+    """Whether what observes hook points gets the same where no pattern is formed."""
     if any(each.backward_hooks for each in observers):
         return False
     read = {point for each in facts_of(model).operands if each for point in (each.query, each.key)}
@@ -401,7 +402,9 @@ def _why_not_once(
     yield _why_rotated_differently(model, batches, lengths)
     for change in changes:
         yield _why_not_in_prefix(batches, lengths, change)
-    may_differ = [each for each in questions if may_differ_at_the_start(reads[each.name])]
+    may_differ = [
+        each for each in questions if any(read.is_one_for_all for read in reads[each.name].values())
+    ]
     yield _why_not_alike(batches, lengths, may_differ)
 
 

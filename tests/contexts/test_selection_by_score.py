@@ -268,7 +268,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
             },
         ),
         HookError,
-        "a hook of own score must return None",
+        "a hook of metric 'own score' must return None",
     ),
 ]
 
