@@ -355,13 +355,6 @@ def not_finite(weight: Callable[..., Any], is_finite: bool) -> NotFiniteError | 
 
 def row_pieces(pattern: Pattern, gradient: Pattern) -> Iterator[tuple[slice, Pattern, Pattern]]:
     """Rows, their pattern and their gradient, a few query rows at a time, in float32 or wider."""
-    for rows in slices_of(pattern):
-        yield rows, wide(pattern[:, :, rows]), wide(gradient[:, :, rows])
-
-
-def slices_of(pattern: Pattern) -> Sequence[slice]:
-    """The query rows of a pattern, a few at a time; all of a small one."""
     batch, heads, queries, keys = pattern.shape
-    size = batch * heads * keys
-    is_small = queries * size <= pieces.PIECE
-    return [slice(0, queries)] if is_small else [*pieces.row_slices(queries, size)]
+    for rows in pieces.row_slices(queries, batch * heads * keys):
+        yield rows, wide(pattern[:, :, rows]), wide(gradient[:, :, rows])

@@ -62,8 +62,8 @@ class _OfAPass(InOneLine):
         """Whether it reads before ``length`` in its prompts what another does in one prompt."""
         return True
 
-    def check_positions(self, batch: PromptBatch, owner: str) -> None:
-        """Raise an error for positions that prompts do not have."""
+    def columns(self, batch: PromptBatch, owner: str) -> Any:
+        """The positions that it names, if it does; an error if prompts do not have them."""
 
 
 @checked
@@ -143,10 +143,6 @@ class At(_OfAPass):
             if own is ours[0] and not inside.any():  # the keys are those of later queries alone
                 return True
         return True
-
-    def check_positions(self, batch: PromptBatch, owner: str) -> None:
-        """Raise an error for positions that prompts do not have."""
-        self.columns(batch, owner)
 
     def columns(self, batch: PromptBatch, owner: str) -> tuple[Columns, Columns | None]:
         """The positions of queries and keys in the columns of a batch, on the CPU."""

@@ -278,11 +278,15 @@ class _Acting:
     def __init__(
         self, described: Pass, first: Sequence[Hook] = (), last: Sequence[Hook] = ()
     ) -> None:
-        self._described = described
+        self._described, model, batch = described, described.model, described.batch
         hooks = described.hooks, described.observers, described.backward_hooks
-        self._changes, self._observed, self._of_gradients = map(_watched, hooks)
+        twin = twin_for(model, batch, *hooks)
+        self._changes, self._of_gradients = _watched(hooks[0]), _watched(hooks[2])
+        # A twin calls all points that it knows.
+        self._observed = [] if twin else _watched(hooks[1])
         self._checkpoints = saved = Checkpoints() if described.is_checkpointed else None
-        observers = self._observed if saved is None else saved.observers(self._observed)
+        observers = described.observers if twin else self._observed
+        observers = observers if saved is None else saved.observers(observers)
         inside = Inside(
             [*first, *self._changes, *observers, *last],
             self._of_gradients,
@@ -291,8 +295,7 @@ class _Acting:
             described.starts,
             saved,
         )
-        model, batch = described.model, described.batch
-        self._run, self.inside = running(model, batch, twin_for(model, batch, *hooks), inside)
+        self._run, self.inside = running(model, batch, twin, inside)
 
     def outputs(
         self, *, stores: bool = False, copies: list[Tensor] | None = None

@@ -8,7 +8,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import compress
 from math import lcm
 from threading import Event
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..metrics import weights
-from ..metrics.edge_sums import EdgeSums, slices_of, try_weight
+from ..metrics.edge_sums import EdgeSums, try_weight
 from ..metrics.reads import KEYS, PATTERN, QUERIES, SLOPE, VALUES, At, Block, Blocks, Hooks, Sums
 from ..metrics.weights import Pattern, Values, WithValues
 from ..models.facts import Operands, facts_of, hooks_on_operands
@@ -32,6 +32,7 @@ from ..prompts.batch import PromptBatch
 from ..system.arguments import called
 from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, on_one_device, sent, wide
+from ..system.row_pieces import row_slices
 from ..system.texts import described
 from .forward import Watched, edited, unedited
 
@@ -206,9 +207,13 @@ def row_hooks(
     of_values = any(VALUES in each.needs for each in later.observers)
     values: dict[int, Tensor] = {}
 
+    @cache  # for all layers
+    def slices_of(batch: int, heads: int, queries: int, keys: int) -> list[slice]:
+        return [*row_slices(queries, batch * heads * keys)]
+
     def hand_on(to: Readers, layer: int, pattern: Pattern, slope: Pattern, *values: Values) -> None:
         keys = slice(0, pattern.shape[3])
-        for rows in [slice(0, pattern.shape[2])] if to is whole else slices_of(pattern):
+        for rows in [slice(0, pattern.shape[2])] if to is whole else slices_of(*pattern.shape):
             queries = slice(first + rows.start, first + rows.stop)
             to.use(layer, queries, keys, pattern[:, :, rows], slope[:, :, rows], *values)
 
@@ -260,13 +265,15 @@ class SumsObserver(Observer):
 
     def begin(self, read: Sums) -> None:
         self.runs_user_code = read.weight.__module__ != weights.__name__
+        self._of_values = VALUES in read.needs
         self._sums = EdgeSums(read.sets, read.weight)
 
     def use(
         self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
     ) -> None:
-        of_values = values if VALUES in self.needs else ()
-        self._sums.add_rows(layer, rows, keys, wide(a), wide(slope), *of_values)
+        if a.dtype.itemsize < 4:
+            a, slope = a.float(), slope.float()
+        self._sums.add_rows(layer, rows, keys, a, slope, *(values if self._of_values else ()))
 
     def use_classes(self, layer: int, sums_of: Callable[[Tensor, int, Any], Tensor]) -> None:
         """Get sums of a layer, from a function of classes of keys, their number and the weight."""

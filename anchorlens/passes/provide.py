@@ -142,11 +142,12 @@ def why_whole(owner: str, reads: Reads) -> str:
     return next(filter(None, (read.why_whole(owner) for read in reads.values())), "")
 
 
-def check_columns(question: Question, batches: Sequence[PromptBatch]) -> None:
-    """Raise an error for wrong positions in any batch but the first, which was checked."""
-    for batch in batches[1:]:
+def check_columns(question: Question, batches: Sequence[PromptBatch], first: Reads) -> None:
+    """Raise an error for wrong positions in any batch; ``first`` is what is read of the first."""
+    name_some = any(read.columns(batches[0], question.name) for read in first.values())
+    for batch in batches[1:] if name_some else ():
         for read in reads_of(question, batch.whole()).values():
-            read.check_positions(batch, question.name)
+            read.columns(batch, question.name)
 
 
 def begins_as(question: Question, batch: PromptBatch, first: PromptBatch) -> bool:

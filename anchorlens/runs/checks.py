@@ -58,7 +58,7 @@ def check_questions(
         check_hooks(model, hooks, batches)
     first = batches[0].to(device_of(model))
     for question in questions:
-        check_columns(question, batches)
+        check_columns(question, batches, reads[question.name])
         _check_observation(model, Observation.of(Layers.of(model), question, first))
     return reads
 

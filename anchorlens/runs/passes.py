@@ -259,12 +259,16 @@ class Passes:
         hooks = no_hooks if self.hooks is None else self.hooks
         clean = None if self.hooks is None else self.logits(batch)
         starts = Starts(self._late)
-        seen, logits = self._observe(batch, hooks, asked, starts)
+        seen, logits = self._observe(batch, hooks, asked, starts if self._late else None)
         observed = {each.question.name: each for each in seen}
         return _PassOfRun(batch, logits, clean, observed, starts.found)
 
     def _observe(
-        self, whole: PromptBatch, hooks: HooksOfBatch, questions: Sequence[Question], starts: Starts
+        self,
+        whole: PromptBatch,
+        hooks: HooksOfBatch,
+        questions: Sequence[Question],
+        starts: Starts | None,
     ) -> tuple[Sequence[Observation], Tensor]:
         """What questions observe, and the logits."""
         batch, set_id = after_shared(whole, self.way.lengths_of_run)
