@@ -9,7 +9,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from ..errors import ModelError
-from ..system.put_back import put_back, safe_context
+from ..system.put_back import SafeContext, put_back, safe_context
 from .facts import own_fact
 from .hooked import is_of_low_precision
 from .kinds import config_of, head_of, is_bridge, modules_of, original_of
@@ -142,13 +141,14 @@ class Twin:
         logits: Tensor = self.model(tokens, **inputs).logits
         return logits
 
-    @safe_context
-    def hears(self, listener: Listener) -> Iterator[None]:
+    def hears(self, listener: Listener) -> SafeContext[None]:
         """Inside, ``listener`` hears of what runs."""
-        former = self._now
-        alone = nullcontext() if self.is_entered else self.entered()
-        with put_back(partial(self._listen, former)), alone:
-            self._listen(listener)
+        hears = put_back(partial(self._listen, self._now), partial(self._listen, listener))
+        return hears if self.is_entered else self._alone(hears)
+
+    @safe_context
+    def _alone(self, hears: SafeContext[None]) -> Iterator[None]:
+        with self.entered(), hears:
             yield
 
     def _listen(self, listener: Listener) -> None:

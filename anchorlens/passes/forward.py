@@ -281,14 +281,14 @@ class _Acting:
         self._described, model, batch = described, described.model, described.batch
         hooks = described.hooks, described.observers, described.backward_hooks
         twin = twin_for(model, batch, *hooks)
-        self._changes, self._of_gradients = _watched(hooks[0]), _watched(hooks[2])
-        # A twin calls all points that it knows.
-        self._observed = [] if twin else _watched(hooks[1])
+        changes, observers, _ = hooks if twin else map(_watched, hooks)
+        # A twin calls all points that it knows, but no gradient may reach some of them.
+        self._counted: Sequence[Any] = ((), ()) if twin else (changes, observers)
+        self._of_gradients = _watched(described.backward_hooks)
         self._checkpoints = saved = Checkpoints() if described.is_checkpointed else None
-        observers = described.observers if twin else self._observed
         observers = observers if saved is None else saved.observers(observers)
         inside = Inside(
-            [*first, *self._changes, *observers, *last],
+            [*first, *changes, *observers, *last],
             self._of_gradients,
             described.attend,
             described.start,
@@ -305,20 +305,20 @@ class _Acting:
         In ``copies`` are then the prompts' keys and values of the prefix.
         """
         model, batch = self._described.model, self._described.batch
-        tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
-        cache = None
+        rows, cache = batch.query_rows, None
+        tokens, mask = batch.tokens[:, rows], batch.attention_mask[:, rows]
         if self._described.prefix is None and not stores:
             images = inputs_of_images(model, batch) if batch.inputs else {}
             inputs = inputs_without_cache(model, mask) | images
         else:
             inputs, cache = inputs_after(model, mask, self._described.prefix, copies)
         outputs = self._run(tokens, **inputs)
-        _check_calls(CHANGES, self._changes)
+        _check_calls(CHANGES, self._counted[0])
         return outputs, cache
 
     def check(self) -> None:
         """Raise an error for what a pass with finite numbers did not call."""
-        _check_calls(OBSERVERS, self._observed)
+        _check_calls(OBSERVERS, self._counted[1])
         if self._described.loss is not None:
             _check_calls(ON_GRADIENTS, self._of_gradients)
             if self._checkpoints is not None:

@@ -10,7 +10,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..models.batch_hooks import BatchHook, EdgeHook
-from ..models.facts import OfAttention, facts_of
+from ..models.facts import OfAttention, fact, facts_of
 from ..models.head import forward_of_head
 from ..models.hooked import Hook, HookedModel, HookFunction, pattern_name, scores_name, z_name
 from ..models.replaced_attention import Attend, Heads, Mask, SharedHeads, Terms
@@ -48,17 +48,38 @@ class Points:
     """The hook points of a layer."""
 
     before: str
+    after: str
     scores: str
     pattern: str
     z: str
-    after: str
+    query: str  # empty if no hook point holds what the attention multiplies
+    key: str
 
 
-@cache
-def points_of(n_layers: int) -> tuple[Points, ...]:
-    """The hook points of each layer."""
-    names = before_block, scores_name, pattern_name, z_name, after_block
-    return tuple(Points(*(name(layer) for name in names)) for layer in range(n_layers))
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """What all native passes of a model need."""
+
+    points: Sequence[Points]  # of each layer
+    unembedded: Callable[[Any, Tensor], Any]
+    differentiated: frozenset[str]  # points whose gradient is shown,
+    changed: frozenset[str]  # where hooks may change something,
+    shown: frozenset[str]  # and that are shown
+
+
+@fact
+def _parts_of(model: HookedModel) -> _Parts:
+    points = list[Points]()
+    for n, operands in enumerate(facts_of(model).operands):
+        # A norm may come after the hook points that stand elsewhere.
+        query, key = ("", "") if operands is None else (operands.query, operands.key)
+        residual, of_heads = (before_block(n), after_block(n)), (pattern_name(n), z_name(n))
+        points.append(Points(*residual, scores_name(n), *of_heads, query, key))
+    differentiated = {point for each in points for point in (each.before, each.pattern, each.after)}
+    changed = differentiated | {point for each in points for point in (each.scores, each.z)}
+    shown = differentiated | {point for each in points for point in (each.z, each.query, each.key)}
+    sets = map(frozenset, (differentiated, changed, shown))
+    return _Parts(points, forward_of_head(model), *sets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +98,8 @@ class NativePass:
     """What happens inside one pass of a twin."""
 
     def __init__(self, model: HookedModel, inside: Inside) -> None:
-        self._inside = inside
-        self._operands, self._unembedded = facts_of(model).operands, forward_of_head(model)
-        self._points = points_of(len(self._operands))
+        self._inside, parts = inside, _parts_of(model)
+        self._points, self._unembedded = parts.points, parts.unembedded
         self._acts, self._of_gradients = _by_point(inside.forward), _by_point(inside.backward)
         self._tables: dict[Any, tuple[Any, Added]] = {}  # what is added to scores, and of what made
 
@@ -130,8 +150,10 @@ class NativePass:
         self, layer: int, query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms
     ) -> Heads:
         """The outputs of heads, by a pattern, as eager attention of transformers computes them."""
-        self._show_operands(layer, query, key)
         points = self._points[layer]
+        for point, of_heads in ((points.query, query), (points.key, key)):
+            for act in self._acts.get(point, ()):
+                act(of_heads, hook=OfAttention(point))
         (batch, heads, queries, _), shared, keys = query.shape, key.shape[1], key.shape[2]
         grouped = query.reshape(batch, shared, heads // shared * queries, -1)
         scores = (grouped @ key.mT).view(batch, heads, queries, keys)
@@ -154,23 +176,11 @@ class NativePass:
             return z
         return self._through(points.z, z.transpose(1, 2)).transpose(1, 2)
 
-    def _show_operands(self, layer: int, query: Tensor, key: Tensor) -> None:
-        """Call what observes queries and keys."""
-        operands = self._operands[layer]
-        if operands is not None:
-            for point, heads in ((operands.query, query), (operands.key, key)):
-                for act in self._acts.get(point, ()):
-                    act(heads, hook=OfAttention(point))
-
     def _at_scores(self, point: str) -> tuple[Sequence[EdgeHook], Sequence[HookFunction]]:
         """The hooks that are added to the scores, and the others, which come after them."""
         acts = self._acts.get(point, [])
-        plain = [_act_of(act) for act in acts]
-        count = next((n for n, act in enumerate(plain) if not _is_added(act)), len(acts))
-        for act in acts[:count]:
-            if hasattr(act, "calls"):
-                act.calls += 1
-        return plain[:count], acts[count:]
+        count = next((n for n, act in enumerate(acts) if not _is_added(act)), len(acts))
+        return acts[:count], acts[count:]  # type: ignore[return-value]
 
     def _added(self, hooks: Sequence[EdgeHook], mask: Mask, scores: Tensor) -> Added:
         """The numbers that are added to the scores: once for all layers of a hook."""
@@ -202,41 +212,23 @@ def _by_point(hooks: Sequence[Hook]) -> Mapping[str, list[HookFunction]]:
     return found
 
 
-def _act_of(act: Any) -> Any:
-    """What a hook does, without what counts its calls."""
-    return getattr(act, "act", act) if not isinstance(act, BatchHook) else act
-
-
 def _is_added(act: Any) -> bool:
     """Whether a hook can be added to the scores before the pass."""
     is_cut = isinstance(act, EdgeHook) and act.renormalize
     return is_cut and (act.factors is None or not act.factors.requires_grad)
 
 
-@cache
-def _names_of(n_layers: int) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Points whose gradient is shown, where hooks change something, and that are shown."""
-    layers = points_of(n_layers)
-    differentiated = {point for each in layers for point in (each.before, each.pattern, each.after)}
-    shown = differentiated | {each.z for each in layers}
-    inside = shown | {each.scores for each in layers}
-    return frozenset(differentiated), frozenset(inside), frozenset(shown)
-
-
 def why_hooks_need_a_bridge(
     model: HookedModel, changes: Sequence[Hook], observers: Sequence[Hook], backward: Sequence[Hook]
 ) -> str:
     """Why hooks cannot act in a native pass; empty if they can."""
-    patterns, inside, observed = _names_of(model.cfg.n_layers)
+    parts = _parts_of(model)
     if any(getattr(act, "is_users", False) for _, act in (*observers, *backward)):
         return "a metric has hooks of its own"
-    if not all(isinstance(_act_of(act), BatchHook) and point in inside for point, act in changes):
+    if not all(isinstance(act, BatchHook) and point in parts.changed for point, act in changes):
         return "hooks of your own change the run"
-    # A norm may come after the hook point of values.
-    operands = [each for each in facts_of(model).operands if each is not None]
-    shown = {point for each in operands for point in (each.query, each.key)}
-    if not {point for point, _ in observers} - shown <= observed:
+    if not {point for point, _ in observers} <= parts.shown:
         return "something is read at other points than those of the attention and of blocks"
-    if not {point for point, _ in backward} <= patterns:
+    if not {point for point, _ in backward} <= parts.differentiated:
         return "gradients are read at other points than the pattern and those of blocks"
     return ""

@@ -58,10 +58,8 @@ def twin_for(
     backward: Sequence[Hook] = (),
 ) -> Twin | None:
     """The twin that runs a pass with these hooks; None where the hooked model does."""
-    if why_not_native(model):
-        return None
     twin = twin_of(model)
-    if twin.is_suspended or (twin.is_low and not twin.is_entered):
+    if twin.is_suspended or (not twin.is_entered and (twin.is_low or why_not_native(model))):
         return None
     if batch.inputs and why_no_native_images(model):
         return None
