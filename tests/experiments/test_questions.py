@@ -14,7 +14,6 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError, RunError
 from anchorlens.runs.passes import Passes
-from anchorlens.runs.study import Study
 from tests.support.asked import ask
 from tests.support.measures import assert_same, centred, counted_layers, does_not_run, logits_of
 from tests.support.printed_code import printed
@@ -154,6 +153,8 @@ def test_clean_passes_and_shared_tokens_are_run_once_for_all_questions(
     cost = partial(passes_for, exact_gpt2, batches, share_prefix=share)
     clean = cost([al.Accuracy()])
     assert clean == len(batches) + share  # and the demonstrations, where they run once
+    several = [al.SaliencyFlows(), al.AttentionAUCROC(), al.LabelHeads(draws=1), al.Accuracy()]
+    assert cost(several) == clean
     alone = [cost([question]) for question in (SWEEP, ATTRIBUTION, al.PrefixEffect())]
     assert alone[1] == 8 * clean  # of its eight subsets one is the whole prompt
     assert cost([SWEEP, al.Accuracy()]) == alone[0] > 2 * clean
@@ -218,17 +219,6 @@ def test_hooks_that_change_the_run_are_refused_before_any_pass(
     message = f"{question.name} makes passes of its own, which do not have the hooks"
     with pytest.raises(MetricError, match=message), does_not_run(gpt2):
         al.run(gpt2, batches, [al.Accuracy(), question], hooks=hooks, **QUIET)
-
-
-def test_how_a_run_is_made_holds_for_the_pass_of_a_question(exact_gpt2: Any) -> None:
-    batches = questions(exact_gpt2, 4)
-    options: dict[str, Any] = {"share_prefix": False, "gradient_checkpointing": True}
-    study = Study(exact_gpt2, batches, {}, **QUIET)
-    with study.entered():
-        passes = study.passes([al.Faithfulness(SCORES, subsets=8)], **options)
-        of_question = passes._further["faithfulness"]
-        assert of_question.status == "off: blocks are checkpointed"
-        assert passes.status == "off: share_prefix=False"  # its own pass has no gradient
 
 
 @dataclass(frozen=True)

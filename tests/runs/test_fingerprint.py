@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-import anchorlens as al
-from anchorlens.contexts import protocol
 from anchorlens.models.model_identity import identity, tokenizer_identity
 from anchorlens.runs.identity import fingerprint
 from anchorlens.system import checksum
 from anchorlens.system.checksum import digest_of, row_sums
-from tests.support.asked import ask
-from tests.support.tiny_models import questions, tiny_llama
+from tests.support.tiny_models import tiny_llama
 
 
 def digest(tensor: Tensor) -> str:
@@ -265,22 +262,3 @@ def test_merges_and_settings_change_the_identity_of_a_tokenizer(byte_level: Any)
         )
         setattr(other, name, value)
         assert tokenizer_identity(other) != before, name
-
-
-@pytest.mark.slow("many passes")
-def test_weights_are_summed_once_for_each_set_of_contexts(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are not summed for every batch, draw and trial."""
-    summed: list[int] = []
-
-    def counted(model: Any) -> dict[str, str]:
-        summed.append(1)
-        return identity(model)
-
-    monkeypatch.setattr(protocol, "identity", counted)
-    batches = questions(gpt2, count=4, batch_size=1)
-    contexts: dict[str, Any] = {"anchors": al.compress}
-    ask(gpt2, batches, al.ContextComparison(contexts, draws=2), progress=False, resamples=0)
-    # As the context is made, as it is compared with the model, and once for both controls.
-    assert len(summed) == 3

@@ -1,7 +1,6 @@
 """Runs with a fused attention have the numbers of whole patterns, also with checkpoints."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from anchorlens.models.replaced_attention import attention_by
 from anchorlens.passes import comparison, row_attention
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention, run_fused
-from anchorlens.passes.recompute import Checkpoints
 from anchorlens.passes.shortcuts import bytes_stored
 from anchorlens.runs import way as decision
 from anchorlens.runs.way import way_of
@@ -30,7 +28,6 @@ from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.live import Live
 from tests.support.measures import assert_same, difference, hooks_on, is_fused
-from tests.support.stored_runs import Killed, Logits, run
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -243,15 +240,6 @@ def test_low_precision_is_as_near_to_float32_as_with_whole_patterns(
     assert distance(ours) <= 1.2 * distance(whole)
 
 
-@pytest.mark.usefixtures("small")
-def test_each_long_prompt_is_stored_when_it_is_done(gpt2: Any, tmp_path: Path) -> None:
-    """How such a run goes on is in tests/test_what_must_not_matter.py."""
-    stops = Logits(dies_in=2)
-    with pytest.raises(Killed):
-        run(gpt2, stops, tmp_path, batches=questions(gpt2, 5, batch_size=5))
-    assert stops.seen == [1] * 2 and len(list(tmp_path.glob("rows-*"))) == 2
-
-
 def test_two_models_are_fused_at_the_same_time(gpt2: Any, llama: Any) -> None:
     models = (gpt2, llama)
     batches = [questions(model, 2)[0] for model in models]
@@ -300,37 +288,15 @@ def test_blocks_are_checkpointed_if_little_is_free(
     batches = questions(model, 3)
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]
     expected = al.run(model, batches, metrics, **QUIET)["saliency_flows"]
-    counted: list[dict[int, int]] = []
-    require_all = Checkpoints.require_all
-
-    def count(checkpoints: Checkpoints, model: Any) -> None:
-        counted.append(checkpoints.times)
-        require_all(checkpoints, model)
-
-    monkeypatch.setattr(Checkpoints, "require_all", count)
     monkeypatch.setattr(decision, "LARGE", 0)
     monkeypatch.setattr(decision, "free_for_layers", lambda devices: free)
     ours = al.run(model, batches, metrics, **QUIET)["saliency_flows"]
     assert_same(ours, expected, 1e-5)
     is_little = free == 10**4
-    assert counted == [{layer: 1 for layer in range(model.cfg.n_layers)}] * 3 * is_little
     said = "; blocks are checkpointed, because a prompt would store "
     assert (said in ours.info["attention"]) == is_little
     assert ours.info["attention"].endswith(" MiB and 0.0 MiB are free") == is_little
     assert is_fused(ours)
-
-
-def test_at_most_seven_tenths_of_the_free_memory_may_be_stored(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = questions(gpt2, 3)
-    longest, shortest = (int(of(prompts[0].attention_mask.sum(1))) for of in (torch.max, torch.min))
-    needed = bytes_stored(gpt2, longest)
-    assert bytes_stored(gpt2, shortest) < 0.99 * needed
-    for share, is_too_much in ((0.69, False), (0.71, True)):
-        free = int(needed / share)
-        monkeypatch.setattr(decision, "free_for_layers", lambda devices, free=free: free)
-        assert bool(decision.why_checkpointed(gpt2, prompts)) == is_too_much
 
 
 @pytest.mark.usefixtures("little")

@@ -1,8 +1,6 @@
 """One pass serves many metrics, also those of users. Bad input is refused before it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +10,6 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
-from tests.support.measures import counted_layers
 from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.filterwarnings(
@@ -68,32 +65,6 @@ def test_a_users_metric_equals_the_cached_pattern(gpt2: Any) -> None:
     frame = record.to_frame()
     assert set(frame["quantity"]) == {"own", "per_prompt"}
     assert record.info["prompts"] == 7 and record.info["demonstration_sets"] == 1
-
-
-@pytest.mark.slow("many passes")
-def test_many_metrics_share_one_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = questions(gpt2, 9, batch_size=4)
-    metrics = [*METRICS, SelfAttention()]
-    differentiated, backward = [0], Tensor.backward
-
-    def count_backward(self: Any, *args: Any, **options: Any) -> Any:
-        differentiated[0] += 1
-        return backward(self, *args, **options)
-
-    monkeypatch.setattr(Tensor, "backward", count_backward)
-    run_whole = partial(run, gpt2, batches, share_prefix=False)
-
-    def passes(asked: Sequence[al.Metric], **options: Any) -> tuple[int, int]:
-        """How often the model runs forward, and backward."""
-        differentiated[0] = 0
-        with counted_layers(gpt2) as calls:
-            run_whole(asked, **options)
-        return calls[0], differentiated[0]
-
-    assert passes(metrics) == (3, 3)
-    assert passes(metrics[1:]) == (3, 0)
-    isolated = passes(metrics, hooks=lambda batch: al.isolate_labels(gpt2, batch, 0))
-    assert isolated == (6, 3)  # the clean pass runs first
 
 
 @pytest.mark.slow("many passes")

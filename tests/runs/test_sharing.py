@@ -17,11 +17,10 @@ from anchorlens.models.hooked import pattern_name
 from anchorlens.passes import shared_prefix, shortcuts
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.runs import way as decision
-from anchorlens.runs.passes import Passes
 from anchorlens.runs.way import shared_lengths, way_of
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
-from tests.support.measures import assert_same, difference, is_shared
+from tests.support.measures import assert_same
 from tests.support.tiny_models import questions
 
 pytestmark = [
@@ -34,10 +33,6 @@ METRICS: list[al.Metric] = [
 ]
 FLOWS: list[al.Metric] = [al.SaliencyFlows()]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-
-
-def isolated(model: Any) -> Any:
-    return lambda batch: al.isolate_labels(model, batch, range(2))
 
 
 def test_shared_tokens_end_before_the_logits_that_a_loss_reads(gpt2: Any) -> None:
@@ -165,38 +160,6 @@ def test_prompts_must_begin_where_the_prefix_ends(gpt2: Any) -> None:
         al.contexts.train_reweighting(gpt2, [ready], al.contexts.Training(steps=1, progress=False))
 
 
-def test_a_prefix_of_inference_mode_can_be_differentiated_after_it(gpt2: Any) -> None:
-    (batch,) = questions(gpt2, 3)
-    ready, before = replace(batch, first_query=12), batch.prompt(0).before(12)
-    given = list[torch.Tensor]()
-
-    def gradient(values: torch.Tensor, hook: Any) -> None:
-        given.append(values)
-
-    expected = run_pass(
-        gpt2, ready, prefix=run_prefix(gpt2, before), loss=al.losses.label_cross_entropy
-    )
-    name = "blocks.0.hook_resid_post"
-    with torch.inference_mode():
-        plain, with_graph = (
-            run_prefix(gpt2, before),
-            run_prefix(gpt2, before, backward_hooks=[(name, gradient)]),
-        )
-    for prefix in (plain, with_graph):
-        logits = run_pass(gpt2, ready, prefix=prefix, loss=al.losses.label_cross_entropy)
-        assert torch.equal(logits, expected)
-    assert given[0].shape == (3, 12, 24) and given[0].abs().sum() > 0
-
-
-def test_modules_after_the_blocks_see_all_demonstrations(gpt2: Any) -> None:
-    prompt, widths = questions(gpt2, 1)[0].before(12), []
-    name = "unembed.hook_out" if hasattr(gpt2, "original_model") else "ln_final.hook_scale"
-    run_prefix(
-        gpt2, prompt, observers=[(name, lambda tensor, hook: widths.append(tensor.shape[1]))]
-    )
-    assert widths == [12]
-
-
 @pytest.mark.every_kind
 def test_an_error_in_shared_tokens_leaves_no_trace(gpt2: Any) -> None:
     prompt = questions(gpt2, 6)[0].prompt(0).before(12)
@@ -219,22 +182,6 @@ def test_padding_moves_from_one_side_to_the_other(gpt2: Any) -> None:
                 moved, value = moved[ours.attention_mask], value[theirs.attention_mask]
             same = torch.equal(moved, value) if isinstance(value, torch.Tensor) else moved == value
             assert same, name
-
-
-@pytest.mark.parametrize("metric", [al.SaliencyFlows(), al.Accuracy()])
-def test_few_tokens_are_not_shared_where_passes_take_longer_to_start(
-    gpt2: Any, metric: al.Metric, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pass more for the set, and with a gradient 60 operations a layer more for each batch."""
-    batches = questions(gpt2, 6, batch_size=3)
-    info = al.run(gpt2, batches, [metric], **QUIET)[metric.name].info
-    (shared,) = (int(word) for word in info["shared_prefix"].split() if word.isdigit())
-    weights = sum(parameter.numel() for parameter in gpt2.blocks.parameters())
-    started = gpt2.cfg.n_layers * (25 + 2 * 60 * isinstance(metric, al.SaliencyFlows))
-    limit = weights * shared * 5 / started
-    for work, shares in ((0.99 * limit, True), (1.01 * limit, False)):
-        monkeypatch.setattr(decision, "WORK_OF_A_START", {"cpu": work})
-        assert is_shared(al.run(gpt2, batches, [metric], **QUIET)[metric.name]) == shares
 
 
 def test_an_unexpected_error_is_logged(
@@ -263,27 +210,6 @@ def test_out_of_memory_in_a_trial_is_raised(gpt2: Any, monkeypatch: pytest.Monke
         al.compress(gpt2, batch)
 
 
-@pytest.mark.slow("many passes")
-@pytest.mark.every_kind
-def test_questions_of_one_run_have_the_numbers_that_each_has_alone(gpt2: Any) -> None:
-    """Sites of one name in two sweeps are not the same site: prefixes are stored by question."""
-    batches = questions(gpt2, 6, batch_size=2)
-    asked = [
-        *METRICS,
-        al.EdgeSweep.isolation({"x": al.Site(0)}, draws=2, name="first"),
-        al.EdgeSweep.isolation({"x": al.Site(1)}, draws=2, name="second"),
-        al.EdgeSweep(al.edges.pq, {"x": al.Site(0)}, draws=2, name="third"),
-        *(al.SaliencyFlows(), al.PrefixEffect()),
-        al.IntegratedFlows(["text", "label", "query"], steps=2),
-        al.SegmentAttribution(al.subsets.one_by_one, segments=["text", "label"]),
-    ]
-    together = al.run(gpt2, batches, asked, **QUIET)
-    assert list(together) == [each.name for each in asked]
-    assert float(together["first"].kl - together["second"].kl) != 0
-    for question in asked:
-        assert_same(together[question.name], ask(gpt2, batches, question, **QUIET))
-
-
 @pytest.fixture
 def prefixes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Those that were computed."""
@@ -295,21 +221,6 @@ def prefixes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(decision, "Way", partial(decision.Way, prefix=counted))
     return computed
-
-
-@pytest.mark.parametrize("key", [None, "cut"])
-def test_prefixes_are_stored_by_their_key_and_without_one_not_at_all(
-    gpt2: Any, key: Any, prefixes: list[Any]
-) -> None:
-    batches = questions(gpt2, 6, batch_size=2)
-    passes = Passes(gpt2, batches, way_of(gpt2, batches, [isolated(gpt2)]))
-    prefixes.clear()
-    for batch in batches:
-        logits = passes.logits(batch, isolated(gpt2), key)
-        hooks = isolated(gpt2)(batch)
-        assert difference(logits, run_pass(gpt2, batch, hooks=hooks)) < 1e-5
-    assert len(prefixes) == (3 if key is None else 1)
-    assert len(passes._prefixes.stored) == (0 if key is None else 1)
 
 
 @pytest.mark.quick_cases("many passes", "5")

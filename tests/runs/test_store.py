@@ -75,27 +75,6 @@ class Unseen:
 
 
 @pytest.mark.slow("many passes")
-@pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
-@pytest.mark.parametrize("changed", [False, True])
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    gpt2: Any, tmp_path: Path, changed: bool
-) -> None:
-    options = {"hooks": isolated(gpt2, [0])} if changed else {}
-    whole, first, second = Logits(), Logits(dies_in=2), Logits()
-    expected = run(gpt2, whole, None, **options)
-    with pytest.raises(Killed):
-        run(gpt2, first, tmp_path / "rows", **options)
-    names = sorted(path.name for path in (tmp_path / "rows").iterdir())
-    assert names == ["rows-00000.safetensors", "rows-00001.safetensors", "run.json"]
-    results = run(gpt2, second, tmp_path / "rows", **options)
-    assert same(results, expected)
-    assert (whole.seen, first.seen, second.seen) == ([1] * 4, [1] * 2, [1] * 4)
-    again = Logits()
-    assert same(run(gpt2, again, tmp_path / "rows", **options), expected)
-    assert again.seen == [1] * 2  # the first and the last are checked again, nothing else runs
-
-
-@pytest.mark.slow("many passes")
 def test_a_run_is_not_continued_from_where_its_functions_have_changed_themselves(
     gpt2: Any, tmp_path: Path
 ) -> None:

@@ -85,6 +85,13 @@ def test_prompts_run_whole_for_a_reason(
     assert decided(gpt2, asked, change, **options).shared_prefix.startswith(reason)
 
 
+def test_few_tokens_run_whole_where_passes_take_longer_to_start(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(way, "WORK_OF_A_START", {"cpu": 1e6})
+    assert decided(gpt2, [FLOWS], None).shared_prefix.startswith("off: shared tokens would save")
+
+
 def test_prompts_that_share_nothing_run_whole(gpt2: Any) -> None:
     examples = al.load_examples("questions")
     sets = [al.sample_demonstrations(examples, seed=seed) for seed in range(4)]
