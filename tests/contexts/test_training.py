@@ -1,5 +1,6 @@
 """The loop of steps: resuming, divergence, the order of batches, and bad settings."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -140,17 +141,21 @@ def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
     trained(gpt2, folder=tmp_path)
     path = tmp_path / "training.safetensors"
     header, tensors = read_with_digest(path)
-    for name in tensors:
-        others = {key: value for key, value in tensors.items() if key != name}
-        for changed in (others, others | {name: torch.zeros(3, 3, 3)}):
-            path.write_bytes(to_bytes_with_digest(header, changed))
-            with pytest.raises(StoreError, match="does not hold a training"):
-                trained(gpt2, folder=tmp_path)
+    forged = [{key: tensors[key] for key in tensors if key != name} for name in tensors]
+    forged += [tensors | {name: torch.zeros(3, 3, 3)} for name in (*tensors, "optimizer")]
+    for changed in forged:
+        path.write_bytes(to_bytes_with_digest(header, changed))
+        with pytest.raises(StoreError, match="does not hold a training"):
+            trained(gpt2, folder=tmp_path)
     facts: list[Any] = ["text", None, [], {"training": 3}]
-    for text in facts:
-        path.write_bytes(to_bytes_with_digest({"training": text}, tensors))
+    for other in [*({"training": text} for text in facts), {"record": "Beta"}]:
+        path.write_bytes(to_bytes_with_digest(other, tensors))
         with pytest.raises(StoreError, match=r"does not hold a training|another "):
             trained(gpt2, folder=tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StoreError, match=r"training\.safetensors"):
+        trained(gpt2, folder=tmp_path)
 
 
 def halved_outputs(model: Any) -> Callable[[], None]:
@@ -196,17 +201,27 @@ def test_a_model_that_computes_otherwise_is_refused(
     assert same(call(), stored)
 
 
-def half_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
-    return al.losses.label_cross_entropy(logits, batch) / 2
+def optimizer_of(lr: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr)
+
+
+def loss_of(sign: float) -> Callable[[Tensor, al.PromptBatch], Tensor]:
+    return lambda logits, batch: sign * al.losses.label_cross_entropy(logits, batch)
+
+
+def noisy(noise: float) -> Any:
+    return replace(NOISY, noise=lambda step, steps: noise)
 
 
 @pytest.mark.slow("trained contexts")
 def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) -> None:
-    """Also if both starts have the same size and the same record."""
+    """Also if both starts have the same size and the same record, or functions the same name."""
     batches, held_out = split(gpt2)
     first, other = (trained(gpt2, steps=0, seed=seed) for seed in (0, 1))
     start = al.compress(gpt2, batches[0], select=al.contexts.selection.everything)
     fewer = {"batches": batches[:1], "held_out": [batches[1], *held_out]}
+    tokenizer = copy.deepcopy(gpt2.tokenizer)
+    tokenizer.add_tokens(["another"])
     changes: list[tuple[str, str, dict[str, Any]]] = [
         ("context", "prefix", {"length": 4}),
         ("context, shape", "prefix", {"start": start, "length": None}),
@@ -215,7 +230,8 @@ def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) ->
         ("optimizer", "prefix", {"optimizer": partial(torch.optim.Adam, lr=0.02)}),
         ("clip", "prefix", {"clip": 2.0}),
         ("check_every", "prefix", {"check_every": 1}),
-        ("loss", "prefix", {"loss": half_loss}),
+        ("optimizer", "prefix with functions", {"optimizer": optimizer_of(50.0)}),
+        ("loss", "prefix with functions", {"loss": loss_of(-1.0)}),
         ("prompts", "prefix", {"batches": batches[:1]}),
         ("number of training batches", "prefix", fewer),
         ("context", "prefix from a start", {"start": replace(first, prefix=other.prefix)}),
@@ -224,12 +240,19 @@ def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) ->
         ("context", "hard prompt", {"start": [301]}),
         ("context", "hard prompt", {"allowed": torch.arange(len(gpt2.W_E)) >= 300}),
         ("context", "hard prompt", {"method": replace(NOISY, fluency=0.5)}),
+        ("context", "hard prompt", {"tokenizer": tokenizer}),
+        ("context", "noisy search", {"method": noisy(0.2)}),
         ("context", "re-weighting", {"start": torch.zeros(3, 1, 6)}),
     ]
     trainers = TRAINERS | {"prefix from a start": partial(train_prefix, start=first)}
+    functions: dict[str, Any] = {"optimizer": optimizer_of(0.01), "loss": loss_of(1.0)}
+    trainers["prefix with functions"] = partial(TRAINERS["prefix"], **functions)
+    trainers["noisy search"] = partial(TRAINERS["hard prompt"], method=noisy(0.1))
     call: dict[str, Any] = {"batches": batches, "held_out": held_out, "steps": 0}
     for kind, train in trainers.items():
         train(gpt2, folder=tmp_path / kind, **call)
+    again = {"optimizer": optimizer_of(0.01), "loss": loss_of(1.0)}  # others that are equal
+    trainers["prefix"](gpt2, folder=tmp_path / "prefix with functions", **call, **again)
     for name, kind, change in changes:
         with pytest.raises(StoreError, match=f"another.*{name}"):
             trainers[kind](gpt2, folder=tmp_path / kind, **(call | change))
