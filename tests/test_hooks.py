@@ -87,24 +87,6 @@ def test_edges_cut_in_one_head_equal_attention_written_by_hand(
     assert not torch.allclose(ours, logits_of(gpt2, batch, al.block_edges(gpt2, batch, cut, -1)))
 
 
-def test_label_words_are_isolated_like_positions_that_are_given(
-    gpt2: Any, batch: al.PromptBatch
-) -> None:
-    positions = edges.at(batch, batch.label_positions)
-    cut = edges.between(positions, batch.attention_mask)
-    bare = al.block_edges(gpt2, batch, cut, [2, 1, -1])
-    assert [name for name, _ in bare] == [f"blocks.{k}.attn.hook_attn_scores" for k in (1, 2)]
-    of_labels = logits_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(-2, 0)))
-    assert torch.equal(logits_of(gpt2, batch, bare), of_labels)
-
-
-def test_edges_of_one_prompt_join_a_set_of_all_prompts(gpt2: Any, batch: al.PromptBatch) -> None:
-    table = edges.wp(batch)[:1]
-    cut = al.block_edges(gpt2, batch, edges.every(batch) & table)
-    theirs = al.block_edges(gpt2, batch, table.expand(4, -1, -1) & edges.every(batch).table())
-    assert torch.equal(logits_of(gpt2, batch, cut), logits_of(gpt2, batch, theirs))
-
-
 def test_whole_words_isolates_all_tokens_of_a_label_word(gpt2: Any) -> None:
     demos = [al.Example("one two", 0), al.Example("three", 1)]
     batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]

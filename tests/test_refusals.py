@@ -275,6 +275,10 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "compress": (PromptError, lambda s, change: al.compress(s.model, s.batch, **change)),
     "compress of": (PromptError, lambda s, change: al.compress(s.model, s.changed(**change))),
     "hooks of a run": (AnchorlensError, lambda s, hooks: run(s, METRICS[:1], hooks=hooks)),
+    "nothing cut": (
+        HookError,
+        lambda s, change: run(s, [al.Accuracy()], hooks=partial(change, s.model)),
+    ),
     "plot_pattern": (
         AnchorlensError,
         lambda s, given: al.PrefixEffect().plot_pattern(s.model, s.batch, 0, **given),
@@ -816,6 +820,34 @@ ROWS: list[tuple[str, Any, str]] = [
         lambda s: al.scale_edges(s.model, s.batch, torch.diag_embed(s.batch.attention_mask), 0.0),
         "itself cannot be multiplied by 0 .*Leave the diagonal out .*renormalize=False",
     ),
+    (
+        "nothing cut",
+        lambda m, b: al.block_edges(m, b, edges.between(edges.anchors(b), edges.target(b)), 0),
+        r"nothing is cut or scaled at blocks.0.attn.hook_attn_scores: no prompt has an edge",
+    ),
+    (
+        "nothing cut",
+        lambda m, b: (
+            al.block_edges(m, b, edges.wp, 0)
+            + al.scale_edges(m, b, edges.wp(b) & edges.pq(b), 2.0, 2)
+        ),
+        r"nothing is cut or scaled at blocks.2",
+    ),
+    *(
+        (
+            "PromptError",
+            lambda s, draw=draw, wrong=wrong: draw(s.batch, wrong(s.batch, edges.pq(s.batch)), 0),
+            message,
+        )
+        for draw in (edges.random_keys, edges.random_edges)
+        for wrong, message in (
+            (lambda b, e: e.float(), r"\(batch, query, key\) = .*got torch.float32"),
+            (lambda b, e: e[:1], r"got torch.bool of the shape \(1, "),
+            (lambda b, e: torch.eye(e.shape[1]).bool().expand_as(e), "to an earlier token"),
+            (lambda b, e: torch.ones_like(e).triu(1), "token to an earlier token"),
+            (lambda b, e: ~b.attention_mask[:, None] & e.table().logical_not().tril(-1), "padding"),
+        )
+    ),
     ("HookError", lambda s: al.Site.of_heads([]), "there is no head"),
     ("HookError", lambda s: al.sites.first_and_last(s.model, [4]), "from 1 to 3 layers; got 4"),
     ("HookError", lambda s: al.sites.windows(s.model, 0), "from 1 to 3 layers; got 0"),
@@ -1188,6 +1220,7 @@ ROWS: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:nothing is cut or scaled:UserWarning")
 @pytest.mark.parametrize(("name", "wrong", "message"), ROWS)
 def test_what_cannot_be_answered_is_refused_before_any_pass(
     name: str, wrong: Any, message: str, setup: Scene

@@ -22,7 +22,7 @@ from anchorlens.experiments.ablation import (
     subsets_of,
 )
 from anchorlens.runs.study import Study
-from tests.support.measures import does_not_run, logits_of
+from tests.support.measures import logits_of
 from tests.support.tiny_models import questions, tiny_gpt2
 
 NAMES = ("museum", "shop", "question", "answer")
@@ -204,16 +204,6 @@ def test_the_odds_are_those_of_the_whole_answer_to_the_last_digit() -> None:
     torch.testing.assert_close(ours(random.tolist()), of_context_cite(random), rtol=1e-13, atol=0)
     alone = [[odds] for odds in random.flatten().tolist()]
     assert torch.equal(ours(alone), random.flatten())
-
-
-def test_no_subset_runs_where_no_prompt_has_the_models_answer(gpt2: Any) -> None:
-    with study_of(gpt2, [misquoted(written(gpt2), [0, 1])]) as study:
-        passes = study.passes([al.SegmentAttribution(answer="answer")])
-        ablation = Ablation.of(study.batches, None, "answer", al.removal.edges)
-        answers = Answers.of(ablation, passes, study.batches[0])
-        with does_not_run(gpt2):
-            outcome = answers.of_subsets(torch.zeros(2, 2, 3, dtype=torch.bool))
-    assert outcome.log_odds.shape == (2, 2) and outcome.log_odds.isnan().all()
 
 
 def test_a_token_as_likely_as_the_likeliest_is_given() -> None:

@@ -17,7 +17,6 @@ from anchorlens.experiments.prefix_effect import (
     effect_contributions,
 )
 from anchorlens.experiments.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
-from anchorlens.passes.forward import run_prefix
 from tests.support.asked import ask
 from tests.support.measures import assert_same, contributed, patterns_of
 from tests.support.tiny_models import questions
@@ -217,20 +216,6 @@ def test_of_a_long_prefix_some_positions_at_equal_distances_are_stored() -> None
     long, short = _sampled(inside)
     assert long.tolist() == list(range(1, 1025, 4))
     assert short[:4].tolist() == [7, 8, 9, -1] and (short[3:] == -1).all()
-
-
-def test_a_run_that_continues_from_a_prefix_gives_the_whole_cache(gemma3: Any) -> None:
-    batch = questions(gemma3, 4)[0]
-    whole = run_prefix(gemma3, batch)
-    length = int(batch.query_start[0])
-    shared = run_prefix(gemma3, batch.prompt(0).before(length))
-    continued = run_prefix(gemma3, batch.after(length), prefix=shared)
-    assert torch.equal(continued.attention_mask, whole.attention_mask)
-    assert torch.equal(continued.next_position, whole.next_position)
-    inside = batch.attention_mask
-    pairs = zip((*continued.keys, *continued.values), (*whole.keys, *whole.values), strict=True)
-    for ours, theirs in pairs:
-        assert ours.mT.movedim(-1, 1)[inside].allclose(theirs.mT.movedim(-1, 1)[inside], atol=1e-5)
 
 
 @pytest.mark.slow("many passes")

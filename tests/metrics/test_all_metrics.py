@@ -1,8 +1,6 @@
 """All metrics of one run: against plain transformers, and what must not matter."""
 
-from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from tests.metrics.test_aucroc import reference
 from tests.metrics.test_distances import published, uneven_questions
 from tests.references import plain
 from tests.references.jackknife import jackknife
-from tests.support.measures import assert_same, difference
+from tests.support.measures import difference
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 MAKE: dict[str, Any] = {
@@ -96,22 +94,6 @@ def test_attention_is_that_of_the_changed_run(gpt2: Any) -> None:
     assert float(heads.random_scores[..., 0].min()) > 0
     _, heads = records(al.edges.wp, 0)
     assert not heads.scores[0, :, 3].any() and float(heads.scores[..., 0].min()) > 0
-
-
-@pytest.mark.slow("many passes")
-@pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
-def test_numbers_have_intervals_and_saved_records_are_the_same(gpt2: Any, tmp_path: Path) -> None:
-    batches = questions(gpt2, 20, batch_size=8)
-    parts = {name: partial(al.edges.segment, name=name) for name in ("text", "label")}
-    metrics = [*METRICS, al.PrefixEffect(), al.SegmentFlows(parts)]
-    first = al.run(gpt2, batches, metrics, resamples=20, progress=False)
-    for key, record in first.items():
-        assert_same(al.load_record(record.save(tmp_path / f"{key}.safetensors")), record, 0.0)
-        named = {name for name, axes in record.axes().items() if "prompt" not in axes}
-        without = {name for name, kind in record.kinds().items() if not kind.has_interval}
-        assert set(record.intervals) == named - without
-    low, high = first["label_heads"].intervals["share"]
-    assert (low < high).all()  # Wilson's, also where all prompts are alike
 
 
 def flows_by_hand(

@@ -329,13 +329,6 @@ def test_norms_are_those_of_all_vectors_also_where_they_cancel() -> None:
     assert difference(ours, expected) <= 1e-6
 
 
-def test_with_equal_values_norms_are_proportional_to_the_attention() -> None:
-    pattern = torch.rand(1, 4, 6, 6, generator=torch.Generator().manual_seed(0))
-    vector = torch.tensor([3.0, 0.0, -4.0])
-    norms = al.weights.value_norm(pattern, pattern, vector.expand(1, 4, 6, 3))
-    assert difference(norms, 5 * pattern.sum(1)) <= 1e-6
-
-
 def test_a_function_of_ones_own_gets_the_values_a_few_rows_at_a_time(
     gpt2: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,14 +172,6 @@ def test_sets_made_in_inference_mode_work_outside(gpt2: Any) -> None:
     assert weights.grad is not None and torch.equal(weights.grad, (~edges.table()).float())
 
 
-def test_joins_with_other_shapes_are_errors_of_torch(batch: al.PromptBatch) -> None:
-    edges = al.edges.wp(batch)
-    with pytest.raises(RuntimeError, match="must match the size"):
-        edges | torch.ones(3, 4, 4).bool()
-    with pytest.raises(RuntimeError, match="must match the size"):
-        edges | torch.ones(2, *edges.shape[1:]).bool()
-
-
 def test_a_set_prints_its_size(batch: al.PromptBatch) -> None:
     edges, length = al.edges.pq(batch), batch.tokens.shape[1]
     assert repr(edges) == f"EdgeSet(batch 3, query {length}, key {length}; 18 edges)"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import HookError, PromptError
+from anchorlens.errors import HookError
 from anchorlens.prompts import edges
 from tests.support.tiny_models import questions
 
@@ -19,16 +19,6 @@ DRAWS = {"random_keys": edges.random_keys, "random_edges": edges.random_edges}
 
 def forerunners_read(batch: al.PromptBatch) -> Tensor:
     return edges.between(edges.query(batch), edges.forerunners(batch))
-
-
-def of_prompts(model: Any, draw: Draw, seed: int, **options: Any) -> dict[int, Tensor]:
-    """The drawn edges of each prompt, without padding."""
-    drawn: dict[int, Tensor] = {}
-    for batch in questions(model, 7, **options):
-        chosen = draw(batch, forerunners_read(batch), seed)
-        rows = zip(batch.index.tolist(), chosen, batch.attention_mask, strict=True)
-        drawn |= {index: square[mask][:, mask] for index, square, mask in rows}
-    return drawn
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
@@ -45,16 +35,6 @@ def test_other_edges_are_drawn_as_many_as_there_are(name: str, draw: Draw, reque
         assert not (drawn & (chosen | edges.from_first(batch) | ~edges.every(batch))).any()
     assert all(not torch.equal(draws[0], other) for other in draws[1:])
     assert torch.equal(draw(batch, chosen, 3), draws[3])
-
-
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_a_draw_depends_on_the_seed_and_the_prompt_alone(gpt2: Any, draw: Draw) -> None:
-    state = torch.get_rng_state()
-    expected = of_prompts(gpt2, draw, 5, batch_size=3)
-    assert torch.equal(torch.get_rng_state(), state)
-    for options in ({"batch_size": 1}, {"padding_side": "left"}, {"batch_size": 7}):
-        drawn = of_prompts(gpt2, draw, 5, **options)
-        assert all(torch.equal(drawn[index], expected[index]) for index in expected)
 
 
 def test_other_demonstrations_have_other_draws(gpt2: Any) -> None:
@@ -75,21 +55,6 @@ def test_other_demonstrations_have_other_draws(gpt2: Any) -> None:
         assert torch.equal(drawn, again), name
         # A draw of one number is not that of the next number after other demonstrations either.
         assert len({tuple(each.flatten().tolist()) for each in (*drawn, *of_other)}) == 8, name
-
-
-def test_random_keys_of_the_first_tokens_are_those_of_whole_prompts(gpt2: Any) -> None:
-    """So the random control, too, can run the tokens that prompts share once."""
-    batch = questions(gpt2, 3)[0]
-    length = int(batch.label_ends.max()) + 2
-    shared = batch.prompt(0).before(length)
-    whole, part = (
-        edges.random_keys(
-            prompts, edges.between(edges.anchors(prompts), edges.segment(prompts, "format")), 4
-        )
-        for prompts in (batch, shared)
-    )
-    assert part.any()
-    assert torch.equal(whole[:, :length, :length], part.expand(3, -1, -1))
 
 
 @pytest.mark.slow("many passes")
@@ -125,21 +90,3 @@ def test_forerunners_stand_before_the_label_words(gpt2: Any) -> None:
     found = edges.forerunners(at_the_start)
     assert int(found.sum()) == int(expected.sum()) - 4
     assert not (found & ~batch.attention_mask).any()
-
-
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_wrong_edges_are_errors(gpt2: Any, draw: Draw) -> None:
-    batch = questions(gpt2, 4, padding_side="left")[0]
-    good = edges.pq(batch)
-    padding = torch.zeros_like(good)
-    padding[0, 1, 0] = not batch.attention_mask[0, 0] or not batch.attention_mask[1, 0]
-    wrong: list[tuple[Any, str]] = [
-        (good.float(), r"\(batch, query, key\) = .*got torch.float32"),
-        (good[:1], r"got torch.bool of the shape \(1, "),
-        (torch.eye(good.shape[1], dtype=torch.bool).expand_as(good), "token to an earlier token"),
-        (torch.ones_like(good).triu(1), "token to an earlier token"),
-        (~batch.attention_mask[:, None, :] & torch.ones_like(good).tril(-1), "belong to padding"),
-    ]
-    for value, message in wrong:
-        with pytest.raises(PromptError, match=message):
-            draw(batch, value, 0)

@@ -131,33 +131,6 @@ def test_hooks_that_differ_between_prompts_of_a_set_run_whole_prompts(
         assert_same(record, theirs[name], 1e-10)
 
 
-NOTHING: dict[str, tuple[Change, str]] = {
-    "queries and keys exchanged": (
-        lambda m, b: al.block_edges(
-            m, b, al.edges.between(al.edges.anchors(b), al.edges.target(b)), 0
-        ),
-        r"nothing is cut or scaled at blocks.0.attn.hook_attn_scores: no prompt has an edge",
-    ),
-    "one of two lists": (
-        lambda m, b: (
-            al.block_edges(m, b, al.edges.wp, 0)
-            + al.scale_edges(m, b, al.edges.wp(b) & al.edges.pq(b), 2.0, 2)
-        ),
-        r"nothing is cut or scaled at blocks.2",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NOTHING)
-def test_edges_that_no_prompt_has_are_refused_before_any_pass(name: str, gpt2: Any) -> None:
-    change, message = NOTHING[name]
-    batches = questions(gpt2, 4, batch_size=2)
-    with pytest.raises(HookError, match=message):
-        flows_and_others(gpt2, batches, change)
-    with pytest.raises(HookError, match=message):
-        al.target_logits(gpt2, batches, hooks=lambda b: change(gpt2, b), progress=False)
-
-
 def test_a_batch_without_an_edge_may_be_beside_others(exact: Any) -> None:
     batches = questions(exact, 6, batch_size=1)
     found = [bool(longer_queries(batch)) for batch in batches]
