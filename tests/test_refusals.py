@@ -91,6 +91,13 @@ NO_LABEL = lambda batch: replace(batch, gold=None)  # noqa: E731
 EQUAL = dict.fromkeys(("all", "answer"), lambda batch: batch.attention_mask)
 
 
+def not_a_number(log_probs: torch.Tensor, axis: int) -> torch.Tensor:
+    return (log_probs + 2).log().sum(axis)
+
+
+LOGARITHM = al.prompts.Verbalizer([[4, 1], [2]], not_a_number)
+
+
 class Scene:
     """What the calls take. The models may run here, and in no call."""
 
@@ -414,6 +421,16 @@ ROWS: list[tuple[str, Any, str]] = [
             (lambda log_probs, axis: 0.5, "got a float"),
         )
     ),
+    (
+        "MetricError",
+        lambda s: run(s, METRICS[:1], loss=lambda logits, batch: logits),
+        r"one number a prompt, shape \(2,\); got .*\(2, 3000\)",
+    ),
+    (
+        "PromptError",
+        lambda s: LOGARITHM.scores(torch.zeros(1, 9)),
+        r"score not_a_number gives NaN for the words .*\(4, 1\)",
+    ),
     ("relabel", ([], al.relabeling.gold), "there are no demonstrations to relabel"),
     ("relabel", ([BAD, GOOD], lambda _, demos: demos), r"as many demonstrations as.*got \[Exa"),
     ("relabel", ([BAD, GOOD], lambda t, d: (t, d[:1])), "as many demonstrations as it got"),
@@ -640,6 +657,7 @@ ROWS: list[tuple[str, Any, str]] = [
         )
         for ids in ([0, 8], [-1, 1], [], [0.0, 1.0], [[0, 1]], [True, False], [1, 1])
     ),
+    ("accuracies", ({"b": torch.ones(1)}, {}), r"got prompts: \{'first': 2, 'odd': 2, 'b': 1\}"),
     ("accuracies", ({}, {"resamples": -1}), "resamples must be .* from 0 to 1,000,000; got -1"),
     ("accuracies", ({}, {"sets": torch.arange(3)}), r"of the 2 prompts; got the shape \(3,\)"),
     *(

@@ -311,7 +311,11 @@ ROWS: dict[str, Row] = {
     "integrated flows": asking(
         al.IntegratedFlows(["label", "target"], steps=2), {"steps": 3}, shares=False
     ),
-    "suppression": asking(SUPPRESSION(("label", "query")), {"segments": ("label", "target")}),
+    "suppression": asking(
+        SUPPRESSION(("label", "query")),
+        {"segments": ("label", "target")},
+        models=("gpt2", "gemma3"),
+    ),
     "attribution": asking(
         al.SegmentAttribution(al.subsets.lasso(8), seed=3), {"method": al.subsets.lasso(9)}
     ),

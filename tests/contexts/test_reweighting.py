@@ -13,7 +13,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.contexts import reweighted
 from anchorlens.contexts.reweighted import _all_but_target
-from anchorlens.errors import HookError, MetricError
+from anchorlens.errors import HookError
 from anchorlens.passes.forward import run_pass
 from tests.support.measures import difference
 from tests.support.tiny_models import byte_level_tokenizer, questions, tiny_gpt2
@@ -180,13 +180,3 @@ def test_a_beta_of_other_label_words_raises_an_error(gpt2: Any) -> None:
     message = re.escape(f"the classes {classes} in order of appearance; the prompt has")
     with pytest.raises(HookError, match=message):
         al.reweight_anchors(gpt2, other, beta)
-
-
-def test_compared_accuracies_equal_values_by_hand() -> None:
-    correct = {"a": torch.tensor([1.0, 0, 0, 1]), "b": torch.tensor([1.0, 1, 0, 1])}
-    record = al.metrics.compare_accuracies(correct)
-    assert record.accuracy.tolist() == [0.5, 0.75] and record.gain.tolist() == [0, 0.25]
-    low, high = record.intervals["gain"]
-    assert low[0] == high[0] == 0 and -0.4 < low[1] < 0.25 < high[1]
-    with pytest.raises(MetricError, match=r"got prompts: \{'a': 4, 'b': 1\}"):
-        al.metrics.compare_accuracies(correct | {"b": torch.ones(1)})

@@ -132,21 +132,6 @@ def test_all_numbers_equal_those_of_plain_transformers(
 
 
 @pytest.mark.slow("many passes")
-def test_the_best_draw_is_that_of_the_best_label_loyalty(gpt2: Any) -> None:
-    """Of equal ones the first; others have better words, or are right more often."""
-    one: dict[str, Any] = {"demonstrations": al.compress}
-    record = ask(gpt2, questions(gpt2, 8), Compared(one, draws=5, seed=2), **QUIET)
-    best = record.random_label_loyalty.tolist().index(float(record.random_label_loyalty.max()))
-    for name in ("label_loyalty", "word_loyalty", "accuracy"):
-        assert float(getattr(record, f"top_{name}")) == float(
-            getattr(record, f"random_{name}")[best]
-        )
-    assert record.top_label_loyalty == record.random_label_loyalty[best + 1]
-    assert record.top_word_loyalty < record.random_word_loyalty[best + 1]
-    assert record.top_accuracy < record.random_accuracy.max()
-
-
-@pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_gains_have_the_intervals_of_compared_accuracies(gpt2: Any) -> None:
     batches = questions(gpt2, 30)

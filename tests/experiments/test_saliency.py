@@ -12,7 +12,6 @@ from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import edges
 from tests.references import plain
-from tests.references.jackknife import jackknife
 from tests.support.measures import difference
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
@@ -177,27 +176,6 @@ def test_saliency_equals_finite_differences(
 
 def pq_over_tq(flows: Tensor) -> Tensor:
     return flows.mean(0)[:, 1] / flows.mean(0)[:, 3]
-
-
-def test_shares_of_flows_are_averaged_over_sets_of_demonstrations() -> None:
-    """Flows are averaged over the prompts of a set. Its shares are then averaged over sets."""
-    generator = torch.Generator().manual_seed(0)
-    rows = {
-        "sums": torch.rand(5, 2, 4, generator=generator),
-        "head_sums": torch.rand(5, 2, 3, 4, generator=generator),
-        "counts": torch.tensor([[3, 1, 5, 2]] * 4 + [[4, 1, 7, 3]]),
-    }
-    sets = torch.tensor([7, 9, 7, 7, 9])
-    record = al.SaliencyFlows().result(al.Contributions(rows, sets))
-    flows = rows["sums"].double() / rows["counts"][:, None]
-    first, second = (flows[prompts].mean(0) for prompts in ([0, 2, 3], [1, 4]))
-    three = [means[:, :3] for means in (first, second)]
-    shares = [of_set / of_set.sum(-1, keepdim=True) for of_set in three]
-    torch.testing.assert_close(record.flows, (three[0] + three[1]) / 2)
-    torch.testing.assert_close(record.share, (shares[0] + shares[1]) / 2)
-    ratios = [jackknife(pq_over_tq, flows[prompts]) for prompts in ([0, 2, 3], [1, 4])]
-    torch.testing.assert_close(record.pq_over_tq, (ratios[0] + ratios[1]) / 2)
-    torch.testing.assert_close(record.per_prompt, flows[..., :3])
 
 
 def test_change_of_share_and_deep_ratio_by_hand() -> None:

@@ -113,16 +113,6 @@ def test_a_method_without_finite_scores_in_a_prompt_is_told(gpt2: Any) -> None:
     assert "1 of 2 prompts" in record.info["no_scores"]
 
 
-def test_means_are_over_prompts_and_then_over_sets() -> None:
-    scores = torch.tensor([1.0, 3.0, torch.nan, 8.0]).double()
-    numbers = torch.stack([scores, torch.zeros(4)], dim=1)[..., None]
-    given = {"numbers": numbers, "log_odds": torch.zeros(4).double()}
-    record = al.records.SegmentAttributionRecord.of(
-        al.Contributions(given, torch.tensor([4, 4, 4, 2]))
-    )
-    assert record.scores.tolist() == [5.0]
-
-
 METHODS = [al.subsets.one_by_one, al.subsets.lasso(32, 1e-9), al.subsets.shapley()]
 
 

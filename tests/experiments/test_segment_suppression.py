@@ -12,7 +12,7 @@ from anchorlens.errors import PromptError
 from tests.support.asked import ask
 from tests.support.measures import does_not_run
 from tests.support.printed_code import printed
-from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2
+from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 Suppression = printed("experiments.md", "Suppression")
@@ -86,21 +86,6 @@ def test_it_equals_plain_transformers(
     torch.testing.assert_close(record.kl, stacked.nanmean(0), **options)
 
 
-@pytest.mark.slow("many passes")
-def test_padding_and_a_batch_in_which_nothing_follows_change_nothing(
-    hooked: Any, sentencepiece_like: Any, batch: al.PromptBatch
-) -> None:
-    """The softmax of Gemma is NaN in rows of padding on the left, in float64."""
-    model = hooked(tiny_gemma3(len(sentencepiece_like)).double(), sentencepiece_like)
-    asked = Suppression(NAMES)
-    together = ask(model, [batch], asked, **QUIET).kl_of_prompts
-    assert (together[together.isfinite()] > 0).all()
-    for number in range(2):
-        alone = ask(model, [batch.prompt(number)], asked, **QUIET).kl_of_prompts[0]
-        torch.testing.assert_close(together[number], alone, rtol=0, atol=1e-9, equal_nan=True)
-    assert ask(model, [batch], Suppression(("step",)), **QUIET).kl.isnan().all()
-
-
 def test_label_words_are_a_scattered_segment(gpt2: Any) -> None:
     batches = questions(gpt2, 3, batch_size=2, padding_side="left")
     record = ask(gpt2, batches, Suppression(("label", "query")), **QUIET)
@@ -108,9 +93,3 @@ def test_label_words_are_a_scattered_segment(gpt2: Any) -> None:
     assert float(record.kl[1, 0]) > 0 and int(record.kl.isfinite().sum()) == 1
     with pytest.raises(PromptError, match="there is no segment 'reply'"), does_not_run(gpt2):
         ask(gpt2, batches, Suppression(("reply",)), **QUIET)
-
-
-def test_means_are_over_prompts_and_then_over_sets() -> None:
-    kl = torch.tensor([[[1.0]], [[3.0]], [[torch.nan]], [[8.0]], [[torch.nan]]])
-    rows = al.Contributions({"kl": kl.double()}, torch.tensor([4, 4, 4, 2, 7]))
-    assert Suppression.record.of(rows).kl.tolist() == [[5.0]]

@@ -166,15 +166,6 @@ def test_default_layer_is_two_thirds_of_the_depth(n_layers: int, expected: int) 
     assert int(record.default_layer) == expected
 
 
-def test_distances_are_averaged_over_sets_of_demonstrations() -> None:
-    rows = rows_of(2, [3, 5] * 6)
-    record = al.AnchorDistances(directions=3).result(rows)
-    of_sets = [
-        key_distances(rows["queries"][k::2], rows["keys"][k::2].mean(0), 3) for k in range(2)
-    ]
-    torch.testing.assert_close(record.anchor_distance, (of_sets[0] + of_sets[1]) / 2)
-
-
 def test_pairs_of_classes_without_prompts_give_nan_and_a_warning() -> None:
     rows = rows_of(2, [0] * 9, gold=torch.arange(9) % 2)
     with pytest.warns(UserWarning, match="some pairs of classes have no prompts of both"):

@@ -183,21 +183,6 @@ def test_a_custom_loss_replaces_the_cross_entropy(gpt2: Any) -> None:
     torch.testing.assert_close(custom, 2 * default)
 
 
-@pytest.mark.parametrize(
-    ("loss", "came"),
-    [
-        (lambda a, b: a, r"\(2, 3000\)"),
-        (lambda a, b: a.sum(), r"\(\)"),
-        (lambda a, b: None, "a NoneType"),
-        (lambda a, b: 0.5, "a float"),
-    ],
-)
-def test_a_loss_of_the_wrong_shape_is_refused(gpt2: Any, loss: Any, came: str) -> None:
-    for call in (al.saliency, lambda m, b, loss: al.run(m, [b], METRICS, loss=loss, **QUIET)):
-        with pytest.raises(MetricError, match=rf"one number a prompt, shape \(2,\); got .*{came}"):
-            call(gpt2, batch_of(gpt2), loss=loss)
-
-
 def minus_mean(logits: Tensor, batch: al.PromptBatch) -> Tensor:
     """The sum over prompts, which is differentiated, is 0 whatever the logits are."""
     return logits[:, 0] - logits[:, 0].mean()

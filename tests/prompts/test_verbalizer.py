@@ -108,11 +108,3 @@ def test_batches_from_positions_take_several_words() -> None:
     assert batch.label_token_ids.tolist() == [1, 2]
     with pytest.raises(PromptError, match=r"is an al\.prompts\.Verbalizer; got None"):
         check_batch(replace(batch, verbalizer=None))
-
-
-def test_a_score_that_is_no_number_raises_an_error() -> None:
-    def logarithm(log_probs: torch.Tensor, axis: int) -> torch.Tensor:
-        return (log_probs + 2).log().sum(axis)
-
-    with pytest.raises(PromptError, match=r"score logarithm gives NaN for the words .*\(4, 1, 7\)"):
-        al.prompts.Verbalizer(IDS, logarithm).scores(torch.zeros(1, 900))
