@@ -170,6 +170,11 @@ def test_reweighted_demonstrations_answer_as_whole_prompts_with_hooks(llama: Any
     assert torch.equal(neutral.logits(llama, batches[0]), plain.logits(llama, batches[0]))
 
 
+def test_of_equally_loyal_draws_the_first_is_the_best() -> None:
+    kept = torch.tensor([[0.0, 1.0, 1.0]])
+    assert context_comparison._best_draw(al.Contributions({"random_label_kept": kept})) == 1
+
+
 def test_a_time_is_the_median_of_a_query_after_a_pass_that_is_not_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
