@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError, NotFiniteError, RunError
+from anchorlens.errors import MetricError, NotFiniteError, RunError
 from anchorlens.models.hooked import pattern_name
 from anchorlens.prompts import segment_names
 from anchorlens.system import row_pieces
@@ -277,15 +277,6 @@ def test_a_prompt_without_the_segment_of_a_loss_is_named(gpt2: Any) -> None:
         flows_in(gpt2, batches)
 
 
-def test_a_batch_of_segments_shows_them(batch: al.PromptBatch) -> None:
-    html = batch._repr_html_()
-    assert '<span class="al-segment al-segment-1" data-token="4">40 </span>' in html
-    assert '<span class="al-segment al-segment-none" data-token="3">3 </span>' in html
-    assert all(f">{name}</span>" in html for name in (*NAMES, "no segment"))
-    hostile = replace(batch, segment_names=("<b>", "step", "answer"))
-    assert "<b>" not in hostile._repr_html_()
-
-
 def test_weights_of_an_edge_on_a_pattern_by_hand() -> None:
     pattern = torch.tensor([0.5, 0.25])[None, :, None, None]  # two heads, one edge
     gradient = torch.tensor([-2.0, 8.0])[None, :, None, None]
@@ -352,23 +343,3 @@ def test_a_function_of_ones_own_gets_the_values_a_few_rows_at_a_time(
     assert ((2, 2, 4, 9),) * 2 + ((2, 2, 9, 24),) in shapes
     for name in expected:
         assert_same(results[name], expected[name])
-
-
-@pytest.mark.every_kind
-@pytest.mark.usefixtures("kind_of_model")
-def test_a_cache_needs_the_model_for_values(gpt2: Any) -> None:
-    batches = questions(gpt2, 3)
-    [expected] = al.run(gpt2, batches, [NORM], **QUIET).values()
-    names = al.caches.names_filter([NORM], gpt2, batches[0])
-    assert "blocks.1.attn.hook_v" in names
-    cache: dict[str, Tensor] = {}
-    hooks = [(name, lambda t, hook, n=name: cache.__setitem__(n, t.detach())) for name in names]
-    with torch.no_grad(), gpt2.hooks(fwd_hooks=hooks):
-        logits = gpt2(batches[0].tokens, attention_mask=batches[0].attention_mask)
-    # The weight does not use the gradient.
-    slopes = {f"{n}_grad": t for n, t in cache.items() if n.endswith("pattern")}
-    passes = [(logits, cache | slopes)]
-    [record] = al.caches.from_caches([NORM], batches, passes, model=gpt2, resamples=0).values()
-    assert_same(record, replace(expected, info=record.info))
-    with pytest.raises(AnchorlensError, match=r"norm needs the prepared model.*model=model"):
-        al.caches.from_caches([NORM], batches, passes)

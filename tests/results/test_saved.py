@@ -176,13 +176,6 @@ def test_wrong_contents_of_records_are_errors(
         Small.load(path)
 
 
-def test_missing_fields_of_a_record_are_named(tmp_path: Path) -> None:
-    path, fields = tmp_path / "small.safetensors", {"mean": make_small().mean}
-    path.write_bytes(to_bytes_with_digest({"record": "Small", "info": {}}, fields))
-    with pytest.raises(StoreError, match=r"fields \['mean'\], not \['best', 'mean'\]"):
-        al.load_record(path)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
