@@ -1,7 +1,6 @@
 """Compressed contexts: selected tokens, their positions, bad input, and what loyalty measures."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -213,15 +212,11 @@ def test_separate_demonstrations_have_the_hooks_of_the_user(gpt2: Any) -> None:
 
 @pytest.mark.slow("trained contexts")
 def test_what_is_stored_tells_separate_demonstrations_apart(gpt2: Any, tmp_path: Any) -> None:
-    batches = questions(gpt2, 3)
-    separate = partial(al.compress, separately=True)
-    for make, text in ((al.compress, ""), (separate, ", each demonstration alone")):
-        context = make(gpt2, batches[0])
-        loaded = al.contexts.load_context(context.save(tmp_path / "context.safetensors"))
-        assert loaded.info["separately"] is (make is separate)
-        for each in (context, loaded):
-            assert f"placement as_in_prompt{text}; " in repr(each)
-        assert torch.equal(*(each.logits(gpt2, batches[0]) for each in (context, loaded)))
+    [batch] = questions(gpt2, 3)
+    for separately, text in ((False, ""), (True, ", each demonstration alone")):
+        context = al.compress(gpt2, batch, separately=separately)
+        assert context.info["separately"] is separately
+        assert f"placement as_in_prompt{text}; " in repr(context)
     damaged = replace(context, info={**context.info, "separately": 1})
     with pytest.raises(StoreError, match="does not say whether demonstrations were run separately"):
         al.contexts.load_context(damaged.save(tmp_path / "context.safetensors"))

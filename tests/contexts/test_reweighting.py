@@ -150,18 +150,6 @@ def test_an_axis_of_size_one_has_shared_betas(gpt2: Any, shape: tuple[int, int, 
     assert torch.equal(start, torch.full(shape, 0.1))
 
 
-def test_a_loaded_beta_acts_as_the_saved_one(gpt2: Any, tmp_path: Any) -> None:
-    [batch] = questions(gpt2, 2)
-    beta = train_reweighting(gpt2, [batch], steps=1, **QUIET)
-    loaded = al.contexts.Beta.load(beta.save(tmp_path / "beta.safetensors"))
-    assert loaded.info == beta.info
-    first, *others = (
-        run_pass(gpt2, batch, hooks=al.reweight_anchors(gpt2, batch, each))
-        for each in (beta, loaded, beta.beta)
-    )
-    assert all(torch.equal(logits, first) for logits in others)
-
-
 @pytest.mark.parametrize("lr", [30.0, 1e6])
 def test_divergence_gives_a_warning_and_the_best_beta_before(gpt2: Any, lr: float) -> None:
     batches = questions(gpt2, 4, batch_size=1)

@@ -156,17 +156,6 @@ def test_the_weights_of_an_additive_engine_predict_it(gpt2: Any, additive: Any, 
     assert record.info["reasons"]["equal"] == "all segments have one score in 7 of 7 prompts"
 
 
-def test_rows_of_a_tensor_are_in_the_order_of_the_queries(gpt2: Any, additive: Any) -> None:
-    """Whatever the order of batches and their sizes; also in sets of demonstrations."""
-    additive(weights_of(6, 6))
-    of_sets = [questions(gpt2, 6, seed=seed, batch_size=2) for seed in (1, 2)]
-    scores = {"given": torch.cat([weights_of(6, 6), -weights_of(6, 6)])}
-    record = ask(gpt2, [*of_sets[0][::-1], *of_sets[1]], al.Faithfulness(scores), **QUIET)
-    expected = torch.tensor([1.0] * 6 + [-1.0] * 6).double()
-    torch.testing.assert_close(record.lds_of_prompts[:, 0], expected)
-    assert record.lds[0] == 0  # the mean of two sets
-
-
 @pytest.mark.slow("many passes")
 def test_intervals_are_paired_and_prompts_that_say_nothing_are_left_out(
     gpt2: Any, additive: Any

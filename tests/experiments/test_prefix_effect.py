@@ -147,17 +147,6 @@ def test_a_prefix_that_is_masked_does_nothing(llama: Any) -> None:
         assert getattr(effect, name).isnan().all(), name
 
 
-def test_rows_of_different_attention_are_averaged_over_the_query(gpt2: Any) -> None:
-    batch = questions(gpt2, 4)[0]
-    whole, target = (
-        effect_of(gpt2, [batch], rows=rows) for rows in (al.edges.query, al.edges.target)
-    )
-    assert (whole.stolen - target.stolen).abs().max() > 1e-2
-    # The target is the last row of both.
-    for name in ("concentration", "effective_rank", "spread"):
-        assert torch.equal(getattr(whole, name), getattr(target, name))
-
-
 def rows_by_hand(taken: Tensor, within: Tensor, ids: list[int]) -> al.Contributions:
     """Contributions of one layer, one head and one segment."""
     count = len(taken)
@@ -341,27 +330,6 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any) -> None:
     for draw in (al.PrefixEffect.plot_pattern, al.PrefixEffect.plot_directions):
         with pytest.raises(MetricError, match="there is no prefix"):
             draw(al.PrefixEffect(context=al.contexts.NoContext()), gpt2, batches[0], 0, 0)
-
-
-@pytest.mark.quick_cases("many passes", "gpt2")
-@pytest.mark.every_kind
-def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(model: Any) -> None:
-    batch = questions(model, 4)[0]
-    context = al.compress(model, batch, select=al.contexts.selection.everything)
-    expected = al.PrefixEffect().plot_pattern(model, batch, 1, 1, prompt=2)
-    of_context = al.PrefixEffect(context=context)
-    figure = of_context.plot_pattern(model, batch, 1, 1, prompt=2)
-    for panel, panel_expected in zip(figure.data, expected.data, strict=True):
-        values, wanted = (torch.tensor(p.z, dtype=torch.double) for p in (panel, panel_expected))
-        assert values.allclose(wanted, atol=1e-5, equal_nan=True)
-    assert figure.layout.xaxis.ticktext == expected.layout.xaxis.ticktext
-    assert figure.layout.yaxis.ticktext == expected.layout.yaxis.ticktext
-    (dots,) = of_context.plot_directions(model, batch, -1, 0).data
-    (wanted_dots,) = al.PrefixEffect().plot_directions(model, batch, -1, 0).data
-    scale = max(map(abs, wanted_dots.x))
-    # The sign of a singular direction is arbitrary.
-    assert [*map(abs, dots.x)] == pytest.approx([*map(abs, wanted_dots.x)], abs=1e-4 * scale)
-    assert [*map(abs, dots.y)] == pytest.approx([*map(abs, wanted_dots.y)], abs=1e-3 * scale)
 
 
 @pytest.mark.slow("many passes")

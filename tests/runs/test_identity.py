@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import ProcessError, StoreError
+from anchorlens.errors import StoreError
 from anchorlens.passes.forward import run_pass
-from anchorlens.runs import study
-from anchorlens.runs.installed import changed
 from anchorlens.runs.study import Study
-from anchorlens.system import processes
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
@@ -43,25 +40,3 @@ def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_
     assert torch.equal(collected(1.0), first)
     with pytest.raises(StoreError, match="was computed by another function"):
         collected(2.0)
-
-
-def test_processes_with_other_hooks_are_refused(
-    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two processes get hooks that differ by a constant; their settings are exchanged here."""
-    sent: list[dict[str, str]] = []
-    monkeypatch.setattr(study, "is_single_process", lambda: False)
-    monkeypatch.setattr(study, "require_equal_settings", sent.append)
-    for factor in (1.0, 1.0, 0.2):
-        with Study(gpt2, questions(gpt2, 2), {"hooks": scaled(factor)}, **QUIET):
-            pass
-    assert sent[0] == sent[1] and sent[0]["hooks"] != sent[2]["hooks"]
-    monkeypatch.setattr(processes, "gather_from_processes", lambda *_: [sent[0], sent[2]])
-    with pytest.raises(ProcessError, match="hooks: process 0"):
-        processes.require_equal_settings(sent[0])
-
-
-def test_what_is_put_on_a_known_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not changed()
-    monkeypatch.setattr(torch.nn.GELU, "forward", lambda *args, **options: None)
-    assert [*changed()] == ["torch.nn.modules.activation GELU.forward"]

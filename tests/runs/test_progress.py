@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 import anchorlens as al
-from anchorlens.experiments import random_weights
 from anchorlens.runs import study, way
 from anchorlens.system import steps
 from anchorlens.system.steps import Bar, planned, step
@@ -113,18 +112,3 @@ def test_each_bar_says_how_long_all_steps_take(
     assert Bar(title="outside", total=1, disable=True).step is None
     printed = capsys.readouterr().err
     assert printed.count("everything takes about 7 minutes, as far as the first step tells") == 1
-
-
-@pytest.mark.slow("many passes")
-@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:no result")
-def test_the_steps_of_an_analysis_have_their_names(gpt2: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(random_weights, "SEEDS", (0,))
-    batches = questions(gpt2, 4)
-    al.analyse(gpt2, batches, depth=1, draws=1, random_weights=True, resamples=0)
-    titles = [bar.desc for bar in RecordedBar.bars]
-    assert titles == [
-        "the model (1 of 3)",
-        "random weights, seed 0 (2 of 3)",
-        "isolation (3 of 3)",
-    ]
-    assert shown(RecordedBar.bars[-1]).startswith("100%")
