@@ -12,7 +12,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import anchorlens as al
 from anchorlens.errors import HookError, ModelError
-from anchorlens.metrics.question import no_hooks
 from anchorlens.models import replaced_attention
 from anchorlens.models.kinds import modules_of
 from anchorlens.models.model_state import frozen_in_eval_mode
@@ -22,7 +21,6 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention, run_fused
 from anchorlens.passes.shortcuts import bytes_stored
 from anchorlens.runs import way as decision
-from anchorlens.runs.way import way_of
 from anchorlens.system import row_pieces
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
@@ -303,18 +301,6 @@ def test_blocks_are_checkpointed_if_little_is_free(
 def test_passes_without_a_gradient_store_nothing(gpt2: Any) -> None:
     info = al.run(gpt2, questions(gpt2, 3), [al.Accuracy()], **QUIET)["accuracy"].info
     assert "fused" in info["attention"] and "checkpointed" not in info["attention"]
-
-
-@pytest.mark.usefixtures("little")
-def test_all_processes_checkpoint_if_one_must(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = questions(gpt2, 3)
-    monkeypatch.setattr(decision, "free_for_layers", lambda devices: 10**12)
-    options: Any = {"questions": [al.SaliencyFlows()], "loss": al.losses.label_cross_entropy}
-    assert "checkpointed" not in way_of(gpt2, prompts, [no_hooks], **options).attention
-    elsewhere = lambda name, free: [free, 0]  # noqa: E731
-    monkeypatch.setattr(decision, "gather_from_processes", elsewhere)
-    attention = way_of(gpt2, prompts, [no_hooks], **options).attention
-    assert "; blocks are checkpointed" in attention and attention.endswith("and 0.0 MiB are free")
 
 
 @pytest.fixture

@@ -294,15 +294,3 @@ def test_a_function_without_weak_references_can_change_a_run(gpt2: Any) -> None:
         assert "run once for all" in passes.status
         expected = whole_logits(gpt2, batch, Cut(0)(batch))
         assert difference(passes.logits(batch, Cut(0)), expected) < 1e-5
-
-
-@pytest.mark.changes_model
-def test_a_study_runs_without_dropout_also_outside_collect(gpt2: Any) -> None:
-    (batch,) = questions(gpt2, 4)
-    modes = []
-    gpt2.train()
-    with Study(gpt2, [batch], {}, **QUIET) as study:
-        passes = study.passes()
-        modes.append(any(module.training for module in gpt2.modules()))
-        passes.logits(batch)
-    assert modes == [False] and gpt2.training

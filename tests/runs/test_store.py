@@ -624,13 +624,6 @@ def test_a_folder_that_is_removed_during_a_run_is_an_error(gpt2: Any, tmp_path: 
         run(gpt2, metric, tmp_path / "rows", metrics=[metric])
 
 
-def test_a_file_instead_of_the_folder_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(StoreError, match=r"folder of contributions: .*; use another"):
-            Store.open(folder, {"model": "x"})
-
-
 def test_only_temporary_files_of_ended_processes_are_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
