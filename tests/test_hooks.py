@@ -87,6 +87,11 @@ def test_edges_cut_in_one_head_equal_attention_written_by_hand(
     assert not torch.allclose(ours, logits_of(gpt2, batch, al.block_edges(gpt2, batch, cut, -1)))
 
 
+def test_a_layer_that_is_given_twice_has_one_hook(gpt2: Any, batch: al.PromptBatch) -> None:
+    hooks = al.block_edges(gpt2, batch, edges.wp, [2, 1, -1])
+    assert [name for name, _ in hooks] == [f"blocks.{k}.attn.hook_attn_scores" for k in (1, 2)]
+
+
 def test_whole_words_isolates_all_tokens_of_a_label_word(gpt2: Any) -> None:
     demos = [al.Example("one two", 0), al.Example("three", 1)]
     batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]

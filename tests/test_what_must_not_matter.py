@@ -292,7 +292,7 @@ ROWS: dict[str, Row] = {
     "every read of a changed run": Row(
         Asked([EveryRead(has_hooks=False), al.Loyalty()], CUTS["a named set"], of_two_sets)
     ),
-    "prefix effect": asking(al.PrefixEffect(), models=("gpt2", "llama")),
+    "prefix effect": asking(al.PrefixEffect(), {"rows": al.edges.target}, models=("gpt2", "llama")),
     "isolation": asking(
         al.EdgeSweep.isolation(SITES, draws=2),
         *({"draws": 1}, {"seed": 1}, {"edges": WHOLE_WORDS.edges}),
@@ -456,16 +456,8 @@ def test_in_every_kind_of_model_shared_tokens_batches_order_and_padding_change_n
 
 
 @pytest.mark.slow_cases(
-    *(
-        "many passes",
-        "llama",
-        "gemma3",
-        "faithfulness",
-        "contexts",
-        "integrated",
-        "edges of labels",
-    ),
-    *("several sets", "attribution", "prefix effect", "suppression"),
+    *("many passes", "llama", "gemma3", "faithfulness", "contexts", "integrated", "several sets"),
+    *("edges of labels", "attribution", "prefix effect", "suppression"),
 )
 @pytest.mark.parametrize(("name", "of"), [case for case in EVERY if case[0] not in IN_EVERY_KIND])
 def test_shared_tokens_batches_order_and_padding_change_nothing(

@@ -172,11 +172,6 @@ def test_sets_made_in_inference_mode_work_outside(gpt2: Any) -> None:
     assert weights.grad is not None and torch.equal(weights.grad, (~edges.table()).float())
 
 
-def test_a_set_prints_its_size(batch: al.PromptBatch) -> None:
-    edges, length = al.edges.pq(batch), batch.tokens.shape[1]
-    assert repr(edges) == f"EdgeSet(batch 3, query {length}, key {length}; 18 edges)"
-
-
 @pytest.mark.parametrize("draw", [al.edges.random_keys, al.edges.random_edges])
 def test_pieces_do_not_change_draws(draw: Any, gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = questions(gpt2, 3)[0]
