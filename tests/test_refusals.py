@@ -543,7 +543,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ),
     (
         "ArgumentError",
-        lambda s: al.losses.label_cross_entropy(torch.ones(2, 300), s.batch),
+        lambda s: al.losses.label_cross_entropy(torch.ones(2, 900), s.batch),
         "batch of label_cross_entropy must have as long an axis 'batch' as logits, 2; got 3",
     ),
     ("PromptError", lambda s: al.relabeling.derangement(1, 0), "from 2 to 1,000,000; got 1"),
@@ -619,6 +619,16 @@ ROWS: list[tuple[str, Any, str]] = [
         "cannot be written: .*embedded null",
     ),
     ("StoreError", lambda s: type(one_accuracy()).load("\0"), "cannot be read: .*embedded null"),
+    (
+        "PromptError",
+        lambda s: s.batch.label_scores(torch.zeros(len(s.batch), 3)),
+        "has the token .*, but there are logits of 3 tokens; give all logits",
+    ),
+    (
+        "ArgumentError",
+        lambda s: s.changed(verbalizer=s.batch.label_token_ids).prompt(0),
+        "verbalizer of a batch must be a Verbalizer or None; got",
+    ),
     ("without label words", lambda s, b: al.isolate_labels(s.model, b, 0), "nothing to isolate"),
     ("without label words", lambda s, b: run(s, METRICS[:1], [b]), "at least one label word in ea"),
     ("words beyond", lambda s, b: al.isolate_labels(s.model, b, 0), OUTSIDE),

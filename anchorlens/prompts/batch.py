@@ -314,7 +314,7 @@ class PromptBatch:
             >>> len(batch.prompts(0, 2))
             2
         """
-        _check_axes(self._tensors())
+        _check_fields(self)
         columns = self.on_cpu.attention_mask[start:stop:step].any(0).nonzero()
         if not len(columns):
             raise PromptError(
@@ -728,8 +728,7 @@ def check_prompts(*batches: PromptBatch) -> None:
                 f"the prompts are to be run from position {given.first_query}, but keys of 0 "
                 "tokens are cached; a batch of whole prompts has first_query=0"
             )
-        _check_axes({name: getattr(given, name) for name in _axes_of_fields()})
-        fitted("verbalizer of a batch", given.verbalizer, Verbalizer | None)
+        _check_fields(given)
         batch = given.on_cpu
         if not (has_tokens := batch.attention_mask.any(1)).all():
             raise PromptError(f"prompt {int((~has_tokens).nonzero()[0])} is padding only")
@@ -757,6 +756,12 @@ def _axes_of_fields() -> dict[str, list[str]]:
     hints = get_type_hints(PromptBatch)
     arrays = {name: (get_args(hint) or [hint])[0] for name, hint in hints.items()}
     return {name: hint.dim_str.split() for name, hint in arrays.items() if is_array(hint)}
+
+
+def _check_fields(batch: PromptBatch) -> None:
+    """Check what fields are, and that each axis has one length in all of them."""
+    _check_axes({name: getattr(batch, name) for name in _axes_of_fields()})
+    fitted("verbalizer of a batch", batch.verbalizer, Verbalizer | None)
 
 
 def _check_axes(values: Mapping[str, Any]) -> None:

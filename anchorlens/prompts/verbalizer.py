@@ -83,6 +83,11 @@ def label_scores(
 ) -> Float[Tensor, "batch class"]:
     """Score of each class: the logit of its label word, or what a verbalizer gives."""
     if isinstance(labels, Verbalizer):
+        if (largest := max(map(max, labels.token_ids))) >= (count := logits.shape[-1]):
+            raise PromptError(
+                f"a label word has the token {largest}, but there are logits of {count} tokens; "
+                "give all logits, of the model whose tokenizer made the label words"
+            )
         if not labels.has_one_word_a_class:
             return _scores_of_words(logits, labels)
         labels = torch.tensor(labels.token_ids, device="cpu")[:, 0]

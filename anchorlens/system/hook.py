@@ -1,11 +1,12 @@
 """What a hook of TransformerLens is: the name of a hook point, and the function that acts there."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 
+@runtime_checkable
 class HookFunction(Protocol):
     """Write def function(tensor, hook); it is called as function(tensor, hook=point)."""
 
