@@ -51,7 +51,7 @@ def test_it_equals_loops_with_raw_hooks(exact_model: Any, kind_of_model: str) ->
         shuffled = prompts(model, slice(3, 6), MIXED, batch_size=2, padding_side="left")
         record = al.head_effects(model, of_mean, shuffled, **QUIET)
         assert record.info["not_started_late"] == {}
-        outputs = states.mean_outputs(model, of_mean)
+        outputs = states.mean_states(model, of_mean, lambda tokens, words: -1, "attn.hook_z")
         torch.testing.assert_close(record.outputs, outputs, rtol=tolerance, atol=tolerance)
         effects, of_probability = states.effects(model, shuffled, outputs)
         assert (effects.abs().amax(0) > 1e-3).all() and (effects > 0).any() and (effects < 0).any()

@@ -50,7 +50,7 @@ def test_the_sum_over_all_edges_is_the_change_of_the_output_up_to_one_over_m_squ
     for layer in range(3):
         factor = torch.ones(3, 1, 1, 1, dtype=torch.float64)
         factor[layer] = 0
-        without = plain.with_pattern_times(weights, same, factor).softmax(-1)
+        without = plain.with_edits(weights, same, factor=factor).softmax(-1)
         changes.append((clean - without)[clean.argmax()])
     errors = {}
     for steps in (10, 20, 40):
@@ -78,7 +78,7 @@ def plain_attribution(
             # d F(f A) / d f = A * dF / d(f A)
             factor = torch.full_like(total, (2 * step + 1) / (2 * steps), requires_grad=True)
             factors: Any = [factor if k == layer else torch.ones(()) for k in range(layers)]
-            with plain._EditedSoftmax(prompt, factor=factors):
+            with plain._Attention(prompt, factor=factors):
                 logits = plain.forward(weights, prompt).logits[0]
             total += torch.autograd.grad(output(logits), factor)[0] / steps
         products.append(total)

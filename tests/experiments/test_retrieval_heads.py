@@ -202,7 +202,7 @@ def test_the_best_heads_are_cut_and_as_many_random_ones(of: str, request: Any) -
                         cut[layer, where.heads_of(model, layer), start:, first : last + 1] = True
                 of_plain = plain.Prompt(prompt.tokens, [], [], prompt.tokens[0], prompt.tokens[0])
                 p = plain.logits_of(weights, of_plain).log_softmax(-1)
-                q = plain.with_cut_scores(weights, of_plain, cut).log_softmax(-1)
+                q = plain.with_edits(weights, of_plain, cut=cut).log_softmax(-1)
                 by_hand.append((p.exp() * (p - q)).sum())
             assert float(kl) == pytest.approx(float(torch.stack(by_hand).mean()), rel=1e-8)
             assert float(kl) > 1e-4

@@ -48,7 +48,7 @@ def change_of(name: str, prompt: al.PromptBatch, layer: int) -> torch.Tensor:
             run.log_softmax(-1)[5]
             for run in (
                 plain.logits_of(weights, same),
-                plain.with_pattern_times(weights, same, factor),
+                plain.with_edits(weights, same, factor=factor),
             )
         )
         return clean - without

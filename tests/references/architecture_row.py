@@ -92,8 +92,8 @@ def row(
     name: str, special: str, config: str, *shared: Mapping[str, Any], **options: Any
 ) -> Architecture:
     """Return a row, in which later options replace earlier ones; some are of the row itself."""
-    of_row = {key: options.pop(key) for key in ("scale", "refused", "wrong") if key in options}
     merged = dict(COMMON)
     for more in (*shared, options):
         merged |= more
+    of_row = {key: merged.pop(key) for key in ("scale", "refused", "wrong") if key in merged}
     return Architecture(name, special, merged, config=config, **of_row)

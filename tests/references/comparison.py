@@ -107,7 +107,7 @@ def reference_of(model: Any, batch: al.PromptBatch, dtype: torch.dtype) -> Refer
         beta = beta_of(n_layers, n_heads, dtype)
         cut, reweighted = [], []
         for prompt in prompts:
-            edges = plain.isolation_edges(prompt)
+            edges = plain.edges_into(prompt.anchors, prompt)
             ones = torch.ones(n_layers, n_heads, *edges.shape, dtype=dtype)
             zeroed, scaled = ones.clone(), ones.clone()
             layers, layer = cut_layers(n_layers)
@@ -118,11 +118,11 @@ def reference_of(model: Any, batch: al.PromptBatch, dtype: torch.dtype) -> Refer
             cut.append(
                 [
                     plain.with_cut_masks(model, prompt, edges, layers),
-                    plain.with_pattern_times(model, prompt, zeroed),
-                    plain.with_cut_scores(model, prompt, by_head),
+                    plain.with_edits(model, prompt, factor=zeroed),
+                    plain.with_edits(model, prompt, cut=by_head),
                 ]
             )
-            reweighted.append(plain.with_pattern_times(model, prompt, scaled))
+            reweighted.append(plain.with_edits(model, prompt, factor=scaled))
     flows = [
         [plain.flows_of(layer, prompt) for layer in observation.saliency]
         for prompt, observation in zip(prompts, observed, strict=True)
@@ -158,28 +158,11 @@ def inside(maps: Tensor, batch: al.PromptBatch, n: int) -> Tensor:
     return maps[..., positions[0] : positions[-1] + 1, positions[0] : positions[-1] + 1]
 
 
-PARTS = {
-    "anchors": al.edges.anchors,
-    "target": al.edges.target,
-    "rest": lambda batch: batch.attention_mask & ~al.edges.anchors(batch) & ~al.edges.target(batch),
-}
-
-
-def flows_of_segments(sums: Tensor, counts: Tensor) -> Tensor:
-    """S_wp, S_pq and S_ww from the cells of anchors, target and rest: [prompt, layer, flow]."""
-    flows = []
-    for cells in ([(0, 0), (0, 2)], [(1, 0)], [(1, 2), (2, 0), (2, 2)]):
-        total = sum(sums[:, :, a, b].double() for a, b in cells)
-        number = sum(counts[:, a, b] for a, b in cells)
-        flows.append(total / torch.as_tensor(number)[:, None])
-    return torch.stack(flows, -1)
-
-
 def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
     """Return the numbers of the package for a padded batch."""
     dtype = next(iter(model.parameters())).dtype
-    metrics: list[Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.SegmentFlows(PARTS)]
-    logits, (flows, attention, segments) = contributed(
+    metrics: list[Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
+    logits, (flows, attention) = contributed(
         model, batch, *metrics, loss=al.losses.label_cross_entropy
     )
     beta = beta_of(model.cfg.n_layers, model.cfg.n_heads, dtype)
@@ -198,7 +181,6 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
         "logits": logits,
         "saliency": al.saliency(model, batch),
         "flows": (flows["sums"] / flows["counts"][:, None])[..., :3],
-        "flows of segments": flows_of_segments(segments["sums"], segments["counts"]),
         "attention": attention["attention"].sum(2),
         "isolation": [logits_of(model, batch, hooks) for hooks in cuts],
         "reweighting": logits_of(model, batch, al.reweight_anchors(model, batch, beta)),
@@ -207,8 +189,8 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
 
 def differences(model: Any, batch: al.PromptBatch, expected: Reference) -> dict[str, float]:
     results, observed = ours(model, batch), expected.observed
-    pairs = list(zip(expected.prompts, observed, strict=True))
-    attention = torch.stack([class_attention(prompt, observation) for prompt, observation in pairs])
+    pairs = zip(expected.prompts, observed, strict=True)
+    attention = torch.stack([class_attention(*pair) for pair in pairs])
     logits = torch.stack([observation.logits for observation in observed])
     maps = [
         difference(inside(results["saliency"][n], batch, n), observation.saliency)
@@ -219,10 +201,9 @@ def differences(model: Any, batch: al.PromptBatch, expected: Reference) -> dict[
         for mine, theirs in zip(results["isolation"], zip(*expected.cut, strict=True), strict=True)
     ]
     reweighted = torch.stack(expected.reweighted)
-    flows = [difference(results[name], expected.flows) for name in ("flows", "flows of segments")]
     return {
         "logits": difference(centred(results["logits"]), centred(logits)),
-        "saliency": largest(*maps, *flows),
+        "saliency": largest(*maps, difference(results["flows"], expected.flows)),
         "isolation": largest(*cuts),
         "reweighting": difference(centred(results["reweighting"]), centred(reweighted)),
         "attention": difference(results["attention"], attention),
@@ -269,6 +250,4 @@ def class_attention(prompt: plain.Prompt, observed: plain.Observed) -> Tensor:
     """Return attention from the target to each class's label word, over heads: [layer, class]."""
     at_target = observed.attention[:, :, prompt.target].sum(1)
     scores = torch.zeros(len(at_target), len(prompt.label_token_ids), dtype=torch.float64)
-    for anchor, label in zip(prompt.anchors, prompt.classes, strict=True):
-        scores[:, label] += at_target[:, anchor]
-    return scores
+    return scores.index_add(1, torch.tensor(prompt.classes), at_target[:, prompt.anchors].double())

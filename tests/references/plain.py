@@ -85,7 +85,7 @@ def logits_of(model: Any, prompt: Prompt, **options: Any) -> Tensor:
 
 def observe(model: Any, prompt: Prompt, loss: Callable[[Tensor], Tensor] | None = None) -> Observed:
     """Observe the loss of the label, or another function of the logits [position, vocab]."""
-    with _Operands(prompt) as operands:
+    with _Attention(prompt) as seen:
         out = forward(model, prompt, output_attentions=True)
     for attention in out.attentions:
         attention.retain_grad()
@@ -100,13 +100,13 @@ def observe(model: Any, prompt: Prompt, loss: Callable[[Tensor], Tensor] | None 
     model.zero_grad()
     attention = torch.cat([a.detach() for a in out.attentions])
     products = torch.cat([(a.to(wide) * a.grad.to(wide)).detach() for a in out.attentions])
-    assert len(operands.seen) == len(out.attentions)
+    assert len(seen.operands) == len(out.attentions)
     return Observed(
         logits=logits.detach(),
         attention=attention,
         products=products,
-        queries=[query for query, _ in operands.seen],
-        keys=[key.repeat_interleave(len(query) // len(key), 0) for query, key in operands.seen],
+        queries=[query for query, _ in seen.operands],
+        keys=[key.repeat_interleave(len(query) // len(key), 0) for query, key in seen.operands],
     )
 
 
@@ -130,19 +130,16 @@ def with_cut_masks(
         return logits_of(model, prompt, **options)
 
 
-def with_cut_scores(model: Any, prompt: Prompt, cut: Tensor) -> Tensor:
-    """Return logits with scores cut before the softmax where ``cut`` [layer, head, query, key]."""
-    with _EditedSoftmax(prompt, cut=cut) as mode:
-        logits = logits_of(model, prompt)
-    assert mode.calls == len(cut)
-    return logits
+def with_edits(
+    model: Any, prompt: Prompt, *, cut: Tensor | None = None, factor: Tensor | None = None
+) -> Tensor:
+    """Return logits with scores cut before the softmax where ``cut`` [layer, head, query, key].
 
-
-def with_pattern_times(model: Any, prompt: Prompt, factor: Tensor) -> Tensor:
-    """Return logits with the pattern multiplied by a factor [layer, head, query, key]."""
-    with _EditedSoftmax(prompt, factor=factor) as mode:
+    The pattern is multiplied by a ``factor`` of the same axes.
+    """
+    with _Attention(prompt, cut=cut, factor=factor) as mode:
         logits = logits_of(model, prompt)
-    assert mode.calls == len(factor)
+    assert all(len(mode.operands) == len(each) for each in (cut, factor) if each is not None)
     return logits
 
 
@@ -152,17 +149,11 @@ def head_outputs(model: Any, prompt: Prompt, cut: Tensor | None = None) -> list[
     With ``cut`` [query, key] these scores are cut in all layers and heads.
     """
     layers = model.config.num_hidden_layers
-    no_cut = torch.zeros(prompt.tokens.shape[1], prompt.tokens.shape[1], dtype=torch.bool)
-    edges = no_cut if cut is None else cut
-    with _Outputs(prompt) as outputs, _EditedSoftmax(prompt, cut=edges.expand(layers, -1, -1)):
+    of_layers = None if cut is None else cut.expand(layers, -1, -1)
+    with _Attention(prompt, cut=of_layers) as mode:
         logits_of(model, prompt)
-    assert len(outputs.seen) == layers
-    return outputs.seen
-
-
-def isolation_edges(prompt: Prompt) -> Tensor:
-    """Return the edges (p, j), j < p, of every label word."""
-    return edges_into(prompt.anchors, prompt)
+    assert len(mode.outputs) == layers
+    return [mode._by_head(out) for out in mode.outputs]
 
 
 def edges_into(positions: Sequence[int], prompt: Prompt) -> Tensor:
@@ -214,94 +205,49 @@ def _attends(module: Any) -> bool:
     return "Attention" in name and "Norm" not in name
 
 
-class _AttentionMode(TorchFunctionMode):
-    """Recognises the softmax of each layer's attention, whose last axes are query and key."""
+class _Attention(TorchFunctionMode):
+    """Sees the attention of one layer after another, cuts its scores and multiplies its pattern.
 
-    def __init__(self, prompt: Prompt) -> None:
-        super().__init__()
-        self.length = prompt.tokens.shape[1]
-
-    def is_softmax(self, func: Callable[..., Any], out: Any) -> bool:
-        return (
-            func in SOFTMAXES
-            and out.ndim >= 3
-            and out.shape[-2] == self.length
-            and out.shape[-1] in (self.length, self.length + 1)  # with an attention sink
-        )
-
-
-class _EditedSoftmax(_AttentionMode):
-    """Cuts scores and multiplies patterns, one layer after another."""
+    A pattern comes from the softmax whose last axes are query and key. The last product before it
+    with these axes is that of queries and keys, and the first after it that with the values.
+    """
 
     def __init__(
         self, prompt: Prompt, *, cut: Tensor | None = None, factor: Tensor | None = None
     ) -> None:
-        super().__init__(prompt)
-        self.cut = cut
-        self.factor = factor
-        self.calls = 0
+        super().__init__()
+        self.length, self.cut, self.factor = prompt.tokens.shape[1], cut, factor
+        self.last: Any = None
+        self.operands: list[tuple[Tensor, Tensor]] = []  # queries and keys of each layer
+        self.outputs: list[Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not self.is_softmax(func, out):
-            return out
-        layer, n = self.calls, self.length  # a sink may follow the n keys
-        self.calls += 1
-        if self.cut is not None:
-            scores = args[0].clone()
-            scores[..., :n].masked_fill_(self.cut[layer], torch.finfo(scores.dtype).min)
-            out = func(scores, *args[1:], **(kwargs or {}))
-        if self.factor is not None:
-            out = torch.cat([out[..., :n] * self.factor[layer].to(out.dtype), out[..., n:]], -1)
-        return out
-
-
-class _Operands(_AttentionMode):
-    """Stores the last two tensors with a product [query, key] before each pattern."""
-
-    def __init__(self, prompt: Prompt) -> None:
-        super().__init__(prompt)
-        self.last: tuple[Tensor, Tensor] | None = None
-        self.seen: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, n = kwargs or {}, self.length
         out = func(*args, **kwargs)
-        if func in PRODUCTS and tuple(out.shape[-2:]) == (self.length, self.length):
-            operands = [*args, *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs)]
-            query, key = operands[-2:]
-            self.last = (self._by_head(query), self._by_head(key.mT))
-        if self.is_softmax(func, out):
-            assert self.last is not None
-            self.seen.append(self.last)
+        if func in PRODUCTS:
+            if len(self.outputs) < len(self.operands):
+                self.outputs.append(out.detach())
+            if tuple(out.shape[-2:]) == (n, n):
+                options = [kwargs[name] for name in ("batch1", "batch2") if name in kwargs]
+                query, key = [*args, *options][-2:]
+                self.last = (self._by_head(query), self._by_head(key.mT))
+        # A sink may follow the n keys.
+        elif func in SOFTMAXES and out.ndim >= 3 and out.shape[-2:] in ((n, n), (n, n + 1)):
+            layer = len(self.operands)
+            self.operands.append(self.last)
+            if self.cut is not None:
+                scores = args[0].clone()
+                scores[..., :n].masked_fill_(self.cut[layer], torch.finfo(scores.dtype).min)
+                out = func(scores, *args[1:], **kwargs)
+            if self.factor is not None:
+                times = out[..., :n] * self.factor[layer].to(out.dtype)
+                out = torch.cat([times, out[..., n:]], -1)
         return out
 
     def _by_head(self, operand: Tensor) -> Tensor:
         return operand.detach().reshape(-1, self.length, operand.shape[-1])
-
-
-class _Outputs(_AttentionMode):
-    """Stores the product of each pattern with the values: the first product after the softmax."""
-
-    def __init__(self, prompt: Prompt) -> None:
-        super().__init__(prompt)
-        self.waits = False
-        self.seen: list[Tensor] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self.is_softmax(func, out):
-            self.waits = True
-        elif self.waits and func in PRODUCTS:
-            self.waits = False
-            self.seen.append(out.detach().reshape(-1, self.length, out.shape[-1]))
-        return out
 
 
 @contextmanager

@@ -7,18 +7,13 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from tests.references.plain import prompts_of
+from tests.support.plain_prompts import rows
 
 
-def alone(batches: Sequence[al.PromptBatch]) -> Iterator[tuple[Tensor, list[int], int]]:
+def alone(batches: Sequence[al.PromptBatch]) -> Iterator[tuple[Tensor, list[int], Any]]:
     """The tokens of each prompt, positions of its label words, and its class; by query."""
-    prompts = {
-        int(index): prompt
-        for batch in batches
-        for index, prompt in zip(batch.index, prompts_of(batch), strict=True)
-    }
-    for _, prompt in sorted(prompts.items()):
-        yield prompt.tokens, prompt.anchors, int(prompt.gold)
+    for row in rows(batches):
+        yield torch.tensor([row.tokens]), [first for first, _, _ in row.words], row.gold
 
 
 def logits_at_end(model: Any, tokens: Tensor, hooks: Sequence[Any] = ()) -> Tensor:
@@ -48,11 +43,6 @@ def written(name: str, positions: Sequence[int], values: Tensor, head: int | Non
 def log_odds(logits: Tensor, token: int) -> Tensor:
     p = logits.softmax(-1)[token]
     return (p / (1 - p)).log()
-
-
-def mean_outputs(model: Any, batches: Sequence[al.PromptBatch]) -> Tensor:
-    """[layer, head, d_head]"""
-    return mean_states(model, batches, lambda tokens, words: -1, "attn.hook_z")
 
 
 def effects(
@@ -98,23 +88,16 @@ def mean_states(
     return torch.stack(by_layer)
 
 
-def queries_alone(batches: Sequence[al.PromptBatch]) -> Iterator[tuple[Tensor, list[int], int]]:
+def queries_alone(batches: Sequence[al.PromptBatch]) -> Iterator[tuple[Tensor, list[int], Any]]:
     """The tokens after the demonstrations, after BOS if there is one."""
-    starts = {
-        int(index): int(position - mask.tolist().index(True))
-        for batch in batches
-        for index, position, mask in zip(
-            batch.index, batch.query_start, batch.attention_mask, strict=True
-        )
-    }
-    for number, (tokens, _, gold) in enumerate(alone(batches)):
-        first = tokens[:, : int(batches[0].begins_with_bos)]
-        yield torch.cat([first, tokens[:, starts[number] :]], dim=1), [], gold
+    for row in rows(batches):
+        tokens = row.tokens[: int(batches[0].begins_with_bos)] + row.tokens[row.query_start :]
+        yield torch.tensor([tokens]), [], row.gold
 
 
 def answers(
     model: Any,
-    prompts: Iterator[tuple[Tensor, list[int], int]],
+    prompts: Iterator[tuple[Tensor, list[int], Any]],
     label_words: Tensor,
     hooks_of: Callable[..., Sequence[Any]] = lambda tokens, words: (),
 ) -> list[float]:

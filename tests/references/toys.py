@@ -5,7 +5,7 @@ plain.py needs, and shares no code with TransformerLens. Its parameters have the
 of ``boot_native``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +31,11 @@ COMMON: dict[str, Any] = {
     "positional_embedding_type": "standard",
     "init_weights": False,
 }
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": nn.functional.gelu,
-    "silu": nn.functional.silu,
+# What the options of a toy leave to TransformerLens.
+DEFAULTS: dict[str, Any] = {
+    **{"n_key_value_heads": COMMON["n_heads"], "attn_scale": COMMON["d_head"] ** 0.5},
+    **{"attn_only": False, "gated_mlp": False, "final_rms": False},
+    **{"attn_scores_soft_cap": 0.0, "output_logits_soft_cap": 0.0},
 }
 
 
@@ -62,7 +64,7 @@ class ToyAttention(nn.Module):
     def __init__(self, cfg: Any) -> None:
         super().__init__()
         self.cfg = cfg
-        wide, narrow = cfg.n_heads * cfg.d_head, cfg.n_key_heads * cfg.d_head
+        wide, narrow = cfg.n_heads * cfg.d_head, cfg.n_key_value_heads * cfg.d_head
         self.q, self.o = nn.Linear(cfg.d_model, wide), nn.Linear(wide, cfg.d_model)
         self.k, self.v = nn.Linear(cfg.d_model, narrow), nn.Linear(cfg.d_model, narrow)
 
@@ -71,9 +73,9 @@ class ToyAttention(nn.Module):
         query, key, value = (self.by_head(project(x)) for project in (self.q, self.k, self.v))
         if self.cfg.positional_embedding_type == "rotary":
             query, key = self.rotated(query), self.rotated(key)
-        shared = self.cfg.n_heads // self.cfg.n_key_heads
+        shared = self.cfg.n_heads // self.cfg.n_key_value_heads
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        scores = capped(query @ key.mT / self.cfg.scale, self.cfg.attn_scores_soft_cap)
+        scores = capped(query @ key.mT / self.cfg.attn_scale, self.cfg.attn_scores_soft_cap)
         pattern = torch.softmax(scores.masked_fill(attention_mask, -torch.inf), -1)
         return self.o((pattern @ value).transpose(1, 2).flatten(2)), pattern
 
@@ -90,23 +92,20 @@ class ToyAttention(nn.Module):
         return torch.view_as_real(torch.view_as_complex(pairs) * rotations).flatten(-2)
 
 
-class ToyMLP(nn.Module):
+class ToyMLP(nn.ModuleDict):
     def __init__(self, cfg: Any) -> None:
-        super().__init__()
-        self.act = ACTIVATIONS[cfg.act_fn]
-        self.gated = cfg.gated_mlp
-        if cfg.gated_mlp:
-            self.gate = nn.Linear(cfg.d_model, cfg.d_mlp, bias=False)
-            self.add_module("in", nn.Linear(cfg.d_model, cfg.d_mlp, bias=False))
-            self.out = nn.Linear(cfg.d_mlp, cfg.d_model, bias=False)
-            return
-        self.fc_in = nn.Linear(cfg.d_model, cfg.d_mlp)
-        self.fc_out = nn.Linear(cfg.d_mlp, cfg.d_model)
+        narrow, wide = (cfg.d_model, cfg.d_mlp), (cfg.d_mlp, cfg.d_model)
+        sizes = {"gate": narrow, "in": narrow, "out": wide}
+        if not cfg.gated_mlp:
+            sizes = {"fc_in": narrow, "fc_out": wide}
+        has_bias = not cfg.gated_mlp
+        super().__init__({name: nn.Linear(*size, bias=has_bias) for name, size in sizes.items()})
+        self.act = getattr(nn.functional, cfg.act_fn)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gated:
-            return self.out(self.act(self.gate(x)) * getattr(self, "in")(x))
-        return self.fc_out(self.act(self.fc_in(x)))
+        if "gate" in self:
+            return self["out"](self.act(self["gate"](x)) * self["in"](x))
+        return self["fc_out"](self.act(self["fc_in"](x)))
 
 
 class ToyBlock(nn.Module):
@@ -127,7 +126,7 @@ class PlainToy(nn.Module):
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.options = options
-        self.cfg = cfg = settings(options)
+        self.cfg = cfg = SimpleNamespace(**DEFAULTS | dict(options))
         self.config = SimpleNamespace(num_hidden_layers=cfg.n_layers)
         self.tok_embed = nn.Embedding(cfg.d_vocab, cfg.d_model)
         if cfg.positional_embedding_type == "standard":
@@ -149,18 +148,6 @@ class PlainToy(nn.Module):
         return SimpleNamespace(logits=logits, attentions=tuple(patterns))
 
 
-def settings(options: Mapping[str, Any]) -> Any:
-    """Return the settings of TransformerLens, with its defaults written out."""
-    cfg = SimpleNamespace(**options)
-    cfg.n_key_heads = options.get("n_key_value_heads", cfg.n_heads)
-    cfg.scale = options.get("attn_scale", cfg.d_head**0.5)
-    for name in ("attn_only", "gated_mlp", "final_rms"):
-        setattr(cfg, name, options.get(name, False))
-    for name in ("attn_scores_soft_cap", "output_logits_soft_cap"):
-        setattr(cfg, name, options.get(name, 0.0))
-    return cfg
-
-
 def capped(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap) if cap else x
 
@@ -169,8 +156,7 @@ def capped(x: Tensor, cap: float) -> Tensor:
 class Toy(Row):
     """A toy, whose options are settings that both lines of TransformerLens accept.
 
-    Attributes:
-        kinds: Kinds of model that this line of TransformerLens makes of it.
+    Its ``kinds`` are those of model that this line of TransformerLens makes of it.
     """
 
     kinds: tuple[str, ...]
@@ -226,7 +212,7 @@ def hooked_toy(toy: PlainToy, tokenizer: Any) -> Any:
         for name in "qkv":
             weight = weights[f"{block}.attn.{name}.weight"].unflatten(0, (-1, cfg.d_head))
             bias = weights[f"{block}.attn.{name}.bias"].unflatten(0, (-1, cfg.d_head))
-            hidden = "_" * (name != "q" and cfg.n_key_heads != cfg.n_heads)
+            hidden = "_" * (name != "q" and cfg.n_key_value_heads != cfg.n_heads)
             ours[f"{theirs}.attn.{hidden}W_{name.upper()}"] = weight.mT
             ours[f"{theirs}.attn.{hidden}b_{name.upper()}"] = bias
         weight = weights[f"{block}.attn.o.weight"].T

@@ -1,6 +1,7 @@
 """The prompts of batches as plain lists, and the pieces of text that a prompt is made of."""
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ class Row(NamedTuple):
         return [token for token, name in both if name == segment]
 
 
-def rows(batches: list[al.PromptBatch]) -> list[Row]:
+def rows(batches: Sequence[al.PromptBatch]) -> list[Row]:
     """The prompts of all batches in the order of their queries."""
     prompts = {}
     for batch in batches:

@@ -6,22 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import anchorlens as al
 from tests.references import plain
-from tests.support.tiny_models import byte_level_tokenizer, randomize
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+from tests.references.architecture_row import row
+from tests.support.tiny_models import byte_level_tokenizer
 
 
 def longrope(switch: int) -> dict[str, Any]:
@@ -51,11 +40,10 @@ def rotating(kind: str, switch: int, of_phi3: bool = False) -> tuple[Any, Any]:
     """A hooked model, and the same weights in plain transformers."""
     tokenizer = byte_level_tokenizer(700)  # few kinds of tokens make prompts long
     rope = longrope(switch) if kind == "longrope" else scaled(kind, switch)
-    config, model = (Phi3Config, Phi3ForCausalLM) if of_phi3 else (LlamaConfig, LlamaForCausalLM)
-    weights: Any = randomize(model(config(vocab_size=len(tokenizer), **SIZES, **rope)))
-    same = copy.deepcopy(weights)
-    same.set_attn_implementation("eager")
-    return al.load_model(weights, tokenizer=tokenizer), same
+    config = "Phi3Config" if of_phi3 else "LlamaConfig"
+    sizes = {"num_hidden_layers": 2, "num_key_value_heads": 2}
+    same = row("", "", config, sizes, rope).build(len(tokenizer))
+    return al.load_model(copy.deepcopy(same), tokenizer=tokenizer), same
 
 
 def alone(model: Any, *batches: al.PromptBatch) -> Tensor:
