@@ -18,18 +18,25 @@ of its values, where 2 is true, the two shares at the limit, and how many agree 
 import argparse
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
+import anchorlens as al
 from anchorlens.report.claims import Verdict
 from tests.references.nulls import (
     NOISES,
     NULLS,
     RATIOS,
-    UNLIKE_SETS,
+    SHARES,
+    Null,
     drawn_ratios,
     estimated_ratios,
+    isolation,
+    normal,
+    of_flows,
+    sets_of,
     verdicts,
 )
 
@@ -65,8 +72,36 @@ def print_ratios(repeats: int) -> None:
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
+def unlike_ratios(
+    spread: float, is_mean: bool, sizes: Sequence[int], generator: torch.Generator
+) -> al.Record:
+    """S_pq / S_tq of sets whose logarithms have this standard deviation.
+
+    The mean over all sets is the limit (``is_mean``), or their median is. Within a set prompts
+    differ by a factor for all flows, so that the ratio of the set is known exactly.
+    """
+    sets, ids = len(sizes), sets_of(sizes)
+    logs = spread * normal(generator, sets, 1) - is_mean * spread**2 / 2
+    common = -torch.rand(len(ids), 1, 1, generator=generator).double().log()
+    return of_flows(SHARES.expand(sets, -1, -1), 2 * logs.exp(), ids, common)
+
+
+# Sets that differ much: of a mean of sets that are as different as that, little is known.
+UNLIKE_SETS: Mapping[str, tuple[Null, int]] = {
+    "predictions need label words, very unlike sets": (partial(isolation, spread=1.0), 0),
+    **{
+        f"the answer is read off: ratios of sets {spread} apart, {middle} at the limit": (
+            partial(unlike_ratios, spread, middle == "mean"),
+            1,
+        )
+        for middle in ("mean", "median")
+        for spread in (0.2, 0.5, 0.8)
+    },
+}
+
+
 def cell(name: str, sizes: Sequence[int], repeats: int, with_coverage: bool) -> str:
-    claims = verdicts(name, sizes, repeats)
+    claims = verdicts(*{**NULLS, **UNLIKE_SETS}[name], sizes, repeats)
     found = [claim.verdict for claim in claims]
     counts = [found.count(each) for each in (Verdict.AGREES, Verdict.DOES_NOT_AGREE)]
     text = " / ".join(f"{100 * count / repeats:.1f}" for count in counts)

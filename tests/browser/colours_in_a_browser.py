@@ -14,7 +14,7 @@ import pytest
 import anchorlens as al
 from anchorlens.report.prompt_flows import Strongest
 from tests.report import test_colours as colours
-from tests.support.chromium import Visit
+from tests.support.chromium import visited
 from tests.support.made_up_records import made_up_records
 from tests.support.screens import WIDE
 
@@ -87,7 +87,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_mark_is_seen_and_no_two_series_look_alike(report: Path, browser: Any) -> None:
-    with Visit(browser, report, WIDE) as page:
+    with visited(browser, report, WIDE) as page:
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             page.wait_for_function(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chromium import Visit, serious_violations
+from tests.support.chromium import serious_violations, visited
 from tests.support.screens import WIDE
 
 SITE = Path(__file__).parents[2] / "site"
@@ -82,13 +82,13 @@ def test_every_other_page_is_accessible(address: str, browser: Any) -> None:
     built = {path.parent.relative_to(SITE).as_posix() for path in SITE.rglob("index.html")}
     pages = {f"{page}/" for page in built if not page.startswith("reference")} - {"./", *PAGES}
     assert len(pages) > 15
-    with Visit(browser, address, WIDE) as visit:
+    with visited(browser, address, WIDE) as visit:
         # One style sheet colours all pages, and ``PAGES`` have texts, links, tables and code.
         assert violations(visit, address, sorted(pages), contrast=False) == {}
 
 
 def test_pages_are_accessible_and_fit_the_screen(address: str, browser: Any, screen: Any) -> None:
-    with Visit(browser, address, *screen) as visit:
+    with visited(browser, address, *screen) as visit:
         assert violations(visit, address, PAGES) == {}
         visit.wait_for_load_state("networkidle")
         visit.goto(f"{address}command/")
@@ -100,14 +100,14 @@ def test_pages_are_accessible_and_fit_the_screen(address: str, browser: Any, scr
 def test_search_finds_the_words_that_people_use(address: str, browser: Any) -> None:
     """The search of the site itself, which its pages start as a worker."""
     wanted = {query: page for page, of_page in FOUND_FIRST.items() for query in of_page.split(", ")}
-    with Visit(browser, address, WIDE) as visit:
+    with visited(browser, address, WIDE) as visit:
         assert visit.evaluate(SEARCH, [*wanted]) == wanted
 
 
 def test_no_page_of_the_reference_is_very_long(address: str, browser: Any) -> None:
     """Other pages are shorter: they have at most 300 lines each."""
     pages = [path.parent for path in (SITE / "reference").glob("*/index.html")]
-    with Visit(browser, address, WIDE) as visit:
+    with visited(browser, address, WIDE) as visit:
         heights = {}
         for page in pages:
             visit.goto(f"{address}reference/{page.name}/", wait_until="domcontentloaded")

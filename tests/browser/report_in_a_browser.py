@@ -18,7 +18,7 @@ import anchorlens as al
 from anchorlens.report.claims import Claim, Control, Verdict
 from anchorlens.report.forest import forest
 from anchorlens.results.estimate import Estimate
-from tests.support.chromium import Visit, serious_violations
+from tests.support.chromium import serious_violations, visited
 from tests.support.screens import PHONE, WIDE
 from tests.support.tiny_models import questions, tiny_gpt2
 
@@ -50,7 +50,7 @@ def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactor
 @contextmanager
 def drawn(*given: Any) -> Iterator[Any]:
     """A visit that begins when all figures are drawn."""
-    with Visit(*given) as page:
+    with visited(*given) as page:
         page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
         yield page
 
@@ -273,7 +273,7 @@ def test_only_cells_have_a_ground_of_their_own(
     lines = al.figures.lines_by_layer(torch.eye(2), ["a", "b"], title="", y_title="y")
     figures = {"both": al.figures.stacked(cells, lines)}
     path = al.write_report({}, tmp_path / "report.html", figures=figures)
-    with Visit(browser, path, WIDE, scheme) as page:
+    with visited(browser, path, WIDE, scheme) as page:
         page.wait_for_function("document.querySelector('.js-plotly-plot') !== null")
         drawn = page.locator(".js-plotly-plot").evaluate("figure => figure._fullLayout.shapes")
         assert [shape["yref"] for shape in drawn if shape["layer"] == "below"] == grounds
@@ -304,10 +304,10 @@ def test_texts_of_users_stay_texts(report: Path, browser: Any, tmp_path: Path) -
         source=evil,
     )
     path = al.write_report({evil: flows}, tmp_path / "report.html", title=evil)
-    with Visit(browser, path, WIDE) as page:
+    with visited(browser, path, WIDE) as page:
         assert page.locator("b").count() == 0
         assert page.locator("h1").inner_text() == evil
         page.locator(".al-tokens [data-token]").last.hover()
         assert page.locator(".rows li").first.inner_text() == evil
-    with Visit(browser, replace(flows, heading="x").save(tmp_path / "one.html"), PHONE) as page:
+    with visited(browser, replace(flows, heading="x").save(tmp_path / "one.html"), PHONE) as page:
         assert page.locator(".rows li").count() == 3

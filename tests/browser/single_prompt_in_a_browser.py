@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import anchorlens as al
-from tests.support.chromium import Visit, serious_violations
+from tests.support.chromium import serious_violations, visited
 from tests.support.image_models import image_model, written
 from tests.support.screens import WIDE
 from tests.support.tiny_models import questions
@@ -21,7 +21,7 @@ def test_images_are_drawn_in_their_place(browser: Any, screen: Any, tmp_path: Pa
     texts, images = written(processor)
     [batch] = al.with_images(texts, processor, images)
     flows = al.plot_prompt(model, batch)
-    with Visit(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
+    with visited(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= screen[0]["width"]
         drawn = page.locator(".rows li.image img")
         sizes = drawn.evaluate_all("all => all.map(each => [each.naturalWidth, each.clientHeight])")
@@ -36,7 +36,7 @@ def test_the_page_of_one_prompt_is_accessible_and_if_long_scrolls_and_is_whole_o
     gpt2: Any, browser: Any, screen: Any, tmp_path: Path
 ) -> None:
     flows = al.plot_prompt(gpt2, questions(gpt2, count=1)[0])
-    with Visit(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
+    with visited(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
         assert page.locator(".rows li").count() > 3
         assert not serious_violations(page)
         # As high as hundreds of demonstrations.
@@ -61,7 +61,7 @@ def test_a_chosen_token_of_an_answer_shows_what_it_reads(
     [prompt] = al.build_segments(gpt2.tokenizer, [pieces])
     flows = al.step_flows(gpt2, prompt, "answer")
     positions, last = flows.positions.tolist(), len(flows.positions) - 1
-    with Visit(browser, al.plot_answer(flows).save(tmp_path / "answer.html"), *screen) as page:
+    with visited(browser, al.plot_answer(flows).save(tmp_path / "answer.html"), *screen) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= screen[0]["width"]
         assert not serious_violations(page)
         tokens, steps = page.locator("[data-token]"), page.locator(".step")
@@ -129,7 +129,7 @@ def test_widths_of_arcs_are_the_sums_over_all_pairs_on_one_scale(
     largest = max(sums[0] for sums in exact)
     label, target = batch.label_positions[0], int(batch.target_positions)
     assert flows.start == int(saliency[:, target, label].sum(-1).argmax())
-    with Visit(browser, flows.save(tmp_path / "prompt.html"), WIDE) as page:
+    with visited(browser, flows.save(tmp_path / "prompt.html"), WIDE) as page:
         for layer, sums in enumerate(exact):
             page.locator(".thumbs button").nth(layer).click()
             for scale, own in ((largest, False), (sums[0], True)):
@@ -155,7 +155,7 @@ def test_other_prompts_are_a_click_away(gpt2: Any, browser: Any, tmp_path: Path)
     batch = questions(gpt2, count=6)[0]
     results = {f"prompt {k}": al.plot_prompt(gpt2, batch, k) for k in range(3)}
     right = Counter(flows.is_right for flows in results.values())
-    with Visit(browser, al.write_report(results, tmp_path / "report.html"), WIDE) as page:
+    with visited(browser, al.write_report(results, tmp_path / "report.html"), WIDE) as page:
         choices = page.locator(".choices button")
         signs = [text[0] for text in choices.all_text_contents()]
         assert signs == ["✓"] * right[True] + ["✗"] * right[False]
@@ -191,7 +191,7 @@ def test_rows_are_read_in_their_own_direction(gpt2: Any, browser: Any, tmp_path:
     task = al.Task("שם: {text}\nתג:{label}", labels=[" yes", " no"])
     demos = [al.Example("מי כתב את הספר", 0), al.Example("谁写了这本书", 1)]
     [batch] = al.build_prompts(gpt2.tokenizer, task, demos, demos[1:])
-    with Visit(browser, al.plot_prompt(gpt2, batch).save(tmp_path / "p.html"), WIDE) as page:
+    with visited(browser, al.plot_prompt(gpt2, batch).save(tmp_path / "p.html"), WIDE) as page:
         ends = (
             "row => [...row.querySelectorAll('[data-token]')].map(t => t.getBoundingClientRect().x)"
         )
@@ -210,7 +210,7 @@ def test_an_arc_of_a_very_long_text_has_its_own_ends(browser: Any, tmp_path: Pat
         start=0,
         heading="A long text",
     )
-    with Visit(browser, flows.save(tmp_path / "long.html"), WIDE) as page:
+    with visited(browser, flows.save(tmp_path / "long.html"), WIDE) as page:
         (title,) = page.locator(".arcs title").all_text_contents()
         assert title == "x → x: 1.00 nats"
         rows = page.locator(".rows li")

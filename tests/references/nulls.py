@@ -7,7 +7,6 @@ one set of 20 queries.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,25 +46,6 @@ def flows(sizes: Sequence[int], generator: torch.Generator) -> al.Record:
     common = torch.rand(len(ids), 1, 1, generator=generator).double()
     own = torch.rand(len(ids), LAYERS, 4, generator=generator).double()
     return of_flows(share, ratio, ids, common.log() * own.log())
-
-
-def unlike_ratios(
-    spread: float, is_mean: bool, of_ww: bool, sizes: Sequence[int], generator: torch.Generator
-) -> al.Record:
-    """S_pq / S_tq, or S_wp / S_ww, of sets whose logarithms have this standard deviation.
-
-    The mean over all sets is the limit (``is_mean``), or their median is. Within a set prompts
-    differ by a factor for all flows, so that the ratio of the set is known exactly.
-    """
-    sets, ids = len(sizes), sets_of(sizes)
-    logs = spread * normal(generator, sets, 1) - is_mean * spread**2 / 2
-    common = -torch.rand(len(ids), 1, 1, generator=generator).double().log()
-    share, ratio = SHARES.expand(sets, -1, -1).clone(), torch.full((sets, 1), 2.0).double()
-    if of_ww:
-        share[..., 2] /= logs.exp()
-    else:
-        ratio *= logs.exp()
-    return of_flows(share, ratio, ids, common)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -215,20 +195,6 @@ NULLS: Mapping[str, tuple[Null, int]] = {
     "attention tells the label": (attention, 0),
     "near keys are confused": (distances, 0),
 }
-SPREADS = (0.2, 0.5, 0.8)
-# Sets that differ much: of a mean of sets that are as different as that, little is known.
-UNLIKE_SETS: Mapping[str, tuple[Null, int]] = {
-    "predictions need label words, very unlike sets": (partial(isolation, spread=1.0), 0),
-    **{
-        f"{name}: ratios of sets {spread} apart, {middle} at the limit": (
-            partial(unlike_ratios, spread, middle == "mean", of_ww),
-            1 + of_ww,
-        )
-        for name, of_ww in (("the answer is read off", False), ("flows surpass others", True))
-        for middle in ("mean", "median")
-        for spread in SPREADS
-    },
-}
 
 
 def judged(
@@ -251,13 +217,9 @@ def able(prompts: int) -> al.Record:
     return with_intervals(al.Accuracy().result, rows, resamples=1, info={})
 
 
-def verdicts(
-    name: str, sizes: Sequence[int], repeats: int, seed: int = 0
-) -> list[al.records.Claim]:
+def verdicts(null: Null, place: int, sizes: Sequence[int], repeats: int) -> list[al.records.Claim]:
     """The claim of each of many results under its null."""
-    null, place = {**NULLS, **UNLIKE_SETS}[name]
-    generator = torch.Generator().manual_seed(seed)
-    accuracy = able(sum(sizes))
+    generator, accuracy = torch.Generator().manual_seed(0), able(sum(sizes))
     return [
         al.claims({"accuracy": accuracy, "null": null(sizes, generator)})[place]
         for _ in range(repeats)

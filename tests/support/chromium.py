@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from axe_playwright_python.sync_playwright import Axe
@@ -27,44 +26,31 @@ def chromium() -> Iterator[Any]:
             browser.close()
 
 
-class Visit:
+@contextmanager
+def visited(
+    browser: Any, page: Path | str, size: Mapping[str, int], scheme: str = "light"
+) -> Iterator[Any]:
     """A page in a window of its own; leaving it checks for errors and requests."""
+    context = browser.new_context(
+        viewport=size, color_scheme=scheme, reduced_motion="reduce", accept_downloads=True
+    )
+    problems: list[str] = []
+    local = ("file:", "data:", "blob:", "http://127.0.0.1:")
 
-    def __init__(
-        self, browser: Any, page: Path | str, size: Mapping[str, int], scheme: str = "light"
-    ) -> None:
-        self.context = browser.new_context(
-            viewport=size, color_scheme=scheme, reduced_motion="reduce", accept_downloads=True
-        )
-        self.address = page if isinstance(page, str) else page.resolve().as_uri()
-        self.problems: list[str] = []
+    def note(is_problem: bool, text: str) -> None:
+        problems.extend([text] * is_problem)
 
-    def __enter__(self) -> Any:
-        page = self.context.new_page()
-        page.set_default_timeout(20_000)
-        page.on("console", lambda message: self._note(message.type == "error", message.text))
-        page.on("pageerror", lambda error: self._note(True, str(error)))
-        page.on("request", lambda request: self._note(not _is_local(request.url), request.url))
-        page.goto(self.address)
-        return page
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.context.close()
-        if kind is None:
-            assert not self.problems, self.problems
-
-    def _note(self, is_problem: bool, text: str) -> None:
-        if is_problem:
-            self.problems.append(text)
-
-
-def _is_local(url: str) -> bool:
-    return url.startswith(("file:", "data:", "blob:", "http://127.0.0.1:"))
+    shown = context.new_page()
+    shown.set_default_timeout(20_000)
+    shown.on("console", lambda message: note(message.type == "error", message.text))
+    shown.on("pageerror", lambda error: note(True, str(error)))
+    shown.on("request", lambda request: note(not request.url.startswith(local), request.url))
+    shown.goto(page if isinstance(page, str) else page.resolve().as_uri())
+    try:
+        yield shown
+    finally:
+        context.close()
+    assert not problems, problems
 
 
 def serious_violations(page: Any, contrast: bool = True) -> list[tuple[str, str]]:

@@ -14,18 +14,14 @@ def rewritten(change: Callable[[bytes], bytes]) -> Damage:
     return lambda path: (path.write_bytes(change(path.read_bytes())), None)[1]
 
 
-def flip(data: bytes, place: int, bit: int = 0) -> bytes:
-    return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
-
-
-def flipped(fraction: float, bit: int = 0) -> Damage:
-    """Flip a bit of one byte; ``fraction`` is its position, from 0 (first) to 1 (last)."""
-    return rewritten(lambda data: flip(data, round(fraction * (len(data) - 1)), bit))
+def flipped(place: int) -> Damage:
+    """Flip a bit of one byte; test_store.py flips one of each byte of a smaller file."""
+    return rewritten(lambda data: bytes(b ^ (k == place % len(data)) for k, b in enumerate(data)))
 
 
 def flipped_after(word: bytes) -> Damage:
     """Flip a bit of the byte after a word of the header."""
-    return rewritten(lambda data: flip(data, data.index(word) + len(word)))
+    return lambda path: flipped(path.read_bytes().index(word) + len(word))(path)
 
 
 # More brackets than Python reads: of a list, of an object, and of a value in one.
@@ -46,16 +42,7 @@ def swapped(path: Path) -> None:
 
 DAMAGES: dict[str, Damage] = {
     "a bit of the header's length": flipped(0),
-    "a high bit of the header's length": rewritten(lambda data: flip(data, 7, 6)),
-    "the first bit of the header": rewritten(lambda data: data[:8] + b"z" + data[9:]),
-    "a bit in the fingerprint": flipped_after(b"weights"),
-    "a bit in the digest": flipped_after(b"digest"),
-    "a bit in the name of a row": flipped_after(b'"logits'),
-    "a bit in a type": flipped_after(b'"dtype":"'),
-    "a bit in a shape": flipped_after(b'"shape":['),
-    "a bit in the middle": flipped(0.5, 3),
-    "a bit of a number": flipped(0.995, 5),
-    "the last bit": flipped(1, 7),
+    "a bit of a number": flipped(-20),
     "the last byte is cut off": rewritten(lambda data: data[:-1]),
     "half of it is cut off": rewritten(lambda data: data[: len(data) // 2]),
     "all but its length is cut off": rewritten(lambda data: data[:8]),

@@ -1,6 +1,7 @@
 """Tiny models of images with their processors, by the class of the model; nothing is downloaded."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ QWEN: dict[str, Any] = {
     "out_hidden_size": 32,
 }
 GRID = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]  # sizes that are cut into tiles
-_NAMES = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
 _OF_QWEN = {
     "image_token": "<|image_pad|>",
     "video_token": "<|video_pad|>",
@@ -65,30 +65,15 @@ def _made(name: str, processor: Any, text: Any, sight: Any, **options: Any) -> t
     return getattr(hf, f"{name}ForConditionalGeneration")(config), processor
 
 
-def _clip_with_llama(name: str, pixels: Any, **options: Any) -> tuple[Any, Any]:
+def _clip_with_llama(name: str, of_pixels: Any, **options: Any) -> tuple[Any, Any]:
     words = tokenizer({"image_token": "<image>"})
+    pixels = of_pixels(size={"shortest_edge": SIDE}, crop_size=SQUARE, **options)
     processor = getattr(hf, f"{name}Processor")(
         pixels, words, PATCH, "default", num_additional_image_tokens=1
     )
     sight = hf.CLIPVisionConfig(projection_dim=16, **SIGHT)
     options |= {"image_token_id": words.image_token_id, "vision_feature_layer": -2}
-    return _made(name, processor, _llama(words), sight, **options)
-
-
-def _llama(words: Any) -> Any:
-    return hf.LlamaConfig(vocab_size=len(words), **TEXT)
-
-
-def _llava() -> tuple[Any, Any]:
-    pixels = hf.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=SQUARE)
-    return _clip_with_llama("Llava", pixels)
-
-
-def _llava_next() -> tuple[Any, Any]:
-    pixels = hf.LlavaNextImageProcessorPil(
-        size={"shortest_edge": SIDE}, crop_size=SQUARE, image_grid_pinpoints=GRID
-    )
-    return _clip_with_llama("LlavaNext", pixels, image_grid_pinpoints=GRID)
+    return _made(name, processor, hf.LlamaConfig(vocab_size=len(words), **TEXT), sight, **options)
 
 
 def _without_videos(kind: Any) -> Any:
@@ -114,7 +99,7 @@ def _llava_onevision() -> tuple[Any, Any]:
 
 
 def _gemma3() -> tuple[Any, Any]:
-    words = tokenizer(_NAMES)
+    words = tokenizer({"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"})
     pixels = hf.Gemma3ImageProcessorPil(size=SQUARE)
     text = hf.Gemma3TextConfig(
         **{"vocab_size": len(words), "head_dim": 8, "query_pre_attn_scalar": 8, **TEXT},
@@ -140,10 +125,11 @@ def _idefics3() -> tuple[Any, Any]:
     )
     processor = hf.Idefics3Processor(pixels, words, image_seq_len=1)
     options = {"image_token_id": words.image_token_id, "scale_factor": 2, "pad_token_id": 0}
-    return _made("Idefics3", processor, _llama(words), SIGHT, **options)
+    text = hf.LlamaConfig(vocab_size=len(words), **TEXT)
+    return _made("Idefics3", processor, text, SIGHT, **options)
 
 
-def _qwen(name: str, text_config: Any, sight: dict[str, Any]) -> tuple[Any, Any]:
+def _qwen(name: str, **sight: Any) -> tuple[Any, Any]:
     words = tokenizer(_OF_QWEN)
     ids = {f"{token}_id": getattr(words, f"{token}_id") for token in _OF_QWEN}
     pixels = hf.Qwen2VLImageProcessorPil(
@@ -153,33 +139,24 @@ def _qwen(name: str, text_config: Any, sight: dict[str, Any]) -> tuple[Any, Any]
         size={"shortest_edge": 128, "longest_edge": 256},
     )
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text_config = getattr(hf, f"{name}Config").sub_configs["text_config"]
     text = text_config(vocab_size=len(words), rope_parameters=rope, head_dim=8, **TEXT)
     processor = _without_videos(getattr(hf, f"{name}Processor"))(pixels, words)
     return _made(name, processor, text.to_dict(), QWEN | sight, **ids)
 
 
-def _qwen25() -> tuple[Any, Any]:
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
-
-    sight = {"window_size": 16, "fullatt_block_indexes": [1]}
-    return _qwen("Qwen2_5_VL", Qwen2_5_VLTextConfig, sight)
-
-
-def _qwen3() -> tuple[Any, Any]:
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
-
-    sight = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
-    return _qwen("Qwen3VL", Qwen3VLTextConfig, sight)
-
-
 MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "LLaVA": _llava,
-    "LLaVA-NeXT": _llava_next,
+    "LLaVA": partial(_clip_with_llama, "Llava", hf.CLIPImageProcessorPil),
+    "LLaVA-NeXT": partial(
+        _clip_with_llama, "LlavaNext", hf.LlavaNextImageProcessorPil, image_grid_pinpoints=GRID
+    ),
     "LLaVA-OneVision": _llava_onevision,
     "Gemma 3": _gemma3,
     "Idefics 3": _idefics3,
-    "Qwen2.5-VL": _qwen25,
-    "Qwen3-VL": _qwen3,
+    "Qwen2.5-VL": partial(_qwen, "Qwen2_5_VL", window_size=16, fullatt_block_indexes=[1]),
+    "Qwen3-VL": partial(
+        _qwen, "Qwen3VL", deepstack_visual_indexes=[0, 1], num_position_embeddings=16
+    ),
 }
 # TransformerLens refuses these without torchvision, which their processors of videos need.
 NEED_TORCHVISION = ("Qwen2.5-VL", "Qwen3-VL")
