@@ -321,12 +321,17 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """
     from torch.nn import Module
 
-    from tests.support.unchanged import ModelState, global_state, models_made_without_global_draws
+    from tests.support.unchanged import (
+        changed,
+        global_state,
+        models_made_without_global_draws,
+        state_of,
+    )
 
     models = {id(m): m for m in getattr(item, "funcargs", {}).values() if isinstance(m, Module)}
     if item.get_closest_marker("changes_model"):
         models = {}
-    states = [(model, ModelState.of(model)) for model in models.values()]
+    states = [(model, state_of(model)) for model in models.values()]
     with_python = item.config.getoption("jaxtyping_packages", None) is None
     before, started = global_state(with_python), processor_time()
     with models_made_without_global_draws():
@@ -337,13 +342,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             f"it took {seconds:.1f} s of processor time: mark it slow, or make it faster",
             pytrace=False,
         )
-    changes = [change for model, state in states for change in state.changes(model)]
+    changes = [change for model, state in states for change in changed(state, state_of(model))]
     if changes:
         SHARED.clear()
     with_model = "kind_of_model" in getattr(item, "fixturenames", ())
     if with_model and not item.get_closest_marker("draws"):
-        after = global_state(with_python)
-        changes += [f"{name} has changed" for name in before if before[name] != after[name]]
+        changes += changed(before, global_state(with_python))
     if changes:
         pytest.fail("the test left something changed:\n" + "\n".join(changes[:5]), pytrace=False)
 

@@ -27,7 +27,7 @@ from tests.support.asked import ask
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import LONG_LABELS, questions, raw_model, tiny_gpt2, tiny_llama
 from tests.support.trained_contexts import CONTEXTS, TRAINERS, split, trained
-from tests.support.unchanged import ModelState
+from tests.support.unchanged import changed, state_of
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 NAN, INF = float("nan"), float("inf")
@@ -166,9 +166,9 @@ def setup(hooked: Any, byte_level: Any, sentencepiece_like: Any) -> Iterator[Sce
     """No call leaves anything changed."""
     model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     made = Scene(model, hooked(tiny_llama(len(sentencepiece_like)), sentencepiece_like))
-    states = [(each, ModelState.of(each)) for each in made.models]
+    states = [(each, state_of(each)) for each in made.models]
     yield made
-    assert not [change for each, state in states for change in state.changes(each)]
+    assert not [change for each, state in states for change in changed(state, state_of(each))]
 
 
 def run(s: Scene, asked: Any, batches: Any = None, **options: Any) -> Any:

@@ -25,7 +25,8 @@ from anchorlens.system.arguments import checked
 from tests.attack import attack_scene
 from tests.attack.attack_scene import INF, NAN, QUICK, QUIET
 from tests.support import catalogue
-from tests.support.catalogue import ALL, Scene, scene_of, tensors_of
+from tests.support.catalogue import ALL, Scene, scene_of
+from tests.support.measures import tensors_of
 
 CHECKED: Any = checked(lambda: None)
 # Together these calls make one of each public function that takes a model or prompts.
@@ -61,7 +62,7 @@ def right() -> OddScene:
 
 @cache
 def right_numbers(name: str) -> dict[str, Tensor]:
-    return dict(tensors_of(ALL[name](right())))
+    return tensors_of(ALL[name](right()))
 
 
 def wrong_values(rng: random.Random) -> None:
@@ -82,7 +83,7 @@ def wrong_values(rng: random.Random) -> None:
     before = attack_scene.scene().state()
     ours = None
     try:
-        ours = dict(tensors_of(ALL[name](replace(scene, **changed))))
+        ours = tensors_of(ALL[name](replace(scene, **changed)))
     except AnchorlensError:
         pass
     except Exception as error:

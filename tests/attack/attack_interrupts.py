@@ -20,7 +20,7 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import run_fused
 from tests.attack.attack_inputs import right
 from tests.support.catalogue import ALL
-from tests.support.unchanged import everything_of
+from tests.support.unchanged import changed, everything_of
 
 # Calls of the catalogue that change a model for a while, each in another way.
 CHANGING = ["isolate_labels", "scale_edges", "maps", "isolated", "checkpoints of whole prompts"]
@@ -69,9 +69,8 @@ def left_by_interrupts(count: int, seed: int) -> list[str]:
                 calls[name]()
         except KeyboardInterrupt:
             interrupted += 1
-            after = everything_of(model)
-            if changed := [key for key in after if after[key] != before[key]]:
-                return [f"{name}: {changed[:3]}"]
+            if changes := changed(before, everything_of(model)):
+                return [f"{name}: {changes[:3]}"]
             if not torch.equal(al.target_logits(model, [batch], progress=False), logits):
                 return [f"{name}: other logits"]
     return []

@@ -16,7 +16,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, RunError
 from tests.attack.attack_scene import QUICK, scene
-from tests.support.stored_runs import same
+from tests.support.measures import same
 
 
 class AuthorError(Exception):

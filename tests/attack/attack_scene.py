@@ -10,7 +10,7 @@ import torch
 
 import anchorlens as al
 from tests.support.tiny_models import byte_level_tokenizer, questions, tiny_gpt2
-from tests.support.unchanged import everything_of
+from tests.support.unchanged import changed, everything_of
 
 NAN, INF = float("nan"), float("inf")
 QUIET: dict[str, Any] = {"progress": False}
@@ -49,17 +49,12 @@ class Scene:
 
     def check(self, before: dict[str, Any], attempt: str) -> None:
         """Raise an error if an attempt has changed something, whatever came of it."""
-        after = self.state()
-        changed = [name for name in after if after[name] != before.get(name)]
-        assert not changed, f"{attempt}: the model is not as before: {changed[:3]}"
+        changes = changed(before, self.state())
+        assert not changes, f"{attempt}: the model is not as before: {changes[:3]}"
 
     def state(self) -> dict[str, Any]:
         """Everything that a call must not change; a pass of the model would take longer."""
-        parameters = list(self.model.parameters())
-        return everything_of(self.model) | {
-            "values": [parameter.detach().numpy().tobytes() for parameter in parameters],
-            "gradients": [parameter.grad is None for parameter in parameters],
-        }
+        return everything_of(self.model)
 
 
 @cache

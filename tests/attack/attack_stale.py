@@ -21,7 +21,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import StoreError
 from tests.attack.attack_scene import QUIET, scene
-from tests.support.catalogue import tensors_of
+from tests.support.measures import tensors_of
 from tests.support.stored_runs import Killed, LogitsRecord
 from tests.support.tiny_models import questions as prompts
 
@@ -134,7 +134,7 @@ class Call(NamedTuple):
         setup = scene()
         batches = prompts(setup.model, count=5, batch_size=1)
         options |= {"folder": self.folder, "resamples": 0, **QUIET}
-        return dict(tensors_of(al.run(setup.model, batches, questions, **options)))
+        return tensors_of(al.run(setup.model, batches, questions, **options))
 
 
 def hooks(call: Call) -> dict[str, Tensor]:
@@ -211,7 +211,7 @@ def training(call: Call) -> dict[str, Tensor]:
         held_out=batches[2:],
         length=2,
     )
-    return dict(tensors_of([*context.prefix.keys, *context.prefix.values]))
+    return tensors_of([*context.prefix.keys, *context.prefix.values])
 
 
 CALLS: list[Callable[[Call], dict[str, Tensor]]] = [

@@ -17,7 +17,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 import anchorlens as al
 from anchorlens.system.processes import join_launched
 from tests.cli.test_cli import QUICK
-from tests.support.process_work import assert_equal, numbers_of
+from tests.support.measures import same
 
 # It needs no import that takes time.
 PROCESS = """
@@ -118,4 +118,4 @@ def test_two_processes_write_the_same_as_one(
     for name in names:
         if name.suffix == ".safetensors" and "rows" not in name.parts:
             of_two, of_one = (al.load_record(tmp_path / each / name) for each in ("two", "one"))
-            assert_equal(numbers_of(of_two), numbers_of(of_one))
+            assert same(of_two, of_one)

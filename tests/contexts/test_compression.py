@@ -13,9 +13,8 @@ from anchorlens.contexts import compressed
 from anchorlens.errors import ModelError, StoreError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
-from tests.support.measures import difference
+from tests.support.measures import difference, same
 from tests.support.tiny_models import questions, tiny_llama
-from tests.support.trained_contexts import same
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 

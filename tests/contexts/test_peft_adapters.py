@@ -15,16 +15,10 @@ from safetensors.torch import load_file, save_file
 import anchorlens as al
 from anchorlens.contexts.protocol import bos_of
 from anchorlens.errors import ModelError, PromptError, StoreError
-from tests.support.measures import centred, difference, does_not_run
+from tests.support.measures import centred, difference, does_not_run, same
 from tests.support.peft_oracle import peft_logits, saved_by_peft
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
-from tests.support.trained_contexts import (
-    same,
-    split,
-    train_hard_prompt,
-    train_soft_prompt,
-    trained,
-)
+from tests.support.trained_contexts import split, train_hard_prompt, train_soft_prompt, trained
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"

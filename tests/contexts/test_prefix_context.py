@@ -11,7 +11,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import StoreError
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
-from tests.support.trained_contexts import same, split, train_prefix, train_soft_prompt, trained
+from tests.support.measures import same
+from tests.support.trained_contexts import split, train_prefix, train_soft_prompt, trained
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,5 +1,6 @@
 """Trained prefixes: gradients, also those of embeddings, starts, and what stays as it is."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,9 @@ from anchorlens.contexts.prefix import TrainedKeys, _split, random_tokens
 from anchorlens.contexts.protocol import bos_of
 from anchorlens.contexts.soft_prompt import _TrainedEmbeddings
 from anchorlens.models.model_state import frozen_in_eval_mode
-from tests.support.measures import assert_gradient, centred, difference
+from tests.support.measures import assert_gradient, centred, difference, same
 from tests.support.tiny_models import questions, randomize, tiny_gpt2
-from tests.support.trained_contexts import bits, same, split, trained
+from tests.support.trained_contexts import split, trained
 
 
 def bloom(hooked: Any, tokenizer: Any) -> Any:
@@ -69,7 +70,7 @@ def test_a_prefix_of_demonstrations_answers_as_they_do(
     model = bloom(hooked, byte_level) if name == "bloom" else request.getfixturevalue(name)
     training, held_out = split(model)
     whole = al.compress(model, training[0], select=al.contexts.selection.everything)
-    before = [each.clone() for each in bits(whole)]
+    before = copy.deepcopy(whole)
     context = trained(model, start=whole, steps=0)
     for batch in held_out:
         expected = al.target_logits(model, [batch], progress=False)
@@ -78,7 +79,7 @@ def test_a_prefix_of_demonstrations_answers_as_they_do(
     assert len(context.tokens) == len(whole.tokens) and context.size == whole.size
     # A trained context is the start of another training, which changes no start.
     trained(model, start=context, steps=1)
-    assert all(torch.equal(*pair) for pair in zip(before, bits(whole), strict=True))
+    assert same(before, whole)
     assert torch.equal(context.prefix.keys[-1], whole.prefix.keys[-1])
 
 

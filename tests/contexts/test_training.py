@@ -18,17 +18,10 @@ from anchorlens.errors import MetricError, ModelError, NotFiniteError, StoreErro
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
 from tests.references.architectures import BY_NAME
 from tests.references.toys import native_bridge
+from tests.support.measures import same
 from tests.support.tiny_models import questions, tiny_llama
-from tests.support.trained_contexts import (
-    CONTEXTS,
-    NOISY,
-    TRAINERS,
-    same,
-    split,
-    train_prefix,
-    trained,
-)
-from tests.support.unchanged import ModelState
+from tests.support.trained_contexts import CONTEXTS, NOISY, TRAINERS, split, train_prefix, trained
+from tests.support.unchanged import state_of
 
 
 @pytest.mark.slow("trained contexts")
@@ -69,7 +62,7 @@ def test_an_interrupted_training_continues_to_the_same_bits(
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_training_leaves_the_model_as_it_was(gpt2: Any, kind: str) -> None:
     """In training mode, also after an error in the middle."""
-    before, state = ModelState.of(gpt2.train()), torch.get_rng_state()
+    before, state = state_of(gpt2.train()), torch.get_rng_state()
     calls: list[int] = []
 
     def failing_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
@@ -83,7 +76,7 @@ def test_training_leaves_the_model_as_it_was(gpt2: Any, kind: str) -> None:
     with pytest.raises(RuntimeError, match="in the middle"):
         call(loss=failing_loss, steps=9, check_every=1)
     call(steps=1)
-    assert not before.changes(gpt2) and torch.equal(state, torch.get_rng_state())
+    assert state_of(gpt2) == before and torch.equal(state, torch.get_rng_state())
     assert gpt2.training and all(parameter.requires_grad for parameter in gpt2.parameters())
 
 

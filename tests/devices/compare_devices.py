@@ -32,7 +32,8 @@ from anchorlens.contexts.protocol import queries_after
 from anchorlens.system import devices
 from benchmarks import operations
 from tests.support import simulated_device
-from tests.support.catalogue import ALL, scene_of, tensors_of
+from tests.support.catalogue import ALL, scene_of
+from tests.support.measures import tensors_of
 from tests.support.printed_code import MODULES, ROOT, failed_examples, names_of_examples, run_page
 from tests.support.quick_analyses import quick_analyses
 from tests.support.tiny_models import (
@@ -145,7 +146,7 @@ def readme() -> dict[str, Any]:
             names = run_page(ROOT / "README.md")
         assert (folder / "report.html").exists() and "cannot tell: " in printed.getvalue()
         assert names["results"]["saliency_flows"].share.shape == (6, 3)
-        return dict(tensors_of({"results": names["results"]}))
+        return tensors_of({"results": names["results"]})
 
     return {"README": largest_difference(named_on("cpu"), named_on("sim"))}
 
@@ -233,7 +234,7 @@ def results_of(of_device: Calls) -> dict[str, dict[str, Tensor] | str]:
     results: dict[str, dict[str, Tensor] | str] = {}
     for name, call in of_device.items():
         try:
-            results[name] = dict(tensors_of(call()))
+            results[name] = tensors_of(call())
         except Exception as error:
             lines = traceback.extract_tb(error.__traceback__)
             rows = [f"{Path(row.filename).name}:{row.lineno}" for row in lines[-12:]]

@@ -30,7 +30,7 @@ WITHOUT_RESULT_ON_A_DEVICE = {
     *("AnchorlensError", "ChatTask", "Context", "EdgeSet", "Example", "SEGMENTS", "Metric"),
     *("NoContext", "Site", "TASKS", "Task", "Verbalizer", "figures", "hard_prompts", "kinds"),
     *("relabeling", "relabel", "load_examples", "paper_tables", "named", "read_task"),
-    *("sample_demonstrations", "sample_queries", "forget_run"),
+    *("sample_demonstrations", "sample_queries", "forget_run", "Trainable"),
     # images are read and laid out before a model sees them; tests/models/test_images.py runs them
     "with_images",
     # it computes by the other calls

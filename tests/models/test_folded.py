@@ -20,7 +20,8 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from tests.references.architectures import BY_NAME
 from tests.support import catalogue
-from tests.support.catalogue import ALL, Scene, scene_of, tensors_of
+from tests.support.catalogue import ALL, Scene, scene_of
+from tests.support.measures import tensors_of
 from tests.support.public import public
 from tests.support.tiny_models import raw_model
 
@@ -166,13 +167,13 @@ def test_a_folded_model_gives_the_same_numbers_or_is_refused(
     wrong, refused = dict[str, str](), set[str]()
     for call, compute in folded.items():
         try:
-            ours = dict(tensors_of(compute()))
+            ours = tensors_of(compute())
         except ModelError as error:
             refused.add(call)
             if CURE not in str(error):
                 wrong[call] = str(error)
             continue
-        theirs = dict(tensors_of(kept[call]()))
+        theirs = tensors_of(kept[call]())
         if not ours or (message := why_not_the_same(ours, theirs)):
             wrong[call] = message if ours else "no numbers"
     assert not wrong

@@ -16,7 +16,7 @@ from anchorlens.models.facts import require_prepared
 from anchorlens.passes.forward import run_pass
 from tests.support.image_models import image_model
 from tests.support.tiny_models import boot, questions, randomize, tiny_gpt2
-from tests.support.unchanged import ModelState
+from tests.support.unchanged import changed, state_of
 
 pytestmark = pytest.mark.every_kind
 
@@ -155,10 +155,13 @@ def test_prepare_model_verifies_a_model_and_does_not_change_it(
     with pytest.raises(ModelError, match=r"not been verified"):
         al.reweight_anchors(model, batch, torch.zeros(3, 2, 6))
     model(torch.tensor([[1, 2, 3]]))  # a bridge adds its own hooks in its first pass
-    before = ModelState.of(model)
+    before = state_of(model)
     assert al.prepare_model(model) is model
-    changes = [each for each in before.changes(model) if "forward was" not in each]
-    assert changes == ["the facts that are known of it"]
+    changes = changed(before, state_of(model))
+    assert {name.split(": ")[-1] for name in changes} == {
+        "the facts that are known of it",
+        "forward",
+    }
     assert al.isolate_labels(model, batch, 0)
     torch.testing.assert_close(al.saliency(model, batch), al.saliency(gpt2, batch))
     # al.run verifies the hooks at first use.

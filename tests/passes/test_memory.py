@@ -20,7 +20,8 @@ from anchorlens.passes.memory import is_out_of_memory
 from anchorlens.prompts.batch import only_set
 from anchorlens.runs import way
 from anchorlens.runs.study import PartsThatFit
-from tests.support.stored_runs import Logits, run, same
+from tests.support.measures import same
+from tests.support.stored_runs import Logits, run
 from tests.support.tiny_models import questions
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"

@@ -18,14 +18,14 @@ from anchorlens.results.kind import Derived, Mean, OverDraws
 from anchorlens.runs import caches, study
 from tests.support import same_numbers
 from tests.support.public import public
-from tests.support.same_numbers import Numbers, differences, is_verdict, numbers_of, of_calls
+from tests.support.same_numbers import Numbers, differences, is_verdict, numbers_of
 
 CALLS = same_numbers.matching(same_numbers.IN_SUITE)
 
 
 @pytest.fixture(scope="module")
 def stored() -> Numbers:
-    return same_numbers.stored(same_numbers.STORED)
+    return same_numbers.stored(same_numbers.STORED, CALLS)
 
 
 @pytest.mark.quick_cases(
@@ -40,8 +40,8 @@ def test_numbers_are_those_that_are_stored_and_means_over_sets(
     call: str, stored: Numbers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where they change on purpose, same_numbers.py writes them again."""
-    expected = of_calls(stored, [call])
-    assert expected.tensors
+    expected = {name: each for name, each in stored.items() if same_numbers.call_of(name) == call}
+    assert any(isinstance(each, Tensor) for each in expected.values())
     computed: list[tuple[Callable[[al.Contributions], al.Record], dict[str, Tensor]]] = []
 
     def seen(result: Any, contributions: Mapping[str, Tensor], **options: Any) -> Any:
@@ -102,40 +102,41 @@ def assert_means_over_sets(
 
 
 def test_every_call_is_stored(stored: Numbers) -> None:
-    assert {same_numbers.call_of(name) for name in stored.tensors} == set(CALLS)
+    assert {same_numbers.call_of(name) for name in stored} == set(CALLS)
     names = {call.split(".")[3] for call in same_numbers.all_calls()}
-    assert {call.split(".")[3] for call in CALLS} == names - {"no intervals"}
-    assert not [name for name in stored.texts if name.endswith(".error")]
+    assert {call.split(".")[3] for call in CALLS} == names
+    assert not [name for name in stored if name.endswith(".error")]
     # And so is every record whose fields say what they are.
-    known = {each for name, each in stored.texts.items() if name.endswith(".class")}
+    known = {each for name, each in stored.items() if name.endswith(".class")}
     classes = list(public().values())
     declared = [each for each in classes if isinstance(each, type) and issubclass(each, al.Record)]
     assert {each.__name__ for each in declared if each.kinds()} <= known
 
 
-EXPECTED = Numbers(
-    {"m.s.w.c.a": torch.tensor([[1.0, torch.nan], [-4.0, 0.0]]).double()},
-    {"m.s.w.c.verdict": "agrees", "m.s.w.c.reason": "more"},
-)
+NUMBER = torch.tensor([[1.0, torch.nan], [-4.0, 0.0]]).double()
+EXPECTED: Numbers = {"c.a": NUMBER, "c.verdict": "agrees", "c.reason": "more"}
 
 
 @pytest.mark.parametrize(
     ("change", "found"),
     [
         (lambda a: a + 1e-12, ""),
-        (lambda a: a * (1 + 1e-8), "2 of 4 numbers differ, by 4e-08"),
-        (lambda a: a + torch.tensor([0, 0, 0, 1e-9]).view(2, 2).double(), "1 of 4 numbers differ"),
-        (lambda a: a.nan_to_num(0), "1 are NaN or infinite in one only"),
-        (lambda a: a.masked_fill(a == 0, torch.nan), "1 are NaN or infinite in one only"),
-        (lambda a: a.masked_fill(a.isnan(), torch.inf), "1 are NaN or infinite in one only"),
+        (lambda a: a * (1 + 1e-8), "Mismatched elements: 2 / 4"),
+        (
+            lambda a: a + torch.tensor([0, 0, 0, 1e-9]).view(2, 2).double(),
+            "Mismatched elements: 1 / 4",
+        ),
+        (lambda a: a.nan_to_num(0), "Mismatched elements: 1 / 4"),
+        (lambda a: a.masked_fill(a == 0, torch.nan), "Mismatched elements: 1 / 4"),
+        (lambda a: a.masked_fill(a.isnan(), torch.inf), "Mismatched elements: 1 / 4"),
         (lambda a: a.float(), "torch.float32 [2, 2], not torch.float64 [2, 2]"),
         (lambda a: a[:1], "torch.float64 [1, 2], not torch.float64 [2, 2]"),
     ],
 )
 def test_each_change_is_noticed(change: Callable[..., torch.Tensor], found: str) -> None:
-    ours = Numbers({"m.s.w.c.a": change(EXPECTED.tensors["m.s.w.c.a"])}, EXPECTED.texts)
+    ours = EXPECTED | {"c.a": change(NUMBER)}
     lines = [*differences(ours, EXPECTED, 1e-9, is_verdict)]
-    assert [line.startswith(f"m.s.w.c.a: {found}") or found in line for line in lines] == [True] * (
+    assert [line.startswith(f"c.a: {found}") or found in line for line in lines] == [True] * (
         found != ""
     )
     exactly = [*differences(ours, EXPECTED, 0.0, is_verdict)]
@@ -144,11 +145,10 @@ def test_each_change_is_noticed(change: Callable[..., torch.Tensor], found: str)
 
 def test_names_and_verdicts_are_compared() -> None:
     assert not [*differences(EXPECTED, EXPECTED, 0.0, is_verdict)]
-    texts = {"m.s.w.c.verdict": "cannot tell", "m.s.w.c.reason": "less"}
-    ours = Numbers({"m.s.w.c.b": torch.zeros(1)}, texts)
+    ours: Numbers = {"c.b": torch.zeros(1), "c.verdict": "cannot tell", "c.reason": "less"}
     assert [*differences(ours, EXPECTED, 1e-9, is_verdict)] == [
-        "m.s.w.c.a: is missing",
-        "m.s.w.c.b: is new",
-        "m.s.w.c.verdict: 'cannot tell', not 'agrees'",
+        "c.a: is missing",
+        "c.b: is new",
+        "c.verdict: 'cannot tell', not 'agrees'",
     ]
     assert len([*differences(ours, EXPECTED, 1e-9, lambda name: True)]) == 4

@@ -12,7 +12,8 @@ import anchorlens as al
 from anchorlens.errors import StoreError
 from anchorlens.runs import identity
 from anchorlens.system import package
-from tests.support.stored_runs import Logits, run, same
+from tests.support.measures import same
+from tests.support.stored_runs import Logits, run
 from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")

@@ -21,18 +21,17 @@ from anchorlens.system.processes import (
     gather_from_processes,
     require_whole_model,
 )
+from tests.support.catalogue import scene_of
+from tests.support.measures import same, tensors_of
 from tests.support.process_work import (
     ANALYSES,
     QUIET,
     Failing,
     added,
-    assert_equal,
     everything,
     in_process,
-    numbers_of,
     paper_records,
     resumed,
-    two_sets,
 )
 from tests.support.tiny_models import questions, tiny_gpt2
 
@@ -62,16 +61,17 @@ def tiny(hooked: Any, byte_level: Any) -> Any:
 @pytest.fixture(scope="module")
 def launched(tiny: Any, tmp_path_factory: Any) -> Callable[[int], Launch]:
     """All work in a number of processes. They are forks, which saves imports and models."""
-    batches = two_sets(tiny)
-    assert len(batches) == 7
-    expected = everything(tiny, batches)
+    scene = scene_of(tiny, Path(), prompts=11, sets=2, resamples=5)
+    assert len(scene.batches) == 6
+    expected = everything(scene)
+    expected["added"] = added(tiny, tmp_path_factory.mktemp("alone"))
 
     @cache
     def of(count: int) -> Launch:
         folder = tmp_path_factory.mktemp(f"processes-{count}")
         if count != 2:
             shutil.copytree(of(2).folder / "kept", folder / "earlier")
-        debug_launcher(in_process, (tiny, batches, folder), num_processes=count)
+        debug_launcher(in_process, (scene, folder), num_processes=count)
         results = [
             pickle.loads((folder / f"{number}.pickle").read_bytes()) for number in range(count)
         ]
@@ -91,7 +91,7 @@ def launch(request: Any, launched: Callable[[int], Launch]) -> Launch:
 def test_results_equal_those_of_one_process(launch: Launch, name: str) -> None:
     """Batches are planned before processes divide them, so that every bit is equal."""
     for results in launch.results:
-        assert_equal(results[name], launch.expected[name])
+        assert same(results[name], launch.expected[name])
 
 
 @pytest.mark.parametrize("name", ["info", "untouched", "refused rows"])
@@ -161,30 +161,26 @@ def test_a_run_resumes_in_another_number_of_processes(
     names = {path.name for path in kept.glob("rows-*")}
     assert 1 < len(names) < 7 and "rows-00000.safetensors" in names
     batched = questions(tiny, count=7, batch_size=1)
-    expected = numbers_of(
-        al.run(tiny, batched, [Failing(process=-1, seen=[0, 0]), al.Accuracy()], **QUIET)
-    )
+    asked = [Failing(process=-1, seen=[0, 0]), al.Accuracy()]
+    expected = tensors_of(al.run(tiny, batched, asked, **QUIET))
     name = "resumed left" if launch is launched(2) else "resumed earlier"
     in_several, in_one = [results[name] for results in launch.results], [resumed(tiny, kept)]
     for run in (in_several, in_one):
         for tensors, _ in run:
-            assert_equal(tensors, expected)
+            assert same(tensors, expected)
         # The first and the last stored batch are computed again to check that they are equal.
         assert sum(computed for _, computed in run) == 7 - len(names) + 2
     most = max(computed for _, computed in in_several)
     assert most < 7 - len(names) + 2  # processes divide the rest
 
 
-def test_a_question_that_is_added_is_divided_among_the_processes(
-    launch: Launch, tiny: Any, tmp_path: Path
-) -> None:
-    expected, *_ = added(tiny, tmp_path)
+def test_a_question_that_is_added_is_divided_among_the_processes(launch: Launch) -> None:
     others = [0] * (len(launch.results) - 1)
     assert [results["added"][1] for results in launch.results] == [2, *others]
     computed = [results["added"][2] for results in launch.results]
     assert sum(computed) == 7 and max(computed) < 7
     for results in launch.results:
-        assert_equal(results["added"][0], expected)
+        assert same(results["added"][0], launch.expected["added"][0])
 
 
 def test_a_failing_part_of_the_paper_leaves_the_records_of_the_others(
@@ -194,7 +190,7 @@ def test_a_failing_part_of_the_paper_leaves_the_records_of_the_others(
     assert len(names) == 3 and not none
     for process, results in enumerate(launch.results):
         numbers, kept, error = results["paper"]
-        assert_equal(numbers, expected)
+        assert same(numbers, expected)
         assert kept == ([] if process else names)  # only the main process calls keep
         message = (
             "in a part"

@@ -29,7 +29,8 @@ from anchorlens.system import files
 from anchorlens.system.digest_file import read_with_digest
 from anchorlens.system.signals import Stopped, signals_raise
 from tests.support.damages import DAMAGES, DEEP, Damage, flipped_after, rewritten
-from tests.support.stored_runs import Killed, Logits, run, same, stored_run
+from tests.support.measures import same
+from tests.support.stored_runs import Killed, Logits, run, stored_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 

@@ -5,8 +5,8 @@ A call is a function of a ``Scene``. Devices, folded models, shapes and stored n
 record, or lists and dictionaries of these.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import anchorlens as al
 from tests.support.asked import ask, by_site
-from tests.support.own_parts import Added, EveryPass, EveryRead
+from tests.support.own_parts import EveryPass, EveryRead
 from tests.support.printed_code import printed
 
 
@@ -237,7 +237,7 @@ def of_sites(record: Any) -> Any:
     return {
         name: {
             "class": type(record).__name__,
-            **each.tensors(),
+            **each.tensors,
             "intervals": each.intervals,
             "info": each.info,
         }
@@ -288,7 +288,6 @@ WHOLE: dict[str, Callable[[Scene], Any]] = {
     "isolated": lambda s: isolated(s, share_prefix=False),
     "answers": lambda s: answers(s, share_prefix=False),
     "patterns": lambda s: run(s, al.SegmentRollout(), al.PrefixEffect()),
-    "no intervals": lambda s: run(s, *metrics(), resamples=0),
     "checkpoints": lambda s: run(s, al.SaliencyFlows(), gradient_checkpointing=True),
     "caches": caches,
 }
@@ -395,17 +394,6 @@ def report(s: Scene) -> str:
     return al.write_report(results, s.folder / "report.html").read_text()[:15]
 
 
-def all_questions(s: Scene) -> Any:
-    """Metrics and questions that make passes of every kind, in one run."""
-    return s.run(
-        al.SaliencyFlows(),
-        al.EdgeSweep.isolation(al.sites.first_and_last(s.model, [1]), draws=1),
-        al.PrefixEffect(),
-        al.IntegratedFlows(["text", "label", "query"], steps=2),
-        EveryPass(),
-    )
-
-
 def compressed(**options: Any) -> Callable[[Scene], Tensor]:
     return lambda s: al.compress(s.model, s.batch, **options).logits(s.model, s.batch)
 
@@ -449,10 +437,12 @@ def segments(s: Scene) -> Any:
 
 
 def own_context(s: Scene) -> list[Tensor]:
-    start = Added(torch.zeros(s.model.cfg.d_model, device=s.device, requires_grad=True))
-    given = training(s, "own")
-    (vector,), _ = al.contexts.train_context(s.model, start, s.batches, given, held_out=s.others)
-    return [vector, Added(vector).logits(s.model, s.batch)]
+    """That of the documentation."""
+    of_vector = partial(printed("own_context.md", "TaskVector"), 0)
+    vector = torch.linspace(-1, 1, s.model.cfg.d_model, device=s.device, requires_grad=True)
+    own, given = of_vector(vector), training(s, "own")
+    (trained,), _ = al.contexts.train_context(s.model, own, s.batches, given, held_out=s.others)
+    return [trained, of_vector(trained).logits(s.model, s.batch)]
 
 
 def anchors_of_texts(s: Scene) -> Tensor:
@@ -467,12 +457,9 @@ def anchors_of_texts(s: Scene) -> Tensor:
 FURTHER: dict[str, Callable[[Scene], Any]] = {
     "isolate_labels": with_hooks(lambda s, b: al.isolate_labels(s.model, b, site=[0, 1])),
     "isolate_random": with_hooks(lambda s, b: al.hooks.isolate_random(s.model, b, site=0, seed=1)),
-    "isolate": with_hooks(
-        lambda s, b: al.block_edges(s.model, b, from_labels(b), al.Site(1, heads=0))
-    ),
     "scale_edges": with_hooks(lambda s, b: al.scale_edges(s.model, b, al.edges.pq, 0.5, 0)),
     "block_edges": with_hooks(
-        lambda s, b: al.block_edges(s.model, b, al.edges.wp, al.Site(range(2), heads=[1]))
+        lambda s, b: al.block_edges(s.model, b, from_labels(b), al.Site(range(2), heads=[1]))
     ),
     "reweight_anchors": with_hooks(lambda s, b: al.reweight_anchors(s.model, b, factors(s))),
     "replace_heads": with_hooks(
@@ -487,8 +474,8 @@ FURTHER: dict[str, Callable[[Scene], Any]] = {
     "reads": lambda s: [s.run(EveryRead(has_hooks=hooks)) for hooks in (False, True)],
     **{"losses": losses, "maps": maps, "of tensors": of_tensors, "attentions": of_attentions},
     "caches on the CPU": lambda s: caches(s, device="cpu"),
-    **{"sweep of windows": sweep_of_windows, "all questions": all_questions},
-    **{"pictures": pictures, "stored rows": stored_rows, "report": report},
+    **{"sweep of windows": sweep_of_windows, "pictures": pictures},
+    **{"stored rows": stored_rows, "report": report},
     "records": lambda s: al.load_record(
         s.run(al.Accuracy())["accuracy"].save(s.folder / "accuracy")
     ),
@@ -510,23 +497,3 @@ FURTHER: dict[str, Callable[[Scene], Any]] = {
     },
 }
 ALL = SHARED | FURTHER | {f"{name} of whole prompts": call for name, call in WHOLE.items()}
-
-
-def tensors_of(result: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every number of a result, on the CPU, but for times in seconds."""
-    if isinstance(result, Tensor):
-        yield name, result.detach().cpu()
-    elif isinstance(result, Mapping):
-        for key, value in result.items():
-            yield from tensors_of(value, f"{name}.{key}")
-    elif is_dataclass(result):
-        for field in fields(result):
-            if field.name not in ("info", "seconds", "whole_seconds"):
-                yield from tensors_of(getattr(result, field.name), f"{name}.{field.name}")
-    elif isinstance(result, list) and result and all(isinstance(each, float) for each in result):
-        yield name, torch.tensor(result, device="cpu")
-    elif isinstance(result, list | tuple):
-        for number, value in enumerate(result):
-            yield from tensors_of(value, f"{name}[{number}]")
-    elif isinstance(result, float):
-        yield name, torch.tensor(result, device="cpu")

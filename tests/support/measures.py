@@ -1,7 +1,9 @@
 """Measures of models, tensors and records that tests compare."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,19 +79,54 @@ def contributed(
 
 def assert_same(ours: al.Record, theirs: al.Record, tolerance: float = 1e-5) -> None:
     """Values differ by ``tolerance`` of each tensor's largest value at most; NaN equals NaN."""
-    assert type(ours) is type(theirs)
+    assert type(ours) is type(theirs) and set(ours.intervals) == set(theirs.intervals)
     for name, values in ours.tensors().items():
         other = getattr(theirs, name)
-        assert values.dtype == other.dtype, name
-        for strange in (torch.isnan, torch.isinf):
-            assert torch.equal(strange(values), strange(other)), name
-        values, other = (each.detach().double().nan_to_num(0, 0, 0) for each in (values, other))
-        assert values.shape == other.shape, name
-        if not values.numel():
-            continue
-        largest = float(other.abs().max())
-        assert float((values - other).abs().max()) <= tolerance * max(largest, 1e-30), name
-    assert set(ours.intervals) == set(theirs.intervals)
+        largest = max([1e-30, *other.double().abs().nan_to_num(0, 0, 0).flatten().tolist()])
+        allowed: Any = {"rtol": 0.0, "atol": tolerance * largest, "equal_nan": True}
+        torch.testing.assert_close(values, other, **allowed, msg=partial("{}: {}".format, name))
+
+
+def leaves_of(
+    value: Any, name: str = "", left_out: Container[Any] = ("info", "seconds", "whole_seconds")
+) -> Iterator[tuple[str, Tensor | str]]:
+    """The numbers, on the CPU, and the texts of what a call returned, by their place in it."""
+    if isinstance(value, Tensor):
+        yield name, value.detach().cpu()
+    elif are_numbers(value):
+        yield name, torch.tensor(value, dtype=torch.double, device="cpu")
+    elif is_dataclass(value):
+        yield f"{name}.class", type(value).__name__
+        own = {each.name: getattr(value, each.name) for each in fields(value)}
+        yield from leaves_of(own, name, left_out)
+    elif isinstance(value, Mapping | list | tuple):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if key not in left_out:
+                yield from leaves_of(each, f"{name}.{key}", left_out)
+    else:
+        yield name, str(value)
+
+
+def are_numbers(values: Any) -> bool:
+    """Whether it is a float or a list, also one of lists, of them."""
+    if isinstance(values, list | tuple):
+        return bool(values) and all(are_numbers(each) for each in values)
+    return isinstance(values, float)
+
+
+def tensors_of(result: Any) -> dict[str, Tensor]:
+    """Every number of a result, but for times in seconds."""
+    return {name: leaf for name, leaf in leaves_of(result) if isinstance(leaf, Tensor)}
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two results have the same numbers bit for bit; NaN equals NaN."""
+    mine, others = tensors_of(ours), tensors_of(theirs)
+    return mine.keys() == others.keys() != set() and all(
+        values.dtype == others[name].dtype
+        and torch.equal(values.nan_to_num(-1), others[name].nan_to_num(-1))
+        for name, values in mine.items()
+    )
 
 
 def assert_gradient(function: Callable[[Tensor], float], point: Tensor, gradient: Tensor) -> None:

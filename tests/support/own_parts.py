@@ -1,6 +1,6 @@
-"""A context, a metric and a question of a user's own, which use all that these can use."""
+"""A metric and a question of a user's own, which use all that these can use."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -9,32 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 import anchorlens as al
-
-
-@dataclass(frozen=True)
-class Added(al.contexts.Context, al.contexts.Trainable):
-    """A context of a user's own: a vector that is added to the embeddings at the targets."""
-
-    vector: Tensor
-
-    @property
-    def size(self) -> int:
-        return self.vector.nbytes
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        return [self.vector]
-
-    def query_pass(self, model: Any, batch: al.PromptBatch) -> al.contexts.QueryPass:
-        alone = al.contexts.NoContext().query_pass(model, batch)
-        prompts = torch.arange(len(batch), device="cpu")
-
-        def add(embedded: Tensor, hook: Any) -> Tensor:
-            changed = embedded.clone()
-            changed[prompts, alone.batch.target_rows.cpu()] += self.vector.to(embedded)
-            return changed
-
-        return replace(alone, hooks=[("hook_embed", add)])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -29,8 +29,10 @@ from anchorlens.system.processes import (
     require_whole_model,
 )
 from tests.support.asked import ask
-from tests.support.catalogue import SHARED, Scene, tensors_of
-from tests.support.stored_runs import Logits, LogitsRecord
+from tests.support.catalogue import SHARED, Scene
+from tests.support.measures import tensors_of
+from tests.support.own_parts import EveryPass
+from tests.support.stored_runs import Logits
 from tests.support.tiny_models import questions
 
 papers: Any = importlib.import_module("anchorlens.replication.paper")
@@ -78,26 +80,9 @@ class Picky(Logits):
         return super().contributions(batch, seen)
 
 
-def two_sets(model: Any) -> list[al.PromptBatch]:
-    """Two sets of demonstrations in 4 and 3 batches, some of several prompts."""
-    examples = al.load_examples("questions")
-    batches = []
-    for seed, count, size in ((1, 10, 3), (2, 10, 4)):
-        demos = al.sample_demonstrations(examples, seed=seed)
-        queries = [example for example in examples if example not in demos][seed : seed + count]
-        task = al.TASKS["trec"]
-        batches += al.build_prompts(model.tokenizer, task, demos, queries, batch_size=size)
-    return batches
-
-
-def isolation(model: Any, batches: list[al.PromptBatch]) -> Any:
-    sweep = al.EdgeSweep.isolation({"first": al.Site([0]), "last": al.Site([-1])}, draws=2)
-    return ask(model, batches, sweep, **QUIET)
-
-
 def trained(scene: Scene) -> al.contexts.Beta:
     training = al.contexts.Training(steps=4, progress=False)
-    return al.contexts.train_reweighting(scene.model, scene.batches[:4], training)
+    return al.contexts.train_reweighting(scene.model, scene.batches[:3], training)
 
 
 CALLS = ["metrics", "isolated", "isolation", "contexts", "faithfulness", "attribution"]
@@ -105,26 +90,21 @@ CALLS += ["head effects", "task vectors"]
 ANALYSES = {name: SHARED[name] for name in CALLS} | {"trained": trained}
 
 
-def everything(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
+def everything(scene: Scene) -> dict[str, Any]:
     """Results that must be equal in one process and in several."""
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    scene = Scene(model, batches, batches[4:6], [], Path(), prompts=7, resamples=5)
-    results: dict[str, Any] = {name: numbers_of(call(scene)) for name, call in ANALYSES.items()}
+    model, batches = scene.model, scene.batches
+    results: dict[str, Any] = {name: tensors_of(call(scene)) for name, call in ANALYSES.items()}
     results["untouched"] = torch.equal(before, torch.get_rng_state())
     results["one batch"] = {"": al.target_logits(model, batches[:1], progress=False)}
     sweep = al.EdgeSweep.isolation({"first": al.Site([0])}, draws=1)
     results["info"] = ask(model, batches, sweep, **QUIET).info
     with pytest.raises(RunError) as refused:
-        al.run(model, batches[:4], [Picky(), al.Accuracy()], **QUIET)
+        al.run(model, batches[:3], [Picky(), al.Accuracy()], **QUIET)
     results["refused rows"] = str(refused.value)
-    results["the others"] = numbers_of(dict(refused.value.results))
+    results["the others"] = tensors_of(dict(refused.value.results))
     return results
-
-
-def numbers_of(result: Any) -> dict[str, Tensor]:
-    """Every number of every record, intervals too."""
-    return dict(tensors_of(result))
 
 
 def raised_by(work: Callable[[], Any]) -> str:
@@ -168,7 +148,7 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
         "little memory": little_memory,
         "other prompts": raised_by(lambda: flows(batches[process:])),
         "other settings": raised_by(changing),
-        "other calls": raised_by(lambda: isolation(model, batches) if process else flows(batches)),
+        "other calls": raised_by(lambda: changing() if process else flows(batches)),
         "bad prompt": raised_by(lambda: flows([too_long] if process == last else batches)),
         "in a pass": raised_by(lambda: al.run(model, batched, [failing], **QUIET)),
         "in a block": raised_by(lambda: in_last_process(raises)),
@@ -205,7 +185,7 @@ def paper_records(model: Any) -> tuple[dict[str, Tensor], list[str], str]:
             )
         except RunError as raised:
             found, error = raised.results, str(raised)
-    return numbers_of(found["questions (other settings)"]), kept, error
+    return tensors_of(found["questions (other settings)"]), kept, error
 
 
 def split_weights(count: int) -> torch.nn.Module:
@@ -221,41 +201,35 @@ def resumed(model: Any, folder: Path) -> tuple[dict[str, Tensor], int]:
     metric = Failing(process=-1, seen=[0, 0])
     batched = questions(model, count=7, batch_size=1)
     results = al.run(model, batched, [metric, al.Accuracy()], folder=folder, **QUIET)
-    return numbers_of(results), len(metric.seen) - 2
+    return tensors_of(results), len(metric.seen) - 2
 
 
 @dataclass(frozen=True)
-class Largest(al.Question):
-    """A question with a pass of its own, which counts its batches."""
+class Counting(EveryPass):
+    """A question with passes of its own, which counts its batches."""
 
-    model: Any = field(repr=False, compare=False)
     seen: list[int] = field(default_factory=list, repr=False, compare=False)
-    name: ClassVar[str] = "largest"
 
     def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
         self.seen.append(len(batch))
-        cut = passes.logits(batch, lambda batch: al.isolate_labels(self.model, batch, 0))
-        return {"logits": (passes.clean(batch) - cut)[:, batch.label_token_ids].cpu()}
-
-    def result(self, rows: Any) -> LogitsRecord:
-        return LogitsRecord(logits=rows["logits"])
+        return super().of_batch(passes, batch)
 
 
 def added(model: Any, folder: Path) -> tuple[dict[str, Tensor], int, int]:
     """Results of a call with one more question, and how many batches were computed here of each."""
-    stored, more = Logits(), Largest(model)
+    stored, more = Logits(), Counting()
     batched = questions(model, count=7, batch_size=1)
     al.run(model, batched, [Logits()], folder=folder, **QUIET)
     results = al.run(model, batched, [stored, more], folder=folder, **QUIET)
-    return numbers_of(results), len(stored.seen), len(more.seen)
+    return tensors_of(results), len(stored.seen), len(more.seen)
 
 
-def in_process(model: Any, batches: list[al.PromptBatch], folder: Path) -> None:
+def in_process(scene: Scene, folder: Path) -> None:
     """Do the work of one of several processes, and write its results to a file."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # accelerate warns if it is not set
     state = PartialState(cpu=True)
-    results = everything(model, batches)
-    results |= failures(model, batches, folder / "left")
+    model = scene.model
+    results = everything(scene) | failures(model, scene.batches, folder / "left")
     if state.is_main_process:
         shutil.copytree(folder / "left", folder / "kept")
     for name in ("left", "earlier"):
@@ -267,10 +241,3 @@ def in_process(model: Any, batches: list[al.PromptBatch], folder: Path) -> None:
     layer = split_weights(state.num_processes)
     results["split weights"] = raised_by(lambda: require_whole_model(layer))
     (folder / f"{state.process_index}.pickle").write_bytes(pickle.dumps(results))
-
-
-def assert_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert tensors.keys() == expected.keys() and tensors
-    for name, values in expected.items():
-        assert tensors[name].dtype == values.dtype, name
-        assert torch.equal(tensors[name].nan_to_num(-1), values.nan_to_num(-1)), name

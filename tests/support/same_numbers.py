@@ -21,13 +21,12 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -39,6 +38,7 @@ import anchorlens as al
 from anchorlens.runs import way as decision
 from tests.support import tiny_models
 from tests.support.catalogue import SHARED, WHOLE, Scene, scene_of
+from tests.support.measures import leaves_of
 
 STORED = Path(__file__).with_suffix(".safetensors")
 MODELS, SETS = ("gpt2", "llama", "gemma3"), {"one": 1, "several": 3}
@@ -48,11 +48,7 @@ LEFT_OUT = {"seconds", "whole_seconds", "versions", "model"}
 TOLERANCE = 1e-9
 
 
-class Numbers(NamedTuple):
-    """What was computed, by name."""
-
-    tensors: dict[str, Tensor]
-    texts: dict[str, str]
+Numbers = dict[str, Tensor | str]  # numbers and texts by name
 
 
 def all_calls() -> list[str]:
@@ -73,12 +69,8 @@ def matching(patterns: Sequence[str]) -> list[str]:
     return [
         call
         for call in all_calls()
-        if any(fnmatch(name, each) for each in patterns for name in (call, group_of(call)))
+        if any(fnmatch(name, each) for each in patterns for name in (call, call.rpartition(".")[0]))
     ]
-
-
-def group_of(name: str) -> str:
-    return ".".join(name.split(".")[:3])
 
 
 def call_of(name: str) -> str:
@@ -87,7 +79,7 @@ def call_of(name: str) -> str:
 
 def numbers_of(calls: Sequence[str]) -> Numbers:
     """All numbers of some calls."""
-    found = Numbers({}, {})
+    found = Numbers()
     for name in calls:
         model, sets, way, call = name.split(".")
         function = (WHOLE if way == "whole" else SHARED)[call]
@@ -97,39 +89,10 @@ def numbers_of(calls: Sequence[str]) -> Numbers:
         ):
             warnings.simplefilter("ignore")
             try:
-                add(found, name, function(scene(model, sets)))
+                found.update(leaves_of(function(scene(model, sets)), name, LEFT_OUT))
             except Exception as error:  # the other calls are compared anyhow
-                found.texts[f"{name}.error"] = repr(error)
+                found[f"{name}.error"] = repr(error)
     return found
-
-
-def add(found: Numbers, name: str, value: Any) -> None:
-    """Put all numbers and texts of a value under a name."""
-    if isinstance(value, Tensor):
-        found.tensors[name] = value.detach().cpu().contiguous().clone()
-    elif isinstance(value, float):
-        found.tensors[name] = torch.tensor(value, dtype=torch.double)
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            if key not in LEFT_OUT:
-                add(found, f"{name}.{key}", each)
-    elif is_dataclass(value):
-        found.texts[f"{name}.class"] = type(value).__name__
-        add(found, name, {each.name: getattr(value, each.name) for each in fields(value)})
-    elif isinstance(value, list | tuple) and are_numbers(value):
-        add(found, name, torch.tensor(value, dtype=torch.double))
-    elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            add(found, f"{name}.{number}", each)
-    else:
-        found.texts[name] = str(value)
-
-
-def are_numbers(values: Any) -> bool:
-    """Whether a list, also one of lists, has floats, as in ``info["of_sets"]``."""
-    if isinstance(values, list | tuple):
-        return bool(values) and all(are_numbers(each) for each in values)
-    return isinstance(values, float)
 
 
 @cache
@@ -164,22 +127,19 @@ IN_SUITE = [
 
 
 def store(found: Numbers, path: Path) -> None:
-    save_file(found.tensors, path, {"texts": json.dumps(found.texts, sort_keys=True)})
+    texts = {name: each for name, each in found.items() if isinstance(each, str)}
+    tensors = {
+        name: each.contiguous().clone() for name, each in found.items() if isinstance(each, Tensor)
+    }
+    save_file(tensors, path, {"texts": json.dumps(texts, sort_keys=True)})
 
 
-def stored(path: Path) -> Numbers:
+def stored(path: Path, calls: Sequence[str]) -> Numbers:
+    """What is stored of these calls."""
     with safe_open(path, "pt") as file:
-        texts = json.loads(file.metadata()["texts"])
-        return Numbers({name: file.get_tensor(name) for name in file.keys()}, texts)  # noqa: SIM118
-
-
-def of_calls(found: Numbers, calls: Sequence[str]) -> Numbers:
-    """The part of the numbers that is of these calls."""
-    wanted = set(calls)
-    return Numbers(
-        {name: each for name, each in found.tensors.items() if call_of(name) in wanted},
-        {name: each for name, each in found.texts.items() if call_of(name) in wanted},
-    )
+        found = json.loads(file.metadata()["texts"])
+        found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return {name: each for name, each in found.items() if call_of(name) in calls}
 
 
 def differences(
@@ -190,17 +150,15 @@ def differences(
     Numbers differ at most by ``tolerance`` times the sum of: the number, a hundredth of the largest
     of their tensor, and 1e-5. With 0 they are equal bit for bit.
     """
-    of_kinds = (ours.tensors, theirs.tensors), (ours.texts, theirs.texts)
-    for mine, others in ((set[str](a), set[str](b)) for a, b in of_kinds):
-        missing, new = others - mine, mine - others
-        yield from (f"{name}: is missing" for name in sorted(missing))
-        yield from (f"{name}: is new" for name in sorted(new))
-    for name in sorted(ours.tensors.keys() & theirs.tensors.keys()):
-        if difference := _difference(ours.tensors[name], theirs.tensors[name], tolerance):
-            yield f"{name}: {difference}"
-    for name in sorted(ours.texts.keys() & theirs.texts.keys()):
-        if texts(name) and ours.texts[name] != theirs.texts[name]:
-            yield f"{name}: {ours.texts[name]!r}, not {theirs.texts[name]!r}"
+    for name in sorted(ours.keys() | theirs.keys()):
+        mine, other = ours.get(name), theirs.get(name)
+        if mine is None or other is None:
+            yield f"{name}: is {'missing' if mine is None else 'new'}"
+        elif isinstance(mine, Tensor) and isinstance(other, Tensor):
+            if difference := _difference(mine, other, tolerance):
+                yield f"{name}: {difference}"
+        elif texts(name) and str(mine) != str(other):
+            yield f"{name}: {mine!r}, not {other!r}"
 
 
 def _difference(ours: Tensor, theirs: Tensor, tolerance: float) -> str:
@@ -208,20 +166,17 @@ def _difference(ours: Tensor, theirs: Tensor, tolerance: float) -> str:
         return f"{ours.dtype} {[*ours.shape]}, not {theirs.dtype} {[*theirs.shape]}"
     if ours.numpy().tobytes() == theirs.numpy().tobytes():
         return ""
-    ours, theirs = ours.double(), theirs.double()
-    finite = ours.isfinite() & theirs.isfinite()
-    strange = int((~finite & ~torch.isclose(ours, theirs, 0, 0, equal_nan=True)).sum())
-    distance = (ours - theirs).abs().masked_fill(~finite, 0)
-    sizes = theirs.abs().masked_fill(~finite, 0)
-    allowed = tolerance * (sizes + sizes.amax() / 100 + 1e-5)
-    too_far = (distance > allowed) if tolerance else (ours != theirs) & finite
-    if not strange and not too_far.any() and tolerance:
-        return ""
-    relative = float((distance / sizes.clamp(min=1e-300)).max())
-    return (
-        f"{int(too_far.sum())} of {ours.numel()} numbers differ, by {float(distance.max()):.2g} "
-        f"at most ({relative:.2g} of the number); {strange} are NaN or infinite in one only"
-    )
+    largest = float(theirs.double().abs().nan_to_num(0, 0, 0).max())
+    allowed: Any = {
+        "rtol": tolerance,
+        "atol": tolerance * (largest / 100 + 1e-5),
+        "equal_nan": True,
+    }
+    try:
+        torch.testing.assert_close(ours, theirs, **allowed)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return "" if tolerance else "other bits"
 
 
 def main() -> int:
@@ -237,14 +192,14 @@ def main() -> int:
     found = numbers_of(calls)
     if given.store:
         store(found, given.store)
-        print(f"{len(found.tensors)} tensors and {len(found.texts)} texts of {len(calls)} calls")
+        print(f"{len(found)} numbers and texts of {len(calls)} calls")
     if not given.compare:
         return 0
-    expected = of_calls(stored(given.compare), calls)
+    expected = stored(given.compare, calls)
     tolerance = 0.0 if given.exact else TOLERANCE
     lines = [*differences(found, expected, tolerance, texts=lambda n: given.texts or is_verdict(n))]
     print(*lines, sep="\n")
-    print(f"{len(lines)} differences in {len(expected.tensors)} tensors of {len(calls)} calls")
+    print(f"{len(lines)} differences in {len(expected)} numbers and texts of {len(calls)} calls")
     return int(bool(lines))
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -47,22 +46,6 @@ def run(model: Any, metric: Logits, folder: Path | None, **options: Any) -> dict
     batches = options.pop("batches", None) or questions(model, count=4, batch_size=1)
     metrics = options.pop("metrics", [metric, al.SaliencyFlows(), al.AttentionAUCROC()])
     return al.run(model, batches, metrics, folder=folder, progress=False, resamples=5, **options)
-
-
-def same(results: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Whether all values and intervals are equal bit for bit."""
-
-    def equal(ours: Any, theirs: Any) -> bool:
-        return ours.keys() == theirs.keys() and all(
-            torch.equal(value.nan_to_num(-1), theirs[name].nan_to_num(-1))
-            for name, value in ours.items()
-        )
-
-    return results.keys() == expected.keys() and all(
-        equal(record.tensors(), expected[name].tensors())
-        and equal(record.intervals, expected[name].intervals)
-        for name, record in results.items()
-    )
 
 
 def stored_run(folder: Path, **changes: str) -> Store:

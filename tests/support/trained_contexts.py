@@ -5,8 +5,6 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 import anchorlens as al
 from tests.support.tiny_models import questions
 
@@ -61,20 +59,3 @@ def with_training(options: dict[str, Any]) -> dict[str, Any]:
     training = al.contexts.Training(**{"progress": False} | {name: options[name] for name in names})
     others = {name: value for name, value in options.items() if name not in names}
     return {"training": training, **others}
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    """Whether two contexts or records have the same bits, with the record of a training."""
-    pairs = zip(bits(ours), bits(theirs), strict=True)
-    return all(torch.equal(*pair) for pair in pairs)
-
-
-def bits(made: Any) -> list[torch.Tensor]:
-    """All tensors of a context or a record."""
-    if isinstance(made, al.Record):
-        return [*made.tensors().values()]
-    own = [getattr(made, each.name) for each in fields(made) if each.name != "info"]
-    training = getattr(made, "training", None)
-    curves = [] if training is None else training.tensors().values()
-    tensors = [*made.prefix.keys, *made.prefix.values, *curves]
-    return tensors + [value for value in own if isinstance(value, torch.Tensor)]
