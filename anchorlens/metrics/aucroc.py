@@ -12,22 +12,19 @@ from torch import Tensor
 
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
-from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
-from ..results.figure_parts import with_ends
 from ..results.kind import mean_of
 from ..results.kinds import auc, derived, mean, statistic
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.rounding import rounding_of
 from ..system.warn import warn_user
+from . import plots
 from .auc import aucroc
 from .metric import Metric
 from .predictions import predicted_class
 from .reads import At, Reads, Seen
-
-_CUMULATIVE = "part of all layers that is reached up to this one (R_l)"
 
 
 def _aucroc(of_set: Contributions) -> Float[Tensor, "layer series"]:
@@ -43,46 +40,32 @@ def _aucroc(of_set: Contributions) -> Float[Tensor, "layer series"]:
 
 def _deep_aucroc(of_set: Contributions) -> Float[Tensor, ""]:
     by_layer = of_set.once(_aucroc)[:, 0]
-    _, deep = shallow_and_deep(len(by_layer))
-    return by_layer[deep].mean()
+    return by_layer[shallow_and_deep(len(by_layer))[1]].mean()
 
 
-@dataclass(frozen=True, eq=False)
-class _Equation6:
+def _equation_6(contributions: Contributions) -> dict[str, Tensor]:
     """KL of label probabilities from shares of attention and from uniform ones, and the slope."""
-
-    kl: Float[Tensor, "prompt layer"]
-    uniform_kl: Float[Tensor, " prompt"]
-    products: Float[Tensor, "prompt layer"]
-    squares: Float[Tensor, "prompt layer"]
-
-
-def _equation_6(contributions: Contributions) -> _Equation6:
     attention = contributions["attention"].double().sum(2)  # [prompt, layer, class]
     probability = contributions["probabilities"].double()[:, None]
     total, uniform = attention.sum(-1, keepdim=True), 1 / attention.shape[-1]
     share = torch.where(total > 0, attention / total, uniform)
     minus_entropy = probability.xlogy(probability).sum(-1)
     above, over = share - uniform, probability - uniform
-    products, squares = ((above * each).sum(-1) for each in (over, above))
-    return _Equation6(
-        kl=minus_entropy - probability.xlogy(share).sum(-1),
-        uniform_kl=minus_entropy[:, 0] - log(uniform),
-        products=products,
-        squares=squares,
-    )
+    return {
+        "kl": minus_entropy - probability.xlogy(share).sum(-1),  # [prompt, layer]
+        "uniform_kl": minus_entropy[:, 0] - log(uniform),
+        "products": (above * over).sum(-1),
+        "squares": (above * above).sum(-1),
+    }
 
 
-def _calibration(of_set: Contributions) -> Float[Tensor, " layer"]:
-    return mean_of(_products, of_set) / mean_of(_squares, of_set)
+def cumulative_excess(values: Float[Tensor, " layer"]) -> Float[Tensor, " layer"]:
+    """R_l: the sum of ``AUCROC - 0.5`` up to each layer over its total (equation 5).
 
-
-def _products(contributions: Contributions) -> Float[Tensor, "prompt layer"]:
-    return contributions.once(_equation_6).products
-
-
-def _squares(contributions: Contributions) -> Float[Tensor, "prompt layer"]:
-    return contributions.once(_equation_6).squares
+    NaN where the total is not positive.
+    """
+    excess = (values - 0.5).cumsum(0)
+    return excess / excess[-1] if excess[-1] > 0 else torch.full_like(values, torch.nan)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -111,51 +94,17 @@ class AttentionAUCROCRecord(Record):
     r: Float[Tensor, " layer"] = derived(lambda record: cumulative_excess(record.aucroc))
     deep_aucroc: Float[Tensor, ""] = auc(_deep_aucroc, by_set=True)
     per_head: Float[Tensor, "layer head"] = auc(lambda of_set: of_set.once(_aucroc)[:, 1:])
-    kl: Float[Tensor, " layer"] = mean(lambda of_set: of_set.once(_equation_6).kl, 0, unit="nats")
-    uniform_kl: Float[Tensor, ""] = mean(
-        lambda of_set: of_set.once(_equation_6).uniform_kl, 0, unit="nats"
+    kl: Float[Tensor, " layer"] = mean("kl", 0, unit="nats")
+    uniform_kl: Float[Tensor, ""] = mean("uniform_kl", 0, unit="nats")
+    calibration: Float[Tensor, " layer"] = statistic(
+        lambda of_set: mean_of("products", of_set) / mean_of("squares", of_set)
     )
-    calibration: Float[Tensor, " layer"] = statistic(_calibration)
 
-    caption: ClassVar[str] = (
-        "AUCROC_l: how well the target's attention to the label words in layer l tells the "
-        "predicted label; 0.5 is chance. In the paper about 0.8 in deep layers. R_l: the part "
-        "that the layers up to l have in the sum of AUCROC_l - 0.5 over all layers, above 1 where "
-        "later layers are below 0.5; there is none where the sum is not above 0."
-    )
+    caption: ClassVar[str] = plots.AUCROC
 
     def plot(self) -> go.Figure:
         """AUCROC_l and below it R_l by layer (the paper's Figure 5)."""
-        title = "Does the attention to label words tell the prediction?"
-        if self.aucroc.isnan().all():
-            return figures.sentence(
-                "There is no AUCROC: the model predicts one class for all queries. Use other "
-                "queries or more of them, or more demonstrations.",
-                title=title,
-            )
-        random = torch.tensor(self.of_random_models("aucroc"), device="cpu")
-        tells = figures.lines_by_layer(
-            **with_ends(self, "aucroc"),
-            names=["attention tells the prediction (AUCROC_l)"],
-            title=title,
-            y_title="AUCROC_l",
-            reference=self.kinds()["aucroc"].reference,
-            random=random.reshape(-1, 1, len(self.aucroc)),
-            colors=[figures.OUT],
-            height=340,
-        )
-        if self.r.isnan().all():
-            return tells
-        reached = figures.lines_by_layer(
-            **with_ends(self, "r"),
-            names=[_CUMULATIVE],
-            title="",
-            y_title="R_l",
-            dashed=[_CUMULATIVE],
-            colors=[figures.OUT],
-            height=280,
-        )
-        return figures.stacked(tells, reached)
+        return plots.aucroc(self)
 
 
 @checked
@@ -254,13 +203,4 @@ class AttentionAUCROC(Metric):
                 "for all queries, so that there is no AUCROC; use other queries or more of them, "
                 "or more demonstrations"
             )
-        return AttentionAUCROCRecord.of(contributions)
-
-
-def cumulative_excess(values: Float[Tensor, " layer"]) -> Float[Tensor, " layer"]:
-    """R_l: the sum of ``AUCROC - 0.5`` up to each layer over its total (equation 5).
-
-    NaN where the total is not positive.
-    """
-    excess = (values - 0.5).cumsum(0)
-    return excess / excess[-1] if excess[-1] > 0 else torch.full_like(values, torch.nan)
+        return AttentionAUCROCRecord.of(contributions.with_each(_equation_6))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isnan
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..results import figures, kinds
+from ..results import kinds
 from ..results.contributions import Contributions
 from ..results.intervals import of_alike_sets
 from ..results.kind import mean_over_sets
@@ -23,19 +22,88 @@ from ..results.record import Record
 from ..system.arguments import check_counts, checked
 from ..system.rounding import rounding_of
 from ..system.warn import warn_user
+from . import plots
 from .auc import auc
 from .metric import Metric
 from .predictions import predicted_class, require_gold
 from .reads import At, Reads, Seen
 
-_MOST_CLASSES = 8  # whose pairs are drawn as tables
-_OF_PAIRS = (
-    "A dot is a pair of classes. Along x: distance of the label words' keys along the main "
-    "directions of the queries (predicted confusion). Along y: AUC-ROC of telling the two apart "
-    "(actual); 0.5 is chance, and of few queries it can be 0 or 1 by chance. Dots would rise from "
-    "left to right if near keys were confused. The lowest pairs have their names; of equal ones, "
-    "those of most queries."
-)
+
+def key_distances(
+    queries: Float[Tensor, "prompt layer channel"],
+    keys: Float[Tensor, "layer class channel"],
+    directions: int,
+) -> Float[Tensor, "layer class class"]:
+    """Distances of keys along the main directions of the queries, over each layer's largest.
+
+    With the centred queries X = U S V^T, ``s_i v_i^T k = u_i^T X k``: U comes from the small matrix
+    X X^T, and neither V nor a division by a singular value is needed. NaN in a layer where all
+    queries are equal up to rounding: only noise has a direction there.
+    """
+    centred = (queries - queries.mean(0)).double().transpose(0, 1)
+    _, vectors = torch.linalg.eigh(centred @ centred.mT)  # in ascending order of s squared
+    main = vectors[..., -directions:]
+    projected = keys.double() @ centred.mT @ main  # [layer, class, direction]
+    distances = torch.linalg.vector_norm(projected[:, :, None] - projected[:, None], dim=-1)
+    sizes = queries.double().transpose(0, 1).flatten(1).norm(dim=1)
+    same = centred.flatten(1).norm(dim=1) <= 1e-5 * sizes
+    distances = distances / distances.amax((1, 2), keepdim=True)
+    return distances.masked_fill(same[:, None, None], torch.nan)
+
+
+def pair_auc(
+    label_logits: Float[Tensor, "prompt class"], gold: Int[Tensor, " prompt"]
+) -> Float[Tensor, "class class"]:
+    """AUC-ROC of p_a / (p_a + p_b) among prompts of true class a or b; NaN without both."""
+    n_classes = label_logits.shape[1]
+    confusion = torch.full((n_classes, n_classes), torch.nan, dtype=torch.double, device="cpu")
+    margin = 2 * rounding_of(torch.float32) * float(label_logits.abs().max())  # of two logits
+    for a in range(n_classes):
+        for b in range(a):
+            pair = (gold == a) | (gold == b)
+            # The logit of p_a / (p_a + p_b): it has the same order of prompts.
+            scores = (label_logits[pair, a] - label_logits[pair, b]).double()
+            [area] = auc(scores[None], gold[pair] == a, smallest=margin)
+            confusion[a, b] = confusion[b, a] = area
+    return confusion
+
+
+def rank_correlation(
+    values: Float[Tensor, "layer pair"], other: Float[Tensor, " pair"]
+) -> Float[Tensor, " layer"]:
+    """Spearman correlation over the pairs where ``other`` is no NaN; NaN with fewer than three."""
+    known = ~other.isnan()
+    if known.sum() < 3:
+        return values.new_full(values.shape[:1], torch.nan)
+    # Areas are shares of pairs, and equal shares of other counts differ by their rounding.
+    exact = (values[:, known].double(), other[known].double())
+    ranks, other_ranks = (
+        torch.from_numpy(rankdata(each.round(decimals=12).numpy(), axis=-1)) for each in exact
+    )
+    ranks = ranks - ranks.mean(-1, keepdim=True)
+    other_ranks = other_ranks - other_ranks.mean()
+    return (ranks @ other_ranks) / (ranks.norm(dim=-1) * other_ranks.norm())
+
+
+def _gaps(contributions: Contributions) -> Float[Tensor, "class class"]:
+    """How far apart the label words of two classes are, in tokens."""
+
+    def of_set(given: Contributions) -> Float[Tensor, "class class"]:
+        means = given["positions"].mean(0)
+        return (means[:, None] - means[None, :]).abs()
+
+    return mean_over_sets(of_set, contributions.of_sets())
+
+
+def _pairs(n_classes: int) -> Bool[Tensor, "class class"]:
+    return torch.ones(n_classes, n_classes, dtype=torch.bool, device="cpu").triu(1)
+
+
+def _over_pairs(
+    distance: Float[Tensor, "layer class class"], other: Float[Tensor, "class class"]
+) -> Float[Tensor, " layer"]:
+    pairs = _pairs(len(other))
+    return rank_correlation(distance[:, pairs], other[pairs])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -84,77 +152,11 @@ class AnchorDistancesRecord(Record):
     queries_per_class: Int[Tensor, " class"]
     default_layer: Int[Tensor, ""]
 
-    caption: ClassVar[str] = (
-        "Left: distance of the label words' keys along the main directions of the queries "
-        "(predicted). Right: AUC-ROC of telling two classes apart (actual); 0.5 is chance, and of "
-        "few queries it can be 0 or 1 by chance. Low, that is dark, means confused in "
-        "both. In the paper the most confused pair of TREC is dark on both sides."
-    )
+    caption: ClassVar[str] = plots.DISTANCES
 
     def plot(self) -> go.Figure:
         """Predicted and actual confusion side by side (the paper's Figure 6)."""
-        layer = int(self.default_layer)
-        names = self.axis_names("class") or [f"class {k}" for k in range(len(self.pair_auc))]
-        correlation = float(self.correlation[layer])
-        few = "too few pairs of classes for a rank correlation"
-        agreement = few if isnan(correlation) else f"rank correlation {correlation:z.2f}"
-        title = "Which classes are confused, with their numbers of queries "
-        return confusions(
-            self.anchor_distance[layer],
-            self.pair_auc,
-            [name.strip() for name in names],
-            f"{title}(layer {layer}, {agreement})",
-            self.queries_per_class,
-        )
-
-
-def confusions(
-    predicted: Float[Tensor, "class class"],
-    actual: Float[Tensor, "class class"],
-    names: Sequence[str],
-    title: str,
-    counts: Int[Tensor, " class"] | None = None,
-) -> go.Figure:
-    """Predicted and actual confusions side by side, without diagonals (the paper's Figure 6)."""
-    if counts is not None:
-        names = [f"{name} ({count})" for name, count in zip(names, counts.tolist(), strict=True)]
-    if len(names) == 2:
-        number = float(actual[0, 1])
-        known = f"{number:.2f}, where 0.5 is chance and 1 is certain"
-        text = "no number" if isnan(number) else known
-        return figures.sentence(
-            f"With two classes there is one pair, and its distance is the largest. The model tells "
-            f"{names[0]} and {names[1]} apart with an AUC-ROC of {text}.",
-            title=title,
-        )
-    both = torch.stack([predicted.double(), actual.double()])
-    if len(names) > _MOST_CLASSES:
-        pairs = torch.ones_like(both[0]).triu(1).nonzero()
-        if counts is not None:  # few queries are often at an end by chance
-            pairs = pairs[counts[pairs].amin(1).argsort(descending=True, stable=True)]
-        first, second = pairs.T.tolist()
-        figure = figures.pairs(
-            both[0, first, second],
-            both[1, first, second],
-            [f"{names[a]} and {names[b]}" for a, b in zip(first, second, strict=True)],
-            title=title,
-            x_title="predicted: distance of keys, over the largest",
-            y_title="actual: AUC-ROC of the pair",
-        )
-        return figure.update_layout(meta={"caption": _OF_PAIRS})
-    both[:, range(len(names)), range(len(names))] = torch.nan
-    return figures.heat_map(
-        both,
-        names,
-        names,
-        ("predicted: distance of keys", "actual: AUC-ROC of the pair"),
-        title=title,
-        bar_title="low = confused (AUC: 0.5 or less)",
-        row_title="class",
-        column_title="class",
-        limits=(0.0, 1.0),
-        with_numbers=True,
-    )
+        return plots.distances(self)
 
 
 @checked
@@ -272,83 +274,6 @@ class AnchorDistances(Metric):
                 "queries of each class"
             )
         return record
-
-
-def _gaps(contributions: Contributions) -> Float[Tensor, "class class"]:
-    """How far apart the label words of two classes are, in tokens."""
-
-    def of_set(given: Contributions) -> Float[Tensor, "class class"]:
-        means = given["positions"].mean(0)
-        return (means[:, None] - means[None, :]).abs()
-
-    return mean_over_sets(of_set, contributions.of_sets())
-
-
-def _pairs(n_classes: int) -> Bool[Tensor, "class class"]:
-    return torch.ones(n_classes, n_classes, dtype=torch.bool, device="cpu").triu(1)
-
-
-def _over_pairs(
-    distance: Float[Tensor, "layer class class"], other: Float[Tensor, "class class"]
-) -> Float[Tensor, " layer"]:
-    pairs = _pairs(len(other))
-    return rank_correlation(distance[:, pairs], other[pairs])
-
-
-def key_distances(
-    queries: Float[Tensor, "prompt layer channel"],
-    keys: Float[Tensor, "layer class channel"],
-    directions: int,
-) -> Float[Tensor, "layer class class"]:
-    """Distances of keys along the main directions of the queries, over each layer's largest.
-
-    With the centred queries X = U S V^T, ``s_i v_i^T k = u_i^T X k``: U comes from the small matrix
-    X X^T, and neither V nor a division by a singular value is needed. NaN in a layer where all
-    queries are equal up to rounding: only noise has a direction there.
-    """
-    centred = (queries - queries.mean(0)).double().transpose(0, 1)
-    _, vectors = torch.linalg.eigh(centred @ centred.mT)  # in ascending order of s squared
-    main = vectors[..., -directions:]
-    projected = keys.double() @ centred.mT @ main  # [layer, class, direction]
-    distances = torch.linalg.vector_norm(projected[:, :, None] - projected[:, None], dim=-1)
-    sizes = queries.double().transpose(0, 1).flatten(1).norm(dim=1)
-    same = centred.flatten(1).norm(dim=1) <= 1e-5 * sizes
-    distances = distances / distances.amax((1, 2), keepdim=True)
-    return distances.masked_fill(same[:, None, None], torch.nan)
-
-
-def pair_auc(
-    label_logits: Float[Tensor, "prompt class"], gold: Int[Tensor, " prompt"]
-) -> Float[Tensor, "class class"]:
-    """AUC-ROC of p_a / (p_a + p_b) among prompts of true class a or b; NaN without both."""
-    n_classes = label_logits.shape[1]
-    confusion = torch.full((n_classes, n_classes), torch.nan, dtype=torch.double, device="cpu")
-    margin = 2 * rounding_of(torch.float32) * float(label_logits.abs().max())  # of two logits
-    for a in range(n_classes):
-        for b in range(a):
-            pair = (gold == a) | (gold == b)
-            # The logit of p_a / (p_a + p_b): it has the same order of prompts.
-            scores = (label_logits[pair, a] - label_logits[pair, b]).double()
-            [area] = auc(scores[None], gold[pair] == a, smallest=margin)
-            confusion[a, b] = confusion[b, a] = area
-    return confusion
-
-
-def rank_correlation(
-    values: Float[Tensor, "layer pair"], other: Float[Tensor, " pair"]
-) -> Float[Tensor, " layer"]:
-    """Spearman correlation over the pairs where ``other`` is no NaN; NaN with fewer than three."""
-    known = ~other.isnan()
-    if known.sum() < 3:
-        return values.new_full(values.shape[:1], torch.nan)
-    # Areas are shares of pairs, and equal shares of other counts differ by their rounding.
-    exact = (values[:, known].double(), other[known].double())
-    ranks, other_ranks = (
-        torch.from_numpy(rankdata(each.round(decimals=12).numpy(), axis=-1)) for each in exact
-    )
-    ranks = ranks - ranks.mean(-1, keepdim=True)
-    other_ranks = other_ranks - other_ranks.mean()
-    return (ranks @ other_ranks) / (ranks.norm(dim=-1) * other_ranks.norm())
 
 
 def _class_shares(batch: PromptBatch) -> Float[Tensor, "batch anchor class"]:

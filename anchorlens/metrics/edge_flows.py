@@ -1,7 +1,7 @@
 """Metrics that sum a weight of attention edges over sets of edges."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,6 +11,16 @@ from .edge_sums import EdgeSets, Segments, by_heads
 from .metric import Metric
 from .reads import Reads, Seen, Sums
 from .weights import Weight, WithValues
+
+
+def flows_of_prompts(contributions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The mean weight of the edges of each prompt, merged over heads and of each head.
+
+    NaN where a prompt has no such edge: 0 / 0.
+    """
+    counts = contributions["counts"].double()[:, None]
+    sums, of_heads = contributions["sums"].double(), contributions["head_sums"].double()
+    return {"flow": sums / counts, "flow_of_heads": of_heads / counts[:, None]}
 
 
 class EdgeFlows(Metric):

@@ -18,7 +18,6 @@ from ..errors import MetricError, NotFiniteError
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_classes import in_common
 from ..prompts.edge_set import EdgeSet
-from ..results.contributions import Contributions
 from ..system import row_pieces as pieces
 from ..system.arguments import called, checked
 from ..system.devices import holds_numbers, wide, widest
@@ -40,15 +39,15 @@ def beside_sets(batch: PromptBatch) -> PromptBatch:
 
 @checked
 class EdgeSets:
-    """Sets of edges of a batch, over which weights are summed."""
+    """Sets of edges of a batch, over which weights are summed; ``names`` are for who made them."""
 
-    def __init__(self, sets: Sequence[EdgeSet]) -> None:
+    def __init__(self, sets: Sequence[EdgeSet], names: Sequence[str] = ()) -> None:
         if len(shapes := {tuple(edges.shape) for edges in sets}) != 1:
             raise MetricError(
                 "EdgeSets takes sets of edges of one batch, at least one; got "
                 + (" and ".join(map(str, shapes)) or "none")
             )
-        self.sets = sets
+        self.sets, self.names = sets, names
         # Every layer asks for the same rows. Tables of many tokens would not fit into memory.
         is_small = sum(edges.numel() for edges in sets) <= _SMALL * pieces.PIECE
         self._table = EdgeSet.stacked(sets) if is_small else None
@@ -274,16 +273,6 @@ def _added(pieces: Sequence[Tensor]) -> Tensor:
 def by_heads(sums: Float[Tensor, "batch layer _ *sets"]) -> dict[str, Tensor]:
     """What each prompt contributes to flows: the merged sums, and those of each head."""
     return {"sums": sums[:, :, 0].clone(), "head_sums": sums[:, :, 1:].clone()}
-
-
-def mean_weights(contributions: Contributions) -> tuple[Tensor, Tensor]:
-    """The mean weight of the edges of each prompt, merged over heads and of each head.
-
-    NaN where a prompt has no such edge: 0 / 0.
-    """
-    counts = contributions["counts"].double()[:, None]
-    sums, of_heads = contributions["sums"].double(), contributions["head_sums"].double()
-    return sums / counts, of_heads / counts[:, None]
 
 
 def is_product(weight: Callable[..., EdgeWeights]) -> bool:

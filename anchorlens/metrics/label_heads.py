@@ -17,39 +17,42 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
-from ..results.figure_parts import with_ends
 from ..results.kinds import derived, mean, over_draws, share
 from ..results.record import Record
 from ..system.arguments import check_counts, checked
 from ..system.devices import wide
+from . import plots
 from .metric import Metric
 from .predictions import predicted_class, require_gold
 from .reads import At, Reads, Seen
 
 SCORES = ("read", "correct", "predicted", "copy")
 _OF_CLASSES = ("correct", "predicted")  # their threshold is divided by the number of classes
-_LEGEND = (
-    "read: target to label words",
-    "correct: to those of the true label",
-    "predicted: to those of the prediction",
-    "copy: label word to the token before it",
-)
 
 
-def _scores(start: str, contributions: Contributions) -> Float[Tensor, "prompt *axes score"]:
-    """The scores of label words, or of random positions, whose names have a start."""
-    return torch.stack([contributions[f"{start}{name}"].double() for name in SCORES], dim=-1)
+Choices = Float[Tensor, "batch choice layer head anchor"]  # of positions: label words, draws
 
 
-def _above(start: str, contributions: Contributions) -> Float[Tensor, "prompt *axes score"]:
-    """1 where a score is above its threshold, else 0."""
-    scores = [contributions[f"{start}{name}"] for name in SCORES]
-    limits = [
-        of_score.view(-1, *[1] * (scores[0].ndim - 1))
-        for of_score in contributions["thresholds"].unbind(1)
-    ]
-    pairs = zip(scores, limits, strict=True)
-    return torch.stack([(score > limit).double() for score, limit in pairs], dim=-1)
+def scores_of(
+    read: Choices, copy: Choices, classes: Int[Tensor, "batch anchor"], *of: Int[Tensor, " batch"]
+) -> Float[Tensor, "batch choice layer head score"]:
+    """The scores of attention to label words and to the tokens before them, in the order of SCORES.
+
+    ``of`` is the true class of each prompt, then the predicted one.
+    """
+    signs = (2 * (classes == each[:, None]).long() - 1 for each in of)
+    of_classes = (read * sign[:, None, None, None] for sign in signs)
+    return torch.stack([*(each.sum(-1) for each in (read, *of_classes)), copy.mean(-1)], dim=-1)
+
+
+def _scores(name: str, contributions: Contributions) -> Float[Tensor, "prompt *axes score"]:
+    return contributions[name].double()
+
+
+def _above(name: str, contributions: Contributions) -> Float[Tensor, "prompt *axes score"]:
+    """1 where scores are above their thresholds, else 0."""
+    scores, thresholds = contributions[name], contributions["thresholds"]
+    return (scores > thresholds.view(-1, *[1] * (scores.ndim - 2), len(SCORES))).double()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,12 +76,14 @@ class LabelHeadsRecord(Record):
             words, or from them, more than to other words of the demonstrations.
     """
 
-    scores: Float[Tensor, "layer head score"] = mean(partial(_scores, ""))
-    share: Float[Tensor, "layer head score"] = share(partial(_above, ""))
+    scores: Float[Tensor, "layer head score"] = mean(partial(_scores, "scores"))
+    share: Float[Tensor, "layer head score"] = share(partial(_above, "scores"))
     heads: Float[Tensor, "layer score"] = derived(lambda record: record.share.sum(1))
-    random_scores: Float[Tensor, "layer head score"] = mean(over_draws(partial(_scores, "random_")))
+    random_scores: Float[Tensor, "layer head score"] = mean(
+        over_draws(partial(_scores, "random_scores"))
+    )
     random_share: Float[Tensor, "layer head score"] = mean(
-        over_draws(partial(_above, "random_")), 0, 1
+        over_draws(partial(_above, "random_scores")), 0, 1
     )
     random_heads: Float[Tensor, "layer score"] = derived(
         lambda record: record.random_share.sum(1), draws=True
@@ -87,12 +92,7 @@ class LabelHeadsRecord(Record):
         lambda record: record.heads - record.random_heads, draws=True
     )
 
-    caption: ClassVar[str] = (
-        "Top: share of prompts in which the target's attention to all label words is above 5/n, "
-        "n the number of tokens. Bottom: how many more heads of a layer are above the threshold "
-        "for label words than for random positions; 0 says that label words are not special. In "
-        "the source (Cho et al., ICLR 2025) the step of copying comes before the step of reading."
-    )
+    caption: ClassVar[str] = plots.LABEL_HEADS
     names: ClassVar[Mapping[str, Sequence[str]]] = {"score": SCORES}
 
     def plot(self) -> go.Figure:
@@ -116,7 +116,7 @@ class LabelHeadsRecord(Record):
             self.share[..., number].T[None],
             None,
             None,
-            title=f"Heads above the threshold ({_LEGEND[number]})",
+            title=f"Heads above the threshold ({plots.LEGEND_OF_SCORES[number]})",
             bar_title="share of prompts",
             row_title="head",
             column_title="layer",
@@ -125,13 +125,7 @@ class LabelHeadsRecord(Record):
 
     def plot_gaps(self) -> go.Figure:
         """How many more heads of a layer count for label words than for random positions."""
-        return figures.lines_by_layer(
-            **with_ends(self, "gap", shaped=lambda numbers: numbers[0].T),
-            names=_LEGEND,
-            title="Heads above the threshold, label words against random positions",
-            y_title="heads more than at random",
-            reference=0.0,
-        )
+        return plots.heads_above(self)
 
 
 @checked
@@ -238,16 +232,11 @@ class LabelHeads(Metric):
         scores = batch.label_scores(seen.logits).cpu()
         batch, count = batch.on_cpu, batch.label_positions.shape[1]
         gold = require_gold(batch.gold, f"{self.name} (its score 'correct')")
-        predicted = predicted_class(scores)
-        read = _by_choice(seen["read"][:, :, :, 0], count)
-        copy = _by_choice(seen["copy"], count)
-        return {
-            **_first_and_rest("read", read.sum(-1)),
-            **_first_and_rest("correct", (read * _signs(batch, gold)).sum(-1)),
-            **_first_and_rest("predicted", (read * _signs(batch, predicted)).sum(-1)),
-            **_first_and_rest("copy", copy.mean(-1)),
-            "thresholds": self._thresholds_of(batch),
-        }
+        read, copy = (_by_choice(each, count) for each in (seen["read"][:, :, :, 0], seen["copy"]))
+        values = scores_of(read, copy, batch.label_classes, gold.cpu(), predicted_class(scores))
+        # The first choice of positions are the label words.
+        made = {"scores": values[:, 0].clone(), "random_scores": values[:, 1:].clone()}
+        return made | {"thresholds": self._thresholds_of(batch)}
 
     def result(self, contributions: Contributions) -> LabelHeadsRecord:
         """Means over prompts of the scores, and of whether they are above their threshold."""
@@ -287,16 +276,3 @@ def _by_choice(
     """The attention of each choice of positions, in float32 or a wider type."""
     to_choices = "batch layer head (choice anchor) -> batch choice layer head anchor"
     return wide(rearrange(attention, to_choices, anchor=anchors))
-
-
-def _signs(batch: PromptBatch, classes: Int[Tensor, " batch"]) -> Int[Tensor, "batch 1 1 1 anchor"]:
-    """1 for label words of the class of their prompt, and -1 for all others."""
-    is_class = batch.label_classes == classes[:, None]
-    return (2 * is_class.long() - 1).cpu()[:, None, None, None]
-
-
-def _first_and_rest(
-    name: str, values: Float[Tensor, "batch choice layer head"]
-) -> dict[str, Tensor]:
-    """The scores of label words, the first choice of positions, and those of the random draws."""
-    return {name: values[:, 0], f"random_{name}": values[:, 1:]}

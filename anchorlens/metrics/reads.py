@@ -300,6 +300,7 @@ class Seen(Mapping[str, Any]):
     """What a metric asked for, of every prompt of a batch, by the names of its reads.
 
     Attributes:
+        reads: What was asked for.
         logits: Logits at the targets, in float32 or wider; a copy for this metric alone.
         clean: Those of the run without hooks where hooks change the run, else None.
         n_heads: Query heads of a layer.
@@ -314,7 +315,7 @@ class Seen(Mapping[str, Any]):
         clean: Float[Tensor, "batch vocab"] | None,
         n_heads: int,
     ) -> None:
-        self._reads, self._found, self._dtypes = reads, found, dtypes
+        self.reads, self._found, self._dtypes = reads, found, dtypes
         self.logits, self.clean, self.n_heads = logits, clean, n_heads
 
     def __repr__(self) -> str:
@@ -335,7 +336,7 @@ class Seen(Mapping[str, Any]):
     @checked
     def counts(self, name: str) -> Int[Tensor, "batch *sets"]:
         """Of sums over edges how many edges each set has."""
-        read = self._reads.get(name)
+        read = self.reads.get(name)
         if not isinstance(read, Sums):
             raise MetricError(f"{name!r} is no al.reads.Sums, so that it has no edges to count")
         return read.sets.counts()
@@ -343,7 +344,7 @@ class Seen(Mapping[str, Any]):
     @checked
     def dtype(self, name: str) -> torch.dtype:
         """Of numbers at positions the type in which the model had them; of several the coarsest."""
-        if not isinstance(self._reads.get(name), At):
+        if not isinstance(self.reads.get(name), At):
             raise MetricError(f"{name!r} is no al.reads.At, so that it has no type of the model")
         return self._dtypes[name]
 

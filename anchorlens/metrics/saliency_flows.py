@@ -13,32 +13,21 @@ from torch import Tensor
 from ..errors import MetricError, PromptError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..prompts.edge_set import EdgesOfBatch, as_edge_set, check_edges, paper_edges
-from ..results import figures
+from ..prompts.edge_set import EdgesOfBatch, as_edge_set, check_edges
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
-from ..results.figure_parts import with_ends
 from ..results.kind import OfMeans, mean_of
 from ..results.kinds import derived, mean, of_prompts, ratio, statistic
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.warn import warn_user
-from .edge_flows import EdgeFlows
-from .edge_sums import EdgeSets, beside_sets, mean_weights
+from . import plots
+from .edge_flows import EdgeFlows, flows_of_prompts
+from .edge_sums import EdgeSets, beside_sets
+from .reads import Seen, Sums
 from .weights import Weight, WithValues, saliency
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
-# By the identity of the functions. These edges follow from the positions of label words and target:
-# they go from a token to an earlier one in all prompts that were checked, and in tokens that
-# prompts share they are the same for all of these.
-_OF_PAPER = {id(getattr(edges, name)): name for name in ("wp", "pq", "ww", "tq")}
-# Always summed, to compare what the target reads from label words and from other tokens.
-_READ_BY_TARGET = (edges.pq, edges.tq)
-_LEGEND = {
-    "wp": "text to label word (S_wp)",
-    "pq": "label word to target (S_pq)",
-    "ww": "between other words (S_ww)",
-}
 
 
 def _shallow(by_layer: Float[Tensor, "layer *axes"]) -> Float[Tensor, "_ *axes"]:
@@ -89,37 +78,29 @@ class SaliencyFlowsRecord(Record):
         per_prompt: The flows of each prompt; NaN where it has no such edge.
     """
 
-    flows: Float[Tensor, "layer flow"] = mean("flows", unit="nats")
-    share: Float[Tensor, "layer flow"] = statistic(lambda of_set: _parts(mean_of("flows", of_set)))
+    flows: Float[Tensor, "layer flow"] = mean("flow", unit="nats")
+    share: Float[Tensor, "layer flow"] = statistic(lambda of_set: _parts(mean_of("flow", of_set)))
     tq: Float[Tensor, " layer"] = mean("tq", unit="nats")
     pq_over_tq: Float[Tensor, " layer"] = ratio("pq", over="tq")
     shallow_share: Float[Tensor, " flow"] = derived(lambda record: _shallow(record.share).mean(0))
     deep_share: Float[Tensor, " flow"] = derived(lambda record: _deep(record.share).mean(0))
-    share_change: Float[Tensor, " flow"] = statistic(OfMeans(("flows",), _change), by_set=True)
+    share_change: Float[Tensor, " flow"] = statistic(OfMeans(("flow",), _change), by_set=True)
     deep_pq_over_tq: Float[Tensor, ""] = ratio(
         OfMeans(("pq", "tq"), torch.div, after=lambda ratios: _deep(ratios).quantile(0.5, 0)),
         by_set=True,
     )
     over_ww: Float[Tensor, " flow"] = ratio(
         OfMeans(
-            ("flows", "ww"),
+            ("flow", "ww"),
             lambda flows, ww: flows / ww[..., None],
             after=lambda ratios: ratios.quantile(0.5, 0),
         ),
         by_set=True,
     )
-    per_head: Float[Tensor, "layer head flow"] = mean("of_heads", unit="nats")
-    per_prompt: Float[Tensor, "prompt layer flow"] = of_prompts("flows")
+    per_head: Float[Tensor, "layer head flow"] = mean("flow_of_heads", unit="nats")
+    per_prompt: Float[Tensor, "prompt layer flow"] = of_prompts("flow")
 
-    caption: ClassVar[str] = (
-        "Top: S_pq / S_tq (not in the paper): S_pq over the mean saliency from all other words to "
-        "the target; about 1 says that label words are read no more than those. Middle: each "
-        "flow's share of the three means. S_wp: from the demonstrations' texts to their label "
-        "words. S_pq: from label words to the target, where the answer is predicted. S_ww: between "
-        "all other words. In the paper S_wp is large in shallow layers, and S_pq in deep ones. A "
-        "flow inside the hatched band of its colour is as in models with random weights. Bottom: "
-        "the sum; where it is small, shares say little."
-    )
+    caption: ClassVar[str] = plots.FLOWS
     names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": tuple(PAPER_FLOWS)}
     names_in_info: ClassVar[Mapping[str, str]] = {"flow": "flows"}
 
@@ -129,41 +110,7 @@ class SaliencyFlowsRecord(Record):
         Hatched bands are the same flows in models of the same architecture with random weights,
         where ``analyse`` has drawn them.
         """
-        names = self.axis_names("flow") or ()
-        read = figures.lines_by_layer(
-            **with_ends(self, "pq_over_tq"),
-            names=["a label word over another word (S_pq / S_tq)"],
-            title="Where information flows",
-            y_title="S_pq / S_tq",
-            reference=self.kinds()["pq_over_tq"].reference,
-            random=self._random("pq_over_tq", (1, len(self.share))),
-            colors=[figures.OUT],
-            log=True,
-            height=320,
-        )
-        shares = figures.lines_by_layer(
-            **with_ends(self, "share", shaped=lambda numbers: numbers[0].T),
-            names=[_LEGEND.get(name, name) for name in names],
-            title="",
-            y_title="share of the three means",
-            random=self._random("share", tuple(self.share.shape)).mT,
-            random_names=[f"S_{name}" if name in _LEGEND else name for name in names],
-            colors=[figures.INTO, figures.OUT, figures.OTHER] if "pq" in names else figures.PALETTE,
-            height=350,
-        ).update_layout(margin={"t": 90})  # for a legend of two lines
-        total = figures.lines_by_layer(
-            self.flows.sum(-1)[None],
-            ["all three means together, of which shares are parts"],
-            title="",
-            y_title="nats",
-            colors=figures.PALETTE[3:],
-            height=220,
-        ).update_yaxes(rangemode="tozero")
-        return figures.stacked(read, shares, total)
-
-    def _random(self, name: str, shape: tuple[int, ...]) -> Float[Tensor, "draw ..."]:
-        """A field of models with random weights; no draw where there are none."""
-        return torch.tensor(self.of_random_models(name), device="cpu").reshape(-1, *shape)
+        return plots.flows(self)
 
 
 @checked
@@ -249,15 +196,38 @@ class SaliencyFlows(EdgeFlows):
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where edges do not go from tokens to earlier tokens of the prompts."""
-        # The edges of the paper's flows are right as they are made.
-        own = [(name, of) for name, of in self.edges.items() if id(of) not in _OF_PAPER]
         for batch in batches:
-            for name, function in own:
+            for name, function in self.edges.items():
                 try:
-                    check_edges(batch, function)
+                    chosen = as_edge_set(batch, function)
+                    if not chosen.name_in_paper(batch):  # which is right as it is made
+                        check_edges(batch, chosen)
                 except PromptError as error:
                     raise MetricError(f"the edges {[name]} of {self.name}: {error}") from error
         super().check(model, batches[:1], changed=changed)
+
+    def sets_of(self, batch: PromptBatch) -> EdgeSets:
+        """The edges of each flow; then, of S_pq and S_tq, those that are not among them."""
+        batch = beside_sets(batch)
+        try:
+            sets = [as_edge_set(batch, function) for function in self.edges.values()]
+            names = [each.name_in_paper(batch) for each in sets]
+            beside = {"pq": edges.pq, "tq": edges.tq} if batch.has_label_words else {}
+            others = {name: of(batch) for name, of in beside.items() if name not in names}
+        except PromptError as error:
+            raise MetricError(f"the edges of {self.name}: {error}") from error
+        return EdgeSets([*sets, *others.values()], [*names, *others])
+
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        """Sums and numbers of the edges of each flow; mean weights along pq, tq and ww."""
+        rows, read = super().contributions(batch, seen), seen.reads["sums"]
+        assert isinstance(read, Sums) and isinstance(read.sets, EdgeSets)
+        flows, names = flows_of_prompts(rows)["flow"], read.sets.names
+        none = torch.full_like(flows[..., 0], nan)
+        return {name: values[..., : len(self.edges)] for name, values in rows.items()} | {
+            name: flows[..., names.index(name)] if name in names else none
+            for name in ("pq", "tq", "ww")
+        }
 
     def result(self, contributions: Contributions) -> SaliencyFlowsRecord:
         """Mean over prompts, then each layer's share, then the mean over sets of demonstrations.
@@ -265,46 +235,11 @@ class SaliencyFlows(EdgeFlows):
         A prompt without an edge of a flow is left out of its mean, and a set without one of the
         mean over sets.
         """
-        found = (contributions["counts"] > 0).any(0).tolist()
-        if empty := [name for name, is_found in zip(self.edges, found) if not is_found]:  # noqa: B905
+        has_edges = zip(self.edges, (contributions["counts"] > 0).any(0), strict=True)
+        if empty := [name for name, is_found in has_edges if not is_found]:
             warn_user(
                 f"no prompt has an edge of the flows {empty}, so that these flows and all shares "
                 "are NaN; leave them out of the edges"
             )
         info = {"flows": tuple(self.edges)}
-        return SaliencyFlowsRecord.of(contributions.with_each(self._of_prompts), info=info)
-
-    def _of_prompts(self, contributions: Contributions) -> dict[str, Tensor]:
-        """The flows of each prompt."""
-        of_edges, of_heads = mean_weights(contributions)
-        count, functions = len(self.edges), self._functions()
-        pq, tq = (of_edges[..., functions.index(function)] for function in _READ_BY_TARGET)
-        of_ww = functions.index(edges.ww) if edges.ww in self.edges.values() else None
-        return {
-            "flows": of_edges[..., :count],
-            "of_heads": of_heads[..., :count],
-            "pq": pq,
-            "tq": tq,
-            "ww": nan * tq if of_ww is None else of_edges[..., of_ww],
-        }
-
-    def _functions(self) -> list[EdgesOfBatch]:
-        """The functions of all edge sets, those of ``edges`` first."""
-        asked = list(self.edges.values())
-        return asked + [function for function in _READ_BY_TARGET if function not in asked]
-
-    def sets_of(self, batch: PromptBatch) -> EdgeSets:
-        """The edges of each set, those of ``edges`` first."""
-        batch = beside_sets(batch)
-        try:
-            if batch.has_label_words or any(id(of) in _OF_PAPER for of in self.edges.values()):
-                of_paper = paper_edges(batch)
-            else:
-                none = edges.between(batch.attention_mask & False, batch.attention_mask)
-                of_paper = dict.fromkeys(("pq", "tq"), none)
-            each = [(of, _OF_PAPER.get(id(of))) for of in self._functions()]
-            return EdgeSets(
-                [of_paper[name] if name else as_edge_set(batch, of) for of, name in each]
-            )
-        except PromptError as error:
-            raise MetricError(f"the edges of {self.name}: {error}") from error
+        return SaliencyFlowsRecord.of(contributions.with_each(flows_of_prompts), info=info)

@@ -19,8 +19,8 @@ from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.texts import name_of
-from .edge_flows import EdgeFlows
-from .edge_sums import Segments, mean_weights
+from .edge_flows import EdgeFlows, flows_of_prompts
+from .edge_sums import Segments
 from .positions import checked_positions
 from .weights import Weight, WithValues, saliency
 
@@ -155,7 +155,7 @@ class SegmentFlows(EdgeFlows):
     def result(self, contributions: Contributions) -> SegmentFlowsRecord:
         """Means over the edges of each prompt, then over prompts, then over sets."""
         info = {"weight": name_of(self.weight)} | info_of(self.segments)
-        return SegmentFlowsRecord.of(contributions.with_each(_of_prompts), info=info)
+        return SegmentFlowsRecord.of(contributions.with_each(flows_of_prompts), info=info)
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
         """What tokens of other segments read from each segment: its score in ``al.Faithfulness``.
@@ -197,11 +197,6 @@ class SegmentFlows(EdgeFlows):
 def info_of(segments: Iterable[str] | None) -> dict[str, Any]:
     """The names of segments that were asked for, for ``info``; else those of the prompts count."""
     return {} if segments is None else {"segment_names": tuple(segments)}
-
-
-def _of_prompts(contributions: Contributions) -> dict[str, Tensor]:
-    flow, of_heads = mean_weights(contributions)
-    return {"flow": flow, "flow_of_heads": of_heads}
 
 
 def read_by_others(

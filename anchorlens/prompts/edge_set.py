@@ -21,7 +21,7 @@ from ..system.devices import holds_numbers, sent
 from ..system.row_pieces import row_slices, stored_rows
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
-from .batch import PromptBatch, anchors_of
+from .batch import PromptBatch
 from .edge_classes import EdgeClasses
 
 Edges = Bool[Tensor, "batch query key"]
@@ -49,6 +49,7 @@ class EdgeSet(Tensor):
 
     _rows_of: Callable[[slice], Edges]
     _classes_of: Callable[[], EdgeClasses | None]
+    _of_paper: Any = "", None  # its name there, and the prompts of which it was made
     # Operations reach __torch_dispatch__, also those of an index tensor[edges]; shape and device
     # are known without values.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
@@ -84,6 +85,16 @@ class EdgeSet(Tensor):
     def classes(self) -> EdgeClasses | None:
         """The same edges by classes of queries and keys; None where they are not known so."""
         return self._classes_of()
+
+    def of_paper(self, name: str, batch: PromptBatch) -> "EdgeSet":
+        """This set, which then says that it is the one of that name in the paper."""
+        self._of_paper = name, batch
+        return self
+
+    def name_in_paper(self, batch: PromptBatch) -> str:
+        """wp, pq, ww or tq if it is this set, made of this very batch; else empty."""
+        name, made_of = self._of_paper
+        return name if made_of is batch else ""
 
     def table(self) -> Edges:
         """All edges as a plain tensor, one byte for each pair of positions of each prompt."""
@@ -192,15 +203,6 @@ def edges_between(queries: Positions, keys: Positions) -> EdgeSet:
 def _rows_between(queries: Positions, keys: Positions, rows: slice) -> Edges:
     i, j = (torch.arange(each.shape[1], device=each.device) for each in (queries, keys))
     return queries[:, rows, None] & keys[:, None] & (j < i[rows, None])
-
-
-def paper_edges(batch: PromptBatch) -> dict[str, EdgeSet]:
-    """The sets wp, pq, ww and tq, which ``al.edges`` describes."""
-    tokens, inside, anchors = batch.attention_mask.clone(), batch.up_to_target, anchors_of(batch)
-    target = batch.positions == batch.target_positions[:, None]
-    wp, pq = edges_between(anchors, tokens), edges_between(target, anchors)
-    ww = edges_between(inside, inside) & ~(wp | pq)
-    return {"wp": wp, "pq": pq, "ww": ww, "tq": edges_between(target, tokens & ~anchors)}
 
 
 def check_edges(batch: PromptBatch, edges: Any, *, to_itself: bool = False) -> EdgeSet:

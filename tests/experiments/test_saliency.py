@@ -1,5 +1,6 @@
 """Tests of saliency against finite differences and plain transformers, of flows against loops."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.metrics.saliency_flows import PAPER_FLOWS
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import edges
@@ -63,6 +65,23 @@ def test_a_model_that_was_not_prepared_is_prepared(exact_gpt2: Any) -> None:
     assert torch.equal(al.saliency(exact_gpt2, batch, loss=loss), expected)
     al.restore_model(exact_gpt2)
     assert al.plot_prompt(exact_gpt2, batch, loss=loss).data() == drawn.data()
+
+
+def test_a_function_that_gives_the_edges_of_the_paper_is_as_that_of_the_package(gpt2: Any) -> None:
+    """Its sets say themselves which they are, if they are of these prompts."""
+    batches = questions(gpt2, 4, batch_size=2)
+    kinds: Any = {name: (lambda batch, of=of: of(batch)) for name, of in PAPER_FLOWS.items()}
+    ours, own = al.SaliencyFlows(), al.SaliencyFlows(kinds, name="own")
+    results = al.run(gpt2, batches, [ours, own], **QUIET)
+    assert_same(results["own"], results[ours.name])
+    for batch in batches:
+        assert own.sets_of(batch).names == ours.sets_of(batch).names == ["wp", "pq", "ww", "tq"]
+    moved = replace(batches[0], label_positions=batches[0].label_positions + 1)
+    others = al.SaliencyFlows({"pq": lambda batch: edges.pq(moved)})
+    assert others.sets_of(batches[0]).names == ["", "pq", "tq"]
+    without_ww = al.run(gpt2, batches, [al.SaliencyFlows({"tq": edges.tq})], **QUIET)
+    assert without_ww[ours.name].over_ww.isnan().all()
+    assert torch.equal(without_ww[ours.name].pq_over_tq, results[ours.name].pq_over_tq)
 
 
 def in_long_queries(batch: al.PromptBatch) -> Tensor:
@@ -183,8 +202,7 @@ def test_change_of_share_and_deep_ratio_by_hand() -> None:
     sums = torch.tensor(
         [[1.0, 3, 0, 1], [2, 2, 0, 1], *[[1, 1, 1, 1]] * 3, [0, 6, 2, 2], [0, 9, 3, 1]]
     )
-    rows = {"sums": sums[None], "head_sums": sums[None, :, None], "counts": torch.ones(1, 4)}
-    record = al.SaliencyFlows().result(al.Contributions(rows))
+    record = al.SaliencyFlows().result(of_flows(sums[None], torch.ones(1, 4)))
     # Shares of wp, pq, ww: (1/4, 3/4, 0) and (1/2, 1/2, 0) if shallow, (0, 3/4, 1/4) if deep.
     torch.testing.assert_close(record.share_change.tolist(), [-0.375, 0.125, 0.25])
     assert float(record.deep_pq_over_tq) == 6  # the median of 6 / 2 and 9 / 1
@@ -192,10 +210,6 @@ def test_change_of_share_and_deep_ratio_by_hand() -> None:
     assert record.over_ww.tolist()[:2] == [1, 3] and record.over_ww[2].isnan()
     # Of three deep layers of nine the median is not the mean.
     sums = torch.cat([sums[:1], sums[:-2], torch.tensor([[0.0, 4, 2, 1]]), sums[-2:]])[:, None]
-    rows = {"sums": sums.movedim(1, 0), "head_sums": sums[None], "counts": torch.ones(1, 4)}
-    record = al.SaliencyFlows().result(al.Contributions(rows))
+    record = al.SaliencyFlows().result(of_flows(sums.movedim(1, 0), torch.ones(1, 4)))
     assert record.pq_over_tq[-3:].tolist() == [4, 3, 9]
     assert float(record.deep_pq_over_tq) == 4
-    others = {"into": al.edges.wp, "out": al.edges.pq, "tq": al.edges.tq}
-    record = al.SaliencyFlows(edges=others).result(al.Contributions(rows))
-    assert record.over_ww.isnan().all()  # S_ww is not among these flows

@@ -9,7 +9,6 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
-from anchorlens.metrics.label_heads import SCORES
 from anchorlens.passes.observers import Layers
 from anchorlens.passes.provide import Observation
 from anchorlens.prompts.segment_names import SEGMENTS
@@ -84,14 +83,14 @@ def test_attention_is_summed_in_a_wide_type(
         act(torch.full((2, 2, length, length), 1.0078125, dtype=dtype), hook=None)
     seen = observation.seen(torch.zeros(2, gpt2.cfg.d_vocab), None)
     rows = metric.contributions(batch, seen)
-    assert {rows[name].dtype for name in SCORES} == {expected}
-    assert (rows["read"] == 6 * 1.0078125).all()
+    assert {rows[name].dtype for name in ("scores", "random_scores")} == {expected}
+    assert (rows["scores"][..., 0] == 6 * 1.0078125).all()
 
 
 def test_a_score_that_equals_its_threshold_does_not_count() -> None:
     rows = {
-        **dict.fromkeys(SCORES, torch.full((4, 1, 1), 0.25)),
-        **dict.fromkeys([f"random_{name}" for name in SCORES], torch.full((4, 1, 1, 1), 0.125)),
+        "scores": torch.full((4, 1, 1, 4), 0.25),
+        "random_scores": torch.full((4, 1, 1, 1, 4), 0.125),
         "thresholds": (5.0 / torch.tensor([20, 21, 40, 19]).double())[:, None].repeat(1, 4),
     }
     record = al.LabelHeads(draws=1).result(al.Contributions(rows))

@@ -96,7 +96,9 @@ def estimated_ratios(of_sets: Draws, noise: Draws, sizes: Sequence[int]) -> Draw
 def of_flows(share: Tensor, ratio: Tensor, ids: Tensor, noise: Tensor) -> al.Record:
     means = torch.cat([share, share[..., 1:2] / ratio[..., None]], dim=-1)
     sums = means[ids] * noise
-    rows = {"sums": sums, "head_sums": sums[:, :, None], "counts": torch.ones(len(ids), 4)}
+    flows = sums[..., :3]
+    rows = {"sums": flows, "head_sums": flows[:, :, None], "counts": torch.ones(len(ids), 3)}
+    rows |= dict(zip(("pq", "ww", "tq"), sums[..., 1:].unbind(-1), strict=True))
     info = {"of_random_models": {"over_ww": [[0.0, 0.0, 1.0]]}}
     return judged(al.SaliencyFlows().result, rows, ids, info)
 
