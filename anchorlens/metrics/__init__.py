@@ -6,8 +6,8 @@ from ..system.package import imported_at_first_use
 
 if TYPE_CHECKING:
     from .accuracy import compare_accuracies as compare_accuracies
-    from .attention_rollout import rollout as rollout
-    from .flows_of_patterns import flows as flows
+    from .edge_sums import flows as flows
     from .loyalties import loyalty as loyalty
+    from .segment_rollout import rollout as rollout
 
 __getattr__, __dir__, __all__ = imported_at_first_use(__name__, __file__)

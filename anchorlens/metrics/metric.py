@@ -1,13 +1,24 @@
-"""What a metric is: what it reads of a pass, what a prompt contributes, and the record of all."""
+"""What a metric is, and what metrics of edges, and of segments, have in common."""
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ..errors import MetricError
+from ..prompts import edges
 from ..prompts.batch import PromptBatch
+from ..system.arguments import checked
+from .edge_sums import EdgeSets, Segments, by_heads
+from .positions import checked_positions
 from .question import Question
-from .reads import Seen
+from .reads import Reads, Seen, Sums
+from .weights import Weight, WithValues
 
 
 class Metric(Question):
@@ -50,3 +61,97 @@ class Metric(Question):
     def of_batch(self, passes: Any, batch: PromptBatch) -> dict[str, Tensor]:
         """What each prompt contributes, from the pass of the run."""
         return self.contributions(batch, passes.seen(self))
+
+
+def flows_of_prompts(contributions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The mean weight of the edges of each prompt, merged over heads and of each head.
+
+    NaN where a prompt has no such edge: 0 / 0.
+    """
+    counts = contributions["counts"].double()[:, None]
+    sums, of_heads = contributions["sums"].double(), contributions["head_sums"].double()
+    return {"flow": sums / counts, "flow_of_heads": of_heads / counts[:, None]}
+
+
+class EdgeFlows(Metric):
+    """Sums of a weight over the edges that ``sets_of`` gives, and the number of these edges."""
+
+    if TYPE_CHECKING:  # an option of each class
+
+        @property
+        def weight(self) -> Weight | WithValues: ...
+
+    @abstractmethod
+    def sets_of(self, batch: PromptBatch) -> EdgeSets | Segments:
+        """Over which edges of a batch the weight is summed."""
+
+    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error where sets do not fit the prompts."""
+        for batch in batches:
+            self.sets_of(batch)
+
+    def reads(self, batch: PromptBatch) -> Reads:
+        """Sums of the weight over the edges of each set."""
+        return {"sums": Sums(self.weight, self.sets_of(batch))}
+
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        """Sums, those of each head, and the number of edges."""
+        return {**by_heads(seen["sums"]), "counts": seen.counts("sums")}
+
+
+def read_by_others(
+    sums: Float[Tensor, "prompt layer segment segment"],
+) -> Float[Tensor, "prompt segment"]:
+    """The weight of the edges to each segment from tokens of others, summed over layers."""
+    between = sums.sum(1)
+    return between.sum(1) - between.diagonal(dim1=1, dim2=2)
+
+
+@dataclass(frozen=True)
+class OfSegments(Metric):
+    """A metric of segments that were asked for, or of all segments of the prompts."""
+
+    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = field(
+        default=None, hash=False
+    )
+
+    def __post_init__(self) -> None:
+        given = self.segments
+        if given is not None and (not given or len(set(given)) < len(given)):
+            raise MetricError(
+                "segments are different names, ['question', 'answer'], or functions of the batch "
+                f"by name, {{'anchors': al.edges.anchors}}; got {given!r}"
+            )
+
+    @checked
+    def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
+        """The positions of each segment in a batch."""
+        functions = self._functions(batch).items()
+        sets = [checked_positions(batch, f"{name!r} of {self.name}", of) for name, of in functions]
+        segments = torch.stack(sets, dim=1)
+        if (segments.sum(1) > 1).any():
+            row, position = (int(k) for k in (segments.sum(1) > 1).nonzero()[0])
+            both = zip(functions, segments[row, :, position], strict=True)
+            names = [name for (name, _), inside in both if inside]
+            raise MetricError(
+                f"token {position} of prompt {row} is in the segments {names} of {self.name}, but "
+                "a token is in one or in none; take it out of the others (& ~al.edges.target(batch)"
+                " takes out the target)"
+            )
+        return segments
+
+    @checked
+    def names_of(self, batch: PromptBatch) -> tuple[str, ...]:
+        """The names of the segments in a batch."""
+        return tuple(self._functions(batch))
+
+    def _functions(self, batch: PromptBatch) -> Mapping[str, edges.PositionsOfBatch]:
+        if isinstance(self.segments, Mapping):
+            return self.segments
+        names = batch.segment_names if self.segments is None else self.segments
+        return {name: partial(edges.segment, name=name) for name in names}
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The names of segments that were asked for; else those of the prompts count."""
+        return {} if self.segments is None else {"segment_names": tuple(self.segments)}

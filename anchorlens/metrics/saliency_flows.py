@@ -22,8 +22,8 @@ from ..results.record import Record
 from ..system.arguments import checked
 from ..system.warn import warn_user
 from . import plots
-from .edge_flows import EdgeFlows, flows_of_prompts
 from .edge_sums import EdgeSets, beside_sets
+from .metric import EdgeFlows, flows_of_prompts
 from .reads import Seen, Sums
 from .weights import Weight, WithValues, saliency
 

@@ -1,7 +1,7 @@
 """Attention between segments, and the heads whose attention gathers on a few segments."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
@@ -10,17 +10,36 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.kinds import derived, mean
 from ..results.record import Record
 from ..system.arguments import check_counts, checked
-from .metric import Metric
+from .edge_sums import Segments
+from .metric import OfSegments, read_by_others
 from .reads import Reads, Seen, Sums
-from .segment_flows import SegmentFlows, info_of, read_by_others
 from .weights import attention
+
+
+def vertical_scores(
+    attention: Float[Tensor, "*batch segment segment"], apart: int
+) -> Float[Tensor, "*batch segment"]:
+    """Mean attention that each segment gets from the segments at least ``apart`` after it."""
+    far = torch.ones_like(attention, dtype=torch.bool).tril(-apart)
+    return attention.masked_fill(~far, torch.nan).nanmean(-2)
+
+
+def kurtosis_of_heads(
+    scores: Float[Tensor, "*batch layer head segment"],
+) -> Float[Tensor, "*batch layer head"]:
+    """Fisher kurtosis over the segments that have a score; NaN where all scores are equal."""
+    deviations = scores - scores.nanmean(-1, keepdim=True)
+    variance = deviations.square().nanmean(-1)
+    # Equal up to rounding: only noise would have a kurtosis.
+    differ = variance.sqrt() > 1e-6 * scores.abs().nanmean(-1)
+    kurtosis = deviations.pow(4).nanmean(-1) / variance.square() - 3
+    return kurtosis.masked_fill(~differ, torch.nan)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,7 +83,7 @@ class SegmentAttentionRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class SegmentAttention(Metric):
+class SegmentAttention(OfSegments):
     r"""Attention between segments, vertical scores and receiver heads (Bogdan et al., 2025).
 
     With M(a, b) the mean attention over the edges from the tokens of segment a to those of b, the
@@ -113,20 +132,17 @@ class SegmentAttention(Metric):
         True
     """
 
-    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = field(
-        default=None, hash=False
-    )
     apart: int = 4
     name: str = "segment_attention"
 
     def __post_init__(self) -> None:
-        SegmentFlows(self.segments)  # it refuses wrong segments
+        super().__post_init__()
         check_counts(MetricError, apart=self.apart)
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where segments are wrong or too few."""
         for batch in batches:
-            count = self._of_flows.segments_of(batch).shape[1]
+            count = self.segments_of(batch).shape[1]
             if count <= self.apart:
                 raise MetricError(
                     f"{self.name} needs more than apart={self.apart} segments, and these prompts "
@@ -135,7 +151,7 @@ class SegmentAttention(Metric):
 
     def reads(self, batch: PromptBatch) -> Reads:
         """The attention from each segment to each."""
-        return {"sums": Sums(attention, self._of_flows.sets_of(batch))}
+        return {"sums": Sums(attention, Segments(self.segments_of(batch)))}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         """Sums over edges of each head, and the number of edges."""
@@ -143,7 +159,7 @@ class SegmentAttention(Metric):
 
     def result(self, contributions: Contributions) -> SegmentAttentionRecord:
         """The kurtosis of each prompt; means over prompts, then over sets; scores of the mean."""
-        info = {"apart": self.apart} | info_of(self.segments)
+        info = {"apart": self.apart} | self.info
         return SegmentAttentionRecord.of(contributions.with_each(self._of_prompts), info=info)
 
     def _of_prompts(self, contributions: Contributions) -> dict[str, Tensor]:
@@ -158,27 +174,3 @@ class SegmentAttention(Metric):
         The attention along these edges, mean over heads, summed over edges and layers.
         """
         return read_by_others(contributions["sums"].double().mean(2))
-
-    @property
-    def _of_flows(self) -> SegmentFlows:
-        return SegmentFlows(self.segments, name=self.name)
-
-
-def vertical_scores(
-    attention: Float[Tensor, "*batch segment segment"], apart: int
-) -> Float[Tensor, "*batch segment"]:
-    """Mean attention that each segment gets from the segments at least ``apart`` after it."""
-    far = torch.ones_like(attention, dtype=torch.bool).tril(-apart)
-    return attention.masked_fill(~far, torch.nan).nanmean(-2)
-
-
-def kurtosis_of_heads(
-    scores: Float[Tensor, "*batch layer head segment"],
-) -> Float[Tensor, "*batch layer head"]:
-    """Fisher kurtosis over the segments that have a score; NaN where all scores are equal."""
-    deviations = scores - scores.nanmean(-1, keepdim=True)
-    variance = deviations.square().nanmean(-1)
-    # Equal up to rounding: only noise would have a kurtosis.
-    differ = variance.sqrt() > 1e-6 * scores.abs().nanmean(-1)
-    kurtosis = deviations.pow(4).nanmean(-1) / variance.square() - 3
-    return kurtosis.masked_fill(~differ, torch.nan)

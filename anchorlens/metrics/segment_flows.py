@@ -1,17 +1,13 @@
 """Flows between named segments of the prompts, by layer and head, for any weight of an edge."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import MetricError
-from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
@@ -19,9 +15,8 @@ from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.texts import name_of
-from .edge_flows import EdgeFlows, flows_of_prompts
 from .edge_sums import Segments
-from .positions import checked_positions
+from .metric import EdgeFlows, OfSegments, flows_of_prompts, read_by_others
 from .weights import Weight, WithValues, saliency
 
 
@@ -68,7 +63,7 @@ class SegmentFlowsRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class SegmentFlows(EdgeFlows):
+class SegmentFlows(OfSegments, EdgeFlows):
     r"""Flows between any segments, such as question, steps and answer.
 
     A segment is a set of tokens with a name. For segments a and b, over the edges E from a token of
@@ -127,19 +122,8 @@ class SegmentFlows(EdgeFlows):
         >>> helps = al.SegmentFlows(parts, weight=al.weights.signed)
     """
 
-    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = field(
-        default=None, hash=False
-    )
     weight: Weight | WithValues = saliency
     name: str = "segment_flows"
-
-    def __post_init__(self) -> None:
-        given = self.segments
-        if given is not None and (not given or len(set(given)) < len(given)):
-            raise MetricError(
-                "segments are different names, ['question', 'answer'], or functions of the batch "
-                f"by name, {{'anchors': al.edges.anchors}}; got {given!r}"
-            )
 
     def segments_by_name(self) -> Any:
         """The segments as they were given, functions by their names."""
@@ -154,7 +138,7 @@ class SegmentFlows(EdgeFlows):
 
     def result(self, contributions: Contributions) -> SegmentFlowsRecord:
         """Means over the edges of each prompt, then over prompts, then over sets."""
-        info = {"weight": name_of(self.weight)} | info_of(self.segments)
+        info = {"weight": name_of(self.weight)} | self.info
         return SegmentFlowsRecord.of(contributions.with_each(flows_of_prompts), info=info)
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
@@ -164,44 +148,3 @@ class SegmentFlows(EdgeFlows):
         must mean that the segment helps, so give ``al.weights.helpful`` and not ``signed``.
         """
         return read_by_others(contributions["sums"].double())
-
-    @checked
-    def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
-        """The positions of each segment in a batch."""
-        functions = self._functions(batch).items()
-        sets = [checked_positions(batch, f"{name!r} of {self.name}", of) for name, of in functions]
-        segments = torch.stack(sets, dim=1)
-        if (segments.sum(1) > 1).any():
-            row, position = (int(k) for k in (segments.sum(1) > 1).nonzero()[0])
-            both = zip(functions, segments[row, :, position], strict=True)
-            names = [name for (name, _), inside in both if inside]
-            raise MetricError(
-                f"token {position} of prompt {row} is in the segments {names} of {self.name}, but "
-                "a token is in one or in none; take it out of the others (& ~al.edges.target(batch)"
-                " takes out the target)"
-            )
-        return segments
-
-    @checked
-    def names_of(self, batch: PromptBatch) -> tuple[str, ...]:
-        """The names of the segments in a batch."""
-        return tuple(self._functions(batch))
-
-    def _functions(self, batch: PromptBatch) -> Mapping[str, edges.PositionsOfBatch]:
-        if isinstance(self.segments, Mapping):
-            return self.segments
-        names = batch.segment_names if self.segments is None else self.segments
-        return {name: partial(edges.segment, name=name) for name in names}
-
-
-def info_of(segments: Iterable[str] | None) -> dict[str, Any]:
-    """The names of segments that were asked for, for ``info``; else those of the prompts count."""
-    return {} if segments is None else {"segment_names": tuple(segments)}
-
-
-def read_by_others(
-    sums: Float[Tensor, "prompt layer segment segment"],
-) -> Float[Tensor, "prompt segment"]:
-    """The weight of the edges to each segment from tokens of others, summed over layers."""
-    between = sums.sum(1)
-    return between.sum(1) - between.diagonal(dim1=1, dim2=2)

@@ -1,15 +1,16 @@
-"""Attention rollout from the target to named segments, computed while the layers run.
+"""Attention rollout: of given patterns, and from the target to named segments in a run.
 
-``al.metrics.rollout`` multiplies the patterns of all layers; here each layer multiplies what the
-layers before it gave to the segments, so that no pattern is stored.
+``rollout`` multiplies the patterns of all layers; in a run each layer multiplies what the layers
+before it gave to the segments, so that no pattern is stored.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
@@ -21,11 +22,55 @@ from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.devices import beside
-from .metric import Metric
+from ..system.devices import beside, wide
+from .metric import OfSegments
 from .positions import checked_positions
 from .reads import Block, Blocks, Reads, Seen
-from .segment_flows import SegmentFlows, info_of
+
+
+@checked
+def rollout(
+    patterns: Float[Tensor, "*batch layer head query key"],
+) -> Float[Tensor, "*batch query key"]:
+    """How much of each input token reaches each position, if attention were all that mixes them.
+
+    ``R = prod_l (A_l / 2 + I / 2)``, the last layer on the left, with A_l the mean over heads and I
+    for the residual stream (Abnar and Zuidema, 2020, section 3). No gradient is needed, and no
+    target: R is the same whatever the model predicts. Pitfall: values, norms and MLPs count for
+    nothing in it, so it is a baseline for the other measures.
+
+    Args:
+        patterns: Attention after the softmax, of all layers in their order.
+
+    Returns:
+        From 0 to 1. High means that much of the key's token reaches the query. Rows sum to 1 where
+        rows of the patterns do; with attention sinks they sum to less.
+
+    Raises:
+        MetricError: The patterns are no squares, have no layer, head, query and key, or have
+            values below 0.
+
+    Examples:
+        >>> pattern = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+        >>> al.metrics.rollout(pattern[None, None])  # one layer with one head
+        tensor([[1.0000, 0.0000],
+                [0.2500, 0.7500]])
+    """
+    if patterns.ndim < 4 or patterns.shape[-1] != patterns.shape[-2]:
+        raise MetricError(
+            "patterns must have the shape (..., layer, head, position, position), those of whole "
+            f"prompts; got {tuple(patterns.shape)}"
+        )
+    if (patterns < 0).any():
+        raise MetricError(
+            "patterns must be attention after the softmax, from 0 to 1; some values are below 0"
+        )
+    heads = wide(patterns).mean(-3)
+    mixed = heads / 2 + torch.eye(patterns.shape[-1], dtype=heads.dtype, device=heads.device) / 2
+    result = mixed[..., 0, :, :]
+    for layer in mixed.unbind(-3)[1:]:
+        result = layer @ result
+    return result
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,7 +106,7 @@ class SegmentRolloutRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class SegmentRollout(Metric):
+class SegmentRollout(OfSegments):
     r"""Attention rollout from the target to segments (Abnar and Zuidema, 2020).
 
     With R the product of all layers in `al.metrics.rollout`, and q the target,
@@ -103,19 +148,13 @@ class SegmentRollout(Metric):
         True
     """
 
-    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = field(
-        default=None, hash=False
-    )
     queries: edges.PositionsOfBatch = edges.target
     name: str = "segment_rollout"
-
-    def __post_init__(self) -> None:
-        SegmentFlows(self.segments)  # it refuses wrong segments
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where segments are wrong, or a prompt has no query."""
         for batch in batches:
-            self._segments_of(batch)
+            self.segments_of(batch)
             has_none = ~self._queries_of(batch).any(1)
             if has_none.any():
                 row = int(has_none.nonzero()[0])
@@ -127,7 +166,7 @@ class SegmentRollout(Metric):
 
     def reads(self, batch: PromptBatch) -> Reads:
         """The pattern of each layer, multiplied with what the layers before it gave."""
-        reach = [self._segments_of(batch).mT.float()]  # of the layers so far
+        reach = [self.segments_of(batch).mT.float()]  # of the layers so far
 
         def of(block: Block) -> Tensor:
             attention = block.pattern.mean(1)
@@ -145,14 +184,11 @@ class SegmentRollout(Metric):
 
     def result(self, contributions: Contributions) -> SegmentRolloutRecord:
         """Means over prompts, then over sets."""
-        return SegmentRolloutRecord.of(contributions, info=info_of(self.segments))
+        return SegmentRolloutRecord.of(contributions, info=self.info)
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
         """The part of each segment in the target: its score in ``al.Faithfulness``."""
         return contributions["reach"].double()
-
-    def _segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
-        return SegmentFlows(self.segments, name=self.name).segments_of(batch)
 
     def _queries_of(self, batch: PromptBatch) -> edges.Positions:
         return checked_positions(batch, f"'queries' of {self.name}", self.queries)
