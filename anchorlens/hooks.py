@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .errors import HookError, PromptError
+from .metrics.positions import checked_positions
 from .models.batch_hooks import DetachedHeads, EdgeHook, TargetHook, WholeHook
 from .models.facts import require_prepared
 from .models.head_outputs import require_separate_heads, separate_heads
@@ -33,8 +34,8 @@ from .models.hooked import (
 from .prompts import edges as edge_sets
 from .prompts.batch import PromptBatch, check_inside
 from .prompts.edge_set import Edges, EdgeSet, EdgesOfBatch, check_edges
-from .system.arguments import called, checked
-from .system.devices import beside, holds_numbers, sent
+from .system.arguments import checked
+from .system.devices import beside, sent
 from .system.texts import described
 from .system.warn import warn_user
 
@@ -127,6 +128,22 @@ SiteOrLayers = Site | Iterable[int] | int
 EVERYWHERE = Site()
 
 
+def require_fit(
+    model: HookedModel, batch: PromptBatch | None = None, *inside: str, of_values: bool = False
+) -> None:
+    """Raise an error where hooks would not do what they say: in a model, or in prompts.
+
+    Folded value biases change what those of heads do, and of patterns after the softmax.
+    """
+    require_prepared(model)
+    if of_values:
+        refuse_folded_value_biases(model)
+    if batch is not None:
+        check_fits(model, batch)
+        for name in inside:
+            check_inside(batch, name)
+
+
 @checked
 def block_edges(
     model: HookedModel,
@@ -167,7 +184,7 @@ def block_edges(
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
     """
     where = as_site(site)
-    check_fits(model, batch)
+    require_fit(model, batch)
     chosen = _checked_edges(batch, edges, "cut" if where.renormalize else None)
     return hooks_on_edges(model, batch, chosen, where)
 
@@ -221,8 +238,7 @@ def scale_edges(
         >>> half = al.scale_edges(model, batch, al.edges.pq, 0.5, range(3))
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=half)
     """
-    require_prepared(model)
-    check_fits(model, batch)
+    require_fit(model, batch)
     where, factors = as_site(site), _factors(model, factor)
     used = [factors[layer, where.heads_of(model, layer)] for layer in where.layers_of(model)]
     cuts = where.renormalize and bool((torch.cat(used) == 0).any())
@@ -262,14 +278,10 @@ def detach_heads(model: HookedModel, site: SiteOrLayers = EVERYWHERE) -> list[Ho
         >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False,
         ...     hooks=lambda batch: al.detach_heads(model, al.Site(1, heads=0)))
     """
-    require_prepared(model)
-    where = _site_of_heads("detach_heads", site)
-    numbers = where.layers_of(model)
-    require_separate_heads(model, numbers)
-    return [
-        (z_name(layer), DetachedHeads(model.cfg.n_heads, tuple(where.heads_of(model, layer))))
-        for layer in numbers
-    ]
+    require_fit(model)
+    of_layers = _separate_heads("detach_heads", model, site).items()
+    count = model.cfg.n_heads
+    return [(z_name(layer), DetachedHeads(count, tuple(heads))) for layer, heads in of_layers]
 
 
 @checked
@@ -312,20 +324,14 @@ def replace_heads(
         >>> cut = al.replace_heads(model, batch, zeros, al.Site.of_heads([(0, 1), (2, 0)]))
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
     """
-    require_prepared(model)
-    refuse_folded_value_biases(model)
-    check_fits(model, batch)
-    check_inside(batch, "target_positions")
+    require_fit(model, batch, "target_positions", of_values=True)
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
     if tuple(outputs.shape[:2]) != (n_layers, n_heads):
         raise HookError(
             "outputs must have the shape (layer, head, d_head), beginning with "
             f"{(n_layers, n_heads)}; got {described(outputs)}"
         )
-    where = _site_of_heads("replace_heads", site)
-    numbers = where.layers_of(model)
-    heads = {layer: where.heads_of(model, layer) for layer in numbers}
-    require_separate_heads(model, numbers)
+    heads = _separate_heads("replace_heads", model, site)
     rows, columns = where_written(batch, positions)
     if not len(rows):
         raise HookError("positions are False in all tokens of these prompts: nothing is replaced")
@@ -349,22 +355,15 @@ def replace_heads(
         kind = TargetHook if at_target else WholeHook
         return z_name(layer), kind(replace_outputs, batch.tokens)
 
-    return [hook_of(layer) for layer in numbers]
+    return [hook_of(layer) for layer in heads]
 
 
 def where_written(
     batch: PromptBatch, positions: edge_sets.Positions | edge_sets.PositionsOfBatch
 ) -> tuple[Int[Tensor, " chosen"], Int[Tensor, " chosen"]]:
     """The prompt of each position, and its place among the tokens that are run."""
-    given = called("positions", positions, "the batch", batch) if callable(positions) else positions
-    is_mask = holds_numbers(given) and given.dtype == torch.bool
-    if not is_mask or given.shape != batch.tokens.shape:
-        raise HookError(
-            "positions must be True and False of the shape (prompt, position) = "
-            f"{tuple(batch.tokens.shape)}, or a function of the batch to it, such as "
-            f"al.edges.target; got {described(given)}"
-        )
-    rows, columns = (given & batch.attention_mask).nonzero(as_tuple=True)
+    given = checked_positions(batch, "positions", positions, HookError)
+    rows, columns = given.nonzero(as_tuple=True)
     if (columns < batch.first_query).any():
         raise HookError(
             f"positions before {batch.first_query}, from which on these prompts are run, cannot be "
@@ -476,11 +475,7 @@ def reweight_anchors(
         >>> beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(demos))
         >>> hooks = al.reweight_anchors(model, batch, beta)
     """
-    require_prepared(model)
-    refuse_folded_value_biases(model)
-    check_fits(model, batch)
-    check_inside(batch, "label_positions")
-    check_inside(batch, "target_positions")
+    require_fit(model, batch, "label_positions", "target_positions", of_values=True)
     factors = beta if isinstance(beta, Tensor) else beta.of_prompts(batch)
     expected = (model.cfg.n_layers, model.cfg.n_heads, batch.label_positions.shape[1])
     if tuple(factors.shape) != expected:
@@ -516,9 +511,7 @@ def hooks_on_edges(
     factors: Float[Tensor, "layer head"] | None = None,
 ) -> list[Hook]:
     """Hooks of ``block_edges`` or ``scale_edges`` for checked edges of the batch."""
-    require_prepared(model)
-    if not site.renormalize:
-        refuse_folded_value_biases(model)
+    require_fit(model, of_values=not site.renormalize)
     if site.keep_bos:
         if not batch.begins_with_bos:
             raise HookError(
@@ -542,7 +535,7 @@ def hooks_on_edges(
 def _isolate(
     model: HookedModel, batch: PromptBatch, words: edge_sets.Positions, site: SiteOrLayers
 ) -> list[Hook]:
-    check_fits(model, batch)
+    require_fit(model, batch)
     if not words.any():
         raise PromptError("the batch has no label words, so that there is nothing to isolate")
     cut = edge_sets.between(sent(words, batch.tokens.device), batch.attention_mask)
@@ -553,15 +546,17 @@ def as_site(site: SiteOrLayers) -> Site:
     return site if isinstance(site, Site) else Site(site)
 
 
-def _site_of_heads(name: str, site: SiteOrLayers) -> Site:
-    """The site of a function that acts on the outputs of heads."""
+def _separate_heads(name: str, model: HookedModel, site: SiteOrLayers) -> dict[int, list[int]]:
+    """The heads of each layer in which a function acts on the outputs of heads."""
     where = as_site(site)
     if where.keep_bos or not where.renormalize:
         raise HookError(
             f"{name} cuts no edges, so that it neither keeps BOS nor acts after the softmax; "
             f"give al.Site(layers, heads); got {where}"
         )
-    return where
+    heads = {layer: where.heads_of(model, layer) for layer in where.layers_of(model)}
+    require_separate_heads(model, [*heads])
+    return heads
 
 
 def _checked_edges(

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..prompts.batch import PromptBatch
-from ..results import figures
 from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
-from ..results.figure_parts import with_ends
 from ..results.kinds import difference, of_prompts, share
 from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
 from ..system.arguments import checked
+from . import plots
 from .metric import Metric
 from .predictions import predicted_class, require_gold
 from .reads import Seen
@@ -45,14 +44,8 @@ class AccuracyRecord(Record):
 
     def plot(self) -> go.Figure:
         """Accuracy as a bar with its interval."""
-        names: dict[str, Any] = {
-            "panels": ["share of prompts"],
-            "groups": ["accuracy"],
-            "series": ["accuracy"],
-        }
-        numbers = with_ends(self, "accuracy", shaped=lambda numbers: numbers[:, None, None])
-        figure = figures.bars(**numbers, **names, title="Accuracy")
         kind = self.kinds()["accuracy"]
+        figure = plots.accuracies(self, ["accuracy"])
         return figure.update_yaxes(range=[kind.low, kind.high])
 
 
@@ -83,9 +76,7 @@ class AccuracyComparisonRecord(Record):
 
     def plot(self) -> go.Figure:
         """Accuracies as bars with their intervals (the paper's Table 1)."""
-        names: dict[str, Any] = {"panels": ["share of prompts"], "groups": ["accuracy"]}
-        numbers = with_ends(self, "accuracy", shaped=lambda numbers: numbers[None])
-        return figures.bars(**numbers, **names, series=list(self.info["methods"]), title="Accuracy")
+        return plots.accuracies(self, self.info["methods"])
 
 
 @checked

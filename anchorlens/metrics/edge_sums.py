@@ -265,7 +265,7 @@ class EdgeSums:
         """
         self.sets.forget()
         pieces = [of_layer for _, of_layer in sorted(self._of_layers.items())]
-        layers = [_added([sums for sums, _ in of_layer]) for of_layer in pieces]
+        layers = [torch.stack([sums for sums, _ in of_layer]).sum(0) for of_layer in pieces]
         # One copy to the CPU, because a GPU waits at each.
         device = layers[0].device  # layers may lie on several
         together = torch.stack([each.to(device) for each in layers], dim=1).cpu()
@@ -273,10 +273,6 @@ class EdgeSums:
             known = [finite is not None and bool(finite) for each in pieces for _, finite in each]
             raise not_finite(self.weight, all(known))
         return together
-
-
-def _added(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.stack([*pieces]).sum(0)
 
 
 def by_heads(sums: Float[Tensor, "batch layer _ *sets"]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from ..system.arguments import called
 from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, on_one_device, sent, wide
 from ..system.row_pieces import row_slices
-from ..system.texts import described
+from ..system.texts import described, name_of
 from .forward import Watched, edited, unedited
 
 Shared = Float[Tensor, "_ head query key"]  # one pattern for the gradients of several prompts
@@ -264,7 +264,7 @@ class SumsObserver(Observer):
             try_weight(read.weight, layers.n_heads, batch)
 
     def begin(self, read: Sums) -> None:
-        self.runs_user_code = read.weight.__module__ != weights.__name__
+        self.runs_user_code = vars(weights).get(name_of(read.weight)) is not read.weight
         self._of_values = VALUES in read.needs
         self._sums = EdgeSums(read.sets, read.weight)
 

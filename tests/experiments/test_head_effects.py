@@ -153,7 +153,7 @@ def test_heads_are_replaced_at_any_positions(gpt2: Any) -> None:
     [(_, hook)] = hooks(batches[0])
     assert not hook.is_for(batches[1])
     for where, message in (
-        (torch.ones(1, 2), r"positions must be True and False of the shape \(prompt, position\)"),
+        (torch.ones(1, 2), r"positions must be a tensor of True and False with the shape"),
         (lambda batch: al.edges.target(batch) & False, "positions are False in all tokens"),
     ):
         with pytest.raises(HookError, match=message), does_not_run(gpt2):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, ClassVar
 
 import pytest
@@ -255,6 +256,19 @@ def test_an_edit_in_place_is_an_error_that_names_the_metric(
     metrics = [Editor(edit, where), *OTHERS]
     with pytest.raises(HookError, match=r"metric 'editor' changed .* in place"):
         al.run(gpt2, questions(gpt2, 3), metrics, gradient_checkpointing=checkpoint, **QUIET)
+
+
+@pytest.mark.parametrize("marked", [wraps(al.weights.saliency), al.weights.WithValues])
+def test_a_weight_that_looks_like_one_of_the_package_is_watched(gpt2: Any, marked: Any) -> None:
+    """It may have the name and the module of one, or its class."""
+
+    def edits(pattern: Tensor, gradient: Tensor, *values: Tensor) -> Tensor:
+        gradient.data.zero_()
+        return pattern.sum(1)
+
+    metrics = [al.SegmentFlows(weight=marked(edits), name="editor"), *OTHERS]
+    with pytest.raises(HookError, match=r"metric 'editor' changed .* data of the tensor"):
+        al.run(gpt2, questions(gpt2, 3), metrics, **QUIET)
 
 
 @pytest.mark.quick_cases("many passes", "False", "multiply", "rows")
