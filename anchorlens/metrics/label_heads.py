@@ -28,8 +28,6 @@ from .reads import At, Reads, Seen
 
 SCORES = ("read", "correct", "predicted", "copy")
 _OF_CLASSES = ("correct", "predicted")  # their threshold is divided by the number of classes
-
-
 Choices = Float[Tensor, "batch choice layer head anchor"]  # of positions: label words, draws
 
 

@@ -123,6 +123,10 @@ class OfSegments(Metric):
                 f"by name, {{'anchors': al.edges.anchors}}; got {given!r}"
             )
 
+    def sets_of(self, batch: PromptBatch) -> Segments:
+        """The segments of a batch, from each of which weights are summed to each."""
+        return Segments(self.segments_of(batch))
+
     @checked
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
         """The positions of each segment in a batch."""

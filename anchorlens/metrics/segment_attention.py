@@ -16,9 +16,7 @@ from ..results.contributions import Contributions
 from ..results.kinds import derived, mean
 from ..results.record import Record
 from ..system.arguments import check_counts, checked
-from .edge_sums import Segments
-from .metric import OfSegments, read_by_others
-from .reads import Reads, Seen, Sums
+from .metric import EdgeFlows, OfSegments, flows_of_prompts, read_by_others
 from .weights import attention
 
 
@@ -83,7 +81,7 @@ class SegmentAttentionRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class SegmentAttention(OfSegments):
+class SegmentAttention(OfSegments, EdgeFlows):
     r"""Attention between segments, vertical scores and receiver heads (Bogdan et al., 2025).
 
     With M(a, b) the mean attention over the edges from the tokens of segment a to those of b, the
@@ -134,6 +132,7 @@ class SegmentAttention(OfSegments):
 
     apart: int = 4
     name: str = "segment_attention"
+    weight = staticmethod(attention)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,14 +148,6 @@ class SegmentAttention(OfSegments):
                     f"have {count}; give more segments, or a smaller apart"
                 )
 
-    def reads(self, batch: PromptBatch) -> Reads:
-        """The attention from each segment to each."""
-        return {"sums": Sums(attention, Segments(self.segments_of(batch)))}
-
-    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        """Sums over edges of each head, and the number of edges."""
-        return {"sums": seen["sums"][:, :, 1:].clone(), "counts": seen.counts("sums")}
-
     def result(self, contributions: Contributions) -> SegmentAttentionRecord:
         """The kurtosis of each prompt; means over prompts, then over sets; scores of the mean."""
         info = {"apart": self.apart} | self.info
@@ -164,7 +155,7 @@ class SegmentAttention(OfSegments):
 
     def _of_prompts(self, contributions: Contributions) -> dict[str, Tensor]:
         """The attention of each prompt, and the kurtosis of each head in it."""
-        attention = contributions["sums"].double() / contributions["counts"].double()[:, None, None]
+        attention = flows_of_prompts(contributions)["flow_of_heads"]
         kurtosis = kurtosis_of_heads(vertical_scores(attention, self.apart))
         return {"attention": attention, "kurtosis": kurtosis}
 
@@ -173,4 +164,4 @@ class SegmentAttention(OfSegments):
 
         The attention along these edges, mean over heads, summed over edges and layers.
         """
-        return read_by_others(contributions["sums"].double().mean(2))
+        return read_by_others(contributions["head_sums"].double().mean(2))

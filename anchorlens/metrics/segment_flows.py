@@ -8,14 +8,12 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
-from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.texts import name_of
-from .edge_sums import Segments
 from .metric import EdgeFlows, OfSegments, flows_of_prompts, read_by_others
 from .weights import Weight, WithValues, saliency
 
@@ -131,10 +129,6 @@ class SegmentFlows(OfSegments, EdgeFlows):
         if isinstance(given, Mapping):
             return {name: name_of(of) for name, of in given.items()}
         return given
-
-    def sets_of(self, batch: PromptBatch) -> Segments:
-        """The segments of a batch, from each of which weights are summed to each."""
-        return Segments(self.segments_of(batch))
 
     def result(self, contributions: Contributions) -> SegmentFlowsRecord:
         """Means over the edges of each prompt, then over prompts, then over sets."""

@@ -83,7 +83,11 @@ def test_kurtosis_is_that_of_each_text_and_then_the_mean() -> None:
     sets = torch.tensor([5] * 8 + [9] * 4)
     counts = torch.ones(texts, count, count)
     metric = al.SegmentAttention(apart=apart)
-    record = metric.result(al.Contributions({"sums": attention, "counts": counts}, sets))
+    record = metric.result(
+        al.Contributions(
+            {"sums": attention[:, :, 0], "head_sums": attention, "counts": counts}, sets
+        )
+    )
     of_texts = np.full((texts, layers, heads), np.nan)
     for text, layer, head in np.ndindex(of_texts.shape):
         of_head = attention[text, layer, head].numpy()
