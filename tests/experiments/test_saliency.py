@@ -14,7 +14,7 @@ from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import edges
 from tests.references import plain
-from tests.support.measures import difference
+from tests.support.measures import assert_same, difference
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 MAKE: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
@@ -195,6 +195,14 @@ def test_saliency_equals_finite_differences(
 
 def pq_over_tq(flows: Tensor) -> Tensor:
     return flows.mean(0)[:, 1] / flows.mean(0)[:, 3]
+
+
+def of_flows(sums: Tensor, counts: Tensor, sets: Any = None) -> al.Contributions:
+    """What prompts contribute, from sums over the edges of wp, pq, ww and tq."""
+    others = (sums.double() / counts[:, None])[..., 1:].unbind(-1)
+    means = dict(zip(("pq", "ww", "tq"), others, strict=True))
+    rows = {"sums": sums[..., :3], "head_sums": sums[:, :, None, :3], "counts": counts[:, :3]}
+    return al.Contributions(rows | means, sets)
 
 
 def test_change_of_share_and_deep_ratio_by_hand() -> None:
