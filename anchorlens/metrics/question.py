@@ -36,7 +36,7 @@ class Further:
 
     Attributes:
         hooks: Functions of the batch to hooks of such passes. Of functions that differ only in
-            numbers, one is enough.
+            numbers, one is enough. In bfloat16 and float16 others than these must act natively.
         layers: The layers in which such hooks first act. Their passes start with what the clean
             run gave out before these layers, where that gives the same logits.
         metrics: What observes one more pass, which has ``loss`` where a metric needs a gradient.
