@@ -25,8 +25,8 @@ from ..models.hooked import (
     refuse_folded_value_biases,
 )
 from ..models.norm_after import FrozenNorms
+from ..passes.blocks import Start, Starts
 from ..passes.forward import losses_of, run_pass
-from ..passes.late_start import Start, Starts
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
 from ..prompts import edges

@@ -33,12 +33,11 @@ from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, wide
 from ..system.put_back import put_back, safe_context
 from ..system.texts import described
+from .blocks import Blocks, Checkpoints, Start, Starts
 from .continuations import log_probs_after
-from .late_start import Start, Starts
 from .loss_checks import continuations_of, refuse_other_losses, targets_of
 from .losses import Loss, WordCrossEntropy, columns_of
 from .native_pass import UNEMBED, Inside, after_block
-from .recompute import Checkpoints
 from .running import leaf_hook, running
 from .twin_for import twin_for
 
@@ -54,7 +53,7 @@ class Pass:
 
     A ``LossAtPositions`` gets the logits at its positions, a ``WordCrossEntropy`` log probabilities
     of texts after the prompts, and any other loss the logits at the targets. The gradient continues
-    through a prefix that has a graph. With ``gradient_checkpointing`` (see recompute.py) hooks
+    through a prefix that has a graph. With ``gradient_checkpointing`` (see blocks.py) hooks
     inside blocks act twice; observers are called once, with tensors without a graph.
     """
 
@@ -291,9 +290,7 @@ class _Acting:
             [*first, *changes, *observers, *last],
             self._of_gradients,
             described.attend,
-            described.start,
-            described.starts,
-            saved,
+            Blocks(described.start, described.starts, saved),
         )
         self._run, self.inside = running(model, batch, twin, inside)
 

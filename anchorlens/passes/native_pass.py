@@ -24,8 +24,7 @@ from ..models.head import forward_of_head
 from ..models.hooked import Hook, HookedModel, HookFunction, pattern_name, scores_name, z_name
 from ..models.replaced_attention import Attend, Heads, Mask, SharedHeads, Terms
 from ..models.twin import Listener
-from .late_start import Start, Starts
-from .recompute import Checkpoints, run_twice
+from .blocks import Blocks
 
 Added = Float[Tensor, "batch _ query key"]
 
@@ -89,9 +88,7 @@ class Inside:
     forward: Sequence[Hook] = ()  # on what hook points give out, in the order in which they act
     backward: Sequence[Hook] = ()  # on the gradients there
     attend: Attend | None = None  # computes the attention in the place of the model
-    start: Start | None = None  # where the pass begins, and with what
-    starts: Starts | None = None  # stores where later passes may begin
-    checkpoints: Checkpoints | None = None  # blocks run again for the gradient
+    blocks: Blocks = Blocks()  # how each of them runs
 
 
 class NativePass:
@@ -120,18 +117,10 @@ class NativePass:
         return tensor
 
     def _run_block(self, layer: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block, or hand on what an earlier pass gave out there."""
-        start, checkpoints = self._inside.start, self._inside.checkpoints
-        if start is not None and layer < start.layer:
-            return start.output
+        """Run a block, whose first argument is the residual stream."""
         resid, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        run = partial(self._block, layer, forward)
-        if checkpoints is not None:
-            run = partial(run_twice, checkpoints, layer, run, lambda: None)
-        output = run(resid, *rest, **kwargs)
-        if self._inside.starts is not None:
-            self._inside.starts.store(layer + 1, output)
-        return output
+        block = partial(self._block, layer, forward)
+        return self._inside.blocks.run(layer, block, resid, *rest, **kwargs)
 
     def _block(
         self, layer: int, forward: Callable[..., Any], resid: Tensor, *args: Any, **kwargs: Any

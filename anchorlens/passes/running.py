@@ -17,9 +17,7 @@ from ..models.replaced_attention import attention_by
 from ..models.twin import Twin
 from ..prompts.batch import PromptBatch
 from ..system.put_back import SafeContext, safe_context
-from .late_start import started, stored_starts
 from .native_pass import Inside, NativePass, before_block
-from .recompute import checkpointed
 
 Run = Callable[..., Tensor]  # logits of tokens and further inputs
 
@@ -41,9 +39,7 @@ def _with_hooks(model: HookedModel, batch: PromptBatch, inside: Inside) -> Itera
     with (
         head_in_float32(model),
         nullcontext() if inside.attend is None else attention_by(model, inside.attend),
-        nullcontext() if inside.start is None else started(model, inside.start),
-        nullcontext() if inside.starts is None else stored_starts(model, inside.starts),
-        nullcontext() if inside.checkpoints is None else checkpointed(model, inside.checkpoints),
+        inside.blocks.inside(model),
         added_hooks(model, hooks, inside.backward),
     ):
         yield

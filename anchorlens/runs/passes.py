@@ -28,8 +28,8 @@ from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
+from ..passes.blocks import Start, Starts
 from ..passes.forward import run_checked
-from ..passes.late_start import Start, Starts
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.observers import Layers
 from ..passes.provide import Observation, by_hooks, need_gradient
