@@ -3,6 +3,7 @@
 A reason says why the quicker way cannot be used; it is empty if it can.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from .native_pass import after_block
 # Of the largest logit, between a pass after a prefix and one of whole prompts. Both do the same
 # operations, so this holds in every type.
 TOLERANCE = 1e-5
-SALIENCY_TOLERANCE = 1e-4  # of the largest saliency in its layer
+_PRODUCT = 1e-4  # of the largest saliency in its layer
 # Of the largest number that is read in its layer. In low precision it is mostly rounding, which
 # layers add up, so that only another scale is told from it.
 _READ, _LOW_READ = 1e-4, 0.5
@@ -46,22 +47,48 @@ def site_hooks(model: HookedModel, found: Sites, *, fused: bool = False) -> list
     return [hook for hook in named if hook[0] in points]
 
 
-def why_sites_differ(
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """What a pass over tiny prompts shows."""
+
+    logits: Float[Tensor, "_ vocab"]
+    products: dict[int, Tensor]  # A * dL/dA of each layer, [batch, head, query, key]
+    sites: Sites
+
+
+def why_unlike(
     model: HookedModel,
-    got: Sites,
-    expected: Sites,
     mask: Bool[Tensor, "batch position"],
+    got: Shown,
+    expected: Shown,
+    limit: float,
     *,
-    whole: str,
+    of: str = "",
+    whole: str = "prompts",
 ) -> str:
-    """Why what is read in the last columns differs, at real tokens; empty if it does not."""
+    """Why a quicker pass shows other numbers at real tokens; empty if it is only rounding.
+
+    ``limit`` is that of logits, ``of`` names the quicker pass, and ``whole`` the other.
+    """
+    pair = got.logits, expected.logits, expected.logits
+    if reason := why_not_equal(f"logits{of}", limit, pair, whole=whole):
+        return reason
     pairs = []
-    for site, states in got.items():
+    for site, states in got.sites.items():  # perhaps of the last columns alone
         columns = mask[:, -states.shape[1] :].to(states.device)
-        theirs = expected[site][:, -states.shape[1] :][columns]
+        theirs = expected.sites[site][:, -states.shape[1] :][columns]
         pairs.append((states[columns], theirs, theirs))
-    limit = _LOW_READ if is_of_low_precision(model) else _READ
-    return why_not_equal("numbers that are read", limit, *pairs, whole=whole)
+    is_low = is_of_low_precision(model)
+    limit = _LOW_READ if is_low else _READ
+    reason = why_not_equal("numbers that are read", limit, *pairs, whole=whole)
+    if reason or is_low:  # the products of single edges are mostly rounding there
+        return reason
+    inside = mask[:, None, :, None] & mask[:, None, None]
+    pairs = [
+        (got.products[layer] * inside, of_layer * inside, of_layer * inside)
+        for layer, of_layer in expected.products.items()
+    ]
+    return why_not_equal(f"saliencies{of}", _PRODUCT, *pairs, whole=whole)
 
 
 def tolerance(model: HookedModel, roundings: int = 16) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 
 from ..hooks import Site, hooks_on_edges
 from ..metrics.edge_sums import row_pieces
@@ -32,16 +33,7 @@ from ..models.tiny_pass import (
 from ..models.twin import twin_of
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from .comparison import (
-    SALIENCY_TOLERANCE,
-    TOLERANCE,
-    Sites,
-    reason_of,
-    site_hooks,
-    tolerance,
-    why_not_equal,
-    why_sites_differ,
-)
+from .comparison import TOLERANCE, Shown, Sites, reason_of, site_hooks, tolerance, why_unlike
 from .forward import any_loss, run_pass, run_prefix
 from .fused_attention import run_fused
 from .observers import Layers, product_hooks
@@ -152,8 +144,6 @@ def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
 
 def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
     after = batch.after(batch.tokens.shape[1] - QUERIES)
-    whole, upper, lower = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
-    sites, whole_sites = Sites(), Sites()
 
     def stored_in(products: dict[int, Tensor], found: Sites) -> dict[str, Any]:
         def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
@@ -163,20 +153,17 @@ def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
         observers = [*hooks, *site_hooks(model, found)]
         return {"observers": observers, "backward_hooks": backward_hooks}
 
+    whole, upper, lower = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+    sites, whole_sites = Sites(), Sites()
     expected = run_pass(model, batch, loss=any_loss, **stored_in(whole, whole_sites))
     prefix = run_prefix(model, shared_tokens(after), **stored_in(upper, Sites()))
-    options = stored_in(lower, sites)
-    logits = run_pass(model, after, loss=any_loss, prefix=prefix, **options)
-    if reason := why_not_equal("logits", TOLERANCE, (logits, expected, expected)):
-        return reason
-    if reason := why_sites_differ(model, sites, whole_sites, batch.attention_mask, whole="prompts"):
-        return reason
-    pairs = []
-    for layer, saliency in whole.items():
-        above, below = saliency.tensor_split([after.first_query], dim=2)
-        pairs.append((upper[layer], above[..., : after.first_query], saliency))
-        pairs.append((lower[layer], below, saliency))
-    return why_not_equal("saliencies", SALIENCY_TOLERANCE, *pairs)
+    logits = run_pass(model, after, loss=any_loss, prefix=prefix, **stored_in(lower, sites))
+    both = {
+        layer: torch.cat([functional.pad(above, (0, QUERIES)), lower[layer]], dim=2)
+        for layer, above in upper.items()
+    }
+    found, of_whole = Shown(logits, both, sites), Shown(expected, whole, whole_sites)
+    return why_unlike(model, batch.attention_mask, found, of_whole, TOLERANCE)
 
 
 def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
@@ -203,22 +190,9 @@ def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
     reads = site_hooks(model, sites, fused=True)
     options: dict[str, Any] = {"hooks": hooks, "observers": reads, "loss": any_loss}
     logits = run_fused(run_pass, model, batch, use=store_rows, **options)
-    limit = tolerance(model)
-    pair = logits, expected, expected
-    if reason := why_not_equal("logits of a fused attention", limit, pair, whole="patterns"):
-        return reason
-    mask = batch.attention_mask
-    if reason := why_sites_differ(model, sites, whole_sites, mask, whole="patterns"):
-        return reason
-    if is_of_low_precision(model):  # the products of single edges are mostly rounding there
-        return ""
-    inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
-    pairs = [
-        (ours[layer] * inside, of_layer * inside, of_layer * inside)
-        for layer, of_layer in whole.items()
-    ]
-    what = "saliencies of a fused attention"
-    return why_not_equal(what, SALIENCY_TOLERANCE, *pairs, whole="patterns")
+    found, of_patterns = Shown(logits, ours, sites), Shown(expected, whole, whole_sites)
+    mask, limit, of = batch.attention_mask, tolerance(model), " of a fused attention"
+    return why_unlike(model, mask, found, of_patterns, limit, of=of, whole="patterns")
 
 
 def _compare_stored(model: HookedModel, batch: PromptBatch) -> str:

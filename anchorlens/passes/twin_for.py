@@ -25,15 +25,7 @@ from ..models.tiny_pass import shrunk_windows, tiny_passes, tiny_prompts
 from ..models.twin import Twin, twin_of
 from ..prompts.batch import PromptBatch
 from ..system.devices import wide
-from .comparison import (
-    SALIENCY_TOLERANCE,
-    Sites,
-    reason_of,
-    site_hooks,
-    tolerance,
-    why_not_equal,
-    why_sites_differ,
-)
+from .comparison import Shown, Sites, reason_of, site_hooks, tolerance, why_unlike
 from .native_pass import Inside, why_hooks_need_a_bridge
 from .running import leaf_hook, running
 
@@ -115,26 +107,11 @@ def _tried(model: HookedModel, more: Mapping[str, Tensor]) -> str:
 
 
 def _compare(model: HookedModel, twin: Twin, batch: PromptBatch, more: Mapping[str, Tensor]) -> str:
-    sites, expected_sites = Sites(), Sites()
-    expected, whole = _logits_and_products(model, None, batch, more, expected_sites)
-    logits, ours = _logits_and_products(model, twin, batch, more, sites)
-    pair = logits, expected, expected
-    limit = tolerance(model)
-    if reason := why_not_equal("logits", limit, pair, whole="passes with hooks"):
-        return reason
+    expected, ours = (_shown(model, each, batch, more) for each in (None, twin))
     if _shapes_in_cache(model, None, batch) != _shapes_in_cache(model, twin, batch):
         return "it stores other keys and values, which no pass with hooks could go on from"
-    mask, what = batch.attention_mask, "passes with hooks"
-    if reason := why_sites_differ(model, sites, expected_sites, mask, whole=what):
-        return reason
-    if twin.is_low:  # the products of single edges are mostly rounding there
-        return ""
-    inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
-    pairs = [
-        (ours[layer] * inside, of_layer * inside, of_layer * inside)
-        for layer, of_layer in whole.items()
-    ]
-    return why_not_equal("saliencies", SALIENCY_TOLERANCE, *pairs, whole="passes with hooks")
+    mask, limit = batch.attention_mask, tolerance(model)
+    return why_unlike(model, mask, ours, expected, limit, whole="passes with hooks")
 
 
 def _shapes_in_cache(model: HookedModel, twin: Twin | None, batch: PromptBatch) -> list[torch.Size]:
@@ -148,15 +125,11 @@ def _shapes_in_cache(model: HookedModel, twin: Twin | None, batch: PromptBatch) 
     return [each.shape for pair in pairs_in(cache) for each in pair]
 
 
-def _logits_and_products(
-    model: HookedModel,
-    twin: Twin | None,
-    batch: PromptBatch,
-    more: Mapping[str, Tensor],
-    sites: Sites,
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """The logits of real tokens, and A * dL/dA of each layer; what is read goes into ``sites``."""
-    patterns, products = dict[int, Tensor](), dict[int, Tensor]()
+def _shown(
+    model: HookedModel, twin: Twin | None, batch: PromptBatch, more: Mapping[str, Tensor]
+) -> Shown:
+    """What a pass shows, with the logits of all real tokens."""
+    patterns, products, sites = dict[int, Tensor](), dict[int, Tensor](), Sites()
     leaves = list[Tensor]()
 
     def store(layer: int) -> Hook:
@@ -183,4 +156,4 @@ def _logits_and_products(
         (logits.logsumexp(-1) - logits[:, 0]).sum().backward(inputs=leaves)
     if len(patterns) < model.cfg.n_layers:
         raise ModelError("its attention is not called through the interface of transformers")
-    return logits.detach(), products
+    return Shown(logits.detach(), products, sites)

@@ -378,6 +378,6 @@ def test_a_twin_that_computes_something_else_is_not_taken(
             assert why_not_native(gpt2).startswith(reason)
     monkeypatch.undo()
     fails = Mock(side_effect=RuntimeError("no such attention"))
-    monkeypatch.setattr(choice, "_logits_and_products", fails)
+    monkeypatch.setattr(choice, "_shown", fails)
     with found_anew(gpt2):
         assert "no such attention" in why_not_native(gpt2)
