@@ -44,7 +44,9 @@ INTERNAL = {
     *("losses.NextTokenCrossEntropy", "losses.NextTokenCrossEntropy.positions"),
     *("losses.WordCrossEntropy", "losses.WordCrossEntropy.continuations"),
     *("losses.before_segment", "losses.gold_of", "losses.needs_positions"),
-    *("reads.At.columns", "reads.needs_of", "weights.refuse_values"),
+    *("reads.At.columns", "reads.At.same_before", "reads.Sums.same_before", "reads.needs_of"),
+    *(f"reads.{kind}.why_whole" for kind in ("Sums", "Blocks", "Hooks")),
+    "weights.refuse_values",
 }
 
 

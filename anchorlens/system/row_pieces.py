@@ -21,7 +21,7 @@ def row_slices(queries: int, elements_of_a_row: int, at_least: int = 1) -> Itera
         >>> list(row_slices(5, 2**20, at_least=3))
         [slice(0, 3, None), slice(3, 5, None)]
     """
-    count = max(at_least, PIECE // elements_of_a_row)
+    count = max(at_least, PIECE // max(1, elements_of_a_row))
     for start in range(0, queries, count):
         yield slice(start, min(start + count, queries))
 
