@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import MetricError, PromptError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..prompts.edge_set import EdgesOfBatch, as_edge_set, check_edges
+from ..prompts.edge_set import EdgesOfBatch, as_edge_set, check_edges, paper_edges
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
 from ..results.kind import OfMeans, mean_of
@@ -199,9 +199,8 @@ class SaliencyFlows(EdgeFlows):
         for batch in batches:
             for name, function in self.edges.items():
                 try:
-                    chosen = as_edge_set(batch, function)
-                    if not chosen.name_in_paper(batch):  # which is right as it is made
-                        check_edges(batch, chosen)
+                    if function not in PAPER_FLOWS.values():  # whose edges are right as made
+                        check_edges(batch, function)
                 except PromptError as error:
                     raise MetricError(f"the edges {[name]} of {self.name}: {error}") from error
         super().check(model, batches[:1], changed=changed)
@@ -210,10 +209,14 @@ class SaliencyFlows(EdgeFlows):
         """The edges of each flow; then, of S_pq and S_tq, those that are not among them."""
         batch = beside_sets(batch)
         try:
-            sets = [as_edge_set(batch, function) for function in self.edges.values()]
+            are_of_paper = self.edges == PAPER_FLOWS
+            known = paper_edges(batch) if are_of_paper or batch.has_label_words else {}
+            sets = [
+                known[name] if are_of_paper else as_edge_set(batch, function)
+                for name, function in self.edges.items()
+            ]
             names = [each.name_in_paper(batch) for each in sets]
-            beside = {"pq": edges.pq, "tq": edges.tq} if batch.has_label_words else {}
-            others = {name: of(batch) for name, of in beside.items() if name not in names}
+            others = {n: each for n, each in known.items() if n in ("pq", "tq") and n not in names}
         except PromptError as error:
             raise MetricError(f"the edges of {self.name}: {error}") from error
         return EdgeSets([*sets, *others.values()], [*names, *others])

@@ -21,7 +21,7 @@ from ..system.devices import holds_numbers, sent
 from ..system.row_pieces import row_slices, stored_rows
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
-from .batch import PromptBatch
+from .batch import PromptBatch, anchors_of
 from .edge_classes import EdgeClasses
 
 Edges = Bool[Tensor, "batch query key"]
@@ -85,11 +85,6 @@ class EdgeSet(Tensor):
     def classes(self) -> EdgeClasses | None:
         """The same edges by classes of queries and keys; None where they are not known so."""
         return self._classes_of()
-
-    def of_paper(self, name: str, batch: PromptBatch) -> "EdgeSet":
-        """This set, which then says that it is the one of that name in the paper."""
-        self._of_paper = name, batch
-        return self
 
     def name_in_paper(self, batch: PromptBatch) -> str:
         """wp, pq, ww or tq if it is this set, made of this very batch; else empty."""
@@ -198,6 +193,21 @@ def edges_between(queries: Positions, keys: Positions) -> EdgeSet:
     shape = prompts, queries.shape[1], keys.shape[1]
     classes_of = partial(EdgeClasses.between, queries, keys)
     return EdgeSet(partial(_rows_between, queries, keys), shape, queries.device, classes_of)
+
+
+def paper_edges(batch: PromptBatch) -> dict[str, EdgeSet]:
+    """The sets wp, pq, ww and tq, which ``al.edges`` describes, and which say that they are these.
+
+    Rows are made when they are asked for, so that all of them cost no more than one.
+    """
+    tokens, inside, anchors = batch.attention_mask.clone(), batch.up_to_target, anchors_of(batch)
+    target = batch.positions == batch.target_positions[:, None]
+    wp, pq = edges_between(anchors, tokens), edges_between(target, anchors)
+    ww = edges_between(inside, inside) & ~(wp | pq)
+    found = {"wp": wp, "pq": pq, "ww": ww, "tq": edges_between(target, tokens & ~anchors)}
+    for name, edges in found.items():
+        edges._of_paper = name, batch
+    return found
 
 
 def _rows_between(queries: Positions, keys: Positions, rows: slice) -> Edges:

@@ -23,7 +23,7 @@ from ..system.arguments import checked
 from ..system.devices import sent
 from ..system.texts import described
 from .batch import PromptBatch, anchors_of, check_inside, check_label_words, holds_integers
-from .edge_set import Edges, EdgeSet, EdgesOfBatch, Positions, edges_between
+from .edge_set import Edges, EdgeSet, EdgesOfBatch, Positions, edges_between, paper_edges
 from .random_edges import best_of_all_rows, best_of_each_row, draw_generator, drawn_edges, edges_at
 from .segment_names import FORMAT, SEGMENTS, TEXT
 
@@ -281,26 +281,25 @@ def induction(batch: PromptBatch) -> EdgeSet:
 @checked
 def wp(batch: PromptBatch) -> EdgeSet:
     """Word to label: ``{(p_k, j): j < p_k}``, what label words gather (section 2.1)."""
-    return edges_between(anchors_of(batch), batch.attention_mask.clone()).of_paper("wp", batch)
+    return paper_edges(batch)["wp"]
 
 
 @checked
 def pq(batch: PromptBatch) -> EdgeSet:
     """Label to target: ``{(q, p_k)}``, what the target reads from the label words."""
-    return edges_between(target(batch), anchors_of(batch)).of_paper("pq", batch)
+    return paper_edges(batch)["pq"]
 
 
 @checked
 def ww(batch: PromptBatch) -> EdgeSet:
     """Word to word: every edge that is neither in ``wp`` nor in ``pq``."""
-    return (every(batch) & ~(wp(batch) | pq(batch))).of_paper("ww", batch)
+    return paper_edges(batch)["ww"]
 
 
 @checked
 def tq(batch: PromptBatch) -> EdgeSet:
     """Every other word to target: ``{(q, j): j is no anchor}``, the baseline of S_pq."""
-    others = batch.attention_mask & ~anchors_of(batch)
-    return edges_between(target(batch), others).of_paper("tq", batch)
+    return paper_edges(batch)["tq"]
 
 
 @checked
