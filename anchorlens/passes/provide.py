@@ -160,7 +160,7 @@ def begins_as(question: Question, batch: PromptBatch, first: PromptBatch) -> boo
     return all(
         read.same_before(batch.first_query, theirs[name], (whole, one))
         for name, read in ours.items()
-        if name in theirs
+        if isinstance(theirs.get(name), type(read))
     )
 
 

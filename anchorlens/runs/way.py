@@ -125,7 +125,7 @@ def way_of(
     """
     one = batches[0].whole().prompt(0)  # where the kind of each read tells enough
     reads = {each.name: reads_of(each, one) for each in questions}
-    passes = _how_passes_run(model, batches, changes, questions, reads, beside)
+    passes = _how_passes_run(model, batches, changes, questions, beside)
     whole = Way(passes, "", {}, {}, entered=partial(of_one_run, model, passes == NATIVE))
     if patterns_are_large(model, batches):
         reason = why_patterns(model, batches, changes, loss)
@@ -160,7 +160,6 @@ def _how_passes_run(
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
     questions: Sequence[Question],
-    reads: Mapping[str, Reads],
     beside: Sequence[Way],
 ) -> str:
     """Whether passes are native; otherwise why all or some of them have hooks."""
