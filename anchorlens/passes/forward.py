@@ -211,7 +211,7 @@ def logits_at(
     """
     described = Pass(model, batch, hooks, attend=attend)
     described.check()
-    acting = _Acting(described, last=[rows_hook(model, columns_of(positions)[0])])
+    acting = Acting(described, last=[rows_hook(model, columns_of(positions)[0])])
     with torch.inference_mode(False), torch.no_grad(), acting.inside:
         logits, _ = acting.outputs()
     counts = positions.sum(1).tolist()
@@ -258,7 +258,7 @@ def run_prefix(
         last.append((_before_unembedding(model), lambda resid, hook: resid[:, -1:]))
     first = [leaf_hook([])] if backward_hooks else []
     described = Pass(model, batch, hooks, observing, prefix=prefix, attend=attend)
-    acting = _Acting(described, first, last)
+    acting = Acting(described, first, last)
     mask = batch.attention_mask[:, batch.query_rows]
     with torch.inference_mode(False), torch.set_grad_enabled(bool(first)), acting.inside:
         if prefix is not None:
@@ -268,7 +268,7 @@ def run_prefix(
         return prefix_of(cache, mask, points, prefix)
 
 
-class _Acting:
+class Acting:
     """What acts in one pass, set up in one place: natively, or with hooks in the hooked model.
 
     ``first`` and ``last`` are hooks of the package itself, around those that are described.
@@ -336,7 +336,7 @@ def _run(
     first = [leaf_hook(leaves)] if described.differentiates and not leaves else []
     hooks = (*described.hooks, *described.observers, *described.backward_hooks)
     last = [rows_hook(model, needed)] if all(_is_in_a_block(name) for name, _ in hooks) else []
-    acting, copies = _Acting(described, first, last), list[Tensor]()
+    acting, copies = Acting(described, first, last), list[Tensor]()
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(described.differentiates),
@@ -425,7 +425,7 @@ def _first_not_finite(described: Pass) -> str:
 
     observers = [*map(check, range(model.cfg.n_layers))]
     again = Pass(model, batch, described.hooks, observers, prefix=described.prefix)
-    acting = _Acting(replace(again, attend=described.attend))
+    acting = Acting(replace(again, attend=described.attend))
     with torch.no_grad(), acting.inside:
         acting.outputs()
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"

@@ -17,26 +17,21 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..errors import NotFiniteError
-from ..models.added_hooks import added_hooks
-from ..models.facts import require_prepared
-from ..models.head import head_in_float32
 from ..models.hooked import (
     Hook,
     HookedModel,
     HookFunction,
-    check_fits,
     hooks_by_layer,
     pattern_name,
     refuse_folded_value_biases,
     values_name,
     z_name,
 )
-from ..models.kinds import cached_heads, inputs_without_cache
-from ..models.media_tokens import check_media_tokens, inputs_of_images
+from ..models.kinds import cached_heads
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
 from ..system.devices import wide
-from .forward import rows_hook
+from .forward import Acting, Pass, rows_hook
 from .losses import columns_of
 from .running import leaf_hook
 
@@ -58,10 +53,7 @@ def step_gradients(
     ``use`` gets the number of the step, the layer, A and dL/dA; ``chunk`` steps go backward at the
     same time. Returned are the loss of each step, in nats, and how dL/dA was computed.
     """
-    require_prepared(model)
     refuse_folded_value_biases(model)
-    check_fits(model, batch)
-    check_media_tokens(model, batch)
     layers = range(model.cfg.n_layers)
     patterns: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
@@ -70,17 +62,17 @@ def step_gradients(
         columns, _ = columns_of(positions)
         selected: list[Tensor] = []
         following = batch.tokens.gather(1, columns + 1)[0]
-        hooks = [
-            leaf_hook([]),
+        observers = [
             *hooks_by_layer(model, pattern_name, patterns.__setitem__),
             *_at_known_points(model, hooks_by_layer(model, values_name, values.__setitem__)),
-            *_at_known_points(model, _outputs_in_the_graph(model, outputs)),
-            _storing(*rows_hook(model, columns), selected),
         ]
-        with head_in_float32(model), added_hooks(model, hooks):
-            inputs = inputs_without_cache(model, batch.attention_mask)
-            inputs |= inputs_of_images(model, batch)
-            logits = model(batch.tokens, **inputs)[0]
+        changes = _at_known_points(model, _outputs_in_the_graph(model, outputs))
+        described = Pass(model, batch, changes, observers)
+        described.check()
+        last = [_storing(*rows_hook(model, columns), selected)]
+        acting = Acting(described, [leaf_hook([])], last)
+        with acting.inside:
+            logits = acting.outputs()[0][0]
         logits = wide(logits)
         if not torch.stack(logits.aminmax()).isfinite().all():
             raise NotFiniteError(
