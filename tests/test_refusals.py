@@ -88,6 +88,7 @@ STARTS: list[Any] = [
 ]
 NOT_ALLOWED = torch.zeros(3000, dtype=torch.bool)
 NO_LABEL = lambda batch: replace(batch, gold=None)  # noqa: E731
+IN_TURN = lambda batch: batch.attention_mask & (batch.index > 0)[:, None]  # noqa: E731
 EQUAL = dict.fromkeys(("all", "answer"), lambda batch: batch.attention_mask)
 
 
@@ -281,6 +282,7 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "show": (PromptError, lambda s, given: s.batch.show(*given)),
     "compress": (PromptError, lambda s, change: al.compress(s.model, s.batch, **change)),
     "compress of": (PromptError, lambda s, change: al.compress(s.model, s.changed(**change))),
+    "keep": (PromptError, lambda s, make: al.compress(s.model, s.batch, make())),
     "hooks of a run": (AnchorlensError, lambda s, hooks: run(s, METRICS[:1], hooks=hooks)),
     "nothing cut": (
         HookError,
@@ -331,6 +333,10 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "shuffled": (
         AnchorlensError,
         lambda s, of: al.head_effects(s.model, s.two, of(s), **QUIET),
+    ),
+    "task_vectors": (
+        AnchorlensError,
+        lambda s, change: al.task_vectors(s.model, s.two, **{"tested": s.two} | change, **QUIET),
     ),
     "attribution": (
         AnchorlensError,
@@ -1104,6 +1110,27 @@ ROWS: list[tuple[str, Any, str]] = [
     ("shuffled", lambda s: [], "no batches to run"),
     ("shuffled", lambda s: s.unlabelled, "head_effects needs the true label of each query"),
     ("shuffled", lambda s: [s.own], "no label words"),
+    ("PromptError", lambda s: al.task_vectors(s.model, [], s.two, **QUIET), "no batches to run"),
+    (
+        "MetricError",
+        lambda s: al.task_vectors(s.model, s.two, s.unlabelled, **QUIET),
+        "task_vectors needs the true label of each query",
+    ),
+    *(
+        (
+            "PromptError",
+            lambda s, into=into: al.task_vectors(s.model, s.two, s.two, into=[into(s)], **QUIET),
+            "into must have the queries, classes and label words",
+        )
+        for into in (
+            lambda s: s.batch,
+            lambda s: replace(s.two[0], verbalizer=OTHER_WORDS),
+            lambda s: replace(s.two[0], gold=s.two[0].gold.flip(0)),
+        )
+    ),
+    ("task_vectors", {"positions": edges.anchors}, "at 6 positions in each .* anchors gives 0 in"),
+    ("task_vectors", {"positions": IN_TURN}, "at as many positions in each prompt, but <lam"),
+    ("task_vectors", {"positions": lambda b: 3}, "'positions' of states must give"),
     # Contexts.
     ("compress", {"select": lambda demos: PAIR > 0}, r"got torch.bool of the shape \(2,\)"),
     ("compress", {"select": lambda demos: edges.bos(demos)[0] & False}, ", all False"),
@@ -1114,6 +1141,30 @@ ROWS: list[tuple[str, Any, str]] = [
     ),
     ("compress of", {"demonstrations_id": torch.arange(3)}, "have several; compress each"),
     ("compress of", {"segments": lambda old: old.clamp(max=OTHER)}, "not known which tokens of th"),
+    ("keep", lambda: selection.small_keys(0), "keep must be from 1 .* got keep=0, that is 0"),
+    ("keep", lambda: selection.small_keys(5000), r"to \d+, the positions .* got keep=5000"),
+    ("keep", lambda: selection.small_keys(1.5), "a share above 0 and up to 1.* got keep=1.5"),
+    ("keep", lambda: selection.small_keys(NAN), "got keep=nan"),
+    ("keep", lambda: selection.most_read(7), r"from 8 \(BOS, instructions and the last 8 are"),
+    ("keep", lambda: selection.most_read(1.0, window=5000), "a window must be shorter"),
+    ("keep", lambda: selection.ByScore(VALUES, last=-1), "a window must be shorter"),
+    ("keep", lambda: selection.random_tokens(0, 5000), "got keep=5000"),
+    ("keep", lambda: selection.most_read(window=0), "window must be from 1.* got 0, 5"),
+    ("keep", lambda: selection.most_read(kernel=4), "kernel an odd number; got 8, 4"),
+    ("ArgumentError", lambda s: selection.small_keys(True), "keep of small_keys must be a funct"),
+    # Neither prompts of own positions nor of own segments have label words and format.
+    *(
+        ("PromptError", lambda s, of=of, k=k: al.compress(s.model, of(s), k), "not known which to")
+        for of in (lambda s: TIGHT, lambda s: s.changed(segment_names=tuple("abcdef")))
+        for k in (selection.heavy_hitters(), selection.random_tokens(0))
+    ),
+    (
+        "PromptError",
+        lambda s: selection.heavy_hitters(40).of(
+            s.model, s.changed(demonstrations_id=torch.arange(3))
+        ),
+        "these prompts have several",
+    ),
     (
         "PromptError",
         lambda s: al.compress(s.model, s.bare[0], selection.random_and_format(0)),

@@ -1,4 +1,4 @@
-"""Positions that a score of the model selects, beside the formulas of kvpress, and bad input."""
+"""Positions that a score of the model selects, beside the formulas of kvpress, and wrong scores."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +12,10 @@ from torch.nn.functional import avg_pool1d
 
 import anchorlens as al
 from anchorlens.contexts import selection
-from anchorlens.errors import ArgumentError, HookError, MetricError, PromptError
+from anchorlens.errors import AnchorlensError
 from anchorlens.prompts.segment_names import OTHER
 from tests.support.asked import ask
-from tests.support.measures import difference, does_not_run
+from tests.support.measures import difference
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 BY_NAME: dict[str, Callable[..., selection.ByScore]] = {
@@ -223,82 +223,24 @@ def no_cut(cache: Any, seen: Any) -> Tensor:
 
 NO_SCORES: Any = lambda cache, seen: 3  # noqa: E731
 TAKES_ONE: Any = lambda cache: cache.keys[0]  # noqa: E731
-
-
-REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: selection.small_keys(0), PromptError, "keep must be from 1 .* got keep=0, that is 0"),
-    (lambda: selection.small_keys(5000), PromptError, r"to \d+, the positions .* got keep=5000"),
-    (lambda: selection.small_keys(1.5), PromptError, "a share above 0 and up to 1.* got keep=1.5"),
-    (lambda: selection.small_keys(float("nan")), PromptError, "got keep=nan"),
-    (lambda: selection.most_read(7), PromptError, r"from 8 \(BOS, instructions and the last 8 are"),
-    (lambda: selection.most_read(1.0, window=5000), PromptError, "a window must be shorter"),
-    (lambda: selection.ByScore(no_cut, last=-1), PromptError, "a window must be shorter"),
-    (lambda: selection.random_tokens(0, 5000), PromptError, "got keep=5000"),
-    (lambda: selection.most_read(window=0), PromptError, "window must be from 1.* got 0, 5"),
-    (lambda: selection.most_read(kernel=4), PromptError, "kernel an odd number; got 8, 4"),
-    (lambda: selection.small_keys(True), ArgumentError, "keep of small_keys must be a function or"),
+SLOPE = {"a": al.reads.At("slope", al.edges.anchors)}
+RETURNS = {"a": al.reads.Hooks([], [("blocks.0.hook_mlp_out", lambda states, hook: states)])}
+REFUSED: list[tuple[Any, Any, str]] = [  # a score, what it reads, and words of the message
     (
-        lambda: selection.ByScore(lambda cache, seen: torch.zeros(3)),
-        PromptError,
+        lambda cache, seen: torch.zeros(3),
+        {},
         r"finite numbers with the \d+ positions .* own score gave .* of the shape \(3,\)",
     ),
-    (
-        lambda: selection.ByScore(lambda cache, seen: no_cut(cache, seen) - torch.inf),
-        PromptError,
-        "finite numbers",
-    ),
-    (lambda: selection.ByScore(NO_SCORES), PromptError, "own score gave a int"),
-    (
-        lambda: selection.ByScore(TAKES_ONE),
-        ArgumentError,
-        "score must be a function of keys and values, and what was read",
-    ),
-    (
-        lambda: selection.ByScore(
-            no_cut, reads=lambda demonstrations: {"a": al.reads.At("slope", al.edges.anchors)}
-        ),
-        MetricError,
-        "own score reads a gradient, but demonstrations have no loss",
-    ),
-    (
-        lambda: selection.ByScore(
-            no_cut,
-            reads=lambda demonstrations: {
-                "a": al.reads.Hooks([], [("blocks.0.hook_mlp_out", lambda states, hook: states)])
-            },
-        ),
-        HookError,
-        "a hook of metric 'own score' must return None",
-    ),
+    (lambda cache, seen: no_cut(cache, seen) - torch.inf, {}, "finite numbers"),
+    (NO_SCORES, {}, "own score gave a int"),
+    (TAKES_ONE, {}, "score must be a function of keys and values, and what was read"),
+    (no_cut, SLOPE, "own score reads a gradient, but demonstrations have no loss"),
+    (no_cut, RETURNS, "a hook of metric 'own score' must return None"),
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
-def test_bad_input_is_refused(gpt2: Any, make: Any, error: Any, message: str) -> None:
+@pytest.mark.parametrize(("score", "reads", "message"), REFUSED)
+def test_wrong_scores_are_refused(gpt2: Any, score: Any, reads: Any, message: str) -> None:
     [batch] = questions(gpt2, 3)
-    with pytest.raises(error, match=message):
-        al.compress(gpt2, batch, make())
-
-
-def test_a_budget_that_is_not_known_is_asked_for_before_the_model_runs(gpt2: Any) -> None:
-    """Neither prompts of own positions nor of own segments have label words and format."""
-    [batch] = questions(gpt2, 3)
-    right = batch.padded_right()
-    own = al.PromptBatch.from_positions(
-        right.tokens[:, :40],
-        label_positions=[[20]] * 3,
-        label_classes=[[0]] * 3,
-        label_token_ids=[int(right.tokens[0, 20]), 5],
-        begins_with_bos=True,
-    )
-    segments = replace(batch, segment_names=("text", "b", "c", "d", "e", "f"))
-    several = replace(batch, demonstrations_id=torch.arange(3))
-    with does_not_run(gpt2):
-        for prompts in (own, segments):
-            for select in (selection.heavy_hitters(), selection.random_tokens(0)):
-                with pytest.raises(PromptError, match="not known which tokens"):
-                    al.compress(gpt2, prompts, select)
-        with pytest.raises(PromptError, match="these prompts have several"):
-            selection.heavy_hitters(40).of(gpt2, several)
-    selected = al.compress(gpt2, own, selection.most_read(12)).selected
-    assert len(selected) == 21 and int(selected.sum()) == 12 and selected[0]
+    with pytest.raises(AnchorlensError, match=message):
+        al.compress(gpt2, batch, selection.ByScore(score, reads=lambda demonstrations: reads))

@@ -10,10 +10,9 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, HookError
-from tests.experiments.test_head_effects import EXAMPLES, MIXED, QUIET, TASK, prompts
+from tests.experiments.test_head_effects import MIXED, QUIET, prompts
 from tests.references import plain, states
 from tests.support.made_up_records import made_up_record
-from tests.support.measures import does_not_run
 
 READ, ASKED = slice(2), slice(3, 15)
 close: Any = torch.testing.assert_close
@@ -138,25 +137,6 @@ def test_vectors_of_other_models_and_positions_are_refused(gpt2: Any, llama: Any
         at_words.hooks(gpt2, after, 0, al.edges.anchors)
 
 
-def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
-    batches, tested = prompts(gpt2, READ), prompts(gpt2, ASKED)
-    others = prompts(gpt2, slice(4, 16), MIXED)
-    symbols = prompts(gpt2, ASKED, al.relabeling.symbols([" A", " B", " C", " D", " E", " F"]))
-    texts = al.build_prompts(gpt2.tokenizer, TASK, al.sample_demonstrations(EXAMPLES), ["Who?"])
-    in_turn: dict[str, Any] = {
-        "positions": lambda batch: batch.attention_mask & (batch.index > 0)[:, None]
-    }
-    anchors: dict[str, Any] = {"positions": al.edges.anchors}
-    for source, asked, options, message in (
-        ([], tested, {}, "no batches to run"),
-        (batches, texts, {}, "task_vectors needs the true label of each query"),
-        (batches, tested, anchors, "at 6 positions in each prompt, but anchors gives 0 in"),
-        (batches, tested, in_turn, "at as many positions in each prompt, but <lambda> gives"),
-        (batches, tested, {"into": others}, "into must have the queries, classes and label words"),
-        (batches, tested, {"into": symbols}, "into must have the queries, classes and label words"),
-        (batches, tested, {"positions": lambda batch: 3}, "'positions' of states must give"),
-    ):
-        with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-            al.task_vectors(gpt2, source, asked, **options, **QUIET)
+def test_queries_of_both_lists_are_warned_of(gpt2: Any) -> None:
     with pytest.warns(UserWarning, match="2 queries are in both lists"):
-        al.task_vectors(gpt2, batches, prompts(gpt2, READ), **QUIET)
+        al.task_vectors(gpt2, prompts(gpt2, READ), prompts(gpt2, READ), **QUIET)
