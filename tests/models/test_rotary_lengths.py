@@ -318,13 +318,3 @@ def test_settings_of_one_layer_type_and_of_older_code_are_read(
     for length in range(1, 800):
         alike = [(length > switch) == (switch < 800) for switch in switches]
         assert rotate_alike(model, length, 800) == all(alike)
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_reweighting_is_trained_on_whole_prompts_at_the_switch(name: str) -> None:
-    model, _ = rotating(*MAKE[name])
-    batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
-    trained = al.contexts.train_reweighting(
-        model, [batches[SWITCH], batches[SWITCH + 1]], al.contexts.Training(steps=2, progress=False)
-    )
-    assert trained.info["shared_prefix"].startswith("off for 1 of 2 batches")

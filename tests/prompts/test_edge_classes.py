@@ -78,15 +78,3 @@ def test_sets_that_are_not_made_of_positions_have_no_classes(gpt2: Any) -> None:
     assert al.edges.ww(batch).classes() is not None
     later = ~al.edges.wp(batch)
     assert _by_classes([later]) is None, "edges to later tokens are in no row of a piece"
-
-
-def test_sets_of_very_many_classes_have_none() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.rand(20, 1, N, generator=generator) > 0.5
-    sets: Any = [
-        al.edges.between(row, other) for row, other in zip(rows[::2], rows[1::2], strict=True)
-    ]
-    whole = sets[0]
-    for each in sets[1:]:
-        whole = whole | each
-    assert whole.classes() is None
