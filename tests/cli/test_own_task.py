@@ -15,7 +15,7 @@ from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import AnchorlensError
 from anchorlens.prompts.task_file import examples_of, task_of
 from tests.cli.test_cli import QUICK
-from tests.support.chat_tokenizers import chat_tokenizer, with_template
+from tests.support.chat_tokenizers import chat
 from tests.support.measures import is_shared
 from tests.support.tiny_models import tiny_gpt2
 
@@ -109,7 +109,7 @@ def test_the_prompts_of_a_chat_are_those_of_the_task_in_python(
     done: Any, no_analysis: Mock, folder: Path
 ) -> None:
     """Whose tokens are those of the chat template: see tests/prompts/test_chat.py."""
-    tokenizer = with_template(chat_tokenizer("byte-level"), "Qwen")
+    tokenizer = chat("Qwen")
     tiny_gpt2(len(tokenizer), n_layer=2).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "chat.toml").write_text(CHAT_FILE + 'instructions = "Judge films."')
@@ -118,9 +118,9 @@ def test_the_prompts_of_a_chat_are_those_of_the_task_in_python(
     settings = json.loads((folder / "out/settings.json").read_text())
     assert settings["chat"] is True and settings["labels"] == ["no", "yes"]
     assert "separator" not in settings
-    chat = al.ChatTask(TASK.template, ["no", "yes"], instructions="Judge films.")
+    asked = al.ChatTask(TASK.template, ["no", "yes"], instructions="Judge films.")
     examples = al.prompts.read_task("film.toml")[1].pool
-    expected = al.sample_prompts(tokenizer, chat, examples, queries=12)
+    expected = al.sample_prompts(tokenizer, asked, examples, queries=12)
     ours, theirs = (
         sorted(
             row[mask].tolist()
@@ -155,7 +155,7 @@ def test_a_chat_may_be_a_task_of_the_package_or_of_a_file(folder: Path) -> None:
 def test_what_is_no_chat_is_an_error_before_weights_are_loaded(
     failed: Any, monkeypatch: Any, folder: Path, template: str | None, words: str
 ) -> None:
-    tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
+    tokenizer = chat("Gemma 2")
     if template != "Gemma 2":
         tokenizer.chat_template = template
     tiny_gpt2(len(tokenizer), n_layer=2).config.save_pretrained(folder / "chat")

@@ -1,6 +1,5 @@
 """Chat tasks: the tokens of the chat template, positions, and templates that cannot be used."""
 
-import copy
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -15,8 +14,8 @@ from tests.support.chat_tokenizers import (
     KINDS,
     QWEN_3,
     TEMPLATES,
-    chat_tokenizer,
-    with_template,
+    chat,
+    turns_of,
 )
 from tests.support.plain_prompts import rows
 
@@ -40,22 +39,6 @@ def built(tokenizer: Any, task: al.Task = TASK, queries: Any = ("x",), **options
     return al.build_prompts(tokenizer, task, DEMOS, queries, **options)
 
 
-def chat(template: str | None) -> Any:
-    tokenizer = copy.deepcopy(chat_tokenizer("byte-level"))
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def conversation(task: al.ChatTask, query: str) -> list[dict[str, str]]:
-    """The turns of a prompt, written without the code under test."""
-    turns = [{"role": "system", "content": task.instructions}] if task.instructions else []
-    words = [words[0] for words in task.words]
-    for demo in DEMOS:
-        turns.append({"role": "user", "content": f"Review: {demo.text}\nSentiment:"})
-        turns.append({"role": "assistant", "content": words[int(demo.label or 0)]})
-    return [*turns, {"role": "user", "content": f"Review: {query}\nSentiment:"}]
-
-
 def ids_of(tokenizer: Any, turns: list[dict[str, str]], ask: bool = True) -> list[int]:
     encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=ask, tokenize=True)
     return list(encoded["input_ids"])
@@ -63,7 +46,7 @@ def ids_of(tokenizer: Any, turns: list[dict[str, str]], ask: bool = True) -> lis
 
 @pytest.mark.parametrize(("name", "instructions"), CASES)
 def test_tokens_and_positions_follow_the_template(kind: str, name: str, instructions: str) -> None:
-    tokenizer = with_template(chat_tokenizer(kind), name)
+    tokenizer = chat(name, kind)
     before = tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()
     task = replace(TASK, instructions=instructions)
     batches = built(tokenizer, task, QUERIES, batch_size=2)
@@ -74,7 +57,7 @@ def test_tokens_and_positions_follow_the_template(kind: str, name: str, instruct
     of_queries = len(DEMOS) + 1 if name == "Llama 2" else 1
     assert len({row.demonstrations for row in rows(batches)}) == 1
     for row, query in zip(rows(batches), QUERIES, strict=True):
-        turns = conversation(task, query.text)
+        turns = turns_of(task, DEMOS, query.text)
         assert row.tokens == ids_of(tokenizer, turns)
         assert row.tokens.count(tokenizer.bos_token_id) == (of_queries if name in WITH_BOS else 0)
         assert (row.tokens[0] == tokenizer.bos_token_id) == (name in WITH_BOS)
@@ -98,7 +81,7 @@ def test_tokens_and_positions_follow_the_template(kind: str, name: str, instruct
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_segments_are_those_of_the_characters(name: str) -> None:
     """Texts, instructions and formats, read from the tokens of each segment."""
-    tokenizer = with_template(chat_tokenizer("byte-level"), name)
+    tokenizer = chat(name)
     task = replace(TASK, instructions="" if name == "Gemma 2" else "Classify.")
     (row,) = rows(built(tokenizer, task, ["so so"]))
     spelled: dict[str, str] = {}
@@ -123,7 +106,7 @@ def test_segments_are_those_of_the_characters(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str) -> None:
-    tokenizer = with_template(chat_tokenizer(kind), name)
+    tokenizer = chat(name, kind)
     spaced = replace(TASK, labels=[" Negative", " Positive"])
     (with_space,) = built(tokenizer, spaced, ["so so"])
     (without,) = built(tokenizer, queries=["so so"])
@@ -189,14 +172,14 @@ def test_templates_without_sure_positions_are_refused(template: str | None, mess
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_answer_follows_the_prompt_in_the_template(kind: str, name: str) -> None:
     """The oracle: the tokens of the whole conversation with the answer, for each word."""
-    tokenizer = with_template(chat_tokenizer(kind), name)
+    tokenizer = chat(name, kind)
     task = al.ChatTask(TEMPLATE, [["Negative", "Sad"], ["Positive", "Happy"]], score=torch.amax)
     (batch,) = built(tokenizer, task, QUERIES)
     assert batch.labels == ("Negative", "Positive") and batch.verbalizer is not None
     for row, query in zip(rows([batch]), QUERIES, strict=True):
         for words, tokens in zip(task.words, batch.verbalizer.token_ids, strict=True):
             for word, token in zip(words, tokens, strict=True):
-                turns = [*conversation(task, query.text), {"role": "assistant", "content": word}]
+                turns = [*turns_of(task, DEMOS, query.text), {"role": "assistant", "content": word}]
                 answered = ids_of(tokenizer, turns, ask=False)
                 assert answered[: len(row.tokens) + 1] == [*row.tokens, token]
 
@@ -229,7 +212,7 @@ def test_chat_tasks_are_tasks() -> None:
     how = al.relabeling.symbols(["A", "B"])
     assert al.relabeling.relabel(DEMOS, TASK, how) == (al.ChatTask(TEMPLATE, ["A", "B"]), DEMOS)
     assert hash(TASK) == hash(replace(TASK))
-    tokenizer = with_template(chat_tokenizer("byte-level"), "Llama 3")
+    tokenizer = chat("Llama 3")
     (row,) = rows(al.prompts.text_anchor_prompts(tokenizer, TASK, DEMOS, [QUERIES[0]]))
     assert "text" not in row.segments
     for text in ("Review:\nSentiment:<|eot_id|>", "Review: so so\nSentiment:<|eot_id|>"):
@@ -237,7 +220,7 @@ def test_chat_tasks_are_tasks() -> None:
 
 
 def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error(kind: str) -> None:
-    tokenizer = with_template(chat_tokenizer(kind), "Llama 3")
+    tokenizer = chat("Llama 3", kind)
     for words in (["Xk", "Xv"], [" Xk", "  Xk"]):  # the spaces of the second pair are trimmed
         with pytest.raises(PromptError, match="have the same first token"):
             built(tokenizer, replace(TASK, labels=words))
@@ -247,7 +230,7 @@ def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error
 
 
 def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:
-    tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
+    tokenizer = chat("Gemma 2")
     message = r"turns of system and user.*: System role not supported. .*instead of the instruct"
     with pytest.raises(PromptError, match=message):
         built(tokenizer, replace(TASK, instructions="Classify."))

@@ -1,6 +1,5 @@
 """Chat templates of models that think: prompts are built where the model answers at once."""
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,8 @@ from tests.support.chat_tokenizers import (
     NEMOTRON,
     QWEN_3,
     SMOLLM_3,
-    chat_tokenizer,
+    chat,
+    turns_of,
 )
 from tests.support.plain_prompts import Row, rows
 
@@ -29,12 +29,6 @@ BLOCK = "<|channel>thought\n<channel|>"
 ALWAYS = GEMMA_4.replace("not enable_thinking | default(false)", "true")
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 ASKING = PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}"
-
-
-def chat(template: str) -> Any:
-    tokenizer = copy.deepcopy(chat_tokenizer("byte-level"))
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def row_of(template: str, task: al.ChatTask = TASK) -> Row:
@@ -64,12 +58,8 @@ def test_a_prompt_ends_where_a_model_answers_that_was_told_not_to_think(
     template: str, instructions: str, options: dict[str, Any], end: str
 ) -> None:
     """The oracle: the tokens of the template for the same turns, and the texts of the segments."""
-    row = row_of(template, replace(TASK, instructions=instructions, options=options))
-    turns = [{"role": "system", "content": instructions}] if instructions else []
-    for demo, word in zip(DEMOS, TASK.first_words, strict=True):
-        turns.append({"role": "user", "content": f"Review: {demo.text}\nSentiment:"})
-        turns.append({"role": "assistant", "content": word})
-    turns.append({"role": "user", "content": "Review: so so\nSentiment:"})
+    task = replace(TASK, instructions=instructions, options=options)
+    row, turns = row_of(template, task), turns_of(task, DEMOS, "so so")
     tokenizer = chat(template)
     encoded = tokenizer.apply_chat_template(
         turns, add_generation_prompt=True, tokenize=True, **options
@@ -86,53 +76,37 @@ def test_a_prompt_ends_where_a_model_answers_that_was_told_not_to_think(
 SET = r"set options=\{'enable_thinking': False\}$"
 WRITE = r"write '/no_think' at the end of the instructions"
 ANOTHER = r"give another template, in which an answer follows"
-REFUSED = [
-    (GEMMA_4, "", ON, "tells the model to think before it answers.*" + SET),
-    (GEMMA_4, "<|think|>\nClassify.", {}, r"hold '<\|think\|>'.*take it out of the instructions"),
-    (ALWAYS.replace("<channel|>", ""), "", {}, "writes '' before the answer 'Neg.*" + ANOTHER),
-    (QWEN_3, "", {}, r"writes '<think>\\n\\n</think>\\n\\n' before the answer 'Neg.*" + SET),
-    (SMOLLM_3, "", {}, "tells the model to think.*" + SET),
-    (SMOLLM_3, "Classify.", ON, "tells the model to think.*" + SET),
-    (SMOLLM_3, "Classify. /think", OFF, WRITE + ", and take out '/think'$"),
-    (NEMOTRON, "", {}, r"but '<think>\\n\\n' where it asks.*" + WRITE + "$"),
-    (NEMOTRON, "/think", {}, WRITE + ", and take out '/think'$"),
-    (GRANITE, "", {"thinking": True}, r"tells the model.*set options=\{'thinking': False\}$"),
-    (DEEPSEEK, "", {}, r"but '<think>\\n' where it asks.*" + ANOTHER),
-    (HARMONY, "", {}, r"writes '<\|channel\|>final<\|message\|>' before.*" + ANOTHER),
-    (MISTRAL, "Classify.", {}, r"the instructions after .*write them into the template of the ta"),
+NOT, WORDS = {"options": OFF}, {"options": {"thinking": False}}
+HINT, SORTED = {"instructions": "/no_think"}, {"instructions": "Classify."}
+BEGIN, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
+AT_ONCE: Any = {"options": {"chat_template": PLAIN + "<assistant>"}}
+TO_ANSWER: Any = {"options": {"chat_template": HARMONY.replace(f"{BEGIN}'", f"{BEGIN}{FINAL}'")}}
+MOVED = {"instructions": "", "template": f"Classify.\n{TASK.template}"}
+REFUSED: list[tuple[str, str, dict[str, Any], str, dict[str, Any]]] = [  # and the cure
+    (GEMMA_4, "", ON, "tells the model to think before it answers.*" + SET, NOT),
+    (GEMMA_4, "<|think|>\n", {}, r"hold '<\|think\|>'.*take it out of the instruct", SORTED),
+    (ALWAYS.replace("<channel|>", ""), "", {}, "writes '' before .* 'Neg.*" + ANOTHER, AT_ONCE),
+    (QWEN_3, "", {}, r"writes '<think>\\n\\n</think>\\n\\n' before the answer 'Neg.*" + SET, NOT),
+    (SMOLLM_3, "", {}, "tells the model to think.*" + SET, NOT),
+    (SMOLLM_3, "Classify.", ON, "tells the model to think.*" + SET, NOT),
+    (SMOLLM_3, "Classify. /think", OFF, WRITE + ", and take out '/think'$", HINT),
+    (NEMOTRON, "", {}, r"but '<think>\\n\\n' where it asks.*" + WRITE + "$", HINT),
+    (NEMOTRON, "/think", {}, WRITE + ", and take out '/think'$", HINT),
+    (GRANITE, "", {"thinking": True}, r"tells .*set options=\{'thinking': False\}$", WORDS),
+    (DEEPSEEK, "", {}, r"but '<think>\\n' where it asks.*" + ANOTHER, AT_ONCE),
+    (HARMONY, "", {}, r"writes '<\|channel\|>final<\|message\|>' before.*" + ANOTHER, TO_ANSWER),
+    (MISTRAL, "Classify.", {}, r"the instructions after .*write them into the template", MOVED),
 ]
 
 
-@pytest.mark.parametrize(("template", "instructions", "options", "message"), REFUSED)
-def test_a_prompt_is_refused_where_the_model_would_think(
-    template: str, instructions: str, options: dict[str, Any], message: str
+@pytest.mark.parametrize(("template", "instructions", "options", "message", "cure"), REFUSED)
+def test_a_prompt_is_refused_where_the_model_would_think_and_the_cure_helps(
+    template: str, instructions: str, options: dict[str, Any], message: str, cure: dict[str, Any]
 ) -> None:
+    task = replace(TASK, instructions=instructions, options=options)
     with pytest.raises(PromptError, match=message):
-        row_of(template, replace(TASK, instructions=instructions, options=options))
-
-
-def test_each_cure_of_a_refusal_helps() -> None:
-    """The advice of each error above is followed as a user would."""
-    for template, instructions, options, message in REFUSED:
-        fields: dict[str, Any] = {"instructions": instructions, "options": options}
-        if SET in message:
-            fields["options"] = {**options, "enable_thinking": False}
-        elif "thinking': False" in message:
-            fields["options"] = {**options, "thinking": False}
-        elif WRITE in message:
-            rest = instructions.replace("/think", "") if "take out" in message else instructions
-            fields["instructions"] = f"{rest} /no_think"
-        elif "take it out" in message:
-            fields["instructions"] = "Classify."
-        elif "write them into the template" in message:
-            fields |= {"instructions": "", "template": f"{instructions}\n{TASK.template}"}
-        elif template == HARMONY:
-            final = "<|start|>assistant<|channel|>final<|message|>'"
-            asked = HARMONY.replace("<|start|>assistant'", final)
-            fields["options"] = {"chat_template": asked}
-        else:
-            fields["options"] = {"chat_template": PLAIN + "<assistant>"}
-        assert row_of(template, replace(TASK, **fields)).words, message
+        row_of(template, task)
+    assert row_of(template, replace(task, **cure)).words
 
 
 def test_a_switch_in_the_format_of_the_user_is_read_and_left_out() -> None:

@@ -4,11 +4,13 @@ The templates write what the published ones write, without what concerns tools a
 """
 
 import copy
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from tokenizers import AddedToken
 
+import anchorlens as al
 from tests.support.tiny_models import byte_level_tokenizer, sentencepiece_like_tokenizer
 
 CHATML = (
@@ -154,8 +156,19 @@ def chat_tokenizer(kind: str) -> Any:
     return tokenizer
 
 
-def with_template(tokenizer: Any, name: str) -> Any:
-    """A copy of a tokenizer with a template."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = TEMPLATES[name]
+def chat(template: str | None, kind: str = "byte-level") -> Any:
+    """A new tokenizer with a template, or with that of a name."""
+    tokenizer = copy.deepcopy(chat_tokenizer(kind))
+    tokenizer.chat_template = TEMPLATES.get(template or "", template)
     return tokenizer
+
+
+def turns_of(task: al.ChatTask, demos: Sequence[al.Example], query: str) -> list[dict[str, str]]:
+    """The turns of a prompt, written without the code under test."""
+    asked, _ = task.template.split("{label}")
+    turns = [("system", task.instructions)] * bool(task.instructions)
+    for demo in demos:
+        turns.append(("user", asked.replace("{text}", demo.text)))
+        turns.append(("assistant", task.words[int(demo.label or 0)][0]))
+    turns.append(("user", asked.replace("{text}", query)))
+    return [{"role": role, "content": content} for role, content in turns]
