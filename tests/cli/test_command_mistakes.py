@@ -18,13 +18,15 @@ FILES: dict[str, list[dict[str, Any]]] = {
     "long": [{"text": f"film {k} " * 300, "label": k % 2} for k in range(60)],
     "half": [{"text": f"film {k} \ud800", "label": k % 2} for k in range(60)],
 }
+LABELS = {"same": '" yes", " yes please"', "short": '" a", " b"'}
+LABELS["wordy"] = f'"{" no" * 600}", " yes"'
 HUGE = str(10**22)
 QUICK = ["--queries", "11", "--depth", "1", "--draws", "1"]
 RUN = ["run", "--task", "sentiment", *QUICK]
 PAPER = ["paper", "--tasks", "sentiment", *QUICK]
 CONTEXTS = ["contexts", "--task", "sentiment"]
 COMMANDS = {"run": RUN, "paper": PAPER, "demo": ["demo"], "contexts": CONTEXTS}
-COMMANDS["faithfulness"] = ["faithfulness"]
+COMMANDS |= {"faithfulness": ["faithfulness"], "run without a task": ["run", *QUICK]}
 
 
 @pytest.fixture
@@ -36,6 +38,13 @@ def data(tmp_path: Path) -> Path:
         (tmp_path / name / "sentiment").mkdir(parents=True)
         for split in ("train", "test"):
             (tmp_path / name / "sentiment" / f"{split}.jsonl").write_text(content)
+    for name, labels in LABELS.items():
+        template = "{text}{label}" if name == "short" else "Q: {text}\\nA:{label}"
+        entries = f'template = "{template}"\nlabels = [{labels}]\ndata = "good.jsonl"\n'
+        (tmp_path / f"{name}.toml").write_text(entries)
+    (tmp_path / "chat.toml").write_text('task = "sentiment"\nchat = true')
+    rows = [f"film {k},{('neg', 'pos')[k % 2]}" for k in range(60)]
+    (tmp_path / "reviews.csv").write_text("\n".join(["review,verdict", *rows]))
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "taken").mkdir()
@@ -67,6 +76,16 @@ def data(tmp_path: Path) -> Path:
         ("run", "--out", "good.jsonl/under", "cannot be a folder: Not a directory"),
         ("run", "--out", "taken", "--out taken/sentiment cannot be a folder: File exists"),
         ("run", "--out", "folders", "folders/report.html is a folder, so that no file can have"),
+        ("run", "--out", "/proc", "--out /proc cannot be written into"),
+        ("run", "--classes", "a,a", "--classes takes different words, repeated or"),
+        ("run", "DATA", "reviews.csv --classes neg,good", "--classes neg,pos (in the order of  N"),
+        ("run", "DATA", "reviews.csv --text-column a", "This may fit: --text-column review --la"),
+        (
+            "run without a task",
+            "DATA",
+            "",
+            "there is no task; give a data file, or a name or a tas",
+        ),
         ("paper", "DATA", "none", "there is no file or folder none"),
         ("paper", "DATA", "few.jsonl", "but 4 of each class are asked for; lower shots or give"),
         ("paper", "--task", "news,good.jsonl", "good.jsonl is no task; a data file stands alone"),
@@ -101,26 +120,42 @@ def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
     monkeypatch.chdir(data)
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
     before = sorted(data.rglob("*"))
-    given = [value] if option == "DATA" else [option, value]
+    given = value.split() if option == "DATA" else [option, value]
     assert words in failed(*COMMANDS[command], "--model", "x", *given)
     assert sorted(data.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("command", "given", "words"),
     [
-        (["long.jsonl"], "tokens, but the model's context is 512; use fewer or shorter"),
-        (["half.jsonl"], "a text holds '\\ud800', half of a surrogate pair"),
-        (["--depth", HUGE], f"--depth {HUGE} is more than the 6 layers of the model"),
-        (["--device", "foo"], "cannot be put on the device 'foo'"),
+        ("run", "long.jsonl", "tokens, but the model's context is 512; use fewer or shorter"),
+        ("run", "half.jsonl", "a text holds '\\ud800', half of a surrogate pair"),
+        ("run", f"--depth {HUGE}", f"--depth {HUGE} is more than the 6 layers of the model"),
+        ("run", "--device foo", "cannot be put on the device 'foo'"),
+        ("run", "--task same.toml", "so they cannot be told apart at the target position"),
+        ("run", "--task chat.toml", "has no chat template; use a chat model or plain prompts"),
+        ("paper", "--task news,same.toml", "cannot be told apart at the target position; choose"),
+        ("paper", "--task news,same.toml", "the task same; leave it out of --task"),
+        ("paper", "--task wordy.toml", "tokens, but the model's context is 512"),
+        (
+            "contexts",
+            "--task short.toml --other-tokens",
+            "--other-tokens needs longer demonstrations: keep must be from 8",
+        ),
     ],
 )
 def test_a_mistake_that_needs_the_configuration_is_found_before_weights_are_loaded(
-    failed: Any, monkeypatch: Any, data: Path, model_folder: Path, arguments: list[str], words: str
+    failed: Any,
+    monkeypatch: Any,
+    data: Path,
+    model_folder: Path,
+    command: str,
+    given: str,
+    words: str,
 ) -> None:
     monkeypatch.chdir(data)
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    assert words in failed(*RUN, "--model", str(model_folder), *arguments)
+    assert words in failed(*COMMANDS[command], "--model", str(model_folder), *given.split())
 
 
 @pytest.mark.parametrize(

@@ -92,19 +92,3 @@ def test_contexts_too_long_for_the_model_are_refused_before_weights_are_loaded(
     assert f"--length {most + 1} is too long" in failed(*arguments, "--length", str(most + 1))
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         call(*arguments, "--length", str(most))
-
-
-def test_demonstrations_too_short_for_a_score_are_refused_before_weights_are_loaded(
-    call: Any, failed: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    task = tmp_path / "short.toml"
-    rows = [{"text": f"text {k}", "label": k % 2} for k in range(40)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task.write_text('data = "rows.jsonl"\ntemplate = "{text}{label}"\nlabels = [" a", " b"]\n')
-    arguments = ["contexts", *into_folder, "--out", str(tmp_path / "out"), *SMALL]
-    arguments += ["--task", str(task), "--other-tokens"]
-    error = failed(*arguments)
-    assert "--other-tokens needs longer demonstrations: keep must be from 8" in error
-    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        call(*arguments[:-1])

@@ -144,28 +144,6 @@ def test_a_chat_may_be_a_task_of_the_package_or_of_a_file(folder: Path) -> None:
     assert task == replace(of_package, options={"enable_thinking": False}, date="2030-01-02")
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, "has no chat template; use a chat model or plain prompts"),
-        ("Gemma 2", "instead of the instructions (instructions=)"),
-        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}:", "another template"),
-    ],
-)
-def test_what_is_no_chat_is_an_error_before_weights_are_loaded(
-    failed: Any, monkeypatch: Any, folder: Path, template: str | None, words: str
-) -> None:
-    tokenizer = chat("Gemma 2")
-    if template != "Gemma 2":
-        tokenizer.chat_template = template
-    tiny_gpt2(len(tokenizer), n_layer=2).config.save_pretrained(folder / "chat")
-    tokenizer.save_pretrained(folder / "chat")
-    (folder / "chat.toml").write_text(CHAT_FILE + 'instructions = "Judge."')
-    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    arguments = ["--model", "chat", "--task-file", "chat.toml", *QUICK]
-    assert words in failed("run", *arguments)
-
-
 def test_a_data_set_of_the_hub_has_columns_and_splits(monkeypatch: Any, folder: Path) -> None:
     def load_dataset(path: str, *, split: str, revision: str | None) -> Any:
         assert path == "somebody/reviews" and revision is None
@@ -218,34 +196,3 @@ def test_mistakes_in_a_task_file_name_the_file_or_the_entry(
     with pytest.raises(AnchorlensError) as caught:
         read(text)
     assert words in str(caught.value)
-
-
-CSV = ["reviews.csv", "--task-file", "film.toml"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "there is no task; give a data file, or a name or a task file by --task (names: sst2"),
-        (["--task", "sst2", "--classes", "a,a"], "--classes takes different words, repeated or"),
-        (
-            [*CSV, "--text-column", "a"],
-            "or rename them. This may fit: --text-column review --label-",
-        ),
-        ([*CSV, "--classes", "neg,good"], "--classes neg,pos (in the order of  no,  yes)"),
-        ([*CSV, "--out", "/proc"], "--out /proc cannot be written into"),
-        (["--model", "MODEL", "--task-file", "same.toml"], "so they cannot be told apart at the"),
-    ],
-)
-def test_mistakes_are_found_before_weights_are_loaded_and_named_by_option(
-    failed: Any,
-    monkeypatch: Any,
-    folder: Path,
-    model_folder: Path,
-    arguments: list[str],
-    words: str,
-) -> None:
-    (folder / "same.toml").write_text(TASK_FILE.replace('" no", " yes"', '" yes", " yes please"'))
-    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    given = [str(model_folder) if each == "MODEL" else each for each in arguments]
-    assert words in failed("run", "--model", "x", *QUICK, *given)

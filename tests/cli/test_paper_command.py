@@ -1,7 +1,6 @@
 """`anchorlens paper` writes its files, resumes if stopped, and prints one line for a mistake."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -9,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 
 import anchorlens as al
-from anchorlens.cli import work
 from anchorlens.errors import RunError
 from anchorlens.prompts import demonstration_sets
 from anchorlens.prompts.examples import BUNDLED
@@ -52,26 +50,6 @@ def test_paper_writes_records_tables_and_report(done: Any, byte_level: Any, tmp_
     page = (tmp_path / "report.html").read_text()
     assert all(f">{task}</h2>" in page for task in records)
     assert page.count(">Diagnosis</h3>") == 2 and "GPT2-XL in the paper" in page
-
-
-@pytest.mark.parametrize(
-    ("labels", "words"),
-    [
-        ([" yes", " yes please"], "at the target position; choose other label words. This is the "),
-        ([" yes", " yes please"], "the task sentiment; leave it out of --task"),
-        ([" no" * 600, " yes"], "tokens, but the model's context is 512"),
-    ],
-)
-def test_a_task_that_the_tokenizer_cannot_write_is_an_error_before_weights_are_loaded(
-    failed: Any, monkeypatch: Any, model_folder: Path, tmp_path: Path, labels: list[str], words: str
-) -> None:
-    task = replace(al.TASKS["sst2"], labels=labels)
-    monkeypatch.setattr(
-        "anchorlens.prompts.demonstration_sets.TASKS", {**al.TASKS, "sentiment": task}
-    )
-    monkeypatch.setattr(work, "load_model", None)
-    arguments = ["--model", str(model_folder), "--tasks", "questions,sentiment", *QUICK]
-    assert words in failed("paper", *arguments, "--out", str(tmp_path))
 
 
 def test_a_command_without_any_record_is_an_error(
