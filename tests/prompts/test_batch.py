@@ -72,31 +72,21 @@ def test_arguments_that_are_not_given_are_filled_in() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_may_be_on_either_side(side: str) -> None:
-    batch, shift = make_batch(side), 2 if side == "left" else 0
-    assert rows(batch.target_positions) == [4 + shift, 6]
-    assert rows(batch.query_start) == [4 + shift, 4]
-    short = [0, 2, 0, 2, 5]
-    padded = [PADDING] * shift + short + [PADDING] * (2 - shift)
-    assert rows(batch.segments) == [padded, [0, 2, 0, 2, 4, 4, 5]]
-    assert ((batch.segments == PADDING) == ~batch.attention_mask).all()
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
 def test_a_batch_says_where_its_prompts_and_queries_begin(side: str) -> None:
-    batch = make_batch(side, target_positions=[6 if side == "left" else 4, 5])
     first = 2 if side == "left" else 0
-    assert rows(batch.positions) == [*range(7)]
-    assert rows(batch.starts) == [first, 0]
+    whole = make_batch(side)
+    assert rows(whole.target_positions) == [first + 4, 6]
+    batch = make_batch(side, target_positions=[first + 4, 5])  # a token follows the target
+    assert rows(batch.target_positions) == [first + 4, 5]
+    for each, of_long in ((whole, [0, 2, 0, 2, 4, 4, 5]), (batch, [0, 2, 0, 2, 4, 5, 4])):
+        of_short = [PADDING] * first + [0, 2, 0, 2, 5] + [PADDING] * (2 - first)
+        assert rows(each.segments) == [of_short, of_long]
+        assert rows(each.query_start) == [first + 4, 4]
+    assert rows(batch.positions) == [*range(7)] and rows(batch.starts) == [first, 0]
     of_short = [first <= k < first + 5 for k in range(7)]
     assert rows(batch.up_to_target) == [of_short, [k <= 5 for k in range(7)]]
     of_short = [k == first + 4 for k in range(7)]
     assert rows(batch.from_query) == [of_short, [k >= 4 for k in range(7)]]
-
-    batch = make_batch(target_positions=[4, 5], gold=[1, 0])  # a token follows the target
-    assert rows(batch.target_positions) == [4, 5]
-    assert rows(batch.segments)[1] == [0, 2, 0, 2, 4, 5, 4]
-    assert batch.gold is not None and rows(batch.gold) == [1, 0]
 
 
 def test_tensors_lists_and_integer_masks_give_the_same_batch() -> None:
