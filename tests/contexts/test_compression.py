@@ -131,31 +131,6 @@ def pieces(batch: al.PromptBatch) -> list[range]:
     return [range(start, end) for start, end in pairwise([0, first, *ends])]
 
 
-@pytest.mark.quick_cases("trained contexts", "gpt2", "left", "llama")
-@pytest.mark.every_kind
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_separate_demonstrations_equal_a_prompt_cut_between_them(model: Any, side: str) -> None:
-    batches = questions(model, 5, batch_size=3, padding_side=side)
-    context = al.compress(model, batches[1], separately=True)
-    joint = al.compress(model, batches[1])
-    assert context.is_cut == joint.is_cut and context.size == joint.size
-    for batch in batches:
-        right = batch.padded_right()
-        number = torch.zeros(right.tokens.shape[1])  # of the demonstration; infinite in the query
-        for k, positions in enumerate([*pieces(right), range(len(context.selected), len(number))]):
-            number[list(positions)] = k if k <= 6 else torch.inf
-        table = number[:, None].isinf() & (number <= 6) & ~_padded(context.selected, len(number))
-        table |= (number[:, None] <= 6) & (number > 0) & (number[:, None] > number)
-        cut = al.block_edges(model, right, al.edges.every(right) & table[None])
-        expected = run_pass(model, right, hooks=cut)
-        assert difference(context.logits(model, batch), expected) < 1e-5
-        assert difference(joint.logits(model, batch), expected) > 1e-3
-
-
-def _padded(selected: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(selected, (0, length - len(selected)))
-
-
 @pytest.mark.every_kind
 def test_one_demonstration_alone_is_what_it_was(llama: Any) -> None:
     tokens = questions(llama, 3)[0].padded_right().tokens
