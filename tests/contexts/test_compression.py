@@ -19,8 +19,8 @@ from tests.support.tiny_models import questions, tiny_llama
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 
-def shared(model: Any) -> al.PromptBatch:
-    prompt = questions(model, 3)[0].prompt(0)
+def shared(batch: al.PromptBatch) -> al.PromptBatch:
+    prompt = batch.prompt(0)
     return prompt.before(int(prompt.query_start[0]))
 
 
@@ -35,7 +35,7 @@ def masked(model: Any, batch: al.PromptBatch, selected: Tensor) -> Tensor:
 
 
 def test_selections_have_the_segments_that_they_name(llama: Any) -> None:
-    demos = shared(llama)
+    demos = shared(questions(llama, 3)[0])
     assert demos.segments[0].unique().tolist() == [OTHER, TEXT, LABEL, FORMAT]
     for select, segments in (
         (al.contexts.selection.everything, [OTHER, TEXT, LABEL, FORMAT]),
@@ -54,7 +54,7 @@ def test_selections_have_the_segments_that_they_name(llama: Any) -> None:
 
 def test_random_selections_have_as_many_tokens_as_label_words(gpt2: Any) -> None:
     """Each demonstration has as many selected text tokens as its label word has tokens."""
-    demos = shared(gpt2)
+    demos = shared(questions(gpt2, 3)[0])
     ends = [-1, *demos.label_ends[0].tolist()]
     draws = [al.contexts.selection.random_and_format(seed)(demos) for seed in range(8)]
     for selected in draws:

@@ -14,6 +14,7 @@ import anchorlens as al
 from anchorlens.contexts import selection
 from anchorlens.errors import AnchorlensError
 from anchorlens.prompts.segment_names import OTHER
+from tests.contexts.test_compression import shared
 from tests.support.asked import ask
 from tests.support.measures import difference
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
@@ -25,11 +26,6 @@ BY_NAME: dict[str, Callable[..., selection.ByScore]] = {
     "most_read": selection.most_read,
 }
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
-
-
-def shared(batch: al.PromptBatch) -> al.PromptBatch:
-    prompt = batch.prompt(0)
-    return prompt.before(int(prompt.query_start[0]))
 
 
 def scores_of(model: Any, select: selection.ByScore, batch: al.PromptBatch) -> tuple[Any, Tensor]:
