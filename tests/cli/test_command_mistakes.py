@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.image_models import picture
 from tests.support.tiny_models import tiny_gpt2
 
 FILES: dict[str, list[dict[str, Any]]] = {
@@ -26,7 +27,8 @@ RUN = ["run", "--task", "sentiment", *QUICK]
 PAPER = ["paper", "--tasks", "sentiment", *QUICK]
 CONTEXTS = ["contexts", "--task", "sentiment"]
 COMMANDS = {"run": RUN, "paper": PAPER, "demo": ["demo"], "contexts": CONTEXTS}
-COMMANDS |= {"faithfulness": ["faithfulness"], "run without a task": ["run", *QUICK]}
+COMMANDS |= {"faithfulness": ["faithfulness"], "run nothing": ["run", *QUICK]}
+COMMANDS["run file"] = ["run", "photos.csv", *QUICK]
 
 
 @pytest.fixture
@@ -43,8 +45,11 @@ def data(tmp_path: Path) -> Path:
         entries = f'template = "{template}"\nlabels = [{labels}]\ndata = "good.jsonl"\n'
         (tmp_path / f"{name}.toml").write_text(entries)
     (tmp_path / "chat.toml").write_text('task = "sentiment"\nchat = true')
-    rows = [f"film {k},{('neg', 'pos')[k % 2]}" for k in range(60)]
-    (tmp_path / "reviews.csv").write_text("\n".join(["review,verdict", *rows]))
+    lines = [f"film {k},{('neg', 'pos')[k % 2]}" for k in range(60)]
+    (tmp_path / "reviews.csv").write_text("\n".join(["review,verdict", *lines]))
+    picture(0).save(tmp_path / "a.png")
+    lines = [f"a.png,What is the {k} of it?,{('cat', 'dog')[k % 2]}" for k in range(20)]
+    (tmp_path / "photos.csv").write_text("\n".join(["photo,question,answer", *lines]))
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "taken").mkdir()
@@ -81,11 +86,14 @@ def data(tmp_path: Path) -> Path:
         ("run", "DATA", "reviews.csv --classes neg,good", "--classes neg,pos (in the order of  N"),
         ("run", "DATA", "reviews.csv --text-column a", "This may fit: --text-column review --la"),
         (
-            "run without a task",
+            "run nothing",
             "DATA",
             "",
             "there is no task; give a data file, or a name or a tas",
         ),
+        ("run file", "--image-column", "image", "name the one of the paths of images (--image-col"),
+        ("run file", "--image-column", "question", "the path of an image in the column question"),
+        ("run file", "DATA", "--image-column photo --chat", "prompts of a chat have no images yet"),
         ("paper", "DATA", "none", "there is no file or folder none"),
         ("paper", "DATA", "few.jsonl", "but 4 of each class are asked for; lower shots or give"),
         ("paper", "--task", "news,good.jsonl", "good.jsonl is no task; a data file stands alone"),
@@ -134,6 +142,7 @@ def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
         ("run", "--device foo", "cannot be put on the device 'foo'"),
         ("run", "--task same.toml", "so they cannot be told apart at the target position"),
         ("run", "--task chat.toml", "has no chat template; use a chat model or plain prompts"),
+        ("run file", "--image-column photo", "a processor of images has a tokenizer"),
         ("paper", "--task news,same.toml", "cannot be told apart at the target position; choose"),
         ("paper", "--task news,same.toml", "the task same; leave it out of --task"),
         ("paper", "--task wordy.toml", "tokens, but the model's context is 512"),

@@ -228,20 +228,6 @@ def test_restarted_positions_equal_a_computation_by_hand(gpt2: Any) -> None:
     assert difference(*centred) < 1e-5
 
 
-@pytest.mark.every_kind
-def test_a_whole_context_is_refused_if_positions_are_ignored(gpt2: Any) -> None:
-    """All tokens are selected, so that only the position of the query can show it."""
-    if hasattr(gpt2, "original_model"):
-        pytest.skip("this model takes positions")
-    with pytest.raises(ModelError, match="positions cannot be restarted"):
-        al.compress(
-            gpt2,
-            questions(gpt2, 2)[0],
-            select=al.contexts.selection.everything,
-            positions=al.contexts.placement.restarted,
-        )
-
-
 @pytest.mark.slow("trained contexts")
 @pytest.mark.every_kind
 def test_contexts_of_one_run_are_those_of_each_selection_alone(llama: Any) -> None:

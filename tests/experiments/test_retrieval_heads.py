@@ -173,40 +173,37 @@ def test_the_best_heads_are_cut_and_as_many_random_ones(of: str, request: Any) -
     weights, same = (tiny_gpt2(len(tokenizer)).double() for _ in range(2))
     weights.set_attn_implementation("eager")
     model = hooked(same, tokenizer)
-    cases: dict[str, tuple[Any, Any, Any]] = {
-        "documents": (documents(model), documents(model, " N/A"), RIGHT),
-        "demonstrations": (demonstrations(model), demonstrations(model, ["N/A"] * 5), None),
-    }
-    for batches, null, right in [cases[of]]:
-        record = al.retrieval_heads(model, batches, null, right=right, **QUIET)
-        site = record.top(3)
-        chosen = {
-            divmod(k, 2) for k in record.score.flatten().argsort(descending=True)[:3].tolist()
-        }
-        heads: Any = site.heads
-        assert {(layer, head) for layer, of in heads.items() for head in of} == chosen
-        lost = al.run(model, batches, [record.masking(3, draws=2, seed=5)], **QUIET)
-        masked = lost["retrieval_masking"]
-        assert masked.axis_names("site") == ("top 3 heads",)
-        for where, kl in (
-            (site, masked.kl[0]),
-            (al.sites.random_heads(model, site, 6), masked.random_kl[1, 0]),
-        ):
-            assert where.layers_of(model) == site.layers_of(model)
-            by_hand = []
-            for prompt in in_order(batches):
-                length, start = prompt.tokens.shape[1], start_of(prompt)
-                cut = torch.zeros(model.cfg.n_layers, 2, length, length, dtype=torch.bool)
-                for first, last in spans_of(prompt).values():
-                    for layer in where.layers_of(model):
-                        cut[layer, where.heads_of(model, layer), start:, first : last + 1] = True
-                of_plain = plain.Prompt(prompt.tokens, [], [], prompt.tokens[0], prompt.tokens[0])
-                p = plain.logits_of(weights, of_plain).log_softmax(-1)
-                q = plain.with_edits(weights, of_plain, cut=cut).log_softmax(-1)
-                by_hand.append((p.exp() * (p - q)).sum())
-            assert float(kl) == pytest.approx(float(torch.stack(by_hand).mean()), rel=1e-8)
-            assert float(kl) > 1e-4
-        assert masked.plot().data[1].name == "random heads cut, mean"
+    case: Any = documents(model), documents(model, " N/A"), RIGHT
+    if of == "demonstrations":
+        case = demonstrations(model), demonstrations(model, ["N/A"] * 5), None
+    batches, null, right = case
+    record = al.retrieval_heads(model, batches, null, right=right, **QUIET)
+    site = record.top(3)
+    chosen = {divmod(k, 2) for k in record.score.flatten().argsort(descending=True)[:3].tolist()}
+    heads: Any = site.heads
+    assert {(layer, head) for layer, of in heads.items() for head in of} == chosen
+    lost = al.run(model, batches, [record.masking(3, draws=2, seed=5)], **QUIET)
+    masked = lost["retrieval_masking"]
+    assert masked.axis_names("site") == ("top 3 heads",)
+    for where, kl in (
+        (site, masked.kl[0]),
+        (al.sites.random_heads(model, site, 6), masked.random_kl[1, 0]),
+    ):
+        assert where.layers_of(model) == site.layers_of(model)
+        by_hand = []
+        for prompt in in_order(batches):
+            length, start = prompt.tokens.shape[1], start_of(prompt)
+            cut = torch.zeros(model.cfg.n_layers, 2, length, length, dtype=torch.bool)
+            for first, last in spans_of(prompt).values():
+                for layer in where.layers_of(model):
+                    cut[layer, where.heads_of(model, layer), start:, first : last + 1] = True
+            of_plain = plain.Prompt(prompt.tokens, [], [], prompt.tokens[0], prompt.tokens[0])
+            p = plain.logits_of(weights, of_plain).log_softmax(-1)
+            q = plain.with_edits(weights, of_plain, cut=cut).log_softmax(-1)
+            by_hand.append((p.exp() * (p - q)).sum())
+        assert float(kl) == pytest.approx(float(torch.stack(by_hand).mean()), rel=1e-8)
+        assert float(kl) > 1e-4
+    assert masked.plot().data[1].name == "random heads cut, mean"
 
 
 def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:

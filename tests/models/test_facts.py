@@ -12,9 +12,7 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models import verify_cache
 from anchorlens.models.facts import facts_of, known_facts
-from anchorlens.models.kinds import config_of, modules_of
 from anchorlens.models.load import ensure_prepared
-from anchorlens.models.tiny_pass import shrunk_windows
 from anchorlens.passes.shortcuts import why_not_shared
 from tests.references.architectures import BY_NAME
 from tests.references.comparison import tokenizer
@@ -56,19 +54,6 @@ def test_a_cache_that_is_wrong_beyond_a_window_is_found(
     monkeypatch.setattr(verify_cache, "shrunk_windows", nullcontext)
     al.prepare_model(model)  # the windows themselves are longer than a tiny pass
     assert not facts_of(model).why_no_cache
-
-
-def test_windows_are_put_back(gemma3: Any) -> None:
-    owners = [config_of(gemma3), *modules_of(gemma3)]
-
-    def windows() -> list[Any]:
-        return [getattr(owner, "sliding_window", None) for owner in owners]
-
-    before = windows()
-    with pytest.raises(KeyboardInterrupt), shrunk_windows(gemma3):
-        assert set(windows()) == {None, 3} and before != windows()
-        raise KeyboardInterrupt
-    assert windows() == before
 
 
 @pytest.mark.slow("whole models")

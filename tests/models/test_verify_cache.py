@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
@@ -96,14 +95,3 @@ def test_a_renamed_cache_is_undone(llama: Any, monkeypatch: pytest.MonkeyPatch) 
     al.restore_model(llama)
     assert forwards() == [None] * len(llama.blocks)
     assert hooks_on(llama) == hooks
-
-
-@pytest.mark.changes_model
-def test_the_trial_leaves_no_pattern_on_the_model(gpt2: Any) -> None:
-    def patterns() -> list[Tensor | None]:
-        return [vars(block.attn).get("_pattern") for block in gpt2.blocks]
-
-    for block in gpt2.blocks:
-        block.attn._pattern = None  # as bridges make it
-    assert not cached_step(gpt2)[0]
-    assert patterns() == [None] * len(gpt2.blocks)

@@ -121,19 +121,6 @@ def test_positions_equal_the_oracle_in_any_batch(tokenizer: Any, case: Prompts, 
             assert batch.labels == case.task.labels
 
 
-def test_a_bos_is_there_if_the_tokenizer_adds_it(byte_level: Any, sentencepiece_like: Any) -> None:
-    demos, queries = [GOOD, BAD], ["", "so so"]
-    for tokenizer, count in ((byte_level, 0), (sentencepiece_like, 1)):
-        before = tokenizer.backend_tokenizer.to_str()
-        (batch,) = al.build_prompts(tokenizer, SST2, demos, queries)
-        assert (demos, queries) == ([GOOD, BAD], ["", "so so"])
-        assert tokenizer.backend_tokenizer.to_str() == before
-        assert batch.begins_with_bos == bool(count) and batch.gold is None
-        for row in rows([batch]):
-            assert row.tokens.count(tokenizer.bos_token_id) == count
-            assert row.segments[0] == ("other" if count else "format")
-
-
 def test_every_query_may_have_its_own_demonstrations(tokenizer: Any) -> None:
     first, second = [GOOD, BAD], [BAD, al.Example("a fine film", 1)]
     queries = ["a long query, much longer", "b", "c, longer", "d"]
