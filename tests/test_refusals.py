@@ -88,6 +88,9 @@ STARTS: list[Any] = [
 ]
 NOT_ALLOWED = torch.zeros(3000, dtype=torch.bool)
 NO_LABEL = lambda batch: replace(batch, gold=None)  # noqa: E731
+TWO_CLASSES = [al.Example(demo.text, (demo.label or 0) % 2) for demo in DEMOS]
+LONG_TASK = replace(TREC, template="Why? " * 999 + TREC.template)
+KEEPS = "must keep the number of classes, and the demonstrations in their order"
 IN_TURN = lambda batch: batch.attention_mask & (batch.index > 0)[:, None]  # noqa: E731
 EQUAL = dict.fromkeys(("all", "answer"), lambda batch: batch.attention_mask)
 
@@ -250,6 +253,10 @@ def draw(s: Scene, how: Any) -> Any:
     return how(asked, s.llama, batch, 0, 0)
 
 
+def dependence(s: Scene, queries: Any, how: Any, **options: Any) -> Any:
+    return al.label_dependence(s.model, TREC, DEMOS, queries, how, **QUIET | options)
+
+
 Call = Callable[[Scene, Any], Any]
 ERRORS = [each for each in vars(errors).values() if isinstance(each, type)]
 # The call of each name, and the error that it raises. In a row of an error alone, the call is what
@@ -334,6 +341,7 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
         AnchorlensError,
         lambda s, of: al.head_effects(s.model, s.two, of(s), **QUIET),
     ),
+    "label_dependence": (AnchorlensError, lambda s, how: dependence(s, [al.Example("W", 1)], how)),
     "task_vectors": (
         AnchorlensError,
         lambda s, change: al.task_vectors(s.model, s.two, **{"tested": s.two} | change, **QUIET),
@@ -1131,6 +1139,22 @@ ROWS: list[tuple[str, Any, str]] = [
     ("task_vectors", {"positions": edges.anchors}, "at 6 positions in each .* anchors gives 0 in"),
     ("task_vectors", {"positions": IN_TURN}, "at as many positions in each prompt, but <lam"),
     ("task_vectors", {"positions": lambda b: 3}, "'positions' of states must give"),
+    ("label_dependence", {}, r"relabelings are functions by name.*got \[\]"),
+    ("label_dependence", {" ": al.relabeling.gold}, "relabelings are functions by name"),
+    ("label_dependence", {"a": lambda task, demos: (task, demos[::-1])}, f"'a' {KEEPS}"),
+    ("label_dependence", {"two": lambda task, demos: (SST2, TWO_CLASSES)}, f"'two' {KEEPS}"),
+    ("label_dependence", {"same": al.relabeling.symbols([" A"] * 6)}, "' A'"),
+    (
+        "label_dependence",
+        {"a": lambda t, d: (al.Task("Why? " * 999 + t.template, t.labels), d)},
+        "tok",
+    ),
+    ("MetricError", lambda s: dependence(s, ["Who?"], {"a": al.relabeling.gold}), "needs the true"),
+    (
+        "MetricError",
+        lambda s: dependence(s, [BAD], {"a": al.relabeling.gold}, resamples=-1),
+        "resamples must be",
+    ),
     # Contexts.
     ("compress", {"select": lambda demos: PAIR > 0}, r"got torch.bool of the shape \(2,\)"),
     ("compress", {"select": lambda demos: edges.bos(demos)[0] & False}, ", all False"),

@@ -1,7 +1,6 @@
 """What predictions follow, against loops over single prompts and predictors whose rule is known."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from math import isnan
 from typing import Any
@@ -11,11 +10,9 @@ import torch
 from scipy.stats import binomtest
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError
 from anchorlens.experiments import label_dependence as experiment
 from anchorlens.runs.study import Study
 from tests.references import states
-from tests.support.measures import does_not_run
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TASK, EXAMPLES = al.TASKS["trec"], al.load_examples("questions")
@@ -131,29 +128,3 @@ def test_predictors_whose_rule_is_known(gpt2: Any, monkeypatch: pytest.MonkeyPat
     hows = map(al.relabeling.random, range(600))
     share = sum(given_classes(demos, how, 3) == {3} for how in hows) / 600
     assert abs(share - 1 / 6) < 4 * (1 / 6 * 5 / 6 / 600) ** 0.5 and random == 1
-
-
-@pytest.mark.slow("many passes")
-def test_bad_input_is_refused_before_any_pass(gpt2: Any) -> None:
-    gold: dict[str, Any] = {"gold": al.relabeling.gold}
-    two = al.Task(TASK.template, LETTERS[:2])
-    halves = [al.Example(demo.text, (demo.label or 0) % 2) for demo in DEMOS]
-    of_two = [query for query in QUERIES if query.label in (0, 1)][:3]
-
-    def in_long_prompts(task: al.Task, demos: Any) -> Any:
-        return replace(task, template="Why? " * 99 + task.template), demos
-
-    text = "must keep the number of classes, and the demonstrations in their order"
-    for queries, relabelings, message in (
-        (of_two, {}, r"relabelings are functions by name.*got \[\]"),
-        (of_two, {" ": al.relabeling.gold}, "relabelings are functions by name"),
-        ([al.Example("Who?")], gold, "label_dependence needs the true label of each query"),
-        (of_two, gold | {"back": lambda task, demos: (task, demos[::-1])}, f"'back' {text}"),
-        (of_two, gold | {"two": lambda task, demos: (two, halves)}, f"'two' {text}"),
-        (of_two, gold | {"same": al.relabeling.symbols([" A", " A", *LETTERS[2:]])}, "' A'"),
-        (of_two, gold | {"long": in_long_prompts}, "tokens"),
-    ):
-        with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-            al.label_dependence(gpt2, TASK, DEMOS, queries, relabelings, **QUIET)
-    with pytest.raises(AnchorlensError, match="resamples"), does_not_run(gpt2):
-        al.label_dependence(gpt2, TASK, DEMOS, of_two, gold, resamples=-1, progress=False)
