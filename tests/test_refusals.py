@@ -395,6 +395,7 @@ ROWS: list[tuple[str, Any, str]] = [
         for call in (
             al.saliency,
             run_pass,
+            NONE.logits,
             lambda model, batch: al.run(model, [batch], METRICS[:1]),
             lambda model, batch: ask(model, [batch], al.EdgeSweep.isolation({"first": al.Site(0)})),
         )
