@@ -52,37 +52,21 @@ def is_target(batch: al.PromptBatch, row: int, position: int) -> bool:
     return position == int(batch.target_positions[row])
 
 
-def wp(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
-    return is_anchor(batch, row, i)
+RULES: dict[str, Rule] = {
+    "wp": lambda b, row, i, j: is_anchor(b, row, i),
+    "pq": lambda b, row, i, j: is_target(b, row, i) and is_anchor(b, row, j),
+    "ww": lambda b, row, i, j: not RULES["wp"](b, row, i, j) and not RULES["pq"](b, row, i, j),
+    "tq": lambda b, row, i, j: is_target(b, row, i) and not is_anchor(b, row, j),
+    "from_first": lambda b, row, i, j: j == b.attention_mask[row].tolist().index(True),
+    "every": lambda b, row, i, j: True,
+}
 
 
-def pq(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
-    return is_target(batch, row, i) and is_anchor(batch, row, j)
-
-
-def ww(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
-    return not wp(batch, row, i, j) and not pq(batch, row, i, j)
-
-
-def tq(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
-    return is_target(batch, row, i) and not is_anchor(batch, row, j)
-
-
-def from_first(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
-    return j == batch.attention_mask[row].tolist().index(True)
-
-
-def every(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
-    return True
-
-
-@pytest.mark.parametrize(
-    "rule", [wp, pq, ww, tq, from_first, every], ids=lambda rule: rule.__name__
-)
-def test_edges_equal_their_definition(batch: al.PromptBatch, rule: Rule) -> None:
-    result = getattr(edges, rule.__name__)(batch)
+@pytest.mark.parametrize("name", RULES)
+def test_edges_equal_their_definition(batch: al.PromptBatch, name: str) -> None:
+    result = getattr(edges, name)(batch)
     assert result.dtype == torch.bool
-    assert torch.equal(result, edges_by_loop(batch, rule))
+    assert torch.equal(result, edges_by_loop(batch, RULES[name]))
     assert result.any((1, 2)).all()
 
 
