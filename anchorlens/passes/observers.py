@@ -334,7 +334,6 @@ class AtObserver(Observer):
     ) -> None:
         super().__init__(layers, read, owner, batch, columns)
         self._read, self._length = read, batch.tokens.shape[1]
-        self._of_layers: dict[int, Tensor] = {}
         self._rows: dict[torch.device, Tensor] = {}
         self._places: dict[Any, _Places | None] = {}  # the same for all layers of a device
         self._dtypes: set[torch.dtype] = set()
@@ -362,6 +361,9 @@ class AtObserver(Observer):
             layers.operands(owner)
         elif not read.needs and layers.model is not None:
             layers.require_alike(read.what, owner)
+
+    def begin(self, read: At) -> None:
+        self._of_layers: dict[int, Tensor] = {}
 
     def _add_heads(self, layer: int, heads: Tensor) -> None:
         self._add_states(layer, heads.transpose(1, 2))

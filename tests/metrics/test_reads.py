@@ -233,7 +233,7 @@ OF_PATTERNS: dict[str, Case] = {
 }
 
 
-@pytest.mark.slow("many passes")
+@pytest.mark.quick_cases("many passes", "gpt2-anywhere")
 @pytest.mark.parametrize(
     ("cases", "shares", "fuses"),
     [(ANYWHERE, True, True), (UNSHARED, False, True), (OF_PATTERNS, False, False)],
