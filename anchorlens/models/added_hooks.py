@@ -65,8 +65,7 @@ def added_hooks(
 def _points_of(points: Any, name: Any) -> list[Any]:
     """The hook points of a name, or those that a function of the name selects, each once."""
     if callable(name):
-        selected = {id(point): point for other, point in points.items() if name(other)}
-        return list(selected.values())
+        return [*{id(point): point for other, point in points.items() if name(other)}.values()]
     if name not in points:
         raise HookError(f"the model has no hook point {name!r}; see model.hook_dict")
     return [points[name]]

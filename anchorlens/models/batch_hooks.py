@@ -47,21 +47,6 @@ class BatchHook:
 
 # TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
 @dataclass(frozen=True, eq=False, repr=False)
-class TargetHook(BatchHook):
-    """A hook that acts on the target's rows alone, so that it does nothing in the tokens before.
-
-    Attributes:
-        act: The hook.
-    """
-
-    act: HookFunction
-    tokens: Int[Tensor, "batch position"]
-
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        return self.act(tensor, hook=hook)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class WholeHook(BatchHook):
     """A hook for passes over whole prompts alone, such as one that replaces a pattern.
 
@@ -74,6 +59,10 @@ class WholeHook(BatchHook):
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         return self.act(tensor, hook=hook)
+
+
+class TargetHook(WholeHook):
+    """A hook that acts on the target's rows alone, so that it does nothing in the tokens before."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

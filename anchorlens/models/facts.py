@@ -11,7 +11,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -57,13 +57,14 @@ def hooks_on_operands(
     In every way of running a layer these are the same, (batch, head, position, d_head).
     """
 
-    def hook_of(layer: int, operands: Operands) -> tuple[str, Callable[..., None]]:
-        def act(tensor: Tensor, hook: Any) -> None:
-            use(layer, operands.multiplied(tensor, hook, of_keys=of_keys))
+    def act(layer: int, operands: Operands, tensor: Tensor, hook: Any) -> None:
+        use(layer, operands.multiplied(tensor, hook, of_keys=of_keys))
 
-        return operands.key if of_keys else operands.query, act
-
-    return [hook_of(layer, each) for layer, each in enumerate(of_layers) if each is not None]
+    return [
+        (each.key if of_keys else each.query, partial(act, layer, each))
+        for layer, each in enumerate(of_layers)
+        if each is not None
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +111,6 @@ def keep_facts(model: Any, facts: Facts | None) -> None:
         _known[model] = facts
 
 
-def are_as_found(model: Any) -> bool:
-    """Whether the model was prepared, and is what it was then."""
-    return model in _known and _known[model].state == state_of(model)
-
-
 def state_of(model: Any) -> tuple[Any, ...]:
     """On what facts depend, and what may change: the type, the device and the modules."""
     parameter = next(iter(model.parameters()))
@@ -132,20 +128,18 @@ def take_over(model: Any, other: Any) -> None:
 
 def fact(find: Callable[[Any], _T]) -> Callable[[Any], _T]:
     """A function of the architecture of a prepared model, which runs once for each model."""
-    return _once(find, lambda facts: facts.found)
+    return _once(find, "found")
 
 
 def own_fact(find: Callable[[Any], _T]) -> Callable[[Any], _T]:
     """The same for what holds modules of the model, so that no other model can take it over."""
-    return _once(find, lambda facts: facts.parts)
+    return _once(find, "parts")
 
 
-def _once(
-    find: Callable[[Any], _T], kept_in: Callable[[Facts], dict[Any, Any]]
-) -> Callable[[Any], _T]:
+def _once(find: Callable[[Any], _T], kept_in: str) -> Callable[[Any], _T]:
     @wraps(find)
     def found(model: Any) -> _T:
-        known = kept_in(facts_of(model))
+        known = getattr(facts_of(model), kept_in)
         if found not in known:
             known[found] = find(model)
         result: _T = known[found]

@@ -5,7 +5,7 @@ raised, or, where a slower way remains, logged for those who look for it, and an
 """
 
 import sys
-from types import TracebackType
+from traceback import walk_tb
 
 from ..errors import AnchorlensError
 from ..system.warn import log_of
@@ -18,12 +18,8 @@ _TOOLS = {"beartype", "einops", "jaxtyping", "numpy", "torch"} | sys.stdlib_modu
 
 def origin_of(error: BaseException) -> str:
     """The package whose code raised an error: the last in the traceback that is no tool."""
-    packages = list[str]()
-    traceback: TracebackType | None = error.__traceback__
-    while traceback is not None:
-        module = str(traceback.tb_frame.f_globals.get("__name__", ""))
-        packages.append(module.partition(".")[0])
-        traceback = traceback.tb_next
+    modules = [each.f_globals.get("__name__", "") for each, _ in walk_tb(error.__traceback__)]
+    packages = [str(module).partition(".")[0] for module in modules]
     return next((name for name in reversed(packages) if name not in _TOOLS), "")
 
 

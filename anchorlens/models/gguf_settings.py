@@ -4,12 +4,17 @@ The keys are llama.cpp's, and mean what it computes. transformers reads the size
 keys and each tensor that it does not know, and silently takes the settings of its own class.
 """
 
+import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from threading import RLock
 from typing import Any
 
+import numpy as np
+
 from ..errors import ModelError
+from ..system.put_back import as_found, put_back, safe_context
 from ..system.warn import warn_user
 
 _CURE = "give the transformers model that it was made of (its name on the hub, or its folder)"
@@ -74,6 +79,34 @@ _READ_OF_TOKENIZER = re.compile(
     r"tokenizer\.(ggml\.(model|pre|tokens|token_type|scores|merges|add_(bos|eos)_token|\w+_token_id"
     r"|add_space_prefix)|chat_template(s|\..+)?|huggingface\.json)"
 )
+_lock = RLock()  # the class that is replaced belongs to the process, so that a second thread waits
+
+
+@safe_context
+def parsed_once(name: str) -> Iterator[None]:
+    """Inside, all readers of a .gguf file are one, and all tables of its names for tensors.
+
+    transformers makes a reader each for the configuration, the tokenizer and the weights, and each
+    would parse a vocabulary entry by entry; and a table with all layers for each of its modules.
+    Both take most of the time.
+    """
+    if not name.endswith(".gguf"):
+        yield
+        return
+    import gguf
+
+    with _lock:
+
+        class Reader(gguf.GGUFReader):
+            # Slices of a plain array take half as long as those of a memmap.
+            def __setattr__(self, name: str, value: Any) -> None:
+                super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
+        names = ("GGUFReader", "get_tensor_name_map")
+        with put_back(as_found(*((vars(gguf), name) for name in names))):
+            gguf.GGUFReader = functools.cache(Reader)  # type: ignore[assignment,misc]
+            gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+            yield
 
 
 def refuse_part(file: str, count: int) -> None:
@@ -179,7 +212,6 @@ def _set_gemma(name: str, left: dict[str, Any], options: dict[str, Any], size: i
 def _set_rotations(
     name: str, left: dict[str, Any], options: dict[str, Any], size: int, context: int
 ) -> None:
-    """Set the rotations of heads of this size."""
     rope = {"rope_type": "default", "rope_theta": left.pop("rope.freq_base", 10000.0)}
     rotated = left.get("rope.dimension_count", size)
     if name in ("nemotron", "phi3", "stablelm"):
@@ -241,11 +273,8 @@ def set_gguf_tokenizer(tokenizer: Any, file: str) -> None:
 
     reader, value = _opened(file)
     backend = tokenizer.backend_tokenizer
-    refused = [
-        key
-        for key in reader.fields
-        if key.startswith("tokenizer.") and not _READ_OF_TOKENIZER.fullmatch(key) and value(key)
-    ]
+    unread = [key for key in reader.fields if not _READ_OF_TOKENIZER.fullmatch(key)]
+    refused = [key for key in unread if key.startswith("tokenizer.") and value(key)]
     pre, kind = value("tokenizer.ggml.pre", "default"), value("tokenizer.ggml.model")
     if kind != "gpt2":  # texts are not cut into words
         cut, blank = backend.pre_tokenizer, value("tokenizer.ggml.add_space_prefix", True)
@@ -278,7 +307,7 @@ def set_gguf_tokenizer(tokenizer: Any, file: str) -> None:
 
 
 def _opened(file: str) -> tuple[Any, Callable[..., Any]]:
-    """The reader of a .gguf file (parsed_once.py makes it one), and the value of a key."""
+    """The reader of a .gguf file (``parsed_once`` makes it one), and the value of a key."""
     import gguf
 
     reader = gguf.GGUFReader(file)

@@ -5,7 +5,7 @@ multiples of 0.125. The state before the unembedding is rounded too, but its pro
 What the model does to logits afterwards (a scale, a soft cap) is in float32 then, too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..system.put_back import safe_context
+from ..system.put_back import SafeContext
 from .facts import fact
 from .hooked import HookedModel, dtype_of, is_of_low_precision
 from .kinds import head_of
@@ -61,12 +61,10 @@ def _in_float32(head: Any, resid: Float[Tensor, "*rows d_model"]) -> Float[Tenso
     return logits if bias is None else logits + bias.float()
 
 
-@safe_context
-def head_in_float32(model: HookedModel) -> Iterator[None]:
+def head_in_float32(model: HookedModel) -> SafeContext[None]:
     """Inside, the hooked model computes its logits in float32, if it does not and can."""
     is_low = precision_of_logits(model) == FLOAT32
-    with _replaced([head for head in [head_of(model)] if is_low and _is_plain(head)]):
-        yield
+    return _replaced([head for head in [head_of(model)] if is_low and _is_plain(head)])
 
 
 def forward_of_head(model: HookedModel) -> Callable[[Any, Tensor], Any]:
@@ -94,7 +92,7 @@ def precision_of_logits(model: HookedModel) -> str:
     return FLOAT32
 
 
-def _replaced(heads: list[Any]) -> Any:
+def _replaced(heads: list[Any]) -> SafeContext[None]:
     name = "_old_forward" if any("_old_forward" in vars(head) for head in heads) else "forward"
     return replaced_methods(heads, name, lambda _, head: partial(_hooked, head))
 

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError, ModelError
+from ..system.devices import wide
 from .facts import fact
 from .hooked import Hook, HookedModel, hooks_by_layer, pattern_name, values_name, z_name
 from .kinds import cached_heads
@@ -22,11 +23,8 @@ from .tiny_pass import LEAF, logits_of, relative_difference, small_loss, tiny_pa
 def of_one_width(of_layers: Iterable[Tensor]) -> list[Tensor]:
     """Layers may have heads of different widths. Zeros change neither products nor lengths."""
     layers = list(of_layers)
-    widest, pad = max(values.shape[-1] for values in layers), torch.nn.functional.pad
-    return [
-        pad(each, (0, widest - each.shape[-1])) if each.shape[-1] < widest else each
-        for each in layers
-    ]
+    widest = max(values.shape[-1] for values in layers)
+    return [torch.nn.functional.pad(each, (0, widest - each.shape[-1])) for each in layers]
 
 
 def separate_heads(z: Tensor, n_heads: int) -> Float[Tensor, "batch query head d_head"]:
@@ -83,10 +81,9 @@ def transformed_values(
     model: Any, layer: int, values: Float[Tensor, "batch key _ d_head"]
 ) -> Float[Tensor, "batch head key d_model"]:
     """``f_h(x_j) = (x_j W_V + b_V)_h W_O^h`` of each head and key, in float32 or wider."""
-    wide = torch.promote_types(values.dtype, torch.float32)
-    of_heads = values[:, :, cached_heads(model, values.shape[2]).to(values.device)]
-    output = model.blocks[layer].attn.W_O.detach()
-    return torch.einsum("bkhd,hdm->bhkm", of_heads.to(wide), output.to(wide))
+    of_heads = wide(values[:, :, cached_heads(model, values.shape[2]).to(values.device)])
+    output = model.blocks[layer].attn.W_O.detach().to(of_heads.dtype)
+    return torch.einsum("bkhd,hdm->bhkm", of_heads, output)
 
 
 def require_transformed_values(model: HookedModel) -> None:
@@ -125,17 +122,12 @@ def layers_with_other_outputs(model: Any) -> dict[int, str]:
     ]
     points = model.hook_dict  # made anew at each access
     known = [hook for hook in hooks if hook[0] in points]
-    attentions = [
-        (block.attn, partial(_append, of_layer))
-        for block, of_layer in zip(model.blocks, outputs, strict=True)
-    ]
+    pairs = zip(model.blocks, outputs, strict=True)
+    attentions = [(block.attn, partial(_append, of_layer)) for block, of_layer in pairs]
     with tiny_passes(model, known, attentions):
         logits_of(model, tiny_tokens(model))
-    reasons = {
-        layer: _reason(model, layer, patterns.get(layer), values.get(layer), of_layer)
-        for layer, of_layer in enumerate(outputs)
-    }
-    return {layer: reason for layer, reason in reasons.items() if reason}
+    reasons = [_reason(model, n, patterns.get(n), values.get(n), x) for n, x in enumerate(outputs)]
+    return {layer: reason for layer, reason in enumerate(reasons) if reason}
 
 
 def _append(outputs: list[Tensor], attention: Any, inputs: Any, output: Any) -> None:

@@ -1,6 +1,7 @@
 """The hooked model as this package uses it: hook points, layers, checks of models and hooks."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import index
 from typing import Any, Protocol, runtime_checkable
 
@@ -127,13 +128,10 @@ def hooks_by_layer(
 ) -> list[Hook]:
     """A hook for every layer that passes the layer's number and tensor to ``observe``."""
 
-    def hook_of(layer: int) -> Hook:
-        def observe_layer(tensor: Tensor, hook: Any) -> None:
-            observe(layer, tensor)
+    def act(layer: int, tensor: Tensor, hook: Any) -> None:
+        observe(layer, tensor)
 
-        return name(layer), observe_layer
-
-    return [hook_of(layer) for layer in range(model.cfg.n_layers)]
+    return [(name(layer), partial(act, layer)) for layer in range(model.cfg.n_layers)]
 
 
 def vocabulary_of(model: HookedModel) -> int:

@@ -14,7 +14,7 @@ that an architecture does is found by tiny passes, or stands in a table here.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,16 @@ def is_bridge(model: Any) -> bool:
 def config_of(model: Any) -> Any:
     """The configuration of transformers; None for models that TransformerLens computes itself."""
     return getattr(original_of(model), "config", None)
+
+
+def configs_of(config: Any) -> Iterator[Any]:
+    """A configuration of transformers, and those inside it."""
+    if config is None:
+        return
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "model_type") and hasattr(value, "to_dict"):
+            yield from configs_of(value)
 
 
 def head_of(model: Any) -> Any:
@@ -126,8 +136,16 @@ def inputs_with_cache(
     to.
     """
     if not is_bridge(model):
-        cache = _cache_of_lens(model, len(mask), pairs, before)
-        return {"past_kv_cache": cache, "attention_mask": mask.long()}, cache
+        from transformer_lens import TransformerLensKeyValueCache
+
+        device = next(iter(model.parameters())).device
+        of_lens = TransformerLensKeyValueCache.init_cache(model.cfg, device, len(mask))
+        for layer, (key, value) in enumerate(pairs):
+            of_lens[layer].past_keys = key.transpose(1, 2)
+            of_lens[layer].past_values = value.transpose(1, 2)
+        earlier = of_lens.previous_attention_mask
+        of_lens.previous_attention_mask = before.expand(len(mask), -1).to(earlier)
+        return {"past_kv_cache": of_lens, "attention_mask": mask.long()}, of_lens
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -140,25 +158,9 @@ def inputs_with_cache(
     return inputs, cache
 
 
-def _cache_of_lens(
-    model: Any, size: int, pairs: Sequence[Pair], mask: Bool[Tensor, "_ position"]
-) -> Any:
-    from transformer_lens import TransformerLensKeyValueCache
-
-    device = next(iter(model.parameters())).device
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, device, size)
-    for layer, (key, value) in enumerate(pairs):
-        cache[layer].past_keys = key.transpose(1, 2)
-        cache[layer].past_values = value.transpose(1, 2)
-    cache.previous_attention_mask = mask.expand(size, -1).to(cache.previous_attention_mask)
-    return cache
-
-
 def pairs_in(cache: Any) -> list[Pair]:
     """The keys and values of each entry of a cache, with their graph."""
     if hasattr(cache, "layers"):
         return [(entry.keys, entry.values) for entry in cache.layers]
-    return [
-        (entry.past_keys.transpose(1, 2), entry.past_values.transpose(1, 2))
-        for entry in cache.entries
-    ]
+    pairs = ((entry.past_keys, entry.past_values) for entry in cache.entries)
+    return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in pairs]

@@ -83,7 +83,6 @@ class KeyValues:
         return self.attention_mask.shape[1]
 
     def __repr__(self) -> str:
-        """One line without tensors."""
         return f"KeyValues(entry {len(self.keys)}, position {len(self)}, bytes {self.size})"
 
     @property
@@ -94,13 +93,8 @@ class KeyValues:
     def before(self, position: int) -> "KeyValues":
         """The columns before a position alone; all of them if there are fewer."""
         mask = self.attention_mask[:, :position]
-        return KeyValues(
-            keys=tuple(key[:, :, :position] for key in self.keys),
-            values=tuple(value[:, :, :position] for value in self.values),
-            attention_mask=mask,
-            next_position=mask.sum(1),
-            text_length=self.text_length,
-        )
+        keys, values = ([x[:, :, :position] for x in each] for each in (self.keys, self.values))
+        return KeyValues((*keys,), (*values,), mask, mask.sum(1), self.text_length)
 
     def columns(self, selected: Bool[Tensor, " position"]) -> "KeyValues":
         """The selected columns alone, as computed with the other columns."""
@@ -113,16 +107,14 @@ class KeyValues:
 
     def beside(self, model: Any) -> "KeyValues":
         """Each entry on the device of its layer, as a stored one was on the CPU."""
-        of_layers = devices_of_layers(model)
+        of_layers, first = devices_of_layers(model), device_of(model)
         devices = [of_layers[layer] for layer in layers_of_entries(model)]
         if all(key.device == device for key, device in zip(self.keys, devices, strict=True)):
             return self
-        keys, values = zip(self.keys, devices, strict=True), zip(self.values, devices, strict=True)
-        first = device_of(model)
         return replace(
             self,
-            keys=tuple(key.to(device) for key, device in keys),
-            values=tuple(value.to(device) for value, device in values),
+            keys=tuple(map(Tensor.to, self.keys, devices)),
+            values=tuple(map(Tensor.to, self.values, devices)),
             attention_mask=self.attention_mask.to(first),
             next_position=self.next_position.to(first),
             graph=None,

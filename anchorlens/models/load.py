@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..system.arguments import checked
 from ..system.put_back import each_call_inside, put_back
 from ..system.torch_state import gradient_mode, own_random_state
-from .facts import Facts, Operands, are_as_found, keep_facts, known_facts, state_of
+from .facts import Facts, Operands, keep_facts, known_facts, state_of
 from .foreign_errors import in_a_line, is_own_mistake
 from .hooked import HookedModel, device_of, pattern_name, scores_name, why_not_hooked
-from .kinds import is_bridge, modules_of, original_of
+from .kinds import is_bridge, original_of
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
     implementations_of,
@@ -36,8 +36,7 @@ from .read_weights import (
     spread,
 )
 from .tiny_pass import logits_of, n_tokens_of, relative_difference, rounding_of, tiny_passes
-from .verify_cache import verify_cached_step, with_stored_heads
-from .verify_hooks import attends_to_later, verify_hooks
+from .verify_hooks import attends_to_later, verify_cached_step, verify_hooks, with_stored_heads
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -173,29 +172,24 @@ def prepare_model(model: Model) -> Model:
         raise ModelError(reason)
     _refuse_weights_elsewhere(model.cfg.model_name, model)
     _refuse_inference_tensors(model.cfg.model_name, model)
-    is_prepared = False
-    found = known_facts(model)
+    facts = known_facts(model)
 
-    def undo() -> None:
-        if is_prepared:
-            return
-        if found is None:
+    def keep_or_undo() -> None:
+        if facts is None:
             restore_model(model)
-        # Else it was prepared before, and to prepare it again changes no module.
-        keep_facts(model, found)
+        else:  # to prepare a model again changes no module
+            keep_facts(model, facts)
 
     with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
         try:
-            with put_back(undo):
+            with put_back(keep_or_undo):
                 operands = _wrap_and_verify(model)
                 keep_facts(model, None)  # the tiny passes of the cache know none
                 reason, entries = verify_cached_step(model)
                 if not reason:
                     operands = with_stored_heads(model, operands, entries)
                 facts = Facts(operands, reason, entries, state=state_of(model))
-                keep_facts(model, facts)
-                is_prepared = True
         except ModelError as error:
             restore_model(model)
             if attends_to_later(model):
@@ -264,7 +258,6 @@ def refuse_encoder_decoder(name: str, config: Any) -> None:
 
 
 def _refuse_other_sources(source: Any) -> None:
-    """Raise an error for what is neither a name nor a path."""
     if isinstance(source, str | os.PathLike):
         return
     if hasattr(source, "peft_config"):
@@ -276,9 +269,7 @@ def _refuse_other_sources(source: Any) -> None:
         cure = "pass model._orig_mod, the model before torch.compile"
     elif hasattr(source, "hook_dict"):
         cure = "it is a hooked model already: pass it to al.prepare_model"
-    elif isinstance(source, torch.nn.Module) and isinstance(
-        getattr(source, "module", None), torch.nn.Module
-    ):
+    elif isinstance(source, nn.Module) and isinstance(getattr(source, "module", None), nn.Module):
         cure = "pass model.module, the model that it wraps"
     else:
         cure = "use AutoModelForCausalLM of transformers to load one"
@@ -290,7 +281,8 @@ def _refuse_other_sources(source: Any) -> None:
 
 def ensure_prepared(model: HookedModel) -> None:
     """Prepare a model at its first use, and again if it is no longer what it was then."""
-    if not are_as_found(model):
+    facts = known_facts(model)
+    if facts is None or facts.state != state_of(model):
         prepare_model(model)
 
 
@@ -313,13 +305,9 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
     set_as_found = implementations_of(weights)
     try:
         weights.set_attn_implementation("eager")
-        return build_bridge_from_module(
-            weights,
-            determine_architecture_from_hf_config(config),
-            hf_config=config,
-            tokenizer=tokenizer,
-            model_name=name,
-        )
+        architecture = determine_architecture_from_hf_config(config)
+        options = {"hf_config": config, "tokenizer": tokenizer, "model_name": name}
+        return build_bridge_from_module(weights, architecture, **options)
     except Exception as error:  # an unknown architecture, or an adapter that does not fit
         set_as_found()
         if is_own_mistake(error):
@@ -345,13 +333,8 @@ def _refuse_weights_elsewhere(name: str, model: Any) -> None:
 
 
 def _refuse_inference_tensors(name: str, model: Any) -> None:
-    """Raise an error for tensors of an inference mode, through which no gradient can go."""
-    tensors = (
-        tensor
-        for module in modules_of(model)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    )
-    if any(tensor.is_inference() for tensor in tensors):
+    roots = [each for each in (model, original_of(model)) if each is not None]
+    if any(each.is_inference() for root in roots for each in (*root.parameters(), *root.buffers())):
         raise ModelError(
             f"{name} was made inside torch.inference_mode(), so that no gradient can go through "
             "its tensors; make it outside, or give a copy that is made outside: "
@@ -360,7 +343,6 @@ def _refuse_inference_tensors(name: str, model: Any) -> None:
 
 
 def _refuse_different_logits(name: str, expected: Tensor, model: Any, tokens: Tensor) -> None:
-    """Raise an error if a bridge computes other logits than the model that it wraps, or none."""
     with tiny_passes(model):
         computed = logits_of(model, tokens)
     if not (expected.isfinite().all() and computed.isfinite().all()):
@@ -395,14 +377,8 @@ def _refuse_missing_hooks(model: Any) -> None:
             f"the context of {name} is {model.cfg.n_ctx} tokens, and the check of its hooks takes "
             f"{n_tokens_of(model)}; make the model with a longer context"
         )
-    if device_of(model).type == "meta":
-        raise ModelError(f"{name} is on the device 'meta', whose tensors have no numbers")
-    missing = [
-        layer
-        for layer in range(model.cfg.n_layers)
-        if not {pattern_name(layer), scores_name(layer)} <= names
-    ]
-    if missing:
+    points = [{pattern_name(layer), scores_name(layer)} for layer in range(model.cfg.n_layers)]
+    if missing := [layer for layer, both in enumerate(points) if not both <= names]:
         raise ModelError(
             f"layers {missing} of {name} have no attention pattern to hook: TransformerLens has no "
             "hook points of scores and pattern there. They are layers of another kind, such as "
@@ -412,7 +388,6 @@ def _refuse_missing_hooks(model: Any) -> None:
 
 
 def _wrap_and_verify(model: Any) -> tuple[Operands | None, ...]:
-    """Wrap the modules that need it and verify the hooks; returns each layer's operands."""
     if any([wrap_attention(block.attn) for block in model.blocks]):
         use_eager_attention(model)
     faults, operands = verify_hooks(model)
@@ -424,10 +399,8 @@ def _wrap_and_verify(model: Any) -> tuple[Operands | None, ...]:
         if operands[layer] is None:
             unwrap(model.blocks[layer].attn)
     if faults:
-        reasons = "; ".join(
-            f"layers {[layer for layer in faults if faults[layer] == reason]}: {reason}"
-            for reason in dict.fromkeys(faults.values())
-        )
+        layers = {why: [n for n in faults if faults[n] == why] for why in faults.values()}
+        reasons = "; ".join(f"layers {layers[reason]}: {reason}" for reason in layers)
         raise ModelError(
             f"the attention of {model.cfg.model_name} cannot be hooked, so that every number "
             f"computed from it would be wrong. {reasons}"

@@ -6,7 +6,7 @@ be that of another input. What the model takes beside tokens and masks is given 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from ..errors import PromptError
 from ..prompts.batch import PromptBatch, all_on_cpu
 from ..system.package import installed_version
-from .hooked import HookedModel
-from .kinds import config_of, takes_argument
+from .hooked import HookedModel, dtype_of
+from .kinds import config_of, configs_of, takes_argument
 
 _LACKS = (
     "It came without the image, so that every number would be that of another input: build the "
@@ -100,16 +100,12 @@ def inputs_of_images(model: HookedModel, batch: PromptBatch) -> dict[str, Any]:
     if not batch.inputs:
         return {}
     check_media_tokens(model, batch)
-    dtype = next(iter(model.parameters())).dtype  # type: ignore[attr-defined]
-    inputs: dict[str, Any] = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in batch.forward_inputs.items()
-    }
+    given, dtype = batch.forward_inputs.items(), dtype_of(model)
+    inputs = {name: each.to(dtype) if each.is_floating_point() else each for name, each in given}
     return inputs | types_of_tokens(model, _is_image(media_tokens(model), batch))
 
 
 def _is_image(names: Mapping[int, str], batch: PromptBatch) -> Bool[Tensor, "batch position"]:
-    """Which tokens get the embeddings of an image."""
     of_images = [token for token, name in names.items() if _IMAGE.fullmatch(name)]
     tokens = torch.tensor(of_images, device=batch.tokens.device)
     return torch.isin(batch.tokens, tokens) & batch.attention_mask
@@ -148,13 +144,3 @@ def without_media_tokens(model: HookedModel, tokens: Int[Tensor, "*_"]) -> Int[T
             texts[token] -= 1
     moved = [texts.get(token, token) for token in tokens.flatten().tolist()]
     return torch.tensor(moved, device=tokens.device).view_as(tokens)
-
-
-def configs_of(config: Any) -> Iterator[Any]:
-    """A configuration of transformers, and those inside it."""
-    if config is None:
-        return
-    yield config
-    for value in vars(config).values():
-        if hasattr(value, "model_type") and hasattr(value, "to_dict"):
-            yield from configs_of(value)

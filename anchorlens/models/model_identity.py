@@ -40,10 +40,8 @@ def tokenizer_identity(tokenizer: Any) -> str:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # A call stores its options there, and every call sets them again.
     rules = {name: backend[name] for name in backend if name not in ("truncation", "padding")}
-    options = [
-        {name: value for name, value in own.items() if not _OF_FILES.search(name)}
-        for own in (vars(tokenizer), tokenizer.init_kwargs)
-    ]
+    both = (vars(tokenizer), tokenizer.init_kwargs)
+    options = [{name: own[name] for name in own if not _OF_FILES.search(name)} for own in both]
     everything = [type(tokenizer).__name__, options, rules]
     text = ADDRESS.sub("", json.dumps(everything, sort_keys=True, default=repr))
     return hashlib.sha256(text.encode()).hexdigest()

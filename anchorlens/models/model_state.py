@@ -38,13 +38,8 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
         # The modules are listed once, because a bridge has thousands; eval() would walk them again.
         modules = modules_of(model)
         training = [module for module in modules if module.training]
-        trained = [
-            parameter
-            for module in modules
-            for parameter in module.parameters(recurse=False)
-            if parameter.requires_grad
-        ]
-
+        parameters = (each for module in modules for each in module.parameters(recurse=False))
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         # Qwen's models keep there how far the images of a pass moved the positions.
         holders = [vars(module) for module in modules if "rope_deltas" in vars(module)]
         deltas_as_found = as_found(*((holder, "rope_deltas") for holder in holders))

@@ -16,7 +16,6 @@ it the cache under that name.
 import inspect
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,9 +24,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
-from ..system.put_back import put_back
+from ..system.put_back import as_found, put_back
 from ..system.torch_state import torch_modes
-from .kinds import config_of, original_of
+from .kinds import config_of, configs_of, original_of
 
 _SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
 _PRODUCT = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -50,9 +49,8 @@ def wrap_attention(attention: Any) -> bool:
 
 def wrap_operands(attention: Any) -> bool:
     """Replace ``forward`` to call the hook points of rotated operands; False where it need not."""
-    if not isinstance(attention, _bridge_class()) or not _has_rotary_points(attention):
-        return False
-    if "forward" in vars(attention):
+    has_points = isinstance(attention, _bridge_class()) and _has_rotary_points(attention)
+    if not has_points or "forward" in vars(attention):
         return False
     _replace_forward(attention, _run_rebuilt)
     return True
@@ -81,30 +79,16 @@ def implementations_of(original: Any) -> Callable[[], None]:
     from transformers import PreTrainedModel
 
     parts = [part.config for part in original.modules() if isinstance(part, PreTrainedModel)]
-    configs: dict[int, Any] = {}
-    while parts:
-        config = parts.pop(0)
-        configs.setdefault(id(config), config)
-        parts += [getattr(config, name, None) for name in config.sub_configs]
-        parts = [part for part in parts if part is not None and id(part) not in configs]
-    # Private in transformers, which has a public way to set it and none to read it.
-    found = [(config, config._attn_implementation) for config in configs.values()]
-
-    def restore() -> None:
-        # Outer ones first: setting one sets those inside it too.
-        for config, implementation in found:
-            config._attn_implementation = implementation
-
-    return restore
+    configs = {id(config): vars(config) for part in parts for config in configs_of(part)}
+    # Where the property lies: setting one sets those inside it too.
+    return as_found(*((held, "_attn_implementation_internal") for held in configs.values()))
 
 
 def unwrap_model(model: Any) -> None:
     """Undo this file's changes: every module's own ``forward``, and the former implementation."""
     for module in model.modules():
         unwrap(module)
-    if model in _fused:
-        _fused[model]()
-        del _fused[model]
+    _fused.pop(model, lambda: None)()
 
 
 def unwrap(attention: Any) -> None:
@@ -195,9 +179,8 @@ class _ThroughHooks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not (self.is_scores(func, args) or self.is_product(func, args)):
-            return func(*args, **kwargs)
-        if _modules_running() != self.depth:
+        is_ours = self.is_scores(func, args) or self.is_product(func, args)
+        if not is_ours or _modules_running() != self.depth:
             return func(*args, **kwargs)
         # PyTorch switches this mode off here, so that it ignores a softmax inside a hook.
         if func in _PRODUCT:
@@ -226,8 +209,7 @@ class _ThroughHooks(TorchFunctionMode):
 
 def _modules_running() -> int:
     """The number of modules that this thread is calling, one inside another."""
-    frame: FrameType | None = inspect.currentframe()
-    count = 0
+    frame, count = inspect.currentframe(), 0
     while frame is not None:
         count += frame.f_code is _MODULE_CALL
         frame = frame.f_back

@@ -73,8 +73,7 @@ def norms_after(model: HookedModel) -> dict[int, _Norm]:
             bias = bias.flatten(0, -2)[0]
             found[layer] = _Norm(number, bias, False)
             shifted = wide(module.forward(inputs[0] + clean.abs().max().to(inputs[0])))[0]
-            is_centred = relative_difference(shifted, normal) < _SAME
-            found[layer] = _Norm(number, bias, is_centred)
+            found[layer] = _Norm(number, bias, relative_difference(shifted, normal) < _SAME)
 
     of_modules = [(module, partial(compare, number)) for number, module in enumerate(modules)]
     with tiny_passes(model, [*map(scale, range(n_layers))], of_modules):
@@ -87,10 +86,8 @@ class FrozenNorms:
     """The norms that take the scale away as linear functions, each as it acts in one clean pass."""
 
     def __init__(self, model: HookedModel) -> None:
-        modules = modules_of(model)
-        self._norms = {
-            layer: (modules[norm.number], norm) for layer, norm in norms_after(model).items()
-        }
+        modules, found = modules_of(model), norms_after(model)
+        self._norms = {layer: (modules[norm.number], norm) for layer, norm in found.items()}
         self._factors: dict[int, Tensor] = {}
 
     def observers(self) -> list[ModuleHook]:

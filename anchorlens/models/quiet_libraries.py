@@ -93,8 +93,6 @@ def quiet_datasets() -> Iterator[None]:
 
 
 def _errors_only(*libraries: str) -> SafeContext[None]:
-    """Inside, the loggers of these libraries log errors only."""
-
     def use(levels: Mapping[logging.Logger, int]) -> None:
         for logger, level in levels.items():
             logger.setLevel(level)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,8 +14,13 @@ from ..errors import ModelError
 from ..system.files import kind_of, paths_in
 from ..system.processes import process_device
 from ..system.warn import warn_user
-from .gguf_settings import gguf_config, refuse_part, refuse_unread_tensors, set_gguf_tokenizer
-from .parsed_once import parsed_once
+from .gguf_settings import (
+    gguf_config,
+    parsed_once,
+    refuse_part,
+    refuse_unread_tensors,
+    set_gguf_tokenizer,
+)
 from .quiet_libraries import quiet_libraries, warnings_of_transformers
 from .unread_settings import check_settings
 
@@ -28,18 +33,11 @@ _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _NO_HUB = ". If no hub can be reached, give a local folder or a .gguf file (source=)"
 
 
-class ModelFiles(NamedTuple):
-    """What is known of a model without its weights: a configuration and a tokenizer."""
-
-    config: Any
-    tokenizer: Any
-
-
-def read_model_files(name: str) -> ModelFiles:
+def read_model_files(name: str) -> tuple[Any, Any]:
     """Configuration and tokenizer of a hub name, a folder or a .gguf file, without the weights."""
     with warnings_of_transformers(), _reading(name), parsed_once(name):
         source, options = _source(name)
-        return ModelFiles(_config_of(source, options), _tokenizer_of(source, options))
+        return _config_of(source, options), _tokenizer_of(source, options)
 
 
 def read_weights(
@@ -112,8 +110,8 @@ def read_tokenizer(tokenizer: Any) -> Any:
     if isinstance(tokenizer, str | Path):
         name = str(tokenizer)
         try:
-            is_file = name.endswith(".gguf")
-            source, options = _source(name) if is_file else (name, {"trust_remote_code": False})
+            options: dict[str, Any] = {"trust_remote_code": False}
+            source, options = _source(name) if name.endswith(".gguf") else (name, options)
             with warnings_of_transformers(), parsed_once(name):
                 return _tokenizer_of(source, options)
         except ModelError:
@@ -150,7 +148,6 @@ def _gguf_file(source: str, options: dict[str, Any]) -> str | None:
 
 
 def _tokenizer_of(source: str, options: dict[str, Any]) -> Any:
-    """The tokenizer of a hub name or a folder, or of the .gguf file that the options name."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
@@ -196,7 +193,6 @@ def refuse_revision(model: Any) -> None:
 
 
 def _refuse_folder_without_model(folder: Path) -> None:
-    """Raise an error that names what is in a folder instead of a model."""
     has_adapter = bool(kind_of(folder / "adapter_config.json", ModelError))
     if kind_of(folder / "config.json", ModelError):
         if has_adapter:
@@ -314,13 +310,10 @@ def spread(weights: Any, device_map: str | Places) -> Any:
     try:
         weights.tie_weights()
         if isinstance(device_map, str):
-            whole = weights._no_split_modules
-            memory = None
-            if device_map != "sequential":
-                low = device_map == "balanced_low_0"
-                options: dict[str, Any] = {"no_split_module_classes": whole, "low_zero": low}
-                memory = get_balanced_memory(weights, **options)
-            places = infer_auto_device_map(weights, memory, no_split_module_classes=whole)
+            whole: Any = {"no_split_module_classes": weights._no_split_modules}
+            is_even, low = device_map != "sequential", device_map == "balanced_low_0"
+            memory = get_balanced_memory(weights, low_zero=low, **whole) if is_even else None
+            places = infer_auto_device_map(weights, memory, **whole)
         else:
             places = dict(device_map)
         result = dispatch_model(weights, places)
@@ -355,12 +348,8 @@ def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> No
     # Tensors of layers, and of modules that the model has; others are heads of other tasks.
     modules = {name for name, _ in weights.named_modules()}
     modules |= {name.removeprefix(f"{weights.base_model_prefix}.") for name in modules}
-    unused = [
-        key
-        for key in report["unexpected_keys"]
-        if (_IN_A_LAYER.search(key) or key.rpartition(".")[0] in modules)
-        and not _COMPUTED.search(key)
-    ]
+    unused = [key for key in report["unexpected_keys"] if not _COMPUTED.search(key)]
+    unused = [k for k in unused if _IN_A_LAYER.search(k) or k.rpartition(".")[0] in modules]
     if unused:
         warn_user(
             f"the configuration of {name!r} ({type(weights).__name__}) has no use for all of its "
@@ -370,7 +359,6 @@ def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> No
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The number of tensors and the first three names, in order."""
     ordered = sorted(names)
     first = ", ".join(ordered[:3]) + (" and others" if len(ordered) > 3 else "")
     return (

@@ -65,7 +65,6 @@ def refuse_rotations_in_a_batch(model: Any, shortest: int, width: int) -> None:
 
 
 def _refuse_dynamic(model: Any, length: int) -> None:
-    """Raise an error for a text whose rotations depend on earlier passes."""
     limits = [limit for kind, limit in _kinds(model) if LAST_TEXT_ROTATES in kind]
     if limits and length >= min(limits):
         raise PromptError(

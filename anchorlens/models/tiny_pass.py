@@ -1,6 +1,7 @@
 """Passes of a model over a few tokens: one pass, one comparison, one message if it cannot run."""
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..errors import AnchorlensError, ModelError
 from ..prompts.batch import PromptBatch
-from ..system.put_back import put_back, safe_context
+from ..system.put_back import as_found, put_back, safe_context
 from ..system.torch_state import gradient_mode
 from .added_hooks import ModuleHook, added_hooks
 from .foreign_errors import in_a_line, is_own_mistake, origin_of
@@ -89,19 +90,11 @@ def shrunk_windows(model: Any) -> Iterator[None]:
     of_text = None if config is None else config.get_text_config()
     configs = [config, of_text, *(vars(module).get("config") for module in modules)]
     owners = {id(each): vars(each) for each in (*modules, *configs) if hasattr(each, "__dict__")}
-    found = [
-        (owner, name, owner[name])
-        for owner in owners.values()
-        for name in _WINDOWS
-        if type(owner.get(name)) in (int, float) and owner[name] > _SHRUNK
-    ]
-
-    def restore() -> None:
-        for owner, name, value in found:
-            owner[name] = value
-
-    with put_back(restore):
-        for owner, name, _ in found:
+    places = product(owners.values(), _WINDOWS)
+    numbers = [(owner, name) for owner, name in places if type(owner.get(name)) in (int, float)]
+    found = [(owner, name) for owner, name in numbers if owner[name] > _SHRUNK]
+    with put_back(as_found(*found)):
+        for owner, name in found:
             owner[name] = _SHRUNK
         yield
 

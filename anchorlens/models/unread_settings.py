@@ -10,8 +10,7 @@ from typing import Any
 from ..errors import ModelError
 from ..system.package import installed_version
 from ..system.warn import warn_user
-from .kinds import modules_of
-from .media_tokens import configs_of
+from .kinds import configs_of, modules_of
 
 # What programs note for training, texts, lengths and speed: it decides no number of a pass.
 _HARMLESS = re.compile(
@@ -29,9 +28,8 @@ def check_settings(name: str, weights: Any, stored: Mapping[str, Any]) -> None:
     """
     kinds = {type(each) for each in (*configs_of(weights.config), *modules_of(weights))}
     files = {base.__module__ for kind in kinds for base in kind.__mro__}
-    sources = [
-        inspect.getsource(sys.modules[f]) for f in files if f.startswith("transformers.models.")
-    ]
+    files = {each for each in files if each.startswith("transformers.models.")}
+    sources = [inspect.getsource(sys.modules[each]) for each in files]
     words = {word for source in sources for word in re.findall(r"\w+", source)}
     unread = [*_unread(weights.config, stored, words)]
     if wrong := [f"{key} (for {meant})" for key, _, meant in unread if meant]:

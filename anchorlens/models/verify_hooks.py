@@ -1,25 +1,43 @@
-"""Verify in one tiny pass which hook points act, and find those of queries and keys."""
+"""Verify in tiny passes which hook points act, and that a model continues from its cache.
+
+They also find the hook points of queries and keys, and which entry of the cache each layer reads.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
 from ..system.devices import wide
-from .facts import Operands
+from ..system.put_back import as_found, put_back
+from .facts import Operands, hooks_on_operands
 from .foreign_errors import is_own_mistake, reason_of_failure
-from .hooked import Hook, HookedModel, device_of, pattern_name, scores_name, vocabulary_of
-from .kinds import QUERY_AND_KEY
+from .hooked import (
+    Hook,
+    HookedModel,
+    device_of,
+    dtype_of,
+    hooks_by_layer,
+    pattern_name,
+    scores_name,
+    vocabulary_of,
+)
+from .kinds import QUERY_AND_KEY, name_of_cache, pairs_in
+from .kv_cache import KeyValues, inputs_after, keys_and_values, prefix_of
+from .native_attention import rename_cache
 from .tiny_pass import (
     LEAF,
+    TOKENS,
     logits_of,
     n_tokens_of,
     relative_difference,
     rounding_of,
+    shrunk_windows,
     small_loss,
     tiny_passes,
     tiny_tokens,
@@ -34,8 +52,6 @@ _CURE = (
 
 @dataclass
 class _Layer:
-    """What the pass observes in one layer."""
-
     calls: int = 0
     multiplied: Sequence[Tensor] = ()  # by the last product before the scores
     pattern: Tensor | None = None
@@ -193,11 +209,104 @@ def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
 def _no_backward(model: HookedModel, layers: list[_Layer], error: Exception) -> str:
     factors = [layer.factor for layer in layers]
     reached = [*(each is not None and each.grad is not None for each in factors), True].index(True)
-    where = f"between the attention of layer {reached - 1} and " + (
-        f"that of layer {reached}" if reached < len(layers) else "the logits"
-    )
+    after = f"that of layer {reached}" if reached < len(layers) else "the logits"
     return (
-        f"the backward pass of {model.cfg.model_name} fails {where} "
-        f"({str(error).partition(chr(10))[0]}); quantised weights often have no backward pass: "
-        "load the model unquantised (dtype=torch.bfloat16)"
+        f"the backward pass of {model.cfg.model_name} fails between the attention of layer "
+        f"{reached - 1} and {after} ({str(error).partition(chr(10))[0]}); quantised weights often "
+        "have no backward pass: load the model unquantised (dtype=torch.bfloat16)"
+    )
+
+
+def verify_cached_step(model: Any) -> tuple[str, tuple[int, ...]]:
+    """Make the cache act where only its name differs; see ``cached_step`` for what is returned."""
+    reason, entries = cached_step(model)
+    if reason and name_of_cache(model) == "cache":
+        undo = as_found(*((vars(block.attn), "forward") for block in model.blocks))
+        # The name is put back where the model does not continue from the cache either.
+        with put_back(lambda: undo() if reason else None):
+            for block in model.blocks:
+                rename_cache(block.attn)
+            reason, entries = cached_step(model)
+    return reason, entries
+
+
+def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:
+    """Why the last of a few tokens has other logits after a cache of the others; empty if not.
+
+    And the number of the cache entry that each layer reads, if it has the same logits.
+    """
+    tokens = tiny_tokens(model, min(TOKENS, model.cfg.n_ctx))
+    length, mask = tokens.shape[1], torch.ones_like(tokens, dtype=torch.bool)
+    try:
+        with tiny_passes(model), shrunk_windows(model):
+            inputs, cache = inputs_after(model, mask)
+            expected = model(tokens, **inputs)[:, -1].float()
+            before = prefix_of(cache, mask).before(length - 1)
+            inputs, cache = inputs_after(model, mask[:, -1:], before)
+            logits = model(tokens[:, -1:], **inputs)[:, -1].float()
+            keys_and_values(cache, length)
+        entries = _entries_read(model, tokens[:, -1:], mask[:, -1:], before)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a forward that knows no cache may raise anything
+        return reason_of_failure(error, "a cached step"), ()
+    difference = relative_difference(logits, expected)
+    if difference <= rounding_of(dtype_of(model)):
+        return "", entries
+    return (
+        "after cached tokens the model gives a token other logits than in the whole text (off by "
+        f"{difference:.1e} of the largest)"
+    ), ()
+
+
+def with_stored_heads(
+    model: HookedModel, operands: Sequence[Operands | None], entries: Sequence[int]
+) -> tuple[Operands | None, ...]:
+    """The operands with the key heads that are stored, where hook points have copies of these."""
+    keys: dict[int, Tensor] = {}
+    tokens = tiny_tokens(model)
+    with tiny_passes(model, hooks_on_operands(operands, keys.__setitem__, of_keys=True)):
+        inputs, cache = inputs_after(model, torch.ones_like(tokens, dtype=torch.bool))
+        model(tokens, **inputs)
+    stored, found = pairs_in(cache), list(operands)
+    for layer, heads in keys.items():
+        copies = heads.shape[1] // stored[entries[layer]][0].shape[1]
+        kept = heads[:, :: max(copies, 1)]
+        of_layer = operands[layer]
+        if of_layer and copies > 1 and torch.equal(kept.repeat_interleave(copies, 1), heads):
+            found[layer] = replace(of_layer, key_heads=kept.shape[1])
+    return tuple(found)
+
+
+def _entries_read(
+    model: HookedModel, token: Tensor, mask: Bool[Tensor, "1 1"], before: KeyValues
+) -> tuple[int, ...]:
+    """The number of the cache entry that each layer reads: its scores depend on the keys there.
+
+    The gradient is stopped before each block, so that what is left goes through keys that a layer
+    reads itself.
+    """
+    layers = range(model.cfg.n_layers)
+    if len(before.keys) == len(layers):
+        return tuple(layers)
+    scores: dict[int, Tensor] = {}
+    stopped: list[Hook] = [
+        (f"blocks.{layer}.hook_resid_pre", lambda resid, hook: resid.detach()) for layer in layers
+    ]
+    observers = hooks_by_layer(model, scores_name, scores.__setitem__)
+    copies: list[Tensor] = []
+    with tiny_passes(model, [*stopped, *observers], gradients=True):
+        inputs, _ = inputs_after(model, mask, before, copies)
+        model(token, **inputs)
+    keys = copies[: len(before.keys)]
+    entries = list[int]()
+    for score in [scores[layer].sum() for layer in layers if scores[layer].requires_grad]:
+        slopes = torch.autograd.grad(score, keys, allow_unused=True)
+        read = [n for n, slope in enumerate(slopes) if slope is not None and slope.any()]
+        entries += read if len(read) == 1 else []
+    if len(entries) == len(layers) and set(entries) == set(range(len(keys))):
+        return tuple(entries)
+    raise ModelError(
+        f"its cache has {len(keys)} entries for {len(layers)} layers, and which of them each layer "
+        "reads cannot be told"
     )

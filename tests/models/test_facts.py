@@ -10,7 +10,7 @@ from transformers import masking_utils
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.models import verify_cache
+from anchorlens.models import verify_hooks
 from anchorlens.models.facts import facts_of, known_facts
 from anchorlens.models.load import ensure_prepared
 from anchorlens.passes.shortcuts import why_not_shared
@@ -51,7 +51,7 @@ def test_a_cache_that_is_wrong_beyond_a_window_is_found(
     al.prepare_model(model)
     assert "other logits than in the whole text" in facts_of(model).why_no_cache
     assert why_not_shared(model).startswith("no run from a key-value cache (after")
-    monkeypatch.setattr(verify_cache, "shrunk_windows", nullcontext)
+    monkeypatch.setattr(verify_hooks, "shrunk_windows", nullcontext)
     al.prepare_model(model)  # the windows themselves are longer than a tiny pass
     assert not facts_of(model).why_no_cache
 

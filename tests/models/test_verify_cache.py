@@ -10,7 +10,7 @@ from anchorlens.errors import ModelError
 from anchorlens.models.facts import facts_of
 from anchorlens.models.kinds import name_of_cache
 from anchorlens.models.native_attention import _run_renamed
-from anchorlens.models.verify_cache import cached_step
+from anchorlens.models.verify_hooks import cached_step
 from tests.support.measures import hooks_on
 from tests.support.tiny_models import questions
 

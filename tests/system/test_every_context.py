@@ -24,7 +24,7 @@ from transformers import modeling_gguf_pytorch_utils as of_gguf
 from transformers.utils import logging as of_transformers
 
 from anchorlens.cli import output
-from anchorlens.models import parsed_once, quiet_libraries
+from anchorlens.models import gguf_settings, quiet_libraries
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes import forward
 from anchorlens.system import hidden_warnings, put_back, signals, steps, torch_state
@@ -82,7 +82,7 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], list[Any]]]
     "quiet_libraries": (quiet_libraries.quiet_libraries, [warnings, of_transformers]),
     "warnings_of_transformers": (quiet_libraries.warnings_of_transformers, []),
     "quiet_datasets": (quiet_libraries.quiet_datasets, []),
-    "parsed_once": (lambda: parsed_once.parsed_once("a.gguf"), []),
+    "parsed_once": (lambda: gguf_settings.parsed_once("a.gguf"), []),
     "signals_raise": (signals.signals_raise, [signal]),
     "lasting_streams": (output.lasting_streams, []),
     "gradient_mode": (lambda: torch_state.gradient_mode(True), [grad_mode]),
@@ -94,7 +94,7 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], list[Any]]]
     "step": (step_of_a_plan, []),
 }
 OURS = [
-    *(put_back, contextlib, hidden_warnings, parsed_once, quiet_libraries, signals, output),
+    *(put_back, contextlib, hidden_warnings, gguf_settings, quiet_libraries, signals, output),
     *(torch_state, forward, steps),
 ]
 
