@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum, EnumType
-from inspect import getattr_static
+from inspect import getattr_static, unwrap
 from operator import attrgetter
 from pathlib import Path
 from types import (
@@ -36,7 +36,7 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import Any, Generic, NamedTuple, Protocol, cast
+from typing import Any, Generic, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -113,8 +113,6 @@ def identity_of(value: Any, known: Known | None = None) -> Identity:
 
 
 class _Walk:
-    """One walk over the parts of a value."""
-
     def __init__(self, known: Known) -> None:
         self.sha = hashlib.sha256()  # of all parts so far
         self.unknown: list[str] = []  # what cannot be seen so far
@@ -241,7 +239,7 @@ class _Walk:
                 self._add_code(function.__code__, function)
                 self._code, self._name = outside
         else:
-            inner = _unwrapped(function)
+            inner = unwrap(function)
             options = *(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).items()
             self._write("options", repr([each for each in options if _is_plain(each)]))
 
@@ -303,17 +301,11 @@ class _Walk:
             members: Mapping[str, Any] = kind.__members__
             self._add_fields({"name": None, "value": None, **members})
             skipped = skipped | members.keys() | _OF_ENUM
-        self._add_fields(
-            {
-                name: part
-                for name, part in vars(kind).items()
-                if not isinstance(part, GetSetDescriptorType)
-                and (name not in skipped or isinstance(part, FunctionType))
-            }
-        )
+        own = {n: x for n, x in vars(kind).items() if not isinstance(x, GetSetDescriptorType)}
+        decides = {n: x for n, x in own.items() if n not in skipped or isinstance(x, FunctionType)}
+        self._add_fields(decides)
 
     def _add_object(self, value: Any, kind: type) -> None:
-        """An object by its class and all of its fields."""
         place = installed.place_of(kind)
         if place and not installed.is_known(place):
             return self._miss(f"a {_in_full(kind)}")
@@ -459,11 +451,9 @@ def _content(cell: Any) -> Any:
 
 
 def _global(function: FunctionType, name: str) -> Any:
-    """What a name of a function stands for."""
     if type(function.__globals__) is not dict:
         return _MISSING
-    of_python = cast("Any", function).__builtins__
-    return function.__globals__.get(name, of_python.get(name, _MISSING))
+    return function.__globals__.get(name, function.__builtins__.get(name, _MISSING))
 
 
 def _of_module(module: ModuleType, name: str) -> Any:
@@ -473,12 +463,6 @@ def _of_module(module: ModuleType, name: str) -> Any:
     if module in homes_of(installed.PACKAGE).values():
         return getattr(module, name, _MISSING)  # imported at first use
     return vars(module).get(name, _MISSING)
-
-
-def _unwrapped(function: Any) -> Any:
-    while "__wrapped__" in vars(function):
-        function = function.__wrapped__
-    return function
 
 
 def _is_plain(value: Any) -> bool:
@@ -497,10 +481,7 @@ def _fields_of(value: Any) -> dict[str, Any]:
         tables = {name: own[name] for name in vars(nn.Module()) if "hooks" in name}
         numbers = sorted({number for table in tables.values() for number in table})
         ranks = {number: rank for rank, number in enumerate(numbers)}
-        own |= {
-            name: {ranks[number]: hook for number, hook in table.items()}
-            for name, table in tables.items()
-        }
+        own |= {name: {ranks[n]: hook for n, hook in each.items()} for name, each in tables.items()}
     return own
 
 

@@ -5,7 +5,7 @@ there is one code for both.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -18,19 +18,13 @@ from torch import Tensor
 from ..errors import MetricError, NotFiniteError, PromptError
 from ..metrics.metric import Metric
 from ..metrics.question import Question
-from ..models.hooked import (
-    Hook,
-    HookedModel,
-    check_fits,
-    pattern_name,
-)
+from ..models.hooked import Hook, HookedModel, check_fits, pattern_name
 from ..passes.observers import Layers, needs_model
 from ..passes.provide import Observation, checked_reads
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.ties import noting_ties
 from ..results.bootstrap import with_intervals
 from ..results.population import check_resamples
-from ..results.record import Record
 from ..results.results import Results
 from ..system.arguments import checked
 from ..system.devices import holds_numbers, wide
@@ -109,22 +103,27 @@ def from_caches(
         layers = _layers_of(cache) if model is None else Layers.of(model)
         if model is None and not collected:
             _check(metrics, batches, None, layers)
-        known = cache if model is None else _with_aliases(cache, model)
+        if model is not None:  # a bridge stores each hook point under one of its names
+            aliases = {
+                alias + suffix: cache[point.name + suffix]
+                for alias, point in model.hook_dict.items()
+                for suffix in ("", _GRADIENT)
+                if point.name + suffix in cache
+            }
+            cache = aliases | cache
         moved = batch.to(logits.device)
-        collected.append(_contributions(metrics, moved, logits, known, layers, number))
+        collected.append(_contributions(metrics, moved, logits, cache, layers, number))
     contributions = joined(collected)
     order = order_of_queries(batches)
-    of_model = {} if model is None else {"model": str(model.cfg.model_name)}
-    source = {"source": "caches of passes that were given", "versions": versions()}
-    info = of_model | describe_prompts(batches) | source
+    info = {} if model is None else {"model": str(model.cfg.model_name)}
+    info |= describe_prompts(batches) | {"source": "caches of passes that were given"}
     sets, texts = cases_of(batches)
-    options: dict[str, Any] = {"sets": sets, "texts": texts, "resamples": resamples, "info": info}
-
-    def answered(metric: Question, found: Mapping[str, Tensor]) -> Record:
-        return with_intervals(metric.result, found, **options)
-
+    options: dict[str, Any] = {"sets": sets, "texts": texts, "resamples": resamples}
+    options["info"] = info | {"versions": versions()}
     in_order = {name: values[order] for name, values in contributions.items()}
-    return results_of(metrics, in_order, answered, {})
+    return results_of(
+        metrics, in_order, lambda each, found: with_intervals(each.result, found, **options), {}
+    )
 
 
 @checked
@@ -153,8 +152,7 @@ def names_filter(metrics: Sequence[Question], model: HookedModel, batch: PromptB
     names: dict[str, None] = {}
     for metric in metrics:
         observed = Observation.of(Layers.of(model), metric, batch)
-        hooks = [*observed.hooks, *observed.backward_hooks]
-        for name, _ in hooks:
+        for name, _ in [*observed.hooks, *observed.backward_hooks]:
             points = [name] if isinstance(name, str) else filter(name, model.hook_dict)
             names.update(dict.fromkeys(points))
     return list(names)
@@ -185,11 +183,6 @@ def cache_of_attentions(
         ['blocks.0.attn.hook_pattern', 'blocks.0.attn.hook_pattern_grad']
     """
     slopes = [] if gradients is None else [*gradients]
-    patterns = {
-        pattern_name(layer): pattern
-        for layer, pattern in enumerate(attentions)
-        if pattern is not None
-    }
     missing = [layer for layer, pattern in enumerate(attentions) if pattern is None]
     if missing or not attentions:
         raise MetricError(
@@ -198,6 +191,8 @@ def cache_of_attentions(
         )
     if gradients is not None and len(slopes) != len(attentions):
         raise MetricError(f"{len(attentions)} patterns, but {len(slopes)} gradients: one a layer")
+    there = [pattern for pattern in attentions if pattern is not None]  # that is all of them
+    patterns = {pattern_name(layer): pattern for layer, pattern in enumerate(there)}
     return patterns | {pattern_name(layer) + _GRADIENT: slope for layer, slope in enumerate(slopes)}
 
 
@@ -246,30 +241,17 @@ def _contributions(
     layers: Layers,
     number: int,
 ) -> dict[str, Tensor]:
-    """What each prompt contributes to each metric."""
     contributions: dict[str, Tensor] = {}
     for metric in metrics:
         with gradient_mode(False):
             observation = Observation.of(layers, metric, batch)
             _show(metric.name, observation.hooks, cache, "", batch, number)
             _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
-            seen = observation.seen(logits, None)
-            contribute = partial(metric.contributions, batch, seen)
+            contribute = partial(metric.contributions, batch, observation.seen(logits, None))
             of_metric, ties = noting_ties(contribute, len(batch))
-        of_metric |= ties
-        contributions |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
+        found = {**of_metric, **ties}
+        contributions |= {f"{metric.name}/{name}": values for name, values in found.items()}
     return contributions
-
-
-def _with_aliases(cache: Mapping[str, Tensor], model: HookedModel) -> dict[str, Tensor]:
-    """The cache also by the other names of its hook points: a bridge stores each under one."""
-    aliases = {
-        alias + suffix: cache[point.name + suffix]
-        for alias, point in model.hook_dict.items()
-        for suffix in ("", _GRADIENT)
-        if point.name + suffix in cache
-    }
-    return aliases | {**cache}
 
 
 def _check(
@@ -285,10 +267,9 @@ def _check(
 
 
 def _layers_of(cache: Mapping[str, Tensor]) -> Layers:
-    """The layers that a cache has."""
     layers = [int(found[1]) for name in cache if (found := _LAYER.match(name))]
     patterns = [cache[name] for name in cache if name.endswith("attn.hook_pattern")]
-    heads = patterns[0].shape[1] if patterns and patterns[0].ndim == 4 else 0
+    heads = patterns[0].shape[1] if patterns and patterns[0].ndim == 4 else 1
     return Layers(max(layers, default=0) + 1, heads)  # of an empty cache the first is missing
 
 
@@ -311,53 +292,45 @@ def _show(
     number: int,
 ) -> None:
     """Pass to each hook the tensor that it would have seen."""
+    names = [name for name in cache if not name.endswith(_GRADIENT)]
     for name, act in hooks:
-        points = [name] if isinstance(name, str) else _points(name, cache)
-        for point in points:
+        for point in [name] if isinstance(name, str) else filter(name, names):
             tensor = cache.get(point + suffix)
             _require_fit(tensor, cache.get(point), point + suffix, owner, batch, number)
             act(tensor.detach(), hook=SimpleNamespace(name=point))  # type: ignore[union-attr]
 
 
-def _points(chosen: Callable[[str], bool], cache: Mapping[str, Tensor]) -> list[str]:
-    return [name for name in cache if not name.endswith(_GRADIENT) and chosen(name)]
-
-
 def _require_fit(
     tensor: Any, forward: Any, name: str, owner: str, batch: PromptBatch, number: int
 ) -> None:
-    """Raise an error if a cache lacks a tensor, or has one of other prompts."""
     if not holds_numbers(tensor):
-        cure = (
-            "store gradients too (incl_bwd=True), or add them to the dict under this name"
-            if name.endswith(_GRADIENT)
-            else "store it: names_filter=al.caches.names_filter(metrics, model, batch)"
-        )
+        cure = "store it: names_filter=al.caches.names_filter(metrics, model, batch)"
+        if name.endswith(_GRADIENT):
+            cure = "store gradients too (incl_bwd=True), or add them to the dict under this name"
         raise MetricError(
             f"the cache of batch {number} has no {name!r}, which {owner} needs; {cure}"
         )
+    what, shape = f"{name!r} in the cache of batch {number}", tuple(tensor.shape)
     size, length = batch.tokens.shape
-    fits = tensor.ndim > 1 and tensor.shape[0] == size and length in tensor.shape[1:]
+    fits = shape[:1] == (size,) and length in shape[1:]
     if "hook_pattern" in name:
-        fits = tensor.ndim == 4 and (size, length, length) == (tensor.shape[0], *tensor.shape[2:])
+        fits = len(shape) == 4 and (shape[0], *shape[2:]) == (size, length, length)
     if not fits:
         raise PromptError(
-            f"{name!r} in the cache of batch {number} has the shape {tuple(tensor.shape)}, but the "
-            f"batch has {size} prompts of {length} positions; give each batch the cache of its own "
-            "pass over the same tokens, without a key-value cache and with its batch axis"
+            f"{what} has the shape {shape}, but the batch has {size} prompts of {length} "
+            "positions; give each batch the cache of its own pass over the same tokens, without a "
+            "key-value cache and with its batch axis"
         )
     # NaN is outside too.
     if name.endswith("hook_pattern") and not ((tensor >= 0) & (tensor <= 1.01)).all():
         raise PromptError(
-            f"{name!r} in the cache of batch {number} has values outside 0 to 1; a pattern is the "
-            "attention after the softmax, and not its scores"
+            f"{what} has values outside 0 to 1; a pattern is the attention after the softmax, and "
+            "not its scores"
         )
     if name.endswith(_GRADIENT) and not torch.stack(tensor.aminmax()).isfinite().all():
-        raise NotFiniteError(
-            f"{name!r} in the cache of batch {number} is NaN or infinite; run the model in float32"
-        )
+        raise NotFiniteError(f"{what} is NaN or infinite; run the model in float32")
     if name.endswith(_GRADIENT) and isinstance(forward, Tensor) and forward.shape != tensor.shape:
         raise PromptError(
-            f"{name!r} in the cache of batch {number} has the shape {tuple(tensor.shape)}, and the "
-            f"tensor itself {tuple(forward.shape)}; both must come from one pass"
+            f"{what} has the shape {shape}, and the tensor itself {tuple(forward.shape)}; both "
+            "must come from one pass"
         )

@@ -1,5 +1,6 @@
 """Checks of questions, hooks and losses before the model runs."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,7 +60,9 @@ def check_questions(
     first = batches[0].to(device_of(model))
     for question in questions:
         check_columns(question, batches, reads[question.name])
-        _check_observation(model, Observation.of(Layers.of(model), question, first))
+        observed = Observation.of(Layers.of(model), question, first)
+        named = (name for name, _ in (*observed.hooks, *observed.backward_hooks))
+        _check_points(model, {each: question.name for each in named if isinstance(each, str)})
     return reads
 
 
@@ -138,14 +141,12 @@ def check_edges_of_hooks(
     """Raise an error for hooks on edges that no prompt has."""
     has_edges: dict[tuple[int, Any], bool] = {}  # by the number of a hook, and its point
     for each in batches:
-        batch = each.to(device_of(model))
-        found: dict[int, bool] = {}  # by the set of edges, which hooks of several layers share
-        for number, (point, act) in enumerate(hooks(batch)):
+        has_some = functools.cache(EdgeSet.has_edges)  # hooks of several layers share a set
+        for number, (point, act) in enumerate(hooks(each.to(device_of(model)))):
             if isinstance(act, EdgeHook):
-                key = id(act.edges)
-                found[key] = found[key] if key in found else act.edges.has_edges()
-                has_edges[number, point] = has_edges.get((number, point), False) or found[key]
-    if empty := [point for (_, point), has_some in has_edges.items() if not has_some]:
+                had_some = has_edges.get((number, point), False)
+                has_edges[number, point] = had_some or has_some(act.edges)
+    if empty := [point for (_, point), is_found in has_edges.items() if not is_found]:
         raise HookError(
             f"nothing is cut or scaled at {empty[0]}: no prompt has an edge of these hooks; leave "
             "them out, or choose other edges (are queries and keys exchanged?)"
@@ -168,22 +169,13 @@ def possible(
         try:
             question.check(model, batches, changed=False)
             checked_reads(Layers.of(model), question, batches[0])
+            able.append(question)
         except (MetricError, ModelError) as error:
             errors[question.name] = error
-        else:
-            able.append(question)
     return able, errors
 
 
-def _check_observation(model: HookedModel, observation: Observation) -> None:
-    """Raise an error unless the model has the hook points of what a question reads."""
-    both = (observation.hooks, observation.backward_hooks)
-    points = [name for hooks in both for name, _ in hooks if isinstance(name, str)]
-    _check_points(model, dict.fromkeys(points, observation.question.name))
-
-
 def _check_points(model: HookedModel, users: Mapping[str, str]) -> None:
-    """Raise an error if a hook point does not exist; it names the question, or ``hooks``."""
     points = model.hook_dict if users else {}
     # One line of TransformerLens silently skips a name that does not exist.
     if unknown := [point for point in users if point not in points]:
@@ -200,8 +192,7 @@ def refuse_moved_hooks(
 
     They may act at positions of the batch as it was given.
     """
-    pairs = zip(given, batches, strict=True)
-    if any(_may_stay(before, batch, hooks) for before, batch in pairs):
+    if any(_may_stay(*pair, hooks) for pair in zip(given, batches, strict=True)):
         raise HookError(
             "prompts are run with their padding on the right, and these are padded on the left, so "
             "that hooks of your own could act at other positions than you mean; give "
@@ -220,10 +211,8 @@ def _may_stay(before: PromptBatch, batch: PromptBatch, hooks: HooksOfBatch) -> b
     of_edges = [act.edges for act in acting if isinstance(act, EdgeHook)]
     # Edges that follow their prompt are not where they were before.
     earlier = [act.edges for _, act in hooks(before) if isinstance(act, EdgeHook)]
-    pairs = {
-        (id(edges), id(old)): (edges, old) for edges, old in zip(of_edges, earlier, strict=True)
-    }
-    return any(_equal_in(moved, edges, old) for edges, old in pairs.values())
+    pairs = dict.fromkeys(zip(of_edges, earlier, strict=True))  # those of several layers once
+    return any(_equal_in(moved, *pair) for pair in pairs)
 
 
 def _equal_in(moved: Bool[Tensor, " batch"], edges: EdgeSet, old: EdgeSet) -> bool:

@@ -97,10 +97,9 @@ def fingerprint(
 def _acting(known: Known) -> list[tuple[str, Any]]:
     """What acts on the model or on all of torch without being given: nothing, as a rule."""
     tables = {**vars(modules_of_torch), **vars(optimizers_of_torch)}
+    hooks = {n: x for n, x in tables.items() if n.startswith("_global_") and isinstance(x, dict)}
     acting: list[tuple[str, Any]] = [
-        (name, [*table.values()])
-        for name, table in tables.items()
-        if name.startswith("_global_") and isinstance(table, dict) and table
+        (name, [*hooks[name].values()]) for name in hooks if hooks[name]
     ]
     # The default device is one, which is told with the precision.
     modes = _get_current_function_mode_stack()
@@ -185,11 +184,8 @@ def in_words(value: Any) -> str:
 
 
 def _precision(devices: set[str]) -> str:
-    """Settings of the process that change the precision of computations."""
-    automatic = [
-        f"autocast {torch.get_autocast_dtype(device)}"
-        for device in sorted(devices)
-        if device != "meta" and torch.is_autocast_enabled(device)
-    ]
+    computing = sorted(devices - {"meta"})
+    enabled = [device for device in computing if torch.is_autocast_enabled(device)]
+    automatic = [f"autocast {torch.get_autocast_dtype(device)}" for device in enabled]
     made = f"new tensors {torch.get_default_dtype()} on {torch.get_default_device()}"
     return ", ".join([f"matmul {torch.get_float32_matmul_precision()}", made, *automatic])

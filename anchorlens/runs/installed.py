@@ -54,10 +54,8 @@ _PURE = {
     )
 }
 # Where torch has its other functions in C.
-_IN_C = {
-    each.__module__
-    for each in (nn.functional.gelu, torch.linalg.det, torch.special.entr, torch.fft.fft)
-}
+_FROM_C = (nn.functional.gelu, torch.linalg.det, torch.special.entr, torch.fft.fft)
+_IN_C = {each.__module__ for each in _FROM_C}
 # The packages whose functions may be known, and where all others are that somebody installed.
 _PACKAGES = {
     name: os.path.join(os.path.realpath(folder), "")
@@ -222,10 +220,13 @@ def _changed_of(owner: Any) -> Iterator[tuple[str, Any]]:
         return
     for name in (first.keys() | now.keys()) - _OF_CLASS:
         value, before = now.get(name, "deleted"), first.get(name)
+        # Of a module only names in capitals: all else may be its state.
+        is_constant = isinstance(value, property | int | float | str | tuple | None)
+        is_constant &= name.isupper() or not isinstance(owner, ModuleType)
         if name not in first:
             if not _is_installed(value, name):
                 yield name, value
-        elif value is not before and (callable(value) or _is_constant(owner, name, value)):
+        elif value is not before and (callable(value) or is_constant):
             # A library may wrap a function of its own, as torch does with the step of optimizers.
             inner = [_function_of(before), *_around(before)]
             is_wrapped = any(each in inner for each in _around(value))
@@ -234,17 +235,10 @@ def _changed_of(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _first_of(owner: Any) -> dict[str, Any]:
-    """The members of a class or module as it was first seen, without those of the user."""
     if owner not in _first:
         members = list(vars(owner).items())
         _first[owner] = {name: value for name, value in members if _is_installed(value, name)}
     return _first[owner]
-
-
-def _is_constant(owner: Any, name: str, value: Any) -> bool:
-    """Whether this decides what the code of a module or class does, and is no state of it."""
-    is_plain = isinstance(value, property | int | float | str | tuple | None)
-    return is_plain and (name.isupper() or not isinstance(owner, ModuleType))
 
 
 def _function_of(member: Any) -> Any:
@@ -274,15 +268,10 @@ def _is_installed(member: Any, name: str = "") -> bool:
 @functools.lru_cache(1)
 def _owners(_: int) -> list[Any]:
     """What is compared with what was installed, as far as it is imported."""
-    modules = [
-        each for name, each in list(sys.modules.items()) if each and _WATCHED.fullmatch(name)
-    ]
-    classes = (
-        each
-        for module in modules
-        for each in list(vars(module).values())
-        if isinstance(each, type) and each.__module__ == module.__name__
-    )
+    imported = list(sys.modules.items())
+    modules = [module for name, module in imported if module and _WATCHED.fullmatch(name)]
+    held = ((module, each) for module in modules for each in list(vars(module).values()))
+    classes = (x for module, x in held if isinstance(x, type) and x.__module__ == module.__name__)
     others = (module for module in modules if not module.__name__.startswith(PACKAGE))
     return [*others, *dict.fromkeys(classes)]
 

@@ -91,7 +91,8 @@ def run(
         >>> results = al.run(model, batches, metrics, progress=False)
         >>> frame = results["saliency_flows"].to_frame()
     """
-    settings = {"loss": loss, "hooks": hooks, "gradient_checkpointing": gradient_checkpointing}
+    settings: dict[str, Any] = {"loss": loss, "hooks": hooks}
+    settings["gradient_checkpointing"] = gradient_checkpointing
     options: dict[str, Any] = {"folder": folder, "believe": believe, "progress": progress}
     study = Study(model, batches, settings, resamples=resamples, **options)
     with study.entered():
@@ -99,13 +100,7 @@ def run(
             raise MetricError(
                 "there is nothing to compute: give at least one metric or another question"
             )
-        passes = study.passes(
-            questions,
-            hooks=hooks,
-            loss=loss,
-            gradient_checkpointing=gradient_checkpointing,
-            share_prefix=share_prefix,
-        )
+        passes = study.passes(questions, share_prefix=share_prefix, **settings)
         return study.answers(passes, questions)
 
 
@@ -140,8 +135,5 @@ def target_logits(
     with study.entered():
         passes = study.passes(hooks=hooks)
         change = no_hooks if hooks is None else hooks
-
-        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            return {"logits": passes.logits(batch, change, "hooks").cpu()}
-
-        return study.collect(contributions_of)["logits"]
+        found = study.collect(lambda batch: {"logits": passes.logits(batch, change, "hooks").cpu()})
+        return found["logits"]

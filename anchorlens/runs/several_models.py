@@ -69,9 +69,8 @@ def sources_of(
     else:
         given = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
         named = [(Path(m).resolve().name if kind_of(m, ModelError) else m, m) for m in given]
-    if revisions is not None:
-        for _, model in named:
-            refuse_revision(model)
+    for _, model in named if revisions is not None else []:
+        refuse_revision(model)
     sources, count = dict[str, Callable[[], Any]](), 0
     for name, model in named:
         for revision in [None] if revisions is None else revisions:

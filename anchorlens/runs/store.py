@@ -15,13 +15,7 @@ from torch import Tensor
 from ..errors import StoreError
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
-from ..system.files import (
-    bytes_of,
-    kind_of,
-    paths_in,
-    remove_temporary_files,
-    write_atomically,
-)
+from ..system.files import bytes_of, kind_of, paths_in, remove_temporary_files, write_atomically
 from ..system.warn import warn_user
 from .identity import differences, told_apart
 
@@ -55,9 +49,8 @@ class Store:
 
     folder: Path
     run: dict[str, str]  # the fingerprint of the run to which the contributions belong
-    functions: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what computes each name, or CHANGED
+    # What computes each name, or CHANGED.
+    functions: Mapping[str, str] = field(default_factory=dict)
     believed: frozenset[str] = frozenset()  # the names of which what is stored is read
     believe: Collection[str] = ()  # names of what may differ
     differ: dict[str, str] = field(default_factory=dict)  # what does and is believed, in words
@@ -69,14 +62,12 @@ class Store:
         """The store in ``folder``; an error if it cannot be made, or holds another run."""
         store = cls(make_folder(folder), dict(expected), believe=believe)
         path = store.folder / "run.json"
-        run = _run_of(path)
-        if run is not None:
+        if (run := _run_of(path)) is not None:
             store._require_same(run, store.folder)
             return store
         # Without this file, the files of contributions tell to which run they belong.
         for path_of_rows in paths_in(store.folder, "rows-*.safetensors"):
-            stored = _read(path_of_rows)
-            if stored is not None:
+            if (stored := _read(path_of_rows)) is not None:
                 store._require_same(stored[0], path_of_rows)
         if _is_foreign(path):
             raise StoreError(f"{path} is not of anchorlens; use another folder for contributions")
@@ -98,12 +89,12 @@ class Store:
             run, functions, of_batch, contributions = stored
             self._require_same(run, path)
             if of_batch == number:
-                known = {name: functions.get(name, CHANGED) for name in self.believed}
-                usable = {name for name, function in known.items() if function != CHANGED}
+                usable = {n: each for n, each in functions.items() if n in self.believed}
+                usable = {name: each for name, each in usable.items() if each != CHANGED}
                 now = {name: self.functions[name] for name in usable}
-                differ = differences({name: known[name] for name in usable}, now, self.believe)
-                for name in (name for name, is_believed in differ.items() if not is_believed):
-                    raise StoreError(self._of_another(path, name, known[name]))
+                for name, is_believed in differences(usable, now, self.believe).items():
+                    if not is_believed:
+                        raise StoreError(self._of_another(path, name, usable[name]))
                 return {
                     name: values
                     for name, values in contributions.items()
@@ -124,8 +115,7 @@ class Store:
         Those of other batches stay if this raises an error.
         """
         path = self._path(number)
-        kind = kind_of(path)
-        if kind == "folder":
+        if (kind := kind_of(path)) == "folder":
             with suppress(OSError):  # if it is not empty, the error below names it
                 path.rmdir()
         new = set(map(name_of_question, contributions))
@@ -184,9 +174,8 @@ def forget_run(folder: str | Path) -> None:
         >>> results = al.run(model, batches, [al.Accuracy()], folder=stored, progress=False)
     """
     for path in paths_in(folder):
-        if not _FILES.fullmatch(path.name) or kind_of(path) != "file":
-            continue
-        if path.name != "run.json" or not _is_foreign(path):
+        is_ours = _FILES.fullmatch(path.name) and kind_of(path) == "file"
+        if is_ours and (path.name != "run.json" or not _is_foreign(path)):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
