@@ -564,6 +564,8 @@ OBJECTS = {
     "a flag for a number": "value = <1|True>",
     "a text for a number": "value = <1|'1'>",
     "the order of a list": "value = <[1, 2]|[2, 1]>",
+    "the order of methods": "value = lambda x: <x.exp().sin()|x.sin().exp()>",
+    "the order of variables": "def value(x):\n y, z = x, x * 2\n return <y - z|z - y>",
     "a list for a tuple": "value = <[1, 2]|(1, 2)>",
     "a weight of a module": "torch.manual_seed(int(N * 2))\nvalue = nn.Linear(2, 2)",
     "the handler of an error": (
@@ -597,6 +599,7 @@ SEEN = {
     *("a decorator of torch", "an inherited method", "a bound method", "a property"),
     *("a subclass with the name of its parent", "the optimizer in a lambda"),
     *("the type of a number", "a flag for a number", "a text for a number"),
+    *("the order of methods", "the order of variables"),
     *("the order of a list", "a list for a tuple", "a weight of a module"),
     "the handler of an error",
 }
