@@ -36,7 +36,7 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -453,7 +453,8 @@ def _content(cell: Any) -> Any:
 def _global(function: FunctionType, name: str) -> Any:
     if type(function.__globals__) is not dict:
         return _MISSING
-    return function.__globals__.get(name, function.__builtins__.get(name, _MISSING))
+    of_python = cast("Any", function).__builtins__
+    return function.__globals__.get(name, of_python.get(name, _MISSING))
 
 
 def _of_module(module: ModuleType, name: str) -> Any:
