@@ -112,6 +112,7 @@ def test_patterns_sum_to_1_and_colours_reach_1_in_each_layer(page: Any) -> None:
     assert (names["saliency"].sum(1) >= heads_summed - 1e-6).all()
 
 
+@pytest.mark.slow("a whole page runs")
 def test_arrow_holds_every_number_of_the_records(page: Any) -> None:
     read = parquet.read_table(page.folder / "results.parquet").to_pandas()
     for name, record in page.names["results"].items():
@@ -122,6 +123,7 @@ def test_arrow_holds_every_number_of_the_records(page: Any) -> None:
     assert labels == {"wp", "pq", "ww"}
 
 
+@pytest.mark.slow("a whole page runs")
 def test_weights_and_biases_gets_figures_tables_and_the_report(page: Any) -> None:
     calls = page.stage.log.call_args_list
     logged = {key: value for call in calls for key, value in call.args[0].items()}

@@ -233,11 +233,16 @@ OF_PATTERNS: dict[str, Case] = {
 }
 
 
-@pytest.mark.quick_cases("many passes", "gpt2-anywhere")
+@pytest.mark.quick_cases("many passes", "gpt2-slopes")
 @pytest.mark.parametrize(
     ("cases", "shares", "fuses"),
-    [(ANYWHERE, True, True), (UNSHARED, False, True), (OF_PATTERNS, False, False)],
-    ids=["anywhere", "unshared", "of patterns"],
+    [
+        (ANYWHERE, True, True),
+        ({"slopes": ANYWHERE["slopes"]}, True, True),
+        (UNSHARED, False, True),
+        (OF_PATTERNS, False, False),
+    ],
+    ids=["anywhere", "slopes", "unshared", "of patterns"],
 )
 def test_reads_are_those_of_whole_prompts(
     cases: dict[str, Case],
