@@ -265,7 +265,8 @@ class EdgeSums:
         """
         self.sets.forget()
         pieces = [of_layer for _, of_layer in sorted(self._of_layers.items())]
-        layers = [torch.stack([sums for sums, _ in of_layer]).sum(0) for of_layer in pieces]
+        found = [[sums for sums, _ in of_layer] for of_layer in pieces]
+        layers = [each[0] if len(each) == 1 else torch.stack(each).sum(0) for each in found]
         # One copy to the CPU, because a GPU waits at each.
         device = layers[0].device  # layers may lie on several
         together = torch.stack([each.to(device) for each in layers], dim=1).cpu()

@@ -42,7 +42,7 @@ class InOneLine(KeepsRepr):
 
 
 class _OfAPass(InOneLine):
-    """What is read, as the ways to run a batch ask it; here the answers of what reads nothing."""
+    """What the ways to run a batch ask a read; these are the answers of one that needs nothing."""
 
     @property
     def needs(self) -> frozenset[str]:

@@ -282,7 +282,8 @@ class Acting:
         twin = twin_for(model, batch, *hooks)
         changes, observers, _ = hooks if twin else map(_watched, hooks)
         # A twin calls all points that it knows, but no gradient may reach some of them.
-        self._counted: Sequence[Any] = ((), ()) if twin else (changes, observers)
+        self._changes: Any = () if twin else changes
+        self._observed: Any = () if twin else observers
         self._of_gradients = _watched(described.backward_hooks)
         self._checkpoints = saved = Checkpoints() if described.is_checkpointed else None
         observers = observers if saved is None else saved.observers(observers)
@@ -310,12 +311,12 @@ class Acting:
         else:
             inputs, cache = inputs_after(model, mask, self._described.prefix, copies)
         outputs = self._run(tokens, **inputs)
-        _check_calls(CHANGES, self._counted[0])
+        _check_calls(CHANGES, self._changes)
         return outputs, cache
 
     def check(self) -> None:
         """Raise an error for what a pass with finite numbers did not call."""
-        _check_calls(OBSERVERS, self._counted[1])
+        _check_calls(OBSERVERS, self._observed)
         if self._described.loss is not None:
             _check_calls(ON_GRADIENTS, self._of_gradients)
             if self._checkpoints is not None:

@@ -61,9 +61,9 @@ class _Parts:
 
     points: Sequence[Points]  # of each layer
     unembedded: Callable[[Any, Tensor], Any]
-    differentiated: frozenset[str]  # points whose gradient is shown,
-    changed: frozenset[str]  # where hooks may change something,
-    shown: frozenset[str]  # and that are shown
+    differentiated: frozenset[str]  # the points whose gradient is shown
+    changed: frozenset[str]  # those where hooks may change something
+    shown: frozenset[str]  # those that are shown
 
 
 @fact
@@ -72,8 +72,8 @@ def _parts_of(model: HookedModel) -> _Parts:
     for n, operands in enumerate(facts_of(model).operands):
         # A norm may come after the hook points that stand elsewhere.
         query, key = ("", "") if operands is None else (operands.query, operands.key)
-        residual, of_heads = (before_block(n), after_block(n)), (pattern_name(n), z_name(n))
-        points.append(Points(*residual, scores_name(n), *of_heads, query, key))
+        scores, pattern, z = scores_name(n), pattern_name(n), z_name(n)
+        points.append(Points(before_block(n), after_block(n), scores, pattern, z, query, key))
     differentiated = {point for each in points for point in (each.before, each.pattern, each.after)}
     changed = differentiated | {point for each in points for point in (each.scores, each.z)}
     shown = differentiated | {point for each in points for point in (each.z, each.query, each.key)}
