@@ -73,4 +73,6 @@ def left_by_interrupts(count: int, seed: int) -> list[str]:
                 return [f"{name}: {changes[:3]}"]
             if not torch.equal(al.target_logits(model, [batch], progress=False), logits):
                 return [f"{name}: other logits"]
+        else:
+            before = everything_of(model)  # prepared anew, where that was the call
     return []
