@@ -13,7 +13,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 PYTEST := $(BIN)/python -m pytest -n auto
 QUICK := -m 'not slow and not release'
-SHAPES := $(BIN)/python -m pytest --jaxtyping-packages=anchorlens,beartype.beartype tests/test_shapes.py
+SHAPES := $(PYTEST) --jaxtyping-packages=anchorlens,beartype.beartype tests/test_shapes.py
 OLDEST := $(VENV)/oldest
 NEWEST := $(VENV)/newest
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf

@@ -20,7 +20,7 @@ LINE = ".".join(version("transformer-lens").split(".")[:2])
 KINDS = ("bridge", "processed", "hooked-transformer")
 # The architectures of `make test`: positions that are learned, rotated, ALiBi; key heads, windows,
 # latent attention, sinks; and a model of TransformerLens itself. `make test-all` has a quarter of
-# the others, by the number of the commit, and all of them after a change of these paths.
+# the others, by the number of the commit, and compares all of them after a change of these paths.
 COMMON = {
     "Toy",
     "GPT-2",
@@ -153,19 +153,30 @@ def row_of(item: pytest.Item) -> str | None:
     return next((value for value in values if isinstance(value, str) and value in rows()), None)
 
 
+def is_due(item: pytest.Item, row: str) -> bool:
+    """Whether `make test-all` has this test of an architecture.
+
+    Those in turn have all of theirs. Of the others a bridge and its cache are compared with plain
+    transformers after a change that may be of all.
+    """
+    is_compared = item.path.stem in ("test_matrix", "test_cache_matrix") and "bridge" in item.name
+    return rows()[row] or (is_compared and LINE.startswith("4.") and all_are_touched())
+
+
 @cache
 def rows() -> dict[str, bool]:
     """Each architecture, and whether it is its turn."""
     from tests.references.architectures import ALL
 
-    count = _git("rev-list", "--count", "HEAD")
-    # A change may be of several commits. Where there is no history all are due.
+    turn = int(_git("rev-list", "--count", "HEAD") or 0) % 4
+    return {row.name: row.name in COMMON or number % 4 == turn for number, row in enumerate(ALL)}
+
+
+@cache
+def all_are_touched() -> bool:
+    """A change may be of several commits. Where there is no history all are touched."""
     changed = _git("log", "-10", "--format=", "--name-only").split()
-    are_all_due = not count or any(path.startswith(TOUCH_ALL_ROWS) for path in changed)
-    return {
-        row.name: are_all_due or row.name in COMMON or number % 4 == int(count) % 4
-        for number, row in enumerate(ALL)
-    }
+    return not changed or any(path.startswith(TOUCH_ALL_ROWS) for path in changed)
 
 
 def _git(*arguments: str) -> str:
@@ -180,7 +191,7 @@ def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
     if item.get_closest_marker("published_table") and not config.getoption("--matrix-results"):
         return False
     row = row_of(item)
-    if row and config.getoption("--rows") == "due" and not rows()[row]:
+    if row and config.getoption("--rows") == "due" and not is_due(item, row):
         return False
     kind = kind_of(item) or "bridge"
     if LINE.startswith("4.") and kind == "bridge":
@@ -245,15 +256,22 @@ def tiny(request: pytest.FixtureRequest, name: str) -> tuple[Any, Any]:
     return getattr(tiny_models, f"tiny_{name}")(len(tokenizer)), tokenizer
 
 
-def shared(request: pytest.FixtureRequest, name: str) -> Any:
+def shared(request: pytest.FixtureRequest, name: str, exact: bool = False) -> Any:
     """A model that all tests of this process share, or one that this test may change."""
+    from anchorlens.models.facts import take_over
+
+    key = (name, exact, request.getfixturevalue("kind_of_model"))
+    is_own = request.node.get_closest_marker("changes_model") is not None
+    if key in SHARED and not is_own:
+        return SHARED[key]
+    weights, tokenizer = tiny(request, name)
     hooked = request.getfixturevalue("hooked")
-    if request.node.get_closest_marker("changes_model") is not None:
-        return hooked(*tiny(request, name))
-    key = (name, request.getfixturevalue("kind_of_model"))
-    if key not in SHARED:
-        SHARED[key] = hooked(*tiny(request, name))
-    return SHARED[key]
+    model = hooked(weights.double() if exact else weights, tokenizer)
+    if key in SHARED:  # to find out what is possible takes half a second
+        take_over(model, SHARED[key])
+    if not is_own:
+        SHARED[key] = model
+    return model
 
 
 @pytest.fixture
@@ -271,24 +289,22 @@ def gemma3(request: Any, hooked: Any) -> Any:
     return shared(request, "gemma3")
 
 
-@pytest.fixture(params=["gpt2", "llama", "gemma3"])
+@pytest.fixture(params=["gpt2", "gemma3"])
 def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
-    """Each of the three in turn; a module or a test may have other models of this name."""
+    """Each of the two in turn; a module or a test may have other models of this name."""
     return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
 def exact_gpt2(request: Any, hooked: Any) -> Any:
-    """A model in float64, of this test alone."""
-    weights, tokenizer = tiny(request, "gpt2")
-    return hooked(weights.double(), tokenizer)
+    """A model in float64."""
+    return shared(request, "gpt2", exact=True)
 
 
-@pytest.fixture(params=["gpt2", "llama", "gemma3"])
+@pytest.fixture(params=["gpt2", "gemma3"])
 def exact_model(request: pytest.FixtureRequest, hooked: Any) -> Any:
-    """Each of the three in turn, in float64."""
-    weights, tokenizer = tiny(request, request.param)
-    return hooked(weights.double(), tokenizer)
+    """Each of the two in turn, in float64."""
+    return shared(request, request.param, exact=True)
 
 
 @pytest.fixture(autouse=True)

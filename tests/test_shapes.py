@@ -16,6 +16,10 @@ from tests.support.catalogue import ALL, Scene, scene_of
 from tests.support.tiny_models import byte_level_tokenizer, hooked_model, tiny_gpt2
 
 TIMES = 3
+CALLS = [  # in two processes
+    pytest.param(name, marks=pytest.mark.xdist_group(f"shapes {number % 2}"))
+    for number, name in enumerate(ALL)
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,7 @@ def scene(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CALLS)
 def test_a_call_has_the_shapes_and_types_of_its_signatures(
     name: str, scene: Scene, quick: None
 ) -> None:

@@ -106,19 +106,19 @@ def test_every_wrong_value_is_refused() -> None:
         check_wrong(call, values)
 
 
-@pytest.mark.slow("many passes")
+@pytest.mark.release("attacks for long")
 def test_no_extreme_value_ends_in_another_error() -> None:
     check_extreme_values()
 
 
-@pytest.mark.slow("many passes")
+@pytest.mark.release("attacks for long")
 @pytest.mark.parametrize("first", [True, False])
 def test_an_odd_metric_changes_no_other(first: bool) -> None:
     for odd in ODD:
         check_with_odd_metric(odd, first)
 
 
-@pytest.mark.slow("many passes")
+@pytest.mark.release("attacks for long")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that signals")
 def test_interrupts_leave_nothing() -> None:
     assert not left_by_interrupts(2000 if is_long() else 20, seed=0)

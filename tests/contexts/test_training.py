@@ -134,8 +134,8 @@ def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
     trained(gpt2, folder=tmp_path)
     path = tmp_path / "training.safetensors"
     header, tensors = read_with_digest(path)
-    forged = [{key: tensors[key] for key in tensors if key != name} for name in tensors]
-    forged += [tensors | {name: torch.zeros(3, 3, 3)} for name in (*tensors, "optimizer")]
+    forged = [{key: tensors[key] for key in tensors if key != name} for name in [*tensors][::2]]
+    forged += [tensors | {name: torch.zeros(3, 3, 3)} for name in (*[*tensors][1::2], "optimizer")]
     for changed in forged:
         path.write_bytes(to_bytes_with_digest(header, changed))
         with pytest.raises(StoreError, match="does not hold a training"):

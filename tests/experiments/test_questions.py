@@ -119,7 +119,7 @@ class OfOneMorePass(al.Question):
 @pytest.mark.slow("many passes")
 @pytest.mark.parametrize("share", [True, False])
 def test_each_question_has_the_numbers_that_it_has_alone(exact_gpt2: Any, share: bool) -> None:
-    batches = questions(exact_gpt2, 4, batch_size=2, padding_side="left")
+    batches = questions(exact_gpt2, 3, batch_size=2, padding_side="left")
     options: dict[str, Any] = {"resamples": 5, "progress": False, "share_prefix": share}
     # Two sweeps have the same names of sites and draws, under which shared tokens are stored.
     others = al.EdgeSweep(al.edges.pq, SWEEP.sites, control=al.edges.random_edges, draws=2)
@@ -340,9 +340,9 @@ DRAWING: list[al.Question] = [
 @pytest.mark.slow("many passes")
 def test_no_number_depends_on_the_order_of_queries(exact_gpt2: Any) -> None:
     """Draws depend on seeds, on demonstrations and on the texts of prompts, as is said of them."""
-    examples, task, order = al.load_examples("questions"), al.TASKS["trec"], [2, 0, 4, 1, 3]
+    examples, task, order = al.load_examples("questions"), al.TASKS["trec"], [2, 0, 1]
     demos = al.sample_demonstrations(examples, seed=1)
-    queries = al.sample_queries(examples, 5, seed=2, exclude=demos)
+    queries = al.sample_queries(examples, 3, seed=2, exclude=demos)
     records = []
     for chosen in (queries, [queries[k] for k in order]):
         batches = al.build_prompts(exact_gpt2.tokenizer, task, demos, chosen, batch_size=2)
