@@ -17,13 +17,12 @@ from torch.nn import functional
 
 from ..errors import MetricError, PromptError
 from ..metrics.reads import Block, Blocks, InOneLine, Reads, Seen
-from ..models.hooked import Hook, HookedModel, device_of
+from ..models.hooked import Hook, HookedModel, check_fits, device_of
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_prefix
-from ..passes.observers import Layers
-from ..passes.provide import Observation, checked_reads, need_gradient
+from ..passes.provide import Observation
 from ..prompts.batch import PromptBatch
 from ..prompts.random_edges import draw_generator
 from ..prompts.segment_names import FORMAT, LABEL, OTHER, SEGMENTS, TEXT
@@ -158,11 +157,13 @@ class ByScore(InOneLine):
         """The selected positions of a batch's demonstrations, in a pass with these hooks."""
         shared = demonstrations_of(demonstrations).to(device_of(model))
         count, always = self.budget(shared)
+        length = len(always)
         ensure_prepared(model)
-        layers, length = Layers.of(model), len(always)
-        if need_gradient(checked_reads(layers, self, shared)):
+        check_fits(model, shared)
+        observed = Observation(model, self, shared)
+        observed.check()
+        if observed.needs_gradient:
             raise MetricError(f"{self.name} reads a gradient, but demonstrations have no loss")
-        observed = Observation(layers, self, shared, slice(0, length))
         with frozen_in_eval_mode(model):
             cache = run_prefix(model, shared, hooks=hooks, observers=observed.hooks)
         seen = observed.seen(torch.empty(1, 0, device="cpu"), None)

@@ -15,7 +15,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss, label_cross_entropy
-from ..passes.observers import Layers, product_hooks
+from ..passes.provide import product_hooks
 from ..prompts.batch import PromptBatch, check_prompts
 from ..system.arguments import checked
 
@@ -103,7 +103,7 @@ def observe_products(
     check_fits(model, batch)  # before the loss reads logits of its label words
     check_loss(loss, [batch], model)
     check_gradient_of_loss(loss, [batch], model)
-    hooks, backward_hooks = product_hooks(Layers.of(model), use)
+    hooks, backward_hooks = product_hooks(model, use)
     with frozen_in_eval_mode(model):
         return run_pass(
             model,

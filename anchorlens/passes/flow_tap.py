@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..metrics.question import Question
 from ..metrics.reads import VALUES, Sums
 from ..models.hooked import HookedModel, device_of, dtype_of
 from ..models.replaced_attention import Heads, SharedHeads, Terms
-from ..prompts.batch import PromptBatch
-from .observers import SumsObserver
-from .provide import reads_of
+from .provide import Observation, SumsObserver
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256  # the largest head size that the kernel knows
@@ -83,7 +80,7 @@ def is_on_a_gpu(model: HookedModel) -> bool:
     return device_of(model).type == "cuda"
 
 
-def why_no_kernel(model: HookedModel, questions: Sequence[Question], batch: PromptBatch) -> str:
+def why_no_kernel(model: HookedModel, observed: Sequence[Observation]) -> str:
     """Why sums are formed of rows in plain operations; empty if by the kernel."""
     if find_spec("triton") is None:
         return "Triton is not installed"
@@ -91,14 +88,15 @@ def why_no_kernel(model: HookedModel, questions: Sequence[Question], batch: Prom
         return f"the kernel does not know {str(dtype_of(model)).removeprefix('torch.')}"
     from .flow_kernel import WEIGHTS
 
-    for question in questions:
-        for read in reads_of(question, batch.whole().prompt(0)).values():
+    for each in observed:
+        name = each.question.name
+        for read in each.reads.values():
             if not isinstance(read, Sums) or VALUES in read.needs:
-                return f"{question.name} reads more than sums over sets of edges"
+                return f"{name} reads more than sums over sets of edges"
             if read.weight not in WEIGHTS:
-                return f"the weight of {question.name} is a function of your own"
+                return f"the weight of {name} is a function of your own"
             if read.sets.key_classes() is None:
-                return f"{question.name} has edges that do not follow from positions alone"
+                return f"{name} has edges that do not follow from positions alone"
     return ""
 
 

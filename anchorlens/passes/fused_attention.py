@@ -15,7 +15,7 @@ from ..models.replaced_attention import Attend, Heads, SharedHeads, Terms, is_sk
 from ..prompts.batch import PromptBatch
 from .flow_tap import FlowTap, may_tap, use_taps
 from .memory import return_freed_memory
-from .observers import SumsObserver
+from .provide import SumsObserver
 from .row_attention import RowAttention, Rows, UseRowsOfLayer, output_of
 
 T = TypeVar("T")

@@ -1,25 +1,63 @@
 """How what questions read is got from a pass: no other place knows the ways in which a batch runs.
 
-1. Each read of a question gets an observer (``observers.py``).
-2. A pass runs the columns of whole prompts from ``first_query`` on. Those before it ran once for a
-   set of demonstrations, observed by observers of their own.
-3. Both parts together are what the question sees (``Observation.seen``).
+1. Each read of a question gets an observer. A pass runs the columns of whole prompts from
+   ``first_query`` on. Those before it ran once for a set of demonstrations, with observers of their
+   own; both parts together are what the question sees (``Observation.seen``).
+2. A and dL/dA come a few query rows at a time (``use``): where the attention forms no pattern, and
+   also of whole patterns (``Observation._row_hooks``). All else is observed at its hook points.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import lcm
+from threading import Event
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..metrics.question import Question
-from ..metrics.reads import SLOPE, VALUES, Read, Reads, Seen, needs_of
-from ..models.hooked import check_fits, refuse_folded_value_biases
+from ..metrics import weights
+from ..metrics.edge_sums import EdgeSums, try_weight
+from ..metrics.reads import (
+    KEYS,
+    PATTERN,
+    QUERIES,
+    SLOPE,
+    VALUES,
+    At,
+    Block,
+    Blocks,
+    Hooks,
+    Read,
+    Reads,
+    Seen,
+    Sums,
+    needs_of,
+)
+from ..metrics.weights import Pattern, Values, WithValues
+from ..models.facts import Operands, facts_of, hooks_on_operands
+from ..models.head_outputs import of_one_width, require_transformed_values, transformed_values
+from ..models.hooked import (
+    Hook,
+    HookedModel,
+    pattern_name,
+    refuse_folded_value_biases,
+    values_name,
+)
+from ..models.tiny_pass import logits_of, tiny_passes, tiny_tokens
 from ..prompts.batch import PromptBatch
+from ..system.arguments import called
+from ..system.checksum import row_sums
+from ..system.devices import holds_numbers, on_one_device, sent, wide
+from ..system.row_pieces import row_slices
 from ..system.texts import described
-from .forward import any_loss
-from .observers import Layers, Readers, observer_of, row_hooks
+from .forward import Watched, any_loss, edited, unedited
+
+Shared = Float[Tensor, "_ head query key"]  # one pattern for the gradients of several prompts
 
 
 @runtime_checkable
@@ -35,64 +73,150 @@ class Reader(Protocol):
 class Observation:
     """What a question observes in a pass over a batch, after what was observed in shared tokens.
 
+    Args:
+        model: The model, or for caches that came without it what has its numbers of layers and
+            heads.
+        question: What reads.
+        whole: Whole prompts.
+        columns: Those that the pass runs; all by default.
+        before: What was observed in shared tokens.
+        trusted: Set when a batch has shown that no code of a user edits what it gets.
+
     Attributes:
+        needs_gradient: Whether it needs a backward pass.
         hooks: Forward hooks, which change nothing; with patterns cut into rows.
         backward_hooks: Hooks on the gradients of hook points' outputs.
-        readers: What gets rows of A and dL/dA.
+        of_rows: What gets rows of A and dL/dA.
         beside: What observes at other hook points.
     """
 
     def __init__(
         self,
-        layers: Layers,
+        model: HookedModel,
         question: Reader,
         whole: PromptBatch,
-        columns: slice,
+        columns: slice | None = None,
         before: "Observation | None" = None,
+        trusted: Event | None = None,
+        *,
         is_shared: bool = False,
     ) -> None:
-        self.layers, self.question, self.before = layers, question, before
-        self.reads = reads_of(question, whole)
-        owner, start = question.name, columns.start
+        self.model, self.question, self.before = model, question, before
+        self.reads, self._whole = reads_of(question, whole), whole
+        self._trusted = Event() if trusted is None else trusted
+        columns = slice(0, whole.tokens.shape[1]) if columns is None else columns
         self._observers = {
-            name: observer_of(read)(layers, read, owner, whole, columns)
+            name: next(made for kind, made in _OBSERVERS.items() if isinstance(read, kind))(
+                model, read, question.name, whole, columns, self._trusted
+            )
             for name, read in self.reads.items()
         }
         observers = [*self._observers.values()]
-        rows = [each for each in observers if each.takes_rows]
-        self.readers = Readers(owner, rows, layers.trusted)
+        self.needs_gradient = any(SLOPE in each.needs for each in observers)
+        self.of_rows = [each for each in observers if each.takes_rows]
         self.beside = [each for each in observers if not each.takes_rows]
-        hooks, slopes = row_hooks(layers, self.readers, start, free_later=is_shared)
+        hooks, slopes = self._row_hooks(columns.start, free_later=is_shared)
         self.hooks = [*hooks, *(hook for each in self.beside for hook in each.hooks)]
         self.backward_hooks = [*slopes, *(h for each in self.beside for h in each.backward_hooks)]
         if before is not None:
             for name, read in self.reads.items():
-                if SLOPE in read.needs:  # which comes again with each batch
+                if SLOPE in self._observers[name].needs:  # which comes again with each batch
                     before._observers[name].begin(read)
+
+    @classmethod
+    def of_shared(
+        cls,
+        model: HookedModel,
+        question: Reader,
+        batch: PromptBatch,
+        trusted: Event | None = None,
+    ) -> "Observation":
+        """What a question observes in the tokens before a batch, once for all prompts of a set."""
+        one, columns = batch.whole().prompt(0), slice(0, batch.first_query)
+        return cls(model, question, one, columns, trusted=trusted, is_shared=True)
 
     @property
     def rows_are_enough(self) -> bool:
         """Whether rows of A and dL/dA are enough for what reads patterns, in whole prompts."""
-        whole = (each.is_whole or VALUES in each.needs for each in self.readers.observers)
-        return not any(whole)
+        return not any(each.is_whole or VALUES in each.needs for each in self.of_rows)
 
-    @classmethod
-    def of(
-        cls,
-        layers: Layers,
-        question: Question,
-        batch: PromptBatch,
-        before: "Observation | None" = None,
-    ) -> "Observation":
-        """What a question observes in a batch, after what was observed in shared tokens."""
-        whole = batch.whole()
-        return cls(layers, question, whole, slice(batch.first_query, whole.tokens.shape[1]), before)
+    @property
+    def why_whole(self) -> str:
+        """Why shared tokens cannot run once for what is read; empty if they can."""
+        reasons = (read.why_whole(self.question.name) for read in self.reads.values())
+        return next(filter(None, reasons), "")
 
-    @classmethod
-    def of_shared(cls, layers: Layers, question: Question, batch: PromptBatch) -> "Observation":
-        """What a question observes in the tokens before a batch, once for all prompts of a set."""
-        one = batch.whole().prompt(0)
-        return cls(layers, question, one, slice(0, batch.first_query), is_shared=True)
+    def check(self) -> None:
+        """Raise an error, before the model runs, where it does not show what is read."""
+        if needs_of(self.reads) & {SLOPE, VALUES}:
+            refuse_folded_value_biases(self.model)
+        for each in self._observers.values():
+            each.check(self._whole)
+
+    def use(
+        self,
+        observers: Sequence["Observer"],
+        layer: int,
+        rows: slice,
+        keys: slice,
+        a: Pattern,
+        slope: Pattern,
+        *values: Values,
+    ) -> None:
+        """Hand rows to each observer; an error if what it runs edits them."""
+        for each in observers:
+            if not each.runs_user_code:
+                each.use(layer, rows, keys, a, slope, *values)
+                continue
+            # Of a copy in float32 no tensor of the model would tell that it was edited.
+            given = wide(a), wide(slope), *values
+            owner, compares = f"metric {self.question.name!r}", not self._trusted.is_set()
+            with unedited(owner, "A or dL/dA", *given, compares=compares):
+                each.use(layer, rows, keys, *given)
+
+    def _row_hooks(self, first: int, *, free_later: bool) -> tuple[list[Hook], list[Hook]]:
+        """Hooks that hand patterns on in rows, and to what needs gradients when these arrive.
+
+        ``first`` is the position of the first query row. See ``product_hooks`` for ``free_later``.
+        """
+        later = [each for each in self.of_rows if SLOPE in each.needs]
+        at_once = [each for each in self.of_rows if each not in later]
+        of_values = any(VALUES in each.needs for each in later)
+        values: dict[int, Tensor] = {}
+
+        @cache  # for all layers
+        def slices_of(batch: int, heads: int, queries: int, keys: int) -> list[slice]:
+            return [*row_slices(queries, batch * heads * keys)]
+
+        def hand_on(
+            to: Sequence[Observer], layer: int, pattern: Pattern, slope: Pattern, *values: Values
+        ) -> None:
+            keys, whole = slice(0, pattern.shape[3]), [slice(0, pattern.shape[2])]
+            for is_whole in (True, False):
+                if chosen := [each for each in to if each.is_whole == is_whole]:
+                    for rows in whole if is_whole else slices_of(*pattern.shape):
+                        queries = slice(first + rows.start, first + rows.stop)
+                        given = pattern[:, :, rows], slope[:, :, rows], *values
+                        self.use(chosen, layer, queries, keys, *given)
+
+        def use_pattern(layer: int, pattern: Tensor, hook: Any) -> None:
+            hand_on(at_once, layer, pattern.detach(), pattern.detach())
+
+        def use_product(layer: int, pattern: Shared, slope: Pattern) -> None:
+            given = [values.pop(layer)] if of_values else []
+            of_layer = [transformed_values(self.model, layer, each) for each in given]
+            hand_on(later, layer, pattern.expand_as(slope), slope, *of_layer)
+
+        def store_values(layer: int, of_layer: Tensor, hook: Any) -> None:
+            values[layer] = of_layer.detach()
+
+        hooks = hooks_in_layers(self.model, pattern_name, use_pattern) if at_once else []
+        if not later:
+            return hooks, []
+        storing, backward = product_hooks(self.model, use_product, free_later=free_later)
+        if of_values:
+            storing += hooks_in_layers(self.model, values_name, store_values)
+        return [*hooks, *storing], backward
 
     def seen(self, logits: Tensor, clean: Tensor | None) -> Seen:
         """What was read, of every prompt, with copies of the logits for this question alone."""
@@ -106,7 +230,364 @@ class Observation:
             if known:
                 dtypes[name] = max(known, key=lambda dtype: torch.finfo(dtype).eps)
         clean = None if clean is None else clean.clone()
-        return Seen(self.reads, found, dtypes, logits.clone(), clean, self.layers.n_heads)
+        return Seen(self.reads, found, dtypes, logits.clone(), clean, int(self.model.cfg.n_heads))
+
+
+def hooks_in_layers(
+    model: HookedModel, name: Callable[[int], str], act: Callable[[int, Tensor, Any], None]
+) -> list[Hook]:
+    """A hook in every layer, whose number ``act`` gets first."""
+    return [(name(layer), partial(act, layer)) for layer in range(model.cfg.n_layers)]
+
+
+def product_hooks(
+    model: HookedModel, use: Callable[[int, Shared, Pattern], None], *, free_later: bool = False
+) -> tuple[list[Hook], list[Hook]]:
+    """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer.
+
+    A pattern is freed after the backward pass of its layer, or with the hooks if ``free_later``.
+    """
+    patterns: dict[int, Tensor] = {}
+
+    def store(layer: int, pattern: Tensor, hook: Any) -> None:
+        patterns[layer] = pattern.detach()
+
+    def multiply(layer: int, gradient: Tensor, hook: Any) -> None:
+        use(layer, patterns[layer] if free_later else patterns.pop(layer), gradient)
+
+    stored, multiplied = (hooks_in_layers(model, pattern_name, act) for act in (store, multiply))
+    return stored, multiplied
+
+
+class Observer:
+    """The observer of a read: what gets numbers of a pass, and what was found in the end."""
+
+    takes_rows = True  # of A and dL/dA
+    is_whole = False  # those of a layer come at once
+    runs_user_code = False  # which may edit what it gets
+    hooks: Sequence[Hook] = ()  # at other hook points
+    backward_hooks: Sequence[Hook] = ()
+
+    def __init__(
+        self,
+        model: HookedModel,
+        read: Any,
+        owner: str,
+        batch: PromptBatch,
+        columns: slice,
+        trusted: Event,
+    ) -> None:
+        self.model, self.owner, self.needs, self.trusted = model, owner, read.needs, trusted
+        self.begin(read)
+
+    def check(self, batch: PromptBatch) -> None:
+        """Raise an error, before the model runs, where it does not show what is read."""
+
+    def begin(self, read: Any) -> None:
+        """What is read; of shared tokens again for each batch whose gradients come next."""
+
+    def use(
+        self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
+    ) -> None:
+        """Get A and dL/dA of some query rows and the keys that they see, in any precision."""
+
+    def found(self) -> Any:
+        """What was observed in the pass."""
+        return None
+
+    def after(self, shared: "Observer", count: int) -> Any:
+        """What was observed in shared tokens and after them, for ``count`` prompts."""
+        before, after = shared.found(), self.found()
+        if before is None or after is None:
+            return after if before is None else before.expand(count, *before.shape[1:])
+        return before.expand(count, *before.shape[1:]).double() + after.double()
+
+    def dtype(self) -> torch.dtype | None:
+        """The type in which the model had the numbers; of several the coarsest."""
+        return None
+
+
+class HooksObserver(Observer):
+    """Hooks of the user."""
+
+    takes_rows, runs_user_code = False, True
+
+    def begin(self, read: Hooks) -> None:
+        self._found, owner = read.found, f"metric {self.owner!r}"
+        watched = partial(Watched, owner=owner, trusted=self.trusted, is_users=True)
+        self.hooks = [(name, watched(act)) for name, act in read.hooks]
+        self.backward_hooks = [(name, watched(act)) for name, act in read.backward_hooks]
+
+    def found(self) -> Any:
+        return self._found
+
+
+class SumsObserver(Observer):
+    """Sums of a weight over sets of edges."""
+
+    def check(self, batch: PromptBatch) -> None:
+        if isinstance(self._sums.weight, WithValues):
+            require_transformed_values(self.model)
+        else:
+            try_weight(self._sums.weight, self.model.cfg.n_heads, batch)
+
+    def begin(self, read: Sums) -> None:
+        self.runs_user_code = all(read.weight is not each for each in vars(weights).values())
+        self._sums = EdgeSums(read.sets, read.weight)
+
+    def use(
+        self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
+    ) -> None:
+        if a.dtype.itemsize < 4:
+            a, slope = a.float(), slope.float()
+        self._sums.add_rows(layer, rows, keys, a, slope, *(values if VALUES in self.needs else ()))
+
+    def use_classes(self, layer: int, sums_of: Callable[[Tensor, int, Any], Tensor]) -> None:
+        """Get sums of a layer, from a function of classes of keys, their number and the weight."""
+        classes = self._sums.sets.key_classes()
+        assert classes is not None  # see ``why_no_kernel``
+        self._sums.add_key_classes(layer, sums_of(*classes, self._sums.weight))
+
+    def found(self) -> Tensor:
+        return self._sums.total()
+
+
+class BlocksObserver(Observer):
+    """What a function of the user makes of blocks, added over those of a layer."""
+
+    runs_user_code = True
+
+    def __init__(
+        self, model: HookedModel, read: Blocks, owner: str, batch: PromptBatch, *where: Any
+    ) -> None:
+        padding = ~batch.attention_mask
+        self._padding = padding if (~batch.on_cpu.attention_mask).any() else None
+        super().__init__(model, read, owner, batch, *where)
+
+    def begin(self, read: Blocks) -> None:
+        self._read, self.is_whole = read, read.whole
+        self._of_layers: dict[int, Tensor] = {}
+
+    def use(
+        self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
+    ) -> None:
+        if self._padding is not None:
+            padding = self._padding[:, None, rows, None].to(a.device)
+            a, slope = (each.masked_fill(padding, 0) for each in (a, slope))
+        copies = [] if self._padding is None else [a, slope]  # which nothing else watches
+        before = [row_sums(each.detach()) for each in copies]
+        block = Block(layer, rows, keys, a, slope if self._read.slope else None)
+        made: Any = called(f"a function of {self.owner}", self._read.of, "a block", block)
+        if not all(map(np.array_equal, [row_sums(each.detach()) for each in copies], before)):
+            raise edited(f"metric {self.owner!r}", "A or dL/dA")
+        first = next(iter(self._of_layers.values()), made)
+        if not holds_numbers(made) or made.shape[:1] != a.shape[:1] or made.shape != first.shape:
+            raise MetricError(
+                f"a function of blocks gives a tensor [batch, ...] for {len(a)} prompts, always of "
+                f"one shape; that of {self.owner} gave {described(made)}"
+            )
+        others = self._of_layers.get(layer)
+        self._of_layers[layer] = made.detach() if others is None else others + made.detach()
+
+    def found(self) -> Tensor:
+        return _by_layer(self.owner, self._of_layers)
+
+
+class AtObserver(Observer):
+    """Numbers at the chosen positions that lie in the columns of a pass."""
+
+    def __init__(
+        self,
+        model: HookedModel,
+        read: At,
+        owner: str,
+        batch: PromptBatch,
+        columns: slice,
+        trusted: Event,
+    ) -> None:
+        super().__init__(model, read, owner, batch, columns, trusted)
+        self._read, self._length = read, batch.tokens.shape[1]
+        self._rows: dict[torch.device, Tensor] = {}
+        self._places: dict[Any, _Places | None] = {}  # the same for all layers of a device
+        self._dtypes: set[torch.dtype] = set()
+        queries, keys = read.columns(batch, owner)
+        inside = (queries >= columns.start) & (queries < columns.stop)
+        self.places = inside[0].nonzero().flatten()  # the same in all prompts, see ``begins_as``
+        self.takes_rows = bool(read.needs & {PATTERN, SLOPE}) and len(self.places) > 0
+        if not len(self.places):
+            return
+        self._stop = columns.stop
+        self._queries = queries[:, self.places]
+        self._keys = keys[:, self.places] if read.pairs and keys is not None else keys
+        if read.what in (QUERIES, KEYS):
+            operands, of_keys = _operands(model, owner), read.what == KEYS
+            self._key_heads = lcm(*(each.key_heads for each in operands))
+            self.hooks = hooks_on_operands(operands, self._add_heads, of_keys=of_keys)
+        elif not self.takes_rows:
+            self.hooks = hooks_in_layers(model, read.what.format, self._add_states)
+
+    def check(self, batch: PromptBatch) -> None:
+        """Raise an error for a hook point with other shapes in some layers."""
+        if self.needs:
+            return
+        shapes = dict[int, tuple[int, ...]]()
+
+        def note(layer: int, states: Tensor, hook: Any) -> None:
+            shapes[layer] = tuple(states.shape[:-1])
+
+        hooks = hooks_in_layers(self.model, self._read.what.format, note)
+        if self.model.hook_dict.keys() >= {point for point, _ in hooks}:  # an error names others
+            with tiny_passes(self.model, hooks):
+                logits_of(self.model, tiny_tokens(self.model))
+            _refuse_unlike(self.owner, [*shapes.values()])
+
+    def begin(self, read: At) -> None:
+        self._of_layers: dict[int, Tensor] = {}
+
+    def _add_heads(self, layer: int, heads: Tensor) -> None:
+        self._add_states(layer, heads.transpose(1, 2))
+        chosen = self._of_layers[layer].transpose(1, 2)
+        if self._read.what == KEYS:  # of which layers may have different numbers
+            chosen = chosen.repeat_interleave(self._key_heads // chosen.shape[1], dim=1)
+        self._of_layers[layer] = chosen
+
+    def _add_states(self, layer: int, states: Tensor, hook: Any = None) -> None:
+        self._dtypes.add(states.dtype)
+        if states.device not in self._rows:
+            self._rows[states.device] = sent(self._queries - self._stop, states.device)
+        # Keys of a cache may stand before those of the columns that run.
+        rows = self._rows[states.device] + states.shape[1]
+        prompts = torch.arange(len(rows), device=rows.device)[:, None]
+        self._of_layers[layer] = states.detach()[prompts, rows]
+
+    def use(
+        self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
+    ) -> None:
+        key = rows.start, keys.start, tuple(a.shape), a.device
+        if key not in self._places:
+            self._places[key] = _Places.of(self._queries, self._keys, rows, keys, a)
+        if (places := self._places[key]) is None:
+            return
+        table = slope if self._read.what == SLOPE else a
+        self._dtypes.add(table.dtype)
+        numbers = places.numbers(table.detach(), self._read.pairs)
+        if table is slope:
+            numbers = numbers * (places.numbers(a, self._read.pairs) != 0)
+        if self._keys is None:
+            numbers = _padded(numbers, keys.start, self._length - keys.start - table.shape[3])
+        if places.inside is not None:
+            inside = places.inside
+            numbers *= inside.view(len(inside), 1, -1, *[1] * (numbers.ndim - 3))
+        before = self._of_layers.get(layer)
+        self._of_layers[layer] = numbers if before is None else before + numbers
+
+    def found(self) -> Tensor | None:
+        return wide(_by_layer(self.owner, self._of_layers)) if len(self.places) else None
+
+    def after(self, shared: Observer, count: int) -> Any:
+        before, after = shared.found(), self.found()
+        if before is not None and self._read.what in (PATTERN, SLOPE) and self._read.keys is None:
+            # The prompt whose columns they were may be shorter or longer than those here.
+            wider = self._length - before.shape[-1]
+            before = torch.nn.functional.pad(before, (0, wider))
+        if before is None or after is None:
+            return after if before is None else before.expand(count, *before.shape[1:])
+        # Shared columns are before all others of a prompt, but may be named in any order.
+        assert isinstance(shared, AtObserver)
+        order = torch.cat([shared.places, self.places]).argsort()
+        both = torch.cat([before.expand(count, *before.shape[1:]), after], dim=self._axis)
+        return both.index_select(self._axis, order)
+
+    @property
+    def _axis(self) -> int:
+        """Where the chosen positions are: [batch, layer, (head,) chosen, ...]."""
+        return 3 if self.needs else 2
+
+    def dtype(self) -> torch.dtype | None:
+        return max(self._dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+def _operands(model: HookedModel, owner: str) -> list[Operands]:
+    """The hook points of the queries and keys that each layer multiplies."""
+    of_layers = facts_of(model).operands
+    missing = [layer for layer, operands in enumerate(of_layers) if operands is None]
+    if missing:
+        raise MetricError(
+            f"in layers {missing} of {model.cfg.model_name} the queries and keys that "
+            "attention multiplies stand at no hook point, or a soft cap is saturated, so that "
+            f"this cannot be verified: {owner} might read other vectors; leave it out"
+        )
+    return [operands for operands in of_layers if operands is not None]
+
+
+_OBSERVERS = {At: AtObserver, Sums: SumsObserver, Blocks: BlocksObserver, Hooks: HooksObserver}
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Chosen places of tables of the same shape."""
+
+    prompts: Tensor
+    rows: Tensor
+    keys: Tensor | None  # None for all
+    has: Tensor | None  # False for keys that the tables have not
+    inside: Tensor | None  # False for chosen rows that the tables have not; None if they have all
+
+    @classmethod
+    def of(
+        cls, queries: Tensor, chosen: Tensor | None, rows: slice, keys: slice, table: Tensor
+    ) -> "_Places | None":
+        """Those of a table of these rows and keys; None if it has no chosen row."""
+        inside = (queries >= rows.start) & (queries < rows.stop)
+        if not inside.any():
+            return None
+        # Shared tokens ran for one prompt, but have slopes of all.
+        count, device = len(table), table.device
+        all_inside = None if inside.all() else sent(inside, device).expand(count, -1)
+        row = (queries - rows.start).clamp(0, table.shape[2] - 1)
+        row = sent(row, device).expand(count, -1)
+        prompts = torch.arange(count, device=device)[:, None]
+        if chosen is None:
+            return cls(prompts, row, None, None, all_inside)
+        key = sent(chosen - keys.start, device).expand(count, -1)
+        has = (key >= 0) & (key < table.shape[3])
+        return cls(prompts, row, key.clamp(0, table.shape[3] - 1), has, all_inside)
+
+    def numbers(self, table: Tensor, pairs: bool) -> Tensor:
+        """Numbers of a pattern or slope: [batch, head, chosen(, key)]; 0 at keys that it lacks."""
+        if self.keys is None or self.has is None:
+            return table[self.prompts, :, self.rows].transpose(1, 2)
+        if pairs:
+            chosen = table[self.prompts, :, self.rows, self.keys] * self.has[..., None]
+            return chosen.transpose(1, 2)
+        rows, keys = self.rows[:, :, None], self.keys[:, None]
+        chosen = table[self.prompts[..., None], :, rows, keys]  # [batch, n, key, head]
+        return (chosen * self.has[:, None, :, None]).movedim(3, 1)
+
+
+def _padded(numbers: Tensor, before: int, after: int) -> Tensor:
+    """The numbers between zeros for the keys before and after them."""
+    if not before and not after:
+        return numbers
+    return torch.nn.functional.pad(numbers, (before, after))
+
+
+def _by_layer(owner: str, of_layers: dict[int, Tensor]) -> Float[Tensor, "batch layer *axes"]:
+    """The numbers of all layers on the CPU, so that a GPU waits for one copy."""
+    layers = on_one_device([of_layers[layer] for layer in sorted(of_layers)])
+    _refuse_unlike(owner, [tuple(each.shape[:-1]) for each in layers])
+    return torch.stack(of_one_width(layers), dim=1).cpu()
+
+
+def _refuse_unlike(owner: str, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise an error for layers of other shapes, but for their last axis, which gets zeros."""
+    if unlike := [layer for layer, shape in enumerate(shapes) if shape != shapes[0]]:
+        raise MetricError(
+            f"what {owner} reads has other shapes in some layers than in others: {shapes[0]} in "
+            f"layer 0 and {shapes[unlike[0]]} in layer {unlike[0]} (without the last axis), so "
+            "that no tensor of all layers holds it; read each kind of layer by itself "
+            "(al.reads.Hooks)"
+        )
 
 
 def reads_of(question: Reader, batch: PromptBatch) -> Reads:
@@ -120,29 +601,12 @@ def reads_of(question: Reader, batch: PromptBatch) -> Reads:
     return reads
 
 
-def checked_reads(layers: Layers, question: Reader, batch: PromptBatch) -> Reads:
-    """What a question reads; an error, before the model runs, where the model does not show it."""
-    if layers.model is not None:
-        check_fits(layers.model, batch)
-    reads = reads_of(question, batch.whole())
-    if layers.model is not None and needs_of(reads) & {SLOPE, VALUES}:
-        refuse_folded_value_biases(layers.model)
-    for read in reads.values():
-        observer_of(read).check(layers, read, question.name, batch)
-    return reads
-
-
 def need_gradient(reads: Reads) -> bool:
     """Whether reads need a backward pass."""
     return SLOPE in needs_of(reads)
 
 
-def why_whole(owner: str, reads: Reads) -> str:
-    """Why shared tokens cannot run once for what a question reads; empty if they can."""
-    return next(filter(None, (read.why_whole(owner) for read in reads.values())), "")
-
-
-def check_columns(question: Question, batches: Sequence[PromptBatch], first: Reads) -> None:
+def check_columns(question: Reader, batches: Sequence[PromptBatch], first: Reads) -> None:
     """Raise an error for wrong positions in any batch; ``first`` is what is read of the first."""
     name_some = any(read.columns(batches[0], question.name) for read in first.values())
     for batch in batches[1:] if name_some else ():
@@ -150,7 +614,7 @@ def check_columns(question: Question, batches: Sequence[PromptBatch], first: Rea
             read.columns(batch, question.name)
 
 
-def begins_as(question: Question, batch: PromptBatch, first: PromptBatch) -> bool:
+def begins_as(question: Reader, batch: PromptBatch, first: PromptBatch) -> bool:
     """Whether a question reads before ``batch.first_query`` what it reads there of another prompt.
 
     ``first`` is a prompt of the same set. What needs a gradient is taken from each batch anew.
@@ -180,10 +644,10 @@ def by_rows(observations: Sequence[Observation], *, has_kernel: bool) -> dict[st
 
     def use(layer: int, rows: slice, keys: slice, a: Tensor, slope: Tensor) -> None:
         for each in observations:
-            each.readers.use(layer, rows, keys, a, slope)
+            each.use(each.of_rows, layer, rows, keys, a, slope)
 
-    taps = [tap for each in observations for tap in each.readers.observers] if has_kernel else []
+    taps = [tap for each in observations for tap in each.of_rows] if has_kernel else []
     # Rows are formed on the way back.
-    needed = {} if any(need_gradient(each.reads) for each in observations) else {"loss": any_loss}
+    needed = {} if any(each.needs_gradient for each in observations) else {"loss": any_loss}
     beside = [hook for of_one in observations for each in of_one.beside for hook in each.hooks]
     return {"use": use, "taps": taps, **needed, "observers": beside}

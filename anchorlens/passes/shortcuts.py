@@ -36,7 +36,7 @@ from ..prompts.batch import PromptBatch
 from .comparison import TOLERANCE, Shown, Sites, reason_of, site_hooks, tolerance, why_unlike
 from .forward import any_loss, run_pass, run_prefix
 from .fused_attention import run_fused
-from .observers import Layers, product_hooks
+from .provide import product_hooks
 from .shared_prefix import shared_tokens
 from .twin_for import why_not_native
 
@@ -149,7 +149,7 @@ def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
         def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
             products[layer] = pattern * gradient
 
-        hooks, backward_hooks = product_hooks(Layers.of(model), store, free_later=True)
+        hooks, backward_hooks = product_hooks(model, store, free_later=True)
         observers = [*hooks, *site_hooks(model, found)]
         return {"observers": observers, "backward_hooks": backward_hooks}
 
@@ -178,7 +178,7 @@ def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
         ours.setdefault(layer, torch.zeros_like(whole[layer]))
         ours[layer][:, :, rows, keys] = pattern * slope
 
-    observers, backward_hooks = product_hooks(Layers.of(model), store)
+    observers, backward_hooks = product_hooks(model, store)
     expected = run_pass(
         model,
         batch,

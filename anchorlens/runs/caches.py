@@ -18,9 +18,9 @@ from torch import Tensor
 from ..errors import MetricError, NotFiniteError, PromptError
 from ..metrics.metric import Metric
 from ..metrics.question import Question
+from ..metrics.reads import KEYS, QUERIES, VALUES, needs_of
 from ..models.hooked import Hook, HookedModel, check_fits, pattern_name
-from ..passes.observers import Layers, needs_model
-from ..passes.provide import Observation, checked_reads
+from ..passes.provide import Observation, reads_of
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.ties import noting_ties
 from ..results.bootstrap import with_intervals
@@ -91,7 +91,9 @@ def from_caches(
     check_prompts(*batches)
     if model is not None:
         check_fits(model, *batches)
-        _check(metrics, batches, model, Layers.of(model))
+        for metric in metrics:
+            metric.check(model, batches, changed=False)
+            Observation(model, metric, batches[0]).check()
     collected: list[dict[str, Tensor]] = []
     for number, (batch, given) in enumerate(zip_longest(batches, passes)):
         if batch is None or given is None:
@@ -100,9 +102,8 @@ def from_caches(
                 "passes; give one (logits, cache) for each batch"
             )
         logits, cache = _checked(given, batch, number)
-        layers = _layers_of(cache) if model is None else Layers.of(model)
         if model is None and not collected:
-            _check(metrics, batches, None, layers)
+            _check_without_model(metrics, batches)
         if model is not None:  # a bridge stores each hook point under one of its names
             aliases = {
                 alias + suffix: cache[point.name + suffix]
@@ -112,7 +113,8 @@ def from_caches(
             }
             cache = aliases | cache
         moved = batch.to(logits.device)
-        collected.append(_contributions(metrics, moved, logits, cache, layers, number))
+        of_cache = _sizes_in(cache) if model is None else model
+        collected.append(_contributions(metrics, moved, logits, cache, of_cache, number))
     contributions = joined(collected)
     order = order_of_queries(batches)
     info = {} if model is None else {"model": str(model.cfg.model_name)}
@@ -151,7 +153,7 @@ def names_filter(metrics: Sequence[Question], model: HookedModel, batch: PromptB
     check_fits(model, batch)
     names: dict[str, None] = {}
     for metric in metrics:
-        observed = Observation.of(Layers.of(model), metric, batch)
+        observed = Observation(model, metric, batch)
         for name, _ in [*observed.hooks, *observed.backward_hooks]:
             points = [name] if isinstance(name, str) else filter(name, model.hook_dict)
             names.update(dict.fromkeys(points))
@@ -238,13 +240,13 @@ def _contributions(
     batch: PromptBatch,
     logits: Float[Tensor, "batch vocab"],
     cache: Mapping[str, Tensor],
-    layers: Layers,
+    model: HookedModel,
     number: int,
 ) -> dict[str, Tensor]:
     contributions: dict[str, Tensor] = {}
     for metric in metrics:
         with gradient_mode(False):
-            observation = Observation.of(layers, metric, batch)
+            observation = Observation(model, metric, batch)
             _show(metric.name, observation.hooks, cache, "", batch, number)
             _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
             contribute = partial(metric.contributions, batch, observation.seen(logits, None))
@@ -254,23 +256,21 @@ def _contributions(
     return contributions
 
 
-def _check(
-    metrics: Sequence[Metric],
-    batches: Sequence[PromptBatch],
-    model: HookedModel | None,
-    layers: Layers,
-) -> None:
-    """Raise the errors that ``run`` raises before it runs."""
+def _check_without_model(metrics: Sequence[Metric], batches: Sequence[PromptBatch]) -> None:
+    """Raise an error for what a metric checks in a model, or reads of one beside its cache."""
     for metric in metrics:
-        metric.check(_NoModel(metric.name) if model is None else model, batches, changed=False)
-        checked_reads(layers, metric, batches[0])
+        metric.check(_NoModel(metric.name), batches, changed=False)
+        if needs_of(reads_of(metric, batches[0])) & {QUERIES, KEYS, VALUES}:
+            raise _needs_model(metric.name)
 
 
-def _layers_of(cache: Mapping[str, Tensor]) -> Layers:
+def _sizes_in(cache: Mapping[str, Tensor]) -> Any:
+    """What stands for the model of a cache: its numbers of layers and heads."""
     layers = [int(found[1]) for name in cache if (found := _LAYER.match(name))]
     patterns = [cache[name] for name in cache if name.endswith("attn.hook_pattern")]
     heads = patterns[0].shape[1] if patterns and patterns[0].ndim == 4 else 1
-    return Layers(max(layers, default=0) + 1, heads)  # of an empty cache the first is missing
+    count = max(layers, default=0) + 1  # of an empty cache the first is missing
+    return SimpleNamespace(cfg=SimpleNamespace(n_layers=count, n_heads=heads))
 
 
 class _NoModel:
@@ -280,7 +280,14 @@ class _NoModel:
         self._owner = owner
 
     def __getattr__(self, name: str) -> Any:
-        raise needs_model(self._owner)
+        raise _needs_model(self._owner)
+
+
+def _needs_model(owner: str) -> MetricError:
+    return MetricError(
+        f"{owner} needs the prepared model of the passes, and not only their caches; give it: "
+        "al.caches.from_caches(..., model=model)"
+    )
 
 
 def _show(

@@ -12,13 +12,11 @@ from torch import Tensor
 from ..errors import AnchorlensError, HookError, MetricError, ModelError
 from ..metrics.metric import Metric
 from ..metrics.question import Further, HooksOfBatch, Question
-from ..metrics.reads import Reads
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import Hook, HookedModel, check_fits, device_of, layer_numbers
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
-from ..passes.observers import Layers
-from ..passes.provide import Observation, check_columns, checked_reads, need_gradient
+from ..passes.provide import Observation, check_columns
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..results.record import Record
@@ -32,12 +30,12 @@ def check_questions(
     questions: Sequence[Question],
     hooks: HooksOfBatch | None,
     loss: Loss | None,
-) -> dict[str, Reads]:
-    """What questions read of the first batch, by their names.
+) -> list[Observation]:
+    """What questions observe in the first batch.
 
     An error for wrong questions, hooks or losses, before the model runs.
     """
-    reads = dict[str, Reads]()
+    observed, first = list[Observation](), batches[0].to(device_of(model))
     for question in questions:
         if hooks is not None and not isinstance(question, Metric):
             raise MetricError(
@@ -45,8 +43,9 @@ def check_questions(
                 "this run; run it without hooks, or write these into the model (model.add_hook)"
             )
         question.check(model, batches, changed=hooks is not None)
-        reads[question.name] = checked_reads(Layers.of(model), question, batches[0])
-    gradient = [name for name, of_one in reads.items() if need_gradient(of_one)]
+        observed.append(Observation(model, question, first))
+        observed[-1].check()
+    gradient = [each.question.name for each in observed if each.needs_gradient]
     if gradient and loss is None:
         raise MetricError(
             f"{', '.join(gradient)} needs a gradient, and the passes here have none; give it to "
@@ -57,13 +56,11 @@ def check_questions(
         check_gradient_of_loss(loss, batches, model)
     if hooks is not None:
         check_hooks(model, hooks, batches)
-    first = batches[0].to(device_of(model))
-    for question in questions:
-        check_columns(question, batches, reads[question.name])
-        observed = Observation.of(Layers.of(model), question, first)
-        named = (name for name, _ in (*observed.hooks, *observed.backward_hooks))
-        _check_points(model, {each: question.name for each in named if isinstance(each, str)})
-    return reads
+    for each in observed:
+        check_columns(each.question, batches, each.reads)
+        named = {name: each.question.name for name, _ in (*each.hooks, *each.backward_hooks)}
+        _check_points(model, {n: owner for n, owner in named.items() if isinstance(n, str)})
+    return observed
 
 
 def require_questions(questions: Sequence[Question]) -> None:
@@ -168,7 +165,7 @@ def possible(
     for question in questions:
         try:
             question.check(model, batches, changed=False)
-            checked_reads(Layers.of(model), question, batches[0])
+            Observation(model, question, batches[0]).check()
             able.append(question)
         except (MetricError, ModelError) as error:
             errors[question.name] = error

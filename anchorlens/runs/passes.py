@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from textwrap import shorten
+from threading import Event
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ from ..models.model_state import has_user_hooks
 from ..passes.blocks import Start, Starts
 from ..passes.forward import run_checked
 from ..passes.losses import Loss, label_cross_entropy
-from ..passes.observers import Layers
-from ..passes.provide import Observation, by_hooks, need_gradient
+from ..passes.provide import Observation, by_hooks
 from ..passes.shared_prefix import CLEAN, SharedPrefixes, shared_tokens
 from ..passes.shortcuts import why_not_late
 from ..printable import printable
@@ -87,7 +87,8 @@ class Passes:
         self.failures: dict[str, AnchorlensError] = {}
         # Of the questions that have one more pass with metrics of their own.
         self._further = {} if further is None else further
-        self._layers, self._layers_in_set = Layers.of(model), Layers.of(model)
+        # Set when a batch, or a set, has shown that no code of a user edits what it gets.
+        self._trusted, self._trusted_in_set = Event(), Event()
         # Where passes with hooks may begin, if the model allows it.
         self._late = set[int]()
         if hooks is None:
@@ -231,7 +232,7 @@ class Passes:
             known = logits.logsumexp(-1) if labels is None else label_scores(logits, labels)
             contributions["/label_logits"] = known.cpu()
         self._batch = self._run = None
-        self._layers.trusted.set()
+        self._trusted.set()
         return contributions
 
     def reasons(self) -> dict[str, str]:
@@ -277,18 +278,19 @@ class Passes:
         prefix = None
         if batch.first_query > 0:
             before, prefix = self._observed_in_set(set_id, batch, hooks, acting, questions)
+        columns = slice(batch.first_query, whole.tokens.shape[1])
         observations = [
-            Observation.of(self._layers, question, batch, shared)
+            Observation(self.model, question, whole, columns, shared, self._trusted)
             for question, shared in zip(questions, before, strict=True)
         ]
-        differentiates = any(need_gradient(each.reads) for each in observations)
+        differentiates = any(each.needs_gradient for each in observations)
         options: dict[str, Any] = {"loss": self.loss if differentiates else None, "starts": starts}
         options |= self.way.read(observations)
         if prefix is None:
             logits = self.way.run(self.model, batch, hooks=acting, **options)
         else:
             logits = run_checked(self.model, batch, hooks=acting, prefix=prefix, **options)
-            self._layers_in_set.trusted.set()
+            self._trusted_in_set.set()
         return observations, logits
 
     def _observed_in_set(
@@ -304,8 +306,10 @@ class Passes:
         if self._in_set is not None and self._in_set[0] == of_now:
             return self._in_set[1:]
         self._in_set = None  # before the next one: their gradients take memory
-        layers = self._layers_in_set
-        observations = [Observation.of_shared(layers, question, batch) for question in questions]
+        observations = [
+            Observation.of_shared(self.model, question, batch, self._trusted_in_set)
+            for question in questions
+        ]
         observers = by_hooks(observations)
         if any(observers.values()):
             leading = in_leading_tokens(acting, batch.first_query)

@@ -209,7 +209,7 @@ class Study:
         """
         require_questions(questions)
         questions = [asked_of(each, self.model, self.batches) for each in questions]
-        reads = check_questions(self.model, self.batches, questions, hooks, loss)
+        observed = check_questions(self.model, self.batches, questions, hooks, loss)
         needed = {each.name: further_of(each, self.model, self.batches) for each in questions}
         further = [hooks_of for each in needed.values() for hooks_of in each.hooks]
         for change in further:
@@ -217,7 +217,7 @@ class Study:
         for change in (*further, *(() if hooks is None else (hooks,))):
             refuse_moved_hooks(self._given, self.batches, change)
             check_edges_of_hooks(self.model, change, self.batches)
-        differentiates = any(map(need_gradient, reads.values()))
+        differentiates = any(each.needs_gradient for each in observed)
         of_gradient = {
             name: any(need_gradient(reads_of(metric, self.batches[0])) for metric in each.metrics)
             for name, each in needed.items()
@@ -233,7 +233,7 @@ class Study:
         described = Pass(self.model, self.batches[0], loss=used)
         replace(described, gradient_checkpointing=saves).check()
         self._store  # noqa: B018 - the folder of another run is an error before all else
-        observed = {
+        metrics = {
             name: self.passes(
                 each.metrics,
                 loss=each.loss,
@@ -247,14 +247,14 @@ class Study:
             self.model,
             self.batches,
             [*further, no_hooks if hooks is None else hooks],
-            questions,
+            observed,
             used,
-            [each.way for each in observed.values()],
+            [each.way for each in metrics.values()],
             gradient_checkpointing=saves,
             share_prefix=share_prefix,
         )
         layers = {layer for each in needed.values() for layer in each.layers}
-        made = Passes(self.model, self.batches, way, questions, hooks, loss, layers, observed)
+        made = Passes(self.model, self.batches, way, questions, hooks, loss, layers, metrics)
         self._made.append((made, [questions, hooks, loss]))
         return made
 

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..metrics.question import HooksOfBatch, Question, no_hooks
-from ..metrics.reads import Reads
+from ..metrics.question import HooksOfBatch, no_hooks
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.facts import facts_of
 from ..models.hooked import (
@@ -43,16 +42,7 @@ from ..passes.fused_attention import acts_when_fused, outside_attention, run_fus
 from ..passes.loss_checks import targets_of
 from ..passes.losses import Loss, WordCrossEntropy
 from ..passes.native_pass import why_hooks_need_a_bridge
-from ..passes.observers import Layers, Observer
-from ..passes.provide import (
-    Observation,
-    begins_as,
-    by_hooks,
-    by_rows,
-    need_gradient,
-    reads_of,
-    why_whole,
-)
+from ..passes.provide import Observation, Observer, Reader, begins_as, by_hooks, by_rows
 from ..passes.shortcuts import (
     bytes_stored,
     weights_of_blocks,
@@ -111,7 +101,7 @@ def way_of(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
-    questions: Sequence[Question] = (),
+    observed: Sequence[Observation] = (),
     loss: Loss | None = None,
     beside: Sequence[Way] = (),
     *,
@@ -120,25 +110,24 @@ def way_of(
 ) -> Way:
     """How batches run; the same in all processes.
 
-    Metrics observe the run with the last of ``changes``, the interventions of the run. ``beside``
+    Metrics observe the run with the last of ``changes``, the interventions of the run. ``observed``
+    is what questions observe in the first batch: the kinds of reads are the same in all. ``beside``
     are the ways of further passes that metrics observe in this run.
     """
-    one = batches[0].whole().prompt(0)  # where the kind of each read tells enough
-    reads = {each.name: reads_of(each, one) for each in questions}
-    passes = _how_passes_run(model, batches, changes, questions, beside)
+    passes = _how_passes_run(model, batches, changes, observed, beside)
     whole = Way(passes, "", {}, {}, entered=partial(of_one_run, model, passes == NATIVE))
     if patterns_are_large(model, batches):
         reason = why_patterns(model, batches, changes, loss)
         if not reason:
             lengths = shared_lengths(batches, None, least=1)
-            reasons = _why_no_fused_prefix(model, batches, changes, questions, lengths, reads)
+            reasons = _why_no_fused_prefix(model, batches, changes, observed, lengths)
             lengths = {} if (why := _first(reasons)) else lengths
             way = _without_patterns(whole, model, batches, lengths, why)
-            if _read_after(model, batches, questions, reads, lengths):
+            if _read_after(model, batches, observed, lengths):
                 return way
-            reason = _why_no_rows(model, batches, questions)
+            reason = _why_no_rows(model, observed)
             if not reason:
-                return _by_rows(model, batches, questions, reads, way, gradient_checkpointing)
+                return _by_rows(model, batches, observed, way, gradient_checkpointing)
             reason += f" (no fused prefix: {why})" if why else ""
         whole = replace(whole, attention=f"whole patterns, because {reason}")
     if gradient_checkpointing:
@@ -147,8 +136,8 @@ def way_of(
     if not share_prefix:
         return replace(whole, shared_prefix="off: share_prefix=False")
     lengths = shared_lengths(batches, loss)
-    differentiates = loss is not None and any(map(need_gradient, reads.values()))
-    reasons = _why_not_shared(model, batches, lengths, changes, questions, reads, differentiates)
+    differentiates = loss is not None and any(each.needs_gradient for each in observed)
+    reasons = _why_not_shared(model, batches, lengths, changes, observed, differentiates)
     if reason := _first(reasons):
         return replace(whole, shared_prefix=f"off: {reason}")
     shared = _run_once(lengths)
@@ -159,7 +148,7 @@ def _how_passes_run(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
-    questions: Sequence[Question],
+    observed: Sequence[Observation],
     beside: Sequence[Way],
 ) -> str:
     """Whether passes are native; otherwise why all or some of them have hooks."""
@@ -167,13 +156,12 @@ def _how_passes_run(
     *further, of_run = (
         why_hooks_need_a_bridge(model, change(shortest), (), ()) for change in changes
     )
-    seen = [Observation.of(Layers.of(model), each, shortest.prompt(0)) for each in questions]
     why_not = why_not_native(model) or (
         why_no_native_images(model) if _have_images(batches) else ""
     )
     reasons = chain(
         [why_not or twin_of(model).why_not_now(model), of_run],
-        (why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks) for each in seen),
+        (why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks) for each in observed),
     )
     if reason := _first(reasons):
         return f"with hooks: {reason}"
@@ -233,22 +221,21 @@ def _without_patterns(
 def _by_rows(
     model: HookedModel,
     batches: Sequence[PromptBatch],
-    questions: Sequence[Question],
-    reads: Mapping[str, Reads],
+    observed: Sequence[Observation],
     way: Way,
     is_checkpointed: bool,
 ) -> Way:
     """The same way, but that the pass of the run has whole prompts, and gives rows of A."""
-    asked = [question for question in questions if reads[question.name]]
+    reading = [each for each in observed if each.reads]
     if not way.lengths:
         shared = way.shared_prefix
-    elif len(asked) == len(questions):
+    elif len(reading) == len(observed):
         shared = "off: attention is fused"
     else:
         shared = f"{way.shared_prefix}, but whole prompts for rows of the attention"
     attention, has_kernel = way.attention, is_on_a_gpu(model)
     if has_kernel:
-        reason = why_no_kernel(model, asked, _shortest(batches))
+        reason = why_no_kernel(model, reading)
         attention += f"; rows, because {reason}" if reason else "; sums by a kernel"
         has_kernel = not reason
     if not is_checkpointed and (why := why_checkpointed(model, batches)):
@@ -308,53 +295,43 @@ def _why_no_fused_prefix(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
-    questions: Sequence[Question],
+    observed: Sequence[Observation],
     lengths: Mapping[int, int],
-    reads: Mapping[str, Reads],
 ) -> Iterator[str]:
     """Why shared tokens cannot run with a fused attention, once for all queries of a set.
 
     A query forms patterns in its own rows alone then, and what needs no gradient observes these.
     """
-    yield from starmap(why_whole, reads.items())
+    yield from (each.why_whole for each in observed)
     if any(after_shared(batch, lengths)[0].is_whole for batch in batches):
         yield "a batch has prompts of several sets, or a target is in the demonstrations"
-    yield from _why_not_once(model, batches, changes, questions, lengths, reads)
+    yield from _why_not_once(model, batches, changes, observed, lengths)
     yield why_no_fused_prefix(model)
 
 
 def _read_after(
     model: HookedModel,
     batches: Sequence[PromptBatch],
-    questions: Sequence[Question],
-    reads: Mapping[str, Reads],
+    observed: Sequence[Observation],
     lengths: Mapping[int, int],
 ) -> bool:
     """Whether questions need no gradient, and no pattern of tokens before those that form them."""
-    if any(map(need_gradient, reads.values())):
+    if any(each.needs_gradient for each in observed):
         return False
-    prompt = _shortest(batches).to(device_of(model)).prompt(0)
-    batch, _ = after_shared(prompt, lengths)
-    observe = Observation.of if batch.is_whole else Observation.of_shared
-    observed = [observe(Layers.of(model), each, batch) for each in questions]
-    return all(
-        not each.readers.observers and _act_without_patterns(model, each.beside)
-        for each in observed
-    )
+    batch, _ = after_shared(_shortest(batches).to(device_of(model)).prompt(0), lengths)
+    if not batch.is_whole:
+        observed = [Observation.of_shared(model, each.question, batch) for each in observed]
+    return all(not each.of_rows and _act_without_patterns(model, each.beside) for each in observed)
 
 
-def _why_no_rows(
-    model: HookedModel, batches: Sequence[PromptBatch], questions: Sequence[Question]
-) -> str:
+def _why_no_rows(model: HookedModel, observed: Sequence[Observation]) -> str:
     """Which question needs more than rows of the attention; empty if they are enough."""
-    prompt = _shortest(batches).to(device_of(model)).prompt(0)
-    for question in questions:
-        observed = Observation.of(Layers.of(model), question, prompt)
-        own = [hook for each in observed.beside if each.runs_user_code for hook in each.hooks]
+    for of_one in observed:
+        own = [hook for each in of_one.beside if each.runs_user_code for hook in each.hooks]
         # In the attention of a block that runs twice they would act twice.
-        is_able = outside_attention(model, own) == own and observed.rows_are_enough
-        if not is_able or not _act_without_patterns(model, observed.beside):
-            return f"{question.name} needs them"
+        is_able = outside_attention(model, own) == own and of_one.rows_are_enough
+        if not is_able or not _act_without_patterns(model, of_one.beside):
+            return f"{of_one.question.name} needs them"
     return ""
 
 
@@ -372,19 +349,18 @@ def _why_not_shared(
     batches: Sequence[PromptBatch],
     lengths: Mapping[int, int],
     changes: Sequence[HooksOfBatch],
-    questions: Sequence[Question],
-    reads: Mapping[str, Reads],
+    observed: Sequence[Observation],
     differentiates: bool,
 ) -> Iterator[str]:
     """Why shared tokens cannot run once for all prompts of a set."""
-    yield from starmap(why_whole, reads.items())
+    yield from (each.why_whole for each in observed)
     if _have_images(batches):
         yield IMAGES
     if has_user_hooks(model):
         yield HOOKS_OF_USER
     if not lengths:
         yield "no two prompts share their demonstrations, or a target is in them"
-    yield from _why_not_once(model, batches, changes, questions, lengths, reads)
+    yield from _why_not_once(model, batches, changes, observed, lengths)
     yield _why_not_worth(model, batches, lengths, differentiates)
     yield why_not_shared(model)
 
@@ -393,16 +369,17 @@ def _why_not_once(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
-    questions: Sequence[Question],
+    observed: Sequence[Observation],
     lengths: Mapping[int, int],
-    reads: Mapping[str, Reads],
 ) -> Iterator[str]:
     """Why what is computed or read in shared tokens is not one for all prompts of a set."""
     yield _why_rotated_differently(model, batches, lengths)
     for change in changes:
         yield _why_not_in_prefix(batches, lengths, change)
     may_differ = [
-        each for each in questions if any(read.is_one_for_all for read in reads[each.name].values())
+        each.question
+        for each in observed
+        if any(read.is_one_for_all for read in each.reads.values())
     ]
     yield _why_not_alike(batches, lengths, may_differ)
 
@@ -437,7 +414,7 @@ def _why_not_worth(
 
 
 def _why_not_alike(
-    batches: Sequence[PromptBatch], lengths: Mapping[int, int], questions: Sequence[Question]
+    batches: Sequence[PromptBatch], lengths: Mapping[int, int], questions: Sequence[Reader]
 ) -> str:
     """Why what a question reads in shared tokens is not one for all prompts; empty if it is."""
     if not questions:

@@ -14,7 +14,7 @@ import anchorlens as al
 from anchorlens.errors import ModelError, RunError
 from anchorlens.experiments import ablation, faithfulness, segment_scores
 from anchorlens.experiments.ablation import Outcome
-from anchorlens.passes import observers
+from anchorlens.passes import provide
 from anchorlens.prompts.random_edges import draw_generator
 from tests.experiments.test_ablation import misquoted, written
 from tests.references import plain
@@ -380,7 +380,7 @@ def test_by_default_the_table_has_the_scores_of_the_paper_and_their_baselines(
     names = ("attention", "rollout", "value norm", "saliency", "signed", "one by one")
     assert record.axis_names("score") == (*names, "random", "best possible")
     assert record.info["not_possible"] == {}
-    monkeypatch.setattr(observers, "require_transformed_values", refuse)
+    monkeypatch.setattr(provide, "require_transformed_values", refuse)
     fewer = ask(gpt2, batches, al.Faithfulness(subsets=8), **QUIET)
     assert "value norm" not in (fewer.axis_names("score") or ())
     assert fewer.info["not_possible"] == {"value norm": "a norm comes before the output projection"}

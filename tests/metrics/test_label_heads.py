@@ -9,7 +9,6 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
-from anchorlens.passes.observers import Layers
 from anchorlens.passes.provide import Observation
 from anchorlens.prompts.segment_names import SEGMENTS
 from tests.support.measures import assert_same, does_not_run
@@ -41,7 +40,7 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
     batch = replace(batch, label_ends=batch.label_positions)
     batch.segments[:, 2:4] = SEGMENTS.index("label")
     metric = al.LabelHeads(times=1.2, draws=1)
-    observation = Observation.of(Layers.of(gpt2), metric, batch)
+    observation = Observation(gpt2, metric, batch)
     pattern = torch.zeros(2, 2, 12, 12)
     pattern[0, 0, 11, [1, 2, 7]] = torch.tensor([0.125, 0.25, 0.5])
     pattern[0, 0, 11, [4, 5, 6]] = torch.tensor([0.0625, 0.0, 0.0])
@@ -77,7 +76,7 @@ def test_attention_is_summed_in_a_wide_type(
 ) -> None:
     batch = questions(gpt2, 2)[0]
     metric = al.LabelHeads(draws=1)
-    observation = Observation.of(Layers.of(gpt2), metric, batch)
+    observation = Observation(gpt2, metric, batch)
     length = batch.tokens.shape[1]
     for _, act in observation.hooks:
         act(torch.full((2, 2, length, length), 1.0078125, dtype=dtype), hook=None)

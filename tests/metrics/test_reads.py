@@ -12,7 +12,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.metrics.edge_sums import EdgeSets, Segments
-from anchorlens.passes.observers import Layers
+from anchorlens.passes import provide
 from anchorlens.runs import way as decision
 from anchorlens.runs.study import Study
 from anchorlens.system import row_pieces
@@ -343,16 +343,13 @@ def test_a_point_with_other_shapes_in_some_layers_is_refused_before_the_run(
 ) -> None:
     """As that of key heads in models whose layers store different numbers."""
 
-    def hooks_at(layers: Layers, points: Any, observe: Any) -> Any:
-        return [
-            (
-                point,
-                lambda states, hook, n=n: observe(n, states.unflatten(0, (1, -1)) if n else states),
-            )
-            for n, point in enumerate(points)
-        ]
+    def hooks_in_layers(model: Any, name: Any, act: Any) -> Any:
+        def wider(layer: int, states: Tensor, hook: Any) -> None:
+            act(layer, states.unflatten(0, (1, -1)) if layer else states, hook)
 
-    monkeypatch.setattr(Layers, "hooks_at", hooks_at)
+        return [(name(layer), partial(wider, layer)) for layer in range(model.cfg.n_layers)]
+
+    monkeypatch.setattr(provide, "hooks_in_layers", hooks_in_layers)
     metric = Reading(lambda batch: At("blocks.{}.hook_resid_post", al.edges.target))
     with pytest.raises(MetricError, match=r"reading reads has other shapes in some .* in layer 1"):
         al.run(gpt2, questions(gpt2, 2), [metric], progress=False)

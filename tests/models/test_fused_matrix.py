@@ -21,7 +21,7 @@ from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.replaced_attention import Interface, attention_by
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.passes.fused_attention import run_fused
-from anchorlens.passes.observers import Layers, product_hooks
+from anchorlens.passes.provide import product_hooks
 from anchorlens.passes.shared_prefix import shared_tokens
 from anchorlens.passes.shortcuts import why_no_fused_prefix
 from tests.models.test_matrix import cases, hooked
@@ -56,7 +56,7 @@ def whole(
     def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
         products[layer] = pattern * gradient
 
-    observers, backward_hooks = product_hooks(Layers.of(model), store)
+    observers, backward_hooks = product_hooks(model, store)
     options: dict[str, Any] = {"observers": observers, "backward_hooks": backward_hooks}
     logits = run_pass(model, batch, hooks=hooks, loss=al.losses.label_cross_entropy, **options)
     return logits, products

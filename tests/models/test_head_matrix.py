@@ -26,8 +26,7 @@ from anchorlens.models.hooked import Hook, hooks_by_layer, pattern_name, values_
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.tiny_pass import LEAF
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.observers import Layers
-from anchorlens.passes.provide import checked_reads
+from anchorlens.passes.provide import Observation
 from anchorlens.passes.step_gradients import step_gradients
 from tests.models.test_matrix import KINDS, cases, hooked
 from tests.references.comparison import batch_of
@@ -58,9 +57,9 @@ def test_the_sum_over_keys_and_heads_is_the_output_of_the_attention(name: str, k
     metric = al.SegmentFlows(weight=al.weights.value_norm)
     if name in REFUSED:
         with pytest.raises(ModelError, match=REFUSED[name]):
-            checked_reads(Layers.of(model), metric, prompt)
+            Observation(model, metric, prompt).check()
         return
-    checked_reads(Layers.of(model), metric, prompt)
+    Observation(model, metric, prompt).check()
     patterns: dict[int, Any] = {}
     values: dict[int, Any] = {}
     outputs: dict[int, Any] = {}

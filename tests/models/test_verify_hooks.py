@@ -11,7 +11,6 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
 from anchorlens.models.facts import facts_of, known_facts
-from anchorlens.passes.observers import Layers
 from anchorlens.passes.provide import Observation
 from tests.references.architectures import native
 from tests.support.measures import hooks_on
@@ -173,7 +172,7 @@ def test_distances_need_queries_and_keys_at_hook_points(gemma3: Any, monkeypatch
     assert facts_of(gemma3).operands == (None, None, None)
     batch = questions(gemma3, 2)[0]
     with pytest.raises(MetricError, match=r"layers \[0, 1, 2\] of .* at no hook point"):
-        Observation.of(Layers.of(gemma3), al.AnchorDistances(), batch)
+        Observation(gemma3, al.AnchorDistances(), batch)
     monkeypatch.setattr(
         "anchorlens.models.verify_hooks.QUERY_AND_KEY", (("hook_q_normed", "hook_k_normed"),)
     )

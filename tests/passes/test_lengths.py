@@ -9,9 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import anchorlens as al
+from anchorlens.contexts.selection import small_keys
 from anchorlens.errors import PromptError
-from anchorlens.passes.observers import Layers
-from anchorlens.passes.provide import checked_reads
 from anchorlens.runs.checks import possible
 from tests.support.asked import ask
 from tests.support.tiny_models import questions
@@ -20,7 +19,7 @@ LENGTH, PROMPTS = 3000, 4
 FLOWS = al.SaliencyFlows()
 REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "possible": lambda model, batch: possible(model, [batch], [FLOWS]),
-    "checked_reads": lambda model, batch: checked_reads(Layers.of(model), FLOWS, batch),
+    "selection by score": lambda model, batch: small_keys(4).of(model, batch),
     "isolate_labels": lambda model, batch: al.isolate_labels(model, batch, 0),
     "isolate_random": lambda model, batch: al.hooks.isolate_random(model, batch, 0, seed=1),
     "reweight_anchors": lambda model, batch: al.reweight_anchors(
@@ -77,7 +76,7 @@ def test_nothing_of_quadratic_size_is_made_before_the_length_is_checked(
     gpt2: Any, name: str
 ) -> None:
     batch = long_prompts()
-    with LargestTensor() as largest, pytest.raises(PromptError, match="a prompt has 3000 tokens"):
+    with LargestTensor() as largest, pytest.raises(PromptError, match="but the model's context is"):
         REQUESTS[name](gpt2, batch)
     assert largest.elements < 50 * PROMPTS * LENGTH
 

@@ -15,7 +15,7 @@ import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, StoreError
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass, run_prefix
-from anchorlens.passes.provide import reads_of, why_whole
+from anchorlens.passes.provide import Observation
 from anchorlens.passes.shared_prefix import shared_tokens
 from anchorlens.prompts.batch import after_shared
 from anchorlens.runs.study import Study
@@ -138,7 +138,7 @@ def test_user_hooks_in_passes_run_whole_prompts(gpt2: Any) -> None:
 def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     metric = printed("metrics.md", "TargetEntropy")()
-    assert not why_whole(metric.name, reads_of(metric, batches[0]))
+    assert not Observation(gpt2, metric, batches[0]).why_whole
     record = al.run(gpt2, batches, [metric], **QUIET)["target_entropy"]
     assert is_shared(record)
     rows = []

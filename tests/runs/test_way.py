@@ -13,6 +13,7 @@ import pytest
 import anchorlens as al
 from anchorlens.metrics.question import no_hooks
 from anchorlens.models.hooked import pattern_name
+from anchorlens.passes.provide import Observation
 from anchorlens.runs import way
 from anchorlens.runs.way import Way, way_of
 from tests.support.tiny_models import questions
@@ -43,7 +44,8 @@ def long_queries(batch: al.PromptBatch) -> Any:
 def decided(model: Any, asked: list[al.Question], change: Change | None, **options: Any) -> Way:
     batches = options.pop("batches", None) or questions(model, 6, batch_size=3)
     changes = [partial(change, model) if change else no_hooks]
-    return way_of(model, batches, changes, asked, **{"loss": LOSS} | options)
+    observed = [Observation(model, each, batches[0]) for each in asked]
+    return way_of(model, batches, changes, observed, **{"loss": LOSS} | options)
 
 
 def own_hook(model: Any, batch: al.PromptBatch) -> Any:

@@ -15,7 +15,6 @@ import anchorlens as al
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.native_pass import NativePass
-from anchorlens.passes.observers import Layers
 from anchorlens.passes.provide import Observation
 
 
@@ -65,7 +64,7 @@ def contributed(
     model: Any, batch: al.PromptBatch, *metrics: al.Metric, loss: Any = None
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """The logits of one pass over whole prompts, and what these contribute to each metric."""
-    observed = [Observation.of(Layers.of(model), metric, batch) for metric in metrics]
+    observed = [Observation(model, metric, batch) for metric in metrics]
     logits = run_pass(
         model,
         batch,
