@@ -16,12 +16,12 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from numbers import Real
 from operator import index
 from os import PathLike
 from pathlib import Path
-from types import NoneType, UnionType
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType, UnionType
 from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import AnchorlensError, ArgumentError
@@ -368,8 +368,17 @@ def _as_protocol(value: Any, protocol: Any) -> Any:
     lacks = f", which has no {' and no '.join(missing[:3])}: "
     about = (protocol.__doc__ or "").splitlines()[0]
     _require(value, not missing, lacks + about)
-    why = _why_not_called_as(protocol.__call__, value) if "__call__" in names else ""
-    return _require(value, not why, f", {why}: {about}")
+    if "__call__" in names and (type(value), protocol) not in _CALLED:
+        why = _why_not_called_as(protocol.__call__, value)
+        _require(value, not why, f", {why}: {about}")
+        if not isinstance(value, _HAVE_SIGNATURES) and not hasattr(value, "__signature__"):
+            _CALLED.add((type(value), protocol))
+    return value
+
+
+# Of these each object takes arguments of its own; of all others the class decides, for speed.
+_HAVE_SIGNATURES = (FunctionType, BuiltinFunctionType, MethodType, partial, type)
+_CALLED: set[tuple[type, Any]] = set()  # classes whose objects can be called as a protocol says
 
 
 def _why_not_called_as(call: Callable[..., Any], function: Any) -> str:
