@@ -78,24 +78,15 @@ def is_of_low_precision(model: Any) -> bool:
     return dtype_of(model).itemsize < 4
 
 
-def pattern_name(layer: int) -> str:
-    """Hook point of the attention pattern, Float["batch head query key"], after the softmax."""
-    return f"blocks.{layer}.attn.hook_pattern"
-
-
-def scores_name(layer: int) -> str:
-    """Hook point of the attention scores, Float["batch head query key"], before the softmax."""
-    return f"blocks.{layer}.attn.hook_attn_scores"
-
-
-def values_name(layer: int) -> str:
-    """Hook point of the values, which several heads may share: "batch key head d_head"."""
-    return f"blocks.{layer}.attn.hook_v"
-
-
-def z_name(layer: int) -> str:
-    """Hook point of the heads' outputs, Float["batch query head d_head"], before W_O."""
-    return f"blocks.{layer}.attn.hook_z"
+# The hook points of a layer, by its number: the attention pattern after the softmax and the scores
+# before it, Float["batch head query key"]; values, which several heads may share, "batch key head
+# d_head"; the outputs of heads before W_O, "batch query head d_head"; the residual stream.
+pattern_name = "blocks.{}.attn.hook_pattern".format
+scores_name = "blocks.{}.attn.hook_attn_scores".format
+values_name = "blocks.{}.attn.hook_v".format
+z_name = "blocks.{}.attn.hook_z".format
+before_block = "blocks.{}.hook_resid_pre".format
+after_block = "blocks.{}.hook_resid_post".format
 
 
 def layer_numbers(model: HookedModel, layers: Iterable[int] | int) -> list[int]:

@@ -13,10 +13,17 @@ from torch import Tensor
 
 from ..models.facts import facts_of, hooks_on_operands
 from ..models.foreign_errors import reason_of_failure
-from ..models.hooked import Hook, HookedModel, dtype_of, hooks_by_layer, is_of_low_precision, z_name
+from ..models.hooked import (
+    Hook,
+    HookedModel,
+    after_block,
+    dtype_of,
+    hooks_by_layer,
+    is_of_low_precision,
+    z_name,
+)
 from ..system.devices import on_one_device, wide
 from .memory import is_out_of_memory
-from .native_pass import after_block
 
 # Of the largest logit, between a pass after a prefix and one of whole prompts. Both do the same
 # operations, so this holds in every type.

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from math import nan
 from threading import Event
 from typing import Any
@@ -20,6 +18,7 @@ from ..models.hooked import (
     Hook,
     HookedModel,
     HookFunction,
+    after_block,
     check_fits,
     has_sinks,
     refuse_folded_value_biases,
@@ -31,20 +30,17 @@ from ..models.replaced_attention import Attend
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, wide
-from ..system.put_back import put_back, safe_context
 from ..system.texts import described
 from .blocks import Blocks, Checkpoints, Start, Starts
 from .continuations import log_probs_after
 from .loss_checks import continuations_of, refuse_other_losses, targets_of
 from .losses import Loss, WordCrossEntropy, columns_of
-from .native_pass import UNEMBED, Inside, after_block
+from .native_pass import UNEMBED, Inside
 from .running import leaf_hook, running
 from .twin_for import twin_for
 
 CHANGES, OBSERVERS = "hooks that change the run", "hooks that observe"
 ON_GRADIENTS = "hooks on gradients"
-
-_after_pass: ContextVar[Callable[[], None]] = ContextVar("after_pass", default=lambda: None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +85,20 @@ class Pass:
     def check(self) -> None:
         """Raise an error if the batch, the loss or the prefix do not fit the model."""
         require_prepared(self.model)
+        check_fits(self.model, self.batch)
+        (check_media_tokens if self.prefix is None else refuse_media_tokens)(self.model, self.batch)
+        cached = 0 if self.prefix is None else len(self.prefix)
+        if self.batch.first_query != cached:
+            raise PromptError(
+                f"the prompts are to be run from position {self.batch.first_query}, but keys of "
+                f"{cached} tokens are cached; a batch of whole prompts has first_query=0"
+            )
+        if self.prefix is not None:
+            check_rotation(self.model, self.batch.attention_mask[:, cached:], self.prefix)
+        self.check_gradient()
+
+    def check_gradient(self) -> None:
+        """Raise an error if model and prompts, which fit each other, do not fit the gradient."""
         if self.gradient_checkpointing and (self.loss is None or self.prefix is not None):
             raise MetricError(
                 "gradient_checkpointing=True is for the gradient through whole prompts; there is "
@@ -101,19 +111,9 @@ class Pass:
                 "a loss of texts after the prompts needs the keys and values of one pass, which "
                 "gradient_checkpointing=True does not store; leave it out, or take another loss"
             )
-        check_fits(self.model, self.batch)
-        after_cache = self.prefix is not None or isinstance(self.loss, WordCrossEntropy)
-        (refuse_media_tokens if after_cache else check_media_tokens)(self.model, self.batch)
         if isinstance(self.loss, WordCrossEntropy):
+            refuse_media_tokens(self.model, self.batch)
             continuations_of(self.loss, self.batch, self.model)
-        cached = 0 if self.prefix is None else len(self.prefix)
-        if self.batch.first_query != cached:
-            raise PromptError(
-                f"the prompts are to be run from position {self.batch.first_query}, but keys of "
-                f"{cached} tokens are cached; a batch of whole prompts has first_query=0"
-            )
-        if self.prefix is not None:
-            check_rotation(self.model, self.batch.attention_mask[:, cached:], self.prefix)
 
     def run(self) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
         """Logits at the targets in float32 or wider, and the losses, if the pass has a loss."""
@@ -125,7 +125,6 @@ class Pass:
                 "the loss is not finite (NaN or infinite) for some prompts, though their logits "
                 "are; gradients of it say nothing"
             )
-        _after_pass.get()()
         return logits, losses
 
 
@@ -222,14 +221,6 @@ def logits_at(
     return of_prompts
 
 
-@safe_context
-def after_each_pass(call: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``call`` is called after each ``run_pass``, to show progress."""
-    with put_back(partial(_after_pass.set, _after_pass.get())):
-        _after_pass.set(call)
-        yield
-
-
 def run_prefix(
     model: HookedModel,
     batch: PromptBatch,
@@ -287,11 +278,12 @@ class Acting:
         self._of_gradients = _watched(described.backward_hooks)
         self._checkpoints = saved = Checkpoints() if described.is_checkpointed else None
         observers = observers if saved is None else saved.observers(observers)
+        parts = described.start, described.starts, saved
         inside = Inside(
             [*first, *changes, *observers, *last],
             self._of_gradients,
             described.attend,
-            Blocks(described.start, described.starts, saved),
+            None if parts == (None, None, None) else Blocks(*parts),
         )
         self._run, self.inside = running(model, batch, twin, inside)
 

@@ -1,11 +1,18 @@
-"""All attention of a model by a fused kernel, so that no pattern is formed."""
+"""All attention of a model by a fused kernel, so that no pattern is formed.
+
+A kernel of the package may sum over sets of edges beside it: a tap on the output of heads gives it
+back unchanged, and when the gradient dL/dz arrives, the kernel (``flow_kernel.py``) forms A and
+dL/dA of a block of rows and keys at a time, and sums what the weight makes of them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..errors import ModelError
 from ..models.batch_hooks import DetachedHeads, EdgeHook
@@ -13,12 +20,13 @@ from ..models.facts import OfAttention, facts_of
 from ..models.hooked import Hook, HookedModel, HookFunction, names_of_layers, scores_name, z_name
 from ..models.replaced_attention import Attend, Heads, SharedHeads, Terms, is_skipped
 from ..prompts.batch import PromptBatch
-from .flow_tap import FlowTap, may_tap, use_taps
 from .memory import return_freed_memory
 from .provide import SumsObserver
 from .row_attention import RowAttention, Rows, UseRowsOfLayer, output_of
 
 T = TypeVar("T")
+
+_WIDEST = 256  # the largest head size that the kernel of the package knows
 
 # Gets the layer, some query rows, the keys that they see, and A and dL/dA of these rows and keys in
 # float32 or wider.
@@ -50,6 +58,10 @@ def fused_attention(
     if sum(len(layer.queries) + len(layer.keys) for layer in layers) != len(observing):
         raise ModelError("a hook observes the attention, and neither its queries nor its keys")
 
+    def use_taps(number: int, tapped: Tapped) -> None:
+        for each in taps:
+            each.use_classes(number, tapped.key_class_sums)
+
     def attend(
         number: int, query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms
     ) -> Heads:
@@ -65,7 +77,7 @@ def fused_attention(
         if taps and may_tap(query, value, terms):
             z: Heads = output_of(query, key, value, terms)
             operands = query.detach(), key.detach(), value.detach()
-            z = FlowTap.apply(z, *operands, terms.scale, partial(use_taps, taps, number))
+            z = FlowTap.apply(z, *operands, terms.scale, partial(use_taps, number))
         else:
             z = RowAttention.apply(query, key, value, terms, layer.use)
         for detach in layer.detached:
@@ -141,3 +153,55 @@ def _layer(
         queries=[] if operands is None else observing(operands.query),
         keys=[] if operands is None else observing(operands.key),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Tapped:
+    """What a layer multiplied, and the gradient of what its heads gave out."""
+
+    query: Heads
+    key: SharedHeads
+    value: SharedHeads
+    of_output: Heads
+    scale: float
+
+    def key_class_sums(self, classes: Tensor, count: int, weight: Any) -> Tensor:
+        """The weights of each query row, summed over its earlier keys of each class."""
+        from .flow_kernel import key_class_sums
+
+        operands = self.query, self.key, self.value, self.of_output
+        of_batch = classes.to(self.query.device).expand(len(self.query), -1)
+        return key_class_sums(*operands, of_batch, count, scale=self.scale, weight=weight)
+
+
+class FlowTap(torch.autograd.Function):
+    """The outputs of heads as they are; ``use`` gets their gradient with all that it needs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Heads,
+        query: Heads,
+        key: SharedHeads,
+        value: SharedHeads,
+        scale: float,
+        use: Callable[[Tapped], object],
+    ) -> Heads:
+        """The same numbers; autograd stores what the attention stores anyway."""
+        ctx.save_for_backward(query, key, value)
+        ctx.scale, ctx.use = scale, use
+        return z.view_as(z)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_output: Heads) -> tuple[Tensor | None, ...]:
+        """The gradient as it is."""
+        query, key, value = ctx.saved_tensors
+        ctx.use(Tapped(query, key, value, of_output, ctx.scale))
+        return of_output, None, None, None, None, None
+
+
+def may_tap(query: Heads, value: SharedHeads, terms: Terms) -> bool:
+    """Whether a fast library attention with a gradient, and the kernel, know these terms."""
+    is_plain = terms.mask.is_causal and terms.soft_cap is None and terms.sinks is None
+    return is_plain and max(query.shape[-1], value.shape[-1]) <= _WIDEST

@@ -21,22 +21,21 @@ from torch import Tensor
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.facts import OfAttention, fact, facts_of
 from ..models.head import forward_of_head
-from ..models.hooked import Hook, HookedModel, HookFunction, pattern_name, scores_name, z_name
+from ..models.hooked import (
+    Hook,
+    HookedModel,
+    HookFunction,
+    after_block,
+    before_block,
+    pattern_name,
+    scores_name,
+    z_name,
+)
 from ..models.replaced_attention import Attend, Heads, Mask, SharedHeads, Terms
 from ..models.twin import Listener
 from .blocks import Blocks
 
 Added = Float[Tensor, "batch _ query key"]
-
-
-def before_block(layer: int) -> str:
-    """Hook point of the residual stream before a block."""
-    return f"blocks.{layer}.hook_resid_pre"
-
-
-def after_block(layer: int) -> str:
-    """Hook point of the residual stream after a block."""
-    return f"blocks.{layer}.hook_resid_post"
 
 
 UNEMBED = "unembed.hook_in"
@@ -88,7 +87,7 @@ class Inside:
     forward: Sequence[Hook] = ()  # on what hook points give out, in the order in which they act
     backward: Sequence[Hook] = ()  # on the gradients there
     attend: Attend | None = None  # computes the attention in the place of the model
-    blocks: Blocks = Blocks()  # how each of them runs
+    blocks: Blocks | None = None  # how each of them runs, if not as it is
 
 
 class NativePass:
@@ -119,8 +118,9 @@ class NativePass:
     def _run_block(self, layer: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block, whose first argument is the residual stream."""
         resid, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        block = partial(self._block, layer, forward)
-        return self._inside.blocks.run(layer, block, resid, *rest, **kwargs)
+        run, blocks = partial(self._block, layer, forward), self._inside.blocks
+        run = run if blocks is None else partial(blocks.run, layer, run)
+        return run(resid, *rest, **kwargs)
 
     def _block(
         self, layer: int, forward: Callable[..., Any], resid: Tensor, *args: Any, **kwargs: Any

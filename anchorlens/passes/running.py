@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..models.added_hooks import added_hooks
 from ..models.head import head_in_float32
-from ..models.hooked import Hook, HookedModel, names_of_layers, scores_name
+from ..models.hooked import Hook, HookedModel, before_block, names_of_layers, scores_name
 from ..models.replaced_attention import attention_by
 from ..models.twin import Twin
 from ..prompts.batch import PromptBatch
 from ..system.put_back import SafeContext, safe_context
-from .native_pass import Inside, NativePass, before_block
+from .native_pass import Inside, NativePass
 
 Run = Callable[..., Tensor]  # logits of tokens and further inputs
 
@@ -39,7 +39,7 @@ def _with_hooks(model: HookedModel, batch: PromptBatch, inside: Inside) -> Itera
     with (
         head_in_float32(model),
         nullcontext() if inside.attend is None else attention_by(model, inside.attend),
-        inside.blocks.inside(model),
+        nullcontext() if inside.blocks is None else inside.blocks.inside(model),
         added_hooks(model, hooks, inside.backward),
     ):
         yield

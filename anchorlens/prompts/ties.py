@@ -1,8 +1,7 @@
 """Prompts whose two highest scores of labels are equal are counted in ``info`` and warned of."""
 
 from collections.abc import Callable
-from contextvars import ContextVar
-from functools import partial
+from contextvars import ContextVar, copy_context
 from typing import TypeVar
 
 import torch
@@ -10,7 +9,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..system.processes import is_main
-from ..system.put_back import put_back
 from ..system.warn import warn_user
 
 T = TypeVar("T")
@@ -32,8 +30,12 @@ def note_ties(scores: Float[Tensor, "batch class"]) -> None:
 def noting_ties(contribute: Callable[[], T], count: int) -> tuple[T, dict[str, Tensor]]:
     """What a call returns, and the ties of ``count`` prompts if it read scores of labels."""
     noted = list[Tensor]()
-    with put_back(partial(_noted.set, _noted.get()), partial(_noted.set, noted)):
-        found = contribute()
+
+    def noting() -> T:
+        _noted.set(noted)  # in a copy, which ends with the call
+        return contribute()
+
+    found = copy_context().run(noting)
     of_prompts = [each.cpu() for each in noted if len(each) == count]
     return found, {TIES: torch.stack(of_prompts).any(0)} if of_prompts else {}
 

@@ -125,11 +125,8 @@ def _no_means(contributions: Contributions) -> dict[Of, Tensor]:
 
 def values_of(of: str | Callable[[Contributions], Tensor], contributions: Contributions) -> Tensor:
     """What each prompt contributes to a field, as floating-point numbers."""
-    if not isinstance(of, str):
-        values = contributions.of_each(of)
-    elif of in contributions:
-        values = contributions[of]
-    else:
+    values = contributions.get(of) if isinstance(of, str) else contributions.of_each(of)
+    if values is None:
         raise MetricError(
             f"a field is made of the contribution {of!r}, but prompts contribute "
             f"{sorted(contributions)}; name one of these, or contribute it"

@@ -100,8 +100,9 @@ def further_of(question: Question, model: HookedModel, batches: Sequence[PromptB
     """The passes that a question makes besides that of the run, with layers from 0 on."""
     what = f"what further of {question.name} returns"
     needed: Further = fitted(what, question.further(model, batches), Further)
-    layers = layer_numbers(model, needed.layers) if needed.layers else []
-    return replace(needed, layers=layers)
+    if not needed.layers:
+        return needed
+    return replace(needed, layers=layer_numbers(model, needed.layers))
 
 
 def once_of(question: Question, passes: Any, contributions: Mapping[str, Tensor]) -> dict[str, Any]:

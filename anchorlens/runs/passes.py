@@ -219,7 +219,7 @@ class Passes:
         for question in asked:
             self._asked_now = question.name
             try:
-                found = _checked(partial(question.of_batch, self, batch), len(batch))
+                found = _checked(partial(question.of_batch, self, batch), len(batch.tokens))
             except NotFiniteError:  # of the passes
                 raise
             except AnchorlensError as error:

@@ -230,8 +230,8 @@ class Study:
             )
         used = loss if differentiates else None
         saves = gradient_checkpointing and differentiates
-        described = Pass(self.model, self.batches[0], loss=used)
-        replace(described, gradient_checkpointing=saves).check()
+        described = Pass(self.model, self.batches[0], loss=used, gradient_checkpointing=saves)
+        described.check_gradient()
         self._store  # noqa: B018 - the folder of another run is an error before all else
         metrics = {
             name: self.passes(

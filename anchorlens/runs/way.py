@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..metrics.question import HooksOfBatch, no_hooks
+from ..metrics.reads import VALUES, Sums
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.facts import facts_of
 from ..models.hooked import (
@@ -36,7 +38,6 @@ from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
 from ..models.rotary import rotate_alike, rotates_by_length
 from ..models.twin import twin_of
-from ..passes.flow_tap import is_on_a_gpu, why_no_kernel
 from ..passes.forward import logits_at, run_checked, run_prefix
 from ..passes.fused_attention import acts_when_fused, outside_attention, run_fused
 from ..passes.loss_checks import targets_of
@@ -56,6 +57,7 @@ from ..system.free_memory import free_for_layers
 from ..system.processes import gather_from_processes
 from ..system.texts import bytes_in_words
 
+_OF_KERNEL = (torch.float32, torch.bfloat16, torch.float16)  # the types that it knows
 LARGE = 2**31  # bytes of the patterns of one prompt in all layers
 # The share of the free memory that may be stored for the gradient. The rest is for gradients, for
 # the tensors of one block, and for other programs.
@@ -249,6 +251,31 @@ def _by_rows(
         read=partial(by_rows, has_kernel=has_kernel),
         lengths_of_run={},
     )
+
+
+def is_on_a_gpu(model: HookedModel) -> bool:
+    """Whether there is a device for the kernel."""
+    return device_of(model).type == "cuda"
+
+
+def why_no_kernel(model: HookedModel, observed: Sequence[Observation]) -> str:
+    """Why sums are formed of rows in plain operations; empty if by the kernel."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if dtype_of(model) not in _OF_KERNEL:
+        return f"the kernel does not know {str(dtype_of(model)).removeprefix('torch.')}"
+    from ..passes.flow_kernel import WEIGHTS
+
+    for each in observed:
+        name = each.question.name
+        for read in each.reads.values():
+            if not isinstance(read, Sums) or VALUES in read.needs:
+                return f"{name} reads more than sums over sets of edges"
+            if read.weight not in WEIGHTS:
+                return f"the weight of {name} is a function of your own"
+            if read.sets.key_classes() is None:
+                return f"{name} has edges that do not follow from positions alone"
+    return ""
 
 
 def _run_once(lengths: Mapping[int, int]) -> str:

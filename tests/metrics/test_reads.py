@@ -226,6 +226,12 @@ OF_PATTERNS: dict[str, Case] = {
         lambda batch: Blocks(partial(placed, batch), whole=True),
         lambda hand, batch: placed_by_hand(hand.patterns, batch),
     ),
+    "whole blocks of products": (
+        lambda batch: Blocks(
+            lambda block: (block.pattern * block.slope).sum((2, 3)), slope=True, whole=True
+        ),
+        lambda hand, batch: (hand.patterns * hand.slopes).sum((3, 4)),
+    ),
     "hooks on patterns": (
         lambda batch: hooks_of(3, PATTERN, lambda a: a.diagonal(-1, 2, 3)[..., :100]),
         lambda hand, batch: hand.patterns.diagonal(-1, 3, 4)[..., :100],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from anchorlens.passes.flow_tap import FlowTap, Tapped
+from anchorlens.passes.fused_attention import FlowTap, Tapped
 
 ROOT = Path(__file__).parents[2]
 # It is a tool of development on Linux alone.

@@ -12,12 +12,12 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, ModelError
-from anchorlens.passes.forward import after_each_pass
 from anchorlens.replication import models_compared as module
 from anchorlens.report.claims import LIMITS, Verdict
 from anchorlens.runs import several_models
 from tests.report.test_claims import attention, distances, flows, isolation
 from tests.support.html_checks import Parsed
+from tests.support.measures import counted_passes
 from tests.support.tiny_models import tiny_gpt2, tiny_llama
 
 QUICK: dict[str, Any] = {"depth": 1, "draws": 2, "random_weights": False, "resamples": 20}
@@ -70,21 +70,18 @@ def test_a_row_is_what_the_claims_of_the_model_alone_say(
     shared: dict[str, Any] = {"queries": 12, "seeds": [3], "batch_size": 5, **QUICK, **QUIET}
     stored = shared | {"folder": tmp_path / "rows"}
     given = {"first": gpt2, "none": tmp_path / "none", "second": folder}
-    passes: list[int] = []
-    with after_each_pass(lambda: passes.append(1)):
+    with counted_passes() as fresh:
         record = al.replication.across_models(given, task, examples, **stored)
-    fresh = len(passes)
     assert f"failed: there is no folder '{tmp_path}/none'" in record.info["missing"]["none"]
     for name, model in {"first": gpt2, "second": llama}.items():
         batches = al.sample_prompts(model, task, examples, queries=12, seeds=[3], batch_size=5)
         compared(model, record, name, al.analyse(model, batches, **QUICK, **QUIET))
 
-    passes.clear()
-    with after_each_pass(lambda: passes.append(1)):
+    with counted_passes() as passes:
         given = {"second": folder, "first": gpt2}
         turned = al.replication.across_models(given, task, examples, **stored)
     # Of each question two batches of three ran again, beside tiny passes and shared tokens.
-    assert 0 < 4 * len(passes) < 3 * fresh
+    assert 0 < 4 * len(passes) < 3 * len(fresh)
     assert rows(turned) == {name: rows(record)[name] for name in ("second", "first")}
 
 

@@ -9,8 +9,8 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import DataError, HookError, MetricError, RunError, StoreError
-from anchorlens.passes.forward import after_each_pass
 from tests.replication.test_paper import EMOTIONS, EXAMPLES, QUICK, SEEDS
+from tests.support.measures import counted_passes
 from tests.support.tiny_models import tiny_gpt2
 
 papers: Any = importlib.import_module("anchorlens.replication.paper")
@@ -68,15 +68,11 @@ def test_what_is_stored_is_read_and_another_run_is_refused(
     passes: list[int] = []
 
     def found(**options: Any) -> al.Results:
-        passes.append(0)
-
-        def count() -> None:
-            passes[-1] += 1
-
-        with after_each_pass(count):
+        with counted_passes() as ran:
             records = al.paper(
                 model, EMOTIONS, parts=parts, folder=tmp_path, **{**QUICK_ONE, **options}
             )
+        passes.append(len(ran))
         return records["emotions"]
 
     first, again = found(), found()

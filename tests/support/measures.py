@@ -1,9 +1,11 @@
 """Measures of models, tensors and records that tests compare."""
 
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
-from anchorlens.passes.forward import run_pass
+from anchorlens.passes.forward import Pass, run_pass
 from anchorlens.passes.native_pass import NativePass
 from anchorlens.passes.provide import Observation
 
@@ -169,6 +171,22 @@ def counted_layers(model: Any) -> Iterator[list[int]]:
         patch.setattr(NativePass, "_block", run_native)
         patch.setattr(type(model.blocks[0]), "forward", run_hooked)
         yield counts
+
+
+@contextmanager
+def counted_passes() -> Iterator[list[int]]:
+    """An entry for each pass inside. Nothing is replaced, because stored runs would tell of it."""
+    passes = list[int]()
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code is Pass.run.__code__:
+            passes.append(1)
+
+    sys.setprofile(note)
+    try:
+        yield passes
+    finally:
+        sys.setprofile(None)
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from transformers.utils import logging as of_transformers
 from anchorlens.cli import output
 from anchorlens.models import gguf_settings, quiet_libraries
 from anchorlens.models.model_state import frozen_in_eval_mode
-from anchorlens.passes import forward
 from anchorlens.system import hidden_warnings, put_back, signals, steps, torch_state
 from anchorlens.system.put_back import each_call_inside, safe_context
 from anchorlens.system.torch_state import own_random_state
@@ -55,7 +54,6 @@ def state_of_python() -> dict[str, Any]:
         "the end of checkpoints": vars(checkpoint)["_enable_checkpoint_early_stop"],
         "the reader of .gguf files": gguf.GGUFReader,
         "the names in .gguf files": gguf.get_tensor_name_map,
-        "what follows each pass": forward._after_pass.get(),
         "the step that runs": steps._running.get(),
     }
 
@@ -89,13 +87,12 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], list[Any]]]
     "default_device": (lambda: torch_state.default_device("meta"), [_device]),
     "checkpoints_run_to_the_end": (torch_state.checkpoints_run_to_the_end, [checkpoint]),
     "own_random_state": (lambda: own_random_state(seed=1), []),
-    "after_each_pass": (lambda: forward.after_each_pass(lambda: None), []),
     "planned": (lambda: steps.planned({"first": 1.0}), []),
     "step": (step_of_a_plan, []),
 }
 OURS = [
     *(put_back, contextlib, hidden_warnings, gguf_settings, quiet_libraries, signals, output),
-    *(torch_state, forward, steps),
+    *(torch_state, steps),
 ]
 
 
