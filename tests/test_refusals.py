@@ -17,6 +17,7 @@ import torch
 import anchorlens as al
 from anchorlens import edges, errors
 from anchorlens.contexts import hard_prompts, selection
+from anchorlens.contexts.selection import by_score
 from anchorlens.contexts.stored import key_values_at_start
 from anchorlens.errors import AnchorlensError, DataError, HookError, MetricError, PromptError
 from anchorlens.experiments import edge_sweep
@@ -1166,26 +1167,26 @@ ROWS: list[tuple[str, Any, str]] = [
     ),
     ("compress of", {"demonstrations_id": torch.arange(3)}, "have several; compress each"),
     ("compress of", {"segments": lambda old: old.clamp(max=OTHER)}, "not known which tokens of th"),
-    ("keep", lambda: selection.small_keys(0), "keep must be from 1 .* got keep=0, that is 0"),
-    ("keep", lambda: selection.small_keys(5000), r"to \d+, the positions .* got keep=5000"),
-    ("keep", lambda: selection.small_keys(1.5), "a share above 0 and up to 1.* got keep=1.5"),
-    ("keep", lambda: selection.small_keys(NAN), "got keep=nan"),
-    ("keep", lambda: selection.most_read(7), r"from 8 \(BOS, instructions and the last 8 are"),
-    ("keep", lambda: selection.most_read(1.0, window=5000), "a window must be shorter"),
+    ("keep", lambda: by_score("small keys", 0), "keep must be from 1 .* got keep=0, that is 0"),
+    ("keep", lambda: by_score("small keys", 5000), r"to \d+, the positions .* got keep=5000"),
+    ("keep", lambda: by_score("small keys", 1.5), "a share above 0 and up to 1.* got keep=1.5"),
+    ("keep", lambda: by_score("small keys", NAN), "got keep=nan"),
+    ("keep", lambda: by_score("most read", 7), r"from 8 \(BOS, instructions and the last 8 are"),
+    ("keep", lambda: by_score("most read", 1.0, window=5000), "a window must be shorter"),
     ("keep", lambda: selection.ByScore(VALUES, last=-1), "a window must be shorter"),
     ("keep", lambda: selection.random_tokens(0, 5000), "got keep=5000"),
-    ("keep", lambda: selection.most_read(window=0), "window must be from 1.* got 0, 5"),
-    ("keep", lambda: selection.most_read(kernel=4), "kernel an odd number; got 8, 4"),
-    ("ArgumentError", lambda s: selection.small_keys(True), "keep of small_keys must be a funct"),
+    ("keep", lambda: by_score("most read", window=0), "window must be a .* from 1; got 0"),
+    ("ArgumentError", lambda s: by_score("size"), "score of by_score must be"),
+    ("ArgumentError", lambda s: by_score("small keys", True), "keep of by_score must be a funct"),
     # Neither prompts of own positions nor of own segments have label words and format.
     *(
         ("PromptError", lambda s, of=of, k=k: al.compress(s.model, of(s), k), "not known which to")
         for of in (lambda s: TIGHT, lambda s: s.changed(segment_names=tuple("abcdef")))
-        for k in (selection.heavy_hitters(), selection.random_tokens(0))
+        for k in (by_score("heavy hitters"), selection.random_tokens(0))
     ),
     (
         "PromptError",
-        lambda s: selection.heavy_hitters(40).of(
+        lambda s: by_score("heavy hitters", 40).of(
             s.model, s.changed(demonstrations_id=torch.arange(3))
         ),
         "these prompts have several",

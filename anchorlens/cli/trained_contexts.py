@@ -15,7 +15,7 @@ from ..contexts.placement import rebased
 from ..contexts.prefix import PrefixContext, train_prefix
 from ..contexts.protocol import NoContext
 from ..contexts.reweighted import reweight_demonstrations, train_reweighting
-from ..contexts.selection import BY_SCORE, everything, random_and_format, random_tokens
+from ..contexts.selection import SCORES, by_score, everything, random_and_format, random_tokens
 from ..contexts.soft_prompt import train_soft_prompt
 from ..contexts.training import Training, TrainingRecord
 from ..errors import DataError, ModelError, PromptError
@@ -26,7 +26,6 @@ from ..prompts.demonstration_sets import Draw, Examples, refuse_rare_classes
 from ..prompts.examples import sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..system.steps import in_words, step
-from ..system.texts import name_of
 from .analysis import forget_files, forget_rows
 from .options import Contexts
 
@@ -76,9 +75,8 @@ def untrained_contexts(draws: int) -> dict[str, Any]:
 def other_tokens(draws: int) -> ContextComparison:
     """As many tokens as label words and format are: those of the best scores, and random ones."""
     contexts: dict[str, Any] = {"label words and format": compress}
-    for select in BY_SCORE:
-        name = f"{name_of(select).replace('_', ' ')}, one set"
-        contexts[name] = partial(compress, select=select())
+    for score in SCORES:
+        contexts[f"{score}, one set"] = partial(compress, select=by_score(score))
     return ContextComparison(
         contexts, draws=draws, control=random_tokens, repeats=0, name=OTHER_TOKENS
     )
@@ -87,8 +85,8 @@ def other_tokens(draws: int) -> ContextComparison:
 def check_other_tokens(batch: PromptBatch) -> None:
     """Raise an error if demonstrations are too short for a score; no model runs."""
     try:
-        for select in BY_SCORE:
-            select().budget(batch)
+        for score in SCORES:
+            by_score(score).budget(batch)
     except PromptError as error:
         raise PromptError(f"--other-tokens needs longer demonstrations: {error}") from error
 

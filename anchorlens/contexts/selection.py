@@ -9,6 +9,7 @@ come from store another set for each head, so that equal names are not equal met
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -33,6 +34,8 @@ from .protocol import demonstrations_of, selected_by
 
 Selection = Callable[[PromptBatch], Bool[Tensor, " position"]]
 Keep = Selection | int | float
+ScoreName = Literal["small keys", "large values", "heavy hitters", "most read"]
+SCORES: tuple[ScoreName, ...] = get_args(ScoreName)
 ONE_SET = "one set for all layers and heads"  # in the names of what is selected by a score
 
 
@@ -179,54 +182,39 @@ class ByScore(InOneLine):
 
 
 @checked
-def small_keys(keep: Keep = anchors_and_format) -> ByScore:
-    r"""Small keys, $-\lVert k_j \rVert_2$ (2406.11430; ``KnormPress`` of kvpress, by head).
+def by_score(score: ScoreName, keep: Keep = anchors_and_format, *, window: int = 8) -> ByScore:
+    r"""The positions of the highest score, by a formula of other methods, and not as they do it.
+
+    Each of these methods stores another set for each head, and some drop tokens after each new one.
+    Here one set is chosen for all layers and heads, once, after n tokens of demonstrations:
+
+    - ``small keys``: $-\lVert k_j \rVert_2$ (2406.11430; ``KnormPress`` of kvpress);
+    - ``large values``: $\lVert v_j \rVert_2$; this plain score is ours;
+    - ``heavy hitters``: what j and later positions read of it, $\sum_{i \ge j} A_{ij} / (n - j)$
+      (``ObservedAttentionPress``). H2O (2306.14048) does not divide, and half of its budget are the
+      last tokens: ``dataclasses.replace(..., score=lambda cache, seen: seen["received"][0],
+      last=32)`` of ``by_score("heavy hitters", 64)``;
+    - ``most read``: what the last ``window`` tokens, which are always stored, read of j: their mean
+      $A_{ij}$, averaged over the 5 positions around j. SnapKV (2404.14469; ``SnapKVPress``, window
+      64) has the question for its window. Here many queries follow, and the window is the end of
+      the demonstrations.
 
     Examples:
-        >>> names = ("small_keys", "large_values", "heavy_hitters", "most_read")
-        >>> selections = [getattr(al.contexts.selection, name)() for name in names]
-        >>> contexts = [al.compress(model, batch, select) for select in selections]
+        >>> by_score, names = al.contexts.selection.by_score, al.contexts.selection.SCORES
+        >>> contexts = [al.compress(model, batch, by_score(name)) for name in names]
         >>> len({int(context.selected.sum()) for context in contexts})  # as many as the anchors
         1
     """
-    return ByScore(lambda cache, seen: -_norms(cache.keys), keep, name="small_keys")
-
-
-@checked
-def large_values(keep: Keep = anchors_and_format) -> ByScore:
-    r"""Large values, $\lVert v_j \rVert_2$; this plain score is ours."""
-    return ByScore(lambda cache, seen: _norms(cache.values), keep, name="large_values")
-
-
-@checked
-def heavy_hitters(keep: Keep = anchors_and_format, *, mean: bool = True) -> ByScore:
-    r"""What j and later positions read of it, $\sum_{i \ge j} A_{ij} / (n - j)$ of n positions.
-
-    It is ``ObservedAttentionPress`` of kvpress, there by head. H2O (2306.14048) does not divide
-    (``mean=False``) and stores the last tokens with half of its budget (``dataclasses.replace(
-    heavy_hitters(64, mean=False), last=32)``). It drops tokens after each new one; this does not.
-    """
-
-    def score(cache: KeyValues, seen: Seen) -> Float[Tensor, "layer position"]:
-        readers = torch.arange(len(cache), 0, -1, device="cpu") if mean else 1
-        return seen["received"][0] / readers
-
-    return ByScore(score, keep, reads=partial(_received, None), name="heavy_hitters")
-
-
-@checked
-def most_read(keep: Keep = anchors_and_format, *, window: int = 8, kernel: int = 5) -> ByScore:
-    r"""What the last ``window`` tokens, which are always stored, read of j: their mean $A_{ij}$.
-
-    It is averaged over the ``kernel`` positions around j (an odd number), with 0 beyond the ends.
-    This is SnapKV (2404.14469; ``SnapKVPress`` of kvpress, window 64, by head), but its window is
-    the question. Here many queries follow, and the window is the end of the demonstrations.
-    """
-    if min(window, kernel) < 1 or kernel % 2 == 0:
-        raise PromptError(f"window must be from 1, kernel an odd number; got {window}, {kernel}")
-
-    score, reads = partial(_around, window, kernel), partial(_received, window)
-    return ByScore(score, keep, reads=reads, last=window, name="most_read")
+    if window < 1:
+        raise PromptError(f"window must be a number of tokens from 1; got {window}")
+    asked: dict[str, Any] = {
+        "small keys": {"score": lambda cache, seen: -_norms(cache.keys)},
+        "large values": {"score": lambda cache, seen: _norms(cache.values)},
+        "heavy hitters": {"score": _of_each_row, "reads": partial(_received, None)},
+        "most read": {"score": partial(_around, window), "reads": partial(_received, window)},
+    }
+    last = window if score == "most read" else 0
+    return ByScore(**asked[score], keep=keep, last=last, name=score)
 
 
 @checked
@@ -247,19 +235,19 @@ def random_tokens(seed: int, keep: Keep = anchors_and_format) -> Selection:
     return select
 
 
-BY_SCORE = (small_keys, large_values, heavy_hitters, most_read)
-
-
 def _norms(entries: Sequence[Tensor]) -> Float[Tensor, "layer position"]:
     return torch.stack([wide(each).norm(dim=-1).mean((0, 1)).cpu() for each in entries])
 
 
-def _around(
-    window: int, kernel: int, cache: KeyValues, seen: Seen
-) -> Float[Tensor, "layer position"]:
+def _of_each_row(cache: KeyValues, seen: Seen) -> Float[Tensor, "layer position"]:
+    """What a row that can read a position reads of it, as a mean."""
+    return seen["received"][0] / torch.arange(len(cache), 0, -1, device="cpu")
+
+
+def _around(window: int, cache: KeyValues, seen: Seen) -> Float[Tensor, "layer position"]:
     """What the last rows read around each position before them, as a mean."""
     before = seen["received"][0, :, :-window] / window
-    return functional.pad(functional.avg_pool1d(before, kernel, 1, kernel // 2), (0, window))
+    return functional.pad(functional.avg_pool1d(before, 5, 1, padding=2), (0, window))
 
 
 def _received(window: int | None, demonstrations: PromptBatch) -> Reads:

@@ -146,7 +146,7 @@ def test_one_demonstration_alone_is_what_it_was(llama: Any) -> None:
     assert same(*contexts)
     assert torch.equal(*(context.logits(llama, batch) for context in contexts))
     # Which tokens are format is not known, and nobody has to know it where the number is given.
-    most_read = al.compress(llama, batch, al.contexts.selection.most_read(12))
+    most_read = al.compress(llama, batch, al.contexts.selection.by_score("most read", 12))
     assert int(most_read.selected.sum()) == 12 and most_read.selected[0]
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import anchorlens as al
-from anchorlens.contexts.selection import small_keys
+from anchorlens.contexts.selection import by_score
 from anchorlens.errors import PromptError
 from anchorlens.runs.checks import possible
 from tests.support.asked import ask
@@ -19,7 +19,7 @@ LENGTH, PROMPTS = 3000, 4
 FLOWS = al.SaliencyFlows()
 REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "possible": lambda model, batch: possible(model, [batch], [FLOWS]),
-    "selection by score": lambda model, batch: small_keys(4).of(model, batch),
+    "selection by score": lambda model, batch: by_score("small keys", 4).of(model, batch),
     "isolate_labels": lambda model, batch: al.isolate_labels(model, batch, 0),
     "isolate_random": lambda model, batch: al.hooks.isolate_random(model, batch, 0, seed=1),
     "reweight_anchors": lambda model, batch: al.reweight_anchors(

@@ -483,7 +483,7 @@ FURTHER: dict[str, Callable[[Scene], Any]] = {
     "placed": compressed(
         select=al.contexts.selection.label_words, positions=al.contexts.placement.as_in_prompt
     ),
-    "by score": compressed(select=al.contexts.selection.most_read()),
+    "by score": compressed(select=al.contexts.selection.by_score("most read")),
     "prefix": lambda s: saved(s, trained(s, al.train_prefix, "prefix")[1], "prefix"),
     "soft prompt": lambda s: saved(s, trained(s, al.train_soft_prompt, "soft")[1], "soft"),
     "hard prompt": lambda s: trained(s, al.train_hard_prompt, "hard", tokenizer=s.model.tokenizer),
