@@ -15,7 +15,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .errors import HookError, PromptError
-from .metrics.positions import checked_positions
 from .models.batch_hooks import DetachedHeads, EdgeHook, TargetHook, WholeHook
 from .models.facts import require_prepared
 from .models.head_outputs import require_separate_heads, separate_heads
@@ -34,6 +33,7 @@ from .models.hooked import (
 from .prompts import edges as edge_sets
 from .prompts.batch import PromptBatch, check_inside
 from .prompts.edge_set import Edges, EdgeSet, EdgesOfBatch, check_edges
+from .prompts.positions import checked_positions
 from .system.arguments import checked
 from .system.devices import beside, sent
 from .system.texts import described

@@ -1176,7 +1176,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("keep", lambda: selection.ByScore(VALUES, last=-1), "a window must be shorter"),
     ("keep", lambda: selection.random_tokens(0, 5000), "got keep=5000"),
     ("keep", lambda: by_score("most read", window=0), "window must be a .* from 1; got 0"),
-    ("ArgumentError", lambda s: by_score("size"), "score of by_score must be"),
+    ("ArgumentError", lambda s: by_score(A_CLASS), "score of by_score must be"),
     ("ArgumentError", lambda s: by_score("small keys", True), "keep of by_score must be a funct"),
     # Neither prompts of own positions nor of own segments have label words and format.
     *(

@@ -10,7 +10,7 @@
    also where p is 0 or 1 in float64. For one token y = o_1, bit for bit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,12 +23,12 @@ from torch.nn.functional import logsigmoid
 from ..errors import MetricError
 from ..metrics.predictions import predicted_class
 from ..metrics.question import Further, HooksOfBatch
-from ..metrics.segment_flows import SegmentFlows
 from ..models.hooked import Hook, HookedModel, check_fits, device_of, dtype_of
 from ..passes.forward import unedited
 from ..passes.losses import before_segment
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
+from ..prompts.named_segments import NamedSegments, SegmentsOfBatch
 from ..prompts.random_edges import draw_generator
 from ..runs.passes import Passes
 from ..runs.study import require_batches
@@ -43,8 +43,6 @@ from .subsets import Draw
 
 _ROWS = 8  # of logits that are computed at a time, because all in float64 may not fit into memory
 
-SegmentsOfBatch = Mapping[str, edges.PositionsOfBatch] | Sequence[str]
-
 
 class Outcome(NamedTuple):
     """How likely the whole answer of each prompt is; NaN for another answer."""
@@ -57,7 +55,7 @@ class Outcome(NamedTuple):
 class Ablation:
     """Which segments are removed, how, and what is measured."""
 
-    segments: SegmentFlows  # which knows names and positions
+    segments: NamedSegments
     answer: str | None  # the segment of a written answer; None for the predicted label word
     remove: Removal
 
@@ -81,11 +79,7 @@ class Ablation:
                 )
         elif segments is None:
             segments = [name for name in batches[0].segment_names if name != answer]
-        return cls(SegmentFlows(segments, name="segments"), answer, remove)
-
-    def names_of(self, batches: Sequence[PromptBatch]) -> tuple[str, ...]:
-        """The names of the segments."""
-        return self.segments.names_of(batches[0])
+        return cls(NamedSegments.of(batches[0], segments), answer, remove)
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch]) -> None:
         """Raise an error if answer, segments or removal do not fit the prompts; no model runs."""
@@ -113,7 +107,7 @@ class Ablation:
                 empty = "is empty, but for the token at which the answer is predicted, which stays"
                 after = "goes on after the answer has begun, and what follows it changes nothing"
                 raise MetricError(
-                    f"segment {self.segments.names_of(batch)[number]!r} of prompt "
+                    f"segment {self.segments.names[number]!r} of prompt "
                     f"{int(batch.index[row])} {after if late[row, number] else empty}; segments "
                     "need tokens in each prompt, all before the answer (segments=)"
                 )
@@ -127,7 +121,7 @@ class Ablation:
 
     def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
         """Passes such as the one with the first segment removed; ``check`` comes before it."""
-        kept = torch.arange(len(self.names_of(batches)), device="cpu") > 0
+        kept = torch.arange(len(self.segments.names), device="cpu") > 0
         return Further(hooks=[partial(self.hooks_of, model, kept)])
 
     def predicting(self, batch: PromptBatch) -> edges.Positions:
@@ -138,7 +132,7 @@ class Ablation:
 
     def removable(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
         """The tokens of each segment without those at which the answer is predicted."""
-        return self.segments.segments_of(batch) & ~self.predicting(batch)[:, None]
+        return self.segments.positions(batch) & ~self.predicting(batch)[:, None]
 
     def removed(self, batch: PromptBatch, kept: Bool[Tensor, "_ segment"]) -> edges.Positions:
         """The tokens of the segments that are not kept, by prompt or by one row for all."""

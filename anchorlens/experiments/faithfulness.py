@@ -26,6 +26,7 @@ from ..metrics.segment_flows import SegmentFlows
 from ..metrics.segment_rollout import SegmentRollout
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch, digests
+from ..prompts.named_segments import SegmentsOfBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
 from ..results.answer import Answer, cannot_tell, listed, speaks_of
@@ -40,7 +41,7 @@ from ..system.processes import is_main
 from ..system.rounding import all_equal, highest, ranks, rounding_of
 from ..system.warn import warn_user
 from . import subsets as draws
-from .ablation import Ablation, Answers, SegmentsOfBatch, info_of_answers, subsets_of
+from .ablation import Ablation, Answers, info_of_answers, subsets_of
 from .removal import Removal
 from .removal import edges as cut_edges
 from .segment_scores import Score, ScoresOfBatch, SegmentScores

@@ -29,8 +29,8 @@ from ..passes.blocks import Start, Starts
 from ..passes.forward import losses_of, run_pass
 from ..passes.loss_checks import check_gradient_of_loss, check_loss
 from ..passes.losses import Loss
-from ..prompts import edges
 from ..prompts.batch import PromptBatch
+from ..prompts.named_segments import SegmentsOfBatch
 from ..results.contributions import Contributions
 from ..results.kinds import mean
 from ..runs.passes import WHOLE, Passes
@@ -143,7 +143,7 @@ class IntegratedFlows(Question):
         True
     """
 
-    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = None
+    segments: SegmentsOfBatch | None = None
     _: KW_ONLY
     output: Loss | None = None
     steps: int = 20

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ..contexts.training import query_digests
 from ..errors import MetricError
-from ..metrics.positions import checked_positions
 from ..models.head_outputs import of_one_width
 from ..models.hooked import HookedModel, hooks_by_layer
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import PositionsOfBatch
+from ..prompts.positions import checked_positions
 from ..runs.study import Study
 from ..system.devices import beside, wide
 from ..system.processes import is_main

@@ -14,7 +14,6 @@ from ..contexts.prefix import PrefixContext
 from ..contexts.protocol import Context, QueryPass, query_pass_of
 from ..errors import MetricError
 from ..hooks import Site
-from ..metrics.positions import checked_positions
 from ..metrics.question import Question
 from ..models.head_outputs import of_one_width
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
@@ -23,6 +22,7 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, on_both
+from ..prompts.positions import checked_positions
 from ..prompts.token_texts import token_texts
 from ..results import figures
 from ..results.contributions import Contributions

@@ -18,6 +18,7 @@ from ..errors import MetricError
 from ..metrics.question import Further, Question
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
+from ..prompts.named_segments import SegmentsOfBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
 from ..results.figure_parts import with_ends
@@ -30,7 +31,7 @@ from ..system.processes import is_main
 from ..system.texts import described, name_of
 from ..system.warn import warn_user
 from . import removal, subsets
-from .ablation import Ablation, Answers, SegmentsOfBatch, info_of_answers, subsets_of
+from .ablation import Ablation, Answers, info_of_answers, subsets_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -160,7 +161,7 @@ class SegmentAttribution(Question):
         """Raise an error for segments, answers, removals or methods that do not fit."""
         ablation = self._ablation(batches)
         ablation.check(model, batches)
-        check_method(self.method, len(ablation.names_of(batches)))
+        check_method(self.method, len(ablation.segments.names))
 
     def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
         """Passes with some segments removed."""
@@ -170,7 +171,7 @@ class SegmentAttribution(Question):
         """The scores of the segments of each prompt."""
         ablation = self._ablation(passes.batches)
         answers = Answers.of(ablation, passes, batch)
-        count = len(ablation.names_of(passes.batches))
+        count = len(ablation.segments.names)
         numbers = numbers_of(self.method, answers, count, self.seed)
         clean = {"log_odds": answers.clean.log_odds, "is_given": answers.is_given}
         return {"numbers": numbers, **clean}
@@ -186,7 +187,7 @@ class SegmentAttribution(Question):
             info["no_scores"] = f"the method {self.method.name!r} gives no finite scores in {count}"
             if is_main():
                 warn_user(info["no_scores"])
-        return {"info": info | {"segment_names": ablation.names_of(passes.batches)}}
+        return {"info": info | {"segment_names": ablation.segments.names}}
 
 
 def check_method(method: subsets.Method, count: int) -> None:

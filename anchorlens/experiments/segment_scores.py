@@ -55,7 +55,7 @@ class SegmentScores:
     @cached_property
     def segments(self) -> tuple[str, ...]:
         """The names of the segments."""
-        return self.ablation.names_of(self.batches)
+        return self.ablation.segments.names
 
     def check(self) -> None:
         """Raise an error for what is no score, or not one of these segments; no model runs."""

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ..errors import MetricError, PromptError
 from ..metrics.edge_sums import edge_weights, not_finite, row_pieces, try_weight
-from ..metrics.segment_flows import SegmentFlows
 from ..metrics.weights import Weight, refuse_values, saliency
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
 from ..models.load import ensure_prepared
 from ..passes.losses import before_segment
 from ..passes.step_gradients import step_gradients
-from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
+from ..prompts.named_segments import NamedSegments, SegmentsOfBatch
 from ..prompts.segment_names import PADDING
 from ..prompts.token_texts import token_texts
 from ..results import figures
@@ -97,7 +96,7 @@ def step_flows(
     batch: PromptBatch,
     segment: str,
     *,
-    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = None,
+    segments: SegmentsOfBatch | None = None,
     weight: Weight = saliency,
     chunk: int = 8,
 ) -> StepFlowsRecord:
@@ -150,8 +149,8 @@ def step_flows(
         raise MetricError(f"segment {segment!r} has no token that follows another one")
     if not prompt.attention_mask.all():
         raise PromptError("step flows need a prompt without padding inside")
-    metric = SegmentFlows(segments, weight)
-    parts = metric.segments_of(prompt)[0]
+    named = NamedSegments.of(prompt, segments)
+    parts = named.positions(prompt)[0]
     columns = positions[0].nonzero().flatten().tolist()
     of_steps: dict[tuple[int, int], dict[str, Tensor]] = {}
 
@@ -171,7 +170,7 @@ def step_flows(
         segment_of_tokens=torch.where(parts.any(0), parts.long().argmax(0), PADDING).cpu(),
         info={
             "model": str(model.cfg.model_name),
-            "segment_names": metric.names_of(prompt),
+            "segment_names": named.names,
             "tokens": None if tokenizer is None else tuple(token_texts(tokenizer, ids)),
             "weight": name_of(weight),
             "computed from": route,
@@ -182,7 +181,7 @@ def step_flows(
 def check_options(model: HookedModel, prompt: PromptBatch, weight: Weight, chunk: int) -> None:
     """Raise an error for wrong options of ``step_flows``, or folded value biases."""
     check_counts(MetricError, chunk=chunk)
-    try_weight(SegmentFlows(weight=weight).weight, model.cfg.n_heads, prompt)
+    try_weight(weight, model.cfg.n_heads, prompt)
     refuse_folded_value_biases(model)
 
 

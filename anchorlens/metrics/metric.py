@@ -3,19 +3,15 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..errors import MetricError
-from ..prompts import edges
 from ..prompts.batch import PromptBatch
+from ..prompts.named_segments import NamedSegments, SegmentsOfBatch, check_segments
 from ..system.arguments import checked
 from .edge_sums import EdgeSets, Segments, by_heads
-from .positions import checked_positions
 from .question import Question
 from .reads import Reads, Seen, Sums
 from .weights import Weight, WithValues
@@ -111,17 +107,10 @@ def read_by_others(
 class OfSegments(Metric):
     """A metric of segments that were asked for, or of all segments of the prompts."""
 
-    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = field(
-        default=None, hash=False
-    )
+    segments: SegmentsOfBatch | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        given = self.segments
-        if given is not None and (not given or len(set(given)) < len(given)):
-            raise MetricError(
-                "segments are different names, ['question', 'answer'], or functions of the batch "
-                f"by name, {{'anchors': al.edges.anchors}}; got {given!r}"
-            )
+        check_segments(self.segments)
 
     def sets_of(self, batch: PromptBatch) -> Segments:
         """The segments of a batch, from each of which weights are summed to each."""
@@ -130,30 +119,7 @@ class OfSegments(Metric):
     @checked
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
         """The positions of each segment in a batch."""
-        functions = self._functions(batch).items()
-        sets = [checked_positions(batch, f"{name!r} of {self.name}", of) for name, of in functions]
-        segments = torch.stack(sets, dim=1)
-        if (segments.sum(1) > 1).any():
-            row, position = (int(k) for k in (segments.sum(1) > 1).nonzero()[0])
-            both = zip(functions, segments[row, :, position], strict=True)
-            names = [name for (name, _), inside in both if inside]
-            raise MetricError(
-                f"token {position} of prompt {row} is in the segments {names} of {self.name}, but "
-                "a token is in one or in none; take it out of the others (& ~al.edges.target(batch)"
-                " takes out the target)"
-            )
-        return segments
-
-    @checked
-    def names_of(self, batch: PromptBatch) -> tuple[str, ...]:
-        """The names of the segments in a batch."""
-        return tuple(self._functions(batch))
-
-    def _functions(self, batch: PromptBatch) -> Mapping[str, edges.PositionsOfBatch]:
-        if isinstance(self.segments, Mapping):
-            return self.segments
-        names = batch.segment_names if self.segments is None else self.segments
-        return {name: partial(edges.segment, name=name) for name in names}
+        return NamedSegments.of(batch, self.segments, self.name).positions(batch)
 
     @property
     def info(self) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from ..errors import MetricError
 from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import PositionsOfBatch
+from ..prompts.positions import checked_positions
 from ..system.arguments import checked
 from ..system.hook import Hook
 from ..system.texts import KeepsRepr, described, options_in_short
 from .edge_sums import EdgeSets, Segments
-from .positions import checked_positions
 from .weights import Pattern, Weight, WithValues, attention
 
 PATTERN, SLOPE, QUERIES, KEYS, VALUES = "pattern", "slope", "queries", "keys", "values"

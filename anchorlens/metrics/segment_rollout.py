@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
+from ..prompts.positions import checked_positions
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.figure_parts import with_ends
@@ -24,7 +25,6 @@ from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import beside, wide
 from .metric import OfSegments
-from .positions import checked_positions
 from .reads import Block, Blocks, Reads, Seen
 
 

@@ -8,11 +8,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import MetricError, ModelError
-from ..metrics.positions import checked_positions
 from ..models.facts import facts_of
 from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabulary_of
 from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch, longest_prompt
+from ..prompts.positions import checked_positions
 from ..system.arguments import called
 from ..system.devices import holds_numbers
 from ..system.put_back import each_call_inside

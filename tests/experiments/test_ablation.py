@@ -47,7 +47,7 @@ def outcomes(
         ablation = Ablation.of(study.batches, **given)
         answers = [Answers.of(ablation, passes, batch) for batch in study.batches]
         draw = partial(al.subsets.random, count)
-        number = len(ablation.segments.names_of(study.batches[0]))
+        number = len(ablation.segments.names)
         kept = [subsets_of(draw, batch, number, 0) for batch in study.batches]
         return answers, kept, [a.of_subsets(k) for a, k in zip(answers, kept, strict=True)]
 

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from ..errors import AnchorlensError, MetricError
-from ..prompts.batch import PromptBatch
-from ..prompts.edges import Positions, PositionsOfBatch
 from ..system.arguments import called
 from ..system.devices import holds_numbers
 from ..system.texts import described
+from .batch import PromptBatch
+from .edges import Positions, PositionsOfBatch
 
 
 def checked_positions(
