@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     # what further passes answer
     from .experiments.edge_sweep import EdgeSweep as EdgeSweep
     from .experiments.integrated_flows import IntegratedFlows as IntegratedFlows
-    from .experiments.segment_attribution import SegmentAttribution as SegmentAttribution
     from .experiments.faithfulness import Faithfulness as Faithfulness
     from .experiments.prefix_effect import PrefixEffect as PrefixEffect
     from .experiments.context_comparison import ContextComparison as ContextComparison

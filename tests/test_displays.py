@@ -20,6 +20,7 @@ from anchorlens.results.estimate import Estimate
 from anchorlens.results.in_short import interval_in_short, values_in_short
 from anchorlens.results.text_tables import Section, aligned
 from anchorlens.runs.study import Study
+from tests.support.asked import scored
 from tests.support.html_checks import Parsed
 from tests.support.public import public
 from tests.support.tiny_models import questions
@@ -75,7 +76,7 @@ def questions_with_passes(model: Any, batch: al.PromptBatch) -> Iterator[Any]:
     yield from (al.EdgeSweep.isolation(sites), al.EdgeSweep(al.edges.pq, sites))
     names = [f"segment {number}" for number in range(40)]
     yield from (al.IntegratedFlows(), al.IntegratedFlows(names))
-    yield al.SegmentAttribution(al.subsets.lasso(9))
+    yield scored(al.subsets.lasso(9))
     yield al.Faithfulness({name: al.SegmentFlows(name=name) for name in names})
     context = al.compress(model, batch)
     yield al.PrefixEffect(context=context)

@@ -24,7 +24,7 @@ from anchorlens.experiments import edge_sweep
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.prompt_html import token_spans
 from anchorlens.prompts.segment_names import OTHER
-from tests.support.asked import ask
+from tests.support.asked import ask, scored
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import LONG_LABELS, questions, raw_model, tiny_gpt2, tiny_llama
 from tests.support.trained_contexts import CONTEXTS, TRAINERS, split, trained
@@ -349,7 +349,7 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     ),
     "attribution": (
         AnchorlensError,
-        lambda s, options: run(s, [al.SegmentAttribution(**options)], [s.batch]),
+        lambda s, options: run(s, [scored(**options)], [s.batch]),
     ),
     "site": (HookError, lambda s, site: al.block_edges(s.model, s.batch, edges.wp, site)),
     "detach_heads": (HookError, lambda s, site: al.detach_heads(s.model, site)),
@@ -915,8 +915,8 @@ ROWS: list[tuple[str, Any, str]] = [
             ("how", lambda s: al.relabeling.relabel([BAD, GOOD], SST2, A_CLASS)),
             ("weight", lambda s: run(s, [al.SegmentFlows(weight=A_CLASS)])),
             ("weight", lambda s: al.metrics.flows(ONES[None], ONES[None], EDGE, weight=A_CLASS)),
-            ("remove", lambda s: run(s, [al.SegmentAttribution(remove=A_CLASS)])),
-            ("draw", lambda s: run(s, [al.SegmentAttribution(CLASSES)])),
+            ("remove", lambda s: run(s, [scored(remove=A_CLASS)])),
+            ("draw", lambda s: run(s, [scored(CLASSES)])),
             ("'a' of segment_flows", lambda s: run(s, [al.SegmentFlows({"a": A_CLASS})])),
             ("'rows' of prefix_effect", lambda s: run(s, [al.PrefixEffect(rows=A_CLASS)])),
             ("edges", lambda s: al.block_edges(s.model, s.batch, A_CLASS)),
@@ -1029,12 +1029,12 @@ ROWS: list[tuple[str, Any, str]] = [
     ("attribution", {"answer": "format"}, "in prompt 0, or holds its first token"),
     (
         "AnchorlensError",
-        lambda s: run(s, [al.SegmentAttribution()], [s.own]),
+        lambda s: run(s, [scored()], [s.own]),
         "no label words, so that the answer must be a segment.*answer='answer'",
     ),
     (
         "AnchorlensError",
-        lambda s: run(s, [al.SegmentAttribution()], [s.batch, s.of_five]),
+        lambda s: run(s, [scored()], [s.batch, s.of_five]),
         "every prompt must have equally many demonstrations",
     ),
     ("attribution", returning(), "the batch that runs and a list of hooks.*tuple"),
@@ -1058,7 +1058,6 @@ ROWS: list[tuple[str, Any, str]] = [
         {"method": al.subsets.lasso(9), "segments": ["text", "label"]},
         "there are 4 subsets",
     ),
-    ("attribution", {"method": "lasso"}, "method of SegmentAttribution must be"),
     (
         "attribution",
         mine(draw=lambda n, _: torch.ones(n)),
@@ -1074,7 +1073,7 @@ ROWS: list[tuple[str, Any, str]] = [
         r"must give a finite number for each .* y from -1 to 1, got \[nan, ",
     ),
     ("attribution", mine(errors=lambda kept, y: y), r"errors of .* 'mine' .* torch.float64"),
-    ("PromptError", lambda s: run(s, [al.SegmentAttribution()], []), "there are no batches to run"),
+    ("PromptError", lambda s: run(s, [scored()], []), "there are no batches to run"),
     ("MetricError", lambda s: al.subsets.random(9, 3, torch.Generator()), "8 subsets of.*got 9"),
     ("MetricError", lambda s: al.subsets.lasso().draw(3, torch.Generator()), "are 8 subsets of 3"),
     ("a method of subsets", lambda: al.subsets.lasso(1), "subsets must be .* from 2 to .*; got 1"),

@@ -28,6 +28,7 @@ from tests.experiments.test_questions import Moved
 from tests.references import plain
 from tests.runs.own_reads import OF_WHOLE_PATTERNS, OF_WHOLE_PROMPTS, READS, Numbers
 from tests.runs.test_hooks_on_edges import CUTS, OTHERS, Change, by_length, longer_queries
+from tests.support.asked import scored
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.own_parts import EveryRead
 from tests.support.printed_code import printed
@@ -317,13 +318,13 @@ ROWS: dict[str, Row] = {
         models=("gpt2", "gemma3"),
     ),
     "attribution": asking(
-        al.SegmentAttribution(al.subsets.lasso(8), seed=3), {"method": al.subsets.lasso(9)}
+        scored(al.subsets.lasso(8), seed=3), {"scores": {"lasso": al.subsets.lasso(9)}}
     ),
     "attribution by text": asking(
-        al.SegmentAttribution(al.subsets.lasso(8), segments=BESIDE_TEXT, remove=al.removal.text)
+        scored(al.subsets.lasso(8), segments=BESIDE_TEXT, remove=al.removal.text)
     ),
     "attribution of an answer": asking(
-        al.SegmentAttribution(answer="answer"), prompts=of_written_answers, shares=False
+        scored(answer="answer"), prompts=of_written_answers, shares=False
     ),
     "faithfulness": asking(
         al.Faithfulness(SCORES, subsets=8),

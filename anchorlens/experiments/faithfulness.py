@@ -1,4 +1,4 @@
-"""What scores of segments are worth: do they predict what the removal of segments does?
+"""Which segments an answer rests on, by any scores, and what the scores are worth.
 
 1. Each kind of score gives one number a segment (``segment_scores.py``).
 2. Random subsets of the segments are kept, and each gives the log-odds y of the answer, and log p
@@ -47,6 +47,12 @@ from .removal import edges as cut_edges
 from .segment_scores import Score, ScoresOfBatch, SegmentScores
 
 RANDOM, BEST = "random", "best possible"
+_RESTS = "What each segment adds to the answer"
+_ADDS = (
+    "The score of each segment, as a mean over prompts. A bar above 0: the answer rests on this "
+    "segment; below 0: without it the answer would be likelier. Scores of methods that remove "
+    "segments are log-odds: 1 means that the odds are 2.7 times as high."
+)
 _RANDOM_SCORES = 20  # of a prompt, whose mean LDS is that of random scores
 MOST_CHOICES = 100  # of the segments to remove, all of which run to find the best one
 FEWEST = 3  # segments, and subsets of them, that a rank correlation needs
@@ -54,11 +60,19 @@ FEWEST = 3  # segments, and subsets of them, that a rank correlation needs
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FaithfulnessRecord(Record):
-    """Whether scores of segments predict what happens to the answer without some of them.
+    """Scores of segments, and whether they predict what happens to the answer without some of them.
 
-    The axis ``score`` has the scores that were given, then ``random`` and ``best possible``.
+    The axis ``score`` has the scores that were given; after a test also ``random`` and ``best
+    possible``. All numbers but scores are of the test.
 
     Attributes:
+        scores: The score of each segment, in its own unit; mean over prompts, then over sets. High
+            means that answers rest on the segment; of a method, below 0 that it makes them less
+            likely.
+        scores_of_prompts: The scores of each prompt; NaN where the model gives another answer. The
+            highest is the segment on which this answer rests most.
+        errors_of_prompts: The standard error of each score of a method that comes from random
+            orders of the segments; 0 where the method is exact, NaN where it has none.
         lds: Rank correlation (Spearman) over random subsets of the segments of the log-odds of the
             answer and the summed scores of the segments that are kept, from -1 to 1; mean over
             prompts, then over sets. 1: the score predicts which removal hurts more; 0: it does not.
@@ -71,8 +85,12 @@ class FaithfulnessRecord(Record):
         lds_of_prompts: LDS of each prompt. NaN where a prompt has none; ``info`` has the reasons.
         drop_of_prompts: Drop of each prompt.
         log_prob: log p of the answer with all segments, in nats, from 0 down.
+        log_odds: ``log p - log(1 - p)`` of the same, with p the product over its tokens.
     """
 
+    scores: Float[Tensor, "score segment"] = mean("scores")
+    scores_of_prompts: Float[Tensor, "prompt score segment"] = of_prompts("scores")
+    errors_of_prompts: Float[Tensor, "prompt score segment"] = of_prompts("errors")
     lds: Float[Tensor, " score"] = mean("lds", -1, 1)
     lds_gap: Float[Tensor, " score"] = mean("lds", minus=0)
     drop: Float[Tensor, " score"] = mean("drop", unit="nats")
@@ -80,6 +98,7 @@ class FaithfulnessRecord(Record):
     lds_of_prompts: Float[Tensor, "prompt score"] = of_prompts("lds")
     drop_of_prompts: Float[Tensor, "prompt score"] = of_prompts("drop")
     log_prob: Float[Tensor, " prompt"] = of_prompts("log_prob")
+    log_odds: Float[Tensor, " prompt"] = of_prompts("log_odds")
 
     caption: ClassVar[str] = (
         "LDS: how well summed scores of kept segments order the log-odds of the answer; 1: the "
@@ -91,9 +110,24 @@ class FaithfulnessRecord(Record):
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"score": "scores"}
 
+    @property
+    def is_tested(self) -> bool:
+        """Whether segments were removed to test the scores."""
+        return bool(self.info.get("subsets", True))
+
     def table(self) -> TextFrame:
-        """The numbers as text, with intervals: a row for each score, and why it lacks a number."""
+        """The numbers as text, with intervals: a row for each score, and why it lacks a number.
+
+        Without a test a row for each segment.
+        """
         names = list(self.axis_names("score") or ())
+        if not self.is_tested:
+            segments = self.axis_names("segment") or ()
+            rows = range(len(segments))
+            scores = {
+                name: [self.text("scores", k, s) for s in rows] for k, name in enumerate(names)
+            }
+            return TextFrame(scores, index=pd.Index(segments, name="segment"))
         fields = ("lds", "lds_gap", "drop", "drop_gap")
         columns = ("LDS", f"minus {names[0]}", "drop in nats", f"drop minus {names[0]}")
         texts = {
@@ -110,11 +144,13 @@ class FaithfulnessRecord(Record):
         return "0" if is_from_itself else self.text(field, number)
 
     @checked
-    def answer(self, unable: str) -> Answer:
+    def answer(self, unable: str) -> Answer | None:
         """Which scores tell more than random ones what the answer loses without a segment.
 
         By LDS, or by drop where no prompt has an LDS. Only intervals that do not meet count.
         """
+        if not self.is_tested:
+            return None
         limits = f"{speaks_of(self.info)} It is about this way of removing segments."
         if left_out := self.info.get("left_out"):
             limits = f"Some prompts are left out: {left_out}. {limits}"
@@ -151,7 +187,17 @@ class FaithfulnessRecord(Record):
         return next(filter(None, known), "it is not known in any prompt")
 
     def plot(self) -> go.Figure:
-        """LDS and drop of every score, with intervals; a sentence in place of an empty panel."""
+        """LDS and drop of every score, with intervals; a sentence in place of an empty panel.
+
+        Without a test the mean scores of each segment.
+        """
+        if not self.is_tested:
+            names, segments = (self.axis_names(axis) or () for axis in ("score", "segment"))
+            scores = with_ends(self, "scores", shaped=lambda numbers: numbers[0][..., None])
+            of_segments = figures.bars(
+                scores.pop("values"), names, segments, ["score"], **scores, title=_RESTS
+            )
+            return of_segments.update_layout(showlegend=False, meta={"caption": _ADDS})
         title, panels = "What scores of segments are worth", {"lds": "LDS", "drop": "drop in nats"}
         values = self.tensors()
         known = {name: text for name, text in panels.items() if not values[name].isnan().all()}
@@ -176,7 +222,10 @@ class FaithfulnessRecord(Record):
 @checked
 @dataclass(frozen=True)
 class Faithfulness(Question):
-    r"""Do scores of segments predict what the answer loses without some of them?
+    r"""Which segments does an answer rest on, and do the scores that say so predict removals?
+
+    By default the segments are the demonstrations. Each score gives a number a segment; with
+    ``subsets=0`` that is all, and otherwise the scores are tested.
 
     Random subsets v of the segments are kept, each segment with probability 1/2. With
     \(y(v) = \log p - \log (1 - p)\), where p is the product over the tokens of the answer, and
@@ -196,10 +245,18 @@ class Faithfulness(Question):
     - ``best possible``: the LDS of the least squares fit of y on the same subsets, about the most
       that summed scores can reach, and the largest drop of all choices (up to 100).
 
+    A method of ``al.subsets`` makes scores of y itself, by subsets of its own: those of
+    ``one_by_one`` are what y loses without each segment.
+
     Range:
-        LDS -1 to 1; drops any number of nats.
+        LDS -1 to 1; drops any number of nats; scores of methods any number of log-odds, of which 1
+        multiplies the odds of the answer by 2.7.
 
     How to read:
+        A high score means that the answer rests on the segment, about 0 that it is as likely
+        without it; below 0 the segment speaks for something else. Scores explain what the model
+        says, also where that is wrong.
+
         High LDS: removing what the score calls important hurts more. A low one beside a high ``best
         possible`` is the score's fault. Where ``best possible`` is low too, the segments replace or
         need each other, or matter little, and no score of single segments predicts them.
@@ -207,18 +264,24 @@ class Faithfulness(Question):
         than the difference of two intervals suggests.
 
     Pitfalls:
-        It asks what a removal does, which a score may not claim to say, and scores by the same
+        One by one, two segments that say the same both have low scores; ``al.subsets.shapley``
+        divides between them. Without BOS the first segment holds the first token, to which many
+        heads attend, so that removing it may destroy what has nothing to do with its words. A
+        prompt with a part removed is none that the model was trained on: compare
+        ``al.removal.edges`` with ``al.removal.text``.
+
+        LDS asks what a removal does, which a score may not claim to say, and scores by the same
         removal have an advantage. Where y grows with every segment, all scores above 0 have an LDS
         above 0: compare with ``random``. With few segments the subsets of lasso and Shapley are
         largely those of the test, and with not many more subsets than segments ``best possible`` is
         1. A score that is equal for all segments has no LDS; of equal scores the earlier segment is
         removed. Numbers that differ by rounding count as equal: log-odds by 1e-5 of the largest
-        logit in float32 (1e-12 in float64), scores by as much of the largest score. Cut edges leave
-        positions as they were, deleted text moves them: try both.
+        logit in float32 (1e-12 in float64), scores by as much of the largest score.
 
     Source:
-        Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for y, subsets, LDS and drop (there with 1,
-        3 and 5 sources). Park et al., *TRAK* (2023), for LDS. The two rows beside are ours.
+        Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for y, which is also that of AT2 (2025),
+        lasso, subsets, LDS and drop (there with 1, 3 and 5 sources, and deleted text). Park et al.,
+        *TRAK* (2023), for LDS. The two rows beside are ours.
 
     Args:
         scores: For each name one of these; high must mean that the segment helps the answer.
@@ -230,18 +293,24 @@ class Faithfulness(Question):
               the prompt up to the answer, whose tokens read but have no score. A dataclass of your
               own can be one if it has ``segments`` and, if it needs them, ``queries``: the
               positions that predict the answer.
-            - A method of ``al.subsets``.
+            - A method: ``al.subsets.one_by_one``, ``al.subsets.lasso()``, ``al.subsets.shapley()``
+              or one of your own.
             - A function of the batch to a tensor [batch, segment].
 
             By default: attention, rollout, value norm, saliency, signed flows, and segments removed
             one by one.
-        segments: What is removed, as in ``SegmentAttribution``.
-        answer: What is explained, as there.
-        remove: How segments are removed, as there.
-        subsets: How many subsets run; at most 2 to the power of the number of segments.
+        segments: As in ``SegmentFlows``: names, or functions of the batch by name. By default every
+            demonstration, or all segments of the prompts but the answer. All must have a token in
+            each prompt, before the answer. The token at which the answer is predicted stays.
+        answer: Name of the segment that holds a written answer, of which each token must be the
+            likeliest where it stands; otherwise the prompt counts for nothing. None for the label
+            word that the model predicts.
+        remove: How segments are removed; a function of the module ``al.removal`` or of your own.
+        subsets: How many subsets run for the test; at most 2 to the power of the number of
+            segments, and 0 for no test.
         top: How many segments are removed for the drop.
-        seed: Of subsets and random scores. Subsets depend on it and on the demonstrations, random
-            scores on it and on the whole prompt.
+        seed: Of the subsets of test and methods, and of random scores. Subsets depend on it and on
+            the demonstrations, random scores on it and on the whole prompt.
         name: Key of the result.
 
     ``info["passes"]`` of the record is the number of passes of a prompt, and ``info["reasons"]``
@@ -250,13 +319,29 @@ class Faithfulness(Question):
     Raises:
         MetricError: There are no scores; a score is none of these, of another shape, or not finite;
             a metric has no ``segment_scores`` or has segments of its own; a name is that of a row
-            beside; ``top`` or ``subsets`` is not among the numbers that there are; segments or
-            answer do not fit (before any pass), or the model gives no prompt's answer.
+            beside; ``top`` or ``subsets`` is not among the numbers that there are; segments
+            overlap, or one is empty in a prompt or not before the answer; there is no answer; a
+            method needs more subsets than there are, or gives something else than subsets and
+            scores; or ``remove`` gives something else than prompts and hooks, or removes nothing.
+            Those are raised before any pass. After the clean runs: the model gives no prompt's
+            answer.
         PromptError: The prompts do not fit the model, or lack a segment.
         ModelError: The attention hooks do not act, or a metric's weights are hidden.
         StoreError: ``folder`` holds another run, or cannot be written into.
 
+    Warns:
+        UserWarning: The model gives another answer than the written one of some prompts, or a score
+            says nothing in some.
+
     Examples:
+        >>> asked = al.Faithfulness({"one by one": al.subsets.one_by_one}, subsets=0)
+        >>> scores = al.run(model, batches, [asked], progress=False)[asked.name].scores_of_prompts
+        >>> scores.shape == (sum(map(len, batches)), 1, len(demos))
+        True
+        >>> best = scores[0, 0].argmax()  # on which the first answer rests most
+
+        And what are they worth?
+
         >>> length = lambda batch: torch.stack(
         ...     [of(batch).sum(1) for of in al.edges.each_demonstration(batch).values()], dim=1)
         >>> scores = {"length": length, "one by one": al.subsets.one_by_one}
@@ -333,7 +418,8 @@ class _Asked(Question):
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
         given, names = self.given, tuple(self.scores.scores)
-        info: dict[str, Any] = {"scores": (*names, RANDOM, BEST)}
+        beside = (RANDOM, BEST) if given.subsets else ()
+        info: dict[str, Any] = {"scores": (*names, *beside)}
         info |= {"segment_names": self.scores.segments}
         info |= {"subsets": given.subsets, "top": given.top, "seed": given.seed}
         info |= info_of_answers(self.scores.ablation, contributions["is_given"])
@@ -366,6 +452,8 @@ class Comparison:
 
     def check(self) -> None:
         """Raise an error for numbers that do not fit the segments."""
+        if self.subsets == 0:
+            return
         if not 1 <= self.top <= self.segments:
             raise MetricError(
                 f"top= is how many of the {self.segments} segments are removed for the drop, from "
@@ -389,8 +477,16 @@ class Comparison:
         return comb(self.segments, self.top)
 
     def contributions(self, answers: Answers, of_segments: ScoresOfBatch) -> dict[str, Tensor]:
-        """LDS and drop of every score, of random ones and of the best, in each prompt."""
-        batch = answers.batch
+        """The scores of each prompt, and LDS and drop of each, of random ones and of the best."""
+        batch, (scores, errors, margins) = answers.batch, of_segments
+        another = ~answers.is_given[:, None, None]
+        is_unknown = scores.isnan().any(-1) & answers.is_given[:, None]
+        known = {"is_given": answers.is_given, "is_unknown": is_unknown}
+        known |= {"log_prob": answers.clean.log_prob, "log_odds": answers.clean.log_odds}
+        if self.subsets == 0:
+            none = torch.full_like(margins, torch.nan)
+            known |= {"lds": none, "drop": none, "is_equal": torch.zeros_like(is_unknown)}
+            return known | {"scores": scores.masked_fill(another, torch.nan), "errors": errors}
         # Of another seed than the subsets of methods, which would be tested on their own.
         kept = subsets_of(self.drawn, batch, self.segments, -1 - self.seed)
         y = answers.of_subsets(kept).log_odds if kept.shape[1] else kept[..., 0].double()
@@ -398,26 +494,25 @@ class Comparison:
         seeds = [draw_generator(self.seed, text) for text in texts.tolist()]
         drawn = [torch.rand(shape, generator=generator, device="cpu") for generator in seeds]
         random = torch.stack(drawn).double()
-        scores, margins = of_segments
         rounding, of_exact = answers.rounding[:, None], torch.zeros_like(random[..., 0])
         of_random = lds(kept, y, rounding, random, of_exact).mean(1, keepdim=True)
         # What fits y is off by no more than y.
-        best = lds(kept, y, rounding, fitted(kept, y)[:, None], rounding)
+        fit = fitted(kept, y)[:, None]
+        best = lds(kept, y, rounding, fit, rounding)
         is_equal = all_equal(scores, margins) & (self.segments > 1)
-        is_unknown = scores.isnan().any(-1) & answers.is_given[:, None]
         of_scores = lds(kept, y, rounding, scores, margins * self.segments)
         of_scores = of_scores.masked_fill(is_equal, torch.nan)
         removed = torch.cat([scores, random[:, :1]], dim=1)
         margins = torch.cat([margins, of_exact[:, :1]], dim=1)
         drops = self.drops(answers, highest(removed, self.top, margins))
         drops[:, :-2].masked_fill_(is_unknown | (is_equal & (self.choices > 1)), torch.nan)
-        return {
+        beside = torch.cat([random[:, :1], fit if kept.shape[1] else fit * torch.nan], dim=1)
+        return known | {
+            "scores": torch.cat([scores, beside], dim=1).masked_fill(another, torch.nan),
+            "errors": torch.cat([errors, torch.full_like(beside, torch.nan)], dim=1),
             "lds": torch.cat([of_scores, of_random, best], dim=1),
             "drop": drops,
-            "log_prob": answers.clean.log_prob,
-            "is_given": answers.is_given,
             "is_equal": is_equal,
-            "is_unknown": is_unknown,
         }
 
     def drops(
@@ -446,6 +541,8 @@ class Comparison:
         if reasons and is_main():
             told = [f"{name!r}: {reason}" for name, reason in reasons.items()]
             warn_user(f"some scores say nothing in some prompts, which count as NaN: {told}")
+        if self.subsets == 0:
+            return reasons | dict.fromkeys(("LDS", "drop"), "no test was asked for (subsets=0)")
         flat = int((contributions["lds"][:, -2].isnan() & contributions["is_given"]).sum())
         if self.segments < FEWEST:
             reasons["LDS"] = f"a rank correlation needs {FEWEST} segments; got {self.segments}"

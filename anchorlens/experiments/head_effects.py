@@ -153,7 +153,7 @@ def head_effects(
     $$
 
     p is over the whole vocabulary, of the first token of the label word of the true class (its
-    first word, if it has several). Log-odds, as in ``SegmentAttribution``, because p moves little
+    first word, if it has several). Log-odds, as in ``Faithfulness``, because p moves little
     near 0 and 1, whatever is added to a logit there.
 
     Range:

@@ -1,7 +1,9 @@
 """Scores of segments, of any kind, as one tensor for a batch.
 
 A score is a tensor for all prompts, a metric, a method of ablation, or a function of the batch. All
-metrics observe one pass, whose loss is the cross entropy of the answer that is explained.
+metrics observe one pass, whose loss is the cross entropy of the answer that is explained. A method
+says which subsets of segments run (``subsets.py``); each gives the log-odds y of the answer
+(``ablation.py``), and the method makes scores of both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +25,14 @@ from ..passes.losses import span_cross_entropy
 from ..passes.provide import need_gradient, reads_of
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
+from ..prompts.random_edges import draw_generator
 from ..results.contributions import Contributions
 from ..runs.study import order_of_queries
+from ..system.arguments import called
 from ..system.devices import holds_numbers
 from ..system.rounding import rounding_of
 from ..system.texts import described, name_of
-from .ablation import Ablation, Answers, predicted_words
-from .segment_attribution import check_method, numbers_of
+from .ablation import Ablation, Answers, predicted_words, subsets_of
 from .subsets import Method
 
 Score = Float[Tensor, "prompt segment"] | Metric | Method | Callable[[PromptBatch], Tensor]
@@ -39,6 +42,7 @@ class ScoresOfBatch(NamedTuple):
     """The scores of each prompt of a batch, in float64 on the CPU."""
 
     scores: Float[Tensor, "batch score segment"]
+    errors: Float[Tensor, "batch score segment"]  # standard ones of methods; NaN for none
     margins: Float[Tensor, "batch score"]  # by how much equal scores of a prompt may differ
 
 
@@ -125,24 +129,26 @@ class SegmentScores:
         """The scores of the prompts of a batch; ``observed`` has what metrics contribute."""
         batch, count = answers.batch, len(self.segments)
         metrics: dict[str, Any] = {metric.name: metric for metric in self.metrics}
-        scores, margins = list[Tensor](), list[Tensor]()
+        scores, errors, margins = list[Tensor](), list[Tensor](), list[Tensor]()
         for name, score in self.scores.items():
             values: Any
+            error = torch.full((len(batch), count), torch.nan, dtype=torch.double, device="cpu")
             if isinstance(score, Tensor):
                 values = score[[self._rows[key] for key in keys_of(batch)]]
             elif isinstance(score, Metric):
                 values = metrics[name].segment_scores(Contributions(observed[name]))[:, :count]
             elif isinstance(score, Method):
-                values = numbers_of(score, answers, count, self.seed)[:, 0]
+                values, error = numbers_of(score, answers, count, self.seed).unbind(1)
             else:
                 values = _called(name, score, batch)
             scores.append(self._checked(name, values, len(batch)))
+            errors.append(error)
             is_metric = isinstance(score, Metric)
             share = rounding_of(dtype_of(self.model) if is_metric else values.dtype)
             margin = share * scores[-1].abs().amax(1)
             # Methods add up differences of log-odds.
             margins.append(2 * answers.rounding if isinstance(score, Method) else margin)
-        return ScoresOfBatch(torch.stack(scores, dim=1), torch.stack(margins, dim=1))
+        return ScoresOfBatch(*(torch.stack(each, dim=1) for each in (scores, errors, margins)))
 
     @cached_property
     def _rows(self) -> dict[tuple[int, int], int]:
@@ -165,6 +171,48 @@ class SegmentScores:
                 "numbers; leave these out (NaN), or give large ones"
             )
         return values.detach().cpu().double()
+
+
+def check_method(method: Method, count: int) -> None:
+    """Raise an error if a method gives something else than subsets and scores; no model runs."""
+    names = "(number of segments, generator)"
+    drawn: list[Any] = [
+        called("draw", method.draw, names, count, draw_generator(seed, 0)) for seed in range(2)
+    ]
+    are_tables = all(holds_numbers(each) and each.dtype == torch.bool for each in drawn)
+    shapes = {tuple(each.shape) for each in drawn} if are_tables else set()
+    if len(shapes) != 1 or 0 in (shape := shapes.pop()) or shape[1:] != (count,):
+        raise MetricError(
+            f"draw of the method {method.name!r} must give True and False for each subset and "
+            f"segment, of the shape (subset, {count}), and equally many subsets each time; got "
+            + " and ".join(map(described, drawn))
+        )
+    kept = drawn[0]
+    y = torch.linspace(-1, 1, len(kept), dtype=torch.double, device="cpu")
+    for name, function in (("scores", method.scores), ("errors", method.errors)):
+        given: Any = None if function is None else function(kept, y)
+        is_row = holds_numbers(given) and given.is_floating_point() and given.shape == (count,)
+        if function is not None and not (is_row and given.isfinite().all()):
+            raise MetricError(
+                f"{name} of the method {method.name!r} ({name_of(function)}) must give a finite "
+                f"number for each of the {count} segments; for the subsets that it draws, and y "
+                f"from -1 to 1, got {given.tolist() if is_row else described(given)}"
+            )
+
+
+def numbers_of(
+    method: Method, answers: Answers, count: int, seed: int
+) -> Float[Tensor, "batch 2 segment"]:
+    """The scores of each prompt and their errors; NaN for an answer that is not given."""
+    kept = subsets_of(method.draw, answers.batch, count, seed)
+    y = answers.of_subsets(kept).log_odds
+    numbers = torch.full((len(y), 2, count), torch.nan, dtype=torch.double, device="cpu")
+    for row in (~y.isnan().any(1)).nonzero()[:, 0].tolist():
+        length = len(answers.tokens[row])
+        numbers[row, 0] = length * method.scores(kept[row], y[row] / length).detach()
+        if method.errors is not None:
+            numbers[row, 1] = length * method.errors(kept[row], y[row] / length).detach()
+    return numbers
 
 
 def _called(name: str, score: Callable[[PromptBatch], Tensor], batch: PromptBatch) -> Tensor:

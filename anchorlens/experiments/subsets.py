@@ -14,7 +14,7 @@ Examples:
     ...     return product / share - (y.mean() - product) / (1 - share)
     >>> twelve = lambda count, generator: al.subsets.random(12, count, generator)
     >>> method = al.subsets.Method("difference of means", twelve, difference_of_means)
-    >>> asked = al.SegmentAttribution(method)
+    >>> asked = al.Faithfulness({"difference": method}, subsets=0)
     >>> record = al.run(model, batches, [asked], progress=False)[asked.name]
 """
 

@@ -22,6 +22,7 @@ from anchorlens.experiments.ablation import (
     subsets_of,
 )
 from anchorlens.runs.study import Study
+from tests.support.asked import scored
 from tests.support.measures import logits_of
 from tests.support.tiny_models import questions, tiny_gpt2
 
@@ -43,7 +44,7 @@ def outcomes(
     with study_of(model, batches) as study:
         given: dict[str, Any] = {"segments": None, "answer": None, "remove": al.removal.edges}
         given |= options
-        passes = study.passes([al.SegmentAttribution(**given)])
+        passes = study.passes([scored(**given)])
         ablation = Ablation.of(study.batches, **given)
         answers = [Answers.of(ablation, passes, batch) for batch in study.batches]
         draw = partial(al.subsets.random, count)

@@ -14,7 +14,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError, RunError
 from anchorlens.runs.passes import Passes
-from tests.support.asked import ask
+from tests.support.asked import ask, scored
 from tests.support.measures import assert_same, centred, counted_layers, does_not_run, logits_of
 from tests.support.printed_code import printed
 from tests.support.tiny_models import questions
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 SWEEP = al.EdgeSweep.isolation({"all": al.Site(range(3)), "last": al.Site(-1)}, draws=2)
-ATTRIBUTION = al.SegmentAttribution(al.subsets.lasso(8))
+ATTRIBUTION = scored(al.subsets.lasso(8), name="scores")
 SCORES: dict[str, Any] = {
     "saliency": al.SegmentFlows(weight=al.weights.saliency),
     "one by one": al.subsets.one_by_one,
@@ -330,7 +330,7 @@ DRAWING: list[al.Question] = [
     al.EdgeSweep(
         al.edges.wp, {"a": al.Site(0, 1)}, control=al.sites.random_heads, draws=2, name="heads"
     ),
-    al.SegmentAttribution(al.subsets.shapley(4), name="shapley"),
+    scored(al.subsets.shapley(4), name="shapley"),
     al.ContextComparison(
         CONTEXTS, draws=2, repeats=0, control=al.contexts.selection.random_tokens, name="tokens"
     ),

@@ -55,7 +55,6 @@ DRAWN: dict[Any, list[tuple[str | None, str | Callable[[Numbers], Tensor]]]] = {
         ("indirect: changed in earlier layers", "indirect"),
     ],
     records.RetrievalHeadsRecord: [(None, lambda numbers: numbers["score"].mT)],
-    records.SegmentAttributionRecord: [("one by one", "scores")],
     records.StepFlowsRecord: [(None, shares_of_steps)],
     records.TaskVectorsRecord: [
         ("with the vector", "accuracy"),

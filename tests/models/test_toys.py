@@ -17,6 +17,7 @@ from anchorlens.runs.identity import fingerprint
 from tests.references.architecture_row import LINE
 from tests.references.architectures import BY_NAME
 from tests.references.toys import COMMON, hooked_toy, native_bridge
+from tests.support.asked import scored
 from tests.support.measures import hooks_on
 from tests.support.tiny_models import questions, randomize
 
@@ -90,7 +91,7 @@ def test_every_question_is_answered(toy: Any) -> None:
     sites = {"first": al.Site(0), "last": al.Site(-1)}
     asked = [
         *(al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(3), al.Accuracy()),
-        *(al.SegmentAttribution(al.subsets.one_by_one), al.IntegratedFlows(steps=2)),
+        *(scored(name="scores"), al.IntegratedFlows(steps=2)),
         *(al.EdgeSweep.isolation(sites, draws=1), al.Faithfulness({"a": al.SegmentAttention()})),
     ]
     records = al.run(toy, batches, asked, **QUIET)

@@ -83,11 +83,15 @@ def test_faithfulness_names_the_scores_that_are_above_random_ones() -> None:
         record = FaithfulnessRecord(
             **fields,
             **of_prompts,
-            log_prob=torch.zeros(1),
+            **dict.fromkeys(("log_prob", "log_odds"), torch.zeros(1)),
+            scores=lds[:, None],
+            **dict.fromkeys(("scores_of_prompts", "errors_of_prompts"), lds[None, :, None]),
             info={"scores": ["a", "b", "random", "best possible"], "prompts": 1},
             intervals={"lds": torch.stack([lds - low, lds + low])},
         )
-        return record.answer("").sentence
+        answer = record.answer("")
+        assert answer is not None
+        return answer.sentence
 
     assert "(LDS), more than random scores: b 0.80 [0.75, 0.85]; not clearly more: a 0.12 [" in (
         told(0.12, 0.8, low=0.05)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError
+from tests.support.asked import scored
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -161,12 +162,10 @@ ROWS: dict[str, Any] = {
     "rows": asks(lambda f: al.PrefixEffect(rows=f)),
     "edges": lambda m, b, f: al.block_edges(m, b[0], f),
     "control": asks(lambda f: al.EdgeSweep(al.edges.pq, {"a": al.Site(0)}, control=f, draws=1)),
-    "remove": asks(lambda f: al.SegmentAttribution(al.subsets.one_by_one, remove=f, **TWO)),
-    "draw": asks(
-        lambda f: al.SegmentAttribution(al.subsets.Method("x", f, lambda kept, y: y[:2]), **TWO)
-    ),
+    "remove": asks(lambda f: scored(al.subsets.one_by_one, remove=f, **TWO)),
+    "draw": asks(lambda f: scored(al.subsets.Method("x", f, lambda kept, y: y[:2]), **TWO)),
     "scores": asks(
-        lambda f: al.SegmentAttribution(
+        lambda f: scored(
             al.subsets.Method("x", lambda count, generator: torch.eye(count) > 0, f), **TWO
         )
     ),

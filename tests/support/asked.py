@@ -1,4 +1,4 @@
-"""One question in a run of its own, and the sites of a sweep one by one."""
+"""One question in a run of its own, scores of a method, and the sites of a sweep one by one."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -12,6 +12,11 @@ def ask(
 ) -> Any:
     """The record of one question."""
     return al.run(model, batches, [question], **options)[question.name]
+
+
+def scored(method: Any = al.subsets.one_by_one, **options: Any) -> al.Faithfulness:
+    """The scores of a method, without a test of what they are worth."""
+    return al.Faithfulness({method.name: method}, subsets=0, **options)
 
 
 def by_site(record: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from tests.support.asked import ask, by_site
+from tests.support.asked import ask, by_site, scored
 from tests.support.own_parts import EveryPass, EveryRead
 from tests.support.printed_code import printed
 
@@ -128,7 +128,7 @@ def attribution(s: Scene) -> Any:
         ask(
             s.model,
             s.first,
-            al.SegmentAttribution(method, remove=remove, segments=segments),
+            scored(method, remove=remove, segments=segments),
             **s.quiet,
         )
         for method, remove, segments in methods
@@ -297,7 +297,7 @@ SHARED: dict[str, Callable[[Scene], Any]] = {
     **{"isolated": isolated, "answers": answers, "isolation": isolation, "cut edges": cut_edges},
     **{"faithfulness": faithfulness, "attribution": attribution},
     "faithfulness of answers": of_answers(al.Faithfulness, subsets=3),
-    "attribution of answers": of_answers(al.SegmentAttribution),
+    "attribution of answers": of_answers(scored),
     "head effects": lambda s: al.head_effects(s.model, s.others, s.batches, **s.quiet),
     "task vectors": lambda s: al.task_vectors(s.model, s.others, s.batches, **s.quiet),
     "integrated": lambda s: ask(s.model, s.first, al.IntegratedFlows(steps=2), **s.quiet),

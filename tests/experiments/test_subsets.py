@@ -17,7 +17,7 @@ from anchorlens.errors import MetricError, RunError
 from anchorlens.experiments.ablation import subsets_of
 from anchorlens.passes.forward import logits_at
 from tests.experiments.test_ablation import misquoted, of_context_cite, written
-from tests.support.asked import ask
+from tests.support.asked import ask, scored
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -27,7 +27,7 @@ QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 @pytest.mark.every_kind
 def test_one_by_one_is_what_a_cut_by_hand_costs_the_predicted_label(model: Any) -> None:
     batches = questions(model, 3, batch_size=2, padding_side="left")
-    record = ask(model, batches, al.SegmentAttribution(), **QUIET)
+    record = ask(model, batches, scored(), **QUIET)
     [alone] = questions(model, 3)
 
     def odds(hooks: Any = None) -> Tensor:
@@ -47,10 +47,13 @@ def test_one_by_one_is_what_a_cut_by_hand_costs_the_predicted_label(model: Any) 
             )
 
         lost = odds() - odds(cut)
-        torch.testing.assert_close(record.scores_of_prompts[:, number], lost, rtol=0, atol=1e-4)
-    assert (record.scores_of_prompts.abs() > 1e-3).any()
-    assert record.errors_of_prompts.isnan().all()
-    assert (record.info["method"], record.info["remove"]) == ("one by one", "edges")
+        torch.testing.assert_close(record.scores_of_prompts[:, 0, number], lost, rtol=0, atol=1e-4)
+    assert (record.scores_of_prompts[:, 0].abs() > 1e-3).any()
+    assert record.errors_of_prompts[:, 0].isnan().all()
+    assert record.plot().data[0].y == tuple(record.scores[0].tolist())
+    assert record.table()["one by one"].iloc[5] == f"{float(record.scores[0, 5]):.2f}"
+    assert record.answer("") is None and record.info["reasons"]["LDS"].startswith("no test was ask")
+    assert (record.info["scores"], record.info["remove"]) == (("one by one",), "edges")
 
 
 def test_the_lasso_of_several_tokens_is_context_cites(exact_gpt2: Any) -> None:
@@ -58,7 +61,7 @@ def test_the_lasso_of_several_tokens_is_context_cites(exact_gpt2: Any) -> None:
     model, [batch] = exact_gpt2, [written(exact_gpt2)]
     names, predicting = ["museum", "shop", "question"], al.losses.span_cross_entropy("answer")
     lasso = al.subsets.lasso(8)  # all subsets
-    asked = al.SegmentAttribution(replace(lasso, errors=lasso.scores), answer="answer")
+    asked = scored(replace(lasso, errors=lasso.scores), answer="answer")
     record = ask(model, [batch], replace(asked, segments=names), **QUIET)
     masks, y = torch.cartesian_prod(*[torch.tensor([False, True])] * 3), list[Tensor]()
     at = predicting.positions(batch)
@@ -75,8 +78,8 @@ def test_the_lasso_of_several_tokens_is_context_cites(exact_gpt2: Any) -> None:
         make_pipeline(scaler, solver).fit(masks.numpy().astype(np.float32), outputs / 3)
         expected = torch.from_numpy(solver.coef_ / scaler.scale_ * 3)
         assert expected.abs().min() > 0.01
-        torch.testing.assert_close(record.scores_of_prompts[row], expected, rtol=0, atol=1e-6)
-    assert torch.equal(record.errors_of_prompts, record.scores_of_prompts)
+        torch.testing.assert_close(record.scores_of_prompts[row, 0], expected, rtol=0, atol=1e-6)
+    assert torch.equal(record.errors_of_prompts[:, 0], record.scores_of_prompts[:, 0])
 
 
 def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any) -> None:
@@ -84,33 +87,33 @@ def test_a_prompt_whose_answer_is_not_given_has_no_scores(gpt2: Any) -> None:
     for method in (al.subsets.lasso(4), al.subsets.shapley()):
         what = "does not give the answer 'answer' of 1 of 2 prompts"
         with pytest.warns(UserWarning, match=what) as caught:
-            asked = al.SegmentAttribution(method, answer="answer")
-            record = al.run(gpt2, [wrong], [asked], **QUIET)["segment_attribution"]
+            asked = scored(method, answer="answer")
+            record = al.run(gpt2, [wrong], [asked], **QUIET)["faithfulness"]
         assert [warning.filename for warning in caught] == [__file__]  # the line that called it
         assert record.axis_names("segment") == ("museum", "shop", "question")
-        assert record.scores_of_prompts.isnan().all(1).tolist() == [False, True]
+        assert record.scores_of_prompts.isnan().all(-1)[:, 0].tolist() == [False, True]
         torch.testing.assert_close(record.scores, record.scores_of_prompts[0])
         assert "1 of 2 prompts" in record.info["left_out"]
     wrong = misquoted(wrong, [0])
     message = (
-        "segment_attribution: the model does not give the answer 'answer' of 2 of 2 prompts.*"
+        "faithfulness: the model does not give the answer 'answer' of 2 of 2 prompts.*"
         "some token of it is not the likeli"
     )
     with pytest.raises(RunError, match=message):
-        ask(gpt2, [wrong], al.SegmentAttribution(answer="answer"), **QUIET)
+        ask(gpt2, [wrong], scored(answer="answer"), **QUIET)
 
 
 def test_a_method_without_finite_scores_in_a_prompt_is_told(gpt2: Any) -> None:
-    last = ask(gpt2, questions(gpt2, 2), al.SegmentAttribution(), **QUIET).scores_of_prompts[1, -1]
+    last = ask(gpt2, questions(gpt2, 2), scored(), **QUIET).scores_of_prompts[1, 0, -1]
 
     def scores(kept: Tensor, y: Tensor) -> Tensor:
-        return (y[:1] - y[1:]) / (abs(y[0] - y[-1] - last) > 1e-9)
+        return (y[:1] - y[1:]).where(abs(y[0] - y[-1] - last) > 1e-9, torch.nan)
 
     method = replace(al.subsets.one_by_one, name="mine", scores=scores)
-    with pytest.warns(UserWarning, match="method 'mine' gives no finite scores in 1 of 2 prompts"):
-        record = ask(gpt2, questions(gpt2, 2), al.SegmentAttribution(method), **QUIET)
-    assert record.scores_of_prompts.isfinite().all(1).tolist() == [True, False]
-    assert "1 of 2 prompts" in record.info["no_scores"]
+    with pytest.warns(UserWarning, match="'mine': it is NaN in 1 of 2 prompts"):
+        record = ask(gpt2, questions(gpt2, 2), scored(method), **QUIET)
+    assert record.scores_of_prompts[:, 0].isfinite().all(1).tolist() == [True, False]
+    assert record.info["reasons"]["mine"] == "it is NaN in 1 of 2 prompts"
 
 
 METHODS = [al.subsets.one_by_one, al.subsets.lasso(32, 1e-9), al.subsets.shapley()]
