@@ -99,6 +99,11 @@ class Site:
                 "heads by layer name the layers too; leave layers out, or give heads for all of "
                 f"them; got {self}"
             )
+        if isinstance(self.layers, tuple):
+            raise HookError(
+                f"layers are a list or a range: {self.layers!r} may mean a head, too; write "
+                f"{[*self.layers]!r} for these layers, al.Site(layer, heads=[head]) for a head"
+            )
 
     @checked
     def layers_of(self, model: HookedModel) -> list[int]:

@@ -79,7 +79,10 @@ def write_prompt(
     control: ControlTokens,
     adds_special_tokens: bool = True,
 ) -> WrittenPrompt:
-    """The tokens of joined pieces, of which what the data gives holds no control token."""
+    """The tokens of joined pieces, of which what the data gives holds no control token.
+
+    A BOS that the text begins with, as that of a chat template does, and the tokenizer adds is one.
+    """
     text = "".join(piece.text for piece in pieces)
     is_data = [piece.is_data for piece in pieces for _ in piece.text]
     tokens, spans, special = encode(tokenizer, text, adds_special_tokens=adds_special_tokens)
@@ -98,6 +101,8 @@ def write_prompt(
             "where the text goes on; switch that off (for example in its tokenizer_config.json, or "
             "by add_eos_token=False)"
         )
+    if special[:1] == [True] and tokens[1:2] == tokens[:1]:  # it is written in the text, too
+        tokens, spans, special = ([each[0], *each[2:]] for each in (tokens, spans, special))
     bounds = np.array(spans, dtype=np.int64).reshape(-1, 2)
     added = np.array(special, dtype=bool) & (bounds[:, 0] == bounds[:, 1])
     end = "".join(piece.text for piece in pieces if piece.segment == QUERY)

@@ -104,6 +104,7 @@ def lines_by_layer(
     if reference is not None:  # named in the legend, where the name covers no line
         name = f"reference {reference:g}"
         figure.add_hline(reference, line=DOTTED, showlegend=True, name=name)
+    y_title += " (log scale)" * log
     figure.update_layout(hovermode="x unified", xaxis_title="layer", yaxis_title=literal(y_title))
     layers = values.shape[1]
     figure.update_xaxes(dtick=1 + layers // 16, range=[-0.5, layers - 0.5])
@@ -115,10 +116,8 @@ def lines_by_layer(
     figure.update_yaxes(range=shown, type="log" if log else None)
     drawn = torch.cat([values, *ends, *([] if random is None else random.log10())])
     drawn = torch.tensor(shown, device="cpu") if shown else drawn[drawn.isfinite()]
-    # Within a power of 10 plotly itself writes more numbers.
-    if log and len(drawn) and drawn.max() - drawn.min() > 1:
-        ticks = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
-        figure.update_yaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+    if log and len(drawn):
+        figure.update_yaxes(**_ticks_of_logarithms(float(drawn.max() - drawn.min())))
     return figure.update_xaxes(unifiedhovertitle_text="layer %{x}")
 
 
@@ -319,7 +318,10 @@ def forest(
     check(are_named, f"kinds from 0 to {len(kind_names) - 1}", kinds.tolist(), "name each kind")
     ends, gap = _ends(values, low, high), 84
     inner = len(panels) * (len(rows) * 22 + gap) - gap  # in pixels
-    names = ["<br>".join(literal(part) for part in wrap(name, 42)) for name in panels]
+    said = [
+        name + " (log scale)" * (limit >= 1) for name, limit in zip(panels, limits, strict=True)
+    ]
+    names = ["<br>".join(literal(part) for part in wrap(name, 42)) for name in said]
     spacing = gap / inner if len(panels) > 1 else 0.0
     figure = make_subplots(len(panels), 1, subplot_titles=names, vertical_spacing=spacing)
     short = [literal(row if len(row) <= 22 else f"…{row[-21:]}") for row in rows]
@@ -338,9 +340,9 @@ def forest(
         along = [limit, *drawn[drawn.isfinite()].tolist()]
         first, last = (log10(end) if is_ratio else end for end in (min(along), max(along)))
         room = 0.05 * (last - first) or 0.5  # so that no line lies on the edge
-        figure.update_xaxes(
-            range=[first - room, last + room], type="log" if is_ratio else "linear", **at
-        )
+        ticks = _ticks_of_logarithms(last - first) if is_ratio else {}
+        kind_of_axis = "log" if is_ratio else "linear"
+        figure.update_xaxes(range=[first - room, last + room], type=kind_of_axis, **ticks, **at)
         for kind, name in enumerate(kind_names):
             marks = {"color": colors[kind % len(colors)], "size": 9}
             dots = go.Scatter(mode="markers", name=literal(name), legendgroup=kind)
@@ -678,6 +680,16 @@ def _range_of_lines(
     shown = [max(bands.min().item(), lowest - room), min(bands.max().item(), highest + room)]
     is_cut = shown != [bands.min().item(), bands.max().item()]
     return shown if is_cut and room > 0 else None
+
+
+def _ticks_of_logarithms(powers: float) -> dict[str, Any]:
+    """Plain numbers along a logarithmic axis of so many powers of 10.
+
+    By itself Plotly writes digits alone, "8" at 0.8, but whole numbers along a short axis.
+    """
+    ticks = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
+    texts = [f"{tick:g}" for tick in ticks]
+    return {"tickvals": ticks, "ticktext": texts} if powers > 0.8 else {}
 
 
 def _ticks(names: Sequence[str] | None, count: int, most: int) -> dict[str, Any]:

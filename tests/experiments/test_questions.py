@@ -74,7 +74,7 @@ class Moved(al.Question):
     record: ClassVar = MovedRecord
 
     def hooks(self, model: Any, batch: al.PromptBatch) -> Sequence[Any]:
-        return al.isolate_labels(model, batch, self.layers)
+        return al.isolate_labels(model, batch, [*self.layers])
 
     def further(self, model: Any, batches: Any) -> al.Further:
         return al.Further([partial(self.hooks, model)], self.layers if self.begins_late else ())
@@ -177,7 +177,7 @@ def test_a_question_of_ones_own_starts_late_with_the_logits_of_whole_passes(
     assert first_layer[1] - first_layer[0] == len(batches)
     the_same(records[0], records[1])
     for batch in batches:
-        expected = logits_of(exact_gpt2, batch, al.isolate_labels(exact_gpt2, batch, (1, 2)))
+        expected = logits_of(exact_gpt2, batch, al.isolate_labels(exact_gpt2, batch, [1, 2]))
         ours = centred(records[0].logits[batch.index])
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
         clean = logits_of(exact_gpt2, batch, []).log_softmax(-1)

@@ -60,6 +60,14 @@ def test_a_text_is_one_segment_and_so_are_tokens_of_ones_own(tokenizer: Any, sid
         al.PromptBatch.from_segments(batch.tokens, names=["a", "b"])
 
 
+def test_a_bos_that_is_written_is_the_one_that_the_tokenizer_adds(sentencepiece_like: Any) -> None:
+    """As ``apply_chat_template(..., tokenize=False)`` writes it."""
+    written: list[Any] = [(None, "<bos>"), *PIECES]
+    once, twice = (al.build_segments(sentencepiece_like, [x])[0] for x in (PIECES, written))
+    assert torch.equal(twice.tokens, once.tokens) and torch.equal(twice.segments, once.segments)
+    assert twice.begins_with_bos and int(twice.segments[0, 0]) == -1
+
+
 def test_batches_are_as_large_as_asked(byte_level: Any) -> None:
     batches = al.build_segments(byte_level, [PIECES, SHORT, SHORT], batch_size=2)
     assert [len(batch) for batch in batches] == [2, 1]

@@ -132,13 +132,18 @@ def test_a_forest_has_a_panel_with_a_limit_for_each_number() -> None:
     # The interval from 0 ends at half of the smallest number, and the hover says where it ends.
     assert ratio.customdata == ([1.0, 0.0, 1.5],) and ratio.error_x.arrayminus == (0.5,)
     assert (figure.layout.xaxis.type, figure.layout.xaxis2.type) == ("linear", "log")
+    # Plotly alone would write "8" at 0.8.
+    ticks = figure.layout.xaxis2
+    assert "0.5" in ticks.ticktext and ticks.ticktext == tuple(f"{at:g}" for at in ticks.tickvals)
+    assert figure.layout.xaxis.tickvals is None
     first, last = figure.layout.xaxis.range
     assert first < 0.0 and last > 1.0 and figure.layout.xaxis2.range[0] < math.log10(0.5)
     assert figure.layout.yaxis2.ticktext == ("a", "&lt;b&gt;", "…" + "x" * 21)
     assert figure.layout.yaxis.range == (2.6, -0.6)  # from the top
     notes = figure.layout.annotations
     assert [note.text for note in notes if note.y == 1 and note.yref == "y"] == ["no number"]
-    assert "<br>" in notes[1].text
+    assert "<br>" in notes[1].text and notes[1].text.endswith("(log scale)")
+    assert notes[0].text == "share"
 
 
 def test_models_of_random_weights_are_a_hatched_band_for_each_series() -> None:
