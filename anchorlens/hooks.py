@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import HookError, PromptError
 from .models.batch_hooks import DetachedHeads, EdgeHook, TargetHook, WholeHook
-from .models.facts import require_prepared
+from .models.facts import facts_of
 from .models.head_outputs import require_separate_heads, separate_heads
 from .models.hooked import (
     Hook,
@@ -140,7 +140,7 @@ def require_fit(
 
     Folded value biases change what those of heads do, and of patterns after the softmax.
     """
-    require_prepared(model)
+    facts_of(model)  # an error if it is not prepared
     if of_values:
         refuse_folded_value_biases(model)
     if batch is not None:

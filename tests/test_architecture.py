@@ -95,7 +95,7 @@ def test_one_file_puts_hooks_on_models() -> None:
         and call.func.attr in methods
         and ast.unparse(call.func.value) != "self"
     }
-    assert calling == {"models.added_hooks"}
+    assert calling == {"models.model_state"}
 
 
 # What changes something for a while, and restores it at an end that Ctrl-C can skip; and what

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from ..errors import ModelError, PromptError
 from ..metrics.weights import Weight, refuse_values, saliency
-from ..models.added_hooks import added_hooks
 from ..models.facts import facts_of
 from ..models.head import head_in_float32
 from ..models.hooked import HookedModel, check_fits, device_of, devices_of_layers
 from ..models.load import ensure_prepared
 from ..models.media_tokens import refuse_media_tokens
-from ..models.model_state import frozen_in_eval_mode
+from ..models.model_state import added_hooks, frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
 from ..printable import printable
 from ..prompts.batch import PromptBatch

@@ -15,7 +15,6 @@ from ..metrics.predictions import predicted_class
 from ..metrics.question import Question
 from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Weight, refuse_values, signed
-from ..models.added_hooks import added_hooks
 from ..models.batch_hooks import WholeHook
 from ..models.hooked import (
     Hook,
@@ -24,6 +23,7 @@ from ..models.hooked import (
     pattern_name,
     refuse_folded_value_biases,
 )
+from ..models.model_state import added_hooks
 from ..models.norm_after import FrozenNorms
 from ..passes.blocks import Start, Starts
 from ..passes.forward import losses_of, run_pass

@@ -79,36 +79,18 @@ class Facts:
     state: tuple[Any, ...] = ()  # of the model when they were found
 
 
-# Weak references, so that the models can be freed.
-_known: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
+# Of prepared models. Weak references, so that the models can be freed.
+known_facts: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
 
 
 def facts_of(model: Any) -> Facts:
     """The facts of a model; an error if its attention hooks were not verified."""
-    if model not in _known:
+    if model not in known_facts:
         raise ModelError(
             "the attention hooks of this model have not been verified; call "
             "al.prepare_model(model) once (al.load_model does it)"
         )
-    return _known[model]
-
-
-def require_prepared(model: Any) -> None:
-    """Raise an error for a model whose attention hooks were not verified."""
-    facts_of(model)
-
-
-def known_facts(model: Any) -> Facts | None:
-    """The facts of a model; None if it was not prepared."""
-    return _known.get(model)
-
-
-def keep_facts(model: Any, facts: Facts | None) -> None:
-    """Keep these facts of a model; with None, forget it."""
-    if facts is None:
-        _known.pop(model, None)
-    else:
-        _known[model] = facts
+    return known_facts[model]
 
 
 def state_of(model: Any) -> tuple[Any, ...]:
@@ -126,17 +108,9 @@ def take_over(model: Any, other: Any) -> None:
         facts_of(model).found.update(facts_of(other).found)
 
 
-def fact(find: Callable[[Any], _T]) -> Callable[[Any], _T]:
+def fact(find: Callable[[Any], _T], kept_in: str = "found") -> Callable[[Any], _T]:
     """A function of the architecture of a prepared model, which runs once for each model."""
-    return _once(find, "found")
 
-
-def own_fact(find: Callable[[Any], _T]) -> Callable[[Any], _T]:
-    """The same for what holds modules of the model, so that no other model can take it over."""
-    return _once(find, "parts")
-
-
-def _once(find: Callable[[Any], _T], kept_in: str) -> Callable[[Any], _T]:
     @wraps(find)
     def found(model: Any) -> _T:
         known = getattr(facts_of(model), kept_in)
@@ -146,3 +120,8 @@ def _once(find: Callable[[Any], _T], kept_in: str) -> Callable[[Any], _T]:
         return result
 
     return found
+
+
+def own_fact(find: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """The same for what holds modules of the model, so that no other model can take it over."""
+    return fact(find, "parts")

@@ -111,27 +111,23 @@ def layers_with_other_outputs(model: Any) -> dict[int, str]:
     # Two points: in Bloom the attention adds the residual stream to its output, and where a norm
     # follows the attention, hook_attn_out comes after it.
     outputs: list[list[Tensor]] = [[] for _ in model.blocks]
+
+    def append(layer: int, *inputs_and_output: Any) -> None:
+        output = inputs_and_output[-1]
+        outputs[layer].append(output[0] if isinstance(output, tuple) else output)
+
     hooks = [
         *hooks_by_layer(model, pattern_name, patterns.__setitem__),
         *hooks_by_layer(model, values_name, values.__setitem__),
-        *hooks_by_layer(
-            model,
-            lambda layer: f"blocks.{layer}.hook_attn_out",
-            lambda layer, output: outputs[layer].append(output),
-        ),
+        *hooks_by_layer(model, "blocks.{}.hook_attn_out".format, append),
     ]
     points = model.hook_dict  # made anew at each access
     known = [hook for hook in hooks if hook[0] in points]
-    pairs = zip(model.blocks, outputs, strict=True)
-    attentions = [(block.attn, partial(_append, of_layer)) for block, of_layer in pairs]
+    attentions = [(block.attn, partial(append, n)) for n, block in enumerate(model.blocks)]
     with tiny_passes(model, known, attentions):
         logits_of(model, tiny_tokens(model))
     reasons = [_reason(model, n, patterns.get(n), values.get(n), x) for n, x in enumerate(outputs)]
     return {layer: reason for layer, reason in enumerate(reasons) if reason}
-
-
-def _append(outputs: list[Tensor], attention: Any, inputs: Any, output: Any) -> None:
-    outputs.append(output[0] if isinstance(output, tuple) else output)
 
 
 def _reason(

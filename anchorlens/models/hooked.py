@@ -150,10 +150,8 @@ def check_fits(model: HookedModel, *batches: PromptBatch) -> None:
     numbers = all_on_cpu(batches)
     longest = max(int(batch.attention_mask.sum(1).max()) for batch in numbers)
     refuse_longer_than(model.cfg.n_ctx, longest)
-    # After a prefix, kv_cache compares the lengths.
-    whole = [batch for batch in numbers if batch.first_query == 0]
-    if whole and rotates_by_length(model):
-        for batch in whole:
+    for batch in numbers if rotates_by_length(model) else ():
+        if batch.first_query == 0:  # after a prefix, kv_cache compares the lengths
             shortest = int(batch.attention_mask.sum(1).min())
             refuse_rotations_in_a_batch(model, shortest, batch.tokens.shape[1])
     words = [batch.verbalizer.token_ids for batch in batches if batch.verbalizer is not None]

@@ -24,7 +24,7 @@ Entries = tuple[Float[Tensor, "batch _ position _"], ...]  # of keys or values
 
 def entries_of(model: HookedModel) -> Sequence[int]:
     """The number of the cache entry that each layer reads."""
-    facts = known_facts(model)  # its own of each layer, until they are found
+    facts = known_facts.get(model)  # its own of each layer, until they are found
     return facts.entries if facts is not None and facts.entries else range(model.cfg.n_layers)
 
 
@@ -132,7 +132,7 @@ def inputs_after(
     In ``copies`` are then the keys and values of each entry, one copy for each prompt, so that each
     collects its own gradient. A ModelError if the model does not continue from a cache.
     """
-    if (facts := known_facts(model)) is not None and facts.why_no_cache:
+    if (facts := known_facts.get(model)) is not None and facts.why_no_cache:
         raise ModelError(facts.why_no_cache)
     if prefix is None:
         return inputs_with_cache(model, mask, (), mask[:, :0], 0)

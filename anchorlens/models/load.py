@@ -12,8 +12,7 @@ from ..errors import ModelError
 from ..system.arguments import checked
 from ..system.put_back import each_call_inside, put_back
 from ..system.torch_state import gradient_mode, own_random_state
-from .facts import Facts, Operands, keep_facts, known_facts, state_of
-from .foreign_errors import in_a_line, is_own_mistake
+from .facts import Facts, Operands, known_facts, state_of
 from .hooked import HookedModel, device_of, pattern_name, scores_name, why_not_hooked
 from .kinds import is_bridge, original_of
 from .model_state import frozen_in_eval_mode, without_user_hooks
@@ -35,7 +34,15 @@ from .read_weights import (
     refuse_revision,
     spread,
 )
-from .tiny_pass import logits_of, n_tokens_of, relative_difference, rounding_of, tiny_passes
+from .tiny_pass import (
+    in_a_line,
+    is_own_mistake,
+    logits_of,
+    n_tokens_of,
+    relative_difference,
+    rounding_of,
+    tiny_passes,
+)
 from .verify_hooks import attends_to_later, verify_cached_step, verify_hooks, with_stored_heads
 
 if TYPE_CHECKING:
@@ -172,20 +179,20 @@ def prepare_model(model: Model) -> Model:
         raise ModelError(reason)
     _refuse_weights_elsewhere(model.cfg.model_name, model)
     _refuse_inference_tensors(model.cfg.model_name, model)
-    facts = known_facts(model)
+    facts = known_facts.get(model)
 
     def keep_or_undo() -> None:
         if facts is None:
             restore_model(model)
         else:  # to prepare a model again changes no module
-            keep_facts(model, facts)
+            known_facts[model] = facts
 
     with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
         try:
             with put_back(keep_or_undo):
                 operands = _wrap_and_verify(model)
-                keep_facts(model, None)  # the tiny passes of the cache know none
+                known_facts.pop(model, None)  # the tiny passes of the cache know none
                 reason, entries = verify_cached_step(model)
                 if not reason:
                     operands = with_stored_heads(model, operands, entries)
@@ -218,7 +225,7 @@ def restore_model(model: Model) -> Model:
     """
     if reason := why_not_hooked(model):
         raise ModelError(reason)
-    keep_facts(model, None)
+    known_facts.pop(model, None)
     unwrap_model(model)
     return model
 
@@ -281,7 +288,7 @@ def _refuse_other_sources(source: Any) -> None:
 
 def ensure_prepared(model: HookedModel) -> None:
     """Prepare a model at its first use, and again if it is no longer what it was then."""
-    facts = known_facts(model)
+    facts = known_facts.get(model)
     if facts is None or facts.state != state_of(model):
         prepare_model(model)
 

@@ -1,6 +1,12 @@
-"""Change a model for a while: freeze it, suspend the user's hooks, replace methods of modules."""
+"""Change a model for a while: freeze it, suspend the user's hooks, add hooks, replace methods.
 
-from collections.abc import Callable, Iterable, Iterator
+This is the only place that puts hooks on a model. ``model.hooks`` of TransformerLens removes those
+whose handles it has, but PyTorch stores a hook before it returns the handle, so that Ctrl-C in
+between leaves a hook that nothing removes. Here the tables of hooks are stored before the first
+change, and put back whole.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from threading import Lock, RLock
 from typing import Any
@@ -8,8 +14,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..errors import HookError
 from ..system.hidden_warnings import warnings_as_found
-from ..system.put_back import as_found, put_back, safe_context
+from ..system.hook import Hook
+from ..system.put_back import SafeContext, as_found, put_back, safe_context
 from ..system.torch_state import torch_modes
 from .kinds import modules_of
 
@@ -19,7 +27,15 @@ _LIBRARIES = ("accelerate", "torch", "transformer_lens", "transformers")
 # tests/test_private_names.py verifies them.
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
+# Lists of handles at hook points, which change when a hook is added.
+_HANDLES = ("fwd_hooks", "bwd_hooks")
+# What PyTorch sets with the first backward hook, and the last pattern, which the attention of some
+# bridges stores together with its graph.
+_VALUES = ("_is_full_backward_hook", "_pattern")
+
 Hooks = dict[int, Callable[..., Any]]
+# A module, and a function of (module, inputs, output), as PyTorch calls it.
+ModuleHook = tuple[nn.Module, Callable[[Any, Any, Any], Any]]
 
 _locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _locks_lock = Lock()
@@ -128,12 +144,73 @@ def is_of_library(hook: Any) -> bool:
 
 def _replace(hooks: Hooks, others: Hooks) -> None:
     """Change the dictionary itself, because the handles of hooks point to it."""
-    for number in [number for number in hooks if number not in others]:
-        hooks.pop(number, None)
-    for number, hook in others.items():
-        # Moved to the end, so that all are in the order of the others after the last.
-        hooks.pop(number, None)
-        hooks[number] = hook
+    hooks.clear()
+    hooks.update(others)
+
+
+def added_hooks(
+    model: Any,
+    forward: Sequence[Hook] = (),
+    backward: Sequence[Hook] = (),
+    of_modules: Sequence[ModuleHook] = (),
+) -> SafeContext[None]:
+    """Inside, hooks act; every pass of the package runs in it, also a pass without hooks.
+
+    ``forward`` are on what hook points give out, ``backward`` on the gradients there.
+    """
+    points = model.hook_dict if forward or backward else {}  # made anew at each access
+    added = [
+        (point, act, direction)
+        for hooks, direction in ((forward, "fwd"), (backward, "bwd"))
+        for name, act in hooks
+        for point in _points_of(points, name)
+    ]
+    blocks = getattr(model, "blocks", ())  # none in a model of transformers
+    attentions = [block.attn for block in blocks if hasattr(block, "attn")]
+    changed = [point for point, *_ in added] + [module for module, _ in of_modules] + attentions
+    restores = [_without_added(module) for module in dict.fromkeys(changed)]
+
+    def restore() -> None:
+        for restore_module in restores:
+            restore_module()
+
+    def add() -> None:
+        for point, act, direction in added:
+            point.add_hook(act, dir=direction)
+        for module, observe in of_modules:
+            module.register_forward_hook(observe)
+
+    return put_back(restore, add)
+
+
+def _points_of(points: Any, name: Any) -> list[Any]:
+    """The hook points of a name, or those that a function of the name selects, each once."""
+    if callable(name):
+        return [*{id(point): point for other, point in points.items() if name(other)}.values()]
+    if name not in points:
+        raise HookError(f"the model has no hook point {name!r}; see model.hook_dict")
+    return [points[name]]
+
+
+def _without_added(module: nn.Module) -> Callable[[], None]:
+    """A function that removes what was added since. What was found stays, in its order."""
+    # In __dict__, because a bridge passes attributes on to the module that it wraps.
+    held = vars(module)
+    tables = [(held[name], set(held[name])) for name in HOOK_TABLES if name in held]
+    handles = [(held[name], list(held[name])) for name in _HANDLES if name in held]
+    values = as_found(*((held, name) for name in _VALUES if name in held))
+
+    def restore() -> None:
+        for hooks, found in tables:
+            for number in [number for number in hooks if number not in found]:
+                # A bridge adds some hooks to its modules during its first pass, and only then.
+                if handles or not is_of_library(hooks[number]):
+                    del hooks[number]
+        for of_point, before in handles:
+            of_point[:] = [each for each in of_point if any(each is one for one in before)]
+        values()
+
+    return restore
 
 
 @safe_context

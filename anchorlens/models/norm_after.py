@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..system.devices import wide
-from .added_hooks import ModuleHook
 from .facts import own_fact
 from .hooked import Hook, HookedModel, pattern_name
 from .kinds import modules_of
+from .model_state import ModuleHook
 from .tiny_pass import logits_of, relative_difference, tiny_passes, tiny_tokens
 
 # What is twice as large is so but for rounding. What stays the same changes little beside what

@@ -1,10 +1,15 @@
-"""Read a model's weights and tokenizer, verify that none is missing, and choose a device."""
+"""Read a model's weights, settings and tokenizer; verify that none is missing; choose a device.
+
+transformers stores any setting of a config.json and reads some: the others would decide nothing.
+"""
 
 import copy
-import os
+import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import torch
 
 from ..errors import ModelError
 from ..system.files import kind_of, paths_in
+from ..system.package import installed_version
 from ..system.processes import process_device
 from ..system.warn import warn_user
 from .gguf_settings import (
@@ -21,13 +27,19 @@ from .gguf_settings import (
     refuse_unread_tensors,
     set_gguf_tokenizer,
 )
+from .kinds import configs_of, modules_of
 from .quiet_libraries import quiet_libraries, warnings_of_transformers
-from .unread_settings import check_settings
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 # Masks and positions that older versions of transformers stored, and newer versions compute.
 _COMPUTED = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
 
+# What programs note for training, texts, lengths and speed: it decides no number of a pass.
+_HARMLESS = re.compile(
+    r"^_|^(auto_map|prefix|is_llama_config|ignore_index|n_ctx|seq_length|ep_size)$|^(max|summary)_"
+    r"|task|version|unsloth|quantization|initial|drop|loss|_tp$|cache|token(izer|_i)|checkpointing"
+    r"|dtype|js_config|fusion|fused|flash|parallel|torchscript|label"
+)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _NO_HUB = ". If no hub can be reached, give a local folder or a .gguf file (source=)"
@@ -35,9 +47,9 @@ _NO_HUB = ". If no hub can be reached, give a local folder or a .gguf file (sour
 
 def read_model_files(name: str) -> tuple[Any, Any]:
     """Configuration and tokenizer of a hub name, a folder or a .gguf file, without the weights."""
-    with warnings_of_transformers(), _reading(name), parsed_once(name):
+    with warnings_of_transformers(), _reading_model(name), parsed_once(name):
         source, options = _source(name)
-        return _config_of(source, options), _tokenizer_of(source, options)
+        return _config_of(name, source, options), _tokenizer_of(name, source, options)
 
 
 def read_weights(
@@ -51,19 +63,17 @@ def read_weights(
         AutoModelForImageTextToText,
     )
 
-    if name.endswith(".gguf"):
-        dtype = dtype or torch.float32
-    at = name if revision is None else f"{name}@{revision}"
-    with warnings_of_transformers(), _reading(at), parsed_once(name):
+    is_gguf, at = name.endswith(".gguf"), name if revision is None else f"{name}@{revision}"
+    with warnings_of_transformers(), _reading_model(at), parsed_once(name):
         if revision is not None:
             refuse_revision(name)
         source, options = _source(name)
         options |= {} if revision is None else {"revision": revision}
-        config = _config_of(source, options)
+        config = _config_of(name, source, options)
         # The fused kernels never form the pattern that the hooks need. It is set here because
         # transformers first verifies the value of the folder, which this machine may not have.
         config._attn_implementation = "eager"
-        tokenizer = tokenizer or _tokenizer_of(source, options)
+        tokenizer = tokenizer or _tokenizer_of(name, source, options)
         of_images = (
             type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
             and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -72,15 +82,15 @@ def read_weights(
         result: Any = kind.from_pretrained(
             source,
             config=config,
-            dtype=dtype or "auto",
+            dtype=dtype or (torch.float32 if is_gguf else "auto"),
             ignore_mismatched_sizes=True,  # the report names them
             output_loading_info=True,
             **options,
         )
         weights, report = result
-        if (file := _gguf_file(source, options)) is not None:
-            refuse_unread_tensors(file, weights)
-        stored = {} if file is not None else config.get_config_dict(source, **options)[0]
+        if is_gguf:
+            refuse_unread_tensors(name, weights)
+        stored = {} if is_gguf else config.get_config_dict(source, **options)[0]
     _refuse_other_weights(name, weights, report)
     check_settings(name, weights, stored)
     return weights, tokenizer
@@ -90,17 +100,13 @@ def read_processor(name: str) -> Any:
     """The processor of images of a hub name or a folder."""
     from transformers import AutoProcessor
 
-    try:
+    cure = (
+        "; give a model that is stored with its processor, and torchvision of the same build as "
+        "torch if that is missing"
+    )
+    with _reading(name, f"the processor of images of {name!r} cannot be read", cure):
         source, options = _source(name)
         return AutoProcessor.from_pretrained(source, **options)
-    except Exception as error:  # as in _reading
-        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-        cure = "give a model that is stored with its processor"
-        if "install" in reason:
-            cure = "torchvision has to be of the same build as torch"
-        raise ModelError(
-            f"the processor of images of {name!r} cannot be read: {reason}; {cure}"
-        ) from error
 
 
 def read_tokenizer(tokenizer: Any) -> Any:
@@ -109,19 +115,15 @@ def read_tokenizer(tokenizer: Any) -> Any:
 
     if isinstance(tokenizer, str | Path):
         name = str(tokenizer)
-        try:
+        cure = (
+            ". Give its name on the hub, its folder, a .gguf file, or "
+            "AutoTokenizer.from_pretrained(...)"
+        )
+        failed = f"tokenizer={name!r} cannot be read as a tokenizer"
+        with _reading(name, failed, cure), warnings_of_transformers(), parsed_once(name):
             options: dict[str, Any] = {"trust_remote_code": False}
             source, options = _source(name) if name.endswith(".gguf") else (name, options)
-            with warnings_of_transformers(), parsed_once(name):
-                return _tokenizer_of(source, options)
-        except ModelError:
-            raise
-        except Exception as error:  # as in _reading
-            reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-            raise ModelError(
-                f"tokenizer={str(tokenizer)!r} cannot be read as a tokenizer: {reason}. Give its "
-                "name on the hub, its folder, a .gguf file, or AutoTokenizer.from_pretrained(...)"
-            ) from error
+            return _tokenizer_of(name, source, options)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         inner = getattr(tokenizer, "tokenizer", None)
         cure = "its .tokenizer" if inner is not None else "AutoTokenizer.from_pretrained(...)"
@@ -132,22 +134,16 @@ def read_tokenizer(tokenizer: Any) -> Any:
     return copy.deepcopy(tokenizer)
 
 
-def _config_of(source: str, options: dict[str, Any]) -> Any:
+def _config_of(name: str, source: str, options: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    file = _gguf_file(source, options)
-    if file is None:
+    if not name.endswith(".gguf"):
         return AutoConfig.from_pretrained(source, **options)
     with quiet_libraries():  # each setting of the file is read or refused, whatever a class expects
-        return gguf_config(file)
+        return gguf_config(name)
 
 
-def _gguf_file(source: str, options: dict[str, Any]) -> str | None:
-    """The .gguf file that the options name, as transformers writes it."""
-    return os.path.join(source, options["gguf_file"]) if "gguf_file" in options else None
-
-
-def _tokenizer_of(source: str, options: dict[str, Any]) -> Any:
+def _tokenizer_of(name: str, source: str, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
@@ -156,8 +152,8 @@ def _tokenizer_of(source: str, options: dict[str, Any]) -> Any:
             f"{source} has a model and no tokenizer (such as tokenizer.json); give the name or "
             "folder of one: tokenizer=..."
         )
-    if (file := _gguf_file(source, options)) is not None:
-        set_gguf_tokenizer(tokenizer, file)
+    if name.endswith(".gguf"):
+        set_gguf_tokenizer(tokenizer, name)
     return tokenizer
 
 
@@ -217,7 +213,7 @@ def _refuse_folder_without_model(folder: Path) -> None:
 
 
 @contextmanager
-def _reading(name: str) -> Iterator[None]:
+def _reading(name: str, failed: str, cure: str) -> Iterator[None]:
     """Raises a ModelError in place of the many types of errors that transformers raises."""
     try:
         yield
@@ -225,17 +221,20 @@ def _reading(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"{name!r} has code of its own, which is never run here; give a model that "
-                "transformers knows, or, if you trust this code, read the model with "
-                "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True) and pass it to "
-                "al.load_model with its tokenizer"
-            ) from error
+            failed += f": {name!r} has code of its own, which is never run here"
+            cure = (
+                "; give a model that transformers knows, or, if you trust this code, read the "
+                "model with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True) and "
+                "pass it to al.load_model with its tokenizer"
+            )
+            raise ModelError(failed + cure) from error
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-        cure = "" if kind_of(name, ModelError) else _NO_HUB
-        raise ModelError(
-            f"{name!r} cannot be loaded as a causal language model: {reason}{cure}"
-        ) from error
+        raise ModelError(f"{failed}: {reason}{cure}") from error
+
+
+def _reading_model(name: str) -> AbstractContextManager[None]:
+    cure = "" if kind_of(name, ModelError) else _NO_HUB
+    return _reading(name, f"{name!r} cannot be loaded as a causal language model", cure)
 
 
 def best_device() -> str | torch.device:
@@ -274,13 +273,9 @@ _WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 def check_device_map(device_map: str | int | torch.device | Places) -> str | Places | torch.device:
     """A map, or the only device that it names; an error, before weights are read, for another."""
-    named: list[int | str | torch.device]
-    if isinstance(device_map, Mapping):
-        named = [*device_map.values()]
-    elif isinstance(device_map, str) and device_map in _WORDS:
+    if isinstance(device_map, str) and device_map in _WORDS:
         return device_map
-    else:
-        named = [device_map]
+    named = [*device_map.values()] if isinstance(device_map, Mapping) else [device_map]
     if "disk" in named:
         raise ModelError(f"device_map={device_map!r} leaves weights on the disk, {_NOT_IN_MEMORY}")
     for device in named:
@@ -356,6 +351,52 @@ def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> No
             f"weights: {_listed(unused)} left out, so that this may be another model than the one "
             "that was stored"
         )
+
+
+def check_settings(name: str, weights: Any, stored: Mapping[str, Any]) -> None:
+    """Warn of the settings of a config.json that nothing reads; an error for a misspelt one.
+
+    A setting is read if the files of transformers in which the classes of the configuration and of
+    the model stand have its name.
+    """
+    kinds = {type(each) for each in (*configs_of(weights.config), *modules_of(weights))}
+    files = {base.__module__ for kind in kinds for base in kind.__mro__}
+    files = {each for each in files if each.startswith("transformers.models.")}
+    sources = [inspect.getsource(sys.modules[each]) for each in files]
+    words = {word for source in sources for word in re.findall(r"\w+", source)}
+    unread = [*_unread(weights.config, stored, words)]
+    if wrong := [f"{key} (for {meant})" for key, _, meant in unread if meant]:
+        raise ModelError(
+            f"the configuration of {name!r} has settings that {type(weights).__name__} does not "
+            f"know, and that seem to be misspelt: {', '.join(wrong)}. Correct its config.json"
+        )
+    if unread:
+        listed = ", ".join(f"{key}={str(value)[:60]}" for key, value, _ in unread)
+        warn_user(
+            f"the configuration of {name!r} has settings that {type(weights).__name__} of "
+            f"transformers {installed_version('transformers')} does not read: {listed}. If they "
+            "decide numbers, this is another model than the one that was stored"
+        )
+
+
+def _unread(
+    config: Any, stored: Mapping[str, Any], words: set[str], at: str = ""
+) -> Iterator[tuple[str, Any, str]]:
+    """Name and value of each setting that is not read, and the name that is meant if it is near."""
+    known = [key for key in vars(config) if key in words and key not in stored]
+    if "rope_parameters" in words:  # transformers itself turns these into it
+        known += [key for key in ("rope_scaling", "rope_theta") if key not in stored]
+        words = words | {"rope_scaling", "rope_theta", "rope_parameters", "partial_rotary_factor"}
+    for key, value in stored.items():
+        inner = getattr(config, key, None)
+        if isinstance(value, Mapping) and hasattr(inner, "get_config_dict"):
+            yield from _unread(inner, value, words, f"{at}{key}.")
+        elif key in words or _HARMLESS.search(key) or key in ("architectures", "model_type"):
+            continue
+        elif value is not None and (meant := get_close_matches(key, known, 1, 0.9)):
+            yield f"{at}{key}", value, meant[0]
+        elif value and (key in vars(config) or key.startswith("rope_")):
+            yield f"{at}{key}", value, ""
 
 
 def _listed(names: Iterable[str]) -> str:

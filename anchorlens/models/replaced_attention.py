@@ -10,8 +10,7 @@ A mask tells which query sees which key, for some query rows at a time: no whole
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
 from typing import Any
@@ -21,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError
-from ..system.put_back import as_found, put_back, safe_context
+from ..system.put_back import SafeContext, as_found, put_back, safe_context
 from .hooked import HookedModel, names_of_layers, pattern_name, scores_name
 from .kinds import config_of, is_bridge, original_of
 from .model_state import replaced_methods
@@ -61,6 +60,7 @@ class Mask:
         return self
 
 
+@cache  # one for all layers
 def causal_mask(device: torch.device) -> Mask:
     """The mask with which each query sees all keys up to its own position."""
 
@@ -98,11 +98,9 @@ class Terms:
 Attend = Callable[[int, Heads, SharedHeads, SharedHeads, Terms], Heads]
 
 
-@safe_context
-def attention_by(model: HookedModel, attend: Attend) -> Iterator[None]:
+def attention_by(model: HookedModel, attend: Attend) -> SafeContext[None]:
     """Inside, ``attend`` computes the attention of every layer, or a ModelError says why not."""
-    with (_in_bridge if is_bridge(model) else _in_hooked_transformer)(model, attend):
-        yield
+    return (_in_bridge if is_bridge(model) else _in_hooked_transformer)(model, attend)
 
 
 def is_skipped(model: HookedModel, point: str | Callable[[str], bool]) -> bool:
@@ -122,7 +120,6 @@ class Interface:
     layers: Mapping[int, int]  # by the id of the module whose attention it is
     has_padding: bool | None = None  # whether a column is padding, if it is known
     calls: int = 0
-    causal: dict[torch.device, Mask] = field(default_factory=dict)  # one for all layers
 
     def run(self, attention: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the module of transformers that a bridge wraps, without hook points inside."""
@@ -168,7 +165,7 @@ class Interface:
             whole = attention_mask.expand(sizes)  # a table that the model makes by itself
             mask = mask_of(lambda rows, columns: whole[..., rows, columns], key.shape[2])
         else:
-            mask = attention_mask or self.causal.setdefault(query.device, causal_mask(query.device))
+            mask = attention_mask or causal_mask(query.device)
         terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, mask, softcap, s_aux)
         return self.attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
 
@@ -220,14 +217,10 @@ def _in_bridge(model: Any, attend: Attend) -> Iterator[None]:
     attentions = [block.attn for block in model.blocks]
     layers = {id(each.original_component): layer for layer, each in enumerate(attentions)}
     name, interface = f"anchorlens {next(_numbers)}", Interface(attend, layers)
-
-    def run_of(layer: int, attention: Any) -> Any:
-        return partial(interface.run, attention)
-
     with (
         registered(name, interface),
         put_back(implementations_of(original)),
-        replaced_methods(attentions, "forward", run_of),
+        replaced_methods(attentions, "forward", lambda _, each: partial(interface.run, each)),
     ):
         original.set_attn_implementation(name)
         yield
@@ -314,10 +307,9 @@ def _in_hooked_transformer(model: Any, attend: Attend) -> Iterator[None]:
         raise ModelError("positions are numbers that are added to its scores")
     attentions = [block.attn for block in model.blocks]
     steps = [_Steps(layer, module, attend) for layer, module in enumerate(attentions)]
-
-    def replaced(name: str) -> AbstractContextManager[None]:
-        return replaced_methods(attentions, name, lambda layer, _: getattr(steps[layer], name))
-
-    scores, mask, z = map(replaced, _STEPS)
+    scores, mask, z = (
+        replaced_methods(attentions, name, lambda layer, _, name=name: getattr(steps[layer], name))
+        for name in _STEPS
+    )
     with scores, mask, z:
         yield

@@ -1,7 +1,14 @@
-"""Passes of a model over a few tokens: one pass, one comparison, one message if it cannot run."""
+"""Passes of a model over a few tokens: one pass, one comparison, one message if it cannot run.
 
+The forward of a model, or TransformerLens, may raise anything. An error of an architecture is a
+reason, in a line. A mistake of this package is never one: it is raised, or, where a slower way
+remains, logged for those who look for it, and an error in the tests.
+"""
+
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -12,12 +19,15 @@ from ..errors import AnchorlensError, ModelError
 from ..prompts.batch import PromptBatch
 from ..system.put_back import as_found, put_back, safe_context
 from ..system.torch_state import gradient_mode
-from .added_hooks import ModuleHook, added_hooks
-from .foreign_errors import in_a_line, is_own_mistake, origin_of
+from ..system.warn import log_of
 from .hooked import Hook, HookedModel, device_of, vocabulary_of
 from .kinds import config_of, inputs_without_cache, modules_of
-from .model_state import frozen_in_eval_mode, without_user_hooks
+from .model_state import ModuleHook, added_hooks, frozen_in_eval_mode, without_user_hooks
 
+_log = log_of(__name__)
+
+# Where an error is raised here, the code that called it is to blame.
+_TOOLS = {"beartype", "einops", "jaxtyping", "numpy", "torch"} | sys.stdlib_module_names
 _OF_MODEL = (
     "the model's own code raises this: its configuration does not fit this code, or the code does "
     "not fit this version of transformers"
@@ -138,3 +148,31 @@ def relative_difference(computed: Tensor, expected: Tensor) -> float:
 def rounding_of(dtype: torch.dtype) -> float:
     """The relative difference of logits up to which two ways to compute them are equal."""
     return max(1e-3, 8 * torch.finfo(dtype).eps)
+
+
+def origin_of(error: BaseException) -> str:
+    """The package whose code raised an error: the last in the traceback that is no tool."""
+    modules = [each.f_globals.get("__name__", "") for each, _ in walk_tb(error.__traceback__)]
+    packages = [str(module).partition(".")[0] for module in modules]
+    return next((name for name in reversed(packages) if name not in _TOOLS), "")
+
+
+def is_own_mistake(error: BaseException) -> bool:
+    """Whether this package is to blame. Operations on tensors of unknown shapes may fail."""
+    expected = isinstance(error, (AnchorlensError, RuntimeError))
+    return not expected and origin_of(error) == __name__.partition(".")[0]
+
+
+def in_a_line(error: BaseException) -> str:
+    """What an error says, in a line, with its type where its text alone may say little."""
+    text = str(error).partition("\n")[0][:200]
+    if text and isinstance(error, (ValueError, RuntimeError)):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def reason_of_failure(error: Exception, doing: str) -> str:
+    """Why a quicker way cannot be used, in a line; an own mistake is logged too."""
+    if is_own_mistake(error):
+        _log.debug("%s failed by a mistake of anchorlens", doing, exc_info=error)
+    return in_a_line(error)

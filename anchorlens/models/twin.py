@@ -9,6 +9,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -63,7 +64,7 @@ class Twin:
         self._twins: dict[int, Callable[[], Any]] = {}  # by the id of a module
         self._copies: list[_Copy] = []
         self._found = [ref(module) for module in modules_of(model)]
-        held = self._all_held()
+        held = [*map(vars, self._modules())]
         self._state, self._held = self._state_of(model), _weights_and_methods(held)
         self._hooks = _count_of_hooks(held)
         try:
@@ -87,7 +88,7 @@ class Twin:
         forwards: dict[int, Any] = {
             id(block): partial(self._run_block, layer) for layer, block in enumerate(blocks)
         }
-        forwards[id(head)] = self._run_head
+        forwards[id(head)] = lambda kind, made, resid: self._now.unembed(made, resid)
         own = {id(module) for module in (original, *attentions)} | forwards.keys()
         config = config_of(model)
         parts = [getattr(config, name, None) for name in config.sub_configs]
@@ -100,26 +101,27 @@ class Twin:
     def _twin_of(self, module: nn.Module, own: Any, forwards: Mapping[int, Any]) -> Any:
         """A copy of a module, where the bridge has wrappers inside; otherwise the module."""
         module = _unwrapped(module)
-        if id(module) not in self._twins and id(vars(module).get("config")) in self._other_configs:
+        if id(module) in self._twins:
+            return self._twins[id(module)]()
+        is_other = id(vars(module).get("config")) in self._other_configs
+        children = {} if is_other else {n: m for n, m in module._modules.items() if m is not None}
+        inner = {n: self._twin_of(m, own, forwards) for n, m in children.items()}
+        if id(module) not in own and all(inner[n] is m for n, m in children.items()):
             self._twins[id(module)] = ref(module)
             return module
-        if id(module) not in self._twins:
-            inner = {n: self._twin_of(m, own, forwards) for n, m in _children(module)}
-            if id(module) not in own and all(inner[n] is m for n, m in _children(module)):
-                self._twins[id(module)] = ref(module)
-                return module
-            if "forward" in vars(module):
-                raise _NoTwin(f"another library replaced the forward of {type(module).__name__}")
-            made = object.__new__(type(module))
-            self._twins[id(module)] = lambda: made
-            names = dict.fromkeys(module._modules, None) | {
-                name: id(_unwrapped(each)) for name, each in _children(module)
-            }
-            values = {n: self._config(each) for n, each in _configs_in(module).items()}
-            if id(module) in forwards:
-                values["forward"] = partial(forwards[id(module)], type(module), made)
-            self._copies.append(_Copy(made, ref(module), names, values))
-        return self._twins[id(module)]()
+        if "forward" in vars(module):
+            raise _NoTwin(f"another library replaced the forward of {type(module).__name__}")
+        made = object.__new__(type(module))
+        self._twins[id(module)] = lambda: made
+        names = dict.fromkeys(module._modules, None) | {
+            name: id(_unwrapped(each)) for name, each in children.items()
+        }
+        configs = {n: each for n, each in vars(module).items() if hasattr(each, "sub_configs")}
+        values = {n: self._config(each) for n, each in configs.items()}
+        if id(module) in forwards:
+            values["forward"] = partial(forwards[id(module)], type(module), made)
+        self._copies.append(_Copy(made, ref(module), names, values))
+        return made
 
     def _config(self, config: Any) -> Any:
         if id(config) not in self._configs:
@@ -133,22 +135,16 @@ class Twin:
     def _run_block(self, layer: int, kind: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
         return self._now.block(layer, partial(kind.forward, block), args, kwargs)
 
-    def _run_head(self, _: Any, head: Any, resid: Tensor) -> Any:
-        return self._now.unembed(head, resid)
-
     def run(self, tokens: Tensor, **inputs: Any) -> Tensor:
         """The logits of tokens, as the bridge computes them; inside ``hears`` alone."""
         logits: Tensor = self.model(tokens, **inputs).logits
         return logits
 
-    def hears(self, listener: Listener) -> SafeContext[None]:
+    @safe_context
+    def hears(self, listener: Listener) -> Iterator[None]:
         """Inside, ``listener`` hears of what runs."""
         hears = put_back(partial(self._listen, self._now), partial(self._listen, listener))
-        return hears if self.is_entered else self._alone(hears)
-
-    @safe_context
-    def _alone(self, hears: SafeContext[None]) -> Iterator[None]:
-        with self.entered(), hears:
+        with nullcontext() if self.is_entered else self.entered(), hears:
             yield
 
     def _listen(self, listener: Listener) -> None:
@@ -178,12 +174,10 @@ class Twin:
         with put_back(restore, fill), registered(self._name, self._attention):
             yield
 
-    @safe_context
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> SafeContext[None]:
         """Inside, the hooked model runs all passes."""
-        with put_back(partial(setattr, self, "is_suspended", self.is_suspended)):
-            self.is_suspended = True
-            yield
+        suspend = partial(setattr, self, "is_suspended")
+        return put_back(partial(suspend, self.is_suspended), partial(suspend, True))
 
     def why_not_now(self, model: Any) -> str:
         """Why the twin may not run; empty if the model is as it was, and has no hooks of the user.
@@ -191,13 +185,15 @@ class Twin:
         It is not where weights were trained, modules, settings or methods replaced: the bridge and
         the model of transformers may hold copies of weights, of which only one was changed.
         """
-        held = self._all_held()
+        held = [*map(vars, self._modules())]
         hooks = _count_of_hooks(held)
         if hooks != self._hooks and not has_user_hooks(model):
             self._hooks = hooks  # a bridge adds some hooks during its first pass
         if self.is_suspended:
             return "the hooked model runs all passes here"
-        if hooks != self._hooks or _global_hooks():
+        # Private in torch, which has no public way to list the hooks on every module of a process.
+        of_all = module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks
+        if hooks != self._hooks or of_all:
             return "there are hooks on the model"
         has_changed = _weights_and_methods(held) != self._held
         if has_changed or not (self.is_entered or self._state_of(model) == self._state):
@@ -206,10 +202,6 @@ class Twin:
 
     def _modules(self) -> list[nn.Module]:
         return [module for each in self._found if (module := each()) is not None]
-
-    def _all_held(self) -> list[dict[str, Any]]:
-        """What each module holds."""
-        return [*map(vars, self._modules())]
 
     def _state_of(self, model: Any) -> list[Any]:
         modules = self._modules()
@@ -246,15 +238,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     """What a component of the bridge wraps; a module of transformers as it is."""
     wrapped: nn.Module | None = getattr(module, "original_component", None)
     return module if wrapped is None else wrapped
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, each) for name, each in module._modules.items() if each is not None]
-
-
-def _configs_in(module: nn.Module) -> Mapping[str, Any]:
-    """The configurations of transformers that a module holds, by their names."""
-    return {name: each for name, each in vars(module).items() if hasattr(each, "sub_configs")}
 
 
 def _count_of_hooks(held: Sequence[Mapping[str, Any]]) -> int:
@@ -295,12 +278,6 @@ def _settings(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
         and name != "training"
         and not ("rope_type" in held and follows_the_prompts(held, name))
     ]
-
-
-def _global_hooks() -> bool:
-    """Whether hooks act on every module of this process."""
-    # Private in torch, which has no public way to list them.
-    return bool(module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks)
 
 
 @own_fact

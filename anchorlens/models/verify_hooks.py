@@ -16,7 +16,6 @@ from ..errors import ModelError
 from ..system.devices import wide
 from ..system.put_back import as_found, put_back
 from .facts import Operands, hooks_on_operands
-from .foreign_errors import is_own_mistake, reason_of_failure
 from .hooked import (
     Hook,
     HookedModel,
@@ -33,8 +32,10 @@ from .native_attention import rename_cache
 from .tiny_pass import (
     LEAF,
     TOKENS,
+    is_own_mistake,
     logits_of,
     n_tokens_of,
+    reason_of_failure,
     relative_difference,
     rounding_of,
     shrunk_windows,

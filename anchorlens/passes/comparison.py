@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..models.facts import facts_of, hooks_on_operands
-from ..models.foreign_errors import reason_of_failure
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -22,6 +21,7 @@ from ..models.hooked import (
     is_of_low_precision,
     z_name,
 )
+from ..models.tiny_pass import reason_of_failure
 from ..system.devices import on_one_device, wide
 from .memory import is_out_of_memory
 

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..models.added_hooks import added_hooks
 from ..models.head import head_in_float32
 from ..models.hooked import HookedModel
 from ..models.kv_cache import KeyValues, inputs_after, keys_and_values
+from ..models.model_state import added_hooks
 from ..prompts.batch import PromptBatch
 from ..system.devices import wide
 

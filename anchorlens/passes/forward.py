@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import HookError, MetricError, NotFiniteError, PromptError
-from ..models.facts import fact, require_prepared
+from ..models.facts import fact, facts_of
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -84,7 +84,7 @@ class Pass:
 
     def check(self) -> None:
         """Raise an error if the batch, the loss or the prefix do not fit the model."""
-        require_prepared(self.model)
+        facts_of(self.model)  # an error if it is not prepared
         check_fits(self.model, self.batch)
         (check_media_tokens if self.prefix is None else refuse_media_tokens)(self.model, self.batch)
         cached = 0 if self.prefix is None else len(self.prefix)
@@ -236,7 +236,7 @@ def run_prefix(
     Any number of passes continue from them. ``backward_hooks`` are called in each of these that has
     a loss, with the gradient [batch, ...] of its prompts at a hook point's output.
     """
-    require_prepared(model)
+    facts_of(model)  # an error if it is not prepared
     refuse_media_tokens(model, batch)
     points: list[tuple[Tensor, HookFunction]] = []
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..models.added_hooks import added_hooks
 from ..models.head import head_in_float32
 from ..models.hooked import Hook, HookedModel, before_block, names_of_layers, scores_name
+from ..models.model_state import added_hooks
 from ..models.replaced_attention import attention_by
 from ..models.twin import Twin
 from ..prompts.batch import PromptBatch

@@ -9,7 +9,7 @@ import pytest
 import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.facts import facts_of
-from anchorlens.models.foreign_errors import is_own_mistake
+from anchorlens.models.tiny_pass import is_own_mistake
 from anchorlens.passes.comparison import reason_of
 from tests.support.tiny_models import questions, tiny_gpt2
 

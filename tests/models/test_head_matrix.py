@@ -20,10 +20,9 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.experiments.mean_states import mean_states
 from anchorlens.experiments.task_vectors import residual_name, write_states
-from anchorlens.models.added_hooks import added_hooks
 from anchorlens.models.head_outputs import separate_heads, transformed_values
 from anchorlens.models.hooked import Hook, hooks_by_layer, pattern_name, values_name, z_name
-from anchorlens.models.model_state import frozen_in_eval_mode
+from anchorlens.models.model_state import added_hooks, frozen_in_eval_mode
 from anchorlens.models.tiny_pass import LEAF
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.provide import Observation

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from anchorlens.models import added_hooks, model_state, replaced_attention, tiny_pass, twin
+from anchorlens.models import model_state, replaced_attention, tiny_pass, twin
 from anchorlens.models.replaced_attention import attention_by
 from anchorlens.models.twin import Listener, twin_of
 from anchorlens.system import put_back, torch_state
@@ -22,13 +22,13 @@ from tests.support.interrupting import at_every_moment
 from tests.support.tiny_models import tiny_gpt2
 from tests.support.unchanged import everything_of, global_state
 
-MODULES = [contextlib, added_hooks, model_state, put_back, tiny_pass, torch_state]
+MODULES = [contextlib, model_state, put_back, tiny_pass, torch_state]
 HOOKS = [("blocks.0.hook_resid_post", lambda resid, hook: None)]
 
 
 def hooks_act(model: Any) -> Any:
     of_modules = [(model.blocks[0], lambda block, inputs, output: None)]
-    return added_hooks.added_hooks(model, HOOKS, HOOKS, of_modules)
+    return model_state.added_hooks(model, HOOKS, HOOKS, of_modules)
 
 
 CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {

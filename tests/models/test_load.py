@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel
 import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models import load
-from anchorlens.models.facts import require_prepared
+from anchorlens.models.facts import facts_of
 from anchorlens.passes.forward import run_pass
 from tests.support.image_models import image_model
 from tests.support.tiny_models import boot, questions, randomize, tiny_gpt2
@@ -36,7 +36,7 @@ def test_a_model_loads_from_a_local_folder(tmp_path: Path, byte_level: Any) -> N
     byte_level.save_pretrained(tmp_path)
     for folder in (tmp_path, str(tmp_path)):
         model = al.load_model(folder, device="cpu")
-    require_prepared(model)
+    facts_of(model)
     tokens = torch.tensor([byte_level(TEXT)["input_ids"]])
     assert model.tokenizer(TEXT)["input_ids"] == tokens[0].tolist()
     torch.testing.assert_close(logits_of(model, tokens), logits_of(weights, tokens))
@@ -166,7 +166,7 @@ def test_prepare_model_verifies_a_model_and_does_not_change_it(
     # al.run verifies the hooks at first use.
     other = raw(tiny_gpt2(len(byte_level)), byte_level)
     al.run(other, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
-    require_prepared(other)
+    facts_of(other)
 
 
 @pytest.mark.quick_cases("whole models", "False", "byte_level")

@@ -169,7 +169,7 @@ def test_copies_have_their_own_hooks(model: Any, batch: al.PromptBatch) -> None:
     expected = logits_of(model, batch, [scaled_pattern(1)])
     clean = logits_of(model, batch, [])
     twin = copy.deepcopy(model)
-    assert known_facts(twin) is None
+    assert known_facts.get(twin) is None
     calls: list[int] = []
     with model.hooks(fwd_hooks=[(pattern_name(1), lambda pattern, hook: calls.append(1))]):
         assert torch.equal(logits_of(twin, batch, [scaled_pattern(1)]), expected)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.models.unread_settings import check_settings
+from anchorlens.models.read_weights import check_settings
 from tests.support.tiny_models import tiny_llama
 
 LLAMA3: dict[str, Any] = {

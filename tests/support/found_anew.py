@@ -5,15 +5,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from anchorlens.models.facts import facts_of, keep_facts
+from anchorlens.models.facts import facts_of, known_facts
 
 
 @contextmanager
 def found_anew(model: Any) -> Iterator[None]:
     """Inside, facts are found again; afterwards the model has those that were known before."""
     facts = facts_of(model)
-    keep_facts(model, replace(facts, found={}, parts={}))
+    known_facts[model] = replace(facts, found={}, parts={})
     try:
         yield
     finally:
-        keep_facts(model, facts)
+        known_facts[model] = facts

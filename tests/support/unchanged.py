@@ -23,7 +23,7 @@ VALUES = ("training", "forward", "calculate_z_scores", "context_level", "is_cach
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
     """What a test must not change of a model, by name, to be compared by ==."""
-    state: dict[str, Any] = {"the facts that are known of it": id(known_facts(model))}
+    state: dict[str, Any] = {"the facts that are known of it": id(known_facts.get(model))}
     state["attention"] = getattr(config_of(model), "_attn_implementation", None)
     for number, module in enumerate(modules_of(model)):
         name, attributes = f"module {number}, {type(module).__name__}", vars(module)
