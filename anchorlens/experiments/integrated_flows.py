@@ -16,6 +16,7 @@ from ..metrics.question import Question
 from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Weight, refuse_values, signed
 from ..models.batch_hooks import WholeHook
+from ..models.head_outputs import FrozenNorms
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -24,7 +25,6 @@ from ..models.hooked import (
     refuse_folded_value_biases,
 )
 from ..models.model_state import added_hooks
-from ..models.norm_after import FrozenNorms
 from ..passes.blocks import Start, Starts
 from ..passes.forward import losses_of, run_pass
 from ..passes.loss_checks import check_gradient_of_loss, check_loss

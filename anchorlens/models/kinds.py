@@ -97,13 +97,9 @@ def name_of_cache(model: Any) -> str:
 
 
 def takes_argument(model: Any, name: str) -> bool:
-    """Whether the forward of the transformers model in a bridge has an argument of this name."""
-    return _has_argument(type(original_of(model)), name)
-
-
-def _has_argument(kind: type, name: str) -> bool:
-    forward = getattr(kind, "forward", None)
-    return forward is not None and name in inspect.signature(forward).parameters
+    """Whether the forward of a model, or of the one in a bridge, has an argument of this name."""
+    computed_by: Any = type(model if original_of(model) is None else original_of(model))
+    return name in inspect.signature(computed_by.forward).parameters
 
 
 def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> dict[str, Any]:
@@ -113,7 +109,7 @@ def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> di
     its keys twice. All tiny passes use these arguments too: some models compute with other types
     where there is a cache (OLMo 2 in bfloat16).
     """
-    takes_cache = is_bridge(model) or _has_argument(type(model), "use_cache")
+    takes_cache = is_bridge(model) or takes_argument(model, "use_cache")
     return {"attention_mask": mask.long()} | ({"use_cache": False} if takes_cache else {})
 
 

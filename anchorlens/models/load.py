@@ -26,13 +26,11 @@ from .native_attention import (
 )
 from .read_weights import (
     best_device,
-    check_device_map,
-    moved,
+    place_of,
+    placed,
     read_tokenizer,
     read_weights,
-    refuse_device,
     refuse_revision,
-    spread,
 )
 from .tiny_pass import (
     in_a_line,
@@ -53,7 +51,7 @@ else:
 Model = TypeVar("Model", bound=HookedModel)
 
 _ENCODER_DECODER = (
-    "{} is {}; these analyses are for left-to-right language models, whose label "
+    "{} is {} encoder-decoder; these analyses are for left-to-right language models, whose label "
     "words are in the same prompt as the query"
 )
 _BIDIRECTIONAL = (
@@ -111,11 +109,8 @@ def load_model(
     """
     from transformers import PreTrainedModel
 
-    refuse_two_devices(device, device_map)
+    place = place_of(device, device_map)
     tokenizer = read_tokenizer(tokenizer)
-    places = None if device_map is None else check_device_map(device_map)
-    if isinstance(places, torch.device):
-        device, places = places, None
     if isinstance(source, PreTrainedModel):
         if revision is not None:
             refuse_revision(source)
@@ -124,19 +119,14 @@ def load_model(
         weights: Any = source
         name = weights.config.name_or_path or type(weights).__name__
         _refuse_weights_elsewhere(name, weights)
-        refuse_device(device or weights.device)
-        if any(option is not None for option in (device, places, dtype)):
-            weights = moved(copy.deepcopy(weights), device or weights.device, dtype)
-        if places is not None:
-            weights = spread(weights, places)
+        if place is not None or dtype is not None:
+            weights = placed(copy.deepcopy(weights), place, dtype)
         _refuse_inference_tensors(name, weights)
     else:
         _refuse_other_sources(source)
-        name, device = str(source), device or best_device()
-        refuse_device(device)
-        weights, tokenizer = read_weights(name, tokenizer, dtype, revision)
-        name = name if revision is None else f"{name}@{revision}"
-        weights = moved(weights, device, dtype) if places is None else spread(weights, places)
+        weights, tokenizer = read_weights(str(source), tokenizer, dtype, revision)
+        weights = placed(weights, best_device() if place is None else place, dtype)
+        name = f"{source}" if revision is None else f"{source}@{revision}"
     return bridge_of(name, weights, tokenizer)
 
 
@@ -246,22 +236,12 @@ def bridge_of(name: str, weights: Any, tokenizer: Any) -> TransformerBridge:
     return prepare_model(model)
 
 
-def refuse_two_devices(device: object, device_map: object) -> None:
-    """Raise an error if both are given."""
-    if device is not None and device_map is not None:
-        raise ModelError(
-            f"device_map spreads the layers, so leave device out; got device={str(device)!r} and "
-            f"device_map={device_map!r}"
-        )
-
-
 def refuse_encoder_decoder(name: str, config: Any) -> None:
     """Raise an error if a configuration of transformers is that of an encoder-decoder."""
-    if config.is_encoder_decoder:
-        raise ModelError(_ENCODER_DECODER.format(name, "an encoder-decoder"))
     # Its decoder alone (BartForCausalLM) has a configuration of the same class.
-    if getattr(type(config), "is_encoder_decoder", False):
-        raise ModelError(_ENCODER_DECODER.format(name, "the decoder of an encoder-decoder"))
+    if config.is_encoder_decoder or getattr(type(config), "is_encoder_decoder", False):
+        what = "an" if config.is_encoder_decoder else "the decoder of an"
+        raise ModelError(_ENCODER_DECODER.format(name, what))
 
 
 def _refuse_other_sources(source: Any) -> None:
@@ -366,7 +346,7 @@ def _refuse_different_logits(name: str, expected: Tensor, model: Any, tokens: Te
 def _refuse_missing_hooks(model: Any) -> None:
     name, names = model.cfg.model_name, set(model.hook_dict)
     if any(point.startswith(("encoder", "decoder")) for point in names):
-        raise ModelError(_ENCODER_DECODER.format(name, "an encoder-decoder"))
+        raise ModelError(_ENCODER_DECODER.format(name, "an"))
     generates = getattr(original_of(model), "can_generate", None)
     if generates is not None and not generates():
         if hasattr(model, "W_E") and attends_to_later(model):

@@ -63,13 +63,9 @@ def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:
                     continue
                 counted.add(id(tensor))
                 yield name, tensor
-                yield from _beside(name, tensor)
-
-
-def _beside(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Scales that bitsandbytes holds as attributes of a quantised weight."""
-    state = getattr(tensor, "quant_state", None)
-    scales = {} if state is None else state.as_dict(packed=True)
-    for key, value in {**scales, "SCB": getattr(tensor, "SCB", None)}.items():
-        if isinstance(value, Tensor):
-            yield f"{name}.{key}", value
+                # Scales that bitsandbytes holds as attributes of a quantised weight.
+                state = getattr(tensor, "quant_state", None)
+                scales = {} if state is None else state.as_dict(packed=True)
+                for key, value in {**scales, "SCB": getattr(tensor, "SCB", None)}.items():
+                    if isinstance(value, Tensor):
+                        yield f"{name}.{key}", value

@@ -256,31 +256,37 @@ def refuse_device(device: int | str | torch.device) -> None:
         raise _no_device(device, "its tensors have shapes and no numbers")
 
 
-def moved(weights: Any, device: str | torch.device, dtype: torch.dtype | None) -> Any:
-    """The model on a device, and in a type if one is given."""
-    try:
-        # Quantised weights raise an error if any type is given.
-        return weights.to(device) if dtype is None else weights.to(device=device, dtype=dtype)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        where = str(device) if dtype is None else f"{device} as {dtype}"
-        raise _no_device(where, str(error)) from error
-
-
-Places = Mapping[str, int | str | torch.device]  # the device of each module
+Map = Mapping[str, int | str | torch.device]  # the device of each module
 # Words for maps that accelerate makes, as in transformers.
 _WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
+_NOT_IN_MEMORY = (
+    "so that each pass would read them again. Use more or larger devices, or a smaller dtype; or "
+    "load the model with AutoModelForCausalLM.from_pretrained(..., device_map=..., "
+    "offload_folder=...) and pass it to al.load_model with its tokenizer"
+)
 
 
-def check_device_map(device_map: str | int | torch.device | Places) -> str | Places | torch.device:
-    """A map, or the only device that it names; an error, before weights are read, for another."""
+def place_of(
+    device: str | torch.device | None, device_map: str | int | torch.device | Map | None
+) -> str | torch.device | Map | None:
+    """The device or the map that is asked for; an error, before weights are read, for others."""
+    if device_map is None:
+        if device is not None:
+            refuse_device(device)
+        return device
+    if device is not None:
+        raise ModelError(
+            f"device_map spreads the layers, so leave device out; got device={str(device)!r} and "
+            f"device_map={device_map!r}"
+        )
     if isinstance(device_map, str) and device_map in _WORDS:
         return device_map
     named = [*device_map.values()] if isinstance(device_map, Mapping) else [device_map]
     if "disk" in named:
         raise ModelError(f"device_map={device_map!r} leaves weights on the disk, {_NOT_IN_MEMORY}")
-    for device in named:
+    for each in named:
         try:
-            refuse_device(device)
+            refuse_device(each)
         except (TypeError, ValueError) as error:
             raise ModelError(
                 f"device_map={device_map!r} cannot be used: {error}. Give {', '.join(_WORDS)}, a "
@@ -290,15 +296,21 @@ def check_device_map(device_map: str | int | torch.device | Places) -> str | Pla
     return device_map if isinstance(device_map, Mapping) else torch.device(device_map)
 
 
-_NOT_IN_MEMORY = (
-    "so that each pass would read them again. Use more or larger devices, or a smaller dtype; or "
-    "load the model with AutoModelForCausalLM.from_pretrained(..., device_map=..., "
-    "offload_folder=...) and pass it to al.load_model with its tokenizer"
-)
+def placed(weights: Any, place: str | torch.device | Map | None, dtype: torch.dtype | None) -> Any:
+    """The model at a place of ``place_of`` and in a type, where they are given."""
+    is_map = isinstance(place, Mapping) or place in _WORDS
+    try:
+        # Quantised weights raise an error if any type is given.
+        device = weights.device if is_map or place is None else place
+        weights = weights.to(device) if dtype is None else weights.to(device=device, dtype=dtype)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        where = str(device) if dtype is None else f"{device} as {dtype}"
+        raise _no_device(where, str(error)) from error
+    return _spread(weights, place) if is_map else weights
 
 
-def spread(weights: Any, device_map: str | Places) -> Any:
-    """The model with each module on the device that a checked map names."""
+def _spread(weights: Any, device_map: Any) -> Any:
+    """The model with each module on the device that a map, or a word for one, says."""
     from accelerate import dispatch_model, infer_auto_device_map  # a second to import
     from accelerate.utils import get_balanced_memory
 

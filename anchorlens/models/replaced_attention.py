@@ -307,9 +307,10 @@ def _in_hooked_transformer(model: Any, attend: Attend) -> Iterator[None]:
         raise ModelError("positions are numbers that are added to its scores")
     attentions = [block.attn for block in model.blocks]
     steps = [_Steps(layer, module, attend) for layer, module in enumerate(attentions)]
-    scores, mask, z = (
-        replaced_methods(attentions, name, lambda layer, _, name=name: getattr(steps[layer], name))
-        for name in _STEPS
-    )
+
+    def replaced(name: str) -> SafeContext[None]:
+        return replaced_methods(attentions, name, lambda layer, _: getattr(steps[layer], name))
+
+    scores, mask, z = map(replaced, _STEPS)
     with scores, mask, z:
         yield

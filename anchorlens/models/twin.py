@@ -221,7 +221,6 @@ class _Copy:
     values: Mapping[str, Any]  # that are its own
 
     def fill(self, twins: Mapping[int, Callable[[], Any]]) -> None:
-        """Take all that the original holds."""
         held = vars(self.made)
         held.update(vars(self.original()))
         if self.children is not None:

@@ -9,7 +9,7 @@
    follows from the keys and values that are stored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn import functional
 from ..hooks import Site, hooks_on_edges
 from ..metrics.edge_sums import row_pieces
 from ..models.facts import fact
-from ..models.hooked import Hook, HookedModel, is_of_low_precision
+from ..models.hooked import HookedModel, is_of_low_precision
 from ..models.kv_cache import entries_of, layers_of_entries
 from ..models.tiny_pass import (
     QUERIES,
@@ -134,14 +134,6 @@ def _reason(model: HookedModel, what: str, compare: Callable[..., str]) -> str:
     return ""
 
 
-def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
-    """Hooks that cut every third token off from all earlier ones, in head 0 of every layer."""
-    third = batch.positions % 3 == 2
-    readers = third & batch.attention_mask
-    cut = edges.between(readers, batch.attention_mask)
-    return hooks_on_edges(model, batch, cut, Site(heads=0))
-
-
 def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
     after = batch.after(batch.tokens.shape[1] - QUERIES)
 
@@ -167,7 +159,10 @@ def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
 
 
 def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
-    hooks = _some_cuts(model, batch)
+    # In head 0 of every layer, every third token is cut off from all earlier ones.
+    third = (batch.positions % 3 == 2) & batch.attention_mask
+    cut = edges.between(third, batch.attention_mask)
+    hooks = hooks_on_edges(model, batch, cut, Site(heads=0))
     whole, ours, sites, whole_sites = dict[int, Tensor](), dict[int, Tensor](), Sites(), Sites()
 
     def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:

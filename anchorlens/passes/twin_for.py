@@ -10,14 +10,13 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import MetricError, ModelError
 from ..models.facts import fact, facts_of
-from ..models.hooked import Hook, HookedModel, dtype_of, pattern_name
+from ..models.hooked import Hook, HookedModel, dtype_of, hooks_by_layer, pattern_name
 from ..models.kinds import inputs_without_cache, pairs_in
 from ..models.kv_cache import inputs_after
 from ..models.media_tokens import types_of_tokens
@@ -132,23 +131,18 @@ def _shown(
     patterns, products, sites = dict[int, Tensor](), dict[int, Tensor](), Sites()
     leaves = list[Tensor]()
 
-    def store(layer: int) -> Hook:
-        def note(pattern: Tensor, hook: Any) -> None:
-            if layer in patterns:
-                raise ModelError("its attention is called twice in a layer")
-            patterns[layer] = pattern.detach()
+    def store(layer: int, pattern: Tensor) -> None:
+        if layer in patterns:
+            raise ModelError("its attention is called twice in a layer")
+        patterns[layer] = pattern.detach()
 
-        return pattern_name(layer), note
+    def multiply(layer: int, gradient: Tensor) -> None:
+        products[layer] = patterns[layer] * gradient
 
-    def multiply(layer: int) -> Hook:
-        def note(gradient: Tensor, hook: Any) -> None:
-            products[layer] = patterns[layer] * gradient
-
-        return pattern_name(layer), note
-
-    layers = range(model.cfg.n_layers)
-    forward = [leaf_hook(leaves), *map(store, layers), *site_hooks(model, sites)]
-    run, inside = running(model, batch, twin, Inside(forward, [*map(multiply, layers)]))
+    stored = hooks_by_layer(model, pattern_name, store)
+    forward = [leaf_hook(leaves), *stored, *site_hooks(model, sites)]
+    backward = hooks_by_layer(model, pattern_name, multiply)
+    run, inside = running(model, batch, twin, Inside(forward, backward))
     with torch.inference_mode(False), torch.enable_grad(), inside:
         inputs = inputs_without_cache(model, batch.attention_mask)
         logits = run(batch.tokens, **inputs, **more)[batch.attention_mask]

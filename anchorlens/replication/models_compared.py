@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ..errors import HookError
 from ..experiments.analysis import analyse
-from ..models.load import refuse_two_devices
-from ..models.read_weights import refuse_device
+from ..models.read_weights import place_of
 from ..passes.memory import free_memory
 from ..prompts.examples import Example
 from ..prompts.tasks import Task
@@ -280,9 +279,7 @@ def across_models(
         >>> record.number.shape  # one model, six claims
         torch.Size([1, 6])
     """
-    refuse_two_devices(device, device_map)
-    if device is not None:
-        refuse_device(device)
+    place_of(device, device_map)  # an error for what cannot be used
     loading = {"device": device, "device_map": device_map, "dtype": dtype}
     sources = sources_of(models, revisions, loading)
     sampling = {"queries": queries, "shots": shots, "seeds": seeds, "batch_size": batch_size}

@@ -11,8 +11,8 @@ import anchorlens as al
 from anchorlens.experiments.integrated_flows import (
     probability_of_prediction,
 )
+from anchorlens.models.head_outputs import norms_after
 from anchorlens.models.hooked import pattern_name
-from anchorlens.models.norm_after import norms_after
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.shortcuts import why_not_late
 from anchorlens.runs.passes import Passes
