@@ -35,10 +35,8 @@ class BatchHook:
 
     def is_for(self, batch: PromptBatch) -> bool:
         """Whether it acts in these prompts as it should."""
-        made_for = self.tokens
-        if made_for is None or made_for is batch.tokens:
-            return True
-        return torch.equal(made_for.to(batch.tokens.device), batch.tokens)
+        made, tokens = self.tokens, batch.tokens
+        return made is None or made is tokens or torch.equal(made.to(tokens.device), tokens)
 
     def does_the_same(self, other: Any) -> bool:
         """Whether another hook does the same to its edges or heads, whichever tokens these are."""

@@ -12,18 +12,11 @@ from ..errors import ModelError
 from ..system.arguments import checked
 from ..system.put_back import each_call_inside, put_back
 from ..system.torch_state import gradient_mode, own_random_state
-from .facts import Facts, Operands, known_facts, state_of
+from .facts import known_facts, state_of
 from .hooked import HookedModel, device_of, pattern_name, scores_name, why_not_hooked
 from .kinds import is_bridge, original_of
 from .model_state import frozen_in_eval_mode, without_user_hooks
-from .native_attention import (
-    implementations_of,
-    unwrap,
-    unwrap_model,
-    use_eager_attention,
-    wrap_attention,
-    wrap_operands,
-)
+from .native_attention import implementations_of, unwrap_model
 from .read_weights import (
     best_device,
     place_of,
@@ -41,7 +34,7 @@ from .tiny_pass import (
     rounding_of,
     tiny_passes,
 )
-from .verify_hooks import attends_to_later, verify_cached_step, verify_hooks, with_stored_heads
+from .verify_hooks import attends_to_later, verified_facts
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -181,12 +174,7 @@ def prepare_model(model: Model) -> Model:
         _refuse_missing_hooks(model)
         try:
             with put_back(keep_or_undo):
-                operands = _wrap_and_verify(model)
-                known_facts.pop(model, None)  # the tiny passes of the cache know none
-                reason, entries = verify_cached_step(model)
-                if not reason:
-                    operands = with_stored_heads(model, operands, entries)
-                facts = Facts(operands, reason, entries, state=state_of(model))
+                facts = verified_facts(model)
         except ModelError as error:
             restore_model(model)
             if attends_to_later(model):
@@ -372,24 +360,3 @@ def _refuse_missing_hooks(model: Any) -> None:
             "state-space layers, or attention that it leaves closed; these analyses need a pattern "
             "in every layer"
         )
-
-
-def _wrap_and_verify(model: Any) -> tuple[Operands | None, ...]:
-    if any([wrap_attention(block.attn) for block in model.blocks]):
-        use_eager_attention(model)
-    faults, operands = verify_hooks(model)
-    unknown = [layer for layer, operand in enumerate(operands) if operand is None]
-    wrapped = [layer for layer in unknown if wrap_operands(model.blocks[layer].attn)]
-    if wrapped:
-        faults, operands = verify_hooks(model)
-    for layer in wrapped:
-        if operands[layer] is None:
-            unwrap(model.blocks[layer].attn)
-    if faults:
-        layers = {why: [n for n in faults if faults[n] == why] for why in faults.values()}
-        reasons = "; ".join(f"layers {layers[reason]}: {reason}" for reason in layers)
-        raise ModelError(
-            f"the attention of {model.cfg.model_name} cannot be hooked, so that every number "
-            f"computed from it would be wrong. {reasons}"
-        )
-    return operands

@@ -196,18 +196,18 @@ def _without_added(module: nn.Module) -> Callable[[], None]:
     """A function that removes what was added since. What was found stays, in its order."""
     # In __dict__, because a bridge passes attributes on to the module that it wraps.
     held = vars(module)
-    tables = [(held[name], set(held[name])) for name in HOOK_TABLES if name in held]
-    handles = [(held[name], list(held[name])) for name in _HANDLES if name in held]
+    tables = {name: set(held[name]) for name in HOOK_TABLES if name in held}
+    handles = {name: list(held[name]) for name in _HANDLES if name in held}
     values = as_found(*((held, name) for name in _VALUES if name in held))
 
     def restore() -> None:
-        for hooks, found in tables:
-            for number in [number for number in hooks if number not in found]:
+        for name, found in tables.items():
+            for number in [number for number in held[name] if number not in found]:
                 # A bridge adds some hooks to its modules during its first pass, and only then.
-                if handles or not is_of_library(hooks[number]):
-                    del hooks[number]
-        for of_point, before in handles:
-            of_point[:] = [each for each in of_point if any(each is one for one in before)]
+                if handles or not is_of_library(held[name][number]):
+                    del held[name][number]
+        for name, before in handles.items():
+            held[name][:] = [each for each in held[name] if any(each is one for one in before)]
         values()
 
     return restore

@@ -27,7 +27,7 @@ def rotates_by_length(model: Any) -> bool:
 
 def rotate_alike(model: Any, length: int, other: int) -> bool:
     """Whether texts of these two numbers of tokens rotate the same positions alike."""
-    return all((length > switch) == (other > switch) for switch in _switches(model))
+    return _switch_between(model, length, other) is None
 
 
 def refuse_another_rotation(model: Any, cached: int, longest: int) -> None:
@@ -37,8 +37,7 @@ def refuse_another_rotation(model: Any, cached: int, longest: int) -> None:
     longest text that continues from them, the cached tokens included.
     """
     _refuse_dynamic(model, longest)
-    if not rotate_alike(model, cached, longest):
-        switch = next(s for s in _switches(model) if (cached > s) != (longest > s))
+    if (switch := _switch_between(model, cached, longest)) is not None:
         raise PromptError(
             f"keys that were cached in a text of {cached} tokens cannot be used in a text of "
             f"{longest}: in texts of more than {switch} tokens this model rotates the positions of "
@@ -53,8 +52,7 @@ def refuse_rotations_in_a_batch(model: Any, shortest: int, width: int) -> None:
 
     A batch has as many columns as its longest prompt has tokens, or more where all have padding.
     """
-    if not rotate_alike(model, shortest, width):
-        switch = next(s for s in _switches(model) if shortest <= s < width)
+    if (switch := _switch_between(model, shortest, width)) is not None:
         raise PromptError(
             f"prompts of {shortest} and {width} tokens are in one batch, but if one is longer "
             f"than {switch} tokens, this model rotates the positions of all prompts differently "
@@ -74,9 +72,10 @@ def _refuse_dynamic(model: Any, length: int) -> None:
         )
 
 
-def _switches(model: Any) -> list[int]:
-    """The lengths above which all positions are rotated differently."""
-    return sorted({limit for kind, limit in _kinds(model) if LAST_TEXT_ROTATES not in kind})
+def _switch_between(model: Any, length: int, other: int) -> int | None:
+    """The length between these above which all positions are rotated differently, if any."""
+    switches = sorted({limit for kind, limit in _kinds(model) if LAST_TEXT_ROTATES not in kind})
+    return next((each for each in switches if (length > each) != (other > each)), None)
 
 
 def _kinds(model: Any) -> Iterator[tuple[str, int]]:

@@ -15,20 +15,17 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ModelError
 from ..system.devices import wide
 from ..system.put_back import as_found, put_back
-from .facts import Operands, hooks_on_operands
-from .hooked import (
-    Hook,
-    HookedModel,
-    device_of,
-    dtype_of,
-    hooks_by_layer,
-    pattern_name,
-    scores_name,
-    vocabulary_of,
-)
+from .facts import Facts, Operands, hooks_on_operands, known_facts, state_of
+from .hooked import Hook, HookedModel, dtype_of, hooks_by_layer, pattern_name, scores_name
 from .kinds import QUERY_AND_KEY, name_of_cache, pairs_in
 from .kv_cache import KeyValues, inputs_after, keys_and_values, prefix_of
-from .native_attention import rename_cache
+from .native_attention import (
+    rename_cache,
+    unwrap,
+    use_eager_attention,
+    wrap_attention,
+    wrap_operands,
+)
 from .tiny_pass import (
     LEAF,
     TOKENS,
@@ -86,13 +83,46 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
     return {number: fault for number, fault in faults.items() if fault}, operands
 
 
+def verified_facts(model: Any) -> Facts:
+    """What tiny passes find of a model, whose attention is wrapped where that is needed."""
+    operands = _wrapped(model)
+    known_facts.pop(model, None)  # the tiny passes of the cache know none
+    reason, entries = verify_cached_step(model)
+    if not reason:
+        operands = with_stored_heads(model, operands, entries)
+    return Facts(operands, reason, entries, state=state_of(model))
+
+
+def _wrapped(model: Any) -> tuple[Operands | None, ...]:
+    """The operands, after all hooks were made to act; a ModelError if some do not."""
+    if any([wrap_attention(block.attn) for block in model.blocks]):
+        use_eager_attention(model)
+    faults, operands = verify_hooks(model)
+    unknown = [layer for layer, operand in enumerate(operands) if operand is None]
+    wrapped = [layer for layer in unknown if wrap_operands(model.blocks[layer].attn)]
+    if wrapped:
+        faults, operands = verify_hooks(model)
+    for layer in wrapped:
+        if operands[layer] is None:
+            unwrap(model.blocks[layer].attn)
+    if faults:
+        layers = {why: [n for n in faults if faults[n] == why] for why in faults.values()}
+        reasons = "; ".join(f"layers {layers[reason]}: {reason}" for reason in layers)
+        raise ModelError(
+            f"the attention of {model.cfg.model_name} cannot be hooked, so that every number "
+            f"computed from it would be wrong. {reasons}"
+        )
+    return operands
+
+
 def attends_to_later(model: HookedModel) -> bool:
     """Whether the last of three tokens changes the logits at the two tokens before it."""
-    tokens = torch.tensor([[0, 1, 2], [0, 1, 1]], device=device_of(model))
+    tokens = tiny_tokens(model, 3).repeat(2, 1)
+    tokens[1, 2] = tokens[1, 1]
     with tiny_passes(model):
         try:
             # Without a mask, which the bridge of GPT-1 takes for a causal one.
-            logits = model(tokens % vocabulary_of(model))[:, :-1].float()
+            logits = model(tokens)[:, :-1].float()
         except Exception as error:  # not known: it cannot run, as verify_hooks says
             reason_of_failure(error, "a pass without a mask")
             return False

@@ -137,7 +137,7 @@ def test_a_model_without_prompts_cannot_be_analysed(
 def test_check_refuses_a_model_with_dead_hooks_or_of_another_kind(
     call: Any, monkeypatch: Any, byte_level: Any, tmp_path: Path, kind: str
 ) -> None:
-    monkeypatch.setattr("anchorlens.models.load.wrap_attention", lambda attention: False)
+    monkeypatch.setattr("anchorlens.models.verify_hooks.wrap_attention", lambda attention: False)
     size, message = len(byte_level), "have no attention pattern to hook"
     config = transformers.MambaConfig(vocab_size=size, hidden_size=16, num_hidden_layers=2)
     weights: Any = transformers.MambaForCausalLM(config)

@@ -157,7 +157,7 @@ def test_a_model_with_nan_is_refused(byte_level: Any) -> None:
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
 def test_a_score_hook_that_comes_too_late_is_refused(byte_level: Any, monkeypatch: Any) -> None:
     """This is the error for attention whose forward is not replaced."""
-    monkeypatch.setattr("anchorlens.models.load.wrap_attention", lambda attention: False)
+    monkeypatch.setattr("anchorlens.models.verify_hooks.wrap_attention", lambda attention: False)
     model = boot(native("OPT"), byte_level)
     message = r"layers \[0, 1, 2\]: an edit of the scores does not reach the pattern; load it with"
     with pytest.raises(ModelError, match=message):
