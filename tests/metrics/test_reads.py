@@ -117,12 +117,15 @@ def between_segments(merged: Tensor, of_heads: Tensor, batch: al.PromptBatch) ->
     return torch.einsum("bsq,blhqk,btk->blhst", inside, both, inside)
 
 
+def products(block: al.reads.Block) -> Tensor:
+    return block.pattern if block.slope is None else block.pattern * block.slope
+
+
 def placed(batch: al.PromptBatch, block: al.reads.Block) -> Tensor:
     """A sum over all edges that tells each from each other: [batch, head]."""
     inside = batch.attention_mask[:, None, block.rows, None].to(block.pattern.device)
     rows, keys = (torch.arange(1000)[part].double() for part in (block.rows, block.keys))
-    numbers = block.pattern if block.slope is None else block.pattern * block.slope
-    return (numbers * inside * (1 + rows[:, None] + 3 * keys)).sum((2, 3))
+    return (products(block) * inside * (1 + rows[:, None] + 3 * keys)).sum((2, 3))
 
 
 def placed_by_hand(numbers: Tensor, batch: al.PromptBatch) -> Tensor:
@@ -227,9 +230,7 @@ OF_PATTERNS: dict[str, Case] = {
         lambda hand, batch: placed_by_hand(hand.patterns, batch),
     ),
     "whole blocks of products": (
-        lambda batch: Blocks(
-            lambda block: (block.pattern * block.slope).sum((2, 3)), slope=True, whole=True
-        ),
+        lambda batch: Blocks(lambda block: products(block).sum((2, 3)), slope=True, whole=True),
         lambda hand, batch: (hand.patterns * hand.slopes).sum((3, 4)),
     ),
     "hooks on patterns": (
