@@ -1,8 +1,8 @@
 """One list of the public calls that compute with a model, each with right arguments.
 
 A call is a function of a ``Scene``. Devices, folded models, shapes and stored numbers
-(same_numbers.py) are tested with the same calls. What a call returns can be compared: a tensor, a
-record, or lists and dictionaries of these.
+(tests/results/test_same_numbers.py) are tested with the same calls. What a call returns can be
+compared: a tensor, a record, or lists and dictionaries of these.
 """
 
 from collections.abc import Callable
