@@ -19,6 +19,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 import torch
 from jaxtyping import Float
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -28,7 +29,6 @@ from anchorlens.runs.store import Store, forget_run, off_by, require_same
 from anchorlens.system import files
 from anchorlens.system.digest_file import read_with_digest
 from anchorlens.system.signals import Stopped, signals_raise
-from tests.support.damages import DAMAGES, DEEP, Damage, flipped_after, rewritten
 from tests.support.measures import same
 from tests.support.stored_runs import Killed, Logits, run, stored_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
@@ -353,6 +353,55 @@ def test_a_question_that_changes_itself_is_not_continued_and_the_others_are(
     assert changing.seen == [1] * 3  # the first is checked; the last two were not believed
 
 
+Damage = Callable[[Path], Any]
+# More brackets than Python reads: of a list, of an object, and of a value in one.
+DEEP = ["[" * 100_000, '{"a":' * 100_000, '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"]
+
+
+def rewritten(change: Callable[[bytes], bytes]) -> Damage:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+def flipped(place: int, after: bytes = b"") -> Damage:
+    """Flip a bit of one byte, counted from the end of a word; a test below does so of each."""
+
+    def flip(data: bytes) -> bytes:
+        at = (data.index(after) + len(after) + place) % len(data)
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    return rewritten(flip)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def swapped(path: Path) -> None:
+    other = path.with_name("rows-00003.safetensors")
+    ours = path.read_bytes()
+    other.replace(path)
+    other.write_bytes(ours)
+
+
+DAMAGES: dict[str, Damage] = {
+    "a bit of the header's length": flipped(0),
+    "a bit of a number": flipped(-20),
+    "the last byte is cut off": rewritten(lambda data: data[:-1]),
+    "half of it is cut off": rewritten(lambda data: data[: len(data) // 2]),
+    "all but its length is cut off": rewritten(lambda data: data[:8]),
+    "empty": rewritten(lambda data: b""),
+    "a byte more": rewritten(lambda data: data + b"\0"),
+    "zeros, as after a power cut": rewritten(lambda data: bytes(len(data))),
+    "zeros at the end": rewritten(lambda data: data[:-16] + bytes(16)),
+    "a folder": a_folder,
+    "another batch": lambda path: shutil.copy(path.with_name("rows-00002.safetensors"), path),
+    "swapped with another": swapped,
+    "too many brackets": lambda path: save_file({}, path, metadata={"anchorlens": DEEP[0]}),
+    "rows of somebody else's": lambda path: save_file({"logits/logits": torch.ones(1, 6)}, path),
+}
+
+
 @pytest.mark.quick_cases("many passes", "squares")
 @pytest.mark.parametrize(
     ("asked", "damage"),
@@ -504,8 +553,7 @@ def test_a_flipped_bit_in_any_byte_is_detected(tmp_path: Path) -> None:
     "damage",
     [
         *(rewritten(lambda data, cut=cut: data[:cut]) for cut in (0, 1, -1, -40)),  # type: ignore[misc]
-        flipped_after(b'"weights": "'),
-        flipped_after(b'"digest": "'),
+        *(flipped(0, b'"weights": "'), flipped(0, b'"digest": "')),
         rewritten(lambda data: data.replace(b"\n", b"")),
         rewritten(lambda data: data.replace(b"{", b'{"more": "", ')),
         rewritten(lambda data: b"[1]"),
