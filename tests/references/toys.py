@@ -5,6 +5,7 @@ plain.py needs, and shares no code with TransformerLens. Its parameters have the
 of ``boot_native``.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -39,25 +40,13 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class Norm(nn.Module):
+def norm(kind: str | None, width: int) -> nn.Module:
     """A layer norm with parameters or without, a root mean square norm, or no norm."""
-
-    def __init__(self, kind: str | None, width: int) -> None:
-        super().__init__()
-        self.kind = kind
-        if kind in ("LN", "RMS"):
-            self.weight = nn.Parameter(torch.ones(width))
-        if kind == "LN":
-            self.bias = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind is None:
-            return x
-        if self.kind.startswith("LN"):
-            x = x - x.mean(-1, keepdim=True)
-        x = x / (x.square().mean(-1, keepdim=True) + 1e-5) ** 0.5
-        x = x * self.weight if hasattr(self, "weight") else x
-        return x + self.bias if hasattr(self, "bias") else x
+    if kind is None:
+        return nn.Identity()
+    if kind == "RMS":
+        return nn.RMSNorm(width, eps=1e-5)
+    return nn.LayerNorm(width, elementwise_affine=kind == "LN")
 
 
 class ToyAttention(nn.Module):
@@ -111,10 +100,10 @@ class ToyMLP(nn.ModuleDict):
 class ToyBlock(nn.Module):
     def __init__(self, cfg: Any) -> None:
         super().__init__()
-        self.ln1, self.attn = Norm(cfg.normalization_type, cfg.d_model), ToyAttention(cfg)
+        self.ln1, self.attn = norm(cfg.normalization_type, cfg.d_model), ToyAttention(cfg)
         self.attn_only = cfg.attn_only
         if not cfg.attn_only:
-            self.ln2, self.mlp = Norm(cfg.normalization_type, cfg.d_model), ToyMLP(cfg)
+            self.ln2, self.mlp = norm(cfg.normalization_type, cfg.d_model), ToyMLP(cfg)
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         attended, pattern = self.attn(self.ln1(x), attention_mask=attention_mask)
@@ -132,7 +121,7 @@ class PlainToy(nn.Module):
         if cfg.positional_embedding_type == "standard":
             self.pos = nn.Embedding(cfg.n_ctx, cfg.d_model)
         self.layers = nn.ModuleList([ToyBlock(cfg) for _ in range(cfg.n_layers)])
-        self.ln_out = Norm("RMS" if cfg.final_rms else cfg.normalization_type, cfg.d_model)
+        self.ln_out = norm("RMS" if cfg.final_rms else cfg.normalization_type, cfg.d_model)
         self.head = nn.Linear(cfg.d_model, cfg.d_vocab, bias=False)
 
     def forward(self, tokens: Tensor, **_: Any) -> Any:
@@ -194,53 +183,38 @@ def native_bridge(toy: PlainToy, tokenizer: Any) -> Any:
     return bridge
 
 
+# The names of a toy's layers in a HookedTransformer.
+LAYERS = {"tok_embed": "embed.W_E", "pos": "pos_embed.W_pos", "head": "unembed.W_U"}
+LAYERS |= {"fc_in": "W_in", "fc_out": "W_out", "gate": "W_gate", "in": "W_in", "out": "W_out"}
+LAYERS |= {"ln1": "ln1.w", "ln2": "ln2.w", "ln_out": "ln_final.w"}
+LAYERS |= {name: f"W_{name.upper()}" for name in "qkvo"}
+
+
 def hooked_toy(toy: PlainToy, tokenizer: Any) -> Any:
     """Return the ``HookedTransformer(cfg)`` of TransformerLens 3.9 with the toy's weights."""
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-    cfg, weights = toy.cfg, toy.state_dict()
     config = HookedTransformerConfig(**toy.options, dtype=toy.head.weight.dtype, device="cpu")
     model = HookedTransformer(config, tokenizer=with_its_bos(tokenizer))
-    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    ours = {"embed.W_E": weights["tok_embed.weight"], "unembed.W_U": weights["head.weight"].T}
-    if "pos.weight" in weights:
-        ours["pos_embed.W_pos"] = weights["pos.weight"]
-    norms = {"ln_final": "ln_out"}
-    for layer in range(cfg.n_layers):
-        block, theirs = f"layers.{layer}", f"blocks.{layer}"
-        norms |= {f"{theirs}.{name}": f"{block}.{name}" for name in ("ln1", "ln2")}
-        for name in "qkv":
-            weight = weights[f"{block}.attn.{name}.weight"].unflatten(0, (-1, cfg.d_head))
-            bias = weights[f"{block}.attn.{name}.bias"].unflatten(0, (-1, cfg.d_head))
-            hidden = "_" * (name != "q" and cfg.n_key_value_heads != cfg.n_heads)
-            ours[f"{theirs}.attn.{hidden}W_{name.upper()}"] = weight.mT
-            ours[f"{theirs}.attn.{hidden}b_{name.upper()}"] = bias
-        weight = weights[f"{block}.attn.o.weight"].T
-        ours[f"{theirs}.attn.W_O"] = weight.unflatten(0, (-1, cfg.d_head))
-        ours[f"{theirs}.attn.b_O"] = weights[f"{block}.attn.o.bias"]
-        for name, plain in MLP[cfg.gated_mlp].items():
-            if (weight := weights.get(f"{block}.mlp.{plain}")) is not None:
-                ours[f"{theirs}.mlp.{name}"] = weight.T if weight.ndim == 2 else weight
-    for theirs, name in norms.items():
-        for suffix, end in (("weight", "w"), ("bias", "b")):
-            if f"{name}.{suffix}" in weights:
-                ours[f"{theirs}.{end}"] = weights[f"{name}.{suffix}"]
-    assert len(ours) == len(weights) and set(ours) <= set(state)
+    state = model.state_dict()
     # Biases that the toy lacks are zero; masks do not change.
     computed = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
-    model.load_state_dict(
-        model.state_dict()
-        | {name: value for name, value in state.items() if not name.endswith(computed)}
-        | ours
-    )
+    ours = {name: torch.zeros_like(of) for name, of in state.items() if not name.endswith(computed)}
+    for name, weight in toy.state_dict().items():
+        *path, layer, kind = name.replace("layers", "blocks").split(".")
+        last = LAYERS[layer]
+        last = last if kind == "weight" else last.replace("W_", "b_").replace(".w", ".b")
+        theirs = ".".join([*path, last])
+        if theirs not in state:  # of grouped keys and values
+            theirs = re.sub(r"(\w_[KV])$", r"_\1", theirs)
+        if layer in "qkv" and kind == "weight":
+            weight = weight.unflatten(0, (-1, toy.cfg.d_head)).mT
+        elif weight.ndim == 2 and layer not in ("tok_embed", "pos"):
+            weight = weight.T
+        ours[theirs] = weight.reshape(state[theirs].shape)
+    model.load_state_dict(state | ours)
     return model
 
-
-MLP = {
-    False: {"W_in": "fc_in.weight", "b_in": "fc_in.bias"}
-    | {"W_out": "fc_out.weight", "b_out": "fc_out.bias"},
-    True: {"W_gate": "gate.weight", "W_in": "in.weight", "W_out": "out.weight"},
-}
 
 TOYS = [
     toy("Toy", "layer norms, learned positions"),
