@@ -10,6 +10,11 @@ import numpy as np
 
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 NORMS_PLUS_ONE = ("gemma2", "gemma3", "nemotron")
+# Keys of what only some configurations have.
+FIELDS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+FIELDS |= {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+FIELDS |= {"expert_feed_forward_length": "moe_intermediate_size"}
+FIELDS |= {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 
 
 def write_gguf(
@@ -36,7 +41,9 @@ def write_gguf(
     for key, value in written.items():
         if value is not None:
             known = key.startswith(("tokenizer.", "general.", "split.", "quantize.", "other."))
-            _add(writer, key if known else f"{architecture}.{key}", value)
+            kind = gguf.GGUFValueType.get_type(value)
+            kind = gguf.GGUFValueType.UINT32 if type(value) is int else kind
+            writer.add_key_value(key if known else f"{architecture}.{key}", value, kind)
     stored = dict(_tensors(weights, architecture)) | dict(tensors or {})
     for name, array in stored.items():
         writer.add_tensor(name, np.ascontiguousarray(np.squeeze(array), dtype=np.float32))
@@ -45,14 +52,6 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    if isinstance(value, list):
-        writer.add_array(key, value)
-        return
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-    add.get(type(value), writer.add_string)(key, value)
 
 
 def _keys_of(config: Any, architecture: str) -> dict[str, Any]:
@@ -69,14 +68,7 @@ def _keys_of(config: Any, architecture: str) -> dict[str, Any]:
         "attention.head_count": heads,
         f"attention.layer_norm_{rms}epsilon": float(epsilon),
         "vocab_size": config.vocab_size,
-        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
-        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
-        "expert_count": getattr(config, "num_experts", None),
-        "expert_used_count": getattr(config, "num_experts_per_tok", None),
-        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
-        "expert_shared_feed_forward_length": getattr(
-            config, "shared_expert_intermediate_size", None
-        ),
+        **{key: getattr(config, name, None) for key, name in FIELDS.items()},
     }
     if architecture not in ("gpt2", "bloom"):
         keys["attention.head_count_kv"] = (
@@ -113,12 +105,11 @@ def _tensors(weights: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]
         if architecture == "bloom" and "query_key_value" in name:
             array = array.reshape(heads, 3, config.hidden_size // heads, -1)
             array = array.swapaxes(0, 1).reshape(tensor.shape)
-        if name.endswith("experts.gate_up_proj"):
-            layer = name.split(".")[2]
-            for part, half in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+        if ".experts." in name:
+            *_, layer, _, _, projection = name.split(".")
+            parts = projection.removesuffix("_proj").split("_")
+            for part, half in zip(parts, np.split(array, len(parts), axis=1), strict=True):
                 yield f"blk.{layer}.ffn_{part}_exps.weight", half
-        elif name.endswith("experts.down_proj"):
-            yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", array
         else:
             short = name.removeprefix("transformer.") if architecture == "bloom" else name
             stored = names.get_name(short, try_suffixes=(".weight", ".bias"))
