@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, get_type_hints
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -22,11 +22,12 @@ from anchorlens.results.text_tables import Section, aligned
 from anchorlens.runs.study import Study
 from tests.support.asked import scored
 from tests.support.html_checks import Parsed
+from tests.support.made_up_records import made_up_record
 from tests.support.public import public
 from tests.support.tiny_models import questions
 from tests.support.trained_contexts import trained
 
-SIZES = {"layer": 48, "head": 25, "prompt": 200, "draw": 10, "class": 6}
+LARGE = {"layer": 48, "head": 25, "prompt": 200, "draw": 10, "class": 6}
 
 
 def public_classes() -> set[type]:
@@ -37,25 +38,11 @@ def public_classes() -> set[type]:
     return made - {al.Record, al.Metric, al.Question}
 
 
-def record_of(kind: type[al.Record], **changes: Any) -> al.Record:
-    """A record as large as that of a large model."""
-    axes, hints = kind.axes(), get_type_hints(kind)
-    values: dict[str, Any] = {
-        name: torch.zeros(
-            [SIZES.get(axis, 3) for axis in axes[name]],
-            dtype=torch.long if hints[name].__name__.startswith("Int") else torch.double,
-        )
-        for name in axes
-    }
-    intervals = {name: torch.zeros(2, *value.shape) for name, value in values.items()}
-    info = {"model": "gpt2", "prompts": 200, "labels": ["bad", "good"], "versions": {"torch": "2"}}
-    values |= {"intervals": intervals, "info": info}
-    return kind(**(values | changes))
-
-
 def all_records(**changes: Any) -> list[al.Record]:
+    """Records as large as those of a large model."""
     kinds = [kind for kind in public_classes() if issubclass(kind, al.Record)]
-    return [record_of(kind, **changes) for kind in sorted(kinds, key=lambda kind: kind.__name__)]
+    kinds.sort(key=lambda kind: kind.__name__)
+    return [replace(made_up_record(kind, LARGE), **changes) for kind in kinds]
 
 
 def reads_of(batch: al.PromptBatch) -> Iterator[Any]:
@@ -299,8 +286,8 @@ def test_values_are_shown_in_short() -> None:
 
 def test_results_are_a_dict_that_prints_a_line_for_each_record() -> None:
     records: dict[str, Any] = {
-        "b": record_of(al.contexts.Beta),
-        "a": record_of(al.records.LoyaltyRecord),
+        "b": made_up_record(al.contexts.Beta),
+        "a": made_up_record(al.records.LoyaltyRecord),
     }
     results = al.Results(records)
     assert results == records and {**results} == records and list(results) == ["b", "a"]

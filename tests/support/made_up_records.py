@@ -1,6 +1,6 @@
 """A record of every public class with a plot, with made-up numbers that differ from each other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
 import torch
@@ -14,11 +14,11 @@ DRAWS = 3
 WITH_RANDOM_MODELS = (al.records.SaliencyFlowsRecord, al.records.AttentionAUCROCRecord)
 
 
-def made_up_record(kind: type[al.Record]) -> al.Record:
+def made_up_record(kind: type[al.Record], sizes: Mapping[str, int] = SIZES) -> al.Record:
     """A record whose numbers are from 0.2 to 0.8, with intervals; whole numbers count from 0."""
     generator = torch.Generator().manual_seed(0)
     hints, values = get_type_hints(kind), dict[str, Any]()
-    sizes = SIZES | {axis: len(names) for axis, names in kind.names.items()}
+    sizes = {**sizes, **{axis: len(names) for axis, names in kind.names.items()}}
     for name, axes in kind.axes().items():
         shape = [sizes.get(axis, 3) for axis in axes]
         values[name] = 0.2 + 0.6 * torch.rand(shape, generator=generator, dtype=torch.double)
