@@ -25,7 +25,7 @@ from anchorlens.system import row_pieces
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.live import Live
-from tests.support.measures import assert_same, difference, hooks_on, is_fused
+from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -122,7 +122,8 @@ def test_what_is_fused_depends_on_the_kind_of_model(
     expected, before = records(), forwards_of(gpt2)
     fuse()
     ours = records()
-    assert is_fused(ours["saliency_flows"]) == (kind_of_model != "processed")
+    fused = ours["saliency_flows"].info.get("attention", "").startswith("fused: ")
+    assert fused == (kind_of_model != "processed")
     for name, record in ours.items():
         assert_same(record, expected[name], 1e-4)
     assert forwards_of(gpt2) == before
@@ -262,7 +263,7 @@ def test_stored_bytes_are_those_alive_before_the_backward_pass(
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(2, 500, (1, length), generator=generator)
     batch = al.PromptBatch.from_segments(tokens, torch.zeros_like(tokens), ["text"])
-    alive, at_loss = Live(1, model.parameters()), list[float]()
+    alive, at_loss = Live(1, model.parameters()), list[int]()
 
     def loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
         at_loss.append(alive.now)
@@ -294,7 +295,7 @@ def test_blocks_are_checkpointed_if_little_is_free(
     said = "; blocks are checkpointed, because a prompt would store "
     assert (said in ours.info["attention"]) == is_little
     assert ours.info["attention"].endswith(" MiB and 0.0 MiB are free") == is_little
-    assert is_fused(ours)
+    assert ours.info["attention"].startswith("fused: ")
 
 
 @pytest.mark.usefixtures("little")

@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """Counts the memory of tensors of at least ``size`` bytes, forward and backward.
+    """Counts the bytes of tensors of at least ``size`` bytes, forward and backward.
 
-    The unit is ``size``. Tensors that were ``given``, such as weights, do not count.
+    Tensors that were ``given``, such as weights, do not count.
 
     Attributes:
-        now: The memory of tensors that were made inside and are still alive.
+        now: The bytes of tensors that were made inside and are still alive.
         peak: The largest value of ``now`` so far.
     """
 
@@ -23,7 +23,7 @@ class Live(TorchDispatchMode):
         super().__init__()
         self.size = size
         self.given = {tensor.untyped_storage()._cdata for tensor in given}
-        self.bytes = self.largest = 0
+        self.now = self.peak = 0
         self.storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,17 +40,9 @@ class Live(TorchDispatchMode):
 
         def release(_: Any) -> None:
             del self.storages[key]
-            self.bytes -= part
+            self.now -= part
 
         # The storage object lives as long as its memory, also if only a view or graph uses it.
         self.storages[key] = weakref.ref(storage, release)
-        self.bytes += part
-        self.largest = max(self.largest, self.bytes)
-
-    @property
-    def now(self) -> float:
-        return self.bytes / self.size
-
-    @property
-    def peak(self) -> float:
-        return self.largest / self.size
+        self.now += part
+        self.peak = max(self.peak, self.now)

@@ -145,11 +145,6 @@ def is_shared(record: al.Record) -> bool:
     return "run once for all" in record.info["shared_prefix"]
 
 
-def is_fused(record: al.Record) -> bool:
-    """Whether no whole pattern was formed."""
-    return str(record.info.get("attention", "")).startswith("fused: ")
-
-
 @contextmanager
 def counted_layers(model: Any) -> Iterator[list[int]]:
     """How often each layer runs inside, in native passes too."""
