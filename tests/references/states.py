@@ -49,27 +49,18 @@ def effects(
     model: Any, batches: Sequence[al.PromptBatch], outputs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Changes of log-odds and of probability [prompt, layer, head]."""
-    words, odds = batches[0].label_token_ids.tolist(), []
+    words, found = batches[0].label_token_ids.tolist(), []
     for tokens, _, gold in alone(batches):
         last = [tokens.shape[1] - 1]
         clean = log_odds(logits_at_end(model, tokens), words[gold])
-        of_prompt = [
-            log_odds(
-                logits_at_end(
-                    model,
-                    tokens,
-                    [written(f"blocks.{layer}.attn.hook_z", last, value[None], head)],
-                ),
-                words[gold],
-            )
-            for layer, of_layer in enumerate(outputs)
-            for head, value in enumerate(of_layer)
-        ]
-        odds.append([clean, *of_prompt])
-    clean, changed = (table := torch.tensor(odds))[:, :1], table[:, 1:]
-    shape = (len(odds), *outputs.shape[:2])
-    p, q = (values.exp() / (1 + values.exp()) for values in (clean, changed))
-    return (changed - clean).view(shape), (q - p).view(shape)
+        changed = torch.zeros(outputs.shape[:2], dtype=torch.double)
+        for layer, of_layer in enumerate(outputs):
+            for head, value in enumerate(of_layer):
+                hook = written(f"blocks.{layer}.attn.hook_z", last, value[None], head)
+                changed[layer, head] = log_odds(logits_at_end(model, tokens, [hook]), words[gold])
+        found.append((changed - clean, changed.sigmoid() - clean.sigmoid()))
+    odds, probabilities = zip(*found, strict=True)
+    return torch.stack(odds), torch.stack(probabilities)
 
 
 def mean_states(
