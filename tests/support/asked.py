@@ -21,16 +21,17 @@ def scored(method: Any = al.subsets.one_by_one, **options: Any) -> al.Faithfulne
 
 def by_site(record: Any) -> dict[str, Any]:
     """The numbers at each site of a sweep, as fields without the axis of sites, their last."""
-    found, axes = dict[str, Any](), record.axes().values()
-    assert all(of_field[-1] == "site" for of_field in axes)
+    found, last = {}, {of_field[-1] for of_field in record.axes().values()}
+    assert last == {"site"}
     for number, (name, of_site) in enumerate(record.info["sites"].items()):
         info = {key: value for key, value in record.info.items() if key != "sites"} | of_site
         if "of_sets" in info:
+            of_sets = info["of_sets"].items()
             info["of_sets"] = {
-                field: [of_set[number] for of_set in values]
-                for field, values in info["of_sets"].items()
+                field: [each[number] for each in of_set] for field, of_set in of_sets
             }
         tensors = {field: values[..., number] for field, values in record.tensors().items()}
         intervals = {field: ends[..., number] for field, ends in record.intervals.items()}
-        found[name] = SimpleNamespace(tensors=tensors, intervals=intervals, info=info, **tensors)
+        tensors["class"] = type(record).__name__
+        found[name] = SimpleNamespace(intervals=intervals, info=info, **tensors)
     return found

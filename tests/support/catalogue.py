@@ -234,15 +234,7 @@ def isolation(s: Scene) -> Any:
 
 def of_sites(record: Any) -> Any:
     """The numbers at each site."""
-    return {
-        name: {
-            "class": type(record).__name__,
-            **each.tensors,
-            "intervals": each.intervals,
-            "info": each.info,
-        }
-        for name, each in by_site(record).items()
-    }
+    return {name: vars(each) for name, each in by_site(record).items()}
 
 
 def faithfulness(s: Scene) -> Any:
