@@ -90,7 +90,6 @@ STARTS: list[Any] = [
 NOT_ALLOWED = torch.zeros(3000, dtype=torch.bool)
 NO_LABEL = lambda batch: replace(batch, gold=None)  # noqa: E731
 TWO_CLASSES = [al.Example(demo.text, (demo.label or 0) % 2) for demo in DEMOS]
-LONG_TASK = replace(TREC, template="Why? " * 999 + TREC.template)
 KEEPS = "must keep the number of classes, and the demonstrations in their order"
 IN_TURN = lambda batch: batch.attention_mask & (batch.index > 0)[:, None]  # noqa: E731
 EQUAL = dict.fromkeys(("all", "answer"), lambda batch: batch.attention_mask)

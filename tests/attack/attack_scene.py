@@ -32,10 +32,6 @@ class Scene:
         self.folder = Path(tempfile.mkdtemp())
         metrics: list[al.Metric] = [al.SaliencyFlows(), al.AnchorDistances(directions=2)]
         self.results = al.run(self.model, self.batches, metrics, **QUICK)
-        self.beta = al.contexts.train_reweighting(
-            self.model, self.batches, al.contexts.Training(steps=2, **QUIET)
-        )
-        self.context = al.compress(self.model, self.batch)
         self.prefix = al.train_prefix(
             self.model,
             self.batches[:1],
@@ -43,7 +39,6 @@ class Scene:
             length=2,
             held_out=self.batches[1:],
         )
-        self.logits = al.target_logits(self.model, self.batches, **QUIET)
         self.data = self.folder / "data.jsonl"
         self.data.write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
 
