@@ -14,15 +14,8 @@ from torch.overrides import TorchFunctionMode
 import anchorlens as al
 
 SOFTMAXES = (torch.softmax, torch.nn.functional.softmax, Tensor.softmax)
-PRODUCTS = (
-    torch.matmul,
-    torch.bmm,
-    torch.baddbmm,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    Tensor.bmm,
-    Tensor.baddbmm,
-)
+PRODUCTS: tuple[Any, ...] = (torch.matmul, torch.bmm, torch.baddbmm)
+PRODUCTS += (Tensor.matmul, Tensor.__matmul__, Tensor.bmm, Tensor.baddbmm)
 
 
 @dataclass(frozen=True)
@@ -190,7 +183,11 @@ def anchor_distances(queries: np.ndarray, keys: np.ndarray, directions: int) -> 
 
 def attention_modules(model: Any) -> list[Any]:
     """Return the attention of each layer: the outermost modules with this word in their class."""
-    modules = {name: module for name, module in model.named_modules() if _attends(module)}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if "Attention" in (kind := type(module).__name__) and "Norm" not in kind
+    }
     outer = [
         module
         for name, module in modules.items()
@@ -198,11 +195,6 @@ def attention_modules(model: Any) -> list[Any]:
     ]
     assert len(outer) == model.config.num_hidden_layers
     return outer
-
-
-def _attends(module: Any) -> bool:
-    name = type(module).__name__
-    return "Attention" in name and "Norm" not in name
 
 
 class _Attention(TorchFunctionMode):
@@ -273,10 +265,6 @@ class _NoFloat32(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        if any(value is torch.float32 for value in args):
-            args = [torch.float64 if value is torch.float32 else value for value in args]
-        return func(*args, **{name: _widened(value) for name, value in (kwargs or {}).items()})
-
-
-def _widened(option: Any) -> Any:
-    return torch.float64 if option is torch.float32 else option
+        wide = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
+        options = {name: wide(value) for name, value in (kwargs or {}).items()}
+        return func(*map(wide, args), **options)
