@@ -11,10 +11,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from jaxtyping import Float
 
 import anchorlens as al
 from anchorlens.errors import StoreError
@@ -26,7 +27,6 @@ from tests.experiments.test_edge_sweep import forerunners_read
 from tests.experiments.test_faithfulness import weights_of
 from tests.experiments.test_questions import Moved
 from tests.references import plain
-from tests.runs.own_reads import OF_WHOLE_PATTERNS, OF_WHOLE_PROMPTS, READS, Numbers
 from tests.runs.test_hooks_on_edges import CUTS, OTHERS, Change, by_length, longer_queries
 from tests.support.asked import scored
 from tests.support.measures import assert_same, difference, hooks_on
@@ -179,6 +179,86 @@ def at_target(model: Any, batch: al.PromptBatch) -> Any:
 
 def reweighted(model: Any, batch: al.PromptBatch) -> Any:
     return al.reweight_anchors(model, batch, BETA)
+
+
+STATES = "blocks.{}.hook_resid_post"
+Read = Callable[[al.PromptBatch], Any]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NumbersRecord(al.Record):
+    """What each prompt contributes."""
+
+    total: Float[torch.Tensor, " layer"] = al.kinds.mean("total")
+    numbers: Float[torch.Tensor, "prompt layer number"] = al.kinds.of_prompts("numbers")
+
+
+@dataclass(frozen=True)
+class Numbers(al.Metric):
+    """What is read, as it comes."""
+
+    read: Read
+    name: str = "numbers"
+    record: ClassVar[type[al.Record]] = NumbersRecord
+
+    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+        return {"it": self.read(batch)}
+
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, torch.Tensor]:
+        numbers = seen["it"].flatten(2)
+        return {"numbers": numbers, "total": numbers.sum(2)}
+
+
+def first_forerunner(batch: al.PromptBatch) -> torch.Tensor:
+    return al.edges.forerunners(batch).cumsum(1).eq(1) & al.edges.forerunners(batch)
+
+
+def target_then_labels(batch: al.PromptBatch) -> torch.Tensor:
+    return torch.cat([batch.target_positions[:, None], batch.label_positions], dim=1)
+
+
+def largest_of_rows(batch: al.PromptBatch, block: al.reads.Block) -> torch.Tensor:
+    is_token = batch.attention_mask[:, block.rows].to(block.pattern)
+    return torch.einsum("bhq,bq->b", block.pattern.amax(3), is_token)[:, None]
+
+
+def products(block: al.reads.Block) -> torch.Tensor:
+    assert block.slope is not None
+    return (block.pattern * block.slope).abs().sum((2, 3))
+
+
+def early(batch: al.PromptBatch) -> torch.Tensor:
+    """A position of the demonstrations, which differs between prompts."""
+    return (9 + batch.index % 3)[:, None]
+
+
+def first_labels(batch: al.PromptBatch) -> torch.Tensor:
+    """As many positions of the demonstrations, but each prompt has them in an order of its own."""
+    pairs = zip(batch.index.tolist(), batch.label_positions, strict=True)
+    return torch.stack([labels.roll(number) for number, labels in pairs])
+
+
+# A read by its name.
+READS: dict[str, Read] = {
+    "labels": lambda batch: al.reads.At("pattern", al.edges.anchors, first_forerunner),
+    "slopes": lambda batch: al.reads.At("slope", batch.label_positions, first_forerunner),
+    "states": lambda batch: al.reads.At(STATES, al.edges.anchors),
+    "in any order": lambda batch: al.reads.At(STATES, target_then_labels(batch)),
+    "rows": lambda batch: al.reads.Blocks(partial(largest_of_rows, batch)),
+    "products": lambda batch: al.reads.Blocks(products, slope=True),
+    "layers": lambda batch: al.reads.Blocks(partial(largest_of_rows, batch), whole=True),
+    "differing pattern": lambda batch: al.reads.At("pattern", early(batch), first_forerunner),
+    "differing states": lambda batch: al.reads.At(STATES, first_labels(batch)),
+    "differing keys": lambda batch: al.reads.At("keys", early(batch)),
+    "differing slope": lambda batch: al.reads.At("slope", early(batch), first_forerunner),
+    "differing keys of target": lambda batch: al.reads.At(
+        "pattern", al.edges.target, first_labels(batch)
+    ),
+}
+# For these, prompts share no tokens, and for that one long prompts have a pattern.
+OF_WHOLE_PROMPTS = {"rows", "layers", "differing pattern", "differing states", "differing keys"}
+OF_WHOLE_PROMPTS |= {"differing slope"}
+OF_WHOLE_PATTERNS = {"layers"}
 
 
 def anchors_before_long_queries(batch: al.PromptBatch) -> torch.Tensor:
