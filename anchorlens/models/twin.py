@@ -93,7 +93,7 @@ class Twin:
         config = config_of(model)
         parts = [getattr(config, name, None) for name in config.sub_configs]
         # Of what encodes images: transformers installs hooks in it at its first call, once.
-        self._other_configs = {id(part) for part in parts} - {id(config.get_text_config())}
+        self._other_configs = {*map(id, parts)} - {id(None), id(config.get_text_config())}
         self._configs: dict[int, Any] = {}
         self.model = self._twin_of(original, own, forwards)
         self._attention.layers = {id(self._twins[id(m)]()): n for n, m in enumerate(attentions)}
