@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ..errors import DataError
-from ..prompts.datafiles import COLUMNS
+from ..prompts.datafiles import COLUMNS, READERS
 from ..prompts.tasks import TASKS
 from .output import Output
 
@@ -127,7 +127,7 @@ Tasks = Annotated[
     ),
 ]
 _DATA = (
-    "csv, jsonl or parquet file with a text and its class in each row; or a folder with "
+    f"File ({', '.join(READERS)}) with a text and its class in each row; or a folder with "
     "TASK/train.jsonl and TASK/test.jsonl. By default the examples of --task."
 )
 _DOCUMENTS = f"{_DATA} Or a file with a question, an answer and documents in each row."

@@ -1,4 +1,4 @@
-"""Reads the columns of a local data file: json lines, a json array, csv or parquet.
+"""Reads the columns of a local data file: a ``Reader`` for each kind of file, at the end.
 
 Files are read as bytes here and not by a library that gets the path: such a library takes some
 paths for a pattern, an address or a compressed file, and may return a cached copy.
@@ -12,7 +12,7 @@ from pathlib import Path
 from shlex import quote
 from sys import getsizeof
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import DataError
 from ..system.files import bytes_of, kind_of
@@ -51,16 +51,16 @@ def read_columns(path: Path, label: str) -> Columns:
             f"{', '.join(READERS)} (a spreadsheet can be saved as csv)"
         )
     if not kind_of(path, DataError):
-        raise DataError(f"there is no file {path}; give a jsonl, csv or parquet file that exists")
-    columns = READERS[suffix](bytes_of(path, DataError), path)
+        raise DataError(f"there is no file {path}; give one that exists ({', '.join(READERS)})")
+    columns = READERS[suffix].read(bytes_of(path, DataError), path)
     refuse_no_rows(columns, path)
     return {**columns, label: classes_in(columns, label, path)} if label in columns else columns
 
 
 def classes_in(columns: Columns, label: str, path: Path) -> Sequence[Any]:
-    """The cells of the column of the classes; in csv, whole numbers become integers."""
+    """The cells of the column of the classes; where all are text, whole numbers become integers."""
     cells = columns[label]
-    if READERS[path.suffix.lower()] is not _csv:
+    if READERS[path.suffix.lower()].has_types:
         return cells
     is_text = (isinstance(cell, str) and _INTEGER.fullmatch(cell) for cell in cells)
     return [int(cell) if number else cell for cell, number in zip(cells, is_text, strict=True)]
@@ -230,43 +230,45 @@ def _cure_of_encoding(data: bytes, path: Path) -> str:
 
 def nested_fields(columns: Columns, source: str | Path) -> str:
     """What to do about columns that hold fields of their own, in words; nothing without them."""
-    nested = {
-        name: next(
-            (f"{name}.{key}" for cell in cells if isinstance(cell, dict) for key in cell), ""
-        )
-        for name, cells in columns.items()
-    }
-    path, flat = Path(source), str(Path(source).with_suffix("")) + "-flat"
-    single = {name: cells[0] for name, cells in columns.items() if len(cells) == 1}
-    lists = {name: cell for name, cell in single.items() if isinstance(cell, list)}
-    wrapped = [name for name, rows in lists.items() if any(isinstance(row, dict) for row in rows)]
-    if wrapped and READERS.get(path.suffix.lower()) is _json:
-        read = f"json.loads(pathlib.Path({str(path)!r}).read_text('utf-8-sig'))[{wrapped[0]!r}]"
-        return (
-            f". The file is one object, whose rows are in {wrapped[0]!r}. This line of Python "
-            f"makes a file of them: import json, pandas, pathlib; pandas.json_normalize({read})"
-            f".to_json({flat + '.jsonl'!r}, orient='records', lines=True)"
-        )
-    if not any(nested.values()):
+    reader, nested = READERS.get(Path(source).suffix.lower()), dict[str, str]()
+    for name, cells in columns.items():
+        keys = [key for cell in cells if isinstance(cell, dict) for key in cell]
+        nested |= {name: f"{name}.{keys[0]}"} if keys else {}
+        (only,) = cells if len(cells) == 1 else [None]
+        if reader and isinstance(only, list) and any(isinstance(row, dict) for row in only):
+            read, write = reader.code(Path(source))
+            return (
+                f". The file is one object, whose rows are in {name!r}. This line of Python makes "
+                f"a file of them: {read}pandas.json_normalize(rows[0][{name!r}]){write}"
+            )
+    if not nested:
         return ""
-    read, write = "", ""
-    if READERS.get(path.suffix.lower()) is _json:
-        text = f"pathlib.Path({str(path)!r}).read_text('utf-8-sig')"
-        is_array = path.read_bytes().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-        lines = f"[json.loads(line) for line in {text}.split('\\n') if line.strip()]"
-        rows = f"json.loads({text})" if is_array else lines
-        read = f"import json, pandas, pathlib; rows = {rows}; "
-        by_line = ", lines=True" * (not is_array)
-        write = f".to_json({flat + path.suffix!r}, orient='records'{by_line})"
-    elif READERS.get(path.suffix.lower()) is _parquet:
-        read = f"import pandas; rows = pandas.read_parquet({str(path)!r}).to_dict('records'); "
-        write = f".to_parquet({flat + path.suffix!r})"
-    first = next(filter(None, nested.values()))
+    read, write = reader.code(Path(source)) if reader else ("", "")
     return (
-        f". The fields inside {', '.join(name for name, field in nested.items() if field)} are "
-        f"nested and cannot be read. This line of Python makes each a column, the first of them "
-        f"{first!r}: {read}pandas.json_normalize(rows){write}"
+        f". The fields inside {', '.join(nested)} are nested and cannot be read. This line of "
+        f"Python makes each a column, the first of them {next(iter(nested.values()))!r}: "
+        f"{read}pandas.json_normalize(rows){write}"
     )
+
+
+def _json_code(path: Path) -> tuple[str, str]:
+    first = path.read_bytes().lstrip(b"\xef\xbb\xbf \t\r\n").partition(b"\n")[0].strip()
+    text = f"pathlib.Path({str(path)!r}).read_text('utf-8-sig')"
+    rows = f"[json.loads(line) for line in {text}.split('\\n') if line.strip()]"
+    if (is_array := first.startswith(b"[")) or first == b"{":
+        rows = f"json.loads({text})" if is_array else f"[json.loads({text})]"
+    by_line = ", lines=True" * (not is_array)
+    write = f".to_json({_flat(path)!r}, orient='records'{by_line})"
+    return f"import json, pandas, pathlib; rows = {rows}; ", write
+
+
+def _parquet_code(path: Path) -> tuple[str, str]:
+    read = f"import pandas; rows = pandas.read_parquet({str(path)!r}).to_dict('records'); "
+    return read, f".to_parquet({_flat(path)!r})"
+
+
+def _flat(path: Path) -> str:
+    return str(path.with_name(f"{path.stem}-flat{path.suffix}"))
 
 
 def shortened(value: Any) -> str:
@@ -275,6 +277,18 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-READERS: Mapping[str, Callable[[bytes, Path], Columns]] = MappingProxyType(
-    {".jsonl": _json, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
+class Reader(NamedTuple):
+    """How files of a kind become columns."""
+
+    read: Callable[[bytes, Path], Columns]
+    has_types: bool  # else all cells are text
+    code: Callable[[Path], tuple[str, str]]  # in Python, that reads rows and that writes others
+
+
+READERS: Mapping[str, Reader] = MappingProxyType(
+    {
+        **dict.fromkeys((".jsonl", ".json"), Reader(_json, True, _json_code)),
+        **dict.fromkeys((".csv", ".tsv"), Reader(_csv, False, lambda path: ("", ""))),
+        ".parquet": Reader(_parquet, True, _parquet_code),
+    }
 )

@@ -289,8 +289,8 @@ def _read_hub(hub: HubSource, split: str) -> Columns:
                 rows = rows.cast_column(column, replace(kind, decode=False))
     except Exception as error:  # datasets has no common base class of its errors
         raise DataError(
-            f"examples {hub.path!r} (split {split!r}) cannot be loaded: {error}. Give a jsonl, csv "
-            f"or parquet file, one of the bundled sets ({', '.join(BUNDLED)}), or check the name"
+            f"examples {hub.path!r} (split {split!r}) cannot be loaded: {error}. Give a file "
+            f"({', '.join(READERS)}), a bundled set ({', '.join(BUNDLED)}), or check the name"
         ) from error
     return {name: rows[name] for name in rows.column_names}
 

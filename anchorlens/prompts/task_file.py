@@ -46,8 +46,8 @@ def read_task(path: str | Path) -> tuple[Task, Examples]:
     r"""A task and its examples from a toml file, as ``anchorlens run --task-file`` reads it.
 
     The entries are ``template``, ``labels``, ``separator`` and ``instructions``, as in ``Task``;
-    ``chat`` (true for a ``ChatTask``), with its ``options`` and ``date``; ``data``, a jsonl, csv or
-    parquet file, or ``dataset``, a data set on the hub, with ``split`` for demonstrations and
+    ``chat`` (true for a ``ChatTask``), with its ``options`` and ``date``; ``data``, a file as in
+    ``load_examples``, or ``dataset``, a data set on the hub, with ``split`` for demonstrations and
     ``query_split`` for queries; and ``text_column``, ``label_column``, ``image_column`` and
     ``classes``, which are ``text=``, ``label=``, ``image=`` and ``classes=`` of ``load_examples``.
     ``task`` names a task of ``TASKS``, of which the other entries replace parts.
@@ -136,7 +136,7 @@ def examples_of(entries: Mapping[str, Any], task: Task) -> Examples:
     if "data" not in entries and "dataset" not in entries:
         if "task" not in entries:
             raise DataError(
-                "a task of your own needs examples: give data, a jsonl, csv or parquet file, or "
+                f"a task of your own needs examples: give data, a file ({', '.join(READERS)}), or "
                 "dataset, a data set of the hub"
             )
         if unused := [name for name in COLUMNS if name in entries]:

@@ -117,7 +117,7 @@ def data(tmp_path: Path) -> Path:
         ("contexts", "--training", "999", "--training 999 and --held-out 16 need 1015 examples"),
         ("contexts", "--queries", "999", "999 queries are asked for, but only"),
         ("contexts", "DATA", "none", "there is no file or folder none"),
-        ("faithfulness", "DATA", "none.jsonl", "there is no file none.jsonl; give a jsonl"),
+        ("faithfulness", "DATA", "none.jsonl", "there is no file none.jsonl; give one that"),
         ("faithfulness", "DATA", "unlabelled.jsonl", "no column has classes"),
         ("faithfulness", "--task", "sst3", "there is no task 'sst3'; choose one of"),
     ],

@@ -190,8 +190,13 @@ def test_a_file_that_is_one_object_names_the_line_that_takes_its_rows(tmp_path: 
     with raises(match="is one object, whose rows are in 'data'") as error:
         al.load_examples(path, text="text")
     exec(str(error.value).partition("a file of them: ")[2], {})  # a line of Python
-    examples = al.load_examples(tmp_path / "all-flat.jsonl")
+    examples = al.load_examples(tmp_path / "all-flat.json")
     assert [each.text for each in examples] == [row["text"] for row in rows]
+    path.write_text(json.dumps({"data": {"content": "a"}, "label": 0}, indent=1))
+    with raises(match="fields inside data are nested") as error:
+        al.load_examples(path)
+    exec(str(error.value).partition("'data.content': ")[2], {})
+    assert al.load_examples(tmp_path / "all-flat.json", text="data.content")[0].text == "a"
 
 
 def test_rows_with_fields_inside_name_the_call_that_flattens_them() -> None:

@@ -254,7 +254,7 @@ def test_errors_name_the_file_and_what_is_wrong_in_it(
     [
         ("sst2", {"text": "review"}, r"columns of 'sst2', .* 'review' and 'label' came .*stanfo"),
         ("news", {"split": "validation"}, r"'news' has the splits 'train' and 'test'; got 'val"),
-        ("none.csv", {}, r"no file .*none\.csv; give a jsonl, csv or parquet file"),
+        ("none.csv", {}, r"no file .*none\.csv; give one that exists \(\.jsonl, .*\.parquet"),
     ],
 )
 def test_errors_name_the_source(source: str, options: dict[str, Any], message: str) -> None:
@@ -362,7 +362,7 @@ def test_an_unreachable_hub_is_an_error_with_alternatives(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     problem = r"'stanfordnlp/sst2' \(split 'validation'\) cannot be loaded: no route to host\. "
-    cure = r"Give a jsonl, csv or parquet file, one of .*sentiment, questions, news, emotions"
+    cure = r"Give a file \(\.jsonl, .*\), a bundled set \(sentiment, questions, news, emotions"
     with raises(match=problem + cure):
         al.load_examples("sst2", split="test")
 
