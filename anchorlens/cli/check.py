@@ -40,9 +40,9 @@ from .options import Check
 from .output import Output
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-PROMPTS = 3
-METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances(directions=1))
-ANALYSES = (*(metric.name for metric in METRICS), "isolation", "compression")
+FEW_PROMPTS = 3
+CHECKED: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances(directions=1))
+ANALYSES = (*(metric.name for metric in CHECKED), "isolation", "compression")
 NO = "no: "
 SHORTCUTS = {
     "native_passes": why_not_native,
@@ -68,7 +68,7 @@ def check(options: Check) -> None:
     reasons = [each.removeprefix(NO) if each.startswith(NO) else "" for each in status]
     findings["seconds"] = round(time.perf_counter() - started, 1)
     everything = facts | findings
-    rows = {("", name.replace("_", " ")): {"": _text(value)} for name, value in everything.items()}
+    rows = {("", name.replace("_", " ")): {"": _told(value)} for name, value in everything.items()}
     possible = "cannot be analysed" if all(reasons) else "can be analysed"
     in_part = " in part" if any(reasons) and not all(reasons) else ""
     output.tables([Section(f"{model} {possible}{in_part}", rows)])
@@ -107,7 +107,7 @@ def known(model: Any) -> dict[str, Any]:
 def tried(model: Any) -> dict[str, Any]:
     """What works on three prompts of the bundled sentiments."""
     try:
-        batches = _prompts(model)
+        batches = _examples(model)
     except AnchorlensError as error:
         return {name: f"{NO}{error}" for name in ("prompts", *ANALYSES)}
     prefixes: list[str] = []
@@ -118,7 +118,7 @@ def tried(model: Any) -> dict[str, Any]:
 
     # Each alone, so that one that fails does not hide what the others do.
     attempts: dict[str, Callable[[], str]] = {
-        **{metric.name: partial(of_metric, metric) for metric in METRICS},
+        **{metric.name: partial(of_metric, metric) for metric in CHECKED},
         "isolation": lambda: _isolation(model, batches),
         "compression": lambda: _compression(model, batches),
     }
@@ -137,10 +137,10 @@ def tried(model: Any) -> dict[str, Any]:
     }
 
 
-def _prompts(model: Any) -> list[PromptBatch]:
+def _examples(model: Any) -> list[PromptBatch]:
     examples = load_examples("sentiment")
     demos = sample_demonstrations(examples, shots=1, seed=42)
-    queries = sample_queries(examples, PROMPTS, seed=42, exclude=demos)
+    queries = sample_queries(examples, FEW_PROMPTS, seed=42, exclude=demos)
     return build_prompts(model.tokenizer, TASKS["sst2"], demos, queries)
 
 
@@ -157,7 +157,7 @@ def _compression(model: Any, batches: Sequence[PromptBatch]) -> str:
     return f"yes, {len(context.prefix)} of the cached tokens are enough to answer"
 
 
-def _text(value: Any) -> str:
+def _told(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)

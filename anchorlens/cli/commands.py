@@ -39,7 +39,7 @@ app = typer.Typer(
 )
 
 
-def _command(kind: type[T]) -> Callable[[Callable[[T], None]], None]:
+def _register(kind: type[T]) -> Callable[[Callable[[T], None]], None]:
     """Make a function a command whose options are the fields of a record, which it gets whole."""
 
     def add(function: Callable[[T], None]) -> None:
@@ -117,7 +117,7 @@ def anchorlens(version: Version = False) -> None:
     """The options before the name of a command."""
 
 
-@_command(Demo)
+@_register(Demo)
 @_work
 def demo(options: Demo) -> None:
     """Analyse a small model on the bundled questions and sentiments: 24 queries each.
@@ -128,7 +128,7 @@ def demo(options: Demo) -> None:
     """
 
 
-@_command(Run)
+@_register(Run)
 @_work
 def run(options: Run) -> None:
     """Analyse a model on your data, or on a task: one set of demonstrations for each seed.
@@ -140,7 +140,7 @@ def run(options: Run) -> None:
     """
 
 
-@_command(Paper)
+@_register(Paper)
 @_work
 def paper(options: Paper) -> None:
     """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside the published values.
@@ -152,7 +152,7 @@ def paper(options: Paper) -> None:
     """
 
 
-@_command(Contexts)
+@_register(Contexts)
 @_work
 def contexts(options: Contexts) -> None:
     """Compare what can stand before a query: demonstrations, label words, trained contexts.
@@ -164,7 +164,7 @@ def contexts(options: Contexts) -> None:
     """
 
 
-@_command(Faithfulness)
+@_register(Faithfulness)
 @_work
 def faithfulness(options: Faithfulness) -> None:
     """Say what scores are worth: which of them tell what the answer loses without a segment.
@@ -176,7 +176,7 @@ def faithfulness(options: Faithfulness) -> None:
     """
 
 
-@_command(Across)
+@_register(Across)
 @_work
 def across(options: Across) -> None:
     """Compare the claims of the paper with several models, one after another.
@@ -188,7 +188,7 @@ def across(options: Across) -> None:
     """
 
 
-@_command(Models)
+@_register(Models)
 def models(options: Models) -> None:
     """Print the architectures that are tested against plain transformers.
 
@@ -199,7 +199,7 @@ def models(options: Models) -> None:
     show_architectures(options)
 
 
-@_command(Check)
+@_register(Check)
 def check(options: Check) -> None:
     """Load a model, verify its hooks, and say what works on it, before a long run.
 

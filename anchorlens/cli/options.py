@@ -45,7 +45,7 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _parts(text: Any) -> list[str]:
+def _split(text: Any) -> list[str]:
     """One value of an option that takes several, which may be separated by commas."""
     return [part.strip() for part in str(text).split(",")]
 
@@ -84,19 +84,19 @@ def _refused(option: str, what: str, given: Sequence[Any]) -> DataError:
     return DataError(f"{option} takes {what}, repeated or separated by commas; got {got}")
 
 
-_number = partial(typer.Option, metavar="<int>")
-_count = partial(_number, min=1)
+_whole = partial(typer.Option, metavar="<int>")
+_count = partial(_whole, min=1)
 _paths: dict[str, Any] = {"parser": _path, "metavar": "<path>"}
-_list = partial(typer.Option, parser=_parts, metavar="<list>", rich_help_panel="Task and examples")
+_list = partial(typer.Option, parser=_split, metavar="<list>", rich_help_panel="Task and examples")
 _task = partial(typer.Option, rich_help_panel="Task and examples")
 _machine = partial(typer.Option, rich_help_panel="Machine and output")
 _flag = partial(_machine, metavar="")
 _switch = partial(typer.Option, metavar="")
 
-Model = Annotated[str, typer.Option(help=A_MODEL)]
+ModelName = Annotated[str, typer.Option(help=A_MODEL)]
 Device = Annotated[str | None, _machine(help="cuda, mps or cpu; by default the first there is.")]
-_TYPES = f"Type of the weights: {', '.join(Dtype)}; by default as stored."
-WeightType = Annotated[Dtype | None, _machine(metavar="<type>", help=_TYPES)]
+_OF_TYPE = f"Type of the weights: {', '.join(Dtype)}; by default as stored."
+WeightType = Annotated[Dtype | None, _machine(metavar="<type>", help=_OF_TYPE)]
 Out = Annotated[Path, _machine(help="Folder for report, results and settings.", **_paths)]
 Fresh = Annotated[bool, _flag("--fresh", help="Start over: delete the rows in --out.")]
 Quiet = Annotated[bool, _flag("--quiet", help="No bars and no notes; warnings and errors stay.")]
@@ -139,15 +139,15 @@ Chat = Annotated[
 TextColumn = Annotated[str | None, _task(help="Column of the texts in DATA.")]
 ImageColumn = Annotated[str | None, _task(help="Column of the paths of images in DATA, one a row.")]
 LabelColumn = Annotated[str | None, _task(help="Column of the classes in DATA.")]
-_CLASSES = "The values of that column in class order; repeat, or separate by commas."
-Classes = Annotated[list[str] | None, _list(callback=_words, help=_CLASSES)]
+_OF_CLASSES = "The values of that column in class order; repeat, or separate by commas."
+Classes = Annotated[list[str] | None, _list(callback=_words, help=_OF_CLASSES)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
     """What all commands that compute have."""
 
-    model: Model
+    model: ModelName
     device: Device = None
     out: Out
     fresh: Fresh = False
@@ -182,7 +182,7 @@ class OfTask(Common):
 class Demo(Common):
     """The options of `anchorlens demo`."""
 
-    model: Model = DEMO_MODEL
+    model: ModelName = DEMO_MODEL
     out: Out = Path("demo-output")
     queries: Annotated[int | None, _count(help="Queries of each task.")] = 24
     depth: Depth = None
@@ -228,7 +228,7 @@ class Paper(OfTask):
 
     tasks: Tasks = None
     queries: Annotated[
-        int | None, _number(min=11, help="Queries of each task and seed; by default 40, or all.")
+        int | None, _whole(min=11, help="Queries of each task and seed; by default 40, or all.")
     ] = None
     seeds: Seeds = (42, 43)  # type: ignore[assignment]
     depth: Depth = None
@@ -251,8 +251,8 @@ class Contexts(OfTask):
     training: Annotated[int, _count(help="Queries for training.")] = 32
     held_out: Annotated[int, _count(help="Queries that choose the best step of a training.")] = 16
     shots: Shots = 1
-    seed: Annotated[int, _number(help="Seed of all draws and of the training.")] = 42
-    steps: Annotated[int, _number(min=0, help="Steps of each training.")] = 100
+    seed: Annotated[int, _whole(help="Seed of all draws and of the training.")] = 42
+    steps: Annotated[int, _whole(min=0, help="Steps of each training.")] = 100
     length: Annotated[int, _count(help="Number of learned positions.")] = 10
     draws: Annotated[int, _count(max=9999, help="Random selections of words to compare with.")] = 3
     other_tokens: Annotated[bool, _switch("--other-tokens", help=_OTHER_TOKENS)] = False

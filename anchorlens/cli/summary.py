@@ -11,7 +11,7 @@ from ..results.estimate import Estimate
 from ..results.record import Record
 from ..results.text_tables import Section, TextTable
 
-Values = dict[str, Any]
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Summary:
 
     answer: Answer
     tables: tuple[Section, ...]
-    values: Values
+    values: Json
     is_able: bool
     is_sure: bool
 
@@ -68,10 +68,10 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     values = {
         "task": task,
         "claims": [
-            {**asdict(claim), "estimate": values_of(claim.estimate), "verdict": claim.verdict.value}
+            {**asdict(claim), "estimate": as_json(claim.estimate), "verdict": claim.verdict.value}
             for claim in judged
         ],
-        **{name: with_ends(record) for name, record in records.items()},
+        **{name: ends_of(record) for name, record in records.items()},
     }
     is_sure = not unable and all(
         not claim.estimate.low <= claim.limit <= claim.estimate.high for claim in judged
@@ -82,9 +82,9 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     return Summary(answer, shown, values, is_able, is_sure)
 
 
-def with_ends(record: Record) -> Values:
+def ends_of(record: Record) -> Json:
     """The numbers of a record that are no long list: single ones, and those with named entries."""
-    numbers: Values = {}
+    numbers: Json = {}
     for name, axes in record.axes().items():
         entries = record.axis_names(axes[0]) if len(axes) == 1 else None
         if not axes:
@@ -98,20 +98,20 @@ def with_ends(record: Record) -> Values:
     return numbers
 
 
-def _value_of(record: Record, name: str, *entry: int) -> Values:
+def _value_of(record: Record, name: str, *entry: int) -> Json:
     """A number and its interval; what is counted is so of these prompts alone, and has none."""
     estimate = record.estimate(name, *entry)
     is_counted = not getattr(record, name).is_floating_point()
-    return values_of(Estimate(estimate.value) if is_counted else estimate)
+    return as_json(Estimate(estimate.value) if is_counted else estimate)
 
 
-def values_of_answer(answer: Answer) -> Values:
+def values_of_answer(answer: Answer) -> Json:
     """The answer by name, and the number of its sentence."""
     texts = {name: getattr(answer, name) for name in ("question", "sentence", "limits", "next")}
-    return texts | values_of(answer.estimate)
+    return texts | as_json(answer.estimate)
 
 
-def values_of(estimate: Estimate) -> Values:
+def as_json(estimate: Estimate) -> Json:
     """A number and its interval, if it has one."""
     interval = {"interval": [estimate.low, estimate.high]} if estimate.has_interval else {}
     return {"value": estimate.value, **interval}

@@ -17,7 +17,7 @@ from ..prompts.datafiles import COLUMNS, READERS
 from ..prompts.demonstration_sets import Examples
 from ..prompts.documents import Pieces, read_documents
 from ..prompts.examples import HUB_SOURCES, load_examples
-from ..prompts.own_data import entries_for, in_toml, layout_of, problems_of, told_apart
+from ..prompts.own_data import entries_for, in_toml, layout_of, problems_of, with_other_words
 from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
 from ..prompts.tasks import TASKS, Task
 from ..system.files import kind_of, write_text
@@ -64,7 +64,7 @@ class ChosenTask(NamedTuple):
         if not self.is_proposed:
             return self
         try:
-            task = told_apart(tokenizer, self.task)
+            task = with_other_words(tokenizer, self.task)
         except PromptError as error:
             raise PromptError(f"{error}; {self.columns}") from error
         return self._replace(task=task, entries={**self.entries, "labels": list(task.labels)})

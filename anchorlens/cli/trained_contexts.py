@@ -15,7 +15,7 @@ from ..contexts.placement import rebased
 from ..contexts.prefix import PrefixContext, train_prefix
 from ..contexts.protocol import NoContext
 from ..contexts.reweighted import reweight_demonstrations, train_reweighting
-from ..contexts.selection import SCORES, by_score, everything, random_and_format, random_tokens
+from ..contexts.selection import SCORE_NAMES, by_score, everything, random_and_format, random_tokens
 from ..contexts.soft_prompt import train_soft_prompt
 from ..contexts.training import Training, TrainingRecord
 from ..errors import DataError, ModelError, PromptError
@@ -32,7 +32,7 @@ from .options import Contexts
 TRAINED = ("soft prompt", "hard prompt", "prefix", "prefix from anchors")
 OTHER_TOKENS = "other tokens"
 FACTORS, COMPARED = "factors of the label words", "comparison"
-_FILES = re.compile(
+_WRITTEN = re.compile(
     r"(contexts|other_tokens|soft_prompt|hard_prompt|prefix(_from_anchors)?)\.safetensors"
 )
 
@@ -75,7 +75,7 @@ def untrained_contexts(draws: int) -> dict[str, Any]:
 def other_tokens(draws: int) -> ContextComparison:
     """As many tokens as label words and format are: those of the best scores, and random ones."""
     contexts: dict[str, Any] = {"label words and format": compress}
-    for score in SCORES:
+    for score in SCORE_NAMES:
         contexts[f"{score}, one set"] = partial(compress, select=by_score(score))
     return ContextComparison(
         contexts, draws=draws, control=random_tokens, repeats=0, name=OTHER_TOKENS
@@ -85,7 +85,7 @@ def other_tokens(draws: int) -> ContextComparison:
 def check_other_tokens(batch: PromptBatch) -> None:
     """Raise an error if demonstrations are too short for a score; no model runs."""
     try:
-        for score in SCORES:
+        for score in SCORE_NAMES:
             by_score(score).budget(batch)
     except PromptError as error:
         raise PromptError(f"--other-tokens needs longer demonstrations: {error}") from error
@@ -202,4 +202,4 @@ def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, Trainin
 def forget_contexts(folder: Path) -> None:
     """Delete what the command stored for a task: states of training, rows, contexts, a record."""
     forget_rows(folder / "rows")
-    forget_files(folder, _FILES)
+    forget_files(folder, _WRITTEN)

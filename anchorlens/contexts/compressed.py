@@ -265,10 +265,10 @@ def compress(
         True
     """
     options: dict[str, Any] = {"positions": positions, "separately": separately}
-    return contexts(model, demonstrations, [select], **options)[0]
+    return compressed_contexts(model, demonstrations, [select], **options)[0]
 
 
-def contexts(
+def compressed_contexts(
     model: HookedModel,
     demonstrations: PromptBatch,
     selections: Sequence[Selection | ByScore],
@@ -304,7 +304,7 @@ def contexts(
             whole = run_prefix(model, shared, hooks=apart(shared))
         made = []
         for select, each, is_cut in zip(selections, placed, cut, strict=True):
-            prefix = _cut(model, shared, whole, each, apart) if is_cut else whole
+            prefix = _with_cuts(model, shared, whole, each, apart) if is_cut else whole
             scored = {"scored": f"{select.name}, {ONE_SET}"} if isinstance(select, ByScore) else {}
             made.append(_context(prompt, prefix, each, info | scored))
             made[-1].query_pass(model, prompt)  # an error now, and not when queries are answered
@@ -423,7 +423,7 @@ def _apart(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     return hooks_on_edges(model, batch, EdgeSet(rows_of, shape, number.device), Site())
 
 
-def _cut(
+def _with_cuts(
     model: HookedModel,
     shared: PromptBatch,
     whole: KeyValues,
@@ -482,7 +482,7 @@ def _trial(
         selected = placed.selected if has_gap else indices % 2 == 0
         trial = _Placed(selected, *as_in_prompt(selected))
     try:
-        cut = _cut(model, prompt.before(length), whole, trial, hooks)
+        cut = _with_cuts(model, prompt.before(length), whole, trial, hooks)
         tried = _context(prompt, cut, trial, {})
         expected = _context(prompt, whole, _Placed(selected, *as_in_prompt(selected)), {})
         passes = [context.query_pass(model, prompt) for context in (tried, expected)]

@@ -188,7 +188,7 @@ def of_tokens(
         >>> prompt.text == model.tokenizer.decode([300, 301])
         True
     """
-    return _measured(model, held_out, tokenizer, loss, lambda _: [list(tokens)])[0]
+    return _prompts_of(model, held_out, tokenizer, loss, lambda _: [list(tokens)])[0]
 
 
 @checked
@@ -227,10 +227,10 @@ def of_text(
     def encoded(tokenizer: Any) -> list[list[int]]:
         if isinstance(text, HardPrompt):
             _check_other_prompt(text, held_out)
-            return [_encoded(tokenizer, text.text)]
-        return [_encoded(tokenizer, text)]
+            return [_ids_of(tokenizer, text.text)]
+        return [_ids_of(tokenizer, text)]
 
-    prompt = _measured(model, held_out, tokenizer, loss, encoded)[0]
+    prompt = _prompts_of(model, held_out, tokenizer, loss, encoded)[0]
     if not isinstance(text, HardPrompt):
         return prompt
     used = text.info.get("queries_in_training", [])
@@ -257,7 +257,7 @@ def _check_other_prompt(prompt: HardPrompt, batches: Sequence[PromptBatch]) -> N
         )
 
 
-def _encoded(tokenizer: Any, text: str) -> list[int]:
+def _ids_of(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text, without BOS; an error if they are not the whole text."""
     cure = ", by a search with allowed=... of tokens that both tokenizers know"
     refuse_control_tokens(tokenizer, control_tokens(tokenizer, cure=cure), text)
@@ -314,10 +314,10 @@ def random(
         indices = torch.randint(len(plain), (draws, length), generator=generator, device="cpu")
         return plain[indices].tolist()
 
-    return _measured(model, held_out, tokenizer, loss, drawn)
+    return _prompts_of(model, held_out, tokenizer, loss, drawn)
 
 
-def _measured(
+def _prompts_of(
     model: HookedModel,
     held_out: Sequence[PromptBatch],
     tokenizer: Any,

@@ -30,7 +30,7 @@ from .protocol import bos_of, check_queries, model_identity, refuse_another_mode
 from .stored import key_values_at_start
 
 _CONFIG = "adapter_config.json"
-_WEIGHTS = "adapter_model.safetensors"
+_ADAPTER = "adapter_model.safetensors"
 _TENSOR = "prompt_embeddings"
 # The settings of prefix tuning in peft 0.21. A projection was applied before it was stored.
 _KNOWN = {
@@ -116,7 +116,7 @@ def context_to_peft(
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         raise StoreError(f"{folder} cannot be made: {error}; use another folder") from error
-    write_atomically(folder / _WEIGHTS, weights)
+    write_atomically(folder / _ADAPTER, weights)
     write_text(folder / _CONFIG, json.dumps(config.to_dict(), indent=2))
     return folder
 
@@ -168,7 +168,7 @@ def context_from_peft(
     _check_model(model)
     if batch is not None:
         check_batch(batch)
-    prefix, ours = _read(Path(folder))
+    prefix, ours = _adapter(Path(folder))
     if ours is None:
         return _trained_in_peft(prefix, model, batch, tokens_after)
     if tokens_after is not None:
@@ -233,7 +233,7 @@ def _one_shape(model: HookedModel, prefix: KeyValues) -> tuple[int, int]:
     return shapes[0]
 
 
-def _read(folder: Path) -> tuple[KeyValues, dict[str, Any] | None]:
+def _adapter(folder: Path) -> tuple[KeyValues, dict[str, Any] | None]:
     """The keys and values, and what ``context_to_peft`` wrote of the context; None if peft did."""
     path = folder / _CONFIG
     cure = "give the local folder that save_pretrained of peft or context_to_peft wrote"
@@ -254,10 +254,10 @@ def _read(folder: Path) -> tuple[KeyValues, dict[str, Any] | None]:
             f"{path} has settings that are not read: {unread}. If they decide numbers, the "
             "context is not what peft computes"
         )
-    path = folder / _WEIGHTS
+    path = folder / _ADAPTER
     if kind_of(path) != "file":
         raise StoreError(
-            f"{folder} has no {_WEIGHTS}; if peft wrote an adapter_model.bin, load the adapter in "
+            f"{folder} has no {_ADAPTER}; if peft wrote an adapter_model.bin, load the adapter in "
             "peft and save it again"
         )
     header, stored = read_tensors(path)

@@ -136,7 +136,7 @@ def train_prefix(
         if start is not None:
             _check_start(model, start, bos)
             count = len(start.prefix)
-        tokens = torch.cat([bos, random_tokens(model, count - len(bos), training.seed)])
+        tokens = torch.cat([bos, drawn_tokens(model, count - len(bos), training.seed)])
         run.check(tokens)
         first = prefix_of_tokens(model, run.batches[0], tokens) if start is None else start.prefix
         trainable = TrainedKeys(bos, *_split(first.beside(model), len(bos)))
@@ -147,7 +147,7 @@ def train_prefix(
         return gather_from_processes("prefix", context)[0]
 
 
-def random_tokens(model: HookedModel, count: int, seed: int) -> Tensor:
+def drawn_tokens(model: HookedModel, count: int, seed: int) -> Tensor:
     """Token ids drawn from the whole vocabulary, but for those that stand for images."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     drawn = torch.randint(vocabulary_of(model), (count,), generator=generator, device="cpu")

@@ -35,7 +35,7 @@ from .protocol import demonstrations_of, selected_by
 Selection = Callable[[PromptBatch], Bool[Tensor, " position"]]
 Keep = Selection | int | float
 ScoreName = Literal["small keys", "large values", "heavy hitters", "most read"]
-SCORES: tuple[ScoreName, ...] = get_args(ScoreName)
+SCORE_NAMES: tuple[ScoreName, ...] = get_args(ScoreName)
 ONE_SET = "one set for all layers and heads"  # in the names of what is selected by a score
 
 
@@ -200,7 +200,7 @@ def by_score(score: ScoreName, keep: Keep = anchors_and_format, *, window: int =
       the demonstrations.
 
     Examples:
-        >>> by_score, names = al.contexts.selection.by_score, al.contexts.selection.SCORES
+        >>> by_score, names = al.contexts.selection.by_score, al.contexts.selection.SCORE_NAMES
         >>> contexts = [al.compress(model, batch, by_score(name)) for name in names]
         >>> len({int(context.selected.sum()) for context in contexts})  # as many as the anchors
         1
@@ -211,7 +211,7 @@ def by_score(score: ScoreName, keep: Keep = anchors_and_format, *, window: int =
         "small keys": {"score": lambda cache, seen: -_norms(cache.keys)},
         "large values": {"score": lambda cache, seen: _norms(cache.values)},
         "heavy hitters": {"score": _of_each_row, "reads": partial(_received, None)},
-        "most read": {"score": partial(_around, window), "reads": partial(_received, window)},
+        "most read": {"score": partial(_smoothed, window), "reads": partial(_received, window)},
     }
     last = window if score == "most read" else 0
     return ByScore(**asked[score], keep=keep, last=last, name=score)
@@ -244,7 +244,7 @@ def _of_each_row(cache: KeyValues, seen: Seen) -> Float[Tensor, "layer position"
     return seen["received"][0] / torch.arange(len(cache), 0, -1, device="cpu")
 
 
-def _around(window: int, cache: KeyValues, seen: Seen) -> Float[Tensor, "layer position"]:
+def _smoothed(window: int, cache: KeyValues, seen: Seen) -> Float[Tensor, "layer position"]:
     """What the last rows read around each position before them, as a mean."""
     before = seen["received"][0, :, :-window] / window
     return functional.pad(functional.avg_pool1d(before, 5, 1, padding=2), (0, window))

@@ -20,7 +20,7 @@ from ..system.processes import gather_from_processes
 from ..system.torch_state import gradient_mode
 from .compressed import ROUNDINGS
 from .embedded import embeddings_of, prefix_of_tokens, replaced_embeddings, start_tokens
-from .prefix import PrefixContext, random_tokens
+from .prefix import PrefixContext, drawn_tokens
 from .protocol import QueryPass, queries_after
 from .training import Trainable, Training, TrainingRecord, TrainingRun
 
@@ -81,7 +81,7 @@ def train_soft_prompt(
     run = TrainingRun.of(model, batches, held_out, training, Adafactor(lr=0.3), about)
     with run.study.entered():
         bos, batch = run.bos, run.batches[0]
-        random = random_tokens(model, length, training.seed)
+        random = drawn_tokens(model, length, training.seed)
         tokens = torch.cat([bos, random if start is None else start_tokens(model, start, length)])
         run.check(tokens)
         _check_reads_embeddings_alone(model, batch, tokens, len(bos))

@@ -147,7 +147,7 @@ class StoredContext(KeepsRepr, Context):
         if rest:
             raise ValueError(f"it has no fields for the tensors {sorted(rest)}")
         with jaxtyped("context"):  # so that an axis is as long in all fields
-            misfits = [name for name in own if not _fits(own[name], hints[name])]
+            misfits = [name for name in own if not _has_type(own[name], hints[name])]
         if misfits:
             raise ValueError(f"{', '.join(misfits)} of another type or shape")
         states = [*keys, *values]
@@ -192,7 +192,7 @@ def key_values_at_start(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Key
     )
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _has_type(value: Any, hint: Any) -> bool:
     if isinstance(value, bool):  # which is an int, too
         return hint is bool
     return isinstance(value, hint) and not (isinstance(value, Record) and value.misfit())

@@ -498,7 +498,7 @@ class _State:
         return _mean(self.losses[-window:]) > start + _TOO_HIGH * max(abs(start), 1.0)
 
 
-_LISTS = {
+_DTYPES = {
     "losses": torch.double,
     "checked": torch.long,
     "accuracies": torch.double,
@@ -553,7 +553,7 @@ class _StateFile:
             if not different:
                 now = enumerate(trainable.candidate())
                 best = [tensors[f"best.{n}"].to(each.device).view_as(each) for n, each in now]
-                state = _State(**{name: tensors[name].tolist() for name in _LISTS}, best=best)
+                state = _State(**{name: tensors[name].tolist() for name in _DTYPES}, best=best)
                 if state.checked[-1] != len(state.losses) or state.record().misfit():
                     raise ValueError("numbers of other steps than were taken")
                 return _Stored(state, tensors)
@@ -588,7 +588,7 @@ class _StateFile:
         torch.save(optimizer.state_dict(), own)
         tensors = {
             name: torch.tensor(getattr(state, name), dtype=dtype, device="cpu")
-            for name, dtype in _LISTS.items()
+            for name, dtype in _DTYPES.items()
         }
         tensors |= {f"best.{n}": tensor for n, tensor in enumerate(state.best)}
         tensors |= {f"parameter.{n}": tensor for n, tensor in enumerate(trainable.parameters)}

@@ -39,12 +39,12 @@ from ..system.rounding import rounding_of
 from ..system.texts import described, name_of
 from ..system.warn import warn_user
 from .removal import Removal
-from .subsets import Draw
+from .subsets import DrawSubsets
 
 _ROWS = 8  # of logits that are computed at a time, because all in float64 may not fit into memory
 
 
-class Outcome(NamedTuple):
+class Likelihood(NamedTuple):
     """How likely the whole answer of each prompt is; NaN for another answer."""
 
     log_odds: Float[Tensor, "batch *subset"]  # log p - log(1 - p)
@@ -190,9 +190,9 @@ class Answers:
     batch: PromptBatch
     tokens: Sequence[Sequence[int]]  # of the answer, by prompt
     is_given: Bool[Tensor, " batch"]  # whether the model gives this answer
-    clean: Outcome
+    clean: Likelihood
     rounding: Float[Tensor, " batch"]  # by how much equal log-odds may differ
-    _known: dict[bytes, Outcome] = field(default_factory=dict)  # by what is kept of each prompt
+    _known: dict[bytes, Likelihood] = field(default_factory=dict)  # by what is kept of each prompt
 
     @classmethod
     def of(cls, ablation: Ablation, passes: Passes, batch: PromptBatch) -> "Answers":
@@ -213,7 +213,7 @@ class Answers:
         rounding = share * torch.tensor(sizes, device="cpu").double()
         return cls(ablation, passes, batch, tokens, is_given, clean, rounding)
 
-    def of_kept(self, kept: Bool[Tensor, "batch segment"]) -> Outcome:
+    def of_kept(self, kept: Bool[Tensor, "batch segment"]) -> Likelihood:
         """How likely the answers are with the kept segments only; all of them are the clean run."""
         if kept.all() or not self.is_given.any():
             return self.clean
@@ -230,7 +230,7 @@ class Answers:
             rows = passes.logits_at(changed, ablation.predicting(changed), acting)
         return _outcome(rows, self.tokens, self.is_given)
 
-    def of_subsets(self, subsets: Bool[Tensor, "batch subset segment"]) -> Outcome:
+    def of_subsets(self, subsets: Bool[Tensor, "batch subset segment"]) -> Likelihood:
         """The same for several subsets, [batch, subset]; one that repeats runs once."""
         outcomes = []
         for kept in subsets.unbind(1):
@@ -239,7 +239,7 @@ class Answers:
                 self._known[key] = self.of_kept(kept)
             outcomes.append(self._known[key])
         log_odds, log_prob = (torch.stack(each, dim=1) for each in zip(*outcomes, strict=True))
-        return Outcome(log_odds, log_prob)
+        return Likelihood(log_odds, log_prob)
 
     @property
     def count(self) -> int:
@@ -248,7 +248,7 @@ class Answers:
 
 
 def subsets_of(
-    draw: Draw, batch: PromptBatch, segments: int, seed: int
+    draw: DrawSubsets, batch: PromptBatch, segments: int, seed: int
 ) -> Bool[Tensor, "batch subset segment"]:
     """The subsets of each prompt, the same after the same demonstrations."""
     numbers = batch.on_cpu.demonstrations_id.tolist()
@@ -299,7 +299,7 @@ def _outcome(
     rows: Sequence[Float[Tensor, "_ vocab"]],
     tokens: Sequence[Sequence[int]],
     is_given: Bool[Tensor, " batch"],
-) -> Outcome:
+) -> Likelihood:
     of_prompts = []
     for logits, ids in zip(rows, tokens, strict=True):
         odds = log_odds_of(logits, ids)
@@ -307,7 +307,7 @@ def _outcome(
         y = -(log_p - log_p.cumsum(0) - odds).logsumexp(0)
         of_prompts.append(torch.stack([y, log_p.sum()]))
     values = torch.stack(of_prompts).cpu().masked_fill(~is_given[:, None], torch.nan)
-    return Outcome(*values.unbind(1))
+    return Likelihood(*values.unbind(1))
 
 
 def predicted_words(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> list[list[int]]:

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..contexts.compressed import checked_selections
-from ..contexts.compressed import contexts as compressed_contexts
+from ..contexts.compressed import checked_selections, compressed_contexts
 from ..contexts.placement import Placement, as_in_prompt
 from ..contexts.protocol import (
     Context,
@@ -392,7 +391,7 @@ class ContextComparison(Question):
         controls = [self.control(number) for number in range(self.seed, self.seed + self.draws)]
         for batch in batches if controls else ():
             checked_selections(controls, batch, model)
-        return _Asked(self.name, self, controls, digests)
+        return _Comparison(self.name, self, controls, digests)
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """As it is asked of the model and the prompts of the run."""
@@ -400,7 +399,7 @@ class ContextComparison(Question):
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked(Question):
+class _Comparison(Question):
     """The question as it is asked of a model and its prompts."""
 
     name: str
@@ -413,7 +412,7 @@ class _Asked(Question):
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         contexts, drawn = self.contexts_for(passes.model, batch)
-        return _contributions(passes.model, batch, passes.clean(batch), contexts, drawn)
+        return _of_batch(passes.model, batch, passes.clean(batch), contexts, drawn)
 
     def contexts_for(
         self, model: HookedModel, batch: PromptBatch
@@ -422,7 +421,7 @@ class _Asked(Question):
         set_id, given = only_set(batch), self.given
         if set_id not in self.stored:
             self.stored.clear()
-            made = [_made(model, batch, *each, self.digests) for each in given.contexts.items()]
+            made = [_make(model, batch, *each, self.digests) for each in given.contexts.items()]
             drawn = [*given.random]
             if self.controls:
                 drawn += compressed_contexts(model, batch, self.controls, positions=given.positions)
@@ -509,7 +508,7 @@ def _check_fits(
         raise type(error)(f"the context {name!r}: {error}") from error
 
 
-def _made(
+def _make(
     model: HookedModel,
     batch: PromptBatch,
     name: str,
@@ -525,7 +524,7 @@ def _made(
     return context
 
 
-def _contributions(
+def _of_batch(
     model: HookedModel,
     batch: PromptBatch,
     whole_logits: Float[Tensor, "batch vocab"],

@@ -44,9 +44,9 @@ from . import subsets as draws
 from .ablation import Ablation, Answers, info_of_answers, subsets_of
 from .removal import Removal
 from .removal import edges as cut_edges
-from .segment_scores import Score, ScoresOfBatch, SegmentScores
+from .segment_scores import AnyScore, ScoresOfBatch, SegmentScores
 
-RANDOM, BEST = "random", "best possible"
+BY_CHANCE, BEST = "random", "best possible"
 _RESTS = "What each segment adds to the answer"
 _ADDS = (
     "The score of each segment, as a mean over prompts. A bar above 0: the answer rests on this "
@@ -55,7 +55,7 @@ _ADDS = (
 )
 _RANDOM_SCORES = 20  # of a prompt, whose mean LDS is that of random scores
 MOST_CHOICES = 100  # of the segments to remove, all of which run to find the best one
-FEWEST = 3  # segments, and subsets of them, that a rank correlation needs
+AT_LEAST = 3  # segments, and subsets of them, that a rank correlation needs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -160,7 +160,7 @@ class FaithfulnessRecord(Record):
         if unable and self.info.get("labels"):  # a text that the model wrote needs no ability
             return Answer(asked, cannot_tell(unable), limits)
         if getattr(self, field).isnan().all():
-            return Answer(asked, cannot_tell(self._missing(field, -2, RANDOM)), limits)
+            return Answer(asked, cannot_tell(self._missing(field, -2, BY_CHANCE)), limits)
         *scores, random, best = (self.estimate(field, k) for k in range(len(self.lds)))
         order = sorted(range(len(scores)), key=lambda k: -scores[k].value)
         names = self.axis_names("score") or ()
@@ -202,7 +202,7 @@ class FaithfulnessRecord(Record):
         values = self.tensors()
         known = {name: text for name, text in panels.items() if not values[name].isnan().all()}
         # Random scores have a number wherever any score has one.
-        reason = self._missing("drop" if "lds" in known else "lds", -2, RANDOM)
+        reason = self._missing("drop" if "lds" in known else "lds", -2, BY_CHANCE)
         missing = f"There is no {'drop' if 'lds' in known else 'LDS'}: {reason}."
         if not known:
             return figures.sentence(missing, title=title)
@@ -353,7 +353,7 @@ class Faithfulness(Question):
         True
     """
 
-    scores: Mapping[str, Score] | None = None
+    scores: Mapping[str, AnyScore] | None = None
     _: KW_ONLY
     segments: SegmentsOfBatch | None = None
     answer: str | None = None
@@ -366,11 +366,11 @@ class Faithfulness(Question):
 
     def __post_init__(self) -> None:
         given = default_scores() if self.scores is None else self.scores
-        if not given or not all(given) or not {RANDOM, BEST}.isdisjoint(given):
+        if not given or not all(given) or not {BY_CHANCE, BEST}.isdisjoint(given):
             raise MetricError(
                 "scores are at least one, by name, such as {'attention': "
                 "al.SegmentFlows(weight=al.weights.attention)}, and no name is empty, "
-                f"{RANDOM!r} or {BEST!r} (these two are in each record); got {list(given)}"
+                f"{BY_CHANCE!r} or {BEST!r} (these two are in each record); got {list(given)}"
             )
 
     def of_run(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Question:
@@ -388,7 +388,7 @@ class Faithfulness(Question):
             possible_ones = {name: each for name, each in given.items() if name not in left_out}
             scores = replace(scores, scores=possible_ones)
         reasons = {name: str(error) for name, error in left_out.items()}
-        return _Asked(self.name, self, scores, comparison, reasons)
+        return _Compared(self.name, self, scores, comparison, reasons)
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """As it is asked of the model and the prompts of the run."""
@@ -396,7 +396,7 @@ class Faithfulness(Question):
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked(Question):
+class _Compared(Question):
     """The question as it is asked of a model and its prompts."""
 
     name: str
@@ -418,7 +418,7 @@ class _Asked(Question):
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
         given, names = self.given, tuple(self.scores.scores)
-        beside = (RANDOM, BEST) if given.subsets else ()
+        beside = (BY_CHANCE, BEST) if given.subsets else ()
         info: dict[str, Any] = {"scores": (*names, *beside)}
         info |= {"segment_names": self.scores.segments}
         info |= {"subsets": given.subsets, "top": given.top, "seed": given.seed}
@@ -429,7 +429,7 @@ class _Asked(Question):
         return {"info": info}
 
 
-def default_scores() -> dict[str, Score]:
+def default_scores() -> dict[str, AnyScore]:
     """The scores of the family of the paper, and the ablation that they are compared with."""
     return {
         "attention": SegmentFlows(weight=weights.attention),
@@ -459,15 +459,15 @@ class Comparison:
                 f"top= is how many of the {self.segments} segments are removed for the drop, from "
                 f"1 to {self.segments}; got {self.top}"
             )
-        if self.segments >= FEWEST > self.subsets:
+        if self.segments >= AT_LEAST > self.subsets:
             raise MetricError(
-                f"a rank correlation needs subsets={FEWEST} or more; got {self.subsets}"
+                f"a rank correlation needs subsets={AT_LEAST} or more; got {self.subsets}"
             )
         self.drawn(self.segments, torch.Generator())  # an error if there are not so many
 
     def drawn(self, segments: int, generator: torch.Generator) -> draws.Subsets:
         """The subsets on which scores are compared; none of too few segments."""
-        if segments < FEWEST:
+        if segments < AT_LEAST:
             return torch.zeros(0, segments, dtype=torch.bool, device="cpu")
         return draws.random(self.subsets, segments, generator)
 
@@ -497,7 +497,7 @@ class Comparison:
         rounding, of_exact = answers.rounding[:, None], torch.zeros_like(random[..., 0])
         of_random = lds(kept, y, rounding, random, of_exact).mean(1, keepdim=True)
         # What fits y is off by no more than y.
-        fit = fitted(kept, y)[:, None]
+        fit = best_fit(kept, y)[:, None]
         best = lds(kept, y, rounding, fit, rounding)
         is_equal = all_equal(scores, margins) & (self.segments > 1)
         of_scores = lds(kept, y, rounding, scores, margins * self.segments)
@@ -544,8 +544,8 @@ class Comparison:
         if self.subsets == 0:
             return reasons | dict.fromkeys(("LDS", "drop"), "no test was asked for (subsets=0)")
         flat = int((contributions["lds"][:, -2].isnan() & contributions["is_given"]).sum())
-        if self.segments < FEWEST:
-            reasons["LDS"] = f"a rank correlation needs {FEWEST} segments; got {self.segments}"
+        if self.segments < AT_LEAST:
+            reasons["LDS"] = f"a rank correlation needs {AT_LEAST} segments; got {self.segments}"
         elif flat:
             reasons["LDS"] = f"no segment changes the answer of {flat} of {prompts} prompts"
         if self.choices > MOST_CHOICES:
@@ -577,7 +577,7 @@ def lds(
     return products / (first.square().sum(-1) * second.square().sum(-1)).sqrt()
 
 
-def fitted(
+def best_fit(
     kept: Bool[Tensor, "prompt subset segment"], y: Float[Tensor, "prompt subset"]
 ) -> Float[Tensor, "prompt segment"]:
     """The scores whose sums, with a constant, fit y with least squares; 0 without subsets."""

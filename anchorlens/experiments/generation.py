@@ -23,13 +23,11 @@ from ..models.rotary import refuse_another_rotation
 from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..prompts.build import TextPiece, build_segments
+from ..prompts.documents import ANSWER
 from ..system.arguments import check_counts, checked
 from ..system.hidden_warnings import hidden_warnings
 from ..system.torch_state import gradient_mode, own_random_state
 from .step_flows import StepFlowsRecord, check_options, step_flows
-
-ANSWER = "answer"
-"""The segment of the tokens that the model writes."""
 
 # What ``generate`` gets and returns.
 _SET_HERE = (

@@ -14,7 +14,7 @@ from ..metrics.edge_sums import EdgeSums, by_heads
 from ..metrics.predictions import predicted_class
 from ..metrics.question import Question
 from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
-from ..metrics.weights import Weight, refuse_values, signed
+from ..metrics.weights import Pattern, Weight, refuse_values, signed
 from ..models.batch_hooks import WholeHook
 from ..models.head_outputs import FrozenNorms
 from ..models.hooked import (
@@ -42,7 +42,6 @@ from ..system.texts import name_of
 from ..system.torch_state import gradient_mode
 from ..system.warn import warn_user
 
-Pattern = Float[Tensor, "batch head query key"]
 # The sum of all attributions may differ from F(A) - F(0) by this part of it, and also by this part
 # of F, before it is called incomplete.
 INCOMPLETE, SMALL = 0.1, 1e-3

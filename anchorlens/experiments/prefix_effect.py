@@ -39,7 +39,7 @@ from .saliency import one_batch
 POSITIONS = 256
 
 
-def _text(batch: PromptBatch) -> edges.Positions:
+def _texts_of(batch: PromptBatch) -> edges.Positions:
     return edges.demonstrations(batch) & edges.segment(batch, "text")
 
 
@@ -52,11 +52,11 @@ def _format(batch: PromptBatch) -> edges.Positions:
 
 
 def _other(batch: PromptBatch) -> edges.Positions:
-    return edges.demonstrations(batch) & ~(_text(batch) | _label(batch) | _format(batch))
+    return edges.demonstrations(batch) & ~(_texts_of(batch) | _label(batch) | _format(batch))
 
 
 DEMONSTRATIONS: Mapping[str, edges.PositionsOfBatch] = {
-    "text": _text,
+    "text": _texts_of,
     "label": _label,
     "format": _format,
     "other": _other,
@@ -114,7 +114,7 @@ class PrefixEffectRecord(Record):
     )
     spread: Float[Tensor, " layer"] = table(pooled=True)
     invariance: Float[Tensor, " layer"] = table(
-        lambda given: _largest(given["deviation"], 0), pooled=True
+        lambda given: _maximum(given["deviation"], 0), pooled=True
     )
 
     caption: ClassVar[str] = (
@@ -556,7 +556,7 @@ def _rows_of_layer(
         "indirect": mean(_length(terms.indirect) / size),
         "taken": terms.taken[prompts, :, last],
         "within": torch.where(sampled >= 0, within, torch.nan),
-        "deviation": _largest(deviation, (1, 2)),
+        "deviation": _maximum(deviation, (1, 2)),
     }
 
 
@@ -565,7 +565,7 @@ def _length(outputs: Float[Tensor, "batch head query d_head"]) -> Float[Tensor, 
     return outputs.square().sum((1, 3)).sqrt()
 
 
-def _largest(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+def _maximum(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """The largest value that is not NaN; NaN where all are."""
     largest = values.nan_to_num(nan=-torch.inf).amax(dims)
     return torch.where(largest == -torch.inf, torch.nan, largest)

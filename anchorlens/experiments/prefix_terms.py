@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..hooks import Site, hooks_on_edges
+from ..metrics.weights import Pattern
 from ..models.batch_hooks import WholeHook
 from ..models.hooked import Hook, HookedModel, has_sinks, hooks_by_layer, pattern_name
 from ..models.kinds import cached_heads
@@ -29,8 +30,7 @@ from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import Positions, between
 
-Pattern = Float[Tensor, "batch head query key"]
-Values = Float[Tensor, "batch _ key d_head"]
+HeadValues = Float[Tensor, "batch _ key d_head"]
 Outputs = Float[Tensor, "batch head query d_head"]
 
 
@@ -39,10 +39,10 @@ class AttentionRun:
     """Patterns of some query rows, and the values that they weight, in every layer."""
 
     patterns: Sequence[Pattern]
-    values: Sequence[Values]  # as cached; several heads and layers may share them
+    values: Sequence[HeadValues]  # as cached; several heads and layers may share them
     heads: Sequence[Int[Tensor, " head"]]  # the number of the values of each head
 
-    def layer(self, number: int) -> tuple[Pattern, Values]:
+    def layer(self, number: int) -> tuple[Pattern, HeadValues]:
         """Pattern and values of each head of a layer, in float64 on the CPU."""
         pattern, values = self.patterns[number].cpu(), self.values[number].cpu()
         return pattern.double(), values.double()[:, self.heads[number]]
@@ -159,8 +159,8 @@ def prefix_runs(
 
 
 def terms_of_layer(
-    with_prefix: tuple[Pattern, Values],
-    without: tuple[Pattern, Values],
+    with_prefix: tuple[Pattern, HeadValues],
+    without: tuple[Pattern, HeadValues],
     alone: Pattern,
     in_prefix: Bool[Tensor, "batch key"],
     has_sinks: bool,

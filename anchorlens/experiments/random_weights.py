@@ -69,7 +69,7 @@ def with_random_models(
                 store = None if folder is None else folder / f"random weights {seed}"
                 # All processes have these numbers, or none has.
                 with fails_together(), step(_name(seed)):
-                    found.append(_run(model, few, metrics, seed, folder=store, **options))
+                    found.append(_records(model, few, metrics, seed, folder=store, **options))
         except (AnchorlensError, RuntimeError, MemoryError) as error:
             if not isinstance(error, AnchorlensError) and not is_out_of_memory(error):
                 raise
@@ -80,7 +80,7 @@ def with_random_models(
     used = {"random_weights": reason or f"seeds {seeds}, on {sum(map(len, few))} prompts"}
     shown = Results()
     for name, record in records.items():
-        numbers = _numbers([of_seed[name] for of_seed in found if name in of_seed])
+        numbers = _stacked([of_seed[name] for of_seed in found if name in of_seed])
         named = {RANDOM_MODELS: numbers} if numbers else {}
         shown[name] = replace(record, info={**record.info, **used, **named})
     return shown
@@ -122,7 +122,7 @@ def _few(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
     return few
 
 
-def _run(
+def _records(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     metrics: Sequence[Metric],
@@ -130,7 +130,7 @@ def _run(
     **options: Any,
 ) -> Mapping[str, Record]:
     """The metrics of a model of the same architecture with weights of a seed."""
-    drawn = _drawn(model, seed)
+    drawn = _model(model, seed)
     with hidden_warnings():  # such a model may predict one class only: a metric has no number
         able, _ = possible(drawn, batches, metrics)
         try:
@@ -140,7 +140,7 @@ def _run(
 
 
 @each_call_inside(gradient_mode, True)
-def _drawn(model: Any, seed: int) -> HookedModel:
+def _model(model: Any, seed: int) -> HookedModel:
     """A model of the same architecture with weights of a seed."""
     original = original_of(model)
     try:
@@ -164,7 +164,7 @@ def _drawn(model: Any, seed: int) -> HookedModel:
     return drawn
 
 
-def _numbers(records: Sequence[Record]) -> dict[str, Any]:
+def _stacked(records: Sequence[Record]) -> dict[str, Any]:
     """The numbers of no head, class or prompt, a list for each field."""
     return {
         name: [getattr(record, name).tolist() for record in records]

@@ -125,12 +125,12 @@ def text(
         first_query=0,
         begins_with_bos=given.begins_with_bos
         and bool(stays.gather(1, given.starts[:, None]).all()),
-        **_words(given, stays, moved),
+        **_labels(given, stays, moved),
     )
     return replace(changed, demonstrations_id=demonstrations_ids(changed)).to(device), []
 
 
-def _words(
+def _labels(
     batch: PromptBatch, stays: edge_sets.Positions, moved: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
     """The fields of the label words that stay; those of a batch without label words if need be."""

@@ -160,7 +160,7 @@ def retrieval_heads(
         >>> bool(lost["retrieval_masking"].kl[0] > 0)
         True
     """
-    given, of_null = (_numbered(checked_batches(model, each)) for each in (batches, null))
+    given, of_null = (_in_order(checked_batches(model, each)) for each in (batches, null))
     prompts, nulls = (_alone(each) for each in (given, of_null))
     names = [None] * len(prompts) if right is None else right
     if not len(prompts) == len(nulls) == len(names):
@@ -170,7 +170,7 @@ def retrieval_heads(
         )
     each_one = enumerate(zip(prompts, nulls, names, strict=True))
     rights = [_right(query, *each, f"prompt {k}") for k, each in each_one]
-    rows, null_rows = (max(int(_rows(query, p).sum()) for p in of) for of in (prompts, nulls))
+    rows, null_rows = (max(int(_queries(query, p).sum()) for p in of) for of in (prompts, nulls))
     with Study(model, of_null, {}, resamples=0, progress=False).entered() as study:
         asked = _Heads(query, rows, of_null, rights, study.passes([_Heads(query, null_rows)]))
         options: dict[str, Any] = {"folder": folder, "resamples": resamples, "progress": progress}
@@ -192,13 +192,13 @@ class _Heads(Metric):
     record: ClassVar = RetrievalHeadsRecord
 
     def reads(self, batch: PromptBatch) -> Reads:
-        first = _rows(self.query, batch).long().argmax(1, keepdim=True)
+        first = _queries(self.query, batch).long().argmax(1, keepdim=True)
         columns = first + torch.arange(self.rows, device=first.device)
         return {"rows": At("pattern", columns.minimum(batch.target_positions[:, None]))}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         batch, device = batch.on_cpu, seen.logits.device
-        pairs = zip(seen["rows"], _rows(self.query, batch).sum(1).tolist(), strict=True)
+        pairs = zip(seen["rows"], _queries(self.query, batch).sum(1).tolist(), strict=True)
         read = [of_prompt[:, :, :count].mean(2).double() for of_prompt, count in pairs]
         if self.passes is None:
             return {"read": torch.stack(read)}
@@ -224,9 +224,9 @@ class _Heads(Metric):
         read: Float[Tensor, "layer head key"],
         null: Float[Tensor, "layer head null_key"],
     ) -> dict[str, Tensor]:
-        start = int(_rows(self.query, prompt).long().argmax())
+        start = int(_queries(self.query, prompt).long().argmax())
         s = read[..., :start] - null[..., :start]
-        inside, right = _documents(self.query, prompt)[1][0, :, :start], self.rights[number]
+        inside, right = _each_document(self.query, prompt)[1][0, :, :start], self.rights[number]
         scores = torch.stack([_score(s[..., tokens]) for tokens in inside], dim=-1)
         others = ~right & inside.any(1)
         return {
@@ -236,7 +236,7 @@ class _Heads(Metric):
         }
 
 
-def _numbered(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+def _in_order(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
     """The batches, padded at the right; their index is the place in the order of all queries."""
     places = order_of_queries(batches).argsort().split([len(batch) for batch in batches])
     return [
@@ -251,14 +251,14 @@ def _alone(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
     return sorted(prompts, key=lambda prompt: int(prompt.index))
 
 
-def _rows(query: str, batch: PromptBatch) -> edges.Positions:
+def _queries(query: str, batch: PromptBatch) -> edges.Positions:
     """The positions from the first token of the query to the target."""
     if batch.has_label_words:
         return edges.query(batch)
     return batch.up_to_target & (edges.segment(batch, query).cumsum(1) > 0)
 
 
-def _documents(
+def _each_document(
     query: str, batch: PromptBatch
 ) -> tuple[list[str], Bool[Tensor, "batch document position"]]:
     """The names of the documents, and the positions of each."""
@@ -270,7 +270,7 @@ def _documents(
 
 def _to_documents(query: str, batch: PromptBatch) -> EdgeSet:
     """All that the query reads of documents."""
-    return edges.between(_rows(query, batch), _documents(query, batch)[1].any(1))
+    return edges.between(_queries(query, batch), _each_document(query, batch)[1].any(1))
 
 
 def _score(s: Float[Tensor, "layer head token"]) -> Float[Tensor, "layer head"]:
@@ -290,12 +290,12 @@ def _right(
 ) -> Bool[Tensor, " document"]:
     """Which documents of a prompt are right; an error where it has no score."""
     prompt, null = prompt.on_cpu, null.on_cpu
-    names, [inside] = _documents(query, prompt)
+    names, [inside] = _each_document(query, prompt)
     has, wanted = inside.any(1), {right} if isinstance(right, str) else set(right or ())
     is_right = torch.tensor([name in wanted for name in names], device="cpu")
     if right is None and prompt.has_label_words:
         is_right = prompt.label_classes[0] == require_gold(prompt.gold, "retrieval_heads")
-    start, of_null = (int(_rows(query, each).long().argmax()) for each in (prompt, null))
+    start, of_null = (int(_queries(query, each).long().argmax()) for each in (prompt, null))
     same = torch.equal(prompt.tokens[0, :start], null.tokens[0, :of_null])
     are_there = is_right.any() and not (is_right & ~has).any() and not wanted - {*names}
     for fits, expected in (

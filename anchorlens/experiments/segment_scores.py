@@ -35,7 +35,7 @@ from ..system.texts import described, name_of
 from .ablation import Ablation, Answers, predicted_words, subsets_of
 from .subsets import Method
 
-Score = Float[Tensor, "prompt segment"] | Metric | Method | Callable[[PromptBatch], Tensor]
+AnyScore = Float[Tensor, "prompt segment"] | Metric | Method | Callable[[PromptBatch], Tensor]
 
 
 class ScoresOfBatch(NamedTuple):
@@ -52,7 +52,7 @@ class SegmentScores:
 
     model: HookedModel
     batches: Sequence[PromptBatch]
-    scores: Mapping[str, Score]
+    scores: Mapping[str, AnyScore]
     ablation: Ablation
     seed: int
 

@@ -155,17 +155,17 @@ def step_flows(
     of_steps: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def add(step: int, layer: int, pattern: Tensor, gradient: Tensor) -> None:
-        numbers = _numbers(parts, positions[0], columns[step], weight, pattern, gradient)
+        numbers = _of_step(parts, positions[0], columns[step], weight, pattern, gradient)
         of_steps[step, layer] = numbers
 
     losses, route = step_gradients(model, prompt, positions, add, chunk=chunk)
     tokenizer, ids = getattr(model, "tokenizer", None), prompt.tokens[0].tolist()
     return StepFlowsRecord(
         loss=losses,
-        read=_table(of_steps, "read"),
-        total=_table(of_steps, "total"),
-        output_saliency=_table(of_steps, "output_saliency"),
-        read_of_tokens=_table(of_steps, "read_of_tokens"),
+        read=_stacked_steps(of_steps, "read"),
+        total=_stacked_steps(of_steps, "total"),
+        output_saliency=_stacked_steps(of_steps, "output_saliency"),
+        read_of_tokens=_stacked_steps(of_steps, "read_of_tokens"),
         positions=torch.tensor(columns, device="cpu") + 1,
         segment_of_tokens=torch.where(parts.any(0), parts.long().argmax(0), PADDING).cpu(),
         info={
@@ -185,7 +185,7 @@ def check_options(model: HookedModel, prompt: PromptBatch, weight: Weight, chunk
     refuse_folded_value_biases(model)
 
 
-def _numbers(
+def _of_step(
     segments: Bool[Tensor, "segment position"],
     predicts: Bool[Tensor, " position"],
     row: int,
@@ -214,7 +214,7 @@ def _numbers(
     }
 
 
-def _table(
+def _stacked_steps(
     of_steps: Mapping[tuple[int, int], Mapping[str, Tensor]], name: str
 ) -> Float[Tensor, "step layer ..."]:
     """A number of all steps and layers, on the CPU."""

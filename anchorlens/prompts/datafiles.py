@@ -26,8 +26,8 @@ _LINE_END = r"\r\n|\r|\n"
 # Characters that no text of a data file has: control characters, but for tabs and line ends.
 _NO_TEXT = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 # What a file may be that is not UTF-8, by the names of iconv and of Python; the likeliest first.
-_WIDE = {"UTF-16LE": "utf-16-le", "UTF-16BE": "utf-16-be"}
-_NARROW = {"WINDOWS-1252": "cp1252", "MACINTOSH": "mac_roman"}
+_TWO_BYTES = {"UTF-16LE": "utf-16-le", "UTF-16BE": "utf-16-be"}
+_ONE_BYTE = {"WINDOWS-1252": "cp1252", "MACINTOSH": "mac_roman"}
 # Letters with accents inside words, and marks, as they stand in texts that are read rightly.
 _WRITTEN = re.compile(
     r"[a-zß-öø-ÿœ][ß-öø-ÿœ\u2019]|[À-ÖØ-ÿœ\u2019][a-zß-öø-ÿœ]|[\u201c\u201d\u201e«»\u2013€]"
@@ -78,8 +78,8 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _json(data: bytes, path: Path) -> Columns:
-    text = _text(data, path)
+def _jsonl(data: bytes, path: Path) -> Columns:
+    text = _decoded(data, path)
     if text.lstrip().startswith("["):
         rows = _parsed(text, path, 1)
     elif text.lstrip().partition("\n")[0].strip() == "{":  # one object, over several lines
@@ -114,7 +114,7 @@ def _parsed(text: str, path: Path, first_line: int) -> Any:
 def _csv(data: bytes, path: Path) -> Columns:
     import pandas as pd
 
-    text = _text(data, path).lstrip("\r\n")
+    text = _decoded(data, path).lstrip("\r\n")
     declared = re.match(rf"sep=(.)({_LINE_END})", text)  # Excel begins some files so
     text = text[declared.end() :] if declared else text
     # What stands between the names of the columns, and as often in the first row: else the most.
@@ -171,7 +171,7 @@ def _parquet(data: bytes, path: Path) -> Columns:
         raise DataError(f"{path} cannot be read as parquet: {error}; write it again") from error
 
 
-def _text(data: bytes, path: Path) -> str:
+def _decoded(data: bytes, path: Path) -> str:
     """The bytes as text: UTF-8, or UTF-16 or UTF-32, which their first bytes show."""
     encoding = json.detect_encoding(data)
     try:
@@ -205,7 +205,7 @@ def _cure_of_encoding(data: bytes, path: Path) -> str:
         return f"it is compressed: unpack it with {program}"
     cure = "save it as UTF-8 (in Excel: Save As, 'CSV UTF-8 (Comma delimited)')"
     texts: dict[str, str] = {}
-    for name, encoding in (_WIDE if b"\0" in data else _NARROW).items():
+    for name, encoding in (_TWO_BYTES if b"\0" in data else _ONE_BYTE).items():
         try:
             texts[name] = data.decode(encoding)
         except UnicodeDecodeError:  # bytes that mean nothing there
@@ -287,7 +287,7 @@ class Reader(NamedTuple):
 
 READERS: Mapping[str, Reader] = MappingProxyType(
     {
-        **dict.fromkeys((".jsonl", ".json"), Reader(_json, True, _json_code)),
+        **dict.fromkeys((".jsonl", ".json"), Reader(_jsonl, True, _json_code)),
         **dict.fromkeys((".csv", ".tsv"), Reader(_csv, False, lambda path: ("", ""))),
         ".parquet": Reader(_parquet, True, _parquet_code),
     }

@@ -56,7 +56,7 @@ from ..system.steps import planned, step
 from ..system.warn import warn_user
 
 _VERDICTS = tuple(Verdict)
-_COLORS = (figures.PALETTE[2], figures.PALETTE[1], figures.OTHER)
+_OF_VERDICTS = (figures.PALETTE[2], figures.PALETTE[1], figures.OTHER)
 _TITLE, _NUMBER = "The paper's claims, model by model", "number [95 % interval]"
 _SHARED = ("labels", "prompts", "demonstration_sets")  # in ``info``, if models have the same
 
@@ -175,7 +175,7 @@ class AcrossModelsRecord(Record):
             self.info["models"],
             [verdict.value for verdict in _VERDICTS],
             title=_TITLE,
-            colors=_COLORS,
+            colors=_OF_VERDICTS,
         )
 
     def __str__(self) -> str:
@@ -302,7 +302,7 @@ def across_models(
         for name, load in sources.items():
             of_model = folder_of(folder, name)
             with step(name):
-                rows[name] = _row(load, make_prompts, partial(run, folder=of_model))
+                rows[name] = _row_of(load, make_prompts, partial(run, folder=of_model))
             free_memory()  # the references of a model form cycles, which are freed only here
             for warning in rows[name].warnings:
                 warn_user(f"{name}: {warning}")
@@ -324,7 +324,7 @@ class _Row(NamedTuple):
     info: Mapping[str, Any]
 
 
-def _row(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..., Any]) -> _Row:
+def _row_of(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..., Any]) -> _Row:
     """The claims of a model, which nothing holds at the end."""
     kept: dict[str, Record] = {}
     outcome = outcome_of(
@@ -338,7 +338,7 @@ def _row(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..., 
 
 def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
     """The record of all models so far."""
-    cells = [[_claim(row, statement) for statement in LIMITS] for row in rows.values()]
+    cells = [[_claim_in(row, statement) for statement in LIMITS] for row in rows.values()]
     numbers = [
         [row.accuracy, *(claim.estimate for claim in of_model)]
         for row, of_model in zip(rows.values(), cells, strict=True)
@@ -370,7 +370,7 @@ def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
     )
 
 
-def _claim(row: _Row, statement: str) -> Claim:
+def _claim_in(row: _Row, statement: str) -> Claim:
     """The claim of a model, without a number if it has none."""
     reason = row.missing if row.is_failed else "the model gives no such result; a warning says why"
     none = Claim(statement, "", Estimate(nan), nan, "", "", Verdict.CANNOT_TELL, reason)

@@ -151,7 +151,7 @@ def paper(
         for task, part in steps:
             title = f"{task}, {part}"
             store = None if folder is None else Path(folder) / quote(task, safe=" ") / part
-            asked = _Asked(model, drawn[task], settings, options, store)
+            asked = _Parts(model, drawn[task], settings, options, store)
             chapter, records = task if part in MAIN else f"{task} ({part})", Results()
             with step(title), recorded_warnings() as recorded:
                 try:
@@ -173,7 +173,7 @@ def paper(
     return found
 
 
-class Drawn(NamedTuple):
+class DrawnTask(NamedTuple):
     """What a seed draws of a task: no text of one list is in another, but for ``rest``."""
 
     task: Task
@@ -191,7 +191,7 @@ class Drawn(NamedTuple):
 
 def drawn_of(
     examples: Pools, tasks: Mapping[str, Task], queries: int, seeds: Sequence[int]
-) -> dict[str, list[Drawn]]:
+) -> dict[str, list[DrawnTask]]:
     """What each seed draws of each task, or an error for wrong tasks, examples or seeds."""
     directions = AnchorDistances().directions
     if queries <= directions:
@@ -203,11 +203,11 @@ def drawn_of(
             "expected the examples of a task at least, and different seeds, at least one; got "
             f"examples of {', '.join(examples) or 'no task'}, and seeds {list(seeds)}"
         )
-    drawn = dict[str, list[Drawn]]()
+    drawn = dict[str, list[DrawnTask]]()
     for name, (pool, tests) in examples.items():
         task = tasks[name] if name in tasks else task_of_name(name)
         try:
-            drawn[name] = [_drawn(task, pool, tests, queries, seed) for seed in seeds]
+            drawn[name] = [_draw(task, pool, tests, queries, seed) for seed in seeds]
         except DataError as error:
             raise DataError(
                 f"{name}: {error} (a demonstration and {TRAINING} training examples of each class, "
@@ -216,9 +216,9 @@ def drawn_of(
     return drawn
 
 
-def _drawn(
+def _draw(
     task: Task, pool: Sequence[Example], tests: Sequence[Example], queries: int, seed: int
-) -> Drawn:
+) -> DrawnTask:
     def without(excluded: Sequence[Example]) -> list[Example]:
         texts = {example.text for example in excluded}
         return [example for example in pool if example.text not in texts]
@@ -229,15 +229,15 @@ def _drawn(
     training = sample_demonstrations(without(demos), TRAINING, seed)
     chosen = sample_queries(tests, queries, seed, exclude=[*demos, *training])
     demonstrations_by_query(task, demos, chosen)
-    return Drawn(task, demos, training, chosen, without(chosen), seed)
+    return DrawnTask(task, demos, training, chosen, without(chosen), seed)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Parts:
     """A task as it is asked of a model: the method of its name gives the records of a part."""
 
     model: HookedModel
-    seeds: Sequence[Drawn]
+    seeds: Sequence[DrawnTask]
     settings: Mapping[str, Any]  # of the analysis
     options: Mapping[str, Any]  # of each run
     folder: Path | None
@@ -271,7 +271,7 @@ class _Asked:
         record = compare_accuracies(correct, sets=torch.cat(sets), resamples=resamples, info=info)
         return {"accuracies": record}
 
-    def _right(self, drawn: Drawn, more: list[PromptBatch]) -> dict[str, Tensor]:
+    def _right(self, drawn: DrawnTask, more: list[PromptBatch]) -> dict[str, Tensor]:
         """Which queries of a seed each method gets right."""
         title, options = f"seed {drawn.seed}, {{}}".format, {**self.options, "resamples": 0}
         with step(title("training")):
@@ -306,7 +306,7 @@ class _Asked:
         draws: dict[str, Any] = {"draws": RANDOM_CONTEXTS, "seed": self.seeds[0].seed}
         return self._run(self.prompts(), [ContextComparison(contexts, repeats=0, **draws)])
 
-    def _bare(self, drawn: Drawn) -> tuple[int | None, Tensor]:
+    def _bare(self, drawn: DrawnTask) -> tuple[int | None, Tensor]:
         """The set of demonstrations of a seed, and their tokens without the texts."""
         first, tokenizer = drawn.queries[:1], self.model.tokenizer  # type: ignore[attr-defined]
         bare = text_anchor_prompts(tokenizer, drawn.task, drawn.demonstrations, first)[0]
@@ -327,7 +327,7 @@ class _Asked:
         words = [f" {letter}" for letter in ascii_uppercase[: len(self.seeds[0].task.labels)]]
         return self._with_shots(LETTER_SHOTS, labels=words).figures()
 
-    def _with_shots(self, shots: int, **changes: Any) -> "_Asked":
+    def _with_shots(self, shots: int, **changes: Any) -> "_Parts":
         """The same with more demonstrations, and another task."""
         changed = [
             each._replace(
@@ -361,7 +361,7 @@ def _without_texts(
     return after_tokens(model, bare[only_set(batch)].to(batch.tokens), batch)
 
 
-def _more_shots(model: HookedModel, drawn: Drawn) -> list[PromptBatch]:
+def _more_shots(model: HookedModel, drawn: DrawnTask) -> list[PromptBatch]:
     """Prompts with the training examples as demonstrations, as many of each class as fit."""
     labels = [example.label for example in drawn.training]
     for shots in range(TRAINING, 0, -1):

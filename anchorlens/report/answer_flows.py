@@ -20,11 +20,11 @@ from .flow_page import FlowPage, rounded
 
 # Tokens that are stored for each step and layer, and altogether, so that the page of a long answer
 # opens quickly.
-STRONGEST, STORED = 120, 60_000
-LONGEST = 80  # characters of an answer that a heading has
+STRONGEST_READS, STORED = 120, 60_000
+LONGEST_HEADING = 80  # characters of an answer that a heading has
 
 
-class Reads(NamedTuple):
+class TokenReads(NamedTuple):
     """What one step reads in one layer, or in all layers together.
 
     Attributes:
@@ -61,7 +61,7 @@ class AnswerFlows(FlowPage):
 
     positions: Sequence[int]
     losses: Sequence[float]
-    layers: Sequence[Sequence[Reads]]
+    layers: Sequence[Sequence[TokenReads]]
     weight: str
     template: ClassVar[str] = "answer.html"
 
@@ -138,14 +138,14 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
     parts = one_hot(torch.tensor(segments, device="cpu"), len(names)).double()
     parts = parts[:, sorted(set(segments))]
     steps, layers, _ = weights.shape
-    count = min(STRONGEST, max(1, STORED // (steps * (layers + 1))))
+    count = min(STRONGEST_READS, max(1, STORED // (steps * (layers + 1))))
     positions = flows.positions.tolist()
     runs = torch.zeros(len(segments), len(_runs(segments)), dtype=torch.double, device="cpu")
     for run, (first, last) in enumerate(_runs(segments)):
         runs[first : last + 1, run] = 1
     of_steps = [
         [
-            _reads(row[: position - 1], parts[: position - 1], runs[: position - 1], count)
+            _reads_of(row[: position - 1], parts[: position - 1], runs[: position - 1], count)
             for row in (of.sum(0), *of)
         ]
         for of, position in zip(weights, positions, strict=True)
@@ -158,7 +158,7 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
         losses=flows.loss.tolist(),
         layers=[list(of_layer) for of_layer in zip(*of_steps, strict=True)],
         weight=str(flows.info.get("weight", "weight")),
-        heading=_heading("".join(tokens[position] for position in positions)),
+        heading=_shortened("".join(tokens[position] for position in positions)),
     )
 
 
@@ -168,26 +168,26 @@ def _runs(segments: Sequence[int]) -> list[tuple[int, int]]:
     return [(run[0], run[-1]) for run in runs]
 
 
-def _heading(text: str) -> str:
+def _shortened(text: str) -> str:
     """Which answer it is, by its first words."""
     words = " ".join(text.split())
-    short = words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
+    short = words if len(words) <= LONGEST_HEADING else f"{words[: LONGEST_HEADING - 1]}…"
     return f"Where each token of “{short}” comes from."
 
 
-def _reads(
+def _reads_of(
     weights: Float[Tensor, " position"],
     parts: Float[Tensor, "position segment"],
     runs: Float[Tensor, "position run"],
     count: int,
-) -> Reads:
+) -> TokenReads:
     """The strongest weights, and those of each segment."""
     sizes = weights.abs()
     total = float(sizes.sum()) or 1.0  # nothing is read where all are 0
     strongest = sizes.topk(min(count, len(sizes)))
     keys = strongest.indices[strongest.values > 0]
     means = (weights @ parts / parts.sum(0)).tolist()
-    return Reads(
+    return TokenReads(
         keys=keys.tolist(),
         sizes=rounded(weights[keys].tolist()),
         share=float(f"{float(sizes[keys].sum()) / total:.3g}"),

@@ -14,9 +14,9 @@ from ..results.estimate import Estimate
 from .claims import SIGNS, Claim
 
 Place = Callable[[float], float]  # from a number to its place along an axis
-WIDTH, TRACK, LEFT = 400, 150.0, 6.0
+WIDE, TRACK, LEFT = 400, 150.0, 6.0
 LINE, TITLE, GAP = 15.0, 14.0, 22.0
-MOST = 62  # characters of a line
+LONGEST_LINE = 62  # characters of a line
 HEADING = "The paper's claims, with 95\u00a0% intervals"
 
 
@@ -24,39 +24,39 @@ def forest(claims: Sequence[Claim]) -> Markup:
     """The claims as one picture; it is as wide as its column, and 400 units."""
     parts, top = list[str](), 4.0
     for claim in claims:
-        title = wrap(claim.statement.rstrip("."), MOST)
+        title = wrap(claim.statement.rstrip("."), LONGEST_LINE)
         parts += (
-            _text(0.0, top + 11 + TITLE * k, line, "claim-name") for k, line in enumerate(title)
+            _svg(0.0, top + 11 + TITLE * k, line, "claim-name") for k, line in enumerate(title)
         )
         top += TITLE * len(title)
-        parts += _rows(claim, top)
+        parts += _of_claim(claim, top)
         top += LINE * (1 + len(claim.controls)) + GAP
     alternative = " ".join(
         f"{claim.statement} {claim.estimate}, {claim.verdict}." for claim in claims
     )
     return Markup(
         f'<svg class="forest" data-figure="claims" data-title="{escape(HEADING)}" role="img" '
-        f'aria-label="{escape(alternative)}" viewBox="0 0 {WIDTH} {top:g}">{"".join(parts)}</svg>'
+        f'aria-label="{escape(alternative)}" viewBox="0 0 {WIDE} {top:g}">{"".join(parts)}</svg>'
     )
 
 
-def _rows(claim: Claim, top: float) -> Iterator[str]:
+def _of_claim(claim: Claim, top: float) -> Iterator[str]:
     """The number of a claim, its limit and its controls."""
     place, middle = _scale(claim), top + LINE / 2
     end = top + LINE * (1 + len(claim.controls))
     limit = place(claim.limit)
     yield f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top}" y2="{end}"/>'
-    yield _text(limit, end + 9, f"{claim.limit:g}", "limit-name")
+    yield _svg(limit, end + 9, f"{claim.limit:g}", "limit-name")
     kind = f"forest-{claim.verdict.name.lower()}"
     yield from _interval(claim.estimate, place, middle, kind)
     sign = f"{claim.estimate}  {SIGNS[claim.verdict]} {claim.verdict}"
-    yield _text(TRACK + 26, middle + 4, sign, f"number {kind}")
+    yield _svg(TRACK + 26, middle + 4, sign, f"number {kind}")
     for number, control in enumerate(claim.controls, start=1):
         at = middle + number * LINE
         yield from _interval(control.estimate, place, at, "control")
         for draw in control.draws:
             yield f'<circle class="control" cx="{place(draw):.1f}" cy="{at}" r="2.4"/>'
-        yield _text(TRACK + 26, at + 4, str(control), "control-name")
+        yield _svg(TRACK + 26, at + 4, str(control), "control-name")
 
 
 def _interval(estimate: Estimate, place: Place, middle: float, kind: str) -> Iterator[str]:
@@ -95,5 +95,5 @@ def _scale(claim: Claim) -> Place:
     return place
 
 
-def _text(x: float, y: float, text: str, kind: str) -> str:
+def _svg(x: float, y: float, text: str, kind: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

@@ -40,7 +40,7 @@ _DRAWN = {
 }
 _NUMERIC = ("value", "low", "high")
 # Names of results and of their settings that say too little to a reader of the page.
-_NAMES = {
+_IN_WORDS = {
     "attention_aucroc": "attention and prediction",
     "anchor_distances": "distances and confusions",
     "drawn": "intervals draw",
@@ -87,7 +87,7 @@ class _Section:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class _Page:
     id: str
     heading: str
     html: Any
@@ -108,8 +108,8 @@ class _Chapter:
     cannot_tell: str = ""
     sentences: Sequence[str] = ()
     surprises: Sequence[str] = ()
-    prompts: Sequence[_Prompt] = ()
-    answers: Sequence[_Prompt] = ()
+    prompts: Sequence[_Page] = ()
+    answers: Sequence[_Page] = ()
     sections: Sequence[_Section] = ()
 
 
@@ -192,7 +192,7 @@ def write_report(
         chapters=chapters,
         summary=summary,
         command=command,
-        settings=_pairs({**given, **{key: common[key] for key in common if key not in given}}),
+        settings=_facts({**given, **{key: common[key] for key in common if key not in given}}),
         how=HOW_VERDICTS_ARE_REACHED,
         of_forest=HEADING,
         version=versions()["anchorlens"],
@@ -229,11 +229,11 @@ def _chapter(
     judged, records = claims(contents.records), list(contents.records.values())
     answer = answer or answer_of(records, judged)
     pages = {
-        name: _Prompt(_id(chapter_id, "prompt", number), _heading(name), flows.fragment())
+        name: _Page(_id(chapter_id, "prompt", number), _heading(name), flows.fragment())
         for number, (name, flows) in enumerate(contents.prompts.items())
     }
     choices = _choices(contents.prompts)
-    largest = _largest(contents.prompts, choices)
+    largest = _size_of(contents.prompts, choices)
     prompts = [
         replace(pages.pop(name), choice=choice, largest=largest) for name, choice in choices.items()
     ]
@@ -257,7 +257,7 @@ def _chapter(
     )
 
 
-def _largest(pages: Mapping[str, FlowPage], choices: Mapping[str, str]) -> tuple[float, str] | None:
+def _size_of(pages: Mapping[str, FlowPage], choices: Mapping[str, str]) -> tuple[float, str] | None:
     """The largest arc of several prompts, and the words by which its prompt is chosen."""
     arcs = {name: page.largest() for name, page in pages.items() if isinstance(page, PromptFlows)}
     if len(arcs) < 2:
@@ -298,19 +298,19 @@ def _section(
     section_id: str, name: str, record: Record, figures: dict[str, Any], common: Mapping[str, Any]
 ) -> _Section:
     """The section of a record."""
-    frame = _numbers(record)
+    frame = _frame(record)
     if name not in figures and has_plot(record):
-        figures[name] = _made(record, "plot", go.Figure)
+        figures[name] = _made_by(record, "plot", go.Figure)
     section = _figure_section(section_id, _heading(name), figures.pop(name, None))
     caption = section.caption or record.caption or meaning_of(type(record))
     return replace(
         section,
         caption="" if section.sentence else caption,
-        table=_made(record, "table", pd.DataFrame) if hasattr(record, "table") else None,
+        table=_made_by(record, "table", pd.DataFrame) if hasattr(record, "table") else None,
         fields=_fields(record),
         columns=list(frame.columns),
         rows=frame.map(_text).to_numpy().tolist(),
-        settings=_pairs({key: value for key, value in record.info.items() if key not in common}),
+        settings=_facts({key: value for key, value in record.info.items() if key not in common}),
     )
 
 
@@ -350,7 +350,7 @@ def _refuse_unknown_traces(heading: str, figure: go.Figure) -> None:
         )
 
 
-def _made(record: Record, name: str, kind: type) -> Any:
+def _made_by(record: Record, name: str, kind: type) -> Any:
     """What a method of a record gives; an error where a report cannot show it."""
     what = f"what {name}() of {type(record).__name__} returns"
     return fitted(what, getattr(record, name)(), kind)
@@ -370,25 +370,25 @@ def _subtitle(known: Mapping[str, Any], tasks: Sequence[str]) -> str:
     """Model, tasks and date."""
     today = date.today()
     given = next(filter(None, map(known.get, ("tasks", "task", "data"))), None)
-    named = tasks or [Path(name).stem for name in _listed(given)]
+    named = tasks or [Path(name).stem for name in _items(given)]
     parts = [", ".join(named)] if named else []
     return " · ".join([*_model(known), *parts, f"{today.day} {today:%B %Y}"])
 
 
 def _model(known: Mapping[str, Any]) -> list[str]:
     """The name of the model, or the names of those that are compared."""
-    names = [Path(name).name for name in _listed(known.get("model"))]
+    names = [Path(name).name for name in _items(known.get("model"))]
     return [", ".join(names)] if names else []
 
 
-def _listed(value: Any) -> list[str]:
+def _items(value: Any) -> list[str]:
     """The texts of a list, or of what stands in place of one."""
     if value is None:
         return []
     return [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
 
 
-def _pairs(info: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(info: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names and values as text; of parts by name, such as sites, each value by itself."""
     pairs: list[tuple[str, str]] = []
     for key, value in info.items():
@@ -396,25 +396,25 @@ def _pairs(info: Mapping[str, Any]) -> list[tuple[str, str]]:
             continue
         values = value.values() if isinstance(value, Mapping) else ()
         if values and all(isinstance(each, Mapping) for each in values):
-            parts = ((part, _pairs(inside)) for part, inside in value.items())
+            parts = ((part, _facts(inside)) for part, inside in value.items())
             pairs += [(f"{part}: {name}", text) for part, inside in parts for name, text in inside]
         else:
-            pairs.append((_words(key), _plain(value)))
+            pairs.append((_words(key), _value(value)))
     return pairs
 
 
-def _plain(value: Any) -> str:
+def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_plain, value))
+        return ", ".join(map(_value, value))
     text = str(value)
     # Spaces at its ends and line breaks are a part of a template or of a label word.
     return json.dumps(text, ensure_ascii=False) if text != " ".join(text.split()) else text
 
 
 def _words(name: str) -> str:
-    return _NAMES.get(name, name.replace("_", " "))
+    return _IN_WORDS.get(name, name.replace("_", " "))
 
 
 def _heading(name: str) -> str:
@@ -435,7 +435,7 @@ def _fields(record: Record) -> list[tuple[str, str]]:
     return [(name, " ".join(meaning.split())) for name, meaning in entries]
 
 
-def _numbers(record: Record) -> pd.DataFrame:
+def _frame(record: Record) -> pd.DataFrame:
     """The numbers of no single prompt and no single token."""
     frame = record.to_frame()
     for axis in ("prompt", "position"):

@@ -223,7 +223,7 @@ def plot_prompt(
     check_loss(loss, [alone], model)
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
     segments, names = segments_to_show(alone)
-    parts = _parts(tokens, segments, names, alone.begins_with_bos)
+    parts = _sums_of(tokens, segments, names, alone.begins_with_bos)
     if n_layers * n_heads > ARCS_OF_HEADS or n_layers * n_heads * len(parts) ** 2 > MOST_SUMS:
         n_heads = 0  # rather than heads without arcs
     lengths = torch.tensor([last + 1 - first for first, last, *_ in parts], device="cpu")
@@ -247,7 +247,7 @@ def plot_prompt(
                 of_end[rows, first : first + saliency.shape[1]] += saliency.cpu()
         sums[layer] += sums_of_parts(values, part_of[rows], of_keys, len(parts)).cpu()
 
-    logits = _run(model, alone, select, loss, gradient_checkpointing)
+    logits = _measure(model, alone, select, loss, gradient_checkpointing)
     of_head = ARCS_OF_HEADS // (n_layers * n_heads) if n_heads else 0
     counts = [ARCS] + [min(ARCS, of_head)] * n_heads
     shown = sums[:, 0].tril(-1)
@@ -260,7 +260,7 @@ def plot_prompt(
         names=names,
         parts=parts,
         layers=[
-            [_largest(table, count) for table, count in zip(of_layer, counts, strict=True)]
+            [_strongest(table, count) for table, count in zip(of_layer, counts, strict=True)]
             for of_layer in sums
         ],
         strongest=[flows.strongest() for flows in found],
@@ -311,7 +311,7 @@ def _before(values: Float[Tensor, "... query key"], query: int, key: int) -> Ten
     return values.nan_to_num(0.0, 0.0, 0.0).tril(query - key - 1)
 
 
-def _largest(sums: Float[Tensor, "part part"], count: int) -> Strongest:
+def _strongest(sums: Float[Tensor, "part part"], count: int) -> Strongest:
     """The largest sums between two parts, and the share that they hold of all sums."""
     between = sums.tril(-1)
     sizes, indices = between.flatten().topk(min(count, between.numel()))
@@ -364,7 +364,7 @@ class Found:
         return Strongest(keys, queries, self.sizes[found].tolist(), share)
 
 
-def _run(
+def _measure(
     model: HookedModel,
     prompt: PromptBatch,
     select: UseRows,
@@ -419,7 +419,7 @@ def _predicted(
     return {"heading": f"{text}: {verdict}.", "is_right": is_right}
 
 
-def _parts(
+def _sums_of(
     tokens: Sequence[str], segments: Sequence[int], names: Sequence[str], begins_with_bos: bool
 ) -> list[tuple[int, int, str, str]]:
     """The parts of a prompt; its BOS is a part of its own."""

@@ -17,7 +17,12 @@ from anchorlens.cli import analysis, work
 from anchorlens.cli.options import Run
 from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import DataError
-from anchorlens.prompts.own_data import label_words, layout_of, told_apart, words_that_say_nothing
+from anchorlens.prompts.own_data import (
+    layout_of,
+    with_other_words,
+    words_of,
+    words_that_say_nothing,
+)
 from tests.support.chat_tokenizers import chat_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(  # of few queries
@@ -280,7 +285,7 @@ def test_a_file_without_a_task_is_an_error(
 def test_words_that_begin_alike_are_replaced(names: list[str], labels: list[str]) -> None:
     tokenizer = chat_tokenizer("byte-level")
     task = al.Task("T: {text}\nL:{label}", labels=[f" {name}" for name in names])
-    assert list(told_apart(tokenizer, task).labels) == labels
+    assert list(with_other_words(tokenizer, task).labels) == labels
 
 
 def test_label_words_that_are_not_the_names_are_a_table_and_empty_ones_are_named() -> None:
@@ -288,13 +293,13 @@ def test_label_words_that_are_not_the_names_are_a_table_and_empty_ones_are_named
         "classes": ["lost_card", "Top", "via bank", "not", "not spam", 5, "a", "cat"],
         "labels": [" lost card", " top", " via", "not", " not spam", "5", " A", " B"],
     }
-    assert label_words(entries) == (
+    assert words_of(entries) == (
         "  2 of 8 classes have a label word that is not their name, as no two may begin with the "
         "same token:\n    via bank  ' via'\n    cat       ' B'\n"
     )
     assert words_that_say_nothing(entries) == [" via", " not spam", " B"]
     whole = {"classes": ["no", 1], "labels": [" no", "1"]}
-    assert label_words(whole) == "" and words_that_say_nothing(whole) == []
+    assert words_of(whole) == "" and words_that_say_nothing(whole) == []
 
 
 @pytest.fixture

@@ -238,7 +238,7 @@ def test_contexts_of_one_run_are_those_of_each_selection_alone(llama: Any) -> No
         if positions is al.contexts.placement.rebased and not hasattr(llama, "original_model"):
             continue  # its keys cannot be moved
         for order in (selections, selections[::-1]):
-            made = compressed.contexts(llama, batch, order, positions=positions)
+            made = compressed.compressed_contexts(llama, batch, order, positions=positions)
             for context, select in zip(made, order, strict=True):
                 alone = al.compress(llama, batch, select, positions=positions)
                 assert same(context, alone)
@@ -250,7 +250,7 @@ def test_one_selection_that_cannot_be_moved_is_refused_beside_others(gpt2: Any, 
     """All demonstrations stand at 0, 1, ... also where positions cannot be chosen."""
     selections = [al.contexts.selection.everything, al.contexts.selection.label_words][::order]
     with pytest.raises(ModelError, match="positions cannot be rebased"):
-        compressed.contexts(
+        compressed.compressed_contexts(
             gpt2, questions(gpt2, 3)[0], selections, positions=al.contexts.placement.rebased
         )
 

@@ -66,7 +66,7 @@ def test_scores_are_those_of_kvpress_in_every_layer(
     length = demos.tokens.shape[1]
     budget = int(selection.anchors_and_format(demos).sum())
     expected = plain_scores(make(len(tokenizer)).double(), demos.tokens[0])
-    selects: dict[str, Any] = {name: by_score(name) for name in selection.SCORES}
+    selects: dict[str, Any] = {name: by_score(name) for name in selection.SCORE_NAMES}
     summed: Any = lambda cache, seen: seen["received"][0]  # noqa: E731
     selects["H2O"] = replace(selects["heavy hitters"], score=summed, last=budget // 2)
     masks = []
@@ -103,7 +103,7 @@ def test_as_many_positions_as_asked_for_are_stored(model: Any) -> None:
     assert torch.equal(whole.logits(model, batch), everything.logits(model, batch))
     few = al.compress(model, batch, make(keep=0.5))
     anchors = int(selection.anchors_and_format(demos).sum())
-    selects = [*map(by_score, selection.SCORES)]
+    selects = [*map(by_score, selection.SCORE_NAMES)]
     for select, count in (*((each, anchors) for each in selects), (make(40), 40)):
         assert int(select.of(model, batch).sum()) == count
     assert int(few.selected.sum()) == round(length / 2)

@@ -11,7 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import anchorlens as al
 from anchorlens.contexts.embedded import embeddings_of, prefix_of_tokens
-from anchorlens.contexts.prefix import TrainedKeys, _split, random_tokens
+from anchorlens.contexts.prefix import TrainedKeys, _split, drawn_tokens
 from anchorlens.contexts.protocol import bos_of
 from anchorlens.contexts.soft_prompt import _TrainedEmbeddings
 from anchorlens.models.model_state import frozen_in_eval_mode
@@ -36,7 +36,7 @@ def test_gradients_are_those_of_central_differences(
     model = hooked(weights.double(), sentencepiece_like)
     (batch,) = questions(model, 3)
     bos = bos_of(batch)
-    tokens = torch.cat([bos, random_tokens(model, 2, seed=0)])
+    tokens = torch.cat([bos, drawn_tokens(model, 2, seed=0)])
     with frozen_in_eval_mode(model):
         trainable: Any
         if kind == "keys":

@@ -13,7 +13,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import ModelError, RunError
 from anchorlens.experiments import ablation, faithfulness, segment_scores
-from anchorlens.experiments.ablation import Outcome
+from anchorlens.experiments.ablation import Likelihood
 from anchorlens.passes import provide
 from anchorlens.prompts.random_edges import draw_generator
 from tests.experiments.test_ablation import misquoted, written
@@ -53,14 +53,14 @@ class Additive(ablation.Answers):
     @classmethod
     def of(cls, ablation: Any, plan: Any, batch: al.PromptBatch) -> Any:
         zeros, given = torch.zeros(len(batch)).double(), cls.given[batch.index]
-        made = cls(ablation, plan, batch, [], given, Outcome(zeros, zeros), zeros + 1e-12)
+        made = cls(ablation, plan, batch, [], given, Likelihood(zeros, zeros), zeros + 1e-12)
         return replace(
             made, clean=made.of_kept(torch.ones(len(batch), cls.weights.shape[1]).bool())
         )
 
-    def of_kept(self, kept: Tensor) -> Outcome:
+    def of_kept(self, kept: Tensor) -> Likelihood:
         y = (kept * self.weights[self.batch.index]).sum(-1).masked_fill(~self.is_given, torch.nan)
-        return Outcome(y, y - 9)
+        return Likelihood(y, y - 9)
 
 
 @pytest.fixture
@@ -110,8 +110,8 @@ def test_the_best_scores_are_those_of_least_squares() -> None:
     for prompt in range(3):
         table = np.c_[np.ones(20), kept[prompt].numpy()]
         expected = np.linalg.lstsq(table, y[prompt].numpy(), rcond=None)[0][1:]
-        np.testing.assert_allclose(faithfulness.fitted(kept, y)[prompt], expected, rtol=1e-10)
-    of_few = faithfulness.fitted(kept[:, :0], y[:, :0])
+        np.testing.assert_allclose(faithfulness.best_fit(kept, y)[prompt], expected, rtol=1e-10)
+    of_few = faithfulness.best_fit(kept[:, :0], y[:, :0])
     assert of_few.shape == (3, 4) and not of_few.any()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.contexts.compressed import contexts
+from anchorlens.contexts.compressed import compressed_contexts
 from anchorlens.errors import ModelError
 from anchorlens.metrics.question import no_hooks
 from anchorlens.models.kv_cache import entries_of, layers_of_entries
@@ -145,7 +145,7 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
     logits = context.logits(model, batch)
     # A first context without a gap does not show at which positions keys stand.
     for first in (al.contexts.selection.everything, tail):
-        _, second = contexts(model, batch, [first, some_positions])
+        _, second = compressed_contexts(model, batch, [first, some_positions])
         assert torch.equal(second.logits(model, batch), logits)
     masked = cut_in_transformers(name, model, context)
     assert difference(centred(logits), centred(masked)) < LIMIT

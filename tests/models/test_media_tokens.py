@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import anchorlens as al
-from anchorlens.contexts.prefix import random_tokens
+from anchorlens.contexts.prefix import drawn_tokens
 from anchorlens.errors import PromptError
 from anchorlens.models.media_tokens import media_tokens, without_media_tokens
 from anchorlens.runs.study import Study
@@ -98,7 +98,7 @@ def test_prompts_of_text_run_and_drawn_tokens_are_of_text(llava: Any) -> None:
     tokens = torch.tensor([[image, 5], [image - 1, image + 1]])
     moved = without_media_tokens(llava, tokens)
     assert moved.tolist() == [[image - 1, 5], [image - 1, image + 1]]
-    assert image not in random_tokens(llava, 20_000, seed=0)
+    assert image not in drawn_tokens(llava, 20_000, seed=0)
 
 
 def made(name: str, **options: Any) -> Any:

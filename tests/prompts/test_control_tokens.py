@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 import anchorlens as al
-from anchorlens.contexts.hard_prompts import _encoded
+from anchorlens.contexts.hard_prompts import _ids_of
 from anchorlens.errors import PromptError
 from tests.support.chat_tokenizers import CHATML, KINDS, QWEN_3, SPECIAL, chat_tokenizer
 from tests.support.plain_prompts import rows
@@ -129,9 +129,9 @@ def test_unknown_characters_are_text_and_the_name_of_their_token_is_not() -> Non
 
 
 def test_a_hard_prompt_that_another_tokenizer_reads_as_control_is_refused(tokenizer: Any) -> None:
-    assert len(_encoded(tokenizer, "paper"))
+    assert len(_ids_of(tokenizer, "paper"))
     with pytest.raises(PromptError, match=r"'<\|im_end\|>'.*allowed=\.\.\. of tokens that both"):
-        _encoded(tokenizer, FORGED)
+        _ids_of(tokenizer, FORGED)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import DataError
-from anchorlens.replication.paper import Drawn, drawn_of
+from anchorlens.replication.paper import DrawnTask, drawn_of
 from tests.support.asked import ask
 from tests.support.tiny_models import randomize, tiny_gpt2
 
@@ -186,7 +186,7 @@ def test_table_2_equals_plain_transformers(found: al.Results, model: Any, byte_l
     assert torch.equal(ours.correct[:, 4], torch.cat(right).double())
 
 
-def drawn(seed: int = 3) -> Drawn:
+def drawn(seed: int = 3) -> DrawnTask:
     [found] = drawn_of(EMOTIONS, {}, 12, [seed])["emotions"]
     return found
 
