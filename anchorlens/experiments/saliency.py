@@ -13,7 +13,7 @@ from ..models.hooked import HookedModel, check_fits, device_of, refuse_folded_va
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
-from ..passes.loss_checks import check_gradient_of_loss, check_loss
+from ..passes.loss_checks import check_gradient_of_loss
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.provide import product_hooks
 from ..prompts.batch import PromptBatch, check_prompts
@@ -101,7 +101,6 @@ def observe_products(
     """The target's logits; ``use`` gets the number, A and dL/dA of each layer."""
     refuse_folded_value_biases(model)
     check_fits(model, batch)  # before the loss reads logits of its label words
-    check_loss(loss, [batch], model)
     check_gradient_of_loss(loss, [batch], model)
     hooks, backward_hooks = product_hooks(model, use)
     with frozen_in_eval_mode(model):

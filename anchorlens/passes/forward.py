@@ -21,6 +21,7 @@ from ..models.hooked import (
     after_block,
     check_fits,
     has_sinks,
+    hooks_by_layer,
     refuse_folded_value_biases,
 )
 from ..models.kinds import inputs_without_cache
@@ -409,14 +410,11 @@ def _first_not_finite(described: Pass) -> str:
     wrong: list[int] = []
     inside = batch.attention_mask[:, batch.query_rows]
 
-    def check(layer: int) -> Hook:
-        def note(resid: Tensor, hook: Any) -> None:
-            if not resid[inside.to(resid.device)].isfinite().all():
-                wrong.append(layer)
+    def check(layer: int, resid: Tensor) -> None:
+        if not resid[inside.to(resid.device)].isfinite().all():
+            wrong.append(layer)
 
-        return f"blocks.{layer}.hook_resid_post", note
-
-    observers = [*map(check, range(model.cfg.n_layers))]
+    observers = hooks_by_layer(model, after_block, check)
     again = Pass(model, batch, described.hooks, observers, prefix=described.prefix)
     acting = Acting(replace(again, attend=described.attend))
     with torch.no_grad(), acting.inside:

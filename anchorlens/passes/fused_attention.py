@@ -16,13 +16,14 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import ModelError
 from ..models.batch_hooks import DetachedHeads, EdgeHook
-from ..models.facts import OfAttention, facts_of
-from ..models.hooked import Hook, HookedModel, HookFunction, names_of_layers, scores_name, z_name
+from ..models.facts import OfAttention
+from ..models.hooked import Hook, HookedModel, names_of_layers, scores_name, z_name
 from ..models.replaced_attention import Attend, Heads, SharedHeads, Terms, is_skipped
 from ..prompts.batch import PromptBatch
 from .memory import return_freed_memory
+from .native_pass import by_point, points_of_operands
 from .provide import SumsObserver
-from .row_attention import RowAttention, Rows, UseRowsOfLayer, output_of
+from .row_attention import RowAttention, Rows, output_of
 
 T = TypeVar("T")
 
@@ -33,9 +34,13 @@ _WIDEST = 256  # the largest head size that the kernel of the package knows
 UseRows = Callable[[int, slice, slice, Rows, Rows], None]
 
 
+def _no_use(*rows: Any) -> None:
+    """Rows that nobody reads."""
+
+
 def fused_attention(
     model: HookedModel,
-    use: UseRows | None = None,
+    use: UseRows = _no_use,
     hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
     taps: Sequence[SumsObserver] = (),
@@ -54,9 +59,10 @@ def fused_attention(
         raise ModelError(
             "a hook acts inside the attention, and does not cut edges of the scores or detach heads"
         )
-    layers = [_layer(model, number, use, acting, observing) for number in range(model.cfg.n_layers)]
-    if sum(len(layer.queries) + len(layer.keys) for layer in layers) != len(observing):
+    points = points_of_operands(model)  # of each layer
+    if {point for point, _ in observing} - {point for of_layer in points for point in of_layer}:
         raise ModelError("a hook observes the attention, and neither its queries nor its keys")
+    acts, observe = by_point(acting), by_point(observing)
 
     def use_taps(number: int, tapped: Tapped) -> None:
         for each in taps:
@@ -66,12 +72,11 @@ def fused_attention(
         number: int, query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms
     ) -> Heads:
         return_freed_memory()
-        layer = layers[number]
-        for observe in layer.queries:
-            observe(query)
-        for observe in layer.keys:
-            observe(key)
-        for cut in layer.cuts:
+        for point, heads in zip(points[number], (query, key), strict=True):
+            for act in observe.get(point, ()):
+                act(heads.detach(), hook=OfAttention(point))
+        for cut in acts.get(scores_name(number), ()):
+            assert isinstance(cut, EdgeHook)  # it acts when fused
             edges = partial(cut.in_heads, n_heads=query.shape[1])
             terms = replace(terms, mask=terms.mask.without(edges))
         if taps and may_tap(query, value, terms):
@@ -79,9 +84,9 @@ def fused_attention(
             operands = query.detach(), key.detach(), value.detach()
             z = FlowTap.apply(z, *operands, terms.scale, partial(use_taps, number))
         else:
-            z = RowAttention.apply(query, key, value, terms, layer.use)
-        for detach in layer.detached:
-            z = detach(z.transpose(1, 2), None).transpose(1, 2)
+            z = RowAttention.apply(query, key, value, terms, partial(use, number))
+        for detach in acts.get(z_name(number), ()):
+            z = detach(z.transpose(1, 2), hook=None).transpose(1, 2)  # type: ignore[union-attr]
         return z
 
     return attend
@@ -92,7 +97,7 @@ def run_fused(
     model: HookedModel,
     batch: PromptBatch,
     *,
-    use: UseRows | None = None,
+    use: UseRows = _no_use,
     hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
     taps: Sequence[SumsObserver] = (),
@@ -117,42 +122,6 @@ def acts_when_fused(model: HookedModel, hook: Hook) -> bool:
     if isinstance(act, EdgeHook):
         return act.cuts_scores and point in names_of_layers(model, scores_name)
     return isinstance(act, DetachedHeads) and point in names_of_layers(model, z_name)
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """What happens in the attention of a layer."""
-
-    use: UseRowsOfLayer  # gets rows of A and dL/dA
-    cuts: Sequence[EdgeHook]
-    detached: Sequence[DetachedHeads]
-    queries: Sequence[Callable[[Tensor], Any]]  # what observes the queries
-    keys: Sequence[Callable[[Tensor], Any]]
-
-
-def _layer(
-    model: HookedModel,
-    number: int,
-    use: UseRows | None,
-    hooks: Sequence[Hook],
-    observers: Sequence[Hook],
-) -> _Layer:
-    acting = [act for point, act in hooks if point in (scores_name(number), z_name(number))]
-    operands = facts_of(model).operands[number]
-
-    def observe(act: HookFunction, point: str, heads: Tensor) -> None:
-        act(heads.detach(), hook=OfAttention(point))
-
-    def observing(point: str) -> list[Callable[[Tensor], Any]]:
-        return [partial(observe, act, point) for name, act in observers if name == point]
-
-    return _Layer(
-        use=(lambda *rows: None) if use is None else partial(use, number),
-        cuts=[act for act in acting if isinstance(act, EdgeHook)],
-        detached=[act for act in acting if isinstance(act, DetachedHeads)],
-        queries=[] if operands is None else observing(operands.query),
-        keys=[] if operands is None else observing(operands.key),
-    )
 
 
 @dataclass(frozen=True, eq=False)

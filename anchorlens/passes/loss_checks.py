@@ -37,18 +37,30 @@ def targets_of(loss: Loss | None, batch: PromptBatch) -> Int[Tensor, "batch targ
     return batch.tokens[:, :0]
 
 
-def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -> None:
-    """Raise an error if a loss does not give one number a prompt for these batches."""
-    device = device_of(model)
+def check_loss(
+    loss: Loss, batches: Sequence[PromptBatch], model: HookedModel
+) -> tuple[PromptBatch, Tensor]:
+    """Raise an error if a loss does not give one number a prompt for these batches.
+
+    Returned are the prompts on which it was tried, and logits of theirs: of a batch with several
+    prompts, if there is one.
+    """
+    device, tried = device_of(model), None
     if loss is label_cross_entropy:
         gold_of(*batches)
-        batches = batches[:1]  # all else is equal in the batches of a run
+        several = (batch for batch in batches if len(batch.tokens) > 1)
+        batches = [next(several, batches[0])]  # all else is equal in the batches of a run
     for batch in batches:
         _shape_of_logits(loss, batch, model)  # an error if a prompt lacks what the loss needs
         # The logits of two prompts, because those of a batch may not fit into memory.
         first = batch.prompts(0, 2).to(device)
-        zeros = torch.zeros(len(first), *_shape_of_logits(loss, first, model), device=device)
-        refuse_other_losses(called("loss", loss, "(logits, batch)", zeros, first), len(first))
+        count = len(first.tokens)
+        zeros = torch.zeros(count, *_shape_of_logits(loss, first, model), device=device)
+        refuse_other_losses(called("loss", loss, "(logits, batch)", zeros, first), count)
+        if tried is None or count > len(tried[1]):
+            tried = first, zeros
+    assert tried is not None  # a run has batches
+    return tried
 
 
 def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
@@ -62,19 +74,17 @@ def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tupl
 
 @each_call_inside(gradient_mode, True)  # autograd takes no logits that were made in it
 def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -> None:
-    """Raise an error for a loss of a prompt that depends on the logits of others, or on none.
+    """Do so too for a loss of a prompt that depends on the logits of others, or on none.
 
     The gradient of the sum over prompts is not that of each prompt then. A loss minus its mean over
     the batch is such a one: the sum is 0. Two prompts of a batch are tried, if one has several.
     """
-    several = [batch for batch in batches if len(batch.tokens) > 1] or batches
-    batch = several[0].prompts(0, 2).to(device_of(model))
-    shape = _shape_of_logits(loss, batch, model)
+    batch, zeros = check_loss(loss, batches, model)
     generator = torch.Generator().manual_seed(0)
     options: Any = {"retain_graph": True, "materialize_grads": True}  # 0 where it has none
     for _ in range(_DRAWS):  # a hinge may have no gradient at some logits
-        drawn = torch.randn(len(batch), *shape, generator=generator, device="cpu")
-        logits = drawn.to(batch.tokens.device).requires_grad_()
+        drawn = torch.randn(zeros.shape, generator=generator, device="cpu")
+        logits = drawn.to(zeros.device).requires_grad_()
         losses = loss(logits, batch)
         if not losses.requires_grad or not losses.isfinite().all():
             return  # the pass says that it has no graph, or is not finite

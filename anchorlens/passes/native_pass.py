@@ -41,24 +41,11 @@ Added = Float[Tensor, "batch _ query key"]
 UNEMBED = "unembed.hook_in"
 
 
-@dataclass(frozen=True)
-class Points:
-    """The hook points of a layer."""
-
-    before: str
-    after: str
-    scores: str
-    pattern: str
-    z: str
-    query: str  # empty if no hook point holds what the attention multiplies
-    key: str
-
-
 @dataclass(frozen=True, eq=False)
 class _Parts:
     """What all native passes of a model need."""
 
-    points: Sequence[Points]  # of each layer
+    operands: Sequence[tuple[str, str]]  # see ``points_of_operands``
     unembedded: Callable[[Any, Tensor], Any]
     differentiated: frozenset[str]  # the points whose gradient is shown
     changed: frozenset[str]  # those where hooks may change something
@@ -67,17 +54,24 @@ class _Parts:
 
 @fact
 def _parts_of(model: HookedModel) -> _Parts:
-    points = list[Points]()
-    for n, operands in enumerate(facts_of(model).operands):
-        # A norm may come after the hook points that stand elsewhere.
-        query, key = ("", "") if operands is None else (operands.query, operands.key)
-        scores, pattern, z = scores_name(n), pattern_name(n), z_name(n)
-        points.append(Points(before_block(n), after_block(n), scores, pattern, z, query, key))
-    differentiated = {point for each in points for point in (each.before, each.pattern, each.after)}
-    changed = differentiated | {point for each in points for point in (each.scores, each.z)}
-    shown = differentiated | {point for each in points for point in (each.z, each.query, each.key)}
-    sets = map(frozenset, (differentiated, changed, shown))
-    return _Parts(points, forward_of_head(model), *sets)
+    operands = points_of_operands(model)
+
+    def points(*names: Callable[[int], str]) -> frozenset[str]:
+        return frozenset(name(layer) for layer in range(model.cfg.n_layers) for name in names)
+
+    differentiated = points(before_block, pattern_name, after_block)
+    changed = differentiated | points(scores_name, z_name)
+    shown = differentiated | points(z_name) | {point for pair in operands for point in pair}
+    return _Parts(operands, forward_of_head(model), differentiated, changed, shown)
+
+
+def points_of_operands(model: HookedModel) -> list[tuple[str, str]]:
+    """The hook points of queries and keys of each layer; empty if none holds what it multiplies.
+
+    A norm may come after those that stand elsewhere.
+    """
+    of_layers = facts_of(model).operands
+    return [("", "") if each is None else (each.query, each.key) for each in of_layers]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +89,8 @@ class NativePass:
 
     def __init__(self, model: HookedModel, inside: Inside) -> None:
         self._inside, parts = inside, _parts_of(model)
-        self._points, self._unembedded = parts.points, parts.unembedded
-        self._acts, self._of_gradients = _by_point(inside.forward), _by_point(inside.backward)
+        self._operands, self._unembedded = parts.operands, parts.unembedded
+        self._acts, self._of_gradients = by_point(inside.forward), by_point(inside.backward)
         self._tables: dict[Any, tuple[Any, Added]] = {}  # what is added to scores, and of what made
 
     def listener(self, has_padding: bool | None) -> Listener:
@@ -125,11 +119,10 @@ class NativePass:
     def _block(
         self, layer: int, forward: Callable[..., Any], resid: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        points = self._points[layer]
-        output = forward(self._through(points.before, resid), *args, **kwargs)
+        output = forward(self._through(before_block(layer), resid), *args, **kwargs)
         if isinstance(output, tuple):
-            return (self._through(points.after, output[0]), *output[1:])
-        return self._through(points.after, output)
+            return (self._through(after_block(layer), output[0]), *output[1:])
+        return self._through(after_block(layer), output)
 
     def _unembed(self, head: Any, resid: Tensor) -> Any:
         """The logits of the rows that a hook chooses."""
@@ -139,8 +132,7 @@ class NativePass:
         self, layer: int, query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms
     ) -> Heads:
         """The outputs of heads, by a pattern, as eager attention of transformers computes them."""
-        points = self._points[layer]
-        for point, of_heads in ((points.query, query), (points.key, key)):
+        for point, of_heads in zip(self._operands[layer], (query, key), strict=True):
             for act in self._acts.get(point, ()):
                 act(of_heads, hook=OfAttention(point))
         (batch, heads, queries, _), shared, keys = query.shape, key.shape[1], key.shape[2]
@@ -149,21 +141,21 @@ class NativePass:
         scale = terms.scale
         if terms.soft_cap is not None:
             scores, scale = (scores * (scale / terms.soft_cap)).tanh(), terms.soft_cap
-        merged, others = self._at_scores(points.scores)
+        merged, others = self._at_scores(scores_name(layer))
         scores = torch.add(self._added(merged, terms.mask, scores), scores, alpha=scale)
         for act in others:
-            scores = act(scores, hook=SimpleNamespace(name=points.scores))  # type: ignore[assignment]
+            scores = act(scores, hook=SimpleNamespace(name=scores_name(layer)))  # type: ignore[assignment]
         if terms.sinks is not None:  # a score without a key, which the softmax takes in
             sinks = terms.sinks.to(scores).view(1, -1, 1, 1).expand(batch, -1, queries, 1)
             pattern = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
         else:
             pattern = scores.softmax(-1)
-        pattern = self._through(points.pattern, pattern)
+        pattern = self._through(pattern_name(layer), pattern)
         z = pattern.reshape(batch, shared, -1, keys) @ value
         z = z.view(batch, heads, queries, -1)
-        if points.z not in self._acts:
+        if z_name(layer) not in self._acts:
             return z
-        return self._through(points.z, z.transpose(1, 2)).transpose(1, 2)
+        return self._through(z_name(layer), z.transpose(1, 2)).transpose(1, 2)
 
     def _at_scores(self, point: str) -> tuple[Sequence[EdgeHook], Sequence[HookFunction]]:
         """The hooks that are added to the scores, and the others, which come after them."""
@@ -193,7 +185,7 @@ class NativePass:
         return self._tables[key][1].to(scores.device)
 
 
-def _by_point(hooks: Sequence[Hook]) -> Mapping[str, list[HookFunction]]:
+def by_point(hooks: Sequence[Hook]) -> Mapping[str, list[HookFunction]]:
     found = defaultdict[str, list[HookFunction]](list)
     for point, act in hooks:
         assert isinstance(point, str)

@@ -473,8 +473,9 @@ class AtObserver(Observer):
         numbers = places.numbers(table.detach(), self._read.pairs)
         if table is slope:
             numbers = numbers * (places.numbers(a, self._read.pairs) != 0)
-        if self._keys is None:
-            numbers = _padded(numbers, keys.start, self._length - keys.start - table.shape[3])
+        if self._keys is None and numbers.shape[-1] < self._length:  # zeros for the other keys
+            after = self._length - keys.start - table.shape[3]
+            numbers = torch.nn.functional.pad(numbers, (keys.start, after))
         if places.inside is not None:
             inside = places.inside
             numbers *= inside.view(len(inside), 1, -1, *[1] * (numbers.ndim - 3))
@@ -563,13 +564,6 @@ class _Places:
         rows, keys = self.rows[:, :, None], self.keys[:, None]
         chosen = table[self.prompts[..., None], :, rows, keys]  # [batch, n, key, head]
         return (chosen * self.has[:, None, :, None]).movedim(3, 1)
-
-
-def _padded(numbers: Tensor, before: int, after: int) -> Tensor:
-    """The numbers between zeros for the keys before and after them."""
-    if not before and not after:
-        return numbers
-    return torch.nn.functional.pad(numbers, (before, after))
 
 
 def _by_layer(owner: str, of_layers: dict[int, Tensor]) -> Float[Tensor, "batch layer *axes"]:

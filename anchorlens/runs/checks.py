@@ -14,7 +14,7 @@ from ..metrics.metric import Metric
 from ..metrics.question import Further, HooksOfBatch, Question
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import Hook, HookedModel, check_fits, device_of, layer_numbers
-from ..passes.loss_checks import check_gradient_of_loss, check_loss
+from ..passes.loss_checks import check_gradient_of_loss
 from ..passes.losses import Loss
 from ..passes.provide import Observation, check_columns
 from ..prompts.batch import PromptBatch
@@ -52,7 +52,6 @@ def check_questions(
             "al.run"
         )
     if gradient and loss is not None:
-        check_loss(loss, batches, model)
         check_gradient_of_loss(loss, batches, model)
     if hooks is not None:
         check_hooks(model, hooks, batches)

@@ -214,12 +214,12 @@ class Passes:
         asked = [each for each in self.questions if names is None or each.name in names]
         self._batch, self._run, self._asked = batch, None, asked
         contributions = dict[str, Tensor]()
-        if any(isinstance(each, Metric) or _reads(each) for each in asked):
+        if any(isinstance(e, Metric) or type(e).reads is not Question.reads for e in asked):
             self._of_run(batch)  # an error in it is none of a question
         for question in asked:
             self._asked_now = question.name
             try:
-                found = _checked(partial(question.of_batch, self, batch), len(batch.tokens))
+                found = contributed(partial(question.of_batch, self), batch)
             except NotFiniteError:  # of the passes
                 raise
             except AnchorlensError as error:
@@ -331,11 +331,6 @@ def of_question(name: str, contributions: Mapping[str, Tensor]) -> dict[str, Ten
     }
 
 
-def _reads(question: Question) -> bool:
-    """Whether a question may read something of the pass of the run."""
-    return type(question).reads is not Question.reads
-
-
 def layer_of(point: Any) -> int:
     """The layer of a hook point; 0 for points outside the blocks, and for those that are chosen."""
     found = _BLOCK.match(point) if isinstance(point, str) else None
@@ -376,16 +371,10 @@ def results_of(
     return results
 
 
-def checking(
-    contributions_of: Callable[[PromptBatch], dict[str, Tensor]],
-) -> Callable[[PromptBatch], dict[str, Tensor]]:
-    """The same function, which raises an error if its contributions do not fit the prompts."""
-    return lambda batch: _checked(partial(contributions_of, batch), len(batch.tokens))
-
-
-def _checked(contribute: Callable[[], Any], count: int) -> dict[str, Tensor]:
-    """Contributions of ``count`` prompts, and their ties."""
-    contributions, ties = noting_ties(contribute, count)
+def contributed(contribute: Callable[[PromptBatch], Any], batch: PromptBatch) -> dict[str, Tensor]:
+    """What the prompts of a batch contribute, and their ties; an error if it does not fit them."""
+    count = len(batch.tokens)
+    contributions, ties = noting_ties(partial(contribute, batch), count)
     if not isinstance(contributions, Mapping) or not contributions:
         is_empty = isinstance(contributions, Mapping)
         got = "an empty one" if is_empty else f"a {type(contributions).__name__}"

@@ -71,7 +71,7 @@ from .identity import (
     versions,
     warn_of_unknown,
 )
-from .passes import Passes, checking, results_of
+from .passes import Passes, contributed, results_of
 from .store import CHANGED, Store, require_same
 from .way import patterns_are_large, way_of
 
@@ -302,7 +302,7 @@ class Study:
                 contributions of this study already: one with a folder collects once.
             MemoryLimitError: A prompt alone does not fit into memory.
         """
-        of_batch = checking(contributions_of)
+        of_batch = partial(contributed, contributions_of)
         found = self._collect(lambda batch, names: of_batch(batch), {"": contributions_of})
         self._ties = warn_of_ties(found.pop(TIES, None))
         return found
