@@ -112,7 +112,8 @@ class Observation:
             for name, read in self.reads.items()
         }
         observers = [*self._observers.values()]
-        self.needs_gradient = any(SLOPE in each.needs for each in observers)
+        self._needs = frozenset[str]().union(*(each.needs for each in observers))
+        self.needs_gradient = SLOPE in self._needs
         self.of_rows = [each for each in observers if each.takes_rows]
         self.beside = [each for each in observers if not each.takes_rows]
         hooks, slopes = self._row_hooks(columns.start, free_later=is_shared)
@@ -148,7 +149,7 @@ class Observation:
 
     def check(self) -> None:
         """Raise an error, before the model runs, where it does not show what is read."""
-        if needs_of(self.reads) & {SLOPE, VALUES}:
+        if self._needs & {SLOPE, VALUES}:
             refuse_folded_value_biases(self.model)
         for each in self._observers.values():
             each.check(self._whole)
@@ -328,7 +329,7 @@ class SumsObserver(Observer):
     def check(self, batch: PromptBatch) -> None:
         if isinstance(self._sums.weight, WithValues):
             require_transformed_values(self.model)
-        else:
+        elif self.runs_user_code:
             try_weight(self._sums.weight, self.model.cfg.n_heads, batch)
 
     def begin(self, read: Sums) -> None:
