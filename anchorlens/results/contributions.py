@@ -48,6 +48,7 @@ class Contributions(Mapping[str, Tensor]):
         self.draw_left_out: int | None = None
         self._of: tuple[Contributions, Tensor] | None = None  # whose prompts these are, and which
         self._made: dict[Any, Any] = {}
+        self.means: dict[Any, Tensor] = {}  # over all prompts, by what they are of
         self.of_fields: dict[str, Tensor] = {}  # [prompt, ...] by field: that of which it is a mean
 
     def __getitem__(self, name: str) -> Tensor:
@@ -177,7 +178,7 @@ class Contributions(Mapping[str, Tensor]):
         others = object.__new__(Contributions)  # for each set of each resample: without checks
         others._tensors, others.sets, others.demonstrations = tensors, sets, demonstrations
         others.draw_left_out, others._of, others._made = self.draw_left_out, None, {}
-        others.of_fields = self.of_fields
+        others.of_fields, others.means = self.of_fields, {}
         return others
 
 

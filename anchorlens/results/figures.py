@@ -2,7 +2,8 @@
 
 Each function returns a new `plotly.graph_objects.Figure`. It does not show or save it, and does not
 change its tensors. Texts are shown literally: plotly would otherwise read `<b>` as markup and `$x$`
-as TeX. NaN values leave gaps. Figures have a height in pixels and fill the width of the page.
+as TeX. NaN values leave gaps. Figures have a height in pixels and fill the width of the page. An
+`AnchorlensError` says which shapes, counts or names do not fit.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -63,7 +64,8 @@ def lines_by_layer(
         names: a name for each series, for the legend.
         title: text over the figure.
         y_title: text along its y axis.
-        low: lower ends of intervals around the values, drawn as bands.
+        low: lower ends of intervals around the values, drawn as bands. Where a band goes far beyond
+            all lines, the edge of the figure cuts it, because lines would be flat otherwise.
         high: upper ends of the intervals; give both or neither.
         dashed: names of the series to draw dashed, such as baselines.
         reference: height of a dotted horizontal line, such as chance.
@@ -74,13 +76,6 @@ def lines_by_layer(
         colors: the colours of the series; after the last the first comes again.
         log: whether the y axis is logarithmic.
         height: height of the figure in pixels.
-
-    Returns:
-        The figure; its x axis counts layers from 0. A band that goes far beyond all lines is cut
-        by the edge of the figure, because the lines would be flat otherwise.
-
-    Raises:
-        AnchorlensError: shapes or counts do not fit, or `dashed` holds no name of a series.
 
     Examples:
         >>> auc = torch.tensor([[0.5, 0.75], [0.5, 0.5]])
@@ -167,12 +162,6 @@ def bars(
         low: heights of the lower ends of the error bars.
         high: heights of the upper ends; give both or neither.
 
-    Returns:
-        The figure, with a trace for each panel and series.
-
-    Raises:
-        AnchorlensError: shapes or counts do not fit.
-
     Examples:
         >>> loyalty = torch.tensor([[[0.25, 0.5], [0.75, 1.0]]])
         >>> names = ["loyalty"], ["first layers", "last layers"], ["label words", "all words"]
@@ -228,12 +217,6 @@ def points(
         series: names of the two kinds of points, for the legend.
         title: text over the figure.
 
-    Returns:
-        The figure.
-
-    Raises:
-        AnchorlensError: shapes or counts do not fit.
-
     Examples:
         >>> loyalty = torch.tensor([[[0.25, 0.75]]])
         >>> draws = torch.tensor([[[0.5, 1.0]]])
@@ -284,7 +267,7 @@ def forest(
     title: str,
     colors: Sequence[str] = PALETTE,
 ) -> go.Figure:
-    """Draw numbers as points with intervals below each other, in panels with a limit each.
+    """Draw numbers as points with intervals below each other, in panels with a limit and axis each.
 
     Args:
         values: the numbers; NaN for a row that has none, which the figure says.
@@ -297,12 +280,6 @@ def forest(
         kind_names: a name for each kind, for the legend.
         title: text over the figure.
         colors: the colours of the kinds; after the last the first comes again.
-
-    Returns:
-        The figure; each panel has an axis of its own.
-
-    Raises:
-        AnchorlensError: shapes or counts do not fit.
 
     Examples:
         >>> one, kinds = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.long)
@@ -392,12 +369,6 @@ def pairs(
         y_title: text along the y axis.
         named: so many of the lowest dots have their names beside them; of equal ones the first.
 
-    Returns:
-        The figure.
-
-    Raises:
-        AnchorlensError: there is not one name for each pair.
-
     Examples:
         >>> ones = torch.ones(1)
         >>> pairs(ones, ones, ["a, b"], title="", x_title="distance", y_title="AUC").data[0].text
@@ -407,11 +378,7 @@ def pairs(
         check_shape(numbers, (len(names),), "pass one name per pair")
     known = [k for k in y.argsort(stable=True).tolist() if not y[k].isnan()]
     shown = {k: literal(names[k]) for k in known[:named]}
-    texts = [literal(name) for name in names]
-    dots = go.Scatter(x=x.tolist(), y=y.tolist(), mode="markers", text=texts)
-    dots.update(marker={"color": PALETTE[0], "size": 7, "opacity": 0.6})
-    dots.update(hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>")
-    figure = go.Figure(dots, layout(title, 460))
+    figure = _dots(x, y, names, title, size=7, opacity=0.6)
     # A name stands above its dot, and those at the left are higher, so that no line crosses a name.
     for number, k in enumerate(sorted(shown, key=x.tolist().__getitem__, reverse=True), start=1):
         above = {"ax": 0, "ay": -18 * number, "arrowhead": 0, "bgcolor": "rgba(128,128,128,0.15)"}
@@ -423,14 +390,11 @@ def pairs(
 
 @checked
 def sentence(text: str, *, title: str) -> go.Figure:
-    """A figure that has no numbers to draw, with a sentence in place of empty axes.
+    """A sentence in place of empty axes; a report takes it from ``layout.meta["sentence"]``.
 
     Args:
         text: why there is nothing to draw, or what there is to say.
         title: text over the figure.
-
-    Returns:
-        The figure; a report shows the sentence, from its ``layout.meta["sentence"]``.
 
     Examples:
         >>> sentence("There is one class.", title="Confusions").layout.meta["sentence"]
@@ -473,12 +437,6 @@ def heat_map(
         limits: the numbers at the ends of the colours; by default the smallest and the largest,
             where numbers on both sides of 0 have two colours.
         with_numbers: whether each cell shows its number.
-
-    Returns:
-        The figure, with a trace for each table.
-
-    Raises:
-        AnchorlensError: shapes or counts do not fit.
 
     Examples:
         >>> confusion = torch.tensor([[[1.0, 0.5], [0.5, 1.0]]])
@@ -523,14 +481,11 @@ def heat_map(
 
 @checked
 def stacked(*figures: go.Figure) -> go.Figure:
-    """Draw figures below each other; all keep their heights.
+    """Draw figures below each other; all keep their heights, with the legend of each above it.
 
     Args:
         figures: any figure of this module, such as confusion matrices; its title is used. The
             others have one pair of axes, such as lines by layer; their titles are left out.
-
-    Returns:
-        The figure, as high as all together, with the legend of each above it.
 
     Examples:
         >>> lines = lines_by_layer(torch.ones(1, 3), ["a"], title="", y_title="AUC")
@@ -585,7 +540,7 @@ def directions(
     *,
     title: str,
 ) -> go.Figure:
-    """Draw vectors by their coordinates along two directions, in the same unit on both axes.
+    """Draw vectors by their coordinates along two directions, in one unit, with the origin.
 
     Args:
         points: coordinates of each vector along the first and the second direction.
@@ -593,27 +548,27 @@ def directions(
         shares: the part of the sum of squares along each of the two directions, from 0 to 1.
         title: text over the figure.
 
-    Returns:
-        The figure, with the origin in it.
-
-    Raises:
-        AnchorlensError: there is not one name for each point.
-
     Examples:
         >>> directions(torch.tensor([[1.0, 0.0]]), ["prompt 0"], (1.0, 0.0), title="").data[0].x
         (1.0,)
     """
     check_shape(points, (len(names), 2), "pass one name per point")
-    x, y = points.T.tolist()
-    dots = go.Scatter(x=x, y=y, mode="markers", text=[literal(name) for name in names])
-    dots.update(marker={"color": PALETTE[0], "size": 8, "opacity": 0.7})
-    dots.update(hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>")
-    figure = go.Figure(dots, layout(title, 460))
+    x, y = points.T
+    figure = _dots(x, y, names, title, size=8, opacity=0.7)
     first, second = (f"{share:.0%} of the sum of squares" for share in shares)
     figure.update_layout(xaxis_title=f"first direction, {first}")
     figure.update_layout(yaxis_title=f"second direction, {second}")
     figure.update_xaxes(rangemode="tozero").update_yaxes(scaleanchor="x", rangemode="tozero")
     return figure
+
+
+def _dots(x: Tensor, y: Tensor, names: Sequence[str], title: str, **look: float) -> go.Figure:
+    """A dot for each name, which is shown under the pointer."""
+    texts = [literal(name) for name in names]
+    dots = go.Scatter(x=x.tolist(), y=y.tolist(), mode="markers", text=texts)
+    dots.update(marker={"color": PALETTE[0], **look})
+    dots.update(hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>")
+    return go.Figure(dots, layout(title, 460))
 
 
 def _ends(values: Tensor, *ends: Tensor | None) -> Float[Tensor, "end ..."]:

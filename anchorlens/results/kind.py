@@ -52,7 +52,7 @@ Of = str | OverDraws | Callable[[Contributions], Tensor]
 
 def mean_of(of: Of, contributions: Contributions) -> Tensor:
     """The mean over the prompts of one set, without NaN."""
-    means: dict[Of, Tensor] = contributions.once(_no_means)
+    means = contributions.means  # several fields are made of one
     if of not in means:
         means[of] = _without_nan(of_each(of, contributions), 0)
     return means[of]
@@ -116,11 +116,6 @@ def _without_nan(values: Tensor, over: int) -> Tensor:
     """The mean without NaN. ``nanmean`` takes four times as long, so only where it is needed."""
     mean = values.mean(over)
     return values.nanmean(over) if mean.isnan().any() else mean
-
-
-def _no_means(contributions: Contributions) -> dict[Of, Tensor]:
-    """Of these contributions, to be filled: several fields are made of one mean."""
-    return {}
 
 
 def values_of(of: str | Callable[[Contributions], Tensor], contributions: Contributions) -> Tensor:

@@ -34,12 +34,6 @@ def _in_one_line(name: str) -> str:
     return " ".join(name.split())
 
 
-def digits(value: float, decimals: int) -> str:
-    """A number with room for 3 digits before the point."""
-    width = 4 + decimals if decimals else 3
-    return f"{value:{width}.{decimals}f}"
-
-
 def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterator[str]:
     """The lines of a table; the rows of a group stand below its name.
 
