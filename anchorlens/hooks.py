@@ -156,9 +156,7 @@ def block_edges(
     edges: Edges | EdgesOfBatch,
     site: SiteOrLayers = EVERYWHERE,
 ) -> list[Hook]:
-    """Hooks that cut edges of the attention.
-
-    They also act right where the keys of the first tokens are cached.
+    """Hooks that cut edges of the attention, also where the keys of the first tokens are cached.
 
     Args:
         model: The hooked model to which the hooks will be added.
@@ -168,15 +166,11 @@ def block_edges(
             ``al.edges.every(batch) & table``.
         site: Layers, or an ``al.Site`` with heads and more; all layers and heads by default.
 
-    Returns:
-        Hooks for ``run_with_hooks``.
-
     Raises:
         PromptError: ``edges`` is not of True and False or not of the shape of the prompts, an edge
             goes to a later token or belongs to padding, or the prompts do not fit the model.
         HookError: A layer or head does not exist, the site has ``keep_bos`` and the prompts have no
-            BOS, or ``renormalize=True`` would cut the edge of a position to itself: that can leave
-            a row with nothing to attend to.
+            BOS, or ``renormalize=True`` would cut the edge of a position to itself.
         ModelError: The model was not prepared, or its value biases are folded and ``renormalize``
             is False.
 
@@ -221,13 +215,8 @@ def scale_edges(
         factor: A number from 0 up, or one for each layer and head of the model, of which those of
             the site are used.
         site: Layers, or an ``al.Site`` with heads and more; all layers and heads by default. With
-            ``renormalize=True`` it adds ``log(factor)`` to the scores before the softmax; in models
-            with attention sinks the row and its sink sum to 1, so that the sink gets a part of what
-            the edges lose. False multiplies the pattern after
-            the softmax, as ``reweight_anchors`` does.
-
-    Returns:
-        Hooks for ``run_with_hooks``.
+            ``renormalize=True`` in models with attention sinks the row and its sink sum to 1, so
+            that the sink gets a part of what the edges lose.
 
     Raises:
         PromptError: As for ``block_edges``.
@@ -267,9 +256,6 @@ def detach_heads(model: HookedModel, site: SiteOrLayers = EVERYWHERE) -> list[Ho
     Args:
         model: The hooked model to which the hooks will be added.
         site: Layers, or an ``al.Site`` with heads; all layers and heads by default.
-
-    Returns:
-        Hooks for ``run_with_hooks``, or for ``model.hooks`` around a backward pass.
 
     Raises:
         HookError: A layer or head does not exist, or the site has ``keep_bos`` or
@@ -313,9 +299,6 @@ def replace_heads(
             all layers and heads by default.
         positions: Where they are replaced, True and False [prompt, position] or a function of the
             batch, such as ``lambda batch: batch.attention_mask``; the target by default.
-
-    Returns:
-        Hooks for ``run_with_hooks``, one for each layer that has such a head.
 
     Raises:
         HookError: A layer or head does not exist, ``outputs`` or ``positions`` do not fit, or the
@@ -397,13 +380,9 @@ def isolate_labels(
         whole_words: Isolate all tokens of a label word that has several; by default only the
             first, as in the published code.
 
-    Returns:
-        Hooks for ``run_with_hooks``.
-
     Raises:
-        HookError: A layer or head does not exist, or the site has ``keep_bos`` and the prompts have
-            no BOS.
-        PromptError: The prompts do not fit the model.
+        HookError: As for ``block_edges``.
+        PromptError: There are no label words, or the prompts do not fit the model.
         ModelError: As for ``block_edges``.
 
     Examples:
@@ -436,13 +415,10 @@ def isolate_random(
         whole_words: Draw as many positions as the label words have tokens, as a control of
             ``isolate_labels(whole_words=True)``.
 
-    Returns:
-        Hooks for ``run_with_hooks``.
-
     Raises:
-        HookError: As for ``isolate_labels``, or the demonstrations have fewer other positions than
+        HookError: As for ``block_edges``, or the demonstrations have fewer other positions than
             label words.
-        PromptError: The prompts do not fit the model.
+        PromptError: As for ``isolate_labels``.
         ModelError: As for ``block_edges``.
 
     Examples:
@@ -467,9 +443,6 @@ def reweight_anchors(
         beta: Logarithm of the factor for each layer, head and anchor in order of appearance (0
             changes nothing), or the result of ``train_reweighting``.
 
-    Returns:
-        Hooks for ``run_with_hooks``.
-
     Raises:
         HookError: The shape of ``beta`` does not fit the model and the prompts, a value is NaN or
             infinite, or ``beta`` was learned for other label words.
@@ -492,15 +465,13 @@ def reweight_anchors(
             "some are NaN or infinite"
         )
     rows = torch.arange(len(batch), device=batch.tokens.device)[:, None]
-    queries = batch.target_rows[:, None]
+    anchors = rows, batch.target_rows[:, None], batch.label_positions
 
     def hook_of(layer: int) -> Hook:
         def reweight(pattern: Tensor, hook: Any) -> Tensor:
-            device = pattern.device
-            index = (rows.to(device), queries.to(device), batch.label_positions.to(device))
+            index = tuple(beside(pattern, *anchors))
             heads_last = pattern.movedim(1, -1).clone()  # so that the indexed axes are adjacent
-            factor = factors[layer].to(device, pattern.dtype).exp().T
-            heads_last[index] = heads_last[index] * factor
+            heads_last[index] = heads_last[index] * factors[layer].to(pattern).exp().T
             return heads_last.movedim(-1, 1)
 
         return pattern_name(layer), TargetHook(reweight, batch.tokens)
