@@ -44,9 +44,7 @@ class AccuracyRecord(Record):
 
     def plot(self) -> go.Figure:
         """Accuracy as a bar with its interval."""
-        kind = self.kinds()["accuracy"]
-        figure = plots.accuracies(self, ["accuracy"])
-        return figure.update_yaxes(range=[kind.low, kind.high])
+        return plots.accuracies(self, ["accuracy"]).update_yaxes(range=[0.0, 1.0])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,12 +94,10 @@ class Accuracy(Metric):
     name: str = "accuracy"
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error for prompts without true labels."""
         for batch in batches:
             require_gold(batch.gold, "accuracy")
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        """Whether the prediction is right, and the true class."""
         gold = require_gold(batch.gold, "accuracy")
         scores = batch.label_scores(seen.logits)
         correct = (predicted_class(scores) == gold).cpu().double()
@@ -161,10 +157,8 @@ def compare_accuracies(
             f"{tuple(sets.shape)}"
         )
     table = torch.stack([values.double() for values in correct.values()], dim=1)
-    described = {**(info or {}), "methods": list(correct)}
+    given = Contributions({"correct": table}, sets)
     if resamples:
-        warn_if_few_units(
-            torch.zeros(count, dtype=torch.long, device="cpu") if sets is None else sets
-        )
-    of = AccuracyComparisonRecord.of
-    return with_intervals(of, {"correct": table}, sets=sets, resamples=resamples, info=described)
+        warn_if_few_units(given.sets)
+    options: Any = {"resamples": resamples, "info": {**(info or {}), "methods": list(correct)}}
+    return with_intervals(AccuracyComparisonRecord.of, given, sets=sets, **options)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
 from ..results.contributions import Contributions
-from ..results.depth import shallow_and_deep
+from ..results.depth import deep
 from ..results.kind import mean_of
 from ..results.kinds import auc, derived, mean, statistic
 from ..results.record import Record
@@ -36,11 +36,6 @@ def _aucroc(of_set: Contributions) -> Float[Tensor, "layer series"]:
     rounding, smallest = of_set["rounding"].amax(0).tolist()
     values = aucroc(scores, predicted_class(of_set["probabilities"]), rounding, smallest)
     return rearrange(values, "(layer head) -> layer head", layer=attention.shape[1])
-
-
-def _deep_aucroc(of_set: Contributions) -> Float[Tensor, ""]:
-    by_layer = of_set.once(_aucroc)[:, 0]
-    return by_layer[shallow_and_deep(len(by_layer))[1]].mean()
 
 
 def _equation_6(contributions: Contributions) -> dict[str, Tensor]:
@@ -92,7 +87,9 @@ class AttentionAUCROCRecord(Record):
 
     aucroc: Float[Tensor, " layer"] = auc(lambda of_set: of_set.once(_aucroc)[:, 0])
     r: Float[Tensor, " layer"] = derived(lambda record: cumulative_excess(record.aucroc))
-    deep_aucroc: Float[Tensor, ""] = auc(_deep_aucroc, by_set=True)
+    deep_aucroc: Float[Tensor, ""] = auc(
+        lambda of_set: deep(of_set.once(_aucroc)[:, 0]).mean(), by_set=True
+    )
     per_head: Float[Tensor, "layer head"] = auc(lambda of_set: of_set.once(_aucroc)[:, 1:])
     kl: Float[Tensor, " layer"] = mean("kl", 0, unit="nats")
     uniform_kl: Float[Tensor, ""] = mean("uniform_kl", 0, unit="nats")
@@ -112,8 +109,8 @@ class AttentionAUCROCRecord(Record):
 class AttentionAUCROC(Metric):
     r"""AUCROC_l, R_l and calibration of the attention from the target to the label words.
 
-    The score of class c is the attention from the target q to its label words, and AUCROC_l says
-    how well the scores tell the model's own prediction:
+    The score of class c is the attention from the target q to its label words; AUCROC_l says how
+    well the scores tell the model's own prediction:
 
     $$
     s_\ell(c) = \sum\limits_h \sum\limits_{k: \, y_k = c} A_{h\ell}(q, p_k)
@@ -124,9 +121,9 @@ class AttentionAUCROC(Metric):
 
     Classes that are never predicted are left out. If two remain, the raw score of the second is
     used. Else scores are divided by their sum (alike for all classes where no anchor has
-    attention), and the AUCROC is one-vs-one, macro. Prompts of one set of demonstrations are
-    pooled; AUCROC is averaged over sets, then R_l is computed ([sets with fewer than 10 prompts are
-    pooled][intervals]). With one predicted class it is NaN, with a warning.
+    attention), and the AUCROC is one-vs-one, macro. It is averaged over sets of demonstrations,
+    then R_l is computed ([sets with fewer than 10 prompts are pooled][intervals]). With one
+    predicted class it is NaN, with a warning.
 
     Scores that differ by less than a rounding count as equal: by 1e-5 of their size in float32,
     1e-12 in float64, in bfloat16 and float16 one rounding of that type and, for tiny attention, its
@@ -149,7 +146,7 @@ class AttentionAUCROC(Metric):
     Range:
         AUCROC 0 to 1, chance 0.5: how often attention orders two prompts with different predictions
         rightly. R is 1 in the last layer; it may fall and leave 0 to 1 where a layer is below
-        chance, and is NaN where the total is not positive. KL 0 or more; the slope any number.
+        chance. KL 0 or more; the slope any number.
 
     How to read:
         R rises steeply where attention to label words tells the prediction. The paper expects this
@@ -175,7 +172,6 @@ class AttentionAUCROC(Metric):
     name: str = "attention_aucroc"
 
     def reads(self, batch: PromptBatch) -> Reads:
-        """The attention from the target to the label words."""
         check_label_words([batch])
         return {"attention": At("pattern", edges.target, batch.on_cpu.label_positions)}
 
@@ -195,7 +191,6 @@ class AttentionAUCROC(Metric):
         }
 
     def result(self, contributions: Contributions) -> AttentionAUCROCRecord:
-        """AUCROC and equation 6 of each set, and the mean over sets; R_l is of the mean."""
         sets = [predicted_class(each["probabilities"]) for each in contributions.of_sets()]
         if empty := sum(len(predicted.unique()) < 2 for predicted in sets):
             warn_user(

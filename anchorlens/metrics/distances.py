@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from scipy.stats import rankdata
 from torch import Tensor
 
@@ -85,24 +85,16 @@ def rank_correlation(
     return (ranks @ other_ranks) / (ranks.norm(dim=-1) * other_ranks.norm())
 
 
-def _gaps(contributions: Contributions) -> Float[Tensor, "class class"]:
+def _gaps(of_set: Contributions) -> Float[Tensor, "class class"]:
     """How far apart the label words of two classes are, in tokens."""
-
-    def of_set(given: Contributions) -> Float[Tensor, "class class"]:
-        means = given["positions"].mean(0)
-        return (means[:, None] - means[None, :]).abs()
-
-    return mean_over_sets(of_set, contributions.of_sets())
-
-
-def _pairs(n_classes: int) -> Bool[Tensor, "class class"]:
-    return torch.ones(n_classes, n_classes, dtype=torch.bool, device="cpu").triu(1)
+    means = of_set["positions"].mean(0)
+    return (means[:, None] - means[None, :]).abs()
 
 
 def _over_pairs(
     distance: Float[Tensor, "layer class class"], other: Float[Tensor, "class class"]
 ) -> Float[Tensor, " layer"]:
-    pairs = _pairs(len(other))
+    pairs = torch.ones_like(other, dtype=torch.bool).triu(1)
     return rank_correlation(distance[:, pairs], other[pairs])
 
 
@@ -113,16 +105,15 @@ class AnchorDistancesRecord(Record):
     Attributes:
         anchor_distance: Distance between the label words' keys along the main directions of the
             queries, over the largest of the layer: from 0 to 1, 0 on the diagonal. The predicted
-            confusion. NaN in a layer whose queries are all the same (the first layer with ALiBi,
-            or where all prompts have the same length).
+            confusion. NaN, with a warning, in a layer whose queries are all the same (the first
+            layer with ALiBi, or where all prompts have the same length).
         pair_auc: AUC-ROC of p_a / (p_a + p_b) among prompts whose true class is a or b, from 0 to
             1; 0.5 means that the model cannot tell them apart. NaN on the diagonal and for pairs
             without prompts. The actual confusion.
         correlation: Spearman correlation of the two over pairs of classes, from -1 to 1; high
             means that key distance predicts confusion. NaN with fewer than three pairs.
         position_correlation: Spearman correlation of anchor_distance with the distance in position
-            of the label words. On rotary models it is large in any case: average over several
-            orders of the demonstrations before you believe ``correlation``.
+            of the label words, which is large on rotary models in any case.
         accuracy: Share of prompts whose predicted label is true, from 0 to 1.
         queries_per_class: Number of prompts whose true class it is. The share of the largest is
             the accuracy of a model that always predicts this class.
@@ -144,7 +135,9 @@ class AnchorDistancesRecord(Record):
         lambda record: _over_pairs(record.anchor_distance, record.pair_auc)
     )
     position_correlation: Float[Tensor, " layer"] = kinds.derived(
-        lambda record: _over_pairs(record.anchor_distance, _gaps(record.contributions))
+        lambda record: _over_pairs(
+            record.anchor_distance, mean_over_sets(_gaps, record.contributions.of_sets())
+        )
     )
     accuracy: Float[Tensor, ""] = kinds.share(
         lambda given: (predicted_class(given["label_logits"]) == given["gold"]).double()
@@ -192,8 +185,7 @@ class AnchorDistances(Metric):
     Pitfalls:
         On models with rotary embeddings the distance of two keys also grows with the distance of
         their positions, which alone can make a large correlation: compare ``position_correlation``,
-        and average over orders of the demonstrations. If all queries are the same (a first layer
-        with ALiBi, or prompts of one length), there are no directions: NaN, with a warning.
+        and average over orders of the demonstrations.
 
     Source:
         Section 3.3, Figure 6.
@@ -230,7 +222,6 @@ class AnchorDistances(Metric):
             )
 
     def reads(self, batch: PromptBatch) -> Reads:
-        """The target's query, and the label words' keys."""
         labels = batch.on_cpu.label_positions
         return {"queries": At("queries", edges.target), "keys": At("keys", labels)}
 
@@ -252,7 +243,6 @@ class AnchorDistances(Metric):
         }
 
     def result(self, contributions: Contributions) -> AnchorDistancesRecord:
-        """Distances of each set, their mean, and its correlation with the confusions."""
         gold = contributions["gold"]
         of_prompts = contributions.replaced({"directions": torch.full_like(gold, self.directions)})
         n_layers, n_classes = contributions["keys"].shape[1:3]
@@ -268,7 +258,7 @@ class AnchorDistances(Metric):
                 "layer where prompts are of one length or positions do not enter the query, so "
                 "that no distance is defined: NaN"
             )
-        if record.pair_auc[_pairs(n_classes)].isnan().any():
+        if record.pair_auc.triu(1).isnan().any():
             warn_user(
                 "some pairs of classes have no prompts of both, so that they have no AUC; use more "
                 "queries of each class"

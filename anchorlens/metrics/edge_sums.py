@@ -6,6 +6,7 @@
 3. These are summed over the edges of each set, or from each segment to each (``EdgeSums``).
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..prompts.edge_classes import in_common
 from ..prompts.edge_set import EdgeSet
 from ..system import row_pieces as pieces
 from ..system.arguments import called, checked
-from ..system.devices import holds_numbers, wide, widest
+from ..system.devices import holds_numbers, on_one_device, wide, widest
 from ..system.texts import described, name_of
 from .weights import (
     EdgeWeights,
@@ -34,16 +35,6 @@ from .weights import (
 )
 
 _SMALL = 16  # pieces, in bytes of tables of edges
-
-
-def beside_sets(batch: PromptBatch) -> PromptBatch:
-    """The batch of which sets of edges are made: on the CPU, if they are small.
-
-    Their tables then go to a GPU in one copy. Those of many tokens are made there, a few rows at a
-    time.
-    """
-    prompts, length = batch.tokens.shape
-    return batch.on_cpu if prompts * length**2 <= pieces.PIECE else batch
 
 
 @checked
@@ -65,7 +56,6 @@ class EdgeSets:
         self._inside: tuple[Any, Tensor] | None = None  # the last edges, which layers share
 
     def __repr__(self) -> str:
-        """One line: the number of sets."""
         return f"EdgeSets({len(self.sets)})"
 
     def counts(self) -> Int[Tensor, "batch set"]:
@@ -168,7 +158,6 @@ class Segments:
         self.positions = positions
 
     def __repr__(self) -> str:
-        """One line: the number of segments."""
         return f"Segments({self.positions.shape[1]})"
 
     def counts(self) -> Int[Tensor, "batch segment segment"]:
@@ -209,7 +198,7 @@ class Segments:
         return merged.unflatten(0, (count, heads))
 
     def forget(self) -> None:
-        """Nothing is stored for layers."""
+        """Layers share nothing."""
 
 
 class EdgeSums:
@@ -217,8 +206,9 @@ class EdgeSums:
 
     def __init__(self, sets: EdgeSets | Segments, weight: Weight | WithValues) -> None:
         self.sets, self.weight = sets, weight
-        self._is_product = is_product(weight)
-        self._of_layers: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
+        self._of_layers = defaultdict[int, list[Tensor]](list)
+        # For the reason of sums that are not finite. Of a product it can only be the gradient.
+        self._gradients_are_finite = list[Tensor]()
 
     def add(
         self,
@@ -247,16 +237,15 @@ class EdgeSums:
     ) -> None:
         """Add the weights of some query rows, in float32 or wider."""
         weights = merged_and_of_heads(self.weight, pattern, gradient, *values)
-        sums = self.sets.sums(rows, keys, weights)
-        # The reason of sums that are not finite. Of a product it can only be the gradient.
-        known = None if self._is_product else gradient.isfinite().all()
-        self._of_layers.setdefault(layer, []).append((sums, known))
+        self._of_layers[layer].append(self.sets.sums(rows, keys, weights))
+        if not is_product(self.weight):
+            self._gradients_are_finite.append(gradient.isfinite().all())
 
     def add_key_classes(
         self, layer: int, by_class: Float[Tensor, "batch merged_and_heads query key_class"]
     ) -> None:
         """Add the weights of all query rows of a layer, summed over earlier keys of each class."""
-        self._of_layers.setdefault(layer, []).append((self.sets.over_queries(by_class), None))
+        self._of_layers[layer].append(self.sets.over_queries(by_class))
 
     def total(self) -> Float[Tensor, "batch layer _ *sets"]:
         """Sums over edges, merged over heads and then of each head, on the CPU.
@@ -264,15 +253,13 @@ class EdgeSums:
         An error for a NaN, which would stand for "no edge", names the gradient or the weight.
         """
         self.sets.forget()
-        pieces = [of_layer for _, of_layer in sorted(self._of_layers.items())]
-        found = [[sums for sums, _ in of_layer] for of_layer in pieces]
+        found = [self._of_layers[layer] for layer in sorted(self._of_layers)]
         layers = [each[0] if len(each) == 1 else torch.stack(each).sum(0) for each in found]
         # One copy to the CPU, because a GPU waits at each.
-        device = layers[0].device  # layers may lie on several
-        together = torch.stack([each.to(device) for each in layers], dim=1).cpu()
+        together = torch.stack(on_one_device(layers), dim=1).cpu()
         if not together[:, :, 0].isfinite().all():
-            known = [finite is not None and bool(finite) for each in pieces for _, finite in each]
-            raise not_finite(self.weight, all(known))
+            known = [bool(each) for each in self._gradients_are_finite]
+            raise not_finite(self.weight, bool(known) and all(known))
         return together
 
 
@@ -327,11 +314,10 @@ def try_weight(weight: Weight | WithValues, heads: int, batch: PromptBatch) -> N
     """Raise an error, before the model runs, if a weight gives no number for each edge."""
     if isinstance(weight, WithValues):
         return  # values come from the model
-    length = batch.tokens.shape[1]
-    shape = (len(batch), heads, length - batch.first_query, length)
-    pattern = torch.full((1, 1, 1, 1), 1 / length, device=batch.tokens.device).expand(shape)
-    _, a, slope = next(row_pieces(pattern, pattern))
-    edge_weights(weight, a.clone(), slope.clone())  # an edit in place is found in the run
+    prompts, length = batch.tokens.shape
+    rows = next(pieces.row_slices(length - batch.first_query, prompts * heads * length))
+    a = torch.full((prompts, heads, rows.stop, length), 1 / length, device=batch.tokens.device)
+    edge_weights(weight, a, a.clone())  # an edit in place is found in the run
 
 
 def not_finite(weight: Callable[..., Any], is_finite: bool) -> NotFiniteError | MetricError:

@@ -43,10 +43,6 @@ def scores_of(
     return torch.stack([*(each.sum(-1) for each in (read, *of_classes)), copy.mean(-1)], dim=-1)
 
 
-def _scores(name: str, contributions: Contributions) -> Float[Tensor, "prompt *axes score"]:
-    return contributions[name].double()
-
-
 def _above(name: str, contributions: Contributions) -> Float[Tensor, "prompt *axes score"]:
     """1 where scores are above their thresholds, else 0."""
     scores, thresholds = contributions[name], contributions["thresholds"]
@@ -74,11 +70,11 @@ class LabelHeadsRecord(Record):
             words, or from them, more than to other words of the demonstrations.
     """
 
-    scores: Float[Tensor, "layer head score"] = mean(partial(_scores, "scores"))
+    scores: Float[Tensor, "layer head score"] = mean(lambda of_set: of_set["scores"].double())
     share: Float[Tensor, "layer head score"] = share(partial(_above, "scores"))
     heads: Float[Tensor, "layer score"] = derived(lambda record: record.share.sum(1))
     random_scores: Float[Tensor, "layer head score"] = mean(
-        over_draws(partial(_scores, "random_scores"))
+        over_draws(lambda of_set: of_set["random_scores"].double())
     )
     random_share: Float[Tensor, "layer head score"] = mean(
         over_draws(partial(_above, "random_scores")), 0, 1
@@ -102,24 +98,13 @@ class LabelHeadsRecord(Record):
         """The share of prompts in which each head is above the threshold of a score.
 
         Args:
-            score: read, correct, predicted or copy.
-
-        Raises:
-            MetricError: There is no such score.
+            score: read, correct, predicted or copy; an error for any other.
         """
         if score not in SCORES:
             raise MetricError(f"there is no score {score!r}; the scores are {', '.join(SCORES)}")
         number = SCORES.index(score)
-        return figures.heat_map(
-            self.share[..., number].T[None],
-            None,
-            None,
-            title=f"Heads above the threshold ({plots.LEGEND_OF_SCORES[number]})",
-            bar_title="share of prompts",
-            row_title="head",
-            column_title="layer",
-            limits=(0.0, 1.0),
-        )
+        title = f"Heads above the threshold ({plots.LEGEND_OF_SCORES[number]})"
+        return plots.by_head(self.share[..., number], title, "share of prompts", limits=(0.0, 1.0))
 
     def plot_gaps(self) -> go.Figure:
         """How many more heads of a layer count for label words than for random positions."""
@@ -155,8 +140,8 @@ class LabelHeads(Metric):
     of the demonstrations after their first label word.
 
     Range:
-        read and copy 0 to 1, correct and predicted -1 to 1; ``share`` 0 to 1; ``heads`` 0 to the
-        heads of a layer, and ``gap`` from minus that number to that number.
+        read, copy and ``share`` 0 to 1, correct and predicted -1 to 1; ``heads`` 0 to the heads of
+        a layer, and ``gap`` as far on both sides of 0.
 
     How to read:
         High read beside low random numbers: the head looks for label words. correct above 0: the
@@ -178,11 +163,9 @@ class LabelHeads(Metric):
         label words. ``predicted`` and random positions in place of the label words are ours.
 
     Args:
-        times: The number 5 of the thresholds: how many times the weight that each token has where
-            the target reads all tokens alike.
+        times: The number 5 of the thresholds.
         draws: Number of draws of random positions. A draw depends on the demonstrations alone and
-            is the same in all layers. The k-th random position has the class of the k-th label
-            word.
+            is the same in all layers.
         name: Key of the result.
 
     Raises:
@@ -218,7 +201,6 @@ class LabelHeads(Metric):
             self._positions_of(batch)
 
     def reads(self, batch: PromptBatch) -> Reads:
-        """The target's attention to all positions, and that of each to the token before it."""
         positions = self._positions_of(batch).flatten(1)
         return {
             "read": At("pattern", edges.target, positions),
@@ -226,24 +208,25 @@ class LabelHeads(Metric):
         }
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        """The scores of label words and of random positions."""
-        scores = batch.label_scores(seen.logits).cpu()
-        batch, count = batch.on_cpu, batch.label_positions.shape[1]
+        predicted, batch = predicted_class(batch.label_scores(seen.logits).cpu()), batch.on_cpu
         gold = require_gold(batch.gold, f"{self.name} (its score 'correct')")
-        read, copy = (_by_choice(each, count) for each in (seen["read"][:, :, :, 0], seen["copy"]))
-        values = scores_of(read, copy, batch.label_classes, gold.cpu(), predicted_class(scores))
-        # The first choice of positions are the label words.
-        made = {"scores": values[:, 0].clone(), "random_scores": values[:, 1:].clone()}
-        return made | {"thresholds": self._thresholds_of(batch)}
+        to_choices = "batch layer head (choice anchor) -> batch choice layer head anchor"
+        read, copy = (
+            wide(rearrange(each, to_choices, anchor=batch.label_positions.shape[1]))
+            for each in (seen["read"][:, :, :, 0], seen["copy"])
+        )
+        values = scores_of(read, copy, batch.label_classes, gold, predicted)
+        tokens = batch.up_to_target.sum(1).double()  # that the target can read, and itself
+        classes = [len(batch.label_token_ids) if name in _OF_CLASSES else 1 for name in SCORES]
+        return {
+            "scores": values[:, 0].clone(),  # the first choice of positions are the label words
+            "random_scores": values[:, 1:].clone(),
+            "thresholds": self.times / (tokens[:, None] * torch.tensor(classes, device="cpu")),
+        }
 
     def result(self, contributions: Contributions) -> LabelHeadsRecord:
         """Means over prompts of the scores, and of whether they are above their threshold."""
         return LabelHeadsRecord.of(contributions, info={"times": self.times})
-
-    def _thresholds_of(self, batch: PromptBatch) -> Float[Tensor, "batch score"]:
-        tokens = batch.up_to_target.sum(1).cpu().double()  # that the target can read, and itself
-        classes = [len(batch.label_token_ids) if name in _OF_CLASSES else 1 for name in SCORES]
-        return self.times / (tokens[:, None] * torch.tensor(classes, device="cpu"))
 
     def _positions_of(self, batch: PromptBatch) -> Int[Tensor, "batch choice anchor"]:
         """The label words, then the positions of each random draw, in order of appearance."""
@@ -266,11 +249,3 @@ class LabelHeads(Metric):
             ) from error
         draws = [mask.nonzero()[:, 1].view_as(batch.label_positions) for mask in masks]
         return torch.stack([batch.label_positions, *draws], dim=1)
-
-
-def _by_choice(
-    attention: Float[Tensor, "batch layer head position"], anchors: int
-) -> Float[Tensor, "batch choice layer head anchor"]:
-    """The attention of each choice of positions, in float32 or a wider type."""
-    to_choices = "batch layer head (choice anchor) -> batch choice layer head anchor"
-    return wide(rearrange(attention, to_choices, anchor=anchors))

@@ -111,7 +111,6 @@ class Loyalty(Metric):
     record = LoyaltyRecord
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error for a run that nothing changes: its loyalty is 1 by definition."""
         if not changed:
             raise MetricError(
                 "loyalty compares a changed run with the clean one, but nothing changes this run; "
@@ -120,7 +119,6 @@ class Loyalty(Metric):
             )
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        """How the changed run differs from the clean one."""
         assert seen.clean is not None
         tokens = [tokens_of(batch, run, self.top) for run in (seen.clean, seen.logits)]
         return loyalty_contributions(*tokens)
@@ -141,7 +139,7 @@ def loyalty(
         logits: Next-token logits of the changed run, of the same prompts.
         label_token_ids: First token of each class's label word, or the ``verbalizer`` of a batch
             where classes have several words.
-        top: Number of most likely next tokens to compare.
+        top: As of ``al.Loyalty``.
 
     Raises:
         MetricError: The two runs have different shapes, no prompt, or fewer tokens than ``top``;
@@ -152,14 +150,14 @@ def loyalty(
         >>> float(loyalty(same, same, torch.tensor([0, 1])).word_loyalty)
         1.0
     """
-    runs = (reference_logits, logits)
-    for run in runs:
+    tokens, ties = [], []
+    for run in (reference_logits, logits):
         _check_run(run, label_token_ids)
-    scores = [label_scores(run, label_token_ids) for run in runs]
-    tokens = [next_tokens(*each, top) for each in zip(runs, scores, strict=True)]
+        scores = label_scores(run, label_token_ids)
+        tokens.append(next_tokens(run, scores, top))
+        ties.append(tied(scores).cpu())
     contributions = Contributions(loyalty_contributions(*tokens))
-    info = warn_of_ties(torch.stack([tied(each).cpu() for each in scores]).any(0))
-    return LoyaltyRecord.of(contributions, info=info)
+    return LoyaltyRecord.of(contributions, info=warn_of_ties(torch.stack(ties).any(0)))
 
 
 def _check_run(
@@ -226,7 +224,7 @@ def next_tokens(
 
 
 def tokens_of(batch: PromptBatch, logits: Float[Tensor, "batch vocab"], top: int = 5) -> NextTokens:
-    """The same for prompts; of those without label words the likeliest token is the label."""
+    """``next_tokens`` of prompts; without label words the likeliest token is the label."""
     scores = batch.label_scores(logits) if batch.has_label_words else logits
     return next_tokens(logits, scores, top)
 

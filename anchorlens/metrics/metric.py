@@ -20,12 +20,9 @@ from .weights import Weight, WithValues
 class Metric(Question):
     """What every metric inherits from; usually a frozen dataclass whose fields are its options.
 
-    A metric needs a ``name``, ``contributions`` and a ``record``, and says in ``reads`` what of the
-    pass it reads. It has no state, and knows neither the model nor how it is run.
-
-    Attributes:
-        name: Key of the result; two metrics of a run may not have the same name.
-        record: The class of the record, whose fields say what they are (``al.kinds``).
+    A metric needs a ``name``, ``contributions`` and a ``record`` (see ``al.Question``), and says in
+    ``reads`` what of the pass it reads. It has no state, and knows neither the model nor how it is
+    run.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -55,7 +52,6 @@ class Metric(Question):
         """
 
     def of_batch(self, passes: Any, batch: PromptBatch) -> dict[str, Tensor]:
-        """What each prompt contributes, from the pass of the run."""
         return self.contributions(batch, passes.seen(self))
 
 
@@ -82,16 +78,13 @@ class EdgeFlows(Metric):
         """Over which edges of a batch the weight is summed."""
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error where sets do not fit the prompts."""
         for batch in batches:
             self.sets_of(batch)
 
     def reads(self, batch: PromptBatch) -> Reads:
-        """Sums of the weight over the edges of each set."""
         return {"sums": Sums(self.weight, self.sets_of(batch))}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        """Sums, those of each head, and the number of edges."""
         return {**by_heads(seen["sums"]), "counts": seen.counts("sums")}
 
 

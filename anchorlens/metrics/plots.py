@@ -123,16 +123,17 @@ def aucroc(record: Record) -> go.Figure:
     return figures.stacked(tells, _lines(record, "r", name, **look, colors=[figures.OUT]))
 
 
+def by_head(
+    numbers: Float[Tensor, "layer head"], title: str, bar_title: str, **look: Any
+) -> go.Figure:
+    look |= {"row_title": "head", "column_title": "layer", "bar_title": bar_title}
+    return figures.heat_map(numbers.T[None], None, None, title=title, **look)
+
+
 def heads_above(record: Record) -> go.Figure:
-    return _lines(
-        record,
-        "gap",
-        LEGEND_OF_SCORES,
-        title="Heads above the threshold, label words against random positions",
-        y_title="heads more than at random",
-        reference=0.0,
-        random=None,
-    )
+    title = "Heads above the threshold, label words against random positions"
+    more: dict[str, Any] = {"y_title": "heads more than at random", "reference": 0.0}
+    return _lines(record, "gap", LEGEND_OF_SCORES, title=title, random=None, **more)
 
 
 def _lines(
@@ -154,14 +155,11 @@ def distances(record: Record) -> go.Figure:
     correlation = float(record.correlation[layer])
     few = "too few pairs of classes for a rank correlation"
     agreement = few if isnan(correlation) else f"rank correlation {correlation:z.2f}"
-    title = "Which classes are confused, with their numbers of queries "
-    return confusions(
-        record.anchor_distance[layer],
-        record.pair_auc,
-        [name.strip() for name in names],
-        f"{title}(layer {layer}, {agreement})",
-        record.queries_per_class,
+    title = (
+        f"Which classes are confused, with their numbers of queries (layer {layer}, {agreement})"
     )
+    tables = record.anchor_distance[layer], record.pair_auc
+    return confusions(*tables, [name.strip() for name in names], title, record.queries_per_class)
 
 
 def confusions(

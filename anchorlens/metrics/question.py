@@ -49,7 +49,6 @@ class Further:
     loss: Any = None
 
     def __repr__(self) -> str:
-        """One line: how many of each there are."""
         parts = {"hooks": self.hooks, "layers": self.layers, "metrics": self.metrics}
         counts = ", ".join(f"{name} {len(each)}" for name, each in parts.items())
         return printable(f"Further({counts})")
@@ -92,18 +91,11 @@ class Question(InOneLine, ABC):
         def name(self) -> str: ...
 
     def of_run(self, model: Any, batches: Sequence[PromptBatch]) -> "Question":
-        """The question as it is asked of this model and these prompts; by default it is the same.
-
-        It is called once, before ``check`` and before any pass.
-        """
+        """The question as it is asked of this model and these prompts, once, before ``check``."""
         return self
 
     def reads(self, batch: PromptBatch) -> Reads:
-        """What of the pass of the run it reads, by names of its own; by default only logits.
-
-        Args:
-            batch: Whole prompts. Positions are its columns.
-        """
+        """What it reads of the pass of the run over whole prompts, by name; by default logits."""
         return {}
 
     def further(self, model: Any, batches: Sequence[PromptBatch]) -> Further:

@@ -34,10 +34,9 @@ Columns = Int[Tensor, "batch _"]
 
 
 class InOneLine(KeepsRepr):
-    """What prints its options."""
+    """What prints its options in one line: functions by their names, tensors by their shapes."""
 
     def __repr__(self) -> str:
-        """One line: functions by their names, tensors by their shapes."""
         return printable(f"{type(self).__name__}({options_in_short(self)})")
 
 
@@ -46,7 +45,7 @@ class _OfAPass(InOneLine):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What of the attention is needed."""
+        """What of the attention is needed: a pattern, its gradient, queries, keys or values."""
         return frozenset()
 
     @property
@@ -120,16 +119,14 @@ class At(_OfAPass):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What of the attention is needed."""
         return frozenset({self.what} & {*_OF_EDGES, QUERIES, KEYS})
 
     @property
     def is_one_for_all(self) -> bool:
-        """Whether what is read in shared tokens must be one for all prompts of a set: always."""
         return True
 
     def same_before(self, length: int, other: Any, prompts: Sequence[PromptBatch]) -> bool:
-        """Whether the same positions lie before ``length``, at the same places of the lists."""
+        # The same positions lie there, at the same places of the lists.
         whole, one = prompts
         ours, theirs = self.columns(whole, ""), other.columns(one, "")
         for own, known in zip(ours, theirs, strict=True):
@@ -145,7 +142,6 @@ class At(_OfAPass):
         return True
 
     def columns(self, batch: PromptBatch, owner: str) -> tuple[Columns, Columns | None]:
-        """The positions of queries and keys in the columns of a batch, on the CPU."""
         queries = _columns(batch, owner, "queries", self.queries)
         keys = None if self.keys is None else _columns(batch, owner, "keys", self.keys)
         if self.pairs and keys is not None and keys.shape != queries.shape:
@@ -178,7 +174,6 @@ class Sums(_OfAPass):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What of the attention is needed; the weight ``attention`` needs no gradient."""
         if self.weight is attention:
             return frozenset({PATTERN})
         of_values = {VALUES} if isinstance(self.weight, WithValues) else set[str]()
@@ -186,16 +181,13 @@ class Sums(_OfAPass):
 
     @property
     def is_one_for_all(self) -> bool:
-        """Whether sums in shared tokens must be one for all prompts: those of gradients are not."""
-        return SLOPE not in self.needs
+        return SLOPE not in self.needs  # of shared tokens each prompt has a gradient of its own
 
     def why_whole(self, owner: str) -> str:
-        """Why shared tokens cannot run once for it; empty if they can."""
         is_whole = VALUES in self.needs
         return f"{owner} needs the values of all tokens of each prompt" if is_whole else ""
 
     def same_before(self, length: int, other: Any, prompts: Sequence[PromptBatch]) -> bool:
-        """Whether the first positions have the same edges."""
         return not self.is_one_for_all or self.sets.begin_as(other.sets, length)
 
 
@@ -246,11 +238,9 @@ class Blocks(_OfAPass):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What of the attention is needed."""
         return frozenset({PATTERN, SLOPE} if self.slope else {PATTERN})
 
     def why_whole(self, owner: str) -> str:
-        """Why shared tokens cannot run once for it; empty if they can."""
         is_whole = self.whole or not self.slope
         return f"{owner} reads blocks of the pattern of each prompt" if is_whole else ""
 
@@ -279,16 +269,13 @@ class Hooks(_OfAPass):
     backward_hooks: Sequence[Hook] = ()
 
     def __repr__(self) -> str:
-        """One line: the numbers of hooks."""
         return f"Hooks(hooks {len(self.hooks)}, backward_hooks {len(self.backward_hooks)})"
 
     @property
     def needs(self) -> frozenset[str]:
-        """What of the attention is needed: a gradient where there are hooks on one."""
         return frozenset({SLOPE} if self.backward_hooks else ())
 
     def why_whole(self, owner: str) -> str:
-        """Why shared tokens cannot run once for it."""
         return f"{owner} has hooks of its own, which see whole prompts"
 
 
@@ -296,6 +283,7 @@ Read = At | Sums | Blocks | Hooks
 Reads = Mapping[str, Read]
 
 
+@dataclass(frozen=True, eq=False)
 class Seen(Mapping[str, Any]):
     """What a metric asked for, of every prompt of a batch, by the names of its reads.
 
@@ -306,20 +294,14 @@ class Seen(Mapping[str, Any]):
         n_heads: Query heads of a layer.
     """
 
-    def __init__(
-        self,
-        reads: Reads,
-        found: Mapping[str, Any],
-        dtypes: Mapping[str, torch.dtype],
-        logits: Float[Tensor, "batch vocab"],
-        clean: Float[Tensor, "batch vocab"] | None,
-        n_heads: int,
-    ) -> None:
-        self.reads, self._found, self._dtypes = reads, found, dtypes
-        self.logits, self.clean, self.n_heads = logits, clean, n_heads
+    reads: Reads
+    _found: Mapping[str, Any]
+    _dtypes: Mapping[str, torch.dtype]
+    logits: Float[Tensor, "batch vocab"]
+    clean: Float[Tensor, "batch vocab"] | None
+    n_heads: int
 
     def __repr__(self) -> str:
-        """One line: what was read, and the shape of the logits."""
         return printable(f"Seen({', '.join(self)}; logits {tuple(self.logits.shape)})")
 
     def __getitem__(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import nan
 from typing import Any, ClassVar
 
@@ -12,30 +13,23 @@ from torch import Tensor
 
 from ..errors import MetricError, PromptError
 from ..prompts import edges
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.edge_set import EdgesOfBatch, as_edge_set, check_edges, paper_edges
 from ..results.contributions import Contributions
-from ..results.depth import shallow_and_deep
+from ..results.depth import deep, shallow
 from ..results.kind import OfMeans, mean_of
 from ..results.kinds import derived, mean, of_prompts, ratio, statistic
 from ..results.record import Record
+from ..system import row_pieces
 from ..system.arguments import checked
 from ..system.warn import warn_user
 from . import plots
-from .edge_sums import EdgeSets, beside_sets
+from .edge_sums import EdgeSets
 from .metric import EdgeFlows, flows_of_prompts
 from .reads import Seen, Sums
 from .weights import Weight, WithValues, saliency
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
-
-
-def _shallow(by_layer: Float[Tensor, "layer *axes"]) -> Float[Tensor, "_ *axes"]:
-    return by_layer[shallow_and_deep(len(by_layer))[0]]
-
-
-def _deep(by_layer: Float[Tensor, "layer *axes"]) -> Float[Tensor, "_ *axes"]:
-    return by_layer[shallow_and_deep(len(by_layer))[1]]
 
 
 def _parts(flows: Float[Tensor, "*unit layer flow"]) -> Float[Tensor, "*unit layer flow"]:
@@ -46,7 +40,7 @@ def _parts(flows: Float[Tensor, "*unit layer flow"]) -> Float[Tensor, "*unit lay
 
 def _change(flows: Float[Tensor, "*unit layer flow"]) -> Float[Tensor, "*unit flow"]:
     share = _parts(flows).movedim(-2, 0)
-    return _deep(share).mean(0) - _shallow(share).mean(0)
+    return deep(share).mean(0) - shallow(share).mean(0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,19 +53,16 @@ class SaliencyFlowsRecord(Record):
             High means that the loss depends on what passes along these edges. NaN, with a warning,
             where no prompt has such an edge.
         share: Each flow's part of the layer's sum of flows, from 0 to 1; shares of a layer sum to 1
-            (the paper's Figure 3). As flows are means, it is no part of the whole saliency. Mean
-            over the sets of demonstrations in which no flow is NaN. NaN in layers where a flow is
-            below 0, as those of a signed weight may be.
+            (the paper's Figure 3). Mean over the sets of demonstrations in which no flow is NaN.
+            NaN in layers where a flow is below 0, as those of a signed weight may be.
         tq: Mean saliency of the edges from the target to anything but label words, S_tq.
         pq_over_tq: S_pq / S_tq, from 0 up, but for chance in few prompts. About 1 means that label
-            words are read no more than other words (as with random weights, whatever the share of
-            S_pq).
+            words are read no more than other words.
         shallow_share: Mean share in the shallow layers, the first third.
         deep_share: Mean share in the deep layers, the last third.
         share_change: deep_share minus shallow_share, from -1 to 1, without the bias of few prompts,
-            as the ratios below. Below 0 for S_wp and above 0 for S_pq where label words are written
-            in shallow layers and read in deep ones, as in the paper.
-        deep_pq_over_tq: Median of S_pq / S_tq over the deep layers (the last third), from 0 up.
+            as the ratios below. Below 0 for S_wp and above 0 for S_pq as in the paper.
+        deep_pq_over_tq: Median of S_pq / S_tq over the deep layers, from 0 up.
         over_ww: Median over all layers of each flow over S_ww, from 0 up: above 1 where the flow
             surpasses S_ww in more than half of the layers. NaN where S_ww is not among the flows.
         per_head: Mean of ``|A_h * dL/dA_h|`` over the edges of each flow. Does not sum to flows.
@@ -82,11 +73,11 @@ class SaliencyFlowsRecord(Record):
     share: Float[Tensor, "layer flow"] = statistic(lambda of_set: _parts(mean_of("flow", of_set)))
     tq: Float[Tensor, " layer"] = mean("tq", unit="nats")
     pq_over_tq: Float[Tensor, " layer"] = ratio("pq", over="tq")
-    shallow_share: Float[Tensor, " flow"] = derived(lambda record: _shallow(record.share).mean(0))
-    deep_share: Float[Tensor, " flow"] = derived(lambda record: _deep(record.share).mean(0))
+    shallow_share: Float[Tensor, " flow"] = derived(lambda record: shallow(record.share).mean(0))
+    deep_share: Float[Tensor, " flow"] = derived(lambda record: deep(record.share).mean(0))
     share_change: Float[Tensor, " flow"] = statistic(OfMeans(("flow",), _change), by_set=True)
     deep_pq_over_tq: Float[Tensor, ""] = ratio(
-        OfMeans(("pq", "tq"), torch.div, after=lambda ratios: _deep(ratios).quantile(0.5, 0)),
+        OfMeans(("pq", "tq"), torch.div, after=lambda ratios: deep(ratios).quantile(0.5, 0)),
         by_set=True,
     )
     over_ww: Float[Tensor, " flow"] = ratio(
@@ -132,18 +123,14 @@ class SaliencyFlows(EdgeFlows):
     | S_tq | from q to all but the label words | what the target takes from other tokens |
 
     The diagonal and padding belong to no flow. Edges outside a sliding window count as zeros, which
-    they are. A prompt without an edge of a flow is left out of its mean. ``share`` is a flow's part
-    of the three in its layer,
+    they are. ``share`` is a flow's part of the three in its layer:
 
     $$
-    \text{share}_C(\ell) = \frac{S_C(\ell)}{S_{wp}(\ell) + S_{pq}(\ell) + S_{ww}(\ell)} ,
+    \text{share}_C(\ell) = \frac{S_C(\ell)}{S_{wp}(\ell) + S_{pq}(\ell) + S_{ww}(\ell)}
     $$
-
-    for each set of demonstrations, then averaged over those in which each flow has an edge.
 
     Range:
-        Flows 0 or more, in nats. Shares 0 to 1; those of a layer sum to 1. ``pq_over_tq`` 0 or
-        more.
+        Flows 0 or more, in nats. Shares 0 to 1; those of a layer sum to 1. Ratios 0 or more.
 
     How to read:
         Read ``pq_over_tq`` first: about 1 means that the target takes no more from a label word
@@ -196,33 +183,31 @@ class SaliencyFlows(EdgeFlows):
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where edges do not go from tokens to earlier tokens of the prompts."""
-        for batch in batches:
-            for name, function in self.edges.items():
-                try:
-                    if function not in PAPER_FLOWS.values():  # whose edges are right as made
-                        check_edges(batch, function)
-                except PromptError as error:
-                    raise MetricError(f"the edges {[name]} of {self.name}: {error}") from error
-        super().check(model, batches[:1], changed=changed)
+        for batch, (name, function) in product(batches, self.edges.items()):
+            try:
+                if function in PAPER_FLOWS.values():  # whose edges are right as made
+                    check_label_words([batch])
+                else:
+                    check_edges(batch, function)
+            except PromptError as error:
+                raise MetricError(f"the edges {[name]} of {self.name}: {error}") from error
 
     def sets_of(self, batch: PromptBatch) -> EdgeSets:
         """The edges of each flow; then, of S_pq and S_tq, those that are not among them."""
-        batch = beside_sets(batch)
-        try:
-            are_of_paper = self.edges == PAPER_FLOWS
-            known = paper_edges(batch) if are_of_paper or batch.has_label_words else {}
-            sets = [
-                known[name] if are_of_paper else as_edge_set(batch, function)
-                for name, function in self.edges.items()
-            ]
-            names = [each.name_in_paper(batch) for each in sets]
-            others = {n: each for n, each in known.items() if n in ("pq", "tq") and n not in names}
-        except PromptError as error:
-            raise MetricError(f"the edges of {self.name}: {error}") from error
+        # Small tables go to a GPU in one copy. Large ones are made there, a few rows at a time.
+        is_small = batch.tokens.numel() * batch.tokens.shape[1] <= row_pieces.PIECE
+        batch = batch.on_cpu if is_small else batch
+        are_of_paper = self.edges == PAPER_FLOWS
+        known = paper_edges(batch) if are_of_paper or batch.has_label_words else {}
+        sets = [
+            known[name] if are_of_paper else as_edge_set(batch, function)
+            for name, function in self.edges.items()
+        ]
+        names = [each.name_in_paper(batch) for each in sets]
+        others = {n: each for n, each in known.items() if n in ("pq", "tq") and n not in names}
         return EdgeSets([*sets, *others.values()], [*names, *others])
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        """Sums and numbers of the edges of each flow; mean weights along pq, tq and ww."""
         rows, read = super().contributions(batch, seen), seen.reads["sums"]
         assert isinstance(read, Sums) and isinstance(read.sets, EdgeSets)
         flows, names = flows_of_prompts(rows)["flow"], read.sets.names
@@ -233,11 +218,6 @@ class SaliencyFlows(EdgeFlows):
         }
 
     def result(self, contributions: Contributions) -> SaliencyFlowsRecord:
-        """Mean over prompts, then each layer's share, then the mean over sets of demonstrations.
-
-        A prompt without an edge of a flow is left out of its mean, and a set without one of the
-        mean over sets.
-        """
         has_edges = zip(self.edges, (contributions["counts"] > 0).any(0), strict=True)
         if empty := [name for name, is_found in has_edges if not is_found]:
             warn_user(

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..prompts.batch import PromptBatch
-from ..results import figures
 from ..results.contributions import Contributions
 from ..results.kinds import derived, mean
 from ..results.record import Record
 from ..system.arguments import check_counts, checked
+from . import plots
 from .metric import EdgeFlows, OfSegments, flows_of_prompts, read_by_others
 from .weights import attention
 
@@ -52,7 +52,7 @@ class SegmentAttentionRecord(Record):
             last segments, which have none far after them.
         kurtosis: Fisher kurtosis of a head's scores over the segments of a prompt, from -2 up; mean
             over prompts, then over sets. High means that the head gathers on few segments of each
-            text, which need not be the same ones: a receiver head. NaN where all scores are equal.
+            text, which need not be the same ones. NaN where all scores are equal.
     """
 
     attention: Float[Tensor, "layer head segment segment"] = mean("attention")
@@ -68,15 +68,7 @@ class SegmentAttentionRecord(Record):
 
     def plot(self) -> go.Figure:
         """The kurtosis of every head, by layer."""
-        return figures.heat_map(
-            self.kurtosis.T[None],
-            None,
-            None,
-            title="Heads that gather on few segments",
-            bar_title="kurtosis",
-            row_title="head",
-            column_title="layer",
-        )
+        return plots.by_head(self.kurtosis, "Heads that gather on few segments", "kurtosis")
 
 
 @checked
@@ -91,12 +83,11 @@ class SegmentAttention(OfSegments, EdgeFlows):
     \text{score}(b) = \underset{a \ge b + \text{apart}}{\text{mean}} \; M(a, b)
     $$
 
-    It needs no gradient.
-
-    Segments are counted in their order in the batch, so give them in the order of the text. The
-    kurtosis is that of ``scipy.stats.kurtosis`` (Fisher, biased) over the scores of a head in one
-    prompt. It is averaged over prompts, as in the published code: sentence 3 of one text has
-    nothing to do with sentence 3 of another, so a mean over texts would hide receiver heads.
+    It needs no gradient. Segments are counted in their order in the batch, so give them in the
+    order of the text. The kurtosis is that of ``scipy.stats.kurtosis`` (Fisher, biased) over the
+    scores of a head in one prompt. It is averaged over prompts, as in the published code: sentence
+    3 of one text has nothing to do with sentence 3 of another, so a mean over texts would hide
+    receiver heads.
 
     Range:
         Scores 0 to 1. Kurtosis -2 or more; with n scores it is at most about n - 5.
@@ -139,7 +130,6 @@ class SegmentAttention(OfSegments, EdgeFlows):
         check_counts(MetricError, apart=self.apart)
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error where segments are wrong or too few."""
         for batch in batches:
             count = self.segments_of(batch).shape[1]
             if count <= self.apart:
@@ -149,19 +139,14 @@ class SegmentAttention(OfSegments, EdgeFlows):
                 )
 
     def result(self, contributions: Contributions) -> SegmentAttentionRecord:
-        """The kurtosis of each prompt; means over prompts, then over sets; scores of the mean."""
         info = {"apart": self.apart} | self.info
         return SegmentAttentionRecord.of(contributions.with_each(self._of_prompts), info=info)
 
     def _of_prompts(self, contributions: Contributions) -> dict[str, Tensor]:
-        """The attention of each prompt, and the kurtosis of each head in it."""
         attention = flows_of_prompts(contributions)["flow_of_heads"]
         kurtosis = kurtosis_of_heads(vertical_scores(attention, self.apart))
         return {"attention": attention, "kurtosis": kurtosis}
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
-        """What tokens of other segments attend to each segment: its score in ``al.Faithfulness``.
-
-        The attention along these edges, mean over heads, summed over edges and layers.
-        """
+        """What others attend to each segment, mean over heads, summed over edges and layers."""
         return read_by_others(contributions["head_sums"].double().mean(2))

@@ -1,8 +1,7 @@
 """Flows between named segments of the prompts, by layer and head, for any weight of an edge."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import plotly.graph_objects as go
 from jaxtyping import Float
@@ -24,9 +23,9 @@ class SegmentFlowsRecord(Record):
 
     Attributes:
         flow: Mean weight of the edges from a query in the first segment to an earlier key in the
-            second; for saliency in nats. High means that the loss depends on what a token of the
-            first segment reads from a token of the second. Mean over the prompts with such edges,
-            then over sets of demonstrations; NaN where there is none.
+            second; for saliency in nats. High means that the loss depends on what passes there.
+            Mean over the prompts with such edges, then over sets of demonstrations; NaN where there
+            is none.
         total: Sum of these weights in a prompt, 0 where there is no edge. Long segments have more.
         edges: Number of these edges in a prompt.
         flow_of_heads: The flow with the weight of each head alone. Does not sum to flow. NaN also
@@ -64,8 +63,7 @@ class SegmentFlowsRecord(Record):
 class SegmentFlows(OfSegments, EdgeFlows):
     r"""Flows between any segments, such as question, steps and answer.
 
-    A segment is a set of tokens with a name. For segments a and b, over the edges E from a token of
-    a to an earlier token of b:
+    For segments a and b, over the edges E from a token of a to an earlier token of b:
 
     $$
     \text{total}_\ell(a, b) = \sum\limits_{(i, j) \in E} w_\ell(i, j)
@@ -123,22 +121,13 @@ class SegmentFlows(OfSegments, EdgeFlows):
     weight: Weight | WithValues = saliency
     name: str = "segment_flows"
 
-    def segments_by_name(self) -> Any:
-        """The segments as they were given, functions by their names."""
-        given = self.segments
-        if isinstance(given, Mapping):
-            return {name: name_of(of) for name, of in given.items()}
-        return given
-
     def result(self, contributions: Contributions) -> SegmentFlowsRecord:
-        """Means over the edges of each prompt, then over prompts, then over sets."""
         info = {"weight": name_of(self.weight)} | self.info
         return SegmentFlowsRecord.of(contributions.with_each(flows_of_prompts), info=info)
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
-        """What tokens of other segments read from each segment: its score in ``al.Faithfulness``.
+        """What others read from each segment, summed over edges and layers: ``al.Faithfulness``.
 
-        The weight of these edges, summed over edges and layers, in the unit of the weight. High
-        must mean that the segment helps, so give ``al.weights.helpful`` and not ``signed``.
+        High must mean that the segment helps, so give ``al.weights.helpful`` and not ``signed``.
         """
         return read_by_others(contributions["sums"].double())

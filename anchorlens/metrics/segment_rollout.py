@@ -1,8 +1,4 @@
-"""Attention rollout: of given patterns, and from the target to named segments in a run.
-
-``rollout`` multiplies the patterns of all layers; in a run each layer multiplies what the layers
-before it gave to the segments, so that no pattern is stored.
-"""
+"""Attention rollout: of given patterns, and from the target to named segments in a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,9 +31,7 @@ def rollout(
     """How much of each input token reaches each position, if attention were all that mixes them.
 
     ``R = prod_l (A_l / 2 + I / 2)``, the last layer on the left, with A_l the mean over heads and I
-    for the residual stream (Abnar and Zuidema, 2020, section 3). No gradient is needed, and no
-    target: R is the same whatever the model predicts. Pitfall: values, norms and MLPs count for
-    nothing in it, so it is a baseline for the other measures.
+    for the residual stream (Abnar and Zuidema, 2020, section 3). See ``al.SegmentRollout``.
 
     Args:
         patterns: Attention after the softmax, of all layers in their order.
@@ -152,7 +146,6 @@ class SegmentRollout(OfSegments):
     name: str = "segment_rollout"
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error where segments are wrong, or a prompt has no query."""
         for batch in batches:
             self.segments_of(batch)
             has_none = ~self._queries_of(batch).any(1)
@@ -165,8 +158,8 @@ class SegmentRollout(OfSegments):
                 )
 
     def reads(self, batch: PromptBatch) -> Reads:
-        """The pattern of each layer, multiplied with what the layers before it gave."""
-        reach = [self.segments_of(batch).mT.float()]  # of the layers so far
+        # Each layer multiplies what those before it gave to the segments: no pattern is stored.
+        reach = [self.segments_of(batch).mT.float()]
 
         def of(block: Block) -> Tensor:
             attention = block.pattern.mean(1)
@@ -177,17 +170,14 @@ class SegmentRollout(OfSegments):
         return {"reach": Blocks(of, whole=True)}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        """What the target has of each segment after the last layer."""
         reach = seen["reach"][:, -1]
         queries = self._queries_of(batch).cpu().to(reach.dtype)
         return {"reach": (queries[:, None] @ reach)[:, 0] / queries.sum(1, keepdim=True)}
 
     def result(self, contributions: Contributions) -> SegmentRolloutRecord:
-        """Means over prompts, then over sets."""
         return SegmentRolloutRecord.of(contributions, info=self.info)
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
-        """The part of each segment in the target: its score in ``al.Faithfulness``."""
         return contributions["reach"].double()
 
     def _queries_of(self, batch: PromptBatch) -> edges.Positions:

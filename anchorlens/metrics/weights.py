@@ -74,8 +74,7 @@ def positive(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
     """``mean_h relu(- A_h dL/dA_h)``: what helps the answer (after Chefer et al., 2021).
 
     From 0 up, in nats. The paper differentiates the score of a class, which is high where a loss is
-    low: hence the sign. Where a norm follows the attention, see ``signed``: what helps is what
-    helps more than the other keys of its query.
+    low: hence the sign. Where a norm follows the attention, see ``signed``.
     """
     return (-pattern * gradient).relu().mean(1)
 
@@ -115,11 +114,9 @@ class WithValues:
     function: WeightWithValues
 
     def __call__(self, pattern: Pattern, gradient: Pattern, values: Values) -> EdgeWeights:
-        """The weights of edges."""
         return self.function(pattern, gradient, values)
 
     def __repr__(self) -> str:
-        """One line: the function by its name."""
         return f"WithValues({self.__name__})"
 
     @property
@@ -131,19 +128,18 @@ class WithValues:
 def value_norm(pattern: Pattern, gradient: Pattern, values: Values) -> EdgeWeights:
     r"""``|| sum_h A_h f_h(x_j) ||``: the length of what passes along the edge, from 0 up.
 
-    With what a head would write for a key before its attention weighs it, ``f_h(x) = (x W_V +
-    b_V)_h W_O^h``,
+    With f_h(x_j) what a head would write for a key (see ``WithValues``),
 
     $$
     w(i, j) = \left\lVert \sum\limits_h A_h(i, j) \, f_h(x_j) \right\rVert
     $$
 
     in the unit of the residual stream: compare within a layer. A key with a large A and short
-    values, as the first token often is, gets a small weight. The vectors of all keys and heads plus
-    b_O are the output of the attention. A tiny pass verifies it, and refuses models with a norm or
-    another projection in between (BitNet, DeepSeek V2 and V3, Gemma 4, JetMoe). A norm after the
-    output, as in Gemma 2, is not in it. In a model that TransformerLens has processed, W_O is
-    centred, and so are the vectors. Prompts run whole.
+    values, as the first token often is, gets a small weight. A tiny pass verifies that all vectors
+    plus b_O are the output of the attention, and refuses models with a norm or another projection
+    in between (BitNet, DeepSeek V2 and V3, Gemma 4, JetMoe). A norm after the output, as in Gemma
+    2, is not in it. In a model that TransformerLens has processed, W_O is centred, and so are the
+    vectors. Prompts run whole.
 
     Pitfalls:
         It says what arrives, not whether the loss depends on it: no target is in it, and the
