@@ -107,7 +107,7 @@ def known(model: Any) -> dict[str, Any]:
 def tried(model: Any) -> dict[str, Any]:
     """What works on three prompts of the bundled sentiments."""
     try:
-        batches = _examples(model)
+        batches = _few_prompts(model)
     except AnchorlensError as error:
         return {name: f"{NO}{error}" for name in ("prompts", *ANALYSES)}
     prefixes: list[str] = []
@@ -137,7 +137,7 @@ def tried(model: Any) -> dict[str, Any]:
     }
 
 
-def _examples(model: Any) -> list[PromptBatch]:
+def _few_prompts(model: Any) -> list[PromptBatch]:
     examples = load_examples("sentiment")
     demos = sample_demonstrations(examples, shots=1, seed=42)
     queries = sample_queries(examples, FEW_PROMPTS, seed=42, exclude=demos)

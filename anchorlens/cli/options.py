@@ -45,12 +45,12 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _split(text: Any) -> list[str]:
+def _commas(text: Any) -> list[str]:
     """One value of an option that takes several, which may be separated by commas."""
     return [part.strip() for part in str(text).split(",")]
 
 
-def _words(context: Any, parameter: Any, values: Any) -> list[str] | None:
+def _given_words(context: Any, parameter: Any, values: Any) -> list[str] | None:
     """The different words of an option."""
     return _different(parameter.opts[0], "different words", values) if values else None
 
@@ -87,7 +87,7 @@ def _refused(option: str, what: str, given: Sequence[Any]) -> DataError:
 _whole = partial(typer.Option, metavar="<int>")
 _count = partial(_whole, min=1)
 _paths: dict[str, Any] = {"parser": _path, "metavar": "<path>"}
-_list = partial(typer.Option, parser=_split, metavar="<list>", rich_help_panel="Task and examples")
+_list = partial(typer.Option, parser=_commas, metavar="<list>", rich_help_panel="Task and examples")
 _task = partial(typer.Option, rich_help_panel="Task and examples")
 _machine = partial(typer.Option, rich_help_panel="Machine and output")
 _flag = partial(_machine, metavar="")
@@ -122,7 +122,7 @@ Tasks = Annotated[
         "--tasks",
         "--task-file",
         help=_ALL_TASKS,
-        callback=_words,
+        callback=_given_words,
         autocompletion=lambda: [*TASKS],
     ),
 ]
@@ -139,8 +139,8 @@ Chat = Annotated[
 TextColumn = Annotated[str | None, _task(help="Column of the texts in DATA.")]
 ImageColumn = Annotated[str | None, _task(help="Column of the paths of images in DATA, one a row.")]
 LabelColumn = Annotated[str | None, _task(help="Column of the classes in DATA.")]
-_OF_CLASSES = "The values of that column in class order; repeat, or separate by commas."
-Classes = Annotated[list[str] | None, _list(callback=_words, help=_OF_CLASSES)]
+_CLASS_ORDER = "The values of that column in class order; repeat, or separate by commas."
+Classes = Annotated[list[str] | None, _list(callback=_given_words, help=_CLASS_ORDER)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from ..results.estimate import Estimate
 from ..results.record import Record
 from ..results.text_tables import Section, TextTable
 
-Json = dict[str, Any]
+JsonEntries = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Summary:
 
     answer: Answer
     tables: tuple[Section, ...]
-    values: Json
+    values: JsonEntries
     is_able: bool
     is_sure: bool
 
@@ -68,7 +68,7 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     values = {
         "task": task,
         "claims": [
-            {**asdict(claim), "estimate": as_json(claim.estimate), "verdict": claim.verdict.value}
+            {**asdict(claim), "estimate": of_number(claim.estimate), "verdict": claim.verdict.value}
             for claim in judged
         ],
         **{name: ends_of(record) for name, record in records.items()},
@@ -82,9 +82,9 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     return Summary(answer, shown, values, is_able, is_sure)
 
 
-def ends_of(record: Record) -> Json:
+def ends_of(record: Record) -> JsonEntries:
     """The numbers of a record that are no long list: single ones, and those with named entries."""
-    numbers: Json = {}
+    numbers: JsonEntries = {}
     for name, axes in record.axes().items():
         entries = record.axis_names(axes[0]) if len(axes) == 1 else None
         if not axes:
@@ -98,20 +98,20 @@ def ends_of(record: Record) -> Json:
     return numbers
 
 
-def _value_of(record: Record, name: str, *entry: int) -> Json:
+def _value_of(record: Record, name: str, *entry: int) -> JsonEntries:
     """A number and its interval; what is counted is so of these prompts alone, and has none."""
     estimate = record.estimate(name, *entry)
     is_counted = not getattr(record, name).is_floating_point()
-    return as_json(Estimate(estimate.value) if is_counted else estimate)
+    return of_number(Estimate(estimate.value) if is_counted else estimate)
 
 
-def values_of_answer(answer: Answer) -> Json:
+def values_of_answer(answer: Answer) -> JsonEntries:
     """The answer by name, and the number of its sentence."""
     texts = {name: getattr(answer, name) for name in ("question", "sentence", "limits", "next")}
-    return texts | as_json(answer.estimate)
+    return texts | of_number(answer.estimate)
 
 
-def as_json(estimate: Estimate) -> Json:
+def of_number(estimate: Estimate) -> JsonEntries:
     """A number and its interval, if it has one."""
     interval = {"interval": [estimate.low, estimate.high]} if estimate.has_interval else {}
     return {"value": estimate.value, **interval}

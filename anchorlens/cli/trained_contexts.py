@@ -32,7 +32,7 @@ from .options import Contexts
 TRAINED = ("soft prompt", "hard prompt", "prefix", "prefix from anchors")
 OTHER_TOKENS = "other tokens"
 FACTORS, COMPARED = "factors of the label words", "comparison"
-_WRITTEN = re.compile(
+_OWN_FILES = re.compile(
     r"(contexts|other_tokens|soft_prompt|hard_prompt|prefix(_from_anchors)?)\.safetensors"
 )
 
@@ -202,4 +202,4 @@ def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, Trainin
 def forget_contexts(folder: Path) -> None:
     """Delete what the command stored for a task: states of training, rows, contexts, a record."""
     forget_rows(folder / "rows")
-    forget_files(folder, _WRITTEN)
+    forget_files(folder, _OWN_FILES)

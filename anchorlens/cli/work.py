@@ -360,7 +360,7 @@ def faithfulness(options: Faithfulness) -> None:
         prompts = partial(_segments, written, options.batch_size)
     else:
         chosen = chosen_tasks(options.task and [options.task], options, options.shots)
-        name, queries, draws = _draws(chosen[0], options, 60)
+        name, queries, draws = _choose(chosen[0], options, 60)
         prompts = partial(_built, chosen, {name: draws}, options.batch_size)
     segments = options.shots * len(chosen[0].task.labels) if chosen else len(documents)
     scores.Comparison(segments, options.subsets, options.top, seed=0).check()
@@ -412,7 +412,7 @@ def across(options: Across) -> None:
     """Compare the claims of the paper with several models."""
     out, output = options.out, options.output
     [chosen] = chosen_tasks(options.task and [options.task], options, options.shots)
-    name, queries, draws = _draws(chosen, options, 100)
+    name, queries, draws = _choose(chosen, options, 100)
     make_folders(out)
     by_task = partial(_built, [chosen], {name: draws}, options.batch_size)
     _refuse_models(options, lambda tokenizer: by_task(tokenizer)[name])
@@ -453,7 +453,7 @@ def _refuse_models(options: Across, prompts: Callable[[Any], list[PromptBatch]])
         raise ModelError("\n  - ".join([f"{count}; mend them, or leave them out:", *problems]))
 
 
-def _draws(chosen: ChosenTask, options: Any, most: int) -> tuple[str, int, list[Draw]]:
+def _choose(chosen: ChosenTask, options: Any, most: int) -> tuple[str, int, list[Draw]]:
     """The name of a task, the number of queries, and the draw of each seed."""
     used, wanted = options.shots * len(chosen.task.labels), options.queries
     queries = queries_that_fit(chosen, used, wanted, most)

@@ -7,13 +7,13 @@ from ..experiments.generation import written_tokens
 from ..prompts.build import build_segments
 from ..prompts.documents import Pieces
 
-MOST_TOKENS = 24  # tokens
+LONGEST_WRITTEN = 24  # tokens
 
 
 def written_answer(model: Any, pieces: Pieces) -> str:
     """What the model writes after a prompt."""
     [prompt] = build_segments(model.tokenizer, [pieces])
-    tokens, _ = written_tokens(model, prompt, MOST_TOKENS, 0, {})
+    tokens, _ = written_tokens(model, prompt, LONGEST_WRITTEN, 0, {})
     before, text = (model.tokenizer.decode(each[0].tolist()) for each in (prompt.tokens, tokens))
     answer, _, _ = text[len(before) :].partition("\n")
     if not answer.strip():

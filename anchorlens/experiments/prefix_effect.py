@@ -335,7 +335,7 @@ class PrefixEffect(Question):
         prefixes = [contributions] if is_one else contributions.of_demonstrations()
         return PrefixEffectRecord.of(
             contributions,
-            spread=mean_over_sets(lambda each: _spread(each["within"]), prefixes),
+            spread=mean_over_sets(lambda each: _mean_spread(each["within"]), prefixes),
             info={"segment_names": tuple(self.keys)},
         )
 
@@ -593,7 +593,7 @@ def _shares_of_directions(of_set: Contributions) -> Float[Tensor, "layer head di
     return squares / squares.sum(-1, keepdim=True)
 
 
-def _spread(within: Float[Tensor, "prompt layer sample"]) -> Float[Tensor, " layer"]:
+def _mean_spread(within: Float[Tensor, "prompt layer sample"]) -> Float[Tensor, " layer"]:
     """99th minus 1st percentile over prompts, the mean over positions; NaN for one prompt."""
     if len(within) < 2:
         return torch.full(within.shape[1:2], torch.nan, dtype=torch.double, device="cpu")

@@ -130,7 +130,7 @@ def _records(
     **options: Any,
 ) -> Mapping[str, Record]:
     """The metrics of a model of the same architecture with weights of a seed."""
-    drawn = _model(model, seed)
+    drawn = _new_model(model, seed)
     with hidden_warnings():  # such a model may predict one class only: a metric has no number
         able, _ = possible(drawn, batches, metrics)
         try:
@@ -140,7 +140,7 @@ def _records(
 
 
 @each_call_inside(gradient_mode, True)
-def _model(model: Any, seed: int) -> HookedModel:
+def _new_model(model: Any, seed: int) -> HookedModel:
     """A model of the same architecture with weights of a seed."""
     original = original_of(model)
     try:

@@ -1,4 +1,4 @@
-"""Reads the columns of a local data file: a ``Reader`` for each kind of file, at the end.
+"""Reads the columns of a local data file: a ``FileReader`` for each kind of file, at the end.
 
 Files are read as bytes here and not by a library that gets the path: such a library takes some
 paths for a pattern, an address or a compressed file, and may return a cached copy.
@@ -277,7 +277,7 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-class Reader(NamedTuple):
+class FileReader(NamedTuple):
     """How files of a kind become columns."""
 
     read: Callable[[bytes, Path], Columns]
@@ -285,10 +285,10 @@ class Reader(NamedTuple):
     code: Callable[[Path], tuple[str, str]]  # in Python, that reads rows and that writes others
 
 
-READERS: Mapping[str, Reader] = MappingProxyType(
+READERS: Mapping[str, FileReader] = MappingProxyType(
     {
-        **dict.fromkeys((".jsonl", ".json"), Reader(_jsonl, True, _json_code)),
-        **dict.fromkeys((".csv", ".tsv"), Reader(_csv, False, lambda path: ("", ""))),
-        ".parquet": Reader(_parquet, True, _parquet_code),
+        **dict.fromkeys((".jsonl", ".json"), FileReader(_jsonl, True, _json_code)),
+        **dict.fromkeys((".csv", ".tsv"), FileReader(_csv, False, lambda path: ("", ""))),
+        ".parquet": FileReader(_parquet, True, _parquet_code),
     }
 )

@@ -151,7 +151,7 @@ def paper(
         for task, part in steps:
             title = f"{task}, {part}"
             store = None if folder is None else Path(folder) / quote(task, safe=" ") / part
-            asked = _Parts(model, drawn[task], settings, options, store)
+            asked = _PartsOfTask(model, drawn[task], settings, options, store)
             chapter, records = task if part in MAIN else f"{task} ({part})", Results()
             with step(title), recorded_warnings() as recorded:
                 try:
@@ -233,7 +233,7 @@ def _draw(
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _PartsOfTask:
     """A task as it is asked of a model: the method of its name gives the records of a part."""
 
     model: HookedModel
@@ -327,7 +327,7 @@ class _Parts:
         words = [f" {letter}" for letter in ascii_uppercase[: len(self.seeds[0].task.labels)]]
         return self._with_shots(LETTER_SHOTS, labels=words).figures()
 
-    def _with_shots(self, shots: int, **changes: Any) -> "_Parts":
+    def _with_shots(self, shots: int, **changes: Any) -> "_PartsOfTask":
         """The same with more demonstrations, and another task."""
         changed = [
             each._replace(

@@ -40,7 +40,7 @@ _DRAWN = {
 }
 _NUMERIC = ("value", "low", "high")
 # Names of results and of their settings that say too little to a reader of the page.
-_IN_WORDS = {
+_SAID = {
     "attention_aucroc": "attention and prediction",
     "anchor_distances": "distances and confusions",
     "drawn": "intervals draw",
@@ -180,7 +180,7 @@ def write_report(
         for number, (heading, figure) in enumerate(extra.items())
     ]
     if own:
-        source = "".join(_model(common))
+        source = "".join(_model_of(common))
         chapters.append(_Chapter("figures", source=source, sections=own))
     has_figures = any(section.figure for chapter in chapters for section in chapter.sections)
     has_prompts = any(chapter.prompts or chapter.answers for chapter in chapters)
@@ -244,7 +244,7 @@ def _chapter(
     return _Chapter(
         chapter_id,
         name,
-        ", ".join([*_model(common), *([name] if name else [])]),
+        ", ".join([*_model_of(common), *([name] if name else [])]),
         judged,
         answer,
         forest(judged) if judged else "",
@@ -372,10 +372,10 @@ def _subtitle(known: Mapping[str, Any], tasks: Sequence[str]) -> str:
     given = next(filter(None, map(known.get, ("tasks", "task", "data"))), None)
     named = tasks or [Path(name).stem for name in _items(given)]
     parts = [", ".join(named)] if named else []
-    return " · ".join([*_model(known), *parts, f"{today.day} {today:%B %Y}"])
+    return " · ".join([*_model_of(known), *parts, f"{today.day} {today:%B %Y}"])
 
 
-def _model(known: Mapping[str, Any]) -> list[str]:
+def _model_of(known: Mapping[str, Any]) -> list[str]:
     """The name of the model, or the names of those that are compared."""
     names = [Path(name).name for name in _items(known.get("model"))]
     return [", ".join(names)] if names else []
@@ -399,26 +399,26 @@ def _facts(info: Mapping[str, Any]) -> list[tuple[str, str]]:
             parts = ((part, _facts(inside)) for part, inside in value.items())
             pairs += [(f"{part}: {name}", text) for part, inside in parts for name, text in inside]
         else:
-            pairs.append((_words(key), _value(value)))
+            pairs.append((_phrase(key), _as_words(value)))
     return pairs
 
 
-def _value(value: Any) -> str:
+def _as_words(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_value, value))
+        return ", ".join(map(_as_words, value))
     text = str(value)
     # Spaces at its ends and line breaks are a part of a template or of a label word.
     return json.dumps(text, ensure_ascii=False) if text != " ".join(text.split()) else text
 
 
-def _words(name: str) -> str:
-    return _IN_WORDS.get(name, name.replace("_", " "))
+def _phrase(name: str) -> str:
+    return _SAID.get(name, name.replace("_", " "))
 
 
 def _heading(name: str) -> str:
-    words = _words(name)
+    words = _phrase(name)
     return words[:1].upper() + words[1:]
 
 

@@ -27,7 +27,7 @@ def part_that_raises(monkeypatch: pytest.MonkeyPatch, name: str, error: Exceptio
     def fail(asked: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(papers._Parts, name.replace(" ", "_"), fail)
+    monkeypatch.setattr(papers._PartsOfTask, name.replace(" ", "_"), fail)
 
 
 @pytest.mark.slow("many passes")
