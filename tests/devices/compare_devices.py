@@ -10,6 +10,9 @@ torch are replaced for it.
 
 import contextlib
 import copy
+import dataclasses
+import doctest
+import importlib
 import io
 import json
 import sys
@@ -17,7 +20,6 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,9 @@ from anchorlens.system import devices
 from benchmarks import operations
 from tests.support import simulated_device
 from tests.support.catalogue import ALL, scene_of
+from tests.support.image_models import image_model, picture
 from tests.support.measures import tensors_of
-from tests.support.printed_code import MODULES, ROOT, failed_examples, names_of_examples, run_page
+from tests.support.printed_code import MODULES, ROOT, run_page
 from tests.support.quick_analyses import quick_analyses
 from tests.support.tiny_models import (
     byte_level_tokenizer,
@@ -122,8 +125,26 @@ def docstrings() -> dict[str, str]:
     tokenizer, folder = byte_level_tokenizer(), Path(tempfile.mkdtemp())
     tiny_gpt2(len(tokenizer), n_layer=3, n_embd=16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    names = names_of_examples(folder, "sim")
+    model, examples = al.load_model(str(folder), device="sim"), al.load_examples("questions")
+    task, demos = al.TASKS["trec"], al.sample_demonstrations(examples, seed=42)
+    batches = al.build_prompts(model.tokenizer, task, demos, examples[-14:])
+    names = {  # that every example may use
+        **{"al": al, "dataclasses": dataclasses, "torch": torch, "edges": al.edges},
+        **{"model": model, "folder": folder, "task": task, "demos": demos, "batches": batches},
+        **{"batch": batches[0].to("sim"), "processor": image_model("LLaVA")[1]},
+        "picture": picture(0),
+    }
     return {module: failed_examples(module, names) for module in MODULES}
+
+
+def failed_examples(module: str, names: dict[str, Any]) -> str:
+    """What the examples of a module should have given and gave; empty if they agree."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        results = doctest.testmod(
+            importlib.import_module(module), extraglobs=names, optionflags=doctest.ELLIPSIS
+        )
+    return printed.getvalue() if results.failed else ""
 
 
 def readme() -> dict[str, Any]:
@@ -169,7 +190,7 @@ def batches() -> dict[str, bool]:
         "padded on the left": moved.padded_left(),
         "padded on the right": moved.padded_left().padded_right(),
         "queries": queries_after(moved, moved.tokens[0, :3]),
-        "replaced": replace(moved, tokens=moved.tokens + 1),
+        "replaced": dataclasses.replace(moved, tokens=moved.tokens + 1),
     }
     with simulated_device.waits() as counted:
         for each in made.values():

@@ -1,16 +1,9 @@
-"""The code that is printed: blocks of the README and the documentation, examples in docstrings."""
+"""The code that is printed: blocks of the README and the documentation."""
 
-import contextlib
-import dataclasses
-import doctest
-import importlib
-import io
 import pkgutil
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 import anchorlens as al
 
@@ -58,37 +51,3 @@ def run_page(page: Path) -> dict[str, Any]:
         code = compile("\n" * block.line + block.code, str(page), "exec")
         exec(code, dict(names) if alone else names)
     return names
-
-
-def names_of_examples(folder: Path, device: str = "cpu") -> dict[str, Any]:
-    """The names that every example of a docstring may use."""
-    model = al.load_model(str(folder), device=device)
-    task, examples = al.TASKS["trec"], al.load_examples("questions")
-    demos = al.sample_demonstrations(examples, seed=42)
-    batches = al.build_prompts(model.tokenizer, task, demos, examples[-14:])
-    from tests.support.image_models import image_model, picture
-
-    return {
-        "al": al,
-        "dataclasses": dataclasses,
-        "processor": image_model("LLaVA")[1],
-        "picture": picture(0),
-        "torch": torch,
-        "edges": al.edges,
-        "folder": folder,
-        "model": model,
-        "task": task,
-        "demos": demos,
-        "batches": batches,
-        "batch": batches[0].to(device),
-    }
-
-
-def failed_examples(module: str, names: dict[str, Any]) -> str:
-    """What the examples of a module should have given and gave; empty if they agree."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        results = doctest.testmod(
-            importlib.import_module(module), extraglobs=names, optionflags=doctest.ELLIPSIS
-        )
-    return printed.getvalue() if results.failed else ""
