@@ -178,7 +178,10 @@ def test_a_data_set_of_the_hub_has_columns_and_splits(monkeypatch: Any, folder: 
         ('data = "a"\ndataset = "b"', "mine.toml has data and dataset; leave one out"),
         ('task = "sst2"\nlabels = [" a"]', "mine.toml: a task has at least two classes"),
         ('template = "{text}"\nlabels = [" a", " b"]', "mine.toml: the template must contain"),
-        ('template = "{text}{label}"\nlabels = [" a", " b"]', "needs examples: give data, a file (.jsonl"),
+        (
+            'template = "{text}{label}"\nlabels = [" a", " b"]',
+            "needs examples: give data, a file (.j",
+        ),
         ('task = "sst2"\nsplit = "a"', "split came without dataset; only a data set of the hub"),
         ('task = "sst2"\ntext_column = "a"', "text_column came without data or dataset, but"),
         ('task = "sst2"\ndate = "2030-01-02"', "date, which is for a chat: add chat = true"),
