@@ -35,7 +35,7 @@ from .prompts.batch import PromptBatch, check_inside
 from .prompts.edge_set import Edges, EdgeSet, EdgesOfBatch, check_edges
 from .prompts.positions import checked_positions
 from .system.arguments import checked
-from .system.devices import beside, sent
+from .system.devices import beside
 from .system.texts import described
 from .system.warn import warn_user
 
@@ -180,7 +180,7 @@ def block_edges(
 
     Examples:
         >>> cut = al.block_edges(model, batch, al.edges.pq, range(3))
-        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
+        >>> logits = model.run_with_hooks(batch.tokens.to(model.cfg.device), fwd_hooks=cut)
     """
     where = as_site(site)
     require_fit(model, batch)
@@ -230,7 +230,7 @@ def scale_edges(
 
     Examples:
         >>> half = al.scale_edges(model, batch, al.edges.pq, 0.5, range(3))
-        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=half)
+        >>> logits = model.run_with_hooks(batch.tokens.to(model.cfg.device), fwd_hooks=half)
     """
     require_fit(model, batch)
     where, factors = as_site(site), _factors(model, factor)
@@ -310,7 +310,7 @@ def replace_heads(
     Examples:
         >>> zeros = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
         >>> cut = al.replace_heads(model, batch, zeros, al.Site.of_heads([(0, 1), (2, 0)]))
-        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
+        >>> logits = model.run_with_hooks(batch.tokens.to(model.cfg.device), fwd_hooks=cut)
     """
     require_fit(model, batch, "target_positions", of_values=True)
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
@@ -387,10 +387,9 @@ def isolate_labels(
 
     Examples:
         >>> hooks = al.isolate_labels(model, batch, range(3))
-        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)
+        >>> logits = model.run_with_hooks(batch.tokens.to(model.cfg.device), fwd_hooks=hooks)
     """
-    given = batch.on_cpu
-    words = edge_sets.segment(given, "label") if whole_words else edge_sets.anchors(given)
+    words = edge_sets.segment(batch, "label") if whole_words else edge_sets.anchors(batch)
     return _isolate(model, batch, words, site)
 
 
@@ -425,7 +424,7 @@ def isolate_random(
         >>> draws = range(10)
         >>> hooks = [al.hooks.isolate_random(model, batch, range(3), seed=draw) for draw in draws]
     """
-    words = edge_sets.random_positions(batch.on_cpu, seed, whole_words=whole_words)
+    words = edge_sets.random_positions(batch, seed, whole_words=whole_words)
     return _isolate(model, batch, words, site)
 
 
@@ -464,7 +463,7 @@ def reweight_anchors(
             "beta must be numbers below infinity, because attention is multiplied by exp(beta); "
             "some are NaN or infinite"
         )
-    rows = torch.arange(len(batch), device=batch.tokens.device)[:, None]
+    rows = torch.arange(len(batch), device="cpu")[:, None]
     anchors = rows, batch.target_rows[:, None], batch.label_positions
 
     def hook_of(layer: int) -> Hook:
@@ -514,7 +513,7 @@ def _isolate(
     require_fit(model, batch)
     if not words.any():
         raise PromptError("the batch has no label words, so that there is nothing to isolate")
-    cut = edge_sets.between(sent(words, batch.tokens.device), batch.attention_mask)
+    cut = edge_sets.between(words, batch.attention_mask)
     return hooks_on_edges(model, batch, cut, as_site(site))
 
 

@@ -180,11 +180,11 @@ def plain(weights: Any, batches: Sequence[al.PromptBatch], backward: bool) -> No
     """Forward and, if asked, backward passes of plain transformers, with logits at targets."""
     for batch in batches:
         with torch.set_grad_enabled(backward):
-            embedded = weights.get_input_embeddings()(batch.tokens).detach()
+            embedded = weights.get_input_embeddings()(batch.tokens.to(weights.device)).detach()
             whole = bool(batch.attention_mask.all())  # sdpa then has its kernel without a mask
             hidden = weights.base_model(
                 inputs_embeds=embedded.requires_grad_(backward),
-                attention_mask=None if whole else batch.attention_mask.long(),
+                attention_mask=None if whole else batch.attention_mask.long().to(weights.device),
                 use_cache=False,
             ).last_hidden_state
             rows = torch.arange(len(batch), device=hidden.device)
@@ -200,8 +200,7 @@ def speed(device: str, name: str, config: Any, count: int, size: int) -> None:
     weights = random_weights(config, device, torch.bfloat16)
     model = al.load_model(copy.deepcopy(weights), tokenizer=tokenizer)
     batches = trec(model.tokenizer, count, size)
-    there = [batch.to(torch.device(device)) for batch in batches]
-    few = there[0].prompts(0, FEW)
+    few = batches[0].prompts(0, FEW)
     results: dict[str, Any] = {}
     one_at_a_time: list[Tensor] = []
 
@@ -215,11 +214,11 @@ def speed(device: str, name: str, config: Any, count: int, size: int) -> None:
     backward, forward = "floor: plain forward and backward", "floor: plain forward"
     slow = f"one prompt at a time ({len(few)} prompts, times {count / len(few):.0f})"
     ways: dict[str, Callable[[], object]] = {
-        backward: lambda: plain(weights, there, backward=True),
+        backward: lambda: plain(weights, batches, backward=True),
         "anchorlens, flows and AUCROC": partial(ours, "both", both),
         "the same, share_prefix=False": partial(ours, "whole", both, share_prefix=False),
         slow: naive,
-        forward: lambda: plain(weights, there, backward=False),
+        forward: lambda: plain(weights, batches, backward=False),
         "anchorlens, AUCROC": partial(ours, "auc", [al.AttentionAUCROC()]),
     }
     in_turns(device, ways, turns=1)  # warm-up
@@ -274,9 +273,8 @@ def long_prompts(device: str, config: Any, lengths: Sequence[int]) -> None:
     notes = []
     for length in lengths:
         batch = long_prompt(length, config.vocab_size)
-        there = batch.to(torch.device(device))
         ways: dict[str, Callable[[], object]] = {
-            "plain": partial(plain, weights, [there], backward=True),
+            "plain": partial(plain, weights, [batch], backward=True),
             "flows": partial(flows, batch, f"{length} tokens", False),
             "checkpoints": partial(flows, batch, f"{length} tokens, checkpoints", True),
         }

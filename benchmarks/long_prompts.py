@@ -62,7 +62,7 @@ def weights(length: int, vocabulary: int) -> GPT2LMHeadModel:
 
 def transformers_alone(model: Any, batch: al.PromptBatch) -> torch.Tensor:
     """Flows in plain transformers: each layer's attention times its gradient."""
-    embedded = model.get_input_embeddings()(batch.tokens).detach().requires_grad_()
+    embedded = model.get_input_embeddings()(batch.tokens.to(model.device)).detach().requires_grad_()
     hidden = model.base_model(inputs_embeds=embedded, output_attentions=True)
     for attention in hidden.attentions:
         attention.retain_grad()
@@ -78,7 +78,7 @@ def transformers_alone(model: Any, batch: al.PromptBatch) -> torch.Tensor:
 
 def floor(model: Any, batch: al.PromptBatch) -> torch.Tensor:
     """A plain forward and backward pass with fused attention; flows of zeros."""
-    embedded = model.get_input_embeddings()(batch.tokens).detach().requires_grad_()
+    embedded = model.get_input_embeddings()(batch.tokens.to(model.device)).detach().requires_grad_()
     hidden = model.base_model(inputs_embeds=embedded).last_hidden_state
     logits = model.get_output_embeddings()(hidden[:, -1])
     al.losses.label_cross_entropy(logits, batch).sum().backward()
@@ -115,7 +115,7 @@ def measure(variant: str, length: int, device: str, dtype: torch.dtype) -> None:
 
     def flows(batch: al.PromptBatch) -> torch.Tensor:
         if alone is not None:
-            return alone(model, batch.to(torch.device(device)))
+            return alone(model, batch)
         results = al.run(
             model,
             [batch],

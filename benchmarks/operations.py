@@ -128,8 +128,9 @@ def prompts(model: Any) -> list[al.PromptBatch]:
 def plain(model: Any, batch: al.PromptBatch, *, backward: bool) -> None:
     """A pass of transformers itself, with its eager attention, and the gradient."""
     with torch.set_grad_enabled(backward):
-        embedded = model.get_input_embeddings()(batch.tokens).detach().requires_grad_(backward)
-        mask = batch.attention_mask.long()
+        tokens, mask = (each.to(model.device) for each in (batch.tokens, batch.attention_mask))
+        embedded = model.get_input_embeddings()(tokens).detach().requires_grad_(backward)
+        mask = mask.long()
         states = model.base_model(inputs_embeds=embedded, attention_mask=mask, use_cache=False)
         rows = torch.arange(len(batch))
         last = states.last_hidden_state[rows, batch.target_positions]
@@ -172,8 +173,7 @@ def metrics_of_a_run(
     count, found = called if device == "cpu" else started, []
     for alone, model in models_of(kind, device):
         batches = prompts(model)
-        there = batches[1].to(torch.device(device))
-        floor = count(partial(plain, alone, there, backward=True))
+        floor = count(partial(plain, alone, batches[1], backward=True))
         one, three = (count(partial(run, model, batches[:n], metrics)) for n in (1, 3))
         batch = (three - one) / 2
         found.append((floor, batch, one - batch))
@@ -186,13 +186,12 @@ def isolated_pass(kind: str) -> tuple[Counts, Counts]:
     found = []
     for alone, model in models_of(kind):
         batches = prompts(model)[1:2]
-        there = batches[0].to(torch.device("sim"))
 
         def run(draws: int, model: Any = model, batches: Any = batches) -> Any:
             sweep = al.EdgeSweep.isolation({"all": al.Site()}, draws=draws)
             return al.run(model, batches, [sweep], share_prefix=False, **QUIET)
 
-        floor = started(partial(plain, alone, there, backward=False))
+        floor = started(partial(plain, alone, batches[0], backward=False))
         one, three = (started(partial(run, draws)) for draws in (1, 3))
         found.append((floor, (three - one) / 2))
     floors, further = zip(*found, strict=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import ModelError, PromptError
 from ..hooks import Site, hooks_on_edges
 from ..metrics.question import HooksOfBatch, no_hooks
-from ..models.hooked import Hook, HookedModel, check_fits, device_of, hooks_by_layer, scores_name
+from ..models.hooked import Hook, HookedModel, check_fits, hooks_by_layer, scores_name
 from ..models.kv_cache import KeyValues, layers_of_entries
 from ..models.load import ensure_prepared
 from ..models.media_tokens import refuse_media_tokens
@@ -30,11 +30,11 @@ from ..models.rotary import refuse_another_rotation
 from ..passes.comparison import TOLERANCE, difference_of, reason_of, tolerance
 from ..passes.forward import run_pass, run_prefix
 from ..prompts import edges
-from ..prompts.batch import PromptBatch, check_batch, on_both
+from ..prompts.batch import PromptBatch, check_batch
 from ..prompts.edge_set import Edges, EdgeSet
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import called, checked, fitted
-from ..system.devices import holds_numbers
+from ..system.devices import Device, holds_numbers, sent
 from ..system.texts import described, name_of
 from .placement import Placement, as_in_prompt, rebased
 from .protocol import (
@@ -111,7 +111,7 @@ class CompressedContext(StoredContext):
     @property
     def has_no_gap(self) -> bool:
         """Whether the position of each token is its index in the cache."""
-        indices = torch.arange(len(self.prefix), device=self.key_positions.device)
+        indices = torch.arange(len(self.prefix), device="cpu")
         keys_have_no_gap = torch.equal(self.key_positions, indices)
         return keys_have_no_gap and self.query_position == len(self.prefix)
 
@@ -122,7 +122,7 @@ class CompressedContext(StoredContext):
         Raises:
             PromptError: The prompts begin with other tokens, or a query is too long.
         """
-        whole = _after_prefix(batch.to(device_of(model)), self.tokens)
+        whole = _after_prefix(batch, self.tokens)
         left = model.cfg.n_ctx - max(self.query_position, len(self.prefix))
         longest = int(whole.attention_mask[:, whole.query_rows].sum(1).max())
         if longest > left:
@@ -132,11 +132,10 @@ class CompressedContext(StoredContext):
                 "or fewer demonstrations, or positions=al.contexts.placement.rebased"
             )
         refuse_another_rotation(model, self.prefix.text_length, self.query_position + longest)
-        prefix, device = self.prefix.beside(model), whole.tokens.device
-        read = torch.ones(whole.tokens.shape[1], dtype=torch.bool, device=device)
-        read[: len(self.selected)] = self.selected.to(device)
+        prefix, read = self.prefix.beside(model), torch.ones_like(whole.tokens[0], dtype=torch.bool)
+        read[: len(self.selected)] = self.selected
         if not self.is_cut:
-            of_query = torch.arange(len(read), device=device) >= whole.first_query
+            of_query = whole.positions >= whole.first_query
             cut = edges.between(of_query[None], ~read[None])
             return QueryPass(whole, prefix, hooks_on_edges(model, whole, cut, Site()))
         compact = selected_columns(whole, read).after(int(self.selected.sum()))
@@ -151,10 +150,9 @@ class CompressedContext(StoredContext):
         A window is a distance in positions, but the model's own mask counts indices in the cache.
         """
         windows = _windows(model, whole)
-        n_keys, length = batch.first_query, batch.tokens.shape[1]
-        indices = torch.arange(length, device=batch.tokens.device)
+        n_keys, indices = batch.first_query, batch.positions
         positions = indices - n_keys + self.query_position
-        positions[:n_keys] = self.key_positions.to(indices.device)
+        positions[:n_keys] = self.key_positions
         queries = indices[:, None] >= n_keys
         hooks: list[Hook] = []
         for window in set(windows):
@@ -281,10 +279,9 @@ def compressed_contexts(
     check_batch(demonstrations)
     check_fits(model, demonstrations)
     refuse_media_tokens(model, demonstrations)
-    moved = demonstrations.to(device_of(model))
     apart: HooksOfBatch = partial(_apart, model) if separately else no_hooks
-    masks = checked_selections(selections, moved, model, apart)
-    prompt = moved.prompt(0)
+    masks = checked_selections(selections, demonstrations, model, apart)
+    prompt = demonstrations.prompt(0)
     shared = prompt.before(len(masks[0]))
     bos = bos_of(prompt).tolist()
     info = {**model_identity(model), "positions": name_of(positions), "separately": separately}
@@ -331,7 +328,7 @@ def cache_of_tokens(
     model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
 ) -> KeyValues:
     """Verified keys and values of tokens that stand before the query of the first prompt."""
-    prompt = queries_after(batch.to(device_of(model)).prompt(0), tokens)
+    prompt = queries_after(batch.prompt(0), tokens)
     return verified_cache(model, prompt, prompt.before(len(tokens)))
 
 
@@ -371,7 +368,7 @@ class _Placed(NamedTuple):
         """Whether the keys are put at 0, 1, ..., and the query after them."""
         if torch.equal(self.keys, self.selected.nonzero().flatten()):
             return False
-        indices = torch.arange(len(self.keys), device=self.selected.device)
+        indices = torch.arange(len(self.keys), device="cpu")
         if torch.equal(self.keys, indices) and self.query == len(self.keys):
             return True
         raise PromptError(
@@ -390,7 +387,7 @@ def _placed(positions: Placement, selected: Bool[Tensor, " position"]) -> _Place
             "positions must give the positions of the keys, a tensor, and that of the query, a "
             f"whole number, as al.contexts.placement.rebased does; got {described(given)}"
         )
-    return _Placed(selected, given[0], fitted("the query's position", given[1], int))
+    return _Placed(selected, given[0].cpu(), fitted("the query's position", given[1], int))
 
 
 def _context(
@@ -399,12 +396,11 @@ def _context(
     selected, keys, query = placed
     tokens, segments = (of[0, : len(selected)] for of in (prompt.tokens, prompt.segments))
     counts = {name: int(selected[segments == n].sum()) for n, name in enumerate(SEGMENTS)}
-    # What is not run stays on the CPU, as in a context that was stored.
     return CompressedContext(
-        prefix=replace(prefix, next_position=torch.tensor([query], device=tokens.device)),
-        tokens=tokens.cpu(),
-        selected=selected.cpu(),
-        key_positions=keys.cpu(),
+        prefix=replace(prefix, next_position=torch.tensor([query], device="cpu")),
+        tokens=tokens,
+        selected=selected,
+        key_positions=keys,
         query_position=query,
         info={**info, "selected": {name: count for name, count in counts.items() if count}},
     )
@@ -416,11 +412,11 @@ def _apart(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     for k in range(batch.label_ends.shape[1]):
         number += (k + 1) * edges.demonstration(batch, k)
 
-    def rows_of(rows: slice) -> Edges:
-        return (number[:, rows, None] > number[:, None]) & (number[:, None] > 0)
+    def rows_of(rows: slice, device: Device) -> Edges:
+        numbers = sent(number, device)
+        return (numbers[:, rows, None] > numbers[:, None]) & (numbers[:, None] > 0)
 
-    shape = (*number.shape, number.shape[1])
-    return hooks_on_edges(model, batch, EdgeSet(rows_of, shape, number.device), Site())
+    return hooks_on_edges(model, batch, EdgeSet(rows_of, (*number.shape, number.shape[1])), Site())
 
 
 def _with_cuts(
@@ -451,7 +447,7 @@ def _with_cuts(
         unrotated[name] = key.detach()
 
     def replaced(name: str, key: Tensor, hook: Any) -> Tensor:
-        return unrotated[name][:, selected.to(key.device)]
+        return unrotated[name][:, selected]
 
     observers = [(name, partial(store, name)) for name in names]
     read = run_prefix(model, shared, hooks=hooks(shared), observers=observers).columns(selected)
@@ -471,7 +467,7 @@ def _trial(
 ) -> tuple[bool, float]:
     """Whether a cut cache gives the logits of the masked whole cache, and how far they are off."""
     length, moves = len(placed.selected), placed.moves
-    indices = torch.arange(length, device=placed.selected.device)
+    indices = torch.arange(length, device="cpu")
     if moves:
         # Without a gap all distances stay the same, so the answers must stay the same too.
         selected = indices >= length // 2
@@ -523,24 +519,19 @@ def _may_cut(
 def selected_columns(batch: PromptBatch, selected: Bool[Tensor, " position"]) -> PromptBatch:
     """The selected columns of the prompts, whose label words are those that are selected whole."""
     dropped = int((~selected).sum())
-
-    def change(each: PromptBatch) -> PromptBatch:
-        columns = selected.to(each.tokens.device)
-        whole = (columns[each.label_positions] & columns[each.label_ends]).all(0)
-        moved = columns.cumsum(0) - 1
-        return replace(
-            each,
-            tokens=each.tokens[:, columns],
-            attention_mask=each.attention_mask[:, columns],
-            segments=each.segments[:, columns],
-            label_positions=moved[each.label_positions[:, whole]],
-            label_ends=moved[each.label_ends[:, whole]],
-            label_classes=each.label_classes[:, whole],
-            target_positions=each.target_positions - dropped,
-            query_start=each.query_start - dropped,
-        )
-
-    return on_both(batch, change)
+    whole = (selected[batch.label_positions] & selected[batch.label_ends]).all(0)
+    moved = selected.cumsum(0) - 1
+    return replace(
+        batch,
+        tokens=batch.tokens[:, selected],
+        attention_mask=batch.attention_mask[:, selected],
+        segments=batch.segments[:, selected],
+        label_positions=moved[batch.label_positions[:, whole]],
+        label_ends=moved[batch.label_ends[:, whole]],
+        label_classes=batch.label_classes[:, whole],
+        target_positions=batch.target_positions - dropped,
+        query_start=batch.query_start - dropped,
+    )
 
 
 # For each model the length of the prompt on which windows were measured, and each layer's window.
@@ -581,9 +572,8 @@ def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
 def _after_prefix(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:
     """Prompts that begin with these tokens, to be run after a cached prefix of them."""
     right, length = batch.padded_right(), len(tokens)
-    expected = tokens.to(batch.tokens.device)
     if int(right.target_positions.min()) >= length:
-        same = right.tokens[:, :length] == expected
+        same = right.tokens[:, :length] == tokens
         if same.all():
             return right.after(length)
         row, position = (~same).nonzero()[0].tolist()

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
-from ..models.hooked import Hook, HookedModel, device_of, vocabulary_of
+from ..models.hooked import Hook, HookedModel, vocabulary_of
 from ..models.kv_cache import KeyValues
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
@@ -63,7 +63,7 @@ def prefix_of_tokens(
 
     Those of the first tokens may be known: ``prefix`` holds them, and only the others are run.
     """
-    queries = queries_after(batch.prompts(0, 1).to(device_of(model)), tokens)
+    queries = queries_after(batch.prompts(0, 1), tokens)
     leading = queries.before(len(tokens)).after(0 if prefix is None else len(prefix))
     return run_prefix(model, leading, hooks=hooks, observers=observers, prefix=prefix)
 
@@ -89,11 +89,11 @@ def start_tokens(model: HookedModel, start: Sequence[int], length: int) -> Int[T
         raise PromptError(
             f"start must hold token ids from 0 to {vocabulary_of(model) - 1}; got none"
         )
-    return ids[torch.arange(length, device=ids.device) % len(ids)]
+    return ids[torch.arange(length, device="cpu") % len(ids)]
 
 
 def token_ids(model: HookedModel, tokens: Sequence[int], name: str) -> Int[Tensor, " length"]:
-    """Token ids on the model's device; ``name`` is that of the argument that holds them."""
+    """Token ids as a tensor; ``name`` is that of the argument that holds them."""
     try:
         ids = [int(token) for token in tokens]
     except (TypeError, ValueError) as error:
@@ -105,4 +105,4 @@ def token_ids(model: HookedModel, tokens: Sequence[int], name: str) -> Int[Tenso
         raise PromptError(
             f"{name} must hold token ids from 0 to {vocabulary_of(model) - 1}; got {wrong[:5]}"
         )
-    return torch.tensor(ids, dtype=torch.long, device=device_of(model))
+    return torch.tensor(ids, dtype=torch.long, device="cpu")

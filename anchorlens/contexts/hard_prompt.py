@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
-from ..models.hooked import HookedModel, device_of
+from ..models.hooked import HookedModel
 from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch, check_batch, demonstrations_ids
 from ..prompts.segment_names import OTHER
@@ -71,7 +71,7 @@ class HardPrompt(PrefixContext):
         """
         self.check_bos(batch)
         check_batch(batch)
-        return _insert(batch, self.ids.to(batch.tokens))
+        return _insert(batch, self.ids)
 
 
 def _insert(batch: PromptBatch, tokens: Int[Tensor, " inserted"]) -> PromptBatch:
@@ -86,14 +86,14 @@ def _insert(batch: PromptBatch, tokens: Int[Tensor, " inserted"]) -> PromptBatch
         right,
         tokens=widened(right.tokens, tokens),
         attention_mask=widened(right.attention_mask, torch.ones_like(tokens, dtype=torch.bool)),
-        segments=widened(right.segments, torch.full_like(tokens, OTHER).to(right.segments)),
+        segments=widened(right.segments, torch.full_like(tokens, OTHER)),
         label_positions=right.label_positions + count,
         label_ends=right.label_ends + count,
         target_positions=right.target_positions + count,
         query_start=right.query_start + count,
     )
     longer = replace(longer, demonstrations_id=demonstrations_ids(longer))
-    return longer if batch.on_cpu.attention_mask[:, 0].all() else longer.padded_left()
+    return longer if batch.attention_mask[:, 0].all() else longer.padded_left()
 
 
 def tokenizer_of(model: HookedModel, tokenizer: Any) -> Any:
@@ -121,17 +121,17 @@ def made_of_tokens(
     again = torch.tensor(
         tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long, device="cpu"
     )
-    encoded = torch.cat([tokens[:n_bos], again.to(tokens.device)])
+    encoded = torch.cat([tokens[:n_bos], again])
     accuracy = float(training.best_accuracy)
     if not torch.equal(encoded, tokens):
         accuracy, _ = answers_after_tokens(model, encoded, held_out, loss)
     return HardPrompt(
         prefix=prefix_of_tokens(model, held_out[0], tokens),
-        tokens=tokens.cpu(),
+        tokens=tokens,
         training=training,
         info=info,
         text=text,
-        encoded=encoded.cpu(),
+        encoded=encoded,
         encoded_accuracy=torch.tensor(accuracy, device="cpu"),
     )
 
@@ -143,8 +143,7 @@ def answers_after_tokens(
     loss: Loss,
 ) -> tuple[float, float]:
     """Accuracy and mean loss of the queries after tokens with their BOS."""
-    moved = [batch.to(device_of(model)) for batch in batches]
-    return answers(model, after_tokens(model, tokens, batches[0]), moved, loss)
+    return answers(model, after_tokens(model, tokens, batches[0]), batches, loss)
 
 
 def after_tokens(

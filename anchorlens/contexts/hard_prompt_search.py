@@ -24,7 +24,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.plain_tokens import plain_tokens
 from ..runs.identity import in_words
 from ..system.arguments import check_counts, checked
-from ..system.devices import in_float64
+from ..system.devices import in_float64, sent
 from ..system.processes import gather_from_processes
 from ..system.put_back import each_call_inside
 from ..system.texts import described
@@ -108,7 +108,7 @@ def train_hard_prompt(
                 )
             plain = plain & allowed.to(plain.device)
         nearest = NearestTokens.of(model, plain)
-        if refused := sorted(set(ids[~nearest.allowed[ids]].tolist())):
+        if refused := sorted(set(ids[~nearest.allowed[ids].cpu()].tolist())):
             raise PromptError(
                 f"the tokens {refused} of the start are not allowed: they are special, unused, "
                 "bytes, changed by decoding and encoding, or not in allowed=...; pass another "
@@ -182,7 +182,7 @@ class NearestTokens:
         tolerance = 64 * torch.finfo(cosines.dtype).eps
         near = cosines >= cosines.max(1, keepdim=True).values - tolerance
         pairs = zip(units, near, strict=True)
-        return torch.stack([self._nearest(unit, row.nonzero()[:, 0]) for unit, row in pairs])
+        return torch.stack([self._nearest(unit, row.nonzero()[:, 0]) for unit, row in pairs]).cpu()
 
     def _nearest(
         self, unit: Float[Tensor, " d_model"], candidates: Int[Tensor, " near"]
@@ -285,7 +285,7 @@ def prompts_of_next_tokens(batch: PromptBatch, tokens: Int[Tensor, " position"])
         for name, value in vars(prompt).items()
         if isinstance(value, Tensor) and name != "gold"
     }
-    targets = torch.arange(count, device=tokens.device)
+    targets = torch.arange(count, device="cpu")
     return replace(prompt, **(rows | {"gold": None, "target_positions": targets}))
 
 
@@ -293,4 +293,5 @@ def next_token_loss(
     logits: Float[Tensor, "batch vocab"], tokens: Int[Tensor, " position"]
 ) -> Float[Tensor, " batch"]:
     """Cross entropy of each token but the first, in nats, from the logits before it."""
-    return torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
+    following = sent(tokens[1:], logits.device)
+    return torch.nn.functional.cross_entropy(logits, following, reduction="none")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import MetricError, PromptError
-from ..models.hooked import HookedModel, device_of, vocabulary_of
+from ..models.hooked import HookedModel, vocabulary_of
 from ..models.optimizers import Adafactor as Adafactor
 from ..models.optimizers import RelativeAdafactor as RelativeAdafactor
 from ..passes.loss_checks import check_loss
@@ -331,7 +331,7 @@ def _prompts_of(
             raise PromptError("accuracy needs the true label of each query; give queries with them")
         check_loss(loss, study.batches, model)
         tokenizer = tokenizer_of(model, tokenizer)
-        bos = bos_of(study.batches[0]).to(device_of(model))
+        bos = bos_of(study.batches[0])
         chosen = [start_tokens(model, ids, len(ids)) for ids in choose(tokenizer)]
         prompts = [torch.cat([bos, ids]) for ids in chosen]
         check_queries(model, study.batches, max(map(len, prompts)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError, PromptError, StoreError
-from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
+from ..models.hooked import HookedModel, refuse_folded_value_biases
 from ..models.kinds import config_of, is_bridge
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
@@ -302,7 +302,7 @@ def _trained_in_peft(
             "this folder was not written by context_to_peft and does not say with which BOS "
             "prompts begin; pass a batch of the prompts that the context is for"
         )
-    bos = bos_of(batch).to(device_of(model))
+    bos = bos_of(batch)
     after = bos if tokens_after is None else token_ids(model, tokens_after, "tokens_after")
     count = len(prefix)
     check_queries(model, [batch], count + len(after))
@@ -325,6 +325,6 @@ def _trained_in_peft(
             prefix = prefix_of_tokens(model, batch, tokens, prefix=prefix)
     return PrefixContext(
         prefix=key_values_at_start(prefix.keys, prefix.values),
-        tokens=tokens.cpu(),
+        tokens=tokens,
         info={**model_identity(model), "bos": bos.tolist()},
     )

@@ -35,4 +35,4 @@ def rebased(selected: Bool[Tensor, " position"]) -> tuple[Int[Tensor, " key"], i
     these cannot be moved.
     """
     count = int(selected.sum())
-    return torch.arange(count, device=selected.device), count
+    return torch.arange(count, device="cpu"), count

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
-from ..models.hooked import HookedModel, device_of, vocabulary_of
+from ..models.hooked import HookedModel, vocabulary_of
 from ..models.kv_cache import KeyValues
 from ..models.media_tokens import without_media_tokens
 from ..prompts.batch import PromptBatch
@@ -65,8 +65,7 @@ class PrefixContext(StoredContext):
             PromptError: A query is too long, or the prompts begin with another BOS.
         """
         self.check_bos(batch)
-        device = device_of(model)
-        queries = checked_queries_after_cache(model, batch.to(device), self.tokens)
+        queries = checked_queries_after_cache(model, batch, self.tokens)
         return QueryPass(queries, self.prefix.beside(model))
 
     @checked
@@ -151,7 +150,7 @@ def drawn_tokens(model: HookedModel, count: int, seed: int) -> Tensor:
     """Token ids drawn from the whole vocabulary, but for those that stand for images."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     drawn = torch.randint(vocabulary_of(model), (count,), generator=generator, device="cpu")
-    return without_media_tokens(model, drawn).to(device_of(model))
+    return without_media_tokens(model, drawn)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +168,7 @@ class TrainedKeys(Trainable):
     @property
     def tokens(self) -> Tensor:
         """The BOS, then a 0 for each learned position, which is no token."""
-        return torch.cat([self.bos, self.bos.new_zeros(self.learned[0].shape[2])]).cpu()
+        return torch.cat([self.bos, self.bos.new_zeros(self.learned[0].shape[2])])
 
     def candidate(self) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in self._joined()]
@@ -208,7 +207,7 @@ def _split(prefix: KeyValues, count: int) -> tuple[list[Tensor], list[Tensor]]:
 def _check_start(model: HookedModel, start: StoredContext, bos: Tensor) -> None:
     refuse_another_model(model, start)
     tokens = start.cached_tokens
-    if not torch.equal(tokens[: len(bos)].cpu(), bos.cpu()):
+    if not torch.equal(tokens[: len(bos)], bos):
         raise PromptError(
             "the prompts begin with a BOS, which a start must hold too, before all else; "
             "select it, as the functions of al.contexts.selection do"

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError, PromptError
-from ..models.hooked import Hook, HookedModel, check_fits, device_of, dtype_of
+from ..models.hooked import Hook, HookedModel, check_fits, dtype_of
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.media_tokens import refuse_media_tokens
@@ -17,10 +17,10 @@ from ..models.model_identity import identity
 from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
-from ..prompts.batch import PromptBatch, check_batch, on_both, only_set
+from ..prompts.batch import PromptBatch, check_batch, only_set
 from ..prompts.segment_names import OTHER, PADDING
 from ..system.arguments import called, checked, fitted, has_methods
-from ..system.devices import holds_numbers, sent
+from ..system.devices import holds_numbers
 from ..system.texts import described
 
 
@@ -131,8 +131,7 @@ class NoContext(Context):
     @checked
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
         """The pass over the queries of a batch; see ``Context.query_pass``."""
-        moved = batch.to(device_of(model))
-        return QueryPass(checked_queries(model, moved, bos_of(moved)), None)
+        return QueryPass(checked_queries(model, batch, bos_of(batch)), None)
 
 
 def query_pass_of(context: Any, model: HookedModel, batch: PromptBatch) -> QueryPass:
@@ -194,7 +193,7 @@ def selected_by(
             f"{what} must give Bool['position'] with some of the {length} positions of the "
             f"demonstrations; got {described(given)}{', all False' * is_mask}"
         )
-    selected: Bool[Tensor, " position"] = given
+    selected: Bool[Tensor, " position"] = given.cpu()
     return selected
 
 
@@ -203,36 +202,25 @@ def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> Promp
 
     The tokens may be none. All are run, and label positions are left out.
     """
-    width = longest_query(batch)
-
-    def change(each: PromptBatch) -> PromptBatch:
-        first = sent(tokens, each.tokens.device)
-        count, lengths = len(tokens), each.target_positions - each.query_start + 1
-        offsets = torch.arange(width, device=each.tokens.device)
-        inside = offsets < lengths[:, None]
-        columns = each.query_start[:, None] + torch.where(inside, offsets, 0)
-        rows = len(each)
-        none = each.label_positions[:, :0]
-        return replace(
-            each,
-            tokens=torch.cat([first.expand(rows, -1), each.tokens.gather(1, columns)], dim=1),
-            attention_mask=torch.cat([inside.new_ones(rows, count), inside], dim=1),
-            segments=torch.cat(
-                [
-                    torch.full((rows, count), OTHER, device=each.segments.device),
-                    each.segments.gather(1, columns).masked_fill(~inside, PADDING),
-                ],
-                dim=1,
-            ),
-            label_positions=none,
-            label_ends=none,
-            label_classes=none,
-            query_start=torch.full_like(each.query_start, count),
-            target_positions=count + lengths - 1,
-            first_query=0,
-        )
-
-    return on_both(batch, change)
+    count, rows = len(tokens), len(batch)
+    lengths = batch.target_positions - batch.query_start + 1
+    offsets = torch.arange(longest_query(batch), device="cpu")
+    inside = offsets < lengths[:, None]
+    columns = batch.query_start[:, None] + torch.where(inside, offsets, 0)
+    none, others = batch.label_positions[:, :0], torch.full((rows, count), OTHER, device="cpu")
+    segments = batch.segments.gather(1, columns).masked_fill(~inside, PADDING)
+    return replace(
+        batch,
+        tokens=torch.cat([tokens.expand(rows, -1), batch.tokens.gather(1, columns)], dim=1),
+        attention_mask=torch.cat([inside.new_ones(rows, count), inside], dim=1),
+        segments=torch.cat([others, segments], dim=1),
+        label_positions=none,
+        label_ends=none,
+        label_classes=none,
+        query_start=torch.full_like(batch.query_start, count),
+        target_positions=count + lengths - 1,
+        first_query=0,
+    )
 
 
 def bos_of(batch: PromptBatch) -> Int[Tensor, " position"]:
@@ -243,8 +231,7 @@ def bos_of(batch: PromptBatch) -> Int[Tensor, " position"]:
 
 def longest_query(batch: PromptBatch) -> int:
     """Number of tokens of the longest query, up to the target."""
-    on_cpu = batch.on_cpu
-    return int((on_cpu.target_positions - on_cpu.query_start).max()) + 1
+    return int((batch.target_positions - batch.query_start).max()) + 1
 
 
 def checked_queries(

@@ -171,7 +171,7 @@ def train_reweighting(
     )
     with run.study.entered():
         refuse_folded_value_biases(model)
-        orders = torch.cat([each.on_cpu.label_classes for each in run.study.batches]).unique(dim=0)
+        orders = torch.cat([each.label_classes for each in run.study.batches]).unique(dim=0)
         if len(orders) > 1:
             raise PromptError(
                 "a beta is for a single order of label words, but the prompts have the classes "

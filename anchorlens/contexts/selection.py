@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ..errors import MetricError, PromptError
 from ..metrics.reads import Block, Blocks, InOneLine, Reads, Seen
-from ..models.hooked import Hook, HookedModel, check_fits, device_of
+from ..models.hooked import Hook, HookedModel, check_fits
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
@@ -89,7 +89,7 @@ def random_and_format(seed: int) -> Selection:
     def select(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
         selected = _in_segments(demonstrations, OTHER, FORMAT)
         generator = draw_generator(seed, int(demonstrations.demonstrations_id[0]))
-        texts = (demonstrations.segments[0] == TEXT).nonzero().flatten().cpu()
+        texts = (demonstrations.segments[0] == TEXT).nonzero().flatten()
         begin = 0
         for first, last in zip(
             demonstrations.label_positions[0].tolist(),
@@ -107,7 +107,7 @@ def random_and_format(seed: int) -> Selection:
             drawn = candidates[
                 torch.randperm(len(candidates), generator=generator, device="cpu")[:count]
             ]
-            selected[drawn.to(selected.device)] = True
+            selected[drawn] = True
         return selected
 
     return select
@@ -158,7 +158,7 @@ class ByScore(InOneLine):
         self, model: HookedModel, demonstrations: PromptBatch, hooks: Sequence[Hook] = ()
     ) -> Bool[Tensor, " position"]:
         """The selected positions of a batch's demonstrations, in a pass with these hooks."""
-        shared = demonstrations_of(demonstrations).to(device_of(model))
+        shared = demonstrations_of(demonstrations)
         count, always = self.budget(shared)
         length = len(always)
         ensure_prepared(model)
@@ -178,7 +178,7 @@ class ByScore(InOneLine):
                 f"as last axis; {self.name} gave {described(scores)}"
             )
         mean = scores.detach().cpu().double().reshape(-1, length).mean(0)
-        return _highest(mean, count, always).to(demonstrations.tokens.device)
+        return _highest(mean, count, always)
 
 
 @checked
@@ -230,7 +230,7 @@ def random_tokens(seed: int, keep: Keep = anchors_and_format) -> Selection:
         count, always = _budget(demonstrations, keep)
         generator = draw_generator(seed, int(demonstrations.demonstrations_id[0]))
         scores = torch.rand(len(always), generator=generator, device="cpu")
-        return _highest(scores, count, always).to(demonstrations.tokens.device)
+        return _highest(scores, count, always)
 
     return select
 
@@ -261,8 +261,8 @@ def _received(window: int | None, demonstrations: PromptBatch) -> Reads:
 
 
 def _budget(batch: PromptBatch, keep: Keep, last: int = 0) -> tuple[int, Bool[Tensor, " position"]]:
-    """How many positions are stored, and which always are, on the CPU."""
-    batch, length = batch.on_cpu, batch.tokens.shape[1]
+    """How many positions are stored, and which always are."""
+    length = batch.tokens.shape[1]
     if callable(keep):
         count = int(selected_by("keep", keep, batch).sum())
     else:
@@ -302,6 +302,4 @@ def _in_segments(demonstrations: PromptBatch, *segments: int) -> Bool[Tensor, " 
             "them with build_prompts, or pass your own select: (demonstrations) to "
             "Bool['position']; a selection by score takes a number of them, keep=64"
         )
-    return torch.isin(
-        demonstrations.segments[0], torch.tensor(segments, device="cpu").to(demonstrations.segments)
-    )
+    return torch.isin(demonstrations.segments[0], torch.tensor(segments, device="cpu"))

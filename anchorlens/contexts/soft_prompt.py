@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import ModelError, PromptError
-from ..models.hooked import Hook, HookedModel, device_of
+from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
 from ..models.optimizers import Adafactor
 from ..passes.comparison import difference_of, tolerance
@@ -91,7 +91,7 @@ def train_soft_prompt(
         (best,), record = run.take_steps(trainable)
         prompt = SoftPrompt(
             prefix=trainable.prefix(model, batch, best),
-            tokens=trainable.tokens.cpu(),
+            tokens=trainable.tokens,
             training=record,
             info=run.describe(),
             embeddings=best,
@@ -139,7 +139,7 @@ def _check_reads_embeddings_alone(
     model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"], n_bos: int
 ) -> None:
     """Raise an error if other tokens with the embeddings of these ones give other logits."""
-    prompt = batch.prompt(0).to(device_of(model))
+    prompt = batch.prompt(0)
     expected = run_pass(model, queries_after(prompt, tokens))
     embeddings = embeddings_of(model, prompt, tokens)[n_bos:]
     placeholders = torch.cat([tokens[:n_bos], torch.zeros_like(tokens[n_bos:])])

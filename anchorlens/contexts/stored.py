@@ -182,12 +182,12 @@ class StoredContext(KeepsRepr, Context):
 
 def key_values_at_start(keys: Sequence[Tensor], values: Sequence[Tensor]) -> KeyValues:
     """Keys and values [1, head, position, d_head] of each layer, at the positions 0, 1, ..."""
-    count, device = keys[0].shape[2], keys[0].device
+    count = keys[0].shape[2]
     return KeyValues(
         keys=tuple(keys),
         values=tuple(values),
-        attention_mask=torch.ones(1, count, dtype=torch.bool, device=device),
-        next_position=torch.full((1,), count, device=device),
+        attention_mask=torch.ones(1, count, dtype=torch.bool, device="cpu"),
+        next_position=torch.full((1,), count, device="cpu"),
         text_length=count,
     )
 

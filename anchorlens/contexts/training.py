@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..errors import MetricError, NotFiniteError, PromptError, StoreError
 from ..metrics.predictions import predicted_class, require_gold
-from ..models.hooked import HookedModel, device_of, dtype_of, refuse_folded_value_biases
+from ..models.hooked import HookedModel, dtype_of, refuse_folded_value_biases
 from ..passes.forward import mean_loss_with_gradient
 from ..passes.loss_checks import check_loss, refuse_several_targets
 from ..passes.losses import Loss, label_cross_entropy
@@ -34,6 +34,7 @@ from ..runs.identity import differences, fingerprint, in_words, warn_of_unknown
 from ..runs.store import make_folder, require_same
 from ..runs.study import Study
 from ..system.arguments import check_counts, checked, fitted
+from ..system.devices import sent
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import bytes_of, kind_of, write_atomically
 from ..system.processes import gather_from_processes, is_main
@@ -282,19 +283,15 @@ class TrainingRun:
         study = Study(model, prompts, decides, resamples=0, progress=training.progress)
         return cls(study, len(batches), training, optimizer, steps, clip, about)
 
-    @cached_property
+    @property
     def batches(self) -> list[PromptBatch]:
-        """The training prompts on the model's device."""
-        return self._moved(self.study.batches[: self.count])
+        """The training prompts."""
+        return self.study.batches[: self.count]
 
-    @cached_property
+    @property
     def held_out(self) -> list[PromptBatch]:
-        """The held-out prompts on the model's device; none if the last step counts."""
-        return self._moved(self.study.batches[self.count :])
-
-    def _moved(self, batches: Sequence[PromptBatch]) -> list[PromptBatch]:
-        with gradient_mode(True):
-            return [batch.to(device_of(self.study.model)) for batch in batches]
+        """The held-out prompts; none if the last step counts."""
+        return self.study.batches[self.count :]
 
     @property
     def bos(self) -> Int[Tensor, " position"]:
@@ -458,7 +455,7 @@ def answers(
     for batch in batches:
         logits = query_pass_of(context, model, batch).logits(model)
         gold = require_gold(batch.gold, "accuracy")
-        right.append(torch.eq(predicted_class(batch.label_scores(logits)), gold))
+        right.append(predicted_class(batch.label_scores(logits)).eq(sent(gold, logits.device)))
         losses.append(loss(logits, batch))
     accuracy, mean = (torch.cat(values).cpu().double().mean() for values in (right, losses))
     return float(accuracy), float(mean)

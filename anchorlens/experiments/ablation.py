@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 from ..errors import MetricError
 from ..metrics.predictions import predicted_class
 from ..metrics.question import Further, HooksOfBatch
-from ..models.hooked import Hook, HookedModel, check_fits, device_of, dtype_of
+from ..models.hooked import Hook, HookedModel, check_fits, dtype_of
 from ..passes.forward import unedited
 from ..passes.losses import before_segment
 from ..prompts import edges
@@ -83,8 +83,7 @@ class Ablation:
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch]) -> None:
         """Raise an error if answer, segments or removal do not fit the prompts; no model runs."""
-        for given in batches:
-            batch = given.to(device_of(model))
+        for batch in batches:
             if self.answer is None and not batch.has_label_words:
                 raise MetricError(
                     "these prompts have no label words, so that the answer must be a segment; "
@@ -136,7 +135,7 @@ class Ablation:
 
     def removed(self, batch: PromptBatch, kept: Bool[Tensor, "_ segment"]) -> edges.Positions:
         """The tokens of the segments that are not kept, by prompt or by one row for all."""
-        return (self.removable(batch) & ~kept.to(batch.tokens.device)[..., None]).any(1)
+        return (self.removable(batch) & ~kept[..., None]).any(1)
 
     def hooks_of(
         self, model: HookedModel, kept: Bool[Tensor, " segment"], batch: PromptBatch
@@ -164,7 +163,7 @@ class Ablation:
             return changed, hooks
         check_prompts(changed.whole())
         check_fits(model, changed.whole())
-        are_same = torch.equal(changed.on_cpu.index, batch.on_cpu.index)
+        are_same = torch.equal(changed.index, batch.index)
         if not are_same or self.tokens(changed) != self.tokens(batch):
             raise MetricError(
                 f"{owner} must keep the prompts and the tokens of their answers, in their order; "
@@ -176,9 +175,8 @@ class Ablation:
         """The tokens of the written answer of each prompt; none for label words."""
         if self.answer is None:
             return []
-        given = batch.on_cpu
-        answer = self.predicting(given).roll(1, dims=1)
-        return [row[inside].tolist() for row, inside in zip(given.tokens, answer, strict=True)]
+        answer = self.predicting(batch).roll(1, dims=1)
+        return [row[inside].tolist() for row, inside in zip(batch.tokens, answer, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +232,7 @@ class Answers:
         """The same for several subsets, [batch, subset]; one that repeats runs once."""
         outcomes = []
         for kept in subsets.unbind(1):
-            key = kept.cpu().numpy().tobytes()
+            key = kept.numpy().tobytes()
             if key not in self._known:
                 self._known[key] = self.of_kept(kept)
             outcomes.append(self._known[key])
@@ -251,7 +249,7 @@ def subsets_of(
     draw: DrawSubsets, batch: PromptBatch, segments: int, seed: int
 ) -> Bool[Tensor, "batch subset segment"]:
     """The subsets of each prompt, the same after the same demonstrations."""
-    numbers = batch.on_cpu.demonstrations_id.tolist()
+    numbers = batch.demonstrations_id.tolist()
     of_sets = {each: draw(segments, draw_generator(seed, each)) for each in set(numbers)}
     return torch.stack([of_sets[number] for number in numbers])
 

@@ -31,7 +31,7 @@ from ..errors import MetricError, ModelError, PromptError
 from ..metrics.loyalties import loyalty_contributions, next_tokens
 from ..metrics.predictions import predicted_class, require_gold
 from ..metrics.question import Question
-from ..models.hooked import HookedModel, device_of, hooks_by_layer, pattern_name
+from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, only_set
 from ..results import figures
@@ -434,7 +434,7 @@ class _Comparison(Question):
         info: dict[str, Any] = {"contexts": list(given.contexts)}
         if given.repeats:
             by_length = sorted(passes.batches, key=lambda batch: batch.tokens.shape[1])
-            timed = by_length[len(by_length) // 2].to(device_of(model))
+            timed = by_length[len(by_length) // 2]
             contexts, _ = self.contexts_for(model, timed)
             runs = [query_pass_of(context, model, timed) for context in contexts]
             runs.insert(0, QueryPass(timed, None))  # the whole prompts
@@ -536,7 +536,7 @@ def _of_batch(
     whole = next_tokens(whole_logits, batch.label_scores(whole_logits))
 
     def correct(scores: Tensor) -> Float[Tensor, " batch"]:
-        return (predicted_class(scores) == gold).cpu().double()
+        return (predicted_class(scores.cpu()) == gold).double()
 
     def of_logits(logits: Tensor) -> dict[str, Tensor]:
         scores = batch.label_scores(logits)
@@ -566,11 +566,11 @@ def _logits_and_stolen(
     """The logits after a context, and the part of the targets' attention that goes to it."""
     queries = query_pass.batch
     in_context = queries.attention_mask & ~queries.from_query
-    bos = bos_of(batch).to(in_context.device)
+    bos = bos_of(batch)
     if len(bos):  # no context needs a BOS
         in_context &= (queries.positions > 0) | (queries.tokens != bos)
-    keys = in_context.cpu()[:, None]
-    prompts, targets = torch.arange(len(batch), device="cpu"), queries.target_rows.cpu()
+    keys = in_context[:, None]
+    prompts, targets = torch.arange(len(batch), device="cpu"), queries.target_rows
     stolen: list[Tensor] = []
 
     def observe(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:

@@ -381,7 +381,7 @@ class EdgeSweep(Question):
     def _random_words(self, batches: Sequence[PromptBatch]) -> list[int]:
         """How many words a draw takes and from how many, in the prompt where it takes most."""
         whole, counts = self.edges is whole_wp, list[list[int]]()
-        for batch in (batch.on_cpu for batch in batches):
+        for batch in batches:
             drawn = edge_sets.random_positions(batch, self.seed, whole_words=whole)
             both = drawn.sum(1), edge_sets.random_candidates(batch).sum(1)
             counts += torch.stack(both, dim=1).tolist()

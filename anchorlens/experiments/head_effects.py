@@ -253,7 +253,7 @@ class HeadEffects(Question):
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """The log-odds of the right answer, clean and with each head replaced."""
-        answers = batch.on_cpu.label_token_ids[batch.on_cpu.gold].tolist()
+        answers = batch.label_token_ids[batch.gold].tolist()
         layers, heads, _ = self.outputs.shape
         clean = log_odds_of(passes.clean(batch), answers).cpu()
 

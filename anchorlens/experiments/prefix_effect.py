@@ -16,12 +16,12 @@ from ..errors import MetricError
 from ..hooks import Site
 from ..metrics.question import Question
 from ..models.head_outputs import of_one_width
-from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
+from ..models.hooked import HookedModel, refuse_folded_value_biases
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts import edges
-from ..prompts.batch import PromptBatch, on_both
+from ..prompts.batch import PromptBatch
 from ..prompts.positions import checked_positions
 from ..prompts.token_texts import token_texts
 from ..results import figures
@@ -353,7 +353,7 @@ class PrefixEffect(Question):
 
         Args:
             model: A hooked model with its tokenizer; its attention hooks are verified at first use.
-            batch: Prompts; they are moved to the model's device.
+            batch: Prompts.
             layer: The layer; negative numbers count from the end.
             head: The head.
             prompt: Number of the prompt in the batch.
@@ -376,7 +376,7 @@ class PrefixEffect(Question):
         alone, terms, rows = self._terms(model, one_batch(batch).prompt(prompt), layer)
         patterns = torch.stack([terms.alone, terms.pattern, terms.expected])[:, 0, head]
         # The prefix has no attention of its own where it is left out.
-        patterns[2][:, self.segments_of(alone)[0].any(0).cpu()] = torch.nan
+        patterns[2][:, self.segments_of(alone)[0].any(0)] = torch.nan
         texts = token_texts(model.tokenizer, alone.tokens[0].tolist())  # type: ignore[attr-defined]
         if isinstance(self.context, PrefixContext) and not isinstance(self.context, HardPrompt):
             learned = edges.demonstrations(alone)[0].nonzero().flatten().tolist()
@@ -407,7 +407,7 @@ class PrefixEffect(Question):
 
         Args:
             model: A hooked model; its attention hooks are verified at first use.
-            batch: Prompts; they are moved to the model's device.
+            batch: Prompts.
             layer: The layer; negative numbers count from the end.
             head: The head.
 
@@ -442,7 +442,6 @@ class PrefixEffect(Question):
     ) -> tuple[PromptBatch, LayerTerms, Tensor]:
         """The prompts, or queries after a context; the terms of a layer; the rows that count."""
         ensure_prepared(model)
-        batch = batch.to(device_of(model))
         self.check_prompts(model, [batch])
         query_pass = self.query_pass(model, batch)
         batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
@@ -450,7 +449,7 @@ class PrefixEffect(Question):
         with frozen_in_eval_mode(model):
             queries = edges.query(batch)
             runs = prefix_runs(model, batch, in_prefix, queries, prefix=prefix, hooks=hooks)
-        return batch, list(runs.layers())[layer], rows[:, runs.rows].cpu()
+        return batch, list(runs.layers())[layer], rows[:, runs.rows]
 
     @checked
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment key"]:
@@ -490,11 +489,9 @@ def _pass_after(context: Context, model: HookedModel, batch: PromptBatch) -> Que
     """The pass over the queries, which knows whether the context begins with the BOS of prompts."""
     query_pass = query_pass_of(context, model, batch)
     queries = query_pass.batch
-    prompts = batch.on_cpu
-    first = prompts.tokens.gather(1, prompts.starts[:, None])[:, 0]
-    same = bool((queries.on_cpu.tokens[:, 0] == first).all())
-    begins = batch.begins_with_bos and same
-    known = on_both(queries, lambda each: replace(each, begins_with_bos=begins))
+    first = batch.tokens.gather(1, batch.starts[:, None])[:, 0]
+    same = bool((queries.tokens[:, 0] == first).all())
+    known = replace(queries, begins_with_bos=batch.begins_with_bos and same)
     return replace(query_pass, batch=known)
 
 
@@ -508,14 +505,13 @@ def effect_contributions(
     batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
     query = edges.query(batch)
     runs = prefix_runs(model, batch, segments.any(1), query, prefix=prefix, hooks=hooks)
-    selected = rows[:, runs.rows].cpu()
+    selected = rows[:, runs.rows]
     positions = torch.arange(selected.shape[1], device="cpu")
     last = torch.where(selected, positions, 0).amax(1)
-    sampled = _sampled(runs.in_prefix.cpu())
-    outside = (edges.bos(batch) & ~runs.in_prefix).cpu()
+    sampled = _sampled(runs.in_prefix)
+    outside = edges.bos(batch) & ~runs.in_prefix
     of_layers = [
-        _rows_of_layer(terms, segments.cpu(), outside, selected, last, sampled)
-        for terms in runs.layers()
+        _rows_of_layer(terms, segments, outside, selected, last, sampled) for terms in runs.layers()
     ]
     by_layer = {
         name: torch.stack(of_one_width(layer[name] for layer in of_layers), dim=1)

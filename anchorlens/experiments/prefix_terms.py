@@ -65,7 +65,7 @@ class PrefixRuns:
         for layer, alone in enumerate(self.alone):
             with_prefix, without = (run.layer(layer) for run in runs)
             yield terms_of_layer(
-                with_prefix, without, alone.cpu().double(), self.in_prefix.cpu(), self.has_sinks
+                with_prefix, without, alone.cpu().double(), self.in_prefix, self.has_sinks
             )
 
 

@@ -25,9 +25,9 @@ from ..hooks import Site, hooks_on_edges
 from ..models.hooked import Hook, HookedModel
 from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch, demonstrations_ids
+from ..prompts.positions import checked_positions
 from ..prompts.segment_names import PADDING
 from ..system.arguments import checked
-from ..system.texts import described
 
 Removal = Callable[
     [HookedModel, PromptBatch, edge_sets.Positions], tuple[PromptBatch, Sequence[Hook]]
@@ -59,7 +59,7 @@ def edges(
         >>> same is batch, len(hooks) == model.cfg.n_layers
         (True, True)
     """
-    removed = _inside(batch, removed)
+    removed = checked_positions(batch, "removed", removed, PromptError)
     if not removed.any():
         return batch, []
     cut = edge_sets.between(batch.attention_mask & ~removed, removed)
@@ -92,7 +92,7 @@ def text(
         >>> shorter.label_positions.shape[1] == batch.label_positions.shape[1] - 1
         True
     """
-    removed = _inside(batch, removed)
+    removed = checked_positions(batch, "removed", removed, PromptError)
     if not removed.any():
         return batch, []
     if batch.inputs:
@@ -100,9 +100,8 @@ def text(
             "the text of prompts with images is not removed, because their images would belong to "
             "other tokens; cut the edges from it with al.removal.edges"
         )
-    device, given, removed = batch.tokens.device, batch.on_cpu, removed.cpu()
-    stays = given.attention_mask & ~removed
-    if not stays.gather(1, given.target_positions[:, None]).all():
+    stays = batch.attention_mask & ~removed
+    if not stays.gather(1, batch.target_positions[:, None]).all():
         raise PromptError("the target position is removed, so that nothing is predicted; keep it")
     counts = stays.sum(1)
     # A stable sort puts the tokens that stay first, in their order.
@@ -116,18 +115,18 @@ def text(
         return before.view_as(positions)
 
     changed = replace(
-        given,
-        tokens=given.tokens.gather(1, columns).masked_fill(~inside, 0),
+        batch,
+        tokens=batch.tokens.gather(1, columns).masked_fill(~inside, 0),
         attention_mask=inside,
-        segments=given.segments.gather(1, columns).masked_fill(~inside, PADDING),
-        target_positions=moved(given.target_positions),
-        query_start=moved(given.query_start),
+        segments=batch.segments.gather(1, columns).masked_fill(~inside, PADDING),
+        target_positions=moved(batch.target_positions),
+        query_start=moved(batch.query_start),
         first_query=0,
-        begins_with_bos=given.begins_with_bos
-        and bool(stays.gather(1, given.starts[:, None]).all()),
-        **_labels(given, stays, moved),
+        begins_with_bos=batch.begins_with_bos
+        and bool(stays.gather(1, batch.starts[:, None]).all()),
+        **_labels(batch, stays, moved),
     )
-    return replace(changed, demonstrations_id=demonstrations_ids(changed)).to(device), []
+    return replace(changed, demonstrations_id=demonstrations_ids(changed)), []
 
 
 def _labels(
@@ -143,13 +142,3 @@ def _labels(
     first, last = moved(batch.label_positions), moved(batch.label_ends)
     values = zip(names, (first, last, batch.label_classes), strict=True)
     return {name: value[kept].view(len(batch), -1) for name, value in values}
-
-
-def _inside(batch: PromptBatch, removed: edge_sets.Positions) -> edge_sets.Positions:
-    """The removed tokens on the device of the batch, without padding."""
-    if removed.dtype != torch.bool or removed.shape != batch.tokens.shape:
-        raise PromptError(
-            "removed must be True and False for each token, of the shape (batch, position) = "
-            f"{tuple(batch.tokens.shape)}, as al.edges.segment gives; got {described(removed)}"
-        )
-    return removed.to(batch.tokens.device) & batch.attention_mask

@@ -193,28 +193,27 @@ class _Heads(Metric):
 
     def reads(self, batch: PromptBatch) -> Reads:
         first = _queries(self.query, batch).long().argmax(1, keepdim=True)
-        columns = first + torch.arange(self.rows, device=first.device)
+        columns = first + torch.arange(self.rows, device="cpu")
         return {"rows": At("pattern", columns.minimum(batch.target_positions[:, None]))}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        batch, device = batch.on_cpu, seen.logits.device
         pairs = zip(seen["rows"], _queries(self.query, batch).sum(1).tolist(), strict=True)
         read = [of_prompt[:, :, :count].mean(2).double() for of_prompt, count in pairs]
         if self.passes is None:
             return {"read": torch.stack(read)}
         numbers = batch.index.tolist()
-        of_null = [self._of_null(number, device) for number in numbers]
+        of_null = list(map(self._of_null, numbers))
         prompts = [batch.prompt(k) for k in range(len(batch))]
         found = list(map(self._of_prompt, prompts, numbers, read, of_null))
         return {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
-    def _of_null(self, number: int, device: torch.device) -> Float[Tensor, "layer head key"]:
+    def _of_null(self, number: int) -> Float[Tensor, "layer head key"]:
         """What a null query reads; its whole batch runs for the first of its prompts."""
         assert self.passes is not None
         if number not in self._read:
-            [batch] = [each for each in self.nulls if number in each.on_cpu.index]
-            read = self.passes.contributions(batch.to(device))[f"{self.name}/read"]
-            self._read.update(zip(batch.on_cpu.index.tolist(), read, strict=True))
+            [batch] = [each for each in self.nulls if number in each.index]
+            read = self.passes.contributions(batch)[f"{self.name}/read"]
+            self._read.update(zip(batch.index.tolist(), read, strict=True))
         return self._read.pop(number)
 
     def _of_prompt(
@@ -240,8 +239,7 @@ def _in_order(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
     """The batches, padded at the right; their index is the place in the order of all queries."""
     places = order_of_queries(batches).argsort().split([len(batch) for batch in batches])
     return [
-        replace(batch.padded_right(), index=of.to(batch.index))
-        for batch, of in zip(batches, places, strict=True)
+        replace(batch.padded_right(), index=of) for batch, of in zip(batches, places, strict=True)
     ]
 
 
@@ -289,7 +287,6 @@ def _right(
     which: str,
 ) -> Bool[Tensor, " document"]:
     """Which documents of a prompt are right; an error where it has no score."""
-    prompt, null = prompt.on_cpu, null.on_cpu
     names, [inside] = _each_document(query, prompt)
     has, wanted = inside.any(1), {right} if isinstance(right, str) else set(right or ())
     is_right = torch.tensor([name in wanted for name in names], device="cpu")

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..metrics import weights
 from ..metrics.edge_sums import edge_weights, merged_and_of_heads, not_finite, row_pieces
 from ..metrics.weights import Weight, refuse_values
-from ..models.hooked import HookedModel, check_fits, device_of, refuse_folded_value_biases
+from ..models.hooked import HookedModel, check_fits, refuse_folded_value_biases
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
@@ -106,7 +106,7 @@ def observe_products(
     with frozen_in_eval_mode(model):
         return run_pass(
             model,
-            batch.to(device_of(model)),
+            batch,
             observers=hooks,
             backward_hooks=backward_hooks,
             loss=loss,
@@ -120,7 +120,7 @@ def _in_columns_of(
     """Move maps of prompts that begin in the first column to the columns of ``batch``."""
     length = batch.tokens.shape[1]
     moved = maps.new_zeros(*maps.shape[:-2], length, length)
-    for number, mask in enumerate(batch.on_cpu.attention_mask):
+    for number, mask in enumerate(batch.attention_mask):
         columns = mask.nonzero().flatten()
         first, count = int(columns[0]), int(columns[-1] - columns[0]) + 1
         inside = slice(first, first + count)

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from ..errors import MetricError
 from ..metrics.metric import Metric
 from ..metrics.question import Further
-from ..models.hooked import HookedModel, device_of, dtype_of
+from ..models.hooked import HookedModel, dtype_of
 from ..passes.forward import unedited
 from ..passes.losses import span_cross_entropy
 from ..passes.provide import need_gradient, reads_of
@@ -85,7 +85,7 @@ class SegmentScores:
                     f"function of the batch; got {got}"
                 )
             else:
-                batch = self.batches[0].to(device_of(self.model))
+                batch = self.batches[0]
                 self._checked(name, _called(name, score, batch), len(batch))
 
     @cached_property
@@ -246,5 +246,4 @@ def prediction_cross_entropy(
 
 def keys_of(batch: PromptBatch) -> list[tuple[int, int]]:
     """The demonstrations and the number of the query of each prompt."""
-    given = batch.on_cpu
-    return list(zip(given.demonstrations_id.tolist(), given.index.tolist(), strict=True))
+    return list(zip(batch.demonstrations_id.tolist(), batch.index.tolist(), strict=True))

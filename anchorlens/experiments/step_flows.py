@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import MetricError, PromptError
 from ..metrics.edge_sums import edge_weights, not_finite, row_pieces, try_weight
 from ..metrics.weights import Weight, refuse_values, saliency
-from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
+from ..models.hooked import HookedModel, refuse_folded_value_biases
 from ..models.load import ensure_prepared
 from ..passes.losses import before_segment
 from ..passes.step_gradients import step_gradients
@@ -142,7 +142,7 @@ def step_flows(
             f"step flows are of one prompt, such as batches[0].prompt(0); got {batch!r}"
         )
     check_prompts(batch)
-    prompt = batch.prompts(0, 1).to(device_of(model))
+    prompt = batch.prompts(0, 1)
     check_options(model, prompt, weight, chunk)
     positions = before_segment(prompt, segment)
     if not positions.any():
@@ -167,7 +167,7 @@ def step_flows(
         output_saliency=_stacked_steps(of_steps, "output_saliency"),
         read_of_tokens=_stacked_steps(of_steps, "read_of_tokens"),
         positions=torch.tensor(columns, device="cpu") + 1,
-        segment_of_tokens=torch.where(parts.any(0), parts.long().argmax(0), PADDING).cpu(),
+        segment_of_tokens=torch.where(parts.any(0), parts.long().argmax(0), PADDING),
         info={
             "model": str(model.cfg.model_name),
             "segment_names": named.names,
@@ -198,8 +198,8 @@ def _of_step(
     weights = [edge_weights(weight, a, slope)[0] for _, a, slope in pieces]
     merged = torch.cat(weights).tril(-1)
     of_edges = in_float64(merged)
-    parts = segments.to(of_edges)
-    (predicts,) = beside(of_edges, predicts)
+    parts, predicts = beside(of_edges, segments, predicts)
+    parts = parts.to(of_edges)
     earlier = torch.arange(len(of_edges), device=of_edges.device) < row
     total = parts @ of_edges @ parts.T
     if not total.isfinite().all():

@@ -120,7 +120,7 @@ class TaskVectorsRecord(Record):
             >>> vectors = al.task_vectors(model, batches, tested, resamples=0, progress=False)
             >>> alone = al.contexts.NoContext().query_pass(model, batch).batch  # the query alone
             >>> hooks = vectors.hooks(model, alone, layer=1)
-            >>> logits = model.run_with_hooks(alone.tokens, fwd_hooks=hooks)
+            >>> logits = model.run_with_hooks(alone.tokens.to(model.cfg.device), fwd_hooks=hooks)
         """
         ensure_prepared(model)
         [number] = layer_numbers(model, layer)
@@ -259,7 +259,7 @@ def task_vectors(
 
             def correct(hooks: Sequence[Hook] = ()) -> Float[Tensor, " batch"]:
                 scores = prompts.label_scores(run_pass(model, prompts, hooks=hooks))
-                return (predicted_class(scores) == gold).cpu().double()
+                return (predicted_class(scores.cpu()) == gold).double()
 
             by_layer = [
                 correct(write_states(prompts, chosen, vectors, layer))
@@ -300,7 +300,7 @@ def _require_same_queries(*lists: Sequence[PromptBatch]) -> None:
     """Raise an error unless the lists have the same queries, classes and label words in order."""
     keys = []
     for batches in lists:
-        gold = torch.cat([require_gold(batch.on_cpu.gold, "task_vectors") for batch in batches])
+        gold = torch.cat([require_gold(batch.gold, "task_vectors") for batch in batches])
         of_prompts = list(zip(query_digests(batches), gold.tolist(), strict=True))
         order = order_of_queries(batches).tolist()
         keys.append([batches[0].verbalizer, *(of_prompts[number] for number in order)])

@@ -99,10 +99,10 @@ class Accuracy(Metric):
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         gold = require_gold(batch.gold, "accuracy")
-        scores = batch.label_scores(seen.logits)
-        correct = (predicted_class(scores) == gold).cpu().double()
+        scores = batch.label_scores(seen.logits).cpu()
+        correct = (predicted_class(scores) == gold).double()
         # The class of each prompt as a row of zeros and a one.
-        classes = torch.nn.functional.one_hot(gold.cpu(), scores.shape[1])
+        classes = torch.nn.functional.one_hot(gold, scores.shape[1])
         return {"correct": correct, "classes": classes}
 
     def result(self, contributions: Contributions) -> AccuracyRecord:

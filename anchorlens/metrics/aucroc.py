@@ -173,12 +173,12 @@ class AttentionAUCROC(Metric):
 
     def reads(self, batch: PromptBatch) -> Reads:
         check_label_words([batch])
-        return {"attention": At("pattern", edges.target, batch.on_cpu.label_positions)}
+        return {"attention": At("pattern", edges.target, batch.label_positions)}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         """The attention to each class by layer and head, its rounding, and probabilities."""
         attention = seen["attention"][:, :, :, 0].double()  # [batch, layer, head, anchor]
-        scores, batch = batch.label_scores(seen.logits).cpu(), batch.on_cpu
+        scores = batch.label_scores(seen.logits).cpu()
         of_class = torch.nn.functional.one_hot(batch.label_classes, len(batch.label_token_ids))
         numbers = torch.finfo(seen.dtype("attention"))
         # Tiny attention is a multiple of this, of which each label word may be off by one half.

@@ -222,12 +222,12 @@ class AnchorDistances(Metric):
             )
 
     def reads(self, batch: PromptBatch) -> Reads:
-        labels = batch.on_cpu.label_positions
-        return {"queries": At("queries", edges.target), "keys": At("keys", labels)}
+        keys = At("keys", batch.label_positions)
+        return {"queries": At("queries", edges.target), "keys": keys}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         """Queries and mean keys of each class, heads side by side, and what tells confusions."""
-        scores, batch, keys = batch.label_scores(seen.logits).cpu(), batch.on_cpu, seen["keys"]
+        scores, keys = batch.label_scores(seen.logits).cpu(), seen["keys"]
         shares = _class_shares(batch)
         # Query heads may share a key head. [batch, layer, head, anchor, d_head]
         of_heads = keys.repeat_interleave(seen.n_heads // keys.shape[2], dim=2)
@@ -269,7 +269,7 @@ class AnchorDistances(Metric):
 def _class_shares(batch: PromptBatch) -> Float[Tensor, "batch anchor class"]:
     """Weight of each label word in its class: 1 / number of label words of the class."""
     n_classes = len(batch.label_token_ids)
-    of_class = torch.nn.functional.one_hot(batch.on_cpu.label_classes, n_classes).double()
+    of_class = torch.nn.functional.one_hot(batch.label_classes, n_classes).double()
     counts = of_class.sum(1)
     if not counts.all():
         raise MetricError(

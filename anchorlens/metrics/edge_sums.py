@@ -8,6 +8,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..prompts.edge_classes import in_common
 from ..prompts.edge_set import EdgeSet
 from ..system import row_pieces as pieces
 from ..system.arguments import called, checked
-from ..system.devices import holds_numbers, on_one_device, wide, widest
+from ..system.devices import holds_numbers, on_one_device, sent, wide, widest
 from ..system.texts import described, name_of
 from .weights import (
     EdgeWeights,
@@ -92,9 +93,9 @@ class EdgeSets:
         key = queries, keys, len(weights), weights.dtype, weights.device
         if self._inside is None or self._inside[0] != key:
             if self._table is not None:
-                rows = self._table[:, :, queries, keys]
+                rows = self._table[:, :, queries, keys].to(weights.device, non_blocking=True)
             else:
-                of_sets = [edges.rows(queries)[..., keys] for edges in self._stored]
+                of_sets = [each.rows(queries, weights.device)[..., keys] for each in self._stored]
                 rows = torch.stack(of_sets, dim=1)
             edges = rows.expand(len(weights), -1, -1, -1)
             inside = rearrange(edges, "batch set query key -> (batch query) key set")
@@ -116,17 +117,21 @@ class ClassSums:
 
     def __init__(self, of_queries: Tensor, of_keys: Tensor, tables: Tensor) -> None:
         self.of_keys, self.count = of_keys, tables.shape[2]
-        self._keys = torch.nn.functional.one_hot(of_keys, self.count).float()
-        self._of_queries = of_queries
-        # [query class, key class, set]
-        self._tables = tables.movedim(0, 2).to(of_queries.device, widest(of_queries.device))
+        keys = torch.nn.functional.one_hot(of_keys, self.count).float()
+
+        @cache  # for all layers
+        def sent_to(device: torch.device) -> list[Tensor]:
+            # The last is [query class, key class, set].
+            return [sent(each, device) for each in (keys, of_queries, tables.movedim(0, 2))]
+
+        self._sent_to = sent_to
 
     def sums(
         self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
     ) -> Float[Tensor, "batch _ set"]:
         """The sums of weights between these positions, one for each set."""
         earlier = weights.tril(queries.start - (keys.start or 0) - 1)
-        of_keys = self._keys[:, keys].expand(len(weights), -1, -1).to(weights)
+        of_keys = self._sent_to(weights.device)[0][:, keys].expand(len(weights), -1, -1).to(weights)
         by_class = earlier.flatten(1, 2) @ of_keys
         return self.over_queries(queries, by_class.unflatten(1, weights.shape[1:3]))
 
@@ -134,9 +139,10 @@ class ClassSums:
         self, queries: slice, by_class: Float[Tensor, "batch _ query key_class"]
     ) -> Float[Tensor, "batch _ set"]:
         """The sums of what each query has from the earlier keys of each class."""
-        of_rows = self._tables[self._of_queries[:, queries]].expand(len(by_class), -1, -1, -1)
-        tables = of_rows.to(by_class.device)
-        return torch.einsum("bhqc,bqcs->bhs", by_class.to(tables.dtype), tables)
+        _, of_queries, tables = self._sent_to(by_class.device)
+        wide = widest(by_class.device)
+        of_rows = tables[of_queries[:, queries]].expand(len(by_class), -1, -1, -1).to(wide)
+        return torch.einsum("bhqc,bqcs->bhs", by_class.to(wide), of_rows)
 
 
 def _by_classes(sets: Sequence[EdgeSet]) -> ClassSums | None:
@@ -148,21 +154,21 @@ def _by_classes(sets: Sequence[EdgeSet]) -> ClassSums | None:
         return None
     of_queries, of_keys, tables = common
     found, of_keys = of_keys.unique(return_inverse=True)  # many of the joined classes do not occur
-    return ClassSums(of_queries, of_keys, tables[:, :, found.cpu()])
+    return ClassSums(of_queries, of_keys, tables[:, :, found])
 
 
 class Segments:
     """Segments between which weights are summed: from each to each, over the edges j < i."""
 
     def __init__(self, positions: Bool[Tensor, "batch segment position"]) -> None:
-        self.positions = positions
+        self.positions = positions.cpu()
 
     def __repr__(self) -> str:
         return f"Segments({self.positions.shape[1]})"
 
     def counts(self) -> Int[Tensor, "batch segment segment"]:
-        """The number of edges from each segment to each, on the CPU."""
-        counts = self.positions.cpu().long()  # a GPU has no product of whole numbers
+        """The number of edges from each segment to each."""
+        counts = self.positions.long()
         return torch.einsum("bsi,bti->bst", counts, counts.cumsum(2) - counts)
 
     def begin_as(self, other: Any, length: int) -> bool:
@@ -181,7 +187,8 @@ class Segments:
     ) -> Float[Tensor, "batch _ segment segment"]:
         """The sums from each segment, of those of each query over its earlier keys of each."""
         wide = widest(by_class.device)
-        readers = self.positions.to(by_class.device, wide).expand(len(by_class), -1, -1)
+        positions = sent(self.positions, by_class.device)
+        readers = positions.to(wide).expand(len(by_class), -1, -1)
         return torch.einsum("bhqc,bsq->bhsc", by_class.to(wide), readers)
 
     def sums(
@@ -189,8 +196,9 @@ class Segments:
     ) -> Float[Tensor, "batch _ segment segment"]:
         """The sums of weights between these positions, from each segment to each."""
         count, heads = weights.shape[:2]
+        positions = sent(self.positions, weights.device)
         readers, read = (
-            self.positions[..., part].expand(count, -1, -1).repeat_interleave(heads, 0)
+            positions[..., part].expand(count, -1, -1).repeat_interleave(heads, 0)
             for part in (queries, keys)
         )
         earlier = weights.flatten(0, 1).tril(queries.start - (keys.start or 0) - 1)
@@ -316,7 +324,7 @@ def try_weight(weight: Weight | WithValues, heads: int, batch: PromptBatch) -> N
         return  # values come from the model
     prompts, length = batch.tokens.shape
     rows = next(pieces.row_slices(length - batch.first_query, prompts * heads * length))
-    a = torch.full((prompts, heads, rows.stop, length), 1 / length, device=batch.tokens.device)
+    a = torch.full((prompts, heads, rows.stop, length), 1 / length, device="cpu")
     edge_weights(weight, a, a.clone())  # an edit in place is found in the run
 
 

@@ -208,7 +208,7 @@ class LabelHeads(Metric):
         }
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        predicted, batch = predicted_class(batch.label_scores(seen.logits).cpu()), batch.on_cpu
+        predicted = predicted_class(batch.label_scores(seen.logits).cpu())
         gold = require_gold(batch.gold, f"{self.name} (its score 'correct')")
         to_choices = "batch layer head (choice anchor) -> batch choice layer head anchor"
         read, copy = (
@@ -230,7 +230,6 @@ class LabelHeads(Metric):
 
     def _positions_of(self, batch: PromptBatch) -> Int[Tensor, "batch choice anchor"]:
         """The label words, then the positions of each random draw, in order of appearance."""
-        batch = batch.on_cpu
         first = batch.starts[:, None]
         if (batch.label_positions <= first).any():
             row = int((batch.label_positions <= first).any(1).nonzero()[0])

@@ -334,7 +334,6 @@ class Seen(Mapping[str, Any]):
 def _columns(
     batch: PromptBatch, owner: str, name: str, given: Columns | PositionsOfBatch
 ) -> Columns:
-    batch = batch.on_cpu
     columns: Any = given
     if callable(given):
         mask = checked_positions(batch, f"{name} of {owner}", given)

@@ -20,7 +20,6 @@ from ..results.depth import deep, shallow
 from ..results.kind import OfMeans, mean_of
 from ..results.kinds import derived, mean, of_prompts, ratio, statistic
 from ..results.record import Record
-from ..system import row_pieces
 from ..system.arguments import checked
 from ..system.warn import warn_user
 from . import plots
@@ -194,9 +193,6 @@ class SaliencyFlows(EdgeFlows):
 
     def sets_of(self, batch: PromptBatch) -> EdgeSets:
         """The edges of each flow; then, of S_pq and S_tq, those that are not among them."""
-        # Small tables go to a GPU in one copy. Large ones are made there, a few rows at a time.
-        is_small = batch.tokens.numel() * batch.tokens.shape[1] <= row_pieces.PIECE
-        batch = batch.on_cpu if is_small else batch
         are_of_paper = self.edges == PAPER_FLOWS
         known = paper_edges(batch) if are_of_paper or batch.has_label_words else {}
         sets = [

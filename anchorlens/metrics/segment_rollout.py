@@ -171,7 +171,7 @@ class SegmentRollout(OfSegments):
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         reach = seen["reach"][:, -1]
-        queries = self._queries_of(batch).cpu().to(reach.dtype)
+        queries = self._queries_of(batch).to(reach.dtype)
         return {"reach": (queries[:, None] @ reach)[:, 0] / queries.sum(1, keepdim=True)}
 
     def result(self, contributions: Contributions) -> SegmentRolloutRecord:

@@ -36,7 +36,7 @@ class BatchHook:
     def is_for(self, batch: PromptBatch) -> bool:
         """Whether it acts in these prompts as it should."""
         made, tokens = self.tokens, batch.tokens
-        return made is None or made is tokens or torch.equal(made.to(tokens.device), tokens)
+        return made is None or made is tokens or torch.equal(made, tokens)
 
     def does_the_same(self, other: Any) -> bool:
         """Whether another hook does the same to its edges or heads, whichever tokens these are."""
@@ -126,12 +126,14 @@ class EdgeHook(BatchHook):
         """Whether it cuts before the softmax, which a mask can do as well."""
         return self.renormalize and self.factors is None
 
-    def in_heads(self, rows: slice, n_heads: int) -> Bool[Tensor, "batch _ query key"]:
+    def in_heads(
+        self, rows: slice, device: torch.device, n_heads: int
+    ) -> Bool[Tensor, "batch _ query key"]:
         """The edges of some query rows, in each head or of one axis for all heads."""
-        edges = self.edges.rows(rows)[:, None]
+        edges = self.edges.rows(rows, device)[:, None]
         if self.heads is None:
             return edges
-        chosen = torch.zeros(n_heads, 1, 1, dtype=torch.bool, device=edges.device)
+        chosen = torch.zeros(n_heads, 1, 1, dtype=torch.bool, device=device)
         chosen[list(self.heads)] = True
         return edges & chosen
 
@@ -146,7 +148,7 @@ class EdgeHook(BatchHook):
             )
         if len(self.edges) not in (1, count):  # one prompt for all: the tokens that they share
             raise HookError(f"edges are for {len(self.edges)} prompts, but the model runs {count}")
-        return self.in_heads(slice(keys - queries, keys), n_heads).to(attention.device)
+        return self.in_heads(slice(keys - queries, keys), attention.device, n_heads)
 
 
 def in_leading_tokens(hooks: Sequence[Hook], length: int) -> list[Hook]:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import HookError, ModelError, PromptError
-from ..prompts.batch import PromptBatch, all_on_cpu
+from ..prompts.batch import PromptBatch
 from ..system.hook import Hook as Hook
 from ..system.hook import HookFunction as HookFunction
 from .rotary import refuse_rotations_in_a_batch, rotates_by_length
@@ -57,6 +57,15 @@ class LearnedBeta(Protocol):
 def device_of(model: Any) -> torch.device:
     """The device of the parameters, on which tokens must be."""
     return torch.device(next(iter(model.parameters())).device)
+
+
+def run_sent(run: Callable[..., Tensor], model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
+    """Run tokens and further inputs, which go from the CPU to the device of the model here."""
+    device = device_of(model)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            inputs[name] = value.to(device, non_blocking=True)
+    return run(tokens.to(device, non_blocking=True), **inputs)
 
 
 def devices_of_layers(model: Any) -> list[torch.device]:
@@ -147,16 +156,15 @@ def refuse_longer_than(context: int, longest: int) -> None:
 
 def check_fits(model: HookedModel, *batches: PromptBatch) -> None:
     """Raise an error for prompts that are too long or hold tokens that the model lacks."""
-    numbers = all_on_cpu(batches)
-    longest = max(int(batch.attention_mask.sum(1).max()) for batch in numbers)
+    longest = max(int(batch.attention_mask.sum(1).max()) for batch in batches)
     refuse_longer_than(model.cfg.n_ctx, longest)
-    for batch in numbers if rotates_by_length(model) else ():
+    for batch in batches if rotates_by_length(model) else ():
         if batch.first_query == 0:  # after a prefix, kv_cache compares the lengths
             shortest = int(batch.attention_mask.sum(1).min())
             refuse_rotations_in_a_batch(model, shortest, batch.tokens.shape[1])
     words = [batch.verbalizer.token_ids for batch in batches if batch.verbalizer is not None]
     label = max((token for rows in words for row in rows for token in row), default=-1)
-    token = max(int(batch.tokens.max()) for batch in numbers)
+    token = max(int(batch.tokens.max()) for batch in batches)
     count = model.cfg.d_vocab_out
     if count < model.cfg.d_vocab and label >= count:  # toy models may predict few tokens
         raise PromptError(

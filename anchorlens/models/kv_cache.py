@@ -15,9 +15,9 @@ from torch import Tensor
 from ..errors import ModelError
 from ..system.arguments import checked
 from .facts import known_facts
-from .hooked import HookedModel, HookFunction, device_of, devices_of_layers
+from .hooked import HookedModel, HookFunction, devices_of_layers
 from .kinds import inputs_with_cache, pairs_in
-from .rotary import refuse_another_rotation, rotates_by_length
+from .rotary import refuse_another_rotation
 
 Entries = tuple[Float[Tensor, "batch _ position _"], ...]  # of keys or values
 
@@ -69,7 +69,8 @@ class Graph:
 class KeyValues:
     """Keys and values of the tokens before the first query row of a batch.
 
-    The batch axis has one row for all prompts, or one row for each prompt.
+    The batch axis has one row for all prompts, or one row for each prompt. Mask and positions lie
+    on the CPU, keys and values where their layer computes.
     """
 
     keys: Entries  # of each entry, as the model caches them
@@ -100,14 +101,14 @@ class KeyValues:
         """The selected columns alone, as computed with the other columns."""
         return replace(
             self,
-            keys=tuple(key[:, :, selected.to(key.device)] for key in self.keys),
-            values=tuple(value[:, :, selected.to(value.device)] for value in self.values),
-            attention_mask=self.attention_mask[:, selected.to(self.attention_mask.device)],
+            keys=tuple(key[:, :, selected] for key in self.keys),
+            values=tuple(value[:, :, selected] for value in self.values),
+            attention_mask=self.attention_mask[:, selected],
         )
 
     def beside(self, model: Any) -> "KeyValues":
         """Each entry on the device of its layer, as a stored one was on the CPU."""
-        of_layers, first = devices_of_layers(model), device_of(model)
+        of_layers = devices_of_layers(model)
         devices = [of_layers[layer] for layer in layers_of_entries(model)]
         if all(key.device == device for key, device in zip(self.keys, devices, strict=True)):
             return self
@@ -115,8 +116,6 @@ class KeyValues:
             self,
             keys=tuple(map(Tensor.to, self.keys, devices)),
             values=tuple(map(Tensor.to, self.values, devices)),
-            attention_mask=self.attention_mask.to(first),
-            next_position=self.next_position.to(first),
             graph=None,
         )
 
@@ -143,15 +142,14 @@ def inputs_after(
         copies += each
     half = len(prefix.keys)
     pairs = list(zip(each[:half], each[half:], strict=True))
-    return inputs_with_cache(model, mask, pairs, before.to(mask.device), start.to(mask.device))
+    return inputs_with_cache(model, mask, pairs, before, start)
 
 
 def check_rotation(
     model: HookedModel, mask: Bool[Tensor, "batch query"], prefix: KeyValues
 ) -> None:
     """Raise an error if keys of a prefix are rotated differently in texts of this length."""
-    if rotates_by_length(model):  # to read the length, Python waits
-        refuse_another_rotation(model, prefix.text_length, _text_length(mask, prefix))
+    refuse_another_rotation(model, prefix.text_length, _text_length(mask, prefix))
 
 
 def prefix_of(
@@ -166,9 +164,9 @@ def prefix_of(
     """
     next_position, text_length = attention_mask.sum(1), _text_length(attention_mask, before)
     if before is not None:
-        mask = before.attention_mask.to(attention_mask.device).expand(len(attention_mask), -1)
+        mask = before.attention_mask.expand(len(attention_mask), -1)
         attention_mask = torch.cat([mask, attention_mask], dim=1)
-        next_position = next_position + before.next_position.to(next_position.device)
+        next_position = next_position + before.next_position
     keys, values = keys_and_values(cache, attention_mask.shape[1])
     return KeyValues(
         keys=tuple(key.detach() for key in keys),
@@ -182,7 +180,7 @@ def prefix_of(
 
 def _text_length(mask: Bool[Tensor, "batch query"], before: KeyValues | None) -> int:
     """Tokens of the longest text of a pass, as the model counts positions."""
-    start = 0 if before is None else before.next_position.to(mask.device)
+    start = 0 if before is None else before.next_position
     return int((mask.sum(1) + start).max())
 
 

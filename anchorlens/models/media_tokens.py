@@ -14,9 +14,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ..errors import PromptError
-from ..prompts.batch import PromptBatch, all_on_cpu
+from ..prompts.batch import PromptBatch
+from ..system.devices import sent
 from ..system.package import installed_version
-from .hooked import HookedModel, dtype_of
+from .hooked import HookedModel, device_of, dtype_of
 from .kinds import config_of, configs_of, takes_argument
 
 _LACKS = (
@@ -58,7 +59,7 @@ def check_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
     """Raise an error for prompts with such tokens that lack the image, or with images for none."""
     names = media_tokens(model)
     others = {token: name for token, name in names.items() if not _OF_IMAGES.search(name)}
-    for batch in all_on_cpu(batches):
+    for batch in batches:
         if batch.inputs and not any(map(_IMAGE.fullmatch, names.values())):
             raise PromptError(
                 f"the prompts have images, and {model.cfg.model_name} takes none; load a model of "
@@ -91,7 +92,7 @@ def refuse_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
     For what writes tokens anew, or goes on after a key-value cache.
     """
     names = media_tokens(model)
-    for batch in all_on_cpu(batches):
+    for batch in batches:
         _refuse(batch, [True] * len(batch), names, _WHOLE if batch.inputs else _LACKS)
 
 
@@ -99,15 +100,15 @@ def inputs_of_images(model: HookedModel, batch: PromptBatch) -> dict[str, Any]:
     """Arguments of the model's forward for the images of whole prompts; none for texts."""
     if not batch.inputs:
         return {}
-    check_media_tokens(model, batch)
-    given, dtype = batch.forward_inputs.items(), dtype_of(model)
-    inputs = {name: each.to(dtype) if each.is_floating_point() else each for name, each in given}
+    dtype = dtype_of(model)
+    given = {name: sent(each, device_of(model)) for name, each in batch.forward_inputs.items()}
+    inputs = {n: each.to(dtype) if each.is_floating_point() else each for n, each in given.items()}
     return inputs | types_of_tokens(model, _is_image(media_tokens(model), batch))
 
 
 def _is_image(names: Mapping[int, str], batch: PromptBatch) -> Bool[Tensor, "batch position"]:
     of_images = [token for token, name in names.items() if _IMAGE.fullmatch(name)]
-    tokens = torch.tensor(of_images, device=batch.tokens.device)
+    tokens = torch.tensor(of_images, device="cpu")
     return torch.isin(batch.tokens, tokens) & batch.attention_mask
 
 
@@ -143,4 +144,4 @@ def without_media_tokens(model: HookedModel, tokens: Int[Tensor, "*_"]) -> Int[T
         while texts[token] in texts and texts[token] > 0:
             texts[token] -= 1
     moved = [texts.get(token, token) for token in tokens.flatten().tolist()]
-    return torch.tensor(moved, device=tokens.device).view_as(tokens)
+    return torch.tensor(moved, device="cpu").view_as(tokens)

@@ -44,12 +44,12 @@ class Mask:
     ends: Callable[[int, int], tuple[int, int]]
     is_causal: bool = False  # each query sees all keys up to its own position
 
-    def without(self, edges: Callable[[slice], Bool[Tensor, "batch _ query key"]]) -> "Mask":
-        """The mask without some edges, which are a function of some query rows."""
+    def without(self, edges: Callable[[slice, torch.device], Seen]) -> "Mask":
+        """The mask without some edges, a function of some query rows and of a device."""
 
         def seen(rows: slice, keys: slice) -> Seen:
             before = self.seen(rows, keys)
-            return before & ~edges(rows)[..., keys].to(before.device)
+            return before & ~edges(rows, before.device)[..., keys]
 
         return replace(self, seen=seen, is_causal=False)
 

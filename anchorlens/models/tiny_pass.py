@@ -71,8 +71,7 @@ def prompts_of_lengths(model: HookedModel, lengths: Sequence[int]) -> PromptBatc
     numbers[1:, shared:] += 1
     mask = torch.arange(longest, device="cpu") < torch.tensor(lengths, device="cpu")[:, None]
     tokens = numbers * 7 % min(vocabulary_of(model), 97)
-    batch = PromptBatch.from_segments(tokens, mask.long() - 1, ["text"], attention_mask=mask)
-    return batch.to(device_of(model))
+    return PromptBatch.from_segments(tokens, mask.long() - 1, ["text"], attention_mask=mask)
 
 
 @safe_context

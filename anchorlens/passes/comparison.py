@@ -22,7 +22,7 @@ from ..models.hooked import (
     z_name,
 )
 from ..models.tiny_pass import reason_of_failure
-from ..system.devices import on_one_device, wide
+from ..system.devices import beside, on_one_device, sent, wide
 from .memory import is_out_of_memory
 
 # Of the largest logit, between a pass after a prefix and one of whole prompts. Both do the same
@@ -82,7 +82,7 @@ def why_unlike(
         return reason
     pairs = []
     for site, states in got.sites.items():  # perhaps of the last columns alone
-        columns = mask[:, -states.shape[1] :].to(states.device)
+        columns = sent(mask[:, -states.shape[1] :], states.device)
         theirs = expected.sites[site][:, -states.shape[1] :][columns]
         pairs.append((states[columns], theirs, theirs))
     is_low = is_of_low_precision(model)
@@ -92,8 +92,9 @@ def why_unlike(
         return reason
     inside = mask[:, None, :, None] & mask[:, None, None]
     pairs = [
-        (got.products[layer] * inside, of_layer * inside, of_layer * inside)
+        (got.products[layer] * seen, of_layer * seen, of_layer * seen)
         for layer, of_layer in expected.products.items()
+        for seen in beside(of_layer, inside)
     ]
     return why_not_equal(f"saliencies{of}", _PRODUCT, *pairs, whole=whole)
 

@@ -55,7 +55,7 @@ class Pass:
     """
 
     model: HookedModel
-    batch: PromptBatch  # on the model's device
+    batch: PromptBatch
     hooks: Sequence[Hook] = ()  # interventions, which act first
     observers: Sequence[Hook] = ()  # of the tensors after the interventions
     backward_hooks: Sequence[Hook] = ()  # on the gradient of a hook point's output
@@ -426,7 +426,7 @@ def _at_rows(
     values: Float[Tensor, "batch query channel"], rows: Int[Tensor, "batch target"]
 ) -> Float[Tensor, "batch target channel"]:
     prompts = torch.arange(len(values), device=values.device)[:, None]
-    return values[prompts, rows.to(values.device)]
+    return values[prompts, rows.to(values.device, non_blocking=True)]
 
 
 def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:

@@ -53,7 +53,7 @@ def check_loss(
     for batch in batches:
         _shape_of_logits(loss, batch, model)  # an error if a prompt lacks what the loss needs
         # The logits of two prompts, because those of a batch may not fit into memory.
-        first = batch.prompts(0, 2).to(device)
+        first = batch.prompts(0, 2)
         count = len(first.tokens)
         zeros = torch.zeros(count, *_shape_of_logits(loss, first, model), device=device)
         refuse_other_losses(called("loss", loss, "(logits, batch)", zeros, first), count)

@@ -16,7 +16,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.verbalizer import label_scores
 from ..system.arguments import checked, has_methods
-from ..system.devices import holds_numbers
+from ..system.devices import holds_numbers, sent
 from ..system.texts import described
 
 WeightsOfBatch = Callable[
@@ -47,7 +47,7 @@ def label_cross_entropy(
         MetricError: The prompts have no true labels.
 
     Examples:
-        >>> logits = torch.zeros(len(batch), model.cfg.d_vocab, device=batch.tokens.device)
+        >>> logits = torch.zeros(len(batch), model.cfg.d_vocab, device=model.cfg.device)
         >>> loss = al.losses.label_cross_entropy(logits, batch)
         >>> loss[0].exp().round().item()  # as many as labels
         6.0
@@ -55,7 +55,8 @@ def label_cross_entropy(
     gold = gold_of(batch)
     verbalizer = batch.verbalizer
     scores = batch.label_scores(logits) if verbalizer is None else label_scores(logits, verbalizer)
-    return -scores.log_softmax(-1).gather(1, gold[:, None])[:, 0]
+    chosen = gold[:, None].to(scores.device, non_blocking=True)
+    return -scores.log_softmax(-1).gather(1, chosen)[:, 0]
 
 
 @runtime_checkable
@@ -123,10 +124,10 @@ class NextTokenCrossEntropy:
         """The weighted sum of each prompt."""
         weights = self._weights_of(batch)
         columns, is_own = columns_of(weights != 0)
-        following = batch.tokens.gather(1, columns + 1)
+        following = sent(batch.tokens.gather(1, columns + 1), logits.device)
         losses = cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none")
-        factors = (weights.gather(1, columns) * is_own).to(losses)
-        return (losses.unflatten(0, following.shape) * factors).sum(1)
+        factors = (weights.gather(1, columns) * is_own).to(losses.dtype)
+        return (losses.unflatten(0, following.shape) * sent(factors, losses.device)).sum(1)
 
     def _weights_of(self, batch: PromptBatch) -> Tensor:
         weights = self.weights(batch)
@@ -229,7 +230,7 @@ class WordCrossEntropy:
                 f"words have the label words of {len(words)} classes, but these prompts have "
                 f"{len(batch.label_token_ids)} classes"
             )
-        rows = [torch.tensor(word, device=batch.tokens.device) for word in words]
+        rows = [torch.tensor(word, device="cpu") for word in words]
         return pad_sequence(rows, batch_first=True, padding_value=-1)
 
     def __call__(
@@ -239,8 +240,8 @@ class WordCrossEntropy:
         gold = gold_of(batch)
         scores = log_probs.sum(-1)
         if self.per_token:
-            scores = scores / (self.continuations(batch) >= 0).sum(-1)
-        return cross_entropy(scores, gold, reduction="none")
+            scores = scores / sent((self.continuations(batch) >= 0).sum(-1), scores.device)
+        return cross_entropy(scores, sent(gold, scores.device), reduction="none")
 
 
 @checked

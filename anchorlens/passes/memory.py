@@ -52,9 +52,9 @@ def check_out_of_memory(error: Exception, batch: PromptBatch) -> None:
     if len(batch) == 1:
         reason = str(error).partition("\n")[0]
         raise MemoryLimitError(
-            f"a prompt of {int(batch.attention_mask.sum())} tokens does not fit into the "
-            f"memory of {batch.tokens.device.type} by itself ({reason}); use fewer or shorter "
-            "demonstrations, a smaller dtype, or a device with more memory"
+            f"a prompt of {int(batch.attention_mask.sum())} tokens does not fit into memory by "
+            f"itself ({reason}); use fewer or shorter demonstrations, a smaller dtype, or a device "
+            "with more memory"
         ) from error
 
 

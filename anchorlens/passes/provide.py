@@ -362,7 +362,7 @@ class BlocksObserver(Observer):
         self, model: HookedModel, read: Blocks, owner: str, batch: PromptBatch, *where: Any
     ) -> None:
         padding = ~batch.attention_mask
-        self._padding = padding if (~batch.on_cpu.attention_mask).any() else None
+        self._padding = padding if padding.any() else None
         super().__init__(model, read, owner, batch, *where)
 
     def begin(self, read: Blocks) -> None:
@@ -373,7 +373,7 @@ class BlocksObserver(Observer):
         self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
     ) -> None:
         if self._padding is not None:
-            padding = self._padding[:, None, rows, None].to(a.device)
+            padding = sent(self._padding[:, None, rows, None], a.device)
             a, slope = (each.masked_fill(padding, 0) for each in (a, slope))
         copies = [] if self._padding is None else [a, slope]  # which nothing else watches
         before = [row_sums(each.detach()) for each in copies]

@@ -6,16 +6,18 @@ acts in the model, and the hooks of the pass are those of this package.
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ..models.head import head_in_float32
-from ..models.hooked import Hook, HookedModel, before_block, names_of_layers, scores_name
+from ..models.hooked import Hook, HookedModel, before_block, names_of_layers, run_sent, scores_name
 from ..models.model_state import added_hooks
 from ..models.replaced_attention import attention_by
 from ..models.twin import Twin
 from ..prompts.batch import PromptBatch
+from ..system.devices import sent
 from ..system.put_back import SafeContext, safe_context
 from .native_pass import Inside, NativePass
 
@@ -29,8 +31,9 @@ def running(
     if twin is not None:
         # Keys before these columns may be padding although the batch has none.
         has_padding = None if batch.first_query > 0 else _has_padding(batch)
-        return twin.run, twin.hears(NativePass(model, inside).listener(has_padding))
-    return model, _with_hooks(model, batch, inside)
+        hears = twin.hears(NativePass(model, inside).listener(has_padding))
+        return partial(run_sent, twin.run, model), hears
+    return partial(run_sent, model, model), _with_hooks(model, batch, inside)
 
 
 @safe_context
@@ -57,7 +60,7 @@ def leaf_hook(leaves: list[Tensor]) -> Hook:
 
 def _has_padding(batch: PromptBatch) -> bool:
     """Whether some of the columns that run are padding."""
-    return not bool(batch.on_cpu.attention_mask[:, batch.first_query :].all())
+    return not bool(batch.attention_mask[:, batch.first_query :].all())
 
 
 def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
@@ -72,6 +75,6 @@ def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     padding = ~batch.attention_mask[:, batch.first_query :]
 
     def fill_scores(scores: Tensor, hook: Any) -> Tensor:
-        return scores.masked_fill(padding.to(scores.device)[:, None, :, None], 0.0)
+        return scores.masked_fill(sent(padding, scores.device)[:, None, :, None], 0.0)
 
     return [(name, fill_scores) for name in names_of_layers(model, scores_name)]

@@ -30,7 +30,7 @@ from ..models.hooked import (
 from ..models.kinds import cached_heads
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
-from ..system.devices import wide
+from ..system.devices import sent, wide
 from .forward import Acting, Pass, rows_hook
 from .losses import columns_of
 from .running import leaf_hook
@@ -79,7 +79,7 @@ def step_gradients(
                 "the model's logits are not finite (NaN or infinite) at the predicted tokens; try "
                 "float32 (dtype=torch.float32)"
             )
-        losses = cross_entropy(logits, following, reduction="none")
+        losses = cross_entropy(logits, sent(following, logits.device), reduction="none")
         rows = selected[0]
         of_rows = torch.autograd.grad(losses.sum(), rows, retain_graph=True)[0]
         of_steps = partial(_gradients_of_steps, rows, of_rows)

@@ -70,7 +70,7 @@ def twin_for(
 
 def _why_not_padded_right(batch: PromptBatch) -> str:
     """Why positions are not columns, as transformers counts them by itself; empty if they are."""
-    mask = batch.on_cpu.attention_mask
+    mask = batch.attention_mask
     return "prompts have padding on the left" if (mask[:, 1:] > mask[:, :-1]).any() else ""
 
 

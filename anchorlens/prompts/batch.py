@@ -1,15 +1,14 @@
 """The record of one batch of prompts: tokens and the positions that analyses need.
 
 1. A batch is made of tokens and positions, which are compared with the annotations of its fields.
-2. Numbers that Python reads come from ``on_cpu``: for each one on a GPU, Python would wait.
-3. What gives another batch (fewer prompts, other columns) gives it on the CPU too.
+2. All of it lies on the CPU, where Python reads single numbers: at each one on a GPU it would wait.
+   A device gets what it needs when it is needed.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import compress
 from reprlib import Repr
 from typing import Any, cast, get_args, get_type_hints
@@ -21,7 +20,6 @@ from torch import Tensor
 from ..errors import PromptError
 from ..printable import printable
 from ..system.arguments import checked, fitted, is_array
-from ..system.devices import sent
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .prompt_html import NO_SEGMENT, Picture, PromptView
@@ -39,7 +37,7 @@ _LABELS.maxstring = 14
 
 @dataclass(frozen=True, eq=False)
 class PromptBatch:
-    """Prompts of one batch, with the positions that the analyses need.
+    """Prompts of one batch, with the positions that the analyses need, on the CPU.
 
     Positions count from 0 in the padded rows. Build a batch with ``build_prompts`` or
     ``build_segments``, or from your own tokens with ``from_positions`` or ``from_segments``.
@@ -91,6 +89,13 @@ class PromptBatch:
     first_query: int = 0
     inputs: tuple[Mapping[str, Tensor], ...] = ()
     pictures: tuple[tuple[Picture, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Take tensors to the CPU, and none from an inference mode, which autograd rejects."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and (value.device.type != "cpu" or value.is_inference()):
+                with gradient_mode(True):
+                    object.__setattr__(self, name, value.to("cpu", copy=True))
 
     @staticmethod
     def _in_place_of(value: Any) -> str:
@@ -153,44 +158,9 @@ class PromptBatch:
         return PromptView(token_texts(tokenizer, ids), segments, heading, names, pictures)
 
     @property
-    def on_cpu(self) -> "PromptBatch":
-        """The same batch on the CPU, to read single numbers: for each one on a GPU, Python waits.
-
-        What ``to`` moved has it already, and so has what the methods of a batch make of that.
-        """
-        if self._is_on_cpu:
-            return self
-        edits, on_cpu = vars(self).get("_known", (None, None))
-        if on_cpu is None or edits != self._edits():
-            on_cpu = self.to("cpu")
-            self._remember(on_cpu)
-        return cast(PromptBatch, on_cpu)
-
-    @cached_property
-    def _is_on_cpu(self) -> bool:
-        return all(value.device.type == "cpu" for value in self._tensors().values())
-
-    def _remember(self, on_cpu: "PromptBatch") -> None:
-        # No field: dataclasses.replace makes a batch that does not have it.
-        object.__setattr__(self, "_known", (self._edits(), on_cpu))
-
-    def _edits(self) -> list[object]:
-        """How often each tensor was edited; inference tensors do not count it, so never equal."""
-        values = self._tensors().values()
-        return [object() if value.is_inference() else value._version for value in values]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The fields, for copies and pickles; also what ``replace`` takes."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def _tensors(self) -> dict[str, Tensor]:
-        values = self.__getstate__().items()
-        return {name: value for name, value in values if isinstance(value, Tensor)}
-
-    @property
     def positions(self) -> Int[Tensor, " position"]:
         """The number of each column, from 0."""
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return torch.arange(self.tokens.shape[1], device="cpu")
 
     @property
     def starts(self) -> Int[Tensor, " batch"]:
@@ -216,8 +186,7 @@ class PromptBatch:
     def label_token_ids(self) -> Int[Tensor, " class"]:
         """First token of each class's label word, of its first word if it has several."""
         words = () if self.verbalizer is None else self.verbalizer.token_ids
-        ids = torch.tensor([first for first, *_ in words], dtype=torch.long, device="cpu")
-        return sent(ids, self.tokens.device)
+        return torch.tensor([first for first, *_ in words], dtype=torch.long, device="cpu")
 
     @checked
     def label_scores(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch class"]:
@@ -244,7 +213,7 @@ class PromptBatch:
 
     @property
     def forward_inputs(self) -> dict[str, Tensor]:
-        """The ``inputs`` of all prompts in one call of the model, on the device of the tokens.
+        """The ``inputs`` of all prompts in one call of the model.
 
         They are joined along their first axis. The other axes are widened with zeros to the
         longest, as the processors of transformers do with images of several sizes.
@@ -256,10 +225,7 @@ class PromptBatch:
             torch.Size([3, 3, 8, 8])
         """
         return {
-            name: sent(
-                _one_after_another([each[name] for each in self.inputs if name in each]),
-                self.tokens.device,
-            )
+            name: _one_after_another([each[name] for each in self.inputs if name in each])
             for name in self._input_names
         }
 
@@ -285,11 +251,11 @@ class PromptBatch:
         Keys and values of the tokens before it are cached. All tokens stay in the batch, so that
         positions are those of whole prompts; only the rows of patterns begin at ``position``.
         """
-        return run_from(self, position)
+        return replace(self, first_query=position)
 
     def whole(self) -> "PromptBatch":
         """The same prompts, of which all tokens are run."""
-        return on_both(self, lambda batch: replace(batch, first_query=0))
+        return replace(self, first_query=0)
 
     @checked
     def prompt(self, number: int) -> "PromptBatch":
@@ -315,30 +281,26 @@ class PromptBatch:
             2
         """
         _check_fields(self)
-        columns = self.on_cpu.attention_mask[start:stop:step].any(0).nonzero()
+        columns = self.attention_mask[start:stop:step].any(0).nonzero()
         if not len(columns):
             raise PromptError(
                 f"no prompt is in {start}:{stop}:{step} of a batch of {len(self)} prompts"
             )
         first, last = int(columns[0]), int(columns[-1])
-
-        def chosen(batch: PromptBatch) -> PromptBatch:
-            rows: dict[str, Any] = {
-                name: value[start:stop:step] for name, value in batch._tensors().items()
-            }
-            for name in ("inputs", "pictures"):
-                rows[name] = getattr(batch, name)[start:stop:step]
-            return replace(batch, **rows)._with(lambda value: value[:, first : last + 1], first)
-
-        return on_both(self, chosen)
+        rows: dict[str, Any] = {
+            name: value[start:stop:step]
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) or name in ("inputs", "pictures")
+        }
+        return replace(self, **rows)._with(lambda value: value[:, first : last + 1], first)
 
     def padded_right(self) -> "PromptBatch":
         """The same prompts with padding on the right; this batch itself if it is so already."""
-        return self._columns_from(self.on_cpu._ends()[0])
+        return self._columns_from(self._ends()[0])
 
     def padded_left(self) -> "PromptBatch":
         """The same prompts with padding on the left."""
-        starts, ends = self.on_cpu._ends()
+        starts, ends = self._ends()
         return self._columns_from(ends - int((ends - starts).max()))
 
     @checked
@@ -347,14 +309,8 @@ class PromptBatch:
 
         Positions are those of the whole prompts: targets and the last label words may lie beyond.
         """
-
-        def leading(batch: PromptBatch) -> PromptBatch:
-            first: dict[str, Any] = {
-                name: getattr(batch, name)[:, :position] for name in _OF_EACH_TOKEN
-            }
-            return replace(batch, first_query=0, **first)
-
-        return on_both(self, leading)
+        first: dict[str, Any] = {name: getattr(self, name)[:, :position] for name in _OF_EACH_TOKEN}
+        return replace(self, first_query=0, **first)
 
     def _ends(self) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
         """The first position of each prompt, and the first position after it."""
@@ -363,18 +319,13 @@ class PromptBatch:
 
     def _columns_from(self, starts: Int[Tensor, " batch"]) -> "PromptBatch":
         """Rows that begin at ``starts`` and are as long as the longest prompt."""
-        first, ends = self.on_cpu._ends()
+        first, ends = self._ends()
         width = int((ends - first).max())
         if width == self.tokens.shape[1] and not starts.any():
             return self
-
-        def moved(batch: PromptBatch) -> PromptBatch:
-            begin = sent(starts, batch.tokens.device)
-            numbers = torch.arange(width, device=begin.device) + begin[:, None]
-            columns = numbers % batch.tokens.shape[1]  # at the end of a row is only padding
-            return batch._with(lambda value: value.gather(1, columns), begin)
-
-        return on_both(self, moved)
+        numbers = torch.arange(width, device="cpu") + starts[:, None]
+        columns = numbers % self.tokens.shape[1]  # at the end of a row is only padding
+        return self._with(lambda value: value.gather(1, columns), starts)
 
     def _with(self, columns: Callable[[Tensor], Tensor], start: Any) -> "PromptBatch":
         """The same prompts in other columns, of which the first was at ``start``."""
@@ -384,30 +335,6 @@ class PromptBatch:
             of_rows = isinstance(start, Tensor) and positions.ndim == 2
             values[name] = positions - (start[:, None] if of_rows else start)
         return replace(self, **values)
-
-    @checked
-    def to(self, device: torch.device | str) -> "PromptBatch":
-        """The same batch on ``device``, without inference tensors, which autograd rejects.
-
-        It is this batch itself if all of it is there already.
-        """
-        there_already = torch.device(device)
-        values = self._tensors().values()
-        if all(value.device == there_already and not value.is_inference() for value in values):
-            return self
-        with gradient_mode(True) if torch.is_inference_mode_enabled() else nullcontext():
-            moved: dict[str, Any] = {
-                name: sent(value.clone() if value.is_inference() else value, device)
-                for name, value in self._tensors().items()
-            }
-            there = replace(self, **moved)
-            if not there._is_on_cpu and (self._is_on_cpu or "_known" in vars(self)):
-                # Its own numbers, which later edits of this batch do not change.
-                own: dict[str, Any] = {
-                    name: value.clone() for name, value in self.on_cpu._tensors().items()
-                }
-                there._remember(replace(self, **own))
-        return there
 
     @classmethod
     @checked
@@ -488,7 +415,7 @@ class PromptBatch:
         segments.scatter_(1, batch.label_positions, LABEL)
         segments.scatter_(1, batch.target_positions[:, None], TARGET)
         segments[~batch.attention_mask] = PADDING
-        return replace(batch, segments=segments, query_start=query_start).to(tokens.device)
+        return replace(batch, segments=segments, query_start=query_start)
 
     @classmethod
     @checked
@@ -547,7 +474,7 @@ class PromptBatch:
             target_positions=target_positions,
             segment_names=tuple(names),
             begins_with_bos=begins_with_bos,
-        ).to(tokens.device)
+        )
 
 
 def _one_after_another(tensors: Sequence[Tensor]) -> Tensor:
@@ -559,19 +486,6 @@ def _one_after_another(tensors: Sequence[Tensor]) -> Tensor:
         joined[(slice(start, start + len(each)), *map(slice, each.shape[1:]))] = each
         start += len(each)
     return joined
-
-
-def on_both(batch: PromptBatch, change: Callable[[PromptBatch], PromptBatch]) -> PromptBatch:
-    """A change of a batch on its device, and of ``batch.on_cpu``, so that neither is copied."""
-    changed = change(batch)
-    if batch.on_cpu is not batch and changed is not batch:
-        changed._remember(change(batch.on_cpu))
-    return changed
-
-
-def run_from(batch: PromptBatch, position: int) -> PromptBatch:
-    """What ``PromptBatch.after`` gives, without the comparison of its arguments."""
-    return on_both(batch, lambda each: replace(each, first_query=position))
 
 
 def segments_to_show(prompt: PromptBatch) -> tuple[list[int], Sequence[str]]:
@@ -600,18 +514,7 @@ def digests(batch: PromptBatch, inside: Bool[Tensor, "batch position"]) -> Int[T
     """A number for these tokens of each prompt."""
     rows = zip(batch.tokens.tolist(), inside.tolist(), strict=True)
     ids = [digest(compress(tokens, mask)) for tokens, mask in rows]
-    return torch.tensor(ids, device=batch.tokens.device)
-
-
-def all_padded_right(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
-    """Every batch with its padding on the right, without inference tensors."""
-    padded = [batch.padded_right() for batch in batches]
-    return [
-        batch.to(batch.tokens.device)
-        if any(value.is_inference() for value in batch._tensors().values())
-        else batch
-        for batch in padded
-    ]
+    return torch.tensor(ids, device="cpu")
 
 
 def anchors_of(batch: PromptBatch) -> Bool[Tensor, "batch position"]:
@@ -623,12 +526,7 @@ def anchors_of(batch: PromptBatch) -> Bool[Tensor, "batch position"]:
 
 def longest_prompt(*batches: PromptBatch) -> int:
     """The number of tokens of the longest prompt."""
-    return max(int(batch.attention_mask.sum(1).max()) for batch in all_on_cpu(batches))
-
-
-def all_on_cpu(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
-    """Every batch on the CPU; see ``PromptBatch.on_cpu``."""
-    return [batch.on_cpu for batch in batches]
+    return max(int(batch.attention_mask.sum(1).max()) for batch in batches)
 
 
 def after_shared(batch: PromptBatch, lengths: Mapping[int, int]) -> tuple[PromptBatch, int | None]:
@@ -638,7 +536,7 @@ def after_shared(batch: PromptBatch, lengths: Mapping[int, int]) -> tuple[Prompt
     """
     set_id = only_set(batch)
     length = 0 if set_id is None else lengths.get(set_id, 0)
-    return run_from(batch, length) if length else batch, set_id
+    return replace(batch, first_query=length) if length else batch, set_id
 
 
 def only_set(batch: PromptBatch) -> int | None:
@@ -648,7 +546,7 @@ def only_set(batch: PromptBatch) -> int | None:
 
 def only_sets(batches: Sequence[PromptBatch]) -> list[int | None]:
     """The set of demonstrations of each batch; None where it has several."""
-    of_batches = [set(batch.demonstrations_id.tolist()) for batch in all_on_cpu(batches)]
+    of_batches = [set(batch.demonstrations_id.tolist()) for batch in batches]
     return [sets.pop() if len(sets) == 1 else None for sets in of_batches]
 
 
@@ -722,14 +620,13 @@ def check_batch(batch: PromptBatch) -> None:
 
 def check_prompts(*batches: PromptBatch) -> None:
     """Check that the fields of a batch agree: ``replace`` can make one in which they do not."""
-    for given in batches:
-        if given.first_query:
+    for batch in batches:
+        if batch.first_query:
             raise PromptError(
-                f"the prompts are to be run from position {given.first_query}, but keys of 0 "
+                f"the prompts are to be run from position {batch.first_query}, but keys of 0 "
                 "tokens are cached; a batch of whole prompts has first_query=0"
             )
-        _check_fields(given)
-        batch = given.on_cpu
+        _check_fields(batch)
         if not (has_tokens := batch.attention_mask.any(1)).all():
             raise PromptError(f"prompt {int((~has_tokens).nonzero()[0])} is padding only")
         if (batch.tokens < 0).any():
@@ -795,7 +692,6 @@ def check_inside(
     batch: PromptBatch, name: str, positions: Int[Tensor, "batch _"] | None = None
 ) -> None:
     """Raise an error if a position (by default of the field ``name``) is not that of a token."""
-    batch = batch.on_cpu
     positions = getattr(batch, name) if positions is None else positions.cpu()
     positions = positions[:, None] if positions.ndim == 1 else positions
     length = batch.tokens.shape[1]

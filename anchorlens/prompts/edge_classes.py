@@ -22,7 +22,7 @@ class EdgeClasses:
 
     queries: Int[Tensor, "batch query"]
     keys: Int[Tensor, "batch key"]
-    table: Bool[Tensor, "query_class key_class"]  # on the CPU
+    table: Bool[Tensor, "query_class key_class"]
     later: bool = False
 
     @classmethod
@@ -68,5 +68,5 @@ def in_common(
         # Classes with equal rows or columns in all tables are one.
         both, of_queries = torch.cat([ours, theirs]).unique(dim=1, return_inverse=True)
         tables, of_keys = both.unique(dim=2, return_inverse=True)
-        queries, keys = of_queries.to(queries.device)[queries], of_keys.to(keys.device)[keys]
+        queries, keys = of_queries[queries], of_keys[keys]
     return queries, keys, tables

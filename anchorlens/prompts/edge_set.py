@@ -2,7 +2,8 @@
 
 All edges of 32,000 tokens would be a table of 1 GB for each set. A set therefore holds a function
 of query rows, and joins with other sets as such a function. It depends on nothing but what it was
-made of: not on who reads it, when, or how often.
+made of: not on who reads it, when, or how often. What it is made of lies on the CPU, and rows are
+computed on the device that needs them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..system.arguments import called
-from ..system.devices import holds_numbers, sent
+from ..system.devices import Device, holds_numbers, sent
 from ..system.row_pieces import row_slices, stored_rows
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
@@ -26,6 +27,7 @@ from .edge_classes import EdgeClasses
 
 Edges = Bool[Tensor, "batch query key"]
 Positions = Bool[Tensor, "batch position"]
+RowsOf = Callable[[slice, Device], Edges]
 EdgesOfBatch = Callable[[PromptBatch], Edges]
 
 
@@ -47,7 +49,7 @@ class EdgeSet(Tensor):
         True
     """
 
-    _rows_of: Callable[[slice], Edges]
+    _rows_of: RowsOf
     _classes_of: Callable[[], EdgeClasses | None]
     _of_paper: Any = "", None  # its name there, and the prompts of which it was made
     # Operations reach __torch_dispatch__, also those of an index tensor[edges]; shape and device
@@ -57,15 +59,14 @@ class EdgeSet(Tensor):
     @staticmethod
     def __new__(
         cls,
-        rows_of: Callable[[slice], Edges],
+        rows_of: RowsOf,
         shape: tuple[int, ...],
-        device: torch.device,
         classes_of: Callable[[], EdgeClasses | None] = lambda: None,
     ) -> "EdgeSet":
         # Autograd takes no tensor that was made in inference_mode.
         with gradient_mode(True) if torch.is_inference_mode_enabled() else nullcontext():
             made: EdgeSet = Tensor._make_wrapper_subclass(
-                cls, shape, dtype=torch.bool, device=device
+                cls, shape, dtype=torch.bool, device=torch.device("cpu")
             )
         made._rows_of, made._classes_of = rows_of, classes_of
         return made
@@ -75,12 +76,12 @@ class EdgeSet(Tensor):
         """The edges of a table; later edits of the table do not change them."""
         if isinstance(table, EdgeSet):
             return table
-        own = table.detach().clone()
-        return cls(lambda rows: own[:, rows].clone(), tuple(own.shape), own.device)
+        own = table.detach().to("cpu", copy=True)
+        return cls(lambda rows, device: sent(own[:, rows].clone(), device), tuple(own.shape))
 
-    def rows(self, rows: slice) -> Edges:
+    def rows(self, rows: slice, device: Device = "cpu") -> Edges:
         """The edges of some query rows to all keys, as a plain tensor of the caller's own."""
-        return self._rows_of(rows)
+        return self._rows_of(rows, device)
 
     def classes(self) -> EdgeClasses | None:
         """The same edges by classes of queries and keys; None where they are not known so."""
@@ -107,7 +108,7 @@ class EdgeSet(Tensor):
 
     def counts(self) -> Int[Tensor, " batch"]:
         """The number of edges in each prompt."""
-        counts = torch.zeros(self.shape[0], dtype=torch.long, device=self.device)
+        counts = torch.zeros(self.shape[0], dtype=torch.long, device="cpu")
         for _, edges in self.pieces():
             counts += edges.sum((1, 2))
         return counts
@@ -119,11 +120,11 @@ class EdgeSet(Tensor):
     def before(self, length: int) -> "EdgeSet":
         """The edges of the first prompt between its first ``length`` positions."""
 
-        def rows_of(rows: slice) -> Edges:
+        def rows_of(rows: slice, device: Device) -> Edges:
             start, stop, _ = rows.indices(length)
-            return self.rows(slice(start, stop))[:1, :, :length]
+            return self.rows(slice(start, stop), device)[:1, :, :length]
 
-        return EdgeSet(rows_of, (1, length, length), self.device)
+        return EdgeSet(rows_of, (1, length, length))
 
     def begins_as(self, other: "EdgeSet") -> bool:
         """Whether the first positions of every prompt have the edges of a single prompt."""
@@ -135,7 +136,7 @@ class EdgeSet(Tensor):
 
     def stored(self) -> "EdgeSet":
         """The same edges, whose rows stay in memory as far as they are few; do not edit these."""
-        return EdgeSet(stored_rows(self.rows), tuple(self.shape), self.device, self.classes)
+        return EdgeSet(stored_rows(self.rows), tuple(self.shape), self.classes)
 
     def __and__(self, other: Any) -> Any:
         return _joined(and_, self, other)
@@ -151,7 +152,7 @@ class EdgeSet(Tensor):
             classes = self.classes()
             return None if classes is None else ~classes
 
-        return EdgeSet(lambda rows: ~self.rows(rows), tuple(self.shape), self.device, classes_of)
+        return EdgeSet(lambda rows, device: ~self.rows(rows, device), tuple(self.shape), classes_of)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _no_edit()
@@ -192,7 +193,7 @@ def edges_between(queries: Positions, keys: Positions) -> EdgeSet:
     prompts, _ = torch.broadcast_shapes(queries[:, :1].shape, keys[:, :1].shape)
     shape = prompts, queries.shape[1], keys.shape[1]
     classes_of = partial(EdgeClasses.between, queries, keys)
-    return EdgeSet(partial(_rows_between, queries, keys), shape, queries.device, classes_of)
+    return EdgeSet(partial(_rows_between, queries, keys), shape, classes_of)
 
 
 def paper_edges(batch: PromptBatch) -> dict[str, EdgeSet]:
@@ -210,8 +211,9 @@ def paper_edges(batch: PromptBatch) -> dict[str, EdgeSet]:
     return found
 
 
-def _rows_between(queries: Positions, keys: Positions, rows: slice) -> Edges:
-    i, j = (torch.arange(each.shape[1], device=each.device) for each in (queries, keys))
+def _rows_between(queries: Positions, keys: Positions, rows: slice, device: Device) -> Edges:
+    queries, keys = (each.to(device, non_blocking=True) for each in (queries, keys))
+    i, j = (torch.arange(each.shape[1], device=device) for each in (queries, keys))
     return queries[:, rows, None] & keys[:, None] & (j < i[rows, None])
 
 
@@ -241,37 +243,34 @@ def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
     Every function that takes edges begins here.
     """
     given = called("edges", edges, "the batch", batch) if callable(edges) else edges
-    shape, device = (*batch.tokens.shape, batch.tokens.shape[1]), batch.tokens.device
+    shape = (*batch.tokens.shape, batch.tokens.shape[1])
     if not holds_numbers(given) or given.dtype != torch.bool or tuple(given.shape) != shape:
         raise PromptError(
             "edges must be a tensor of True and False with the shape (batch, query, key) = "
             f"{shape}, as al.edges gives; got {described(given)}"
         )
-    chosen = given if isinstance(given, EdgeSet) else EdgeSet.of(given)
-    if given.device == device:
-        return chosen
-    return EdgeSet(lambda rows: sent(chosen.rows(rows), device), shape, device)
+    return EdgeSet.of(given)
 
 
 def _joined(join: Callable[[Any, Any], Any], edges: EdgeSet, other: Any) -> Any:
     """A set that is joined row by row; what torch gives for tables where ``other`` has no rows."""
     is_table = isinstance(other, Tensor) and other.dtype == torch.bool and other.ndim in (2, 3)
     table = other[None] if is_table and other.ndim == 2 else other
-    fits = is_table and table.device == edges.device and table.shape[1:] == edges.shape[1:]
+    fits = is_table and table.shape[1:] == edges.shape[1:]
     if not fits or (1 not in (len(table), len(edges)) and len(table) != len(edges)):
         return join(edges.table(), other)
     second = EdgeSet.of(table)
     shape = torch.broadcast_shapes(edges.shape, second.shape)
 
-    def rows_of(rows: slice) -> Edges:
-        joined: Edges = join(edges.rows(rows), second.rows(rows))
+    def rows_of(rows: slice, device: Device) -> Edges:
+        joined: Edges = join(edges.rows(rows, device), second.rows(rows, device))
         return joined
 
     def classes_of() -> EdgeClasses | None:
         ours, theirs = edges.classes(), second.classes()
         return None if ours is None or theirs is None else ours.joined(join, theirs)
 
-    return EdgeSet(rows_of, shape, edges.device, classes_of)
+    return EdgeSet(rows_of, shape, classes_of)
 
 
 def _tables(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import HookError, PromptError
 from ..system.arguments import checked
-from ..system.devices import sent
+from ..system.devices import Device, sent
 from ..system.texts import described
 from .batch import PromptBatch, anchors_of, check_inside, check_label_words, holds_integers
 from .edge_set import Edges, EdgeSet, EdgesOfBatch, Positions, edges_between, paper_edges
@@ -47,7 +47,7 @@ def between(queries: Positions, keys: Positions) -> EdgeSet:
         [[[False, False], [True, False]]]
     """
     # Copies, so that later edits of the positions do not change the edges.
-    return edges_between(queries.detach().clone(), keys.detach().clone())
+    return edges_between(*(each.detach().to("cpu", copy=True) for each in (queries, keys)))
 
 
 @checked
@@ -88,8 +88,7 @@ def at(batch: PromptBatch, positions: Int[Tensor, "batch anchor"]) -> Positions:
             f"each prompt; got {described(positions)}"
         )
     check_inside(batch, "positions", positions)
-    inside = sent(positions.long(), batch.tokens.device)
-    return torch.zeros_like(batch.attention_mask).scatter(1, inside, True)
+    return torch.zeros_like(batch.attention_mask).scatter(1, positions.long().cpu(), True)
 
 
 @checked
@@ -228,8 +227,8 @@ def pairs(batch: PromptBatch, pairs: Pairs | Sequence[Pairs]) -> EdgeSet:
             f"pairs are (query, key) for all {len(batch)} prompts, [(20, 8), (21, 8)], or such a "
             f"list for each of them; got {pairs!r}"
         )
-    chosen, prompts = list[tuple[int, int, int]](), batch.on_cpu
-    spans = zip(prompts.starts.tolist(), prompts.attention_mask.sum(1).tolist(), strict=True)
+    chosen = list[tuple[int, int, int]]()
+    spans = zip(batch.starts.tolist(), batch.attention_mask.sum(1).tolist(), strict=True)
     for number, ((start, count), of_prompt) in enumerate(zip(spans, of_prompts, strict=True)):
         for query, key in of_prompt:
             if not 0 <= key < query < count:
@@ -240,7 +239,7 @@ def pairs(batch: PromptBatch, pairs: Pairs | Sequence[Pairs]) -> EdgeSet:
                 )
             chosen.append((number, start + query, start + key))
     count, length = batch.tokens.shape
-    positions = torch.tensor(chosen, device=batch.tokens.device).T
+    positions = torch.tensor(chosen, device="cpu").T
     return edges_at(positions, (count, length, length))
 
 
@@ -313,7 +312,7 @@ def random_candidates(
     batch: PromptBatch, *, after: Int[Tensor, "batch 1"] | None = None
 ) -> Positions:
     """The positions of which ``random_positions`` draws some."""
-    first = batch.starts[:, None] if after is None else sent(after, batch.tokens.device)
+    first = batch.starts[:, None] if after is None else after.cpu()
     last = batch.label_ends.max(1, keepdim=True).values
     labels = segment(batch, "label") | anchors(batch)
     allowed = batch.attention_mask & (batch.positions > first) & (batch.positions < last) & ~labels
@@ -350,7 +349,6 @@ def random_positions(
         >>> bool((drawn.sum(1) == edges.anchors(batch).sum(1)).all())
         True
     """
-    device, batch = batch.tokens.device, batch.on_cpu
     words, allowed = anchors(batch), random_candidates(batch, after=after)
     counts = (segment(batch, "label") | words if whole_words else words).sum(1).tolist()
     drawn = torch.zeros_like(allowed)
@@ -366,7 +364,7 @@ def random_positions(
         generator = draw_generator(seed, set_id)
         chosen = torch.randperm(len(candidates), generator=generator, device="cpu")[:count]
         drawn[row, candidates[chosen]] = True
-    return sent(drawn, device)
+    return drawn
 
 
 @checked
@@ -419,10 +417,11 @@ def _of_equal(batch: PromptBatch, of_queries: Tensor, of_keys: Tensor) -> EdgeSe
     """Edges up to the target position between a query and keys of its number."""
     of_queries, of_keys, all_edges = of_queries.clone(), of_keys.clone(), every(batch)
 
-    def rows_of(rows: slice) -> Edges:
-        return all_edges.rows(rows) & (of_queries[:, rows, None] == of_keys[:, None])
+    def rows_of(rows: slice, device: Device) -> Edges:
+        queries, keys = sent(of_queries, device), sent(of_keys, device)
+        return all_edges.rows(rows, device) & (queries[:, rows, None] == keys[:, None])
 
-    return EdgeSet(rows_of, tuple(all_edges.shape), all_edges.device)
+    return EdgeSet(rows_of, tuple(all_edges.shape))
 
 
 def _first(batch: PromptBatch) -> Positions:

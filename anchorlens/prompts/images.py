@@ -203,12 +203,11 @@ class _Prompt(NamedTuple):
 
 
 def _expanded(
-    batch: PromptBatch, writer: _Writer, reader: _Reader, images: Sequence[Sequence[Any]]
+    given: PromptBatch, writer: _Writer, reader: _Reader, images: Sequence[Sequence[Any]]
 ) -> PromptBatch:
-    given = batch.on_cpu
     places = (given.tokens == writer.place_id) & given.attention_mask
     if not places.any() and not any(map(len, images)):
-        return batch
+        return given
     names = given.segment_names
     unnamed = bool((given.segments[places] == PADDING).any())
     if IMAGE not in names and (names == SEGMENTS or unnamed):
@@ -239,8 +238,7 @@ def _expanded(
     check_prompts(changed)
     ids = zip(demonstrations_ids(changed).tolist(), prompts, strict=True)
     own = [digest([number, *each.of_set]) if each.of_set else number for number, each in ids]
-    own_ids = torch.tensor(own, device="cpu")
-    return replace(changed, demonstrations_id=own_ids).to(batch.tokens.device)
+    return replace(changed, demonstrations_id=torch.tensor(own, device="cpu"))
 
 
 def _prompt(

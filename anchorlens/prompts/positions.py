@@ -31,4 +31,4 @@ def checked_positions(
             f"got {described(positions)}"
         )
     # A function of one's own may also be true under padding, as ~al.edges.anchors(batch) is.
-    return positions & batch.attention_mask
+    return positions.cpu() & batch.attention_mask

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import HookError
+from ..system.devices import Device, sent
 from ..system.row_pieces import row_slices
 from .batch import PromptBatch
 from .edge_set import Edges, EdgeSet, check_edges, edges_between
@@ -22,14 +23,14 @@ def edges_at(positions: Iterable[Tensor], shape: tuple[int, ...]) -> EdgeSet:
     prompts, queries, keys = positions
     count, length, width = shape
 
-    def rows_of(rows: slice) -> Edges:
+    def rows_of(rows: slice, device: Device) -> Edges:
         start, stop, _ = rows.indices(length)
         inside = (queries >= start) & (queries < stop)
-        edges = torch.zeros(count, stop - start, width, dtype=torch.bool, device=keys.device)
+        edges = torch.zeros(count, stop - start, width, dtype=torch.bool, device="cpu")
         edges[prompts[inside], queries[inside] - start, keys[inside]] = True
-        return edges
+        return sent(edges, device)
 
-    return EdgeSet(rows_of, shape, keys.device)
+    return EdgeSet(rows_of, shape)
 
 
 def draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:
@@ -53,13 +54,13 @@ def drawn_edges(
 
     ``axes`` are those over which edges are counted.
     """
-    allowed = edges_between(batch.up_to_target, batch.up_to_target).table().cpu()
-    counted = check_edges(batch, edges).table().cpu() & allowed
-    free = allowed & ~never.table().cpu() & ~counted
+    allowed = edges_between(batch.up_to_target, batch.up_to_target).table()
+    counted = check_edges(batch, edges).table() & allowed
+    free = allowed & ~never.table() & ~counted
     drawn = []
     for row, set_id in enumerate(batch.demonstrations_id.tolist()):
         # Padding does not change the draw: tokens are counted, not positions.
-        tokens = batch.attention_mask[row].cpu().nonzero().flatten()
+        tokens = batch.attention_mask[row].nonzero().flatten()
         square = (row, tokens[:, None], tokens)
         wanted, available = (each[square].sum(axes).view(-1) for each in (counted, free))
         worst = (wanted - available).argmax()
@@ -72,7 +73,7 @@ def drawn_edges(
         chosen = choose(wanted, free[square], draw_generator(seed, set_id))
         queries, keys = (tokens[numbers] for numbers in chosen.nonzero().unbind(1))
         drawn.append(torch.stack([torch.full_like(queries, row), queries, keys]))
-    return edges_at(torch.cat(drawn, dim=1).int().to(batch.tokens.device), tuple(counted.shape))
+    return edges_at(torch.cat(drawn, dim=1).int(), tuple(counted.shape))
 
 
 def best_of_each_row(

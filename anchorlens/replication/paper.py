@@ -358,7 +358,7 @@ def _without_texts(
     bare: Mapping[int | None, Int[Tensor, " position"]], model: HookedModel, batch: PromptBatch
 ) -> Context:
     """Text_anchor: the demonstrations of a batch without their texts, run before the query."""
-    return after_tokens(model, bare[only_set(batch)].to(batch.tokens), batch)
+    return after_tokens(model, bare[only_set(batch)], batch)
 
 
 def _more_shots(model: HookedModel, drawn: DrawnTask) -> list[PromptBatch]:

@@ -22,7 +22,7 @@ from ..errors import AnchorlensError
 from ..experiments.saliency import observe_products, one_batch
 from ..metrics.edge_sums import row_pieces
 from ..metrics.predictions import predicted_class
-from ..models.hooked import HookedModel, check_fits, device_of, refuse_folded_value_biases
+from ..models.hooked import HookedModel, check_fits, refuse_folded_value_biases
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
@@ -214,7 +214,7 @@ def plot_prompt(
         >>> flows.save(folder / "prompt.html").name
         'prompt.html'
     """
-    alone = one_batch(batch).prompt(prompt).to(device_of(model))
+    alone = one_batch(batch).prompt(prompt)
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     tokens = token_texts(tokenizer, alone.tokens[0].tolist())
     ensure_prepared(model)

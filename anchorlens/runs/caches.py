@@ -27,7 +27,7 @@ from ..results.bootstrap import with_intervals
 from ..results.population import check_resamples
 from ..results.results import Results
 from ..system.arguments import checked
-from ..system.devices import holds_numbers, wide
+from ..system.devices import holds_numbers, sent, wide
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .checks import require_questions
@@ -77,9 +77,9 @@ def from_caches(
     Examples:
         >>> attention = al.AttentionAUCROC()
         >>> names = al.caches.names_filter([attention], model, batches[0])
-        >>> moved = [each.to(model.cfg.device) for each in batches]
-        >>> passes = (model.run_with_cache(each.tokens, attention_mask=each.attention_mask,
-        ...                                names_filter=names) for each in moved)
+        >>> device = model.cfg.device
+        >>> passes = (model.run_with_cache(each.tokens.to(device), names_filter=names,
+        ...     attention_mask=each.attention_mask.to(device)) for each in batches)
         >>> al.caches.from_caches([attention], batches, passes, resamples=0)["attention_aucroc"]
         AttentionAUCROCRecord(aucroc ...; 14 prompts)
     """
@@ -112,9 +112,8 @@ def from_caches(
                 if point.name + suffix in cache
             }
             cache = aliases | cache
-        moved = batch.to(logits.device)
         of_cache = _sizes_in(cache) if model is None else model
-        collected.append(_contributions(metrics, moved, logits, cache, of_cache, number))
+        collected.append(_contributions(metrics, batch, logits, cache, of_cache, number))
     contributions = joined(collected)
     order = order_of_queries(batches)
     info = {} if model is None else {"model": str(model.cfg.model_name)}
@@ -216,7 +215,7 @@ def _checked(given: Any, batch: PromptBatch, number: int) -> tuple[Tensor, dict[
         )
     if logits.ndim == 3:
         prompts = torch.arange(len(batch), device=logits.device)
-        logits = logits[prompts, batch.target_positions.to(logits.device)]
+        logits = logits[prompts, sent(batch.target_positions, logits.device)]
     logits = wide(logits.detach())
     if not logits.isfinite().all():
         raise NotFiniteError(f"the logits of batch {number} are NaN or infinite at the targets")

@@ -13,7 +13,7 @@ from ..errors import AnchorlensError, HookError, MetricError, ModelError
 from ..metrics.metric import Metric
 from ..metrics.question import Further, HooksOfBatch, Question
 from ..models.batch_hooks import BatchHook, EdgeHook
-from ..models.hooked import Hook, HookedModel, check_fits, device_of, layer_numbers
+from ..models.hooked import Hook, HookedModel, check_fits, layer_numbers
 from ..passes.loss_checks import check_gradient_of_loss
 from ..passes.losses import Loss
 from ..passes.provide import Observation, check_columns
@@ -35,7 +35,7 @@ def check_questions(
 
     An error for wrong questions, hooks or losses, before the model runs.
     """
-    observed, first = list[Observation](), batches[0].to(device_of(model))
+    observed = list[Observation]()
     for question in questions:
         if hooks is not None and not isinstance(question, Metric):
             raise MetricError(
@@ -43,7 +43,7 @@ def check_questions(
                 "this run; run it without hooks, or write these into the model (model.add_hook)"
             )
         question.check(model, batches, changed=hooks is not None)
-        observed.append(Observation(model, question, first))
+        observed.append(Observation(model, question, batches[0]))
         observed[-1].check()
     gradient = [each.question.name for each in observed if each.needs_gradient]
     if gradient and loss is None:
@@ -114,8 +114,7 @@ def once_of(question: Question, passes: Any, contributions: Mapping[str, Tensor]
 
 def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[PromptBatch]) -> None:
     """Raise an error unless ``hooks`` is a function of the batch to hooks that the model has."""
-    for each in batches:
-        batch = each.to(device_of(model))
+    for batch in batches:
         acting = hooks_of(hooks, batch)
         if not all(act.is_for(batch) for _, act in acting if isinstance(act, BatchHook)):
             raise HookError(
@@ -137,9 +136,9 @@ def check_edges_of_hooks(
 ) -> None:
     """Raise an error for hooks on edges that no prompt has."""
     has_edges: dict[tuple[int, Any], bool] = {}  # by the number of a hook, and its point
-    for each in batches:
+    for batch in batches:
         has_some = functools.cache(EdgeSet.has_edges)  # hooks of several layers share a set
-        for number, (point, act) in enumerate(hooks(each.to(device_of(model)))):
+        for number, (point, act) in enumerate(hooks(batch)):
             if isinstance(act, EdgeHook):
                 had_some = has_edges.get((number, point), False)
                 has_edges[number, point] = had_some or has_some(act.edges)
@@ -216,6 +215,6 @@ def _equal_in(moved: Bool[Tensor, " batch"], edges: EdgeSet, old: EdgeSet) -> bo
     """Whether a prompt that was moved has edges, and has them at the same positions as before."""
     differ, found = torch.zeros_like(moved), torch.zeros_like(moved)
     for rows, of_rows in edges.pieces():
-        found |= of_rows.any((1, 2)).to(moved.device)
-        differ |= (of_rows != old.rows(rows).to(of_rows.device)).any((1, 2)).to(moved.device)
+        found |= of_rows.any((1, 2))
+        differ |= (of_rows != old.rows(rows)).any((1, 2))
     return bool((moved & found & ~differ).any())

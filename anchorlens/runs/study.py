@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import MetricError, PromptError, StoreError
 from ..metrics.question import HooksOfBatch, Question, no_hooks
 from ..models.head import precision_of_logits
-from ..models.hooked import HookedModel, check_fits, device_of, dtype_of
+from ..models.hooked import HookedModel, check_fits, dtype_of
 from ..models.load import ensure_prepared
 from ..models.media_tokens import check_media_tokens
 from ..models.model_state import frozen_in_eval_mode
@@ -29,7 +29,7 @@ from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.provide import need_gradient, reads_of
 from ..printable import printable
-from ..prompts.batch import PromptBatch, all_on_cpu, all_padded_right, check_prompts, digests
+from ..prompts.batch import PromptBatch, check_prompts, digests
 from ..prompts.segment_names import SEGMENTS
 from ..prompts.ties import TIES, warn_of_ties
 from ..results.bootstrap import with_intervals
@@ -313,7 +313,7 @@ class Study:
         decides: Mapping[str, Any],
     ) -> dict[str, Tensor]:
         """The contributions to each of the names of ``decides``, which says what decides them."""
-        store, device = self._store_of(decides), device_of(self.model)
+        store = self._store_of(decides)
         if store is not None and self._has_collected:
             raise StoreError(
                 f"{store.folder} holds the contributions that this study has collected already; "
@@ -339,7 +339,6 @@ class Study:
                 if not is_single and failed_elsewhere():
                     break
                 part = self._parts[number]
-                part = part if part.tokens.device == device else part.to(device)
                 contributions = fitting.contributions(part, missing[number], bar.update)
                 if store is not None:
                     store = self._unless_changed(store, decides)
@@ -517,7 +516,7 @@ class Study:
         for number, stored in ends.items():
             batch = self._parts[number]
             names = [name for name in store.functions if name not in store.missing(stored)]
-            computed = fitting.contributions(batch.to(device_of(self.model)), names)
+            computed = fitting.contributions(batch, names)
             both = {
                 name: each for name, each in stored.items() if name in computed or name[0] != "/"
             }
@@ -623,7 +622,7 @@ def checked_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> list[
                 "the batches of one run must have the same segments; got "
                 f"{batches[0].segment_names} and {batch.segment_names}"
             )
-    return all_padded_right(batches)
+    return [batch.padded_right() for batch in batches]
 
 
 def require_batches(batches: Sequence[PromptBatch]) -> None:
@@ -665,10 +664,10 @@ def cases_of(
     batches: Sequence[PromptBatch],
 ) -> tuple[Int[Tensor, " prompt"], Int[Tensor, " prompt"]]:
     """The set of demonstrations and the text of each prompt, in the order of the contributions."""
-    order, on_cpu = order_of_queries(batches), all_on_cpu(batches)
-    sets = torch.cat([batch.demonstrations_id for batch in on_cpu])
+    order = order_of_queries(batches)
+    sets = torch.cat([batch.demonstrations_id for batch in batches])
     # What else a prompt has, such as an image, may differ where tokens do not.
     texts = [
-        batch.index if batch.inputs else digests(batch, batch.attention_mask) for batch in on_cpu
+        batch.index if batch.inputs else digests(batch, batch.attention_mask) for batch in batches
     ]
     return sets[order], torch.cat(texts)[order]

@@ -52,7 +52,7 @@ from ..passes.shortcuts import (
     why_not_shared,
 )
 from ..passes.twin_for import of_one_run, why_no_native_images, why_not_native
-from ..prompts.batch import PromptBatch, after_shared, all_on_cpu, longest_prompt, only_sets
+from ..prompts.batch import PromptBatch, after_shared, longest_prompt, only_sets
 from ..system.free_memory import free_for_layers
 from ..system.processes import gather_from_processes
 from ..system.texts import bytes_in_words
@@ -154,7 +154,7 @@ def _how_passes_run(
     beside: Sequence[Way],
 ) -> str:
     """Whether passes are native; otherwise why all or some of them have hooks."""
-    shortest = _shortest(batches).to(device_of(model))
+    shortest = _shortest(batches)
     *further, of_run = (
         why_hooks_need_a_bridge(model, change(shortest), (), ()) for change in changes
     )
@@ -309,7 +309,7 @@ def why_patterns(
         return IMAGES
     if isinstance(loss, WordCrossEntropy):
         return "the words of the loss continue the prompts"
-    shortest = _shortest(batches).to(device_of(model))
+    shortest = _shortest(batches)
     acting = [hook for change in changes for hook in change(shortest)]
     able = [outside_attention(model, [hook]) or acts_when_fused(model, hook) for hook in acting]
     if points := [point for (point, _), can in zip(acting, able, strict=True) if not can]:
@@ -345,7 +345,7 @@ def _read_after(
     """Whether questions need no gradient, and no pattern of tokens before those that form them."""
     if any(each.needs_gradient for each in observed):
         return False
-    batch, _ = after_shared(_shortest(batches).to(device_of(model)).prompt(0), lengths)
+    batch, _ = after_shared(_shortest(batches).prompt(0), lengths)
     if not batch.is_whole:
         observed = [Observation.of_shared(model, each.question, batch) for each in observed]
     return all(not each.of_rows and _act_without_patterns(model, each.beside) for each in observed)
@@ -505,8 +505,7 @@ def shared_lengths(
     """
     of_sets: dict[int, list[PromptBatch]] = {}
     mixed: set[int] = set()
-    numbers = all_on_cpu(batches)
-    for set_id, batch in zip(only_sets(numbers), numbers, strict=True):
+    for set_id, batch in zip(only_sets(batches), batches, strict=True):
         if set_id is None:
             mixed.update(batch.demonstrations_id.tolist())
         else:

@@ -7,6 +7,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+Device = torch.device | str
+
 
 def holds_numbers(value: object) -> TypeGuard[Tensor]:
     """Whether it is a tensor to compute with: real numbers, or True and False, that can be read."""
@@ -37,7 +39,7 @@ def wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def sent(values: Tensor, device: torch.device | str) -> Tensor:
+def sent(values: Tensor, device: Device) -> Tensor:
     """The values on a device. Python does not wait until an accelerator has them.
 
     For the CPU it waits, because the numbers could be read before they have arrived.
@@ -47,7 +49,7 @@ def sent(values: Tensor, device: torch.device | str) -> Tensor:
 
 def beside(values: Tensor, *others: Tensor) -> Iterable[Tensor]:
     """Other tensors on the device of the values, which may be that of one layer."""
-    return (other.to(values.device) for other in others)
+    return (sent(other, values.device) for other in others)
 
 
 def on_one_device(values: list[Tensor]) -> list[Tensor]:

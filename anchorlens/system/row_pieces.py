@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from .devices import Device
+
 # The most elements of a piece: eight short prompts are one piece. Smaller pieces are as fast;
 # larger pieces are slower and, in float32, less exact (a sum over 2048 tokens had a relative error
 # of 8e-4).
@@ -26,15 +28,15 @@ def row_slices(queries: int, elements_of_a_row: int, at_least: int = 1) -> Itera
         yield slice(start, min(start + count, queries))
 
 
-def stored_rows(rows_of: Callable[[slice], Tensor]) -> Callable[[slice], Tensor]:
+def stored_rows(rows_of: Callable[[slice, Device], Tensor]) -> Callable[[slice, Device], Tensor]:
     """The same rows. The first pieces are stored, because every layer asks for the same ones."""
-    pieces: dict[tuple[int, int], Tensor] = {}
+    pieces: dict[tuple[int, int, Device], Tensor] = {}
 
-    def of_rows(rows: slice) -> Tensor:
-        piece = (rows.start, rows.stop)
+    def of_rows(rows: slice, device: Device) -> Tensor:
+        piece = (rows.start, rows.stop, device)
         if piece in pieces:
             return pieces[piece]
-        made = rows_of(rows)
+        made = rows_of(rows, device)
         if sum(other.nbytes for other in pieces.values()) + made.nbytes <= _STORED:
             pieces[piece] = made
         return made

@@ -53,7 +53,7 @@ def left_by_interrupts(count: int, seed: int) -> list[str]:
     model, batch = scene.model, scene.batch
     calls = {name: partial(ALL[name], scene) for name in CHANGING}
     calls |= {"prepare": partial(al.prepare_model, model)}
-    calls |= {"fused": partial(run_fused, run_pass, model, batch.to(model.cfg.device))}
+    calls |= {"fused": partial(run_fused, run_pass, model, batch)}
     for name, call in calls.items():
         call()  # a model gets hooks of libraries in its first passes
         start = time.perf_counter()

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.contexts.protocol import queries_after
 from anchorlens.system import devices
 from benchmarks import operations
 from tests.support import simulated_device
@@ -131,7 +130,7 @@ def docstrings() -> dict[str, str]:
     names = {  # that every example may use
         **{"al": al, "dataclasses": dataclasses, "torch": torch, "edges": al.edges},
         **{"model": model, "folder": folder, "task": task, "demos": demos, "batches": batches},
-        **{"batch": batches[0].to("sim"), "processor": image_model("LLaVA")[1]},
+        **{"batch": batches[0], "processor": image_model("LLaVA")[1]},
         "picture": picture(0),
     }
     return {module: failed_examples(module, names) for module in MODULES}
@@ -173,41 +172,42 @@ def readme() -> dict[str, Any]:
 
 
 def batches() -> dict[str, bool]:
-    """Whether what a moved batch knows of the CPU are its own numbers, whatever is done to it."""
+    """Whether batches and sets of edges lie on the CPU, on whatever device is what makes them."""
     tokenizer, task = byte_level_tokenizer(), al.TASKS["trec"]
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, seed=1)
-    [given] = al.build_prompts(tokenizer, task, demos, examples[-5:], batch_size=5)
-    moved = given.to("sim")
-    made = {
-        "to": moved,
-        "to the other device": moved.to("sim:1"),
-        "after": moved.after(7),
-        "whole": moved.after(7).whole(),
-        "prompts": moved.prompts(1, 4),
-        "one prompt": moved.prompt(2),
-        "before": moved.before(9),
-        "padded on the left": moved.padded_left(),
-        "padded on the right": moved.padded_left().padded_right(),
-        "queries": queries_after(moved, moved.tokens[0, :3]),
-        "replaced": dataclasses.replace(moved, tokens=moved.tokens + 1),
+    [batch] = al.build_prompts(tokenizer, task, demos, examples[-5:], batch_size=5)
+    given: dict[str, Any] = {n: v for n, v in vars(batch).items() if isinstance(v, Tensor)}
+    there: dict[str, Any] = {name: value.to("sim") for name, value in given.items()}
+    names = ("label_positions", "label_classes", "target_positions", "attention_mask", "gold")
+
+    def of_positions(of: dict[str, Any], words: Tensor) -> al.PromptBatch:
+        known = {name: of[name] for name in names}
+        return al.PromptBatch.from_positions(of["tokens"], label_token_ids=words, **known)
+
+    def edges_of(of: dict[str, Any], table: Tensor) -> Tensor:
+        at = al.edges.at(batch, of["label_positions"])
+        assert at.device.type == "cpu"
+        return al.edges.between(at.to(table.device), of["attention_mask"]) | table
+
+    words, table = batch.label_token_ids, al.edges.pq(batch).table()
+    of_segments = al.PromptBatch.from_segments
+    pairs: dict[str, tuple[Any, Any]] = {
+        "replaced": (dataclasses.replace(batch, **there), batch),
+        "positions": (of_positions(there, words.to("sim")), of_positions(given, words)),
+        "segments": (of_segments(there["tokens"]), of_segments(batch.tokens)),
+        "edges": (edges_of(there, table.to("sim")), al.edges.wp(batch) | al.edges.pq(batch)),
     }
-    with simulated_device.waits() as counted:
-        for each in made.values():
-            _ = each.on_cpu
-    edited = given.to("sim")
-    edited.tokens[0, 0] = 5
-    given.tokens[0, 1] = 6  # is not an edit of what was moved before
-    made |= {"edited": edited, "copied": copy.deepcopy(edited)}
-    found = {name: are_equal(each, made[name].on_cpu) for name, each in made.items()}
-    # Only what dataclasses.replace made is copied.
-    return found | {"without a copy": set(counted.values()) == {len(made["to"]._tensors())}}
+    return {name: are_equal(*pair) for name, pair in pairs.items()}
 
 
-def are_equal(batch: al.PromptBatch, other: al.PromptBatch) -> bool:
-    pairs = zip(batch.to("cpu").__getstate__().values(), other.__getstate__().values(), strict=True)
-    return other.tokens.device.type == "cpu" and all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs
+def are_equal(made: Any, expected: Any) -> bool:
+    ours, theirs = (
+        (each,) if isinstance(each, Tensor) else vars(each).values() for each in (made, expected)
+    )
+    return all(
+        a.device.type == "cpu" and torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        for a, b in zip(ours, theirs, strict=True)
     )
 
 

@@ -85,15 +85,15 @@ def test_the_readme_and_the_examples_of_docstrings_on_a_simulated_device(
 
 
 @SIMULATES
-def test_a_moved_batch_has_its_own_numbers_on_the_cpu(compare: Callable[..., Found]) -> None:
+def test_batches_lie_on_the_cpu(compare: Callable[..., Found]) -> None:
     found = compare(*SIMULATED)["batches"]
-    assert len(found) > 10 and all(found.values()), found
+    assert len(found) == 4 and all(found.values()), found
 
 
 # How often the host waits for one more batch, or step: not more often in a deeper model.
 # One of them is for ties, where scores of labels are read.
-MOST_WAITS = {"flows and AUCROC": 8, "distances": 6, "isolation, two draws": 13}
-MOST_WAITS |= {"a step of training": 4}
+MOST_WAITS = {"flows and AUCROC": 6, "distances": 6, "isolation, two draws": 12}
+MOST_WAITS |= {"a step of training": 3}
 
 
 @SIMULATES
@@ -104,7 +104,7 @@ def test_the_host_waits_seldom(name: str, compare: Callable[..., Found]) -> None
 
 
 MOST_STARTED = {"gpt2": 1.15, "llama": 1.10, "isolated": 1.25, "calls of a layer": 450}
-MOST_STARTED |= {"gpt2, waits": 14, "llama, waits": 14}
+MOST_STARTED |= {"gpt2, waits": 12, "llama, waits": 11}
 
 
 @SIMULATES

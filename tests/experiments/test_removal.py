@@ -94,7 +94,7 @@ def test_removing_nothing_gives_the_batch_itself(remove: Any, gpt2: Any) -> None
 def test_other_positions_than_those_of_the_batch_are_an_error(remove: Any, gpt2: Any) -> None:
     [batch] = questions(gpt2, 2)
     for wrong in (batch.attention_mask[:, 1:], batch.tokens):
-        with pytest.raises(PromptError, match=r"True and False for each token.*got torch"):
+        with pytest.raises(PromptError, match=r"removed must be .* True and False .*got torch"):
             remove(gpt2, batch, wrong)
     with pytest.raises(PromptError, match="the target position is removed"):
         al.removal.text(gpt2, batch, al.edges.query(batch))

@@ -43,8 +43,7 @@ class EverySite(al.Metric):
         self.sites |= {name: at for name, at in SITES.items() if name == at}
 
     def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
-        given = batch.on_cpu
-        chosen = torch.cat([given.label_positions, given.target_positions[:, None]], dim=1)
+        chosen = torch.cat([batch.label_positions, batch.target_positions[:, None]], dim=1)
         return {name: al.reads.At(at, chosen) for name, at in self.sites.items()}
 
     def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:

@@ -97,7 +97,7 @@ def test_a_prompt_that_does_not_fit_raises_and_stored_rows_stay(gpt2: Any, tmp_p
         pytest.warns(UserWarning, match="going on with 1 at a time"),
         pytest.raises(
             MemoryLimitError,
-            match=rf"a prompt of {length} tokens does not fit into the memory of cpu by itself "
+            match=rf"a prompt of {length} tokens does not fit into memory by itself "
             rf"\(CUDA out of memory\. Tried .* GiB\.\); use fewer or shorter demonstrations",
         ),
     ):

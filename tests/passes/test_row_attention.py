@@ -28,7 +28,7 @@ CASES = {
     "causal": (Terms(0.3, ALL), CAUSAL),
     "window": (Terms(0.3, table(WINDOW[None, None])), WINDOW),
     "padding": (Terms(0.3, table(PADDED)), PADDED),
-    "cut": (Terms(0.3, ALL.without(lambda rows: ~WINDOW[None, None, rows])), WINDOW),
+    "cut": (Terms(0.3, ALL.without(lambda rows, device: ~WINDOW[None, None, rows])), WINDOW),
     "soft cap": (Terms(0.3, ALL, soft_cap=0.5), CAUSAL),
     "soft cap and window": (Terms(0.3, table(WINDOW[None, None]), soft_cap=0.5), WINDOW),
     "sinks": (Terms(0.3, ALL, sinks=SINKS), CAUSAL),

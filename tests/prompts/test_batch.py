@@ -101,12 +101,12 @@ def test_tensors_lists_and_integer_masks_give_the_same_batch() -> None:
         "attention_mask": (torch.tensor(RIGHT) != 0).long(),
     }
     before = {name: value.clone() for name, value in given.items()}
-    assert_equal(make_batch(**given).to("cpu"), of_lists)
+    assert_equal(make_batch(**given), of_lists)
     assert all(torch.equal(given[name], value) for name, value in before.items())
 
 
 def assert_equal(ours: al.PromptBatch, expected: al.PromptBatch) -> None:
-    for name, value in expected.__getstate__().items():
+    for name, value in vars(expected).items():
         other = getattr(ours, name)
         assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
 
@@ -154,16 +154,21 @@ def test_a_prompt_of_a_batch_is_a_batch_without_padding(side: str) -> None:
         assert_equal(whole.prompt(number), replace(alone, index=torch.tensor([number])))
 
 
-def test_to_moves_every_tensor_and_changes_nothing_else() -> None:
-    batch = replace(make_batch(gold=[0, 1]), labels=("a", "b"), begins_with_bos=True, first_query=2)
-    moved = batch.to("meta")
-    for name, value in batch.__getstate__().items():
-        if isinstance(value, Tensor):
-            assert value.device.type == "cpu"
-            assert getattr(moved, name).device.type == "meta"
-        else:
-            assert getattr(moved, name) == value
-    assert make_batch().to(torch.device("cpu")).gold is None
+def test_a_batch_takes_what_it_is_made_of_out_of_an_inference_mode() -> None:
+    """Autograd rejects tensors of one; tests/devices holds that a batch lies on the CPU."""
+    expected = make_batch(gold=[0, 1])
+    with torch.inference_mode():
+        made = make_batch(gold=[0, 1])
+        batches = (
+            made,
+            replace(made, tokens=made.tokens.clone()),
+            made.padded_left(),
+            made.prompt(0),
+        )
+    for batch in batches:
+        tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+        assert len(tensors) == 11 and not any(value.is_inference() for value in tensors)
+    assert_equal(batches[1], expected)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

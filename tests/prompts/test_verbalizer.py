@@ -101,7 +101,7 @@ def test_batches_from_positions_take_several_words() -> None:
     logits = torch.arange(9.0)[None]
     expected = log_softmax(np.arange(9.0))
     np.testing.assert_allclose(
-        batch.prompt(0).to("cpu").label_scores(logits)[0],
+        batch.prompt(0).label_scores(logits)[0],
         [(expected[1] + expected[3]) / 2, expected[2]],
         rtol=1e-6,
     )
