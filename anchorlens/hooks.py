@@ -99,9 +99,9 @@ class Site:
                 "heads by layer name the layers too; leave layers out, or give heads for all of "
                 f"them; got {self}"
             )
-        if isinstance(self.layers, tuple):
+        if isinstance(self.layers, tuple) and len(self.layers) == 2:
             raise HookError(
-                f"layers are a list or a range: {self.layers!r} may mean a head, too; write "
+                f"a pair of layers is a list, because {self.layers!r} may mean a head; write "
                 f"{[*self.layers]!r} for these layers, al.Site(layer, heads=[head]) for a head"
             )
 

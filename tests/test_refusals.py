@@ -842,7 +842,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("site", al.Site(heads={0: [], 1: 0}), "got none"),
     ("site", al.Site(heads={1: 2}), r"got \[2\]"),
     ("HookError", lambda s: al.Site(0, heads={0: 1}), "leave layers out, or give heads for all"),
-    ("site", (1, 0), r"may mean a head, too; write \[1, 0\] for these layers, al\.Site\(layer, he"),
+    ("site", (1, 0), r"may mean a head; write \[1, 0\] for these layers, al\.Site\(layer, he"),
     ("HookError", lambda s: al.hooks.isolate_random(s.model, s.batch, 99, seed=0), r"got \[99\]"),
     ("HookError", lambda s: al.isolate_labels(s.model, s.batch, al.Site(0, heads=[])), "got none"),
     ("detach_heads", al.Site(9, heads=0), r"layers .*got \[9\]"),

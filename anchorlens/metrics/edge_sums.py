@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -98,10 +97,10 @@ class EdgeSets:
                 of_sets = [each.rows(queries, weights.device)[..., keys] for each in self._stored]
                 rows = torch.stack(of_sets, dim=1)
             edges = rows.expand(len(weights), -1, -1, -1)
-            inside = rearrange(edges, "batch set query key -> (batch query) key set")
+            inside = edges.permute(0, 2, 3, 1).flatten(0, 1)  # [batch and query, key, set]
             self._inside = key, inside.to(weights)
         # A product for each query, because a GPU takes long for a sum over all pairs at once.
-        of_queries = rearrange(weights, "batch head query key -> (batch query) head key")
+        of_queries = weights.transpose(1, 2).flatten(0, 1)  # [batch and query, head, key]
         return torch.bmm(of_queries, self._inside[1]).unflatten(0, (len(weights), -1)).sum(1)
 
     def forget(self) -> None:

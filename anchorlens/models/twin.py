@@ -240,12 +240,12 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _count_of_hooks(held: Sequence[Mapping[str, Any]]) -> int:
-    return sum(len(each[name]) for each in held for name in HOOK_TABLES if each[name])
+    return sum([len(each[name]) for each in held for name in HOOK_TABLES if each[name]])
 
 
 def _weights_and_methods(held: Sequence[Mapping[str, Any]]) -> list[Any]:
     """What changes when weights are edited, moved or replaced, or methods are."""
-    tables = ((of, t) for of in held for t in (of["_parameters"], of["_buffers"]) if t)
+    tables = [(of, t) for of in held for t in (of["_parameters"], of["_buffers"]) if t]
     return ["forward" in each for each in held] + [
         (id(each), each.data_ptr(), 0 if each.is_inference() else each._version)
         for of, table in tables

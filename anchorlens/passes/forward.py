@@ -1,6 +1,6 @@
 """One pass of a model over one batch with hooks, which returns the logits at the targets."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import nan
@@ -246,7 +246,7 @@ def run_prefix(
 
     observing = [*observers, *(noted(*hook) for hook in backward_hooks)]
     last = []
-    if all(_is_in_a_block(name) for name, _ in observing):  # the logits are not used
+    if _are_in_blocks(observing):  # the logits are not used
         last.append((_before_unembedding(model), lambda resid, hook: resid[:, -1:]))
     first = [leaf_hook([])] if backward_hooks else []
     described = Pass(model, batch, hooks, observing, prefix=prefix, attend=attend)
@@ -329,7 +329,7 @@ def _run(
     leaves = [*described.into]  # what the loss is differentiated by
     first = [leaf_hook(leaves)] if described.differentiates and not leaves else []
     hooks = (*described.hooks, *described.observers, *described.backward_hooks)
-    last = [rows_hook(model, needed)] if all(_is_in_a_block(name) for name, _ in hooks) else []
+    last = [rows_hook(model, needed)] if _are_in_blocks(hooks) else []
     acting, copies = Acting(described, first, last), list[Tensor]()
     with (
         torch.inference_mode(False),
@@ -443,9 +443,10 @@ def _before_unembedding(model: HookedModel) -> str:
     return UNEMBED if UNEMBED in model.hook_dict else after_block(model.cfg.n_layers - 1)
 
 
-def _is_in_a_block(name: str | Callable[[str], bool]) -> bool:
-    """Whether a hook is certain to see all positions."""
-    return isinstance(name, str) and name.startswith(("blocks.", "hook_embed"))
+def _are_in_blocks(hooks: Iterable[Hook]) -> bool:
+    """Whether hooks are certain to see all positions."""
+    inside = ("blocks.", "hook_embed")
+    return not [name for name, _ in hooks if callable(name) or not name.startswith(inside)]
 
 
 # TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.

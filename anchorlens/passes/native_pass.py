@@ -204,9 +204,9 @@ def why_hooks_need_a_bridge(
 ) -> str:
     """Why hooks cannot act in a native pass; empty if they can."""
     parts = _parts_of(model)
-    if any(getattr(act, "is_users", False) for _, act in (*observers, *backward)):
+    if [act for _, act in (*observers, *backward) if getattr(act, "is_users", False)]:
         return "a metric has hooks of its own"
-    if not all(isinstance(act, BatchHook) and point in parts.changed for point, act in changes):
+    if [act for at, act in changes if not isinstance(act, BatchHook) or at not in parts.changed]:
         return "hooks of your own change the run"
     if not {point for point, _ in observers} <= parts.shown:
         return "something is read at other points than those of the attention and of blocks"

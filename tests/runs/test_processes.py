@@ -179,7 +179,7 @@ def paper_records(model: Any) -> tuple[dict[str, Tensor], list[str], str]:
     examples, kept, error = al.load_examples("questions"), list[str](), ""
     options: dict[str, Any] = {"queries": 11, "seeds": [1], "depth": 1, "draws": 1, **QUIET}
     options |= {"parts": ["table 1", "other settings"]}
-    with warnings.catch_warnings(), patch.object(papers._Asked, "table_1", failing):
+    with warnings.catch_warnings(), patch.object(papers._PartsOfTask, "table_1", failing):
         warnings.simplefilter("ignore")
         try:
             found: Any = al.paper(
