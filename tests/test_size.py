@@ -21,8 +21,8 @@ def lines(*names: str) -> int:
 
 def test_lines() -> None:
     folders = ("models/*.py", "passes/*.py", "runs/*.py", "metrics/*.py", "hooks.py")
-    assert lines(*folders) <= 15_661
-    assert lines("**/*.py") <= 42_758
+    assert lines(*folders) <= 15_662
+    assert lines("**/*.py") <= 42_759
 
 
 @pytest.mark.slow("runs that are counted")

@@ -57,6 +57,7 @@ from ..system.row_pieces import row_slices
 from ..system.texts import described
 from .forward import Watched, any_loss, edited, unedited
 
+ModelOrSizes = Any  # a HookedModel; the sizes of a cache that came without its model
 Shared = Float[Tensor, "_ head query key"]  # one pattern for the gradients of several prompts
 
 
@@ -92,7 +93,7 @@ class Observation:
 
     def __init__(
         self,
-        model: HookedModel,
+        model: ModelOrSizes,
         question: Reader,
         whole: PromptBatch,
         columns: slice | None = None,
@@ -235,14 +236,14 @@ class Observation:
 
 
 def hooks_in_layers(
-    model: HookedModel, name: Callable[[int], str], act: Callable[[int, Tensor, Any], None]
+    model: ModelOrSizes, name: Callable[[int], str], act: Callable[[int, Tensor, Any], None]
 ) -> list[Hook]:
     """A hook in every layer, whose number ``act`` gets first."""
     return [(name(layer), partial(act, layer)) for layer in range(model.cfg.n_layers)]
 
 
 def product_hooks(
-    model: HookedModel, use: Callable[[int, Shared, Pattern], None], *, free_later: bool = False
+    model: ModelOrSizes, use: Callable[[int, Shared, Pattern], None], *, free_later: bool = False
 ) -> tuple[list[Hook], list[Hook]]:
     """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer.
 
@@ -271,7 +272,7 @@ class Observer:
 
     def __init__(
         self,
-        model: HookedModel,
+        model: ModelOrSizes,
         read: Any,
         owner: str,
         batch: PromptBatch,
@@ -359,7 +360,7 @@ class BlocksObserver(Observer):
     runs_user_code = True
 
     def __init__(
-        self, model: HookedModel, read: Blocks, owner: str, batch: PromptBatch, *where: Any
+        self, model: ModelOrSizes, read: Blocks, owner: str, batch: PromptBatch, *where: Any
     ) -> None:
         padding = ~batch.attention_mask
         self._padding = padding if padding.any() else None
@@ -399,7 +400,7 @@ class AtObserver(Observer):
 
     def __init__(
         self,
-        model: HookedModel,
+        model: ModelOrSizes,
         read: At,
         owner: str,
         batch: PromptBatch,

@@ -562,7 +562,7 @@ def directions(
     return figure
 
 
-def _dots(x: Tensor, y: Tensor, names: Sequence[str], title: str, **look: float) -> go.Figure:
+def _dots(x: Tensor, y: Tensor, names: Sequence[str], title: str, **look: Any) -> go.Figure:
     """A dot for each name, which is shown under the pointer."""
     texts = [literal(name) for name in names]
     dots = go.Scatter(x=x.tolist(), y=y.tolist(), mode="markers", text=texts)

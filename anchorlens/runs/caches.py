@@ -239,7 +239,7 @@ def _contributions(
     batch: PromptBatch,
     logits: Float[Tensor, "batch vocab"],
     cache: Mapping[str, Tensor],
-    model: HookedModel,
+    model: Any,
     number: int,
 ) -> dict[str, Tensor]:
     contributions: dict[str, Tensor] = {}
