@@ -38,7 +38,7 @@ need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,
 help:
 	@echo 'make demo         run the demonstration on offline weights; report in OUT (default: demo-output)'
 	@echo 'make test         format, lint and type checks, then the quick tests (5 minutes)'
-	@echo 'make test-all     the slow tests too, shapes, and what differs on the oldest versions (half an hour)'
+	@echo 'make test-all     the slow tests too, shapes, and what differs on the oldest versions (20 minutes)'
 	@echo 'make test-release all of it: every architecture, devices, the newest versions, a browser (hours)'
 	@echo 'make test-oldest  what differs by kind of model, on the oldest versions accepted (HookedTransformer too)'
 	@echo 'make test-newest  the quick tests and caches on the newest versions accepted, installed anew'
