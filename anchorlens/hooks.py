@@ -47,7 +47,7 @@ class Site:
 
     Attributes:
         layers: Layers by number; negative numbers count from the end, so that ``range(-5, 0)``
-            means the last 5. None for all.
+            means the last 5. None for all. A pair, which may mean a head, must be a list.
         heads: Heads in each of these layers; None for all. With ``layers`` left out, the heads of
             each layer by its number: ``al.Site(heads={3: [0, 4], 5: 1})``.
         keep_bos: Leave the edges to BOS as they are. The paper's prompts have no BOS. In prompts
@@ -214,9 +214,9 @@ def scale_edges(
         edges: The edges to scale, as for ``block_edges``.
         factor: A number from 0 up, or one for each layer and head of the model, of which those of
             the site are used.
-        site: Layers, or an ``al.Site`` with heads and more; all layers and heads by default. With
-            ``renormalize=True`` in models with attention sinks the row and its sink sum to 1, so
-            that the sink gets a part of what the edges lose.
+        site: Layers, or an ``al.Site`` with heads and more; all layers and heads by default.
+            ``renormalize=True`` adds ``log(factor)`` to the scores. In models with attention sinks
+            a row and its sink sum to 1 then: the sink gets a part of what the edges lose.
 
     Raises:
         PromptError: As for ``block_edges``.

@@ -156,8 +156,8 @@ def row_of(item: pytest.Item) -> str | None:
 def is_due(item: pytest.Item, row: str) -> bool:
     """Whether `make test-all` has this test of an architecture.
 
-    Those in turn have all of theirs. Of the others a bridge and its cache are compared with plain
-    transformers after a change that may be of all.
+    An architecture whose turn it is has all its tests. After a change that may touch all, bridges
+    of the others, and their caches, are compared with plain transformers.
     """
     is_compared = item.path.stem in ("test_matrix", "test_cache_matrix") and "bridge" in item.name
     return rows()[row] or (is_compared and LINE.startswith("4.") and all_are_touched())

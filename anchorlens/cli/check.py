@@ -41,8 +41,8 @@ from .output import Output
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 FEW_PROMPTS = 3
-CHECKED: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances(directions=1))
-ANALYSES = (*(metric.name for metric in CHECKED), "isolation", "compression")
+TRIED: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances(directions=1))
+ANALYSES = (*(metric.name for metric in TRIED), "isolation", "compression")
 NO = "no: "
 SHORTCUTS = {
     "native_passes": why_not_native,
@@ -68,7 +68,7 @@ def check(options: Check) -> None:
     reasons = [each.removeprefix(NO) if each.startswith(NO) else "" for each in status]
     findings["seconds"] = round(time.perf_counter() - started, 1)
     everything = facts | findings
-    rows = {("", name.replace("_", " ")): {"": _told(value)} for name, value in everything.items()}
+    rows = {("", name.replace("_", " ")): {"": _shown(value)} for name, value in everything.items()}
     possible = "cannot be analysed" if all(reasons) else "can be analysed"
     in_part = " in part" if any(reasons) and not all(reasons) else ""
     output.tables([Section(f"{model} {possible}{in_part}", rows)])
@@ -118,7 +118,7 @@ def tried(model: Any) -> dict[str, Any]:
 
     # Each alone, so that one that fails does not hide what the others do.
     attempts: dict[str, Callable[[], str]] = {
-        **{metric.name: partial(of_metric, metric) for metric in CHECKED},
+        **{metric.name: partial(of_metric, metric) for metric in TRIED},
         "isolation": lambda: _isolation(model, batches),
         "compression": lambda: _compression(model, batches),
     }
@@ -157,7 +157,7 @@ def _compression(model: Any, batches: Sequence[PromptBatch]) -> str:
     return f"yes, {len(context.prefix)} of the cached tokens are enough to answer"
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)

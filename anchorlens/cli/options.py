@@ -45,7 +45,7 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _commas(text: Any) -> list[str]:
+def _listed(text: Any) -> list[str]:
     """One value of an option that takes several, which may be separated by commas."""
     return [part.strip() for part in str(text).split(",")]
 
@@ -84,10 +84,10 @@ def _refused(option: str, what: str, given: Sequence[Any]) -> DataError:
     return DataError(f"{option} takes {what}, repeated or separated by commas; got {got}")
 
 
-_whole = partial(typer.Option, metavar="<int>")
-_count = partial(_whole, min=1)
+_number = partial(typer.Option, metavar="<int>")
+_count = partial(_number, min=1)
 _paths: dict[str, Any] = {"parser": _path, "metavar": "<path>"}
-_list = partial(typer.Option, parser=_commas, metavar="<list>", rich_help_panel="Task and examples")
+_list = partial(typer.Option, parser=_listed, metavar="<list>", rich_help_panel="Task and examples")
 _task = partial(typer.Option, rich_help_panel="Task and examples")
 _machine = partial(typer.Option, rich_help_panel="Machine and output")
 _flag = partial(_machine, metavar="")
@@ -95,8 +95,8 @@ _switch = partial(typer.Option, metavar="")
 
 ModelName = Annotated[str, typer.Option(help=A_MODEL)]
 Device = Annotated[str | None, _machine(help="cuda, mps or cpu; by default the first there is.")]
-_OF_TYPE = f"Type of the weights: {', '.join(Dtype)}; by default as stored."
-WeightType = Annotated[Dtype | None, _machine(metavar="<type>", help=_OF_TYPE)]
+_WEIGHT_TYPES = f"Type of the weights: {', '.join(Dtype)}; by default as stored."
+WeightType = Annotated[Dtype | None, _machine(metavar="<type>", help=_WEIGHT_TYPES)]
 Out = Annotated[Path, _machine(help="Folder for report, results and settings.", **_paths)]
 Fresh = Annotated[bool, _flag("--fresh", help="Start over: delete the rows in --out.")]
 Quiet = Annotated[bool, _flag("--quiet", help="No bars and no notes; warnings and errors stay.")]
@@ -228,7 +228,7 @@ class Paper(OfTask):
 
     tasks: Tasks = None
     queries: Annotated[
-        int | None, _whole(min=11, help="Queries of each task and seed; by default 40, or all.")
+        int | None, _number(min=11, help="Queries of each task and seed; by default 40, or all.")
     ] = None
     seeds: Seeds = (42, 43)  # type: ignore[assignment]
     depth: Depth = None
@@ -251,8 +251,8 @@ class Contexts(OfTask):
     training: Annotated[int, _count(help="Queries for training.")] = 32
     held_out: Annotated[int, _count(help="Queries that choose the best step of a training.")] = 16
     shots: Shots = 1
-    seed: Annotated[int, _whole(help="Seed of all draws and of the training.")] = 42
-    steps: Annotated[int, _whole(min=0, help="Steps of each training.")] = 100
+    seed: Annotated[int, _number(help="Seed of all draws and of the training.")] = 42
+    steps: Annotated[int, _number(min=0, help="Steps of each training.")] = 100
     length: Annotated[int, _count(help="Number of learned positions.")] = 10
     draws: Annotated[int, _count(max=9999, help="Random selections of words to compare with.")] = 3
     other_tokens: Annotated[bool, _switch("--other-tokens", help=_OTHER_TOKENS)] = False

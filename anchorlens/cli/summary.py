@@ -68,10 +68,10 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     values = {
         "task": task,
         "claims": [
-            {**asdict(claim), "estimate": of_number(claim.estimate), "verdict": claim.verdict.value}
+            {**asdict(claim), "estimate": as_entry(claim.estimate), "verdict": claim.verdict.value}
             for claim in judged
         ],
-        **{name: ends_of(record) for name, record in records.items()},
+        **{name: entries_of(record) for name, record in records.items()},
     }
     is_sure = not unable and all(
         not claim.estimate.low <= claim.limit <= claim.estimate.high for claim in judged
@@ -82,7 +82,7 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     return Summary(answer, shown, values, is_able, is_sure)
 
 
-def ends_of(record: Record) -> JsonEntries:
+def entries_of(record: Record) -> JsonEntries:
     """The numbers of a record that are no long list: single ones, and those with named entries."""
     numbers: JsonEntries = {}
     for name, axes in record.axes().items():
@@ -102,16 +102,16 @@ def _value_of(record: Record, name: str, *entry: int) -> JsonEntries:
     """A number and its interval; what is counted is so of these prompts alone, and has none."""
     estimate = record.estimate(name, *entry)
     is_counted = not getattr(record, name).is_floating_point()
-    return of_number(Estimate(estimate.value) if is_counted else estimate)
+    return as_entry(Estimate(estimate.value) if is_counted else estimate)
 
 
 def values_of_answer(answer: Answer) -> JsonEntries:
     """The answer by name, and the number of its sentence."""
     texts = {name: getattr(answer, name) for name in ("question", "sentence", "limits", "next")}
-    return texts | of_number(answer.estimate)
+    return texts | as_entry(answer.estimate)
 
 
-def of_number(estimate: Estimate) -> JsonEntries:
+def as_entry(estimate: Estimate) -> JsonEntries:
     """A number and its interval, if it has one."""
     interval = {"interval": [estimate.low, estimate.high]} if estimate.has_interval else {}
     return {"value": estimate.value, **interval}

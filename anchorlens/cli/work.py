@@ -70,7 +70,7 @@ from .options import (
     Paper,
     Run,
 )
-from .summary import Summary, ends_of, summarised, values_of_answer
+from .summary import Summary, entries_of, summarised, values_of_answer
 from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
     COMPARED,
@@ -119,7 +119,7 @@ def _analyse(options: Run, chosen: Sequence[ChosenTask]) -> None:
         for each, count in zip(chosen, counts, strict=True)
     }
     make_folders(out, draws)
-    loaded, batches = _ready(options, partial(_built, chosen, draws, options.batch_size))
+    loaded, batches = _loaded(options, partial(_prompts_of, chosen, draws, options.batch_size))
     options, chosen = _settled("run", options, chosen, loaded, min(counts))
     pages = {}
     with planned(steps_of(loaded, batches, options)):
@@ -127,8 +127,8 @@ def _analyse(options: Run, chosen: Sequence[ChosenTask]) -> None:
             if options.fresh:
                 forget_analysis(out / name)
             pages[name] = analysed(loaded, name, batches[name], options)
-    settings = _given(options, chosen)
-    paper = f"the paper's figures and tables for this model:\n  {_line('paper', model)}"
+    settings = _settings(options, chosen)
+    paper = f"the paper's figures and tables for this model:\n  {_as_command('paper', model)}"
     steps = {each.name: _next(options, each, pages[each.name].summary) for each in chosen}
     answers = {
         name: replace(page.summary.answer, next=steps[name] or paper)
@@ -144,7 +144,7 @@ def _analyse(options: Run, chosen: Sequence[ChosenTask]) -> None:
     output.last_line(next(filter(None, steps.values()), paper), report)
 
 
-def _line(name: str, model: str, *words: str) -> str:
+def _as_command(name: str, model: str, *words: str) -> str:
     return shlex.join(["anchorlens", name, *words, "--model", model])
 
 
@@ -194,7 +194,7 @@ def paper(options: Paper) -> None:
         return {each.name: _shortest_prompt(tokenizer, each) for each in chosen}
 
     # The parts build the other prompts. One that is too long is a warning at the end.
-    loaded, _ = _ready(options, prompts)
+    loaded, _ = _loaded(options, prompts)
     options, chosen = _settled("paper", options, chosen, loaded, queries)
     if options.fresh:
         forget_rows(out / "rows")
@@ -237,12 +237,12 @@ def paper(options: Paper) -> None:
         shown[task] = {**figure_1, **found.get(task, {})}
     named = chosen[0].is_proposed or options.data is None
     words = ["--task", chosen[0].source(out)] if named else ["YOURS.csv"]
-    after = f"one task with more queries:\n  {_line('run', options.model, *words)}"
+    after = f"one task with more queries:\n  {_as_command('run', options.model, *words)}"
     answers = {task: replace(each.answer, next=after) for task, each in summaries.items()}
     report = _report(
         shown,
         out,
-        _given(options, chosen),
+        _settings(options, chosen),
         title="The figures and tables of 'Label Words are Anchors'",
         summary=paper_tables(found),
         answers=answers,
@@ -268,12 +268,12 @@ def contexts(options: Contexts) -> None:
     make_folders(out, [task])
 
     def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
-        built = _built([chosen] * len(draws), draws, options.batch_size, tokenizer)
+        built = _prompts_of([chosen] * len(draws), draws, options.batch_size, tokenizer)
         if options.other_tokens:
             check_other_tokens(built["queries"][0])
         return built
 
-    loaded, batches = _ready(options, prompts, length=options.length)
+    loaded, batches = _loaded(options, prompts, length=options.length)
     options, [chosen] = _settled("contexts", options, [chosen], loaded, queries)
     rows = out / task / "rows"
     if options.fresh:
@@ -301,14 +301,14 @@ def contexts(options: Contexts) -> None:
         for name, context in trained.items():
             context.save(out / task / f"{file_name(name)}.safetensors")
     found = _answer(answers, _flows_next(options, chosen, [options.seed]))
-    tables = [_titled(f"{task}, {name}", record) for name, record in records.items()]
+    tables = [_table_of(f"{task}, {name}", record) for name, record in records.items()]
     output.answer(task, found, tables)
     texts = texts_of(trained)
     for name, text in texts.items():
         output.note(f"{name}: {text!r}")
     results = {task: {**answers, **training_records(trained)}}
     title = "What can stand before a query"
-    numbers = {file_name(name): ends_of(record) for name, record in records.items()}
+    numbers = {file_name(name): entries_of(record) for name, record in records.items()}
     values = {"task": task, **numbers, "texts": texts}
     _end(options, [chosen], {task: found}, results, title, values)
 
@@ -332,7 +332,7 @@ def _end(
 ) -> None:
     """Write the report of an answer, print its document, and say what is next."""
     [answer], output = answers.values(), options.output
-    report = _report(results, options.out, _given(options, chosen), title=title, answers=answers)
+    report = _report(results, options.out, _settings(options, chosen), title=title, answers=answers)
     known = {"model": options.model, **values, "answer": values_of_answer(answer)}
     output.document({**known, "report": report})
     output.last_line(answer.next, report)
@@ -360,18 +360,18 @@ def faithfulness(options: Faithfulness) -> None:
         prompts = partial(_segments, written, options.batch_size)
     else:
         chosen = chosen_tasks(options.task and [options.task], options, options.shots)
-        name, queries, draws = _choose(chosen[0], options, 60)
-        prompts = partial(_built, chosen, {name: draws}, options.batch_size)
+        name, queries, draws = _drawn_for(chosen[0], options, 60)
+        prompts = partial(_prompts_of, chosen, {name: draws}, options.batch_size)
     segments = options.shots * len(chosen[0].task.labels) if chosen else len(documents)
     scores.Comparison(segments, options.subsets, options.top, seed=0).check()
-    if segments < scores.AT_LEAST:
+    if segments < scores.FEWEST:
         shots = "--shots 2 gives two demonstrations of each class"
         output.note(
-            f"there are {segments} segments, and a rank correlation (LDS) needs {scores.AT_LEAST}: "
+            f"there are {segments} segments, and a rank correlation (LDS) needs {scores.FEWEST}: "
             f"only drops are computed; {shots if chosen else 'give more documents'}"
         )
     make_folders(out, [name])
-    loaded, batches = _ready(options, prompts)
+    loaded, batches = _loaded(options, prompts)
     options, chosen = _settled("faithfulness", options, chosen, loaded, queries)
     if written:
         compared |= {"segments": documents, "answer": ANSWER}
@@ -394,13 +394,13 @@ def faithfulness(options: Faithfulness) -> None:
     record = answers[asked.name]
     if is_main():
         record.save(out / name / "faithfulness.safetensors")
-    after = f"the flows of a task of your own:\n  {_line('run', options.model, 'YOURS.csv')}"
+    after = f"the flows of a task of your own:\n  {_as_command('run', options.model, 'YOURS.csv')}"
     if chosen:
         after = _flows_next(options, chosen[0], options.seed)
     found = _answer(answers, after)
-    output.answer(name, found, [_titled(f"{name}, what scores are worth", record)])
+    output.answer(name, found, [_table_of(f"{name}, what scores are worth", record)])
     title = "What scores of segments are worth"
-    values = {"task": name, "faithfulness": ends_of(record)}
+    values = {"task": name, "faithfulness": entries_of(record)}
     if written:
         values["answers"] = [pieces[-1][1] for pieces in written]
     _end(options, chosen, {name: found}, {name: answers}, title, values)
@@ -412,9 +412,9 @@ def across(options: Across) -> None:
     """Compare the claims of the paper with several models."""
     out, output = options.out, options.output
     [chosen] = chosen_tasks(options.task and [options.task], options, options.shots)
-    name, queries, draws = _choose(chosen, options, 100)
+    name, queries, draws = _drawn_for(chosen, options, 100)
     make_folders(out)
-    by_task = partial(_built, [chosen], {name: draws}, options.batch_size)
+    by_task = partial(_prompts_of, [chosen], {name: draws}, options.batch_size)
     _refuse_models(options, lambda tokenizer: by_task(tokenizer)[name])
     if options.fresh:
         forget_rows(out / "rows")
@@ -453,7 +453,7 @@ def _refuse_models(options: Across, prompts: Callable[[Any], list[PromptBatch]])
         raise ModelError("\n  - ".join([f"{count}; mend them, or leave them out:", *problems]))
 
 
-def _choose(chosen: ChosenTask, options: Any, most: int) -> tuple[str, int, list[Draw]]:
+def _drawn_for(chosen: ChosenTask, options: Any, most: int) -> tuple[str, int, list[Draw]]:
     """The name of a task, the number of queries, and the draw of each seed."""
     used, wanted = options.shots * len(chosen.task.labels), options.queries
     queries = queries_that_fit(chosen, used, wanted, most)
@@ -468,13 +468,13 @@ def _segments(
     return {"documents": build_segments(tokenizer, written, batch_size=batch_size)}
 
 
-def _titled(title: str, record: Any) -> Section:
+def _table_of(title: str, record: Any) -> Section:
     """The table of a record as text."""
     frame = record.table()
     return Section(f"{title} [95 % intervals]", frame.by_row(), corner=frame.index.name)
 
 
-def _built(
+def _prompts_of(
     chosen: Sequence[ChosenTask],
     draws: Mapping[str, Sequence[Draw]],
     batch_size: int,
@@ -489,7 +489,7 @@ def _built(
     return prompts
 
 
-def _ready(
+def _loaded(
     options: Run | Paper | Contexts | Faithfulness,
     prompts: Callable[[Any], dict[str, list[PromptBatch]]],
     length: int = 0,
@@ -570,7 +570,7 @@ def _shortest_prompt(tokenizer: Any, chosen: ChosenTask) -> list[PromptBatch]:
         ) from error
 
 
-def _given(options: OfTask, chosen: Sequence[ChosenTask]) -> dict[str, Any]:
+def _settings(options: OfTask, chosen: Sequence[ChosenTask]) -> dict[str, Any]:
     """What decides the numbers: the options, and the entries of a single task."""
     entries = chosen[0].entries if len(chosen) == 1 else {"tasks": [each.name for each in chosen]}
     return {**options.settings(), **entries}

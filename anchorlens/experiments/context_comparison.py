@@ -412,7 +412,7 @@ class _Comparison(Question):
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         contexts, drawn = self.contexts_for(passes.model, batch)
-        return _of_batch(passes.model, batch, passes.clean(batch), contexts, drawn)
+        return _numbers_of_batch(passes.model, batch, passes.clean(batch), contexts, drawn)
 
     def contexts_for(
         self, model: HookedModel, batch: PromptBatch
@@ -524,7 +524,7 @@ def _make(
     return context
 
 
-def _of_batch(
+def _numbers_of_batch(
     model: HookedModel,
     batch: PromptBatch,
     whole_logits: Float[Tensor, "batch vocab"],

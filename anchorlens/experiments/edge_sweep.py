@@ -59,7 +59,7 @@ def random_whole_words(batch: PromptBatch, edges: edge_sets.Edges, seed: int) ->
 # The edges and the control that isolate words, as in the paper's Figure 4.
 ISOLATIONS = ((edge_sets.wp, random_words), (whole_wp, random_whole_words))
 
-_COMPARED = ("label", "word")
+_LOYALTIES = ("label", "word")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -134,7 +134,7 @@ class EdgeSweepRecord(Record):
         """
         of_kinds = [
             with_ends(self, f"{kind}_loyalty", f"control_{kind}_loyalty", shaped=torch.t)
-            for kind in _COMPARED
+            for kind in _LOYALTIES
         ]
         values = torch.stack([each["values"] for each in of_kinds])
         none = torch.full_like(values, torch.nan)
@@ -142,7 +142,7 @@ class EdgeSweepRecord(Record):
             none if of_kinds[0][end] is None else torch.stack([each[end] for each in of_kinds])
             for end in ("low", "high")
         )
-        draws = [getattr(self, f"random_{kind}_loyalty").T for kind in _COMPARED]
+        draws = [getattr(self, f"random_{kind}_loyalty").T for kind in _LOYALTIES]
         isolated = self.is_isolation
         what, done = ("label words", "isolated") if isolated else ("edges", "cut")
         control = str(self.info.get("control", "random control")).replace("_", " ")

@@ -55,7 +55,7 @@ _ADDS = (
 )
 _RANDOM_SCORES = 20  # of a prompt, whose mean LDS is that of random scores
 MOST_CHOICES = 100  # of the segments to remove, all of which run to find the best one
-AT_LEAST = 3  # segments, and subsets of them, that a rank correlation needs
+FEWEST = 3  # segments, and subsets of them, that a rank correlation needs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -459,15 +459,15 @@ class Comparison:
                 f"top= is how many of the {self.segments} segments are removed for the drop, from "
                 f"1 to {self.segments}; got {self.top}"
             )
-        if self.segments >= AT_LEAST > self.subsets:
+        if self.segments >= FEWEST > self.subsets:
             raise MetricError(
-                f"a rank correlation needs subsets={AT_LEAST} or more; got {self.subsets}"
+                f"a rank correlation needs subsets={FEWEST} or more; got {self.subsets}"
             )
         self.drawn(self.segments, torch.Generator())  # an error if there are not so many
 
     def drawn(self, segments: int, generator: torch.Generator) -> draws.Subsets:
         """The subsets on which scores are compared; none of too few segments."""
-        if segments < AT_LEAST:
+        if segments < FEWEST:
             return torch.zeros(0, segments, dtype=torch.bool, device="cpu")
         return draws.random(self.subsets, segments, generator)
 
@@ -544,8 +544,8 @@ class Comparison:
         if self.subsets == 0:
             return reasons | dict.fromkeys(("LDS", "drop"), "no test was asked for (subsets=0)")
         flat = int((contributions["lds"][:, -2].isnan() & contributions["is_given"]).sum())
-        if self.segments < AT_LEAST:
-            reasons["LDS"] = f"a rank correlation needs {AT_LEAST} segments; got {self.segments}"
+        if self.segments < FEWEST:
+            reasons["LDS"] = f"a rank correlation needs {FEWEST} segments; got {self.segments}"
         elif flat:
             reasons["LDS"] = f"no segment changes the answer of {flat} of {prompts} prompts"
         if self.choices > MOST_CHOICES:

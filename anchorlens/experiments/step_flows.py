@@ -155,7 +155,7 @@ def step_flows(
     of_steps: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def add(step: int, layer: int, pattern: Tensor, gradient: Tensor) -> None:
-        numbers = _of_step(parts, positions[0], columns[step], weight, pattern, gradient)
+        numbers = _numbers_of_step(parts, positions[0], columns[step], weight, pattern, gradient)
         of_steps[step, layer] = numbers
 
     losses, route = step_gradients(model, prompt, positions, add, chunk=chunk)
@@ -185,7 +185,7 @@ def check_options(model: HookedModel, prompt: PromptBatch, weight: Weight, chunk
     refuse_folded_value_biases(model)
 
 
-def _of_step(
+def _numbers_of_step(
     segments: Bool[Tensor, "segment position"],
     predicts: Bool[Tensor, " position"],
     row: int,

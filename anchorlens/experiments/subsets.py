@@ -38,7 +38,7 @@ DrawSubsets = Callable[[int, torch.Generator], Subsets]
 Scores = Callable[[Subsets, Float[Tensor, " subset"]], Float[Tensor, " segment"]]
 
 _COUNTED = 16  # segments, all of whose subsets are numbered to draw from them
-_LIMIT = 20_000_000  # numbers of subsets times segments
+_MOST_NUMBERS = 20_000_000  # numbers of subsets times segments
 
 
 @checked
@@ -89,7 +89,7 @@ def random(count: int, segments: int, generator: torch.Generator) -> Subsets:
         )
     if segments <= _COUNTED:
         numbers = torch.randperm(2**segments, generator=generator, device="cpu")
-        return _of_numbers(numbers[:count], segments)
+        return _subsets_numbered(numbers[:count], segments)
     drawn: dict[tuple[bool, ...], None] = {}  # in the order of the draw
     while len(drawn) < count:
         coins = torch.rand(count, segments, generator=generator, device="cpu") < 0.5
@@ -99,7 +99,7 @@ def random(count: int, segments: int, generator: torch.Generator) -> Subsets:
 
 def _refuse_many(count: int, segments: int) -> None:
     """Raise an error for subsets that would not fit into memory beside a model."""
-    if count * segments > _LIMIT:
+    if count * segments > _MOST_NUMBERS:
         raise MetricError(
             f"{count:,} subsets of {segments} segments would take "
             f"{bytes_in_words(9 * count * segments)} before the first pass, and each is a pass of "
@@ -108,7 +108,7 @@ def _refuse_many(count: int, segments: int) -> None:
         )
 
 
-def _of_numbers(numbers: Tensor, segments: int) -> Subsets:
+def _subsets_numbered(numbers: Tensor, segments: int) -> Subsets:
     """The subsets whose numbers have these digits in base 2."""
     return (numbers[:, None] >> torch.arange(segments, device="cpu")) % 2 == 1
 
@@ -118,11 +118,11 @@ def _without_each(segments: int, generator: torch.Generator) -> Subsets:
     return torch.cat([whole, ~torch.eye(segments, dtype=torch.bool, device="cpu")])
 
 
-def _lost(kept: Subsets, y: Float[Tensor, " subset"]) -> Float[Tensor, " segment"]:
+def _lost_log_odds(kept: Subsets, y: Float[Tensor, " subset"]) -> Float[Tensor, " segment"]:
     return y[0] - y[1:]
 
 
-one_by_one = Method("one by one", _without_each, _lost)
+one_by_one = Method("one by one", _without_each, _lost_log_odds)
 """The score of a segment is the loss of log-odds without it: ``y(all) - y(all but it)``.
 
 One pass for each segment and one for all. Two segments that say the same have low scores, because
@@ -215,7 +215,7 @@ def _orders(
     is_exact = segments <= exact_up_to
     _refuse_many(2 ** min(segments, 64) if is_exact else permutations * (segments + 1), segments)
     if is_exact:
-        return _of_numbers(torch.arange(2**segments, device="cpu"), segments)
+        return _subsets_numbered(torch.arange(2**segments, device="cpu"), segments)
     scores = torch.rand(permutations, segments, generator=generator, device="cpu")
     rank = scores.argsort(1).argsort(1)  # when each segment is added
     return (rank[:, None] < torch.arange(segments + 1, device="cpu")[:, None]).flatten(0, 1)

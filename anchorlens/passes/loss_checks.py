@@ -74,7 +74,7 @@ def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tupl
 
 @each_call_inside(gradient_mode, True)  # autograd takes no logits that were made in it
 def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -> None:
-    """Do so too for a loss of a prompt that depends on the logits of others, or on none.
+    """Raise the errors of ``check_loss``, and one for a loss that mixes prompts or has no gradient.
 
     The gradient of the sum over prompts is not that of each prompt then. A loss minus its mean over
     the batch is such a one: the sum is 0. Two prompts of a batch are tried, if one has several.

@@ -238,7 +238,7 @@ class Observation:
 def hooks_in_layers(
     model: ModelOrSizes, name: Callable[[int], str], act: Callable[[int, Tensor, Any], None]
 ) -> list[Hook]:
-    """A hook in every layer, whose number ``act`` gets first."""
+    """As ``hooks_by_layer``, but ``act`` itself is called, which takes the hook: it runs often."""
     return [(name(layer), partial(act, layer)) for layer in range(model.cfg.n_layers)]
 
 

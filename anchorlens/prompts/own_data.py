@@ -125,7 +125,7 @@ def layout_of(
         dict(counts),
         [number for number, words in enumerate(columns[text], start=1) if not _is_text(words)],
         [number for number, value in enumerate(values, start=1) if _value(value) is None],
-        {name for name, cells in columns.items() if not _empty(cells)},
+        {name for name, cells in columns.items() if not _gaps(cells)},
         not is_given
         and _rank(label, _CLASSES) == len(_CLASSES)
         and any(_letters(columns[name]) for name in others),
@@ -193,7 +193,7 @@ def entries_for(layout: Layout, classes: Sequence[Any] | None, chat: bool) -> di
     """The entries of a task file for a data file: columns, classes, template and label words."""
     values = list(layout.counts) if classes is None else list(classes)
     return {
-        "template": f"{_capital(layout.text)}: {{text}}\n{_capital(layout.label)}:{{label}}",
+        "template": f"{_heading(layout.text)}: {{text}}\n{_heading(layout.label)}:{{label}}",
         "labels": [_spelled(str(value), chat) for value in values],
         **({"chat": True} if chat else {}),
         "text_column": layout.text,
@@ -299,7 +299,7 @@ def _spelled(name: str, is_chat: bool) -> str:
     return word if is_chat else f" {word}"
 
 
-def _capital(column: str) -> str:
+def _heading(column: str) -> str:
     words = re.sub(r"[\W_]+", " ", column).strip()
     return words[:1].upper() + words[1:] or "Text"
 
@@ -310,7 +310,7 @@ def _rank(name: str, names: Sequence[str]) -> int:
 
 def _order_of_classes(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
     """Columns with few gaps first, then by their names; numbers last, as they may be amounts."""
-    gaps = _empty(values)
+    gaps = _gaps(values)
     return gaps > _FEW_GAPS, _rank(name, _CLASSES), gaps > 0, not _letters(values)
 
 
@@ -324,7 +324,7 @@ def _order_of_texts(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
     return gaps > _FEW_GAPS, _rank(name, _TEXTS), few, not is_spaced, gaps > 0, -_letters(values)
 
 
-def _empty(values: Sequence[Any]) -> float:
+def _gaps(values: Sequence[Any]) -> float:
     """The share of rows that are empty."""
     return sum(_value(value) is None for value in values) / len(values)
 

@@ -56,7 +56,7 @@ from ..system.steps import planned, step
 from ..system.warn import warn_user
 
 _VERDICTS = tuple(Verdict)
-_OF_VERDICTS = (figures.PALETTE[2], figures.PALETTE[1], figures.OTHER)
+_VERDICT_COLORS = (figures.PALETTE[2], figures.PALETTE[1], figures.OTHER)
 _TITLE, _NUMBER = "The paper's claims, model by model", "number [95 % interval]"
 _SHARED = ("labels", "prompts", "demonstration_sets")  # in ``info``, if models have the same
 
@@ -175,7 +175,7 @@ class AcrossModelsRecord(Record):
             self.info["models"],
             [verdict.value for verdict in _VERDICTS],
             title=_TITLE,
-            colors=_OF_VERDICTS,
+            colors=_VERDICT_COLORS,
         )
 
     def __str__(self) -> str:

@@ -26,10 +26,10 @@ def forest(claims: Sequence[Claim]) -> Markup:
     for claim in claims:
         title = wrap(claim.statement.rstrip("."), LONGEST_LINE)
         parts += (
-            _svg(0.0, top + 11 + TITLE * k, line, "claim-name") for k, line in enumerate(title)
+            _text_at(0.0, top + 11 + TITLE * k, line, "claim-name") for k, line in enumerate(title)
         )
         top += TITLE * len(title)
-        parts += _of_claim(claim, top)
+        parts += _rows(claim, top)
         top += LINE * (1 + len(claim.controls)) + GAP
     alternative = " ".join(
         f"{claim.statement} {claim.estimate}, {claim.verdict}." for claim in claims
@@ -40,23 +40,23 @@ def forest(claims: Sequence[Claim]) -> Markup:
     )
 
 
-def _of_claim(claim: Claim, top: float) -> Iterator[str]:
+def _rows(claim: Claim, top: float) -> Iterator[str]:
     """The number of a claim, its limit and its controls."""
     place, middle = _scale(claim), top + LINE / 2
     end = top + LINE * (1 + len(claim.controls))
     limit = place(claim.limit)
     yield f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top}" y2="{end}"/>'
-    yield _svg(limit, end + 9, f"{claim.limit:g}", "limit-name")
+    yield _text_at(limit, end + 9, f"{claim.limit:g}", "limit-name")
     kind = f"forest-{claim.verdict.name.lower()}"
     yield from _interval(claim.estimate, place, middle, kind)
     sign = f"{claim.estimate}  {SIGNS[claim.verdict]} {claim.verdict}"
-    yield _svg(TRACK + 26, middle + 4, sign, f"number {kind}")
+    yield _text_at(TRACK + 26, middle + 4, sign, f"number {kind}")
     for number, control in enumerate(claim.controls, start=1):
         at = middle + number * LINE
         yield from _interval(control.estimate, place, at, "control")
         for draw in control.draws:
             yield f'<circle class="control" cx="{place(draw):.1f}" cy="{at}" r="2.4"/>'
-        yield _svg(TRACK + 26, at + 4, str(control), "control-name")
+        yield _text_at(TRACK + 26, at + 4, str(control), "control-name")
 
 
 def _interval(estimate: Estimate, place: Place, middle: float, kind: str) -> Iterator[str]:
@@ -95,5 +95,5 @@ def _scale(claim: Claim) -> Place:
     return place
 
 
-def _svg(x: float, y: float, text: str, kind: str) -> str:
+def _text_at(x: float, y: float, text: str, kind: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

@@ -40,7 +40,7 @@ _DRAWN = {
 }
 _NUMERIC = ("value", "low", "high")
 # Names of results and of their settings that say too little to a reader of the page.
-_SAID = {
+_TITLES = {
     "attention_aucroc": "attention and prediction",
     "anchor_distances": "distances and confusions",
     "drawn": "intervals draw",
@@ -87,7 +87,7 @@ class _Section:
 
 
 @dataclass(frozen=True)
-class _Page:
+class _OfPrompt:
     id: str
     heading: str
     html: Any
@@ -108,8 +108,8 @@ class _Chapter:
     cannot_tell: str = ""
     sentences: Sequence[str] = ()
     surprises: Sequence[str] = ()
-    prompts: Sequence[_Page] = ()
-    answers: Sequence[_Page] = ()
+    prompts: Sequence[_OfPrompt] = ()
+    answers: Sequence[_OfPrompt] = ()
     sections: Sequence[_Section] = ()
 
 
@@ -229,11 +229,11 @@ def _chapter(
     judged, records = claims(contents.records), list(contents.records.values())
     answer = answer or answer_of(records, judged)
     pages = {
-        name: _Page(_id(chapter_id, "prompt", number), _heading(name), flows.fragment())
+        name: _OfPrompt(_id(chapter_id, "prompt", number), _heading(name), flows.fragment())
         for number, (name, flows) in enumerate(contents.prompts.items())
     }
     choices = _choices(contents.prompts)
-    largest = _size_of(contents.prompts, choices)
+    largest = _largest(contents.prompts, choices)
     prompts = [
         replace(pages.pop(name), choice=choice, largest=largest) for name, choice in choices.items()
     ]
@@ -257,7 +257,7 @@ def _chapter(
     )
 
 
-def _size_of(pages: Mapping[str, FlowPage], choices: Mapping[str, str]) -> tuple[float, str] | None:
+def _largest(pages: Mapping[str, FlowPage], choices: Mapping[str, str]) -> tuple[float, str] | None:
     """The largest arc of several prompts, and the words by which its prompt is chosen."""
     arcs = {name: page.largest() for name, page in pages.items() if isinstance(page, PromptFlows)}
     if len(arcs) < 2:
@@ -414,7 +414,7 @@ def _as_words(value: Any) -> str:
 
 
 def _phrase(name: str) -> str:
-    return _SAID.get(name, name.replace("_", " "))
+    return _TITLES.get(name, name.replace("_", " "))
 
 
 def _heading(name: str) -> str:
