@@ -6,7 +6,6 @@ there is one code for both.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from ..metrics.reads import KEYS, QUERIES, VALUES, needs_of
 from ..models.hooked import Hook, HookedModel, check_fits, pattern_name
 from ..passes.provide import Observation, reads_of
 from ..prompts.batch import PromptBatch, check_prompts
-from ..prompts.ties import noting_ties
 from ..results.bootstrap import with_intervals
 from ..results.population import check_resamples
 from ..results.results import Results
@@ -32,7 +30,7 @@ from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .checks import require_questions
 from .identity import versions
-from .passes import results_of
+from .passes import contributed, results_of
 from .study import cases_of, describe_prompts, joined, order_of_queries, require_batches
 
 _LAYER = re.compile(r"blocks\.(\d+)\.")
@@ -113,7 +111,9 @@ def from_caches(
             }
             cache = aliases | cache
         of_cache = _sizes_in(cache) if model is None else model
-        collected.append(_contributions(metrics, batch, logits, cache, of_cache, number))
+        of_pass = batch, logits, cache, of_cache, number
+        of_metrics = [_contributions(each, *of_pass) for each in metrics]
+        collected.append({name: each[name] for each in of_metrics for name in each})
     contributions = joined(collected)
     order = order_of_queries(batches)
     info = {} if model is None else {"model": str(model.cfg.model_name)}
@@ -235,24 +235,20 @@ def _metrics(questions: Sequence[Question]) -> list[Metric]:
 
 
 def _contributions(
-    metrics: Sequence[Metric],
+    metric: Metric,
     batch: PromptBatch,
     logits: Float[Tensor, "batch vocab"],
     cache: Mapping[str, Tensor],
     model: Any,
     number: int,
 ) -> dict[str, Tensor]:
-    contributions: dict[str, Tensor] = {}
-    for metric in metrics:
-        with gradient_mode(False):
-            observation = Observation(model, metric, batch)
-            _show(metric.name, observation.hooks, cache, "", batch, number)
-            _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
-            contribute = partial(metric.contributions, batch, observation.seen(logits, None))
-            of_metric, ties = noting_ties(contribute, len(batch))
-        found = {**of_metric, **ties}
-        contributions |= {f"{metric.name}/{name}": values for name, values in found.items()}
-    return contributions
+    with gradient_mode(False):
+        observation = Observation(model, metric, batch)
+        _show(metric.name, observation.hooks, cache, "", batch, number)
+        _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
+        seen = observation.seen(logits, None)
+        found = contributed(lambda batch: metric.contributions(batch, seen), batch)
+    return {f"{metric.name}/{name}": values for name, values in found.items()}
 
 
 def _check_without_model(metrics: Sequence[Metric], batches: Sequence[PromptBatch]) -> None:

@@ -174,6 +174,9 @@ ROWS: dict[str, Any] = {
     "positions": of_reads(lambda f: al.reads.At("pattern", f)),
     "blocks": of_reads(lambda f: al.reads.Blocks(f)),
     "contributions": asked("contributions"),
+    "contributions of caches": lambda m, b, f: al.caches.from_caches(
+        [Asked({"contributions": f})], b, ((torch.ones(len(each), 9), {}) for each in b)
+    ),
     "a contribution": asked("contributions", "one"),
     "result": asked("result"),
     "of_run": asked("of_run"),
