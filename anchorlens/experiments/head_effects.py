@@ -83,16 +83,8 @@ class HeadEffectsRecord(Record):
     def plot(self) -> go.Figure:
         """The effects by layer and head, in two colours on both sides of 0."""
         most = float(self.effect.nan_to_num().abs().max()) or 1.0
-        figure = figures.heat_map(
-            self.effect.T[None],
-            None,
-            None,
-            title="What each head adds to the right answer",
-            bar_title="nats of log-odds",
-            row_title="head",
-            column_title="layer",
-            limits=(-most, most),
-        )
+        title, limits = "What each head adds to the right answer", (-most, most)
+        figure = figures.by_head(self.effect, title, "nats of log-odds", limits=limits)
         return figure.update_layout(coloraxis_colorscale="RdBu_r")
 
     @checked

@@ -131,16 +131,8 @@ class PrefixEffectRecord(Record):
 
     def plot_stolen(self) -> go.Figure:
         """Stolen attention by layer and head."""
-        return figures.heat_map(
-            self.stolen.T[None],
-            None,
-            None,
-            title="Attention that the prefix takes",
-            bar_title="stolen attention",
-            row_title="head",
-            column_title="layer",
-            limits=(0.0, 1.0),
-        )
+        title, bar_title = "Attention that the prefix takes", "stolen attention"
+        return figures.by_head(self.stolen, title, bar_title, limits=(0.0, 1.0))
 
     def plot_changes(self) -> go.Figure:
         """The direct change beside the indirect one, by layer, with intervals."""

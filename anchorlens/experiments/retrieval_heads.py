@@ -61,12 +61,8 @@ class RetrievalHeadsRecord(Record):
 
     def plot(self) -> go.Figure:
         """The scores by layer and head."""
-        titles: dict[str, Any] = {
-            "title": "Heads that read the right documents",
-            "row_title": "head",
-        }
-        titles |= {"bar_title": "attention above the null query", "column_title": "layer"}
-        return figures.heat_map(self.score.T[None], None, None, **titles)
+        title = "Heads that read the right documents"
+        return figures.by_head(self.score, title, "attention above the null query")
 
     @checked
     def top(self, count: int = 16) -> Site:

@@ -104,7 +104,9 @@ class LabelHeadsRecord(Record):
             raise MetricError(f"there is no score {score!r}; the scores are {', '.join(SCORES)}")
         number = SCORES.index(score)
         title = f"Heads above the threshold ({plots.LEGEND_OF_SCORES[number]})"
-        return plots.by_head(self.share[..., number], title, "share of prompts", limits=(0.0, 1.0))
+        return figures.by_head(
+            self.share[..., number], title, "share of prompts", limits=(0.0, 1.0)
+        )
 
     def plot_gaps(self) -> go.Figure:
         """How many more heads of a layer count for label words than for random positions."""

@@ -123,13 +123,6 @@ def aucroc(record: Record) -> go.Figure:
     return figures.stacked(tells, _lines(record, "r", name, **look, colors=[figures.OUT]))
 
 
-def by_head(
-    numbers: Float[Tensor, "layer head"], title: str, bar_title: str, **look: Any
-) -> go.Figure:
-    look |= {"row_title": "head", "column_title": "layer", "bar_title": bar_title}
-    return figures.heat_map(numbers.T[None], None, None, title=title, **look)
-
-
 def heads_above(record: Record) -> go.Figure:
     title = "Heads above the threshold, label words against random positions"
     more: dict[str, Any] = {"y_title": "heads more than at random", "reference": 0.0}

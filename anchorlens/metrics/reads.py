@@ -9,7 +9,7 @@ A metric always names columns of whole prompts and gets numbers of whole prompts
 tokens ran once for all of them, or a long prompt's pattern was formed a few rows at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,10 @@ class _OfAPass(InOneLine):
     def why_whole(self, owner: str) -> str:
         """Why shared tokens cannot run once for it; empty if they can."""
         return ""
+
+    def why_no_kernel(self, owner: str, weights: Collection[Weight]) -> str:
+        """Why a kernel that sums these weights cannot form it; empty if it can."""
+        return f"{owner} reads more than sums over sets of edges"
 
     def same_before(self, length: int, other: Any, prompts: Sequence[PromptBatch]) -> bool:
         """Whether it reads before ``length`` in its prompts what another does in one prompt."""
@@ -186,6 +190,14 @@ class Sums(_OfAPass):
     def why_whole(self, owner: str) -> str:
         is_whole = VALUES in self.needs
         return f"{owner} needs the values of all tokens of each prompt" if is_whole else ""
+
+    def why_no_kernel(self, owner: str, weights: Collection[Weight]) -> str:
+        if VALUES in self.needs:
+            return super().why_no_kernel(owner, weights)
+        if self.weight not in weights:
+            return f"the weight of {owner} is a function of your own"
+        has_classes = self.sets.key_classes() is not None
+        return "" if has_classes else f"{owner} has edges that do not follow from positions alone"
 
     def same_before(self, length: int, other: Any, prompts: Sequence[PromptBatch]) -> bool:
         return not self.is_one_for_all or self.sets.begin_as(other.sets, length)

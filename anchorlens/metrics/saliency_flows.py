@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from math import nan
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..errors import MetricError, PromptError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
-from ..prompts.edge_set import EdgesOfBatch, as_edge_set, check_edges, paper_edges
+from ..prompts.edge_set import EdgeSet, EdgesOfBatch, as_edge_set, check_edges, paper_edges
 from ..results.contributions import Contributions
 from ..results.depth import deep, shallow
 from ..results.kind import OfMeans, mean_of
@@ -182,11 +181,12 @@ class SaliencyFlows(EdgeFlows):
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where edges do not go from tokens to earlier tokens of the prompts."""
-        for batch, (name, function) in product(batches, self.edges.items()):
+        for name, function in self.edges.items():
             try:
                 if function in PAPER_FLOWS.values():  # whose edges are right as made
-                    check_label_words([batch])
-                else:
+                    check_label_words(batches)
+                    continue
+                for batch in batches:
                     check_edges(batch, function)
             except PromptError as error:
                 raise MetricError(f"the edges {[name]} of {self.name}: {error}") from error
@@ -199,7 +199,7 @@ class SaliencyFlows(EdgeFlows):
             known[name] if are_of_paper else as_edge_set(batch, function)
             for name, function in self.edges.items()
         ]
-        names = [each.name_in_paper(batch) for each in sets]
+        names = EdgeSet.names_in_paper(batch, sets)
         others = {n: each for n, each in known.items() if n in ("pq", "tq") and n not in names}
         return EdgeSets([*sets, *others.values()], [*names, *others])
 

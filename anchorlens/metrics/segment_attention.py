@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..prompts.batch import PromptBatch
+from ..results import figures
 from ..results.contributions import Contributions
 from ..results.kinds import derived, mean
 from ..results.record import Record
 from ..system.arguments import check_counts, checked
-from . import plots
 from .metric import EdgeFlows, OfSegments, flows_of_prompts, read_by_others
 from .weights import attention
 
@@ -68,7 +68,7 @@ class SegmentAttentionRecord(Record):
 
     def plot(self) -> go.Figure:
         """The kurtosis of every head, by layer."""
-        return plots.by_head(self.kurtosis, "Heads that gather on few segments", "kurtosis")
+        return figures.by_head(self.kurtosis, "Heads that gather on few segments", "kurtosis")
 
 
 @checked

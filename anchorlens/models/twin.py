@@ -142,10 +142,14 @@ class Twin:
 
     @safe_context
     def hears(self, listener: Listener) -> Iterator[None]:
-        """Inside, ``listener`` hears of what runs."""
-        hears = put_back(partial(self._listen, self._now), partial(self._listen, listener))
-        with nullcontext() if self.is_entered else self.entered(), hears:
-            yield
+        """Inside, ``listener`` hears of what runs; ``entered`` survives interrupts for it."""
+        before = self._now
+        with nullcontext() if self.is_entered else self.entered():
+            try:
+                self._listen(listener)
+                yield
+            finally:
+                self._listen(before)
 
     def _listen(self, listener: Listener) -> None:
         self._now, self._attention.attend = listener, listener.attend
@@ -158,10 +162,12 @@ class Twin:
         Settings are not compared again: those that change are of the package, which enters again
         for its tiny passes with shorter windows.
         """
-        was_entered, held = self.is_entered, [dict(vars(each.made)) for each in self._copies]
+        was_entered, heard = self.is_entered, self._now
+        held = [dict(vars(each.made)) for each in self._copies]
 
         def restore() -> None:
             self.is_entered = was_entered
+            self._listen(heard)
             for each, before in zip(self._copies, held, strict=True):
                 vars(each.made).clear()
                 vars(each.made).update(before)

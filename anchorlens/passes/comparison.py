@@ -3,7 +3,6 @@
 A reason says why the quicker way cannot be used; it is empty if it can.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ..errors import ModelError
 from ..models.facts import facts_of, hooks_on_operands
 from ..models.hooked import (
     Hook,
@@ -19,6 +19,7 @@ from ..models.hooked import (
     dtype_of,
     hooks_by_layer,
     is_of_low_precision,
+    pattern_name,
     z_name,
 )
 from ..models.tiny_pass import reason_of_failure
@@ -54,13 +55,37 @@ def site_hooks(model: HookedModel, found: Sites, *, fused: bool = False) -> list
     return [hook for hook in named if hook[0] in points]
 
 
-@dataclass(frozen=True, eq=False)
 class Shown:
-    """What a pass over tiny prompts shows."""
+    """What a pass over tiny prompts shows to its hooks.
+
+    Attributes:
+        logits: Which the pass returned.
+        products: A * dL/dA of each layer, [batch, head, query, key].
+        sites: What questions read at positions.
+        reads: Hooks that store ``sites``.
+        options: Those of a pass that stores products too, a gradient in each pass after a prefix.
+    """
 
     logits: Float[Tensor, "_ vocab"]
-    products: dict[int, Tensor]  # A * dL/dA of each layer, [batch, head, query, key]
-    sites: Sites
+
+    def __init__(self, model: HookedModel, *, fused: bool = False) -> None:
+        self.products, self.sites = dict[int, Tensor](), Sites()
+        self.patterns = dict[int, Tensor]()
+        self.reads = site_hooks(model, self.sites, fused=fused)
+        stored = hooks_by_layer(model, pattern_name, self._store)
+        multiplied = hooks_by_layer(model, pattern_name, self._multiply)
+        self.options: dict[str, Any] = {
+            "observers": [*stored, *self.reads],
+            "backward_hooks": multiplied,
+        }
+
+    def _store(self, layer: int, pattern: Tensor) -> None:
+        if layer in self.patterns:
+            raise ModelError("its attention is called twice in a layer")
+        self.patterns[layer] = wide(pattern.detach())
+
+    def _multiply(self, layer: int, gradient: Tensor) -> None:
+        self.products[layer] = self.patterns[layer] * wide(gradient)
 
 
 def why_unlike(
@@ -77,14 +102,14 @@ def why_unlike(
 
     ``limit`` is that of logits, ``of`` names the quicker pass, and ``whole`` the other.
     """
-    pair = got.logits, expected.logits, expected.logits
-    if reason := why_not_equal(f"logits{of}", limit, pair, whole=whole):
+    logits = got.logits, expected.logits
+    if reason := why_not_equal(f"logits{of}", limit, logits, whole=whole):
         return reason
     pairs = []
     for site, states in got.sites.items():  # perhaps of the last columns alone
         columns = sent(mask[:, -states.shape[1] :], states.device)
-        theirs = expected.sites[site][:, -states.shape[1] :][columns]
-        pairs.append((states[columns], theirs, theirs))
+        theirs = expected.sites[site][:, -states.shape[1] :]
+        pairs.append((states[columns], theirs[columns]))
     is_low = is_of_low_precision(model)
     limit = _LOW_READ if is_low else _READ
     reason = why_not_equal("numbers that are read", limit, *pairs, whole=whole)
@@ -92,7 +117,7 @@ def why_unlike(
         return reason
     inside = mask[:, None, :, None] & mask[:, None, None]
     pairs = [
-        (got.products[layer] * seen, of_layer * seen, of_layer * seen)
+        (got.products[layer] * seen, of_layer * seen)
         for layer, of_layer in expected.products.items()
         for seen in beside(of_layer, inside)
     ]
@@ -110,24 +135,24 @@ def tolerance(model: HookedModel, roundings: int = 16) -> float:
 
 def difference_of(got: Tensor, expected: Tensor) -> float:
     """Largest difference, as a share of the largest number; infinite where it is no number."""
-    return _largest([(got, expected, expected)])
+    return _largest([(got, expected)])
 
 
-def _largest(pairs: list[tuple[Tensor, Tensor, Tensor]]) -> float:
-    """The largest of differences, each as a share of the largest number of a third tensor.
+def _largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    """The largest of differences, each as a share of the largest number that is expected.
 
     They are read at once, because Python waits for a GPU at each.
     """
     shares = [
-        (got - expected).abs().max() / whole.abs().max().clamp(min=torch.finfo(whole.dtype).tiny)
-        for got, expected, whole in pairs
+        (got - of).abs().max() / of.abs().max().clamp(min=torch.finfo(of.dtype).tiny)
+        for got, of in pairs
         if got.numel()
     ]
     return float(torch.stack(on_one_device(shares)).nan_to_num(torch.inf).max())
 
 
 def why_not_equal(
-    what: str, limit: float, *pairs: tuple[Tensor, Tensor, Tensor], whole: str = "prompts"
+    what: str, limit: float, *pairs: tuple[Tensor, Tensor], whole: str = "prompts"
 ) -> str:
     """Why numbers are not those of whole prompts or patterns; empty if it is only rounding."""
     difference = _largest([*pairs])

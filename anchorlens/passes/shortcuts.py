@@ -19,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from ..hooks import Site, hooks_on_edges
-from ..metrics.edge_sums import row_pieces
 from ..models.facts import fact
 from ..models.hooked import HookedModel, is_of_low_precision
 from ..models.kv_cache import entries_of, layers_of_entries
@@ -33,10 +32,9 @@ from ..models.tiny_pass import (
 from ..models.twin import twin_of
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from .comparison import TOLERANCE, Shown, Sites, reason_of, site_hooks, tolerance, why_unlike
+from .comparison import TOLERANCE, Shown, reason_of, tolerance, why_unlike
 from .forward import any_loss, run_pass, run_prefix
 from .fused_attention import run_fused
-from .provide import product_hooks
 from .shared_prefix import shared_tokens
 from .twin_for import why_not_native
 
@@ -137,25 +135,14 @@ def _reason(model: HookedModel, what: str, compare: Callable[..., str]) -> str:
 def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
     after = batch.after(batch.tokens.shape[1] - QUERIES)
 
-    def stored_in(products: dict[int, Tensor], found: Sites) -> dict[str, Any]:
-        def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
-            products[layer] = pattern * gradient
-
-        hooks, backward_hooks = product_hooks(model, store, free_later=True)
-        observers = [*hooks, *site_hooks(model, found)]
-        return {"observers": observers, "backward_hooks": backward_hooks}
-
-    whole, upper, lower = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
-    sites, whole_sites = Sites(), Sites()
-    expected = run_pass(model, batch, loss=any_loss, **stored_in(whole, whole_sites))
-    prefix = run_prefix(model, shared_tokens(after), **stored_in(upper, Sites()))
-    logits = run_pass(model, after, loss=any_loss, prefix=prefix, **stored_in(lower, sites))
-    both = {
-        layer: torch.cat([functional.pad(above, (0, QUERIES)), lower[layer]], dim=2)
-        for layer, above in upper.items()
-    }
-    found, of_whole = Shown(logits, both, sites), Shown(expected, whole, whole_sites)
-    return why_unlike(model, batch.attention_mask, found, of_whole, TOLERANCE)
+    whole, before, later = Shown(model), Shown(model), Shown(model)
+    whole.logits = run_pass(model, batch, loss=any_loss, **whole.options)
+    prefix = run_prefix(model, shared_tokens(after), **before.options)
+    later.logits = run_pass(model, after, loss=any_loss, prefix=prefix, **later.options)
+    for layer, above in before.products.items():
+        both = functional.pad(above, (0, QUERIES)), later.products[layer]
+        later.products[layer] = torch.cat(both, dim=2)
+    return why_unlike(model, batch.attention_mask, later, whole, TOLERANCE)
 
 
 def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
@@ -163,31 +150,17 @@ def _compare_fused(model: HookedModel, batch: PromptBatch) -> str:
     third = (batch.positions % 3 == 2) & batch.attention_mask
     cut = edges.between(third, batch.attention_mask)
     hooks = hooks_on_edges(model, batch, cut, Site(heads=0))
-    whole, ours, sites, whole_sites = dict[int, Tensor](), dict[int, Tensor](), Sites(), Sites()
+    whole, ours = Shown(model, fused=True), Shown(model, fused=True)
 
-    def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
-        pieces = [a * slope for _, a, slope in row_pieces(pattern, gradient)]
-        whole[layer] = torch.cat(pieces, dim=2)
+    def store(layer: int, rows: slice, keys: slice, pattern: Tensor, slope: Tensor) -> None:
+        ours.products.setdefault(layer, torch.zeros_like(whole.products[layer]))
+        ours.products[layer][:, :, rows, keys] = pattern * slope
 
-    def store_rows(layer: int, rows: slice, keys: slice, pattern: Tensor, slope: Tensor) -> None:
-        ours.setdefault(layer, torch.zeros_like(whole[layer]))
-        ours[layer][:, :, rows, keys] = pattern * slope
-
-    observers, backward_hooks = product_hooks(model, store)
-    expected = run_pass(
-        model,
-        batch,
-        hooks=hooks,
-        observers=[*observers, *site_hooks(model, whole_sites, fused=True)],
-        backward_hooks=backward_hooks,
-        loss=any_loss,
-    )
-    reads = site_hooks(model, sites, fused=True)
-    options: dict[str, Any] = {"hooks": hooks, "observers": reads, "loss": any_loss}
-    logits = run_fused(run_pass, model, batch, use=store_rows, **options)
-    found, of_patterns = Shown(logits, ours, sites), Shown(expected, whole, whole_sites)
+    options: dict[str, Any] = {"hooks": hooks, "loss": any_loss}
+    whole.logits = run_pass(model, batch, **options, **whole.options)
+    ours.logits = run_fused(run_pass, model, batch, use=store, observers=ours.reads, **options)
     mask, limit, of = batch.attention_mask, tolerance(model), " of a fused attention"
-    return why_unlike(model, mask, found, of_patterns, limit, of=of, whole="patterns")
+    return why_unlike(model, mask, ours, whole, limit, of=of, whole="patterns")
 
 
 def _compare_stored(model: HookedModel, batch: PromptBatch) -> str:

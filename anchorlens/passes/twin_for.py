@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import MetricError, ModelError
 from ..models.facts import fact, facts_of
-from ..models.hooked import Hook, HookedModel, dtype_of, hooks_by_layer, pattern_name
+from ..models.hooked import Hook, HookedModel, dtype_of
 from ..models.kinds import inputs_without_cache, pairs_in
 from ..models.kv_cache import inputs_after
 from ..models.media_tokens import types_of_tokens
@@ -24,7 +24,7 @@ from ..models.tiny_pass import shrunk_windows, tiny_passes, tiny_prompts
 from ..models.twin import Twin, twin_of
 from ..prompts.batch import PromptBatch
 from ..system.devices import wide
-from .comparison import Shown, Sites, reason_of, site_hooks, tolerance, why_unlike
+from .comparison import Shown, reason_of, tolerance, why_unlike
 from .native_pass import Inside, why_hooks_need_a_bridge
 from .running import leaf_hook, running
 
@@ -128,26 +128,15 @@ def _shown(
     model: HookedModel, twin: Twin | None, batch: PromptBatch, more: Mapping[str, Tensor]
 ) -> Shown:
     """What a pass shows, with the logits of all real tokens."""
-    patterns, products, sites = dict[int, Tensor](), dict[int, Tensor](), Sites()
-    leaves = list[Tensor]()
-
-    def store(layer: int, pattern: Tensor) -> None:
-        if layer in patterns:
-            raise ModelError("its attention is called twice in a layer")
-        patterns[layer] = pattern.detach()
-
-    def multiply(layer: int, gradient: Tensor) -> None:
-        products[layer] = patterns[layer] * gradient
-
-    stored = hooks_by_layer(model, pattern_name, store)
-    forward = [leaf_hook(leaves), *stored, *site_hooks(model, sites)]
-    backward = hooks_by_layer(model, pattern_name, multiply)
-    run, inside = running(model, batch, twin, Inside(forward, backward))
+    shown, leaves = Shown(model), list[Tensor]()
+    forward = [leaf_hook(leaves), *shown.options["observers"]]
+    act = Inside(forward, shown.options["backward_hooks"])
+    run, inside = running(model, batch, twin, act)
     with torch.inference_mode(False), torch.enable_grad(), inside:
         inputs = inputs_without_cache(model, batch.attention_mask)
-        logits = run(batch.tokens, **inputs, **more)[batch.attention_mask]
-        logits = wide(logits)
+        logits = wide(run(batch.tokens, **inputs, **more)[batch.attention_mask])
         (logits.logsumexp(-1) - logits[:, 0]).sum().backward(inputs=leaves)
-    if len(patterns) < model.cfg.n_layers:
+    if len(shown.patterns) < model.cfg.n_layers:
         raise ModelError("its attention is not called through the interface of transformers")
-    return Shown(logits.detach(), products, sites)
+    shown.logits = logits.detach()
+    return shown

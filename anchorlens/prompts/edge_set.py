@@ -87,10 +87,11 @@ class EdgeSet(Tensor):
         """The same edges by classes of queries and keys; None where they are not known so."""
         return self._classes_of()
 
-    def name_in_paper(self, batch: PromptBatch) -> str:
-        """wp, pq, ww or tq if it is this set, made of this very batch; else empty."""
-        name, made_of = self._of_paper
-        return name if made_of is batch else ""
+    @staticmethod
+    def names_in_paper(batch: PromptBatch, sets: "Sequence[EdgeSet]") -> list[str]:
+        """Of each set wp, pq, ww or tq if it is this one, made of this very batch; else empty."""
+        of_paper = [edges._of_paper for edges in sets]
+        return [name if made_of is batch else "" for name, made_of in of_paper]
 
     def table(self) -> Edges:
         """All edges as a plain tensor, one byte for each pair of positions of each prompt."""

@@ -479,6 +479,14 @@ def heat_map(
     return figure.update_yaxes(title=literal(row_title), col=1)
 
 
+def by_head(
+    numbers: Float[Tensor, "layer head"], title: str, bar_title: str, **look: Any
+) -> go.Figure:
+    """Draw a number of each head as a heat map."""
+    look |= {"row_title": "head", "column_title": "layer", "bar_title": bar_title}
+    return heat_map(numbers.T[None], None, None, title=title, **look)
+
+
 @checked
 def stacked(*figures: go.Figure) -> go.Figure:
     """Draw figures below each other; all keep their heights, with the legend of each above it.

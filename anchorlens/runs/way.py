@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ..metrics.question import HooksOfBatch, no_hooks
-from ..metrics.reads import VALUES, Sums
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.facts import facts_of
 from ..models.hooked import (
@@ -266,16 +265,8 @@ def why_no_kernel(model: HookedModel, observed: Sequence[Observation]) -> str:
         return f"the kernel does not know {str(dtype_of(model)).removeprefix('torch.')}"
     from ..passes.flow_kernel import WEIGHTS
 
-    for each in observed:
-        name = each.question.name
-        for read in each.reads.values():
-            if not isinstance(read, Sums) or VALUES in read.needs:
-                return f"{name} reads more than sums over sets of edges"
-            if read.weight not in WEIGHTS:
-                return f"the weight of {name} is a function of your own"
-            if read.sets.key_classes() is None:
-                return f"{name} has edges that do not follow from positions alone"
-    return ""
+    reads = [(each.question.name, read) for each in observed for read in each.reads.values()]
+    return _first(read.why_no_kernel(owner, WEIGHTS) for owner, read in reads)
 
 
 def _run_once(lengths: Mapping[int, int]) -> str:

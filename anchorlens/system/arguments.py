@@ -231,11 +231,13 @@ def as_hint(value: Any, hint: Any) -> Any:
         return _as_protocol(value, hint)
     if isinstance(value, Mapping | str) and hasattr(hint, "from_row"):
         return hint(value) if isinstance(value, str) else hint.from_row(value)
+    if isinstance(value, hint):
+        return value
     is_class = isinstance(value, type) and issubclass(value, hint)
     is_list = isinstance(value, list | tuple) and any(isinstance(each, hint) for each in value)
     cure = f"; an instance is needed, {value.__name__}()" if is_class else ""
     cure = "; give one element of the list" if is_list else cure
-    return _require(value, isinstance(value, hint), _cure_of(hint, value) or cure)
+    raise _Unfit(_cure_of(hint, value) or cure)
 
 
 def _cure_of(hint: Any, value: Any) -> str:
