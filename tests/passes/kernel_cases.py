@@ -71,8 +71,8 @@ def error_of(
     return float((sums.double() - expected).abs().max() / expected.abs().max())
 
 
-def interpreted() -> dict[str, float]:
-    """The error of each case."""
+def interpreted() -> dict[str, Any]:
+    """The error of each case, and what runs find."""
     cases: dict[str, dict[str, Any]] = {
         "causal": {},
         "two heads of queries for one of keys, two prompts": {"shared": 1, "batch": 2},
@@ -80,7 +80,10 @@ def interpreted() -> dict[str, float]:
         "bfloat16": {"dtype": torch.bfloat16},
         **{f"weight {each.__name__}": {"weight": each} for each in flow_kernel.WEIGHTS},
     }
-    return {name: error_of(**options) for name, options in cases.items()}
+    return {
+        "errors": {name: error_of(**options) for name, options in cases.items()},
+        "runs": runs(),
+    }
 
 
 def runs() -> dict[str, Any]:
