@@ -222,6 +222,11 @@ def largest_of_rows(batch: al.PromptBatch, block: al.reads.Block) -> torch.Tenso
     return torch.einsum("bhq,bq->b", block.pattern.amax(3), is_token)[:, None]
 
 
+def most_attended(block: al.reads.Block) -> torch.Tensor:
+    """The sum of all rows decides, so that those of a part say nothing."""
+    return block.pattern.sum(2).amax(2)
+
+
 def products(block: al.reads.Block) -> torch.Tensor:
     assert block.slope is not None
     return (block.pattern * block.slope).abs().sum((2, 3))
@@ -246,7 +251,7 @@ READS: dict[str, Read] = {
     "in any order": lambda batch: al.reads.At(STATES, target_then_labels(batch)),
     "rows": lambda batch: al.reads.Blocks(partial(largest_of_rows, batch)),
     "products": lambda batch: al.reads.Blocks(products, slope=True),
-    "layers": lambda batch: al.reads.Blocks(partial(largest_of_rows, batch), whole=True),
+    "layers": lambda batch: al.reads.Blocks(most_attended, whole=True),
     "differing pattern": lambda batch: al.reads.At("pattern", early(batch), first_forerunner),
     "differing states": lambda batch: al.reads.At(STATES, first_labels(batch)),
     "differing keys": lambda batch: al.reads.At("keys", early(batch)),

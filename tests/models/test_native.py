@@ -85,9 +85,10 @@ def changes_of(model: Any, batch: al.PromptBatch) -> dict[str, list[Hook]]:
         "other cuts in the next layer": al.isolate_labels(model, batch, 0)
         + al.block_edges(model, batch, al.edges.tq, al.Site(1)),
         "scaled": al.scale_edges(model, batch, al.edges.wp, factor),
-        "scaled with a gradient": al.scale_edges(
+        "scaled with a gradient and cut": al.scale_edges(
             model, batch, al.edges.wp, factor.clone().requires_grad_()
-        ),
+        )
+        + al.block_edges(model, batch, al.edges.tq),
         "scaled after": al.scale_edges(model, batch, al.edges.wp, 0.5, after),
         "cut after": al.block_edges(model, batch, al.edges.wp, after),
         "detached": al.detach_heads(model, al.Site(1, heads=0)),
@@ -107,15 +108,26 @@ def test_native_passes_have_the_numbers_of_hooked_passes(name: str) -> None:
         layers_that_mix(model)  # in a tiny pass, which is not counted
         kinds = {"none": []} if name not in EVERY_CHANGE else changes_of(model, batch)
         for kind, changes in kinds.items():
-            with counted_layers(model) as calls:
-                ours = reads_of(model, batch, changes)
-            assert twin_for(model, batch, changes) is not None and calls[0] == 1
-            with twin_of(model).suspended():
-                expected = reads_of(model, batch, changes)
-            assert ours.keys() == expected.keys()
-            for what, numbers in expected.items():
-                error = (ours[what] - numbers).abs().max() / numbers.abs().max().clamp(min=1e-30)
-                assert error < 1e-12, (kind, what)
+            assert_as_hooked(model, batch, kind, changes)
+
+
+def assert_as_hooked(model: Any, batch: al.PromptBatch, kind: str, changes: Sequence[Hook]) -> None:
+    with counted_layers(model) as calls:
+        ours = reads_of(model, batch, changes)
+    assert twin_for(model, batch, changes) is not None and calls[0] == 1
+    with twin_of(model).suspended():
+        expected = reads_of(model, batch, changes)
+    assert ours.keys() == expected.keys()
+    for what, numbers in expected.items():
+        error = (ours[what] - numbers).abs().max() / numbers.abs().max().clamp(min=1e-30)
+        assert error < 1e-12, (kind, what)
+
+
+def test_hooks_on_scores_act_one_after_the_other(exact_gpt2: Any) -> None:
+    (batch,) = questions(exact_gpt2, 2)
+    assert not why_not_native(exact_gpt2) and not layers_that_mix(exact_gpt2)
+    kind = "scaled with a gradient and cut"
+    assert_as_hooked(exact_gpt2, batch, kind, changes_of(exact_gpt2, batch)[kind])
 
 
 def test_a_processed_bridge_is_not_native() -> None:
@@ -138,6 +150,7 @@ class Reading(al.Metric):
         return {"correct": torch.ones(len(batch)), "label_correct": torch.ones(len(batch))}
 
 
+ELSEWHERE = Reading(lambda batch: al.reads.At("blocks.{}.hook_mlp_out", al.edges.target))
 OWN: list[list[Hook]] = [
     [("blocks.0.attn.hook_pattern", lambda pattern, hook: pattern)],
     [("blocks.0.hook_mlp_out", lambda out, hook: None)],
@@ -196,7 +209,7 @@ class NoEffect(al.Question):
 
 
 def own_hook(batch: al.PromptBatch) -> list[Hook]:
-    return [("blocks.1.hook_mlp_out", lambda out, hook: out)]
+    return [("blocks.0.hook_mlp_out", lambda out, hook: out)]
 
 
 @pytest.mark.slow("whole models")
@@ -212,11 +225,10 @@ def test_a_record_says_how_its_passes_ran(byte_level: Any) -> None:
         return al.isolate_labels(model, batch, 0)
 
     changed = "with hooks: hooks of your own change the run"
-    elsewhere = Reading(lambda batch: al.reads.At("blocks.{}.hook_mlp_out", al.edges.target))
     assert said() == said(hooks=isolated) == "native"
     assert said(hooks=own_hook) == changed
     assert said(NoEffect(own_hook, [])) == f"native, some {changed}"
-    assert said(elsewhere).startswith("with hooks: something is read at other points")
+    assert said(ELSEWHERE).startswith("with hooks: something is read at other points")
     with model.hooks(fwd_hooks=[("blocks.1.hook_resid_post", lambda resid, hook: None)]):
         assert said() == "with hooks: there are hooks on the model"
     CHANGES["setting"](model)
@@ -254,7 +266,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.slow("whole models")
+@pytest.mark.quick_cases("whole models", "weights", "setting]")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_changed_runs_with_hooks(name: str, byte_level: Any) -> None:
@@ -274,13 +286,19 @@ def test_a_model_that_changed_runs_with_hooks(name: str, byte_level: Any) -> Non
         assert twin_for(model, batch) is None
 
 
-def test_hooks_on_every_module_run_with_hooks(gpt2: Any) -> None:
+def test_hooks_on_any_module_or_on_all_run_with_hooks(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 2)
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
-    try:
-        assert twin_for(gpt2, batch) is None
-    finally:
-        handle.remove()
+    for register in (
+        torch.nn.modules.module.register_module_forward_hook,
+        gpt2.blocks[1].mlp.original_component.register_forward_hook,
+        gpt2.hook_dict["blocks.1.hook_mlp_out"].register_forward_hook,
+    ):
+        assert twin_for(gpt2, batch) is not None
+        handle = register(lambda *args: None)
+        try:
+            assert twin_for(gpt2, batch) is None
+        finally:
+            handle.remove()
 
 
 @pytest.mark.slow("whole models")
@@ -294,6 +312,30 @@ def test_a_model_is_freed_although_a_hook_refers_to_it(byte_level: Any) -> None:
     del model
     gc.collect()
     assert reference() is None
+
+
+def test_between_passes_nothing_of_a_pass_or_of_the_model_is_kept(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 2)
+
+    class Held:
+        def __call__(self, tensor: Tensor, hook: Any) -> None:
+            pass
+
+    vars(gpt2.original_model)["held"] = observer = Held()
+    gone = weakref.ref(observer)
+    with of_one_run(gpt2, True):
+        run_pass(gpt2, batch, observers=[(pattern_name(0), observer)])
+        del gpt2.original_model.held
+    del observer
+    gc.collect()
+    assert gone() is None
+    observer = Held()
+    gone = weakref.ref(observer)
+    with of_one_run(gpt2, True):
+        run_pass(gpt2, batch, observers=[(pattern_name(0), observer)])
+        del observer
+        gc.collect()
+        assert gone() is None
 
 
 @pytest.mark.slow_cases("whole models", "Gemma 3", "OSS", "dtype1", "dtype2")
@@ -323,13 +365,12 @@ def test_native_passes_round_as_hooked_passes_do(name: str, dtype: torch.dtype) 
         assert 0 < native[kind] <= 2 * hooked[kind], (kind, native[kind], hooked[kind])
 
 
-@pytest.mark.quick_cases("whole models", "dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
     dtype: torch.dtype, byte_level: Any
 ) -> None:
     """Otherwise the rounding of one of them looks like an effect of its hooks."""
-    model = al.load_model(tiny_gpt2(len(byte_level)).to(dtype), tokenizer=byte_level)
+    model = al.load_model(tiny_gpt2(len(byte_level), n_layer=1).to(dtype), tokenizer=byte_level)
     batches = questions(model, 4, batch_size=2)
     assert not why_not_native(model)
     assert (twin_for(model, batches[0]) is None) == (dtype == torch.bfloat16)
@@ -350,6 +391,13 @@ def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
         whole = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"].per_prompt
     assert torch.equal(flows, whole)
 
+    class Beside(NoEffect):
+        def further(self, model: Any, batches: Sequence[al.PromptBatch]) -> al.Further:
+            return al.Further([self.hooks], metrics=[ELSEWHERE])
+
+    al.run(model, batches, [Beside(scale_by_one, hooked)], **QUIET)
+    assert hooked == [False] * 4
+
     class Unnamed(NoEffect):
         further = al.Question.further
 
@@ -366,14 +414,17 @@ def test_a_twin_that_computes_something_else_is_not_taken(
 ) -> None:
     attend = NativePass._attend
 
-    def with_queries(change: Callable[[Tensor], Tensor]) -> Any:
-        return lambda self, layer, query, *others: attend(self, layer, change(query), *others)
+    def with_operands(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
+        return lambda self, layer, query, key, *others: attend(
+            self, layer, *change(query, key), *others
+        )
 
     for change, reason in (
-        (lambda query: query * 1.001, "logits differ by"),
-        (Tensor.detach, "saliencies differ by"),
+        (lambda query, key: (query * 1.001, key), "logits differ by"),
+        (lambda query, key: (query * 2, key / 2), "numbers that are read differ by"),
+        (lambda query, key: (query.detach(), key), "saliencies differ by"),
     ):
-        monkeypatch.setattr(NativePass, "_attend", with_queries(change))
+        monkeypatch.setattr(NativePass, "_attend", with_operands(change))
         with found_anew(gpt2):
             assert why_not_native(gpt2).startswith(reason)
     monkeypatch.undo()

@@ -17,6 +17,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.contexts.reweighted import _all_but_target
 from anchorlens.errors import PromptError
+from anchorlens.metrics.question import no_hooks
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.rotary import rotate_alike
 from anchorlens.passes.forward import run_pass
@@ -78,6 +79,14 @@ def test_runs_with_several_sets_have_the_logits_of_whole_prompts(
     assert int(longer[0].query_start[0]) > SWITCH
     status = run_as_alone(model, plain, prompts(model), longer).info["shared_prefix"]
     assert ("the model rotates differently" if name in CHANGING else "run once") in status
+
+
+def test_prompts_on_both_sides_of_a_switch_share_nothing() -> None:
+    model, _ = rotating(*MAKE["Llama longrope"])
+    batches = prompts(model)
+    decided = way.way_of(model, batches, [no_hooks])
+    assert "tokens, which the model rotates differently in a prompt of" in decided.shared_prefix
+    assert way.way_of(model, on_side(batches, False), [no_hooks]).lengths
 
 
 @pytest.mark.slow("whole models")

@@ -29,6 +29,13 @@ def test_a_late_start_gives_the_logits_of_all_layers(model: Any, layer: int) -> 
     assert torch.equal(run_pass(model, batch), clean)
 
 
+def test_what_is_stored_has_no_graph(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 2)
+    starts = Starts([1])
+    run_pass(gpt2, batch, loss=al.losses.label_cross_entropy, starts=starts)
+    assert not starts.found[1].output.requires_grad
+
+
 def test_no_trace_is_left_after_an_exception(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 2)
 

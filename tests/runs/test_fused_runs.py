@@ -25,7 +25,7 @@ from anchorlens.system import row_pieces
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.live import Live
-from tests.support.measures import assert_same, difference, hooks_on
+from tests.support.measures import assert_same, counted_layers, difference, hooks_on
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -302,6 +302,15 @@ def test_blocks_are_checkpointed_if_little_is_free(
 def test_passes_without_a_gradient_store_nothing(gpt2: Any) -> None:
     info = al.run(gpt2, questions(gpt2, 3), [al.Accuracy()], **QUIET)["accuracy"].info
     assert "fused" in info["attention"] and "checkpointed" not in info["attention"]
+
+
+@pytest.mark.usefixtures("little")
+def test_blocks_run_again_for_the_gradient_of_a_long_prompt(gpt2: Any) -> None:
+    batches, asked = questions(gpt2, 1), [al.SaliencyFlows()]
+    al.run(gpt2, batches, asked, **QUIET)  # which finds what the model allows
+    with counted_layers(gpt2) as calls:
+        al.run(gpt2, batches, asked, **QUIET)
+    assert calls == [2] * gpt2.cfg.n_layers
 
 
 @pytest.fixture

@@ -96,6 +96,21 @@ def test_different_numbers_turn_sharing_off(gpt2: Any, monkeypatch: pytest.Monke
             assert_same(record, expected[each])
 
 
+def test_hooks_on_the_model_see_whole_prompts_in_each_pass(gpt2: Any) -> None:
+    batches = questions(gpt2, 4, batch_size=2)
+    lengths = list[int]()
+
+    def note(resid: torch.Tensor, hook: Any) -> None:
+        lengths.append(resid.shape[1])
+
+    sweep = al.EdgeSweep.isolation({"last": al.Site(2)}, draws=1)
+    al.run(gpt2, batches, [al.Accuracy(), sweep], **QUIET)  # which finds what the model allows
+    with gpt2.hooks(fwd_hooks=[("blocks.0.hook_resid_post", note)]):
+        al.run(gpt2, batches, [al.Accuracy(), sweep], **QUIET)
+    # In the pass of the run, with cut edges, and with others that are drawn.
+    assert lengths == [batch.tokens.shape[1] for batch in batches for _ in range(3)]
+
+
 @pytest.mark.parametrize(("second", "hidden", "shared"), [(1, [], [4]), (0, [], []), (1, [2], [])])
 def test_prompts_with_other_label_positions_or_a_gap_in_the_mask_share_nothing(
     gpt2: Any, second: int, hidden: list[int], shared: list[int]
