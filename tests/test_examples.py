@@ -34,7 +34,7 @@ QUICK = ["--queries 12", "--draws 1", "--depth 2", "--rounds 1", "--steps 1", "-
 QUICK += ["--held-out 3", "--task sentiment", "--seeds 42 43", "--searches 1", "--shots 1 2"]
 
 
-@pytest.mark.quick_cases("runs whole pages", "reasoning_steps")
+@pytest.mark.quick_cases("runs whole pages", "reasoning_steps", "own_hook")
 @pytest.mark.parametrize("path", WITH_MODEL, ids=lambda path: path.stem)
 def test_an_example_runs_and_writes_a_page(
     path: Path, monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, quick: None
