@@ -108,11 +108,11 @@ def transferred(
     of_draws = record.random_accuracy
     return {
         "tokens": str(length),
-        "accuracy": record.text("accuracy", 1),
-        "empty": record.text("accuracy", 0),
+        "accuracy": str(record.estimate("accuracy", 1)),
+        "empty": str(record.estimate("accuracy", 0)),
         "random": f"{of_draws.mean():.2f} ({of_draws.min():.2f} to {of_draws.max():.2f})",
-        "gain over empty": record.text("gain_over_first", 1),
-        "gain over random": record.text("gain_over_random", 1),
+        "gain over empty": str(record.estimate("gain_over_first", 1)),
+        "gain over random": str(record.estimate("gain_over_random", 1)),
     }
 
 

@@ -157,7 +157,7 @@ def main() -> None:
     print(f"{'':24}{'accuracy [95 %]':20}  gain, paired [95 %]")
     for number, method in enumerate(correct):
         accuracy, gain = (record.estimate(name, number) for name in ("accuracy", "gain"))
-        print(f"{method:24}{accuracy:.2f}" + f"     {gain:+.2f}" * (number > 0))
+        print(f"{method:24}{accuracy}" + f"     {gain}" * (number > 0))
     record.plot().write_html("reweighting.html")
 
 

@@ -17,7 +17,7 @@ from anchorlens.errors import AnchorlensError, RunError
 from anchorlens.printable import printable
 from anchorlens.report.claims import Claim, Claims, Control, Verdict
 from anchorlens.results.estimate import Estimate
-from anchorlens.results.in_short import interval_in_short, values_in_short
+from anchorlens.results.in_short import values_in_short
 from anchorlens.results.text_tables import Section, aligned
 from anchorlens.runs.study import Study
 from tests.support.asked import scored
@@ -233,7 +233,7 @@ def test_models_of_any_name_and_error_are_compared_without_commands(
         log.handlers = handlers
     logged = stream.getvalue()
     assert "Traceback" in logged and "OSError" in logged
-    texts = [str(record), record.section().text(), logged, capsys.readouterr().err]
+    texts = [str(record), str(record.table()), logged, capsys.readouterr().err]
     texts += [str(each.message) for each in warned if "KeyError" in str(each.message)]
     assert len(texts) > 4
     for text in texts:
@@ -258,10 +258,10 @@ def test_a_record_shows_its_numbers_with_their_intervals() -> None:
     )
     text = Parsed(accuracy._repr_html_()).text
     assert text.startswith("AccuracyRecord: 4 prompts, gpt2Accuracy of the model's")
-    assert "accuracy0.75[0.5, 0.9]correctprompt 41, 0, 1, 1" in text
+    assert "accuracy0.75 [0.50, 0.90]correctprompt 41.00, 0.00, 1.00, 1.00" in text
     assert "plot() draws them" in text
     results = al.Results(accuracy=accuracy)
-    assert "accuracy 0.75 [0.5, 0.9]" in Parsed(results._repr_html_()).text
+    assert "accuracy 0.75 [0.50, 0.90]" in Parsed(results._repr_html_()).text
 
 
 def test_a_record_of_ones_own_needs_no_docstring_and_no_plot() -> None:
@@ -272,16 +272,17 @@ def test_a_record_of_ones_own_needs_no_docstring_and_no_plot() -> None:
 
 def test_values_are_shown_in_short() -> None:
     nan = torch.nan
-    assert values_in_short(torch.tensor(0.12345)) == "0.123"
+    assert values_in_short(torch.tensor(0.12345)) == "0.12"
     assert values_in_short(torch.tensor(123456)) == "123456"
-    assert values_in_short(torch.tensor([1.0, nan, 3.0, 4.0])) == "1, nan, 3, 4"
-    assert values_in_short(torch.arange(5.0)) == "0, 1, 2, …, 4"
+    assert values_in_short(torch.tensor([1.0, nan, 3.0, 4.0])) == "1.00, nan, 3.00, 4.00"
+    assert values_in_short(torch.arange(5.0)) == "0.00, 1.00, 2.00, …, 4.00"
     assert values_in_short(torch.full((3, 2), nan)) == "nan"
-    assert values_in_short(torch.tensor([[-1.5, nan], [2.0, 0.0]])) == "-1.5 to 2"
-    assert values_in_short(torch.ones(3, 2)) == "all 1"
+    assert values_in_short(torch.tensor([[-1.5, nan], [2.0, 0.0]])) == "-1.50 to 2.00"
+    assert values_in_short(torch.ones(3, 2)) == "all 1.00"
     assert values_in_short(torch.zeros(0, 2)) == "none"
-    assert interval_in_short(torch.tensor([0.25, 0.5])) == "[0.25, 0.5]"
-    assert interval_in_short(torch.zeros(2, 3)) == interval_in_short(None) == ""
+    number, ends = torch.tensor(0.375), torch.tensor([0.25, 0.5])
+    assert values_in_short(number, *ends) == "0.38 [0.25, 0.50]"
+    assert values_in_short(torch.zeros(3), *torch.zeros(2, 3)) == "0.00, 0.00, 0.00"
 
 
 def test_results_are_a_dict_that_prints_a_line_for_each_record() -> None:

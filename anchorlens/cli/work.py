@@ -31,7 +31,7 @@ from ..prompts.examples import Example
 from ..prompts.own_data import in_toml, repetitions, words_of, words_that_say_nothing
 from ..prompts.sampled import prompts_of_draws
 from ..replication.beside_published import paper_sections, paper_tables
-from ..replication.models_compared import across_models
+from ..replication.models_compared import TITLE, across_models
 from ..replication.paper import APPENDIX, MAIN, TRAINING, drawn_of
 from ..replication.paper import paper as paper_records
 from ..report.answer import answer_of
@@ -431,7 +431,7 @@ def across(options: Across) -> None:
     )
     after = _flows_next(options, chosen, options.seed, model=options.model[0])
     found = _answer({"claims": record}, after)
-    output.answer(name, found, [record.section()])
+    output.answer(name, found, [_table_of(TITLE, record)])
     title = f"The paper's claims in {len(options.model)} models"
     values = {"claims": record.to_frame().to_dict("records")}
     used = replace(options, queries=queries)

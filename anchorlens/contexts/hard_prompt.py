@@ -14,6 +14,7 @@ from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch, check_batch, demonstrations_ids
 from ..prompts.segment_names import OTHER
 from ..prompts.token_texts import check_is_tokenizer
+from ..results.estimate import in_digits
 from ..system.arguments import checked
 from .embedded import prefix_of_tokens
 from .prefix import PrefixContext
@@ -40,7 +41,7 @@ class HardPrompt(PrefixContext):
 
     def _summary(self) -> dict[str, str]:
         back = "back to them" if self.encodes_back else "to other tokens"
-        accuracy = f"{back}, accuracy {float(self.encoded_accuracy):.3f}"
+        accuracy = f"{back}, accuracy {in_digits(self.encoded_accuracy)}"
         return {"text": repr(self.text), **super()._summary(), "text encodes": accuracy}
 
     @property

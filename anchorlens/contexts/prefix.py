@@ -15,6 +15,7 @@ from ..models.hooked import HookedModel, vocabulary_of
 from ..models.kv_cache import KeyValues
 from ..models.media_tokens import without_media_tokens
 from ..prompts.batch import PromptBatch
+from ..results.estimate import in_digits
 from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
 from ..system.torch_state import gradient_mode
@@ -52,7 +53,7 @@ class PrefixContext(StoredContext):
 
     def _summary(self) -> dict[str, str]:
         record = self.training
-        accuracy = "not known" if record is None else f"{float(record.best_accuracy):.3f}"
+        accuracy = "not known" if record is None else in_digits(record.best_accuracy)
         summary = super()._summary()
         model = summary.pop("model")
         return summary | {"accuracy on held-out queries": accuracy, "model": model}

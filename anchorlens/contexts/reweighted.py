@@ -34,6 +34,7 @@ from ..passes.losses import Loss
 from ..passes.shortcuts import why_not_shared
 from ..prompts.batch import PromptBatch, check_batch, longest_prompt
 from ..results import figures
+from ..results.estimate import in_digits
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes
@@ -96,7 +97,7 @@ class Beta(Record):
         return figures.lines_by_layer(
             self.beta.exp().mean(1).T,
             names,
-            title=f"Re-weighting: loss {self.vanilla_loss:.2f} to {last:.2f}",
+            title=f"Re-weighting: loss {in_digits(self.vanilla_loss)} to {in_digits(last)}",
             y_title="exp(beta), mean over heads",
             reference=1.0,
         )

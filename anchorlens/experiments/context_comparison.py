@@ -37,6 +37,7 @@ from ..prompts.batch import PromptBatch, only_set
 from ..results import figures
 from ..results.answer import Answer, cannot_tell, listed, speaks_of
 from ..results.contributions import Contributions
+from ..results.estimate import in_digits
 from ..results.kinds import (
     derived,
     difference,
@@ -175,12 +176,12 @@ class ContextsRecord(Record):
 
         def texts(name: str) -> list[str]:
             fixed = {k: value for k in range(len(self.accuracy)) if (value := self._known(name, k))}
-            return [fixed.get(k) or self.text(name, k) for k in range(len(self.accuracy))]
+            return [fixed.get(k) or str(self.estimate(name, k)) for k in range(len(self.accuracy))]
 
         def texts_of_draws(name: str) -> list[str]:
             if f"random_{name}" not in self.axes() or f"top_{name}" not in self.axes():
                 return ["", ""]
-            return [f"{getattr(self, start + name).mean():.2f}" for start in ("random_", "top_")]
+            return [in_digits(getattr(self, of + name).mean()) for of in ("random_", "top_")]
 
         kilobytes, milliseconds = self.bytes_stored / 1000, 1000 * self.seconds
         columns = {
@@ -273,7 +274,7 @@ class ContextsRecord(Record):
             ["share"],
             groups,
             ["accuracy", "label loyalty", "word loyalty", "stolen attention"],
-            title=f"Contexts; accuracy of the demonstrations is {float(self.whole_accuracy):.2f}",
+            title=f"Contexts; accuracy of the demonstrations is {in_digits(self.whole_accuracy)}",
             low=low[None],
             high=high[None],
         )

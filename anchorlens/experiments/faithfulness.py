@@ -125,7 +125,8 @@ class FaithfulnessRecord(Record):
             segments = self.axis_names("segment") or ()
             rows = range(len(segments))
             scores = {
-                name: [self.text("scores", k, s) for s in rows] for k, name in enumerate(names)
+                name: [str(self.estimate("scores", k, s)) for s in rows]
+                for k, name in enumerate(names)
             }
             return TextFrame(scores, index=pd.Index(segments, name="segment"))
         fields = ("lds", "lds_gap", "drop", "drop_gap")
@@ -141,7 +142,7 @@ class FaithfulnessRecord(Record):
         if getattr(self, field)[number].isnan():
             return f"no number: {self._missing(field, number, name)}"
         is_from_itself = field.endswith("_gap") and number == 0
-        return "0" if is_from_itself else self.text(field, number)
+        return "0" if is_from_itself else str(self.estimate(field, number))
 
     @checked
     def answer(self, unable: str) -> Answer | None:

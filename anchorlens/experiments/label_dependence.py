@@ -72,7 +72,7 @@ class LabelDependenceRecord(Record):
     def table(self) -> TextFrame:
         """The shares as text, with intervals: a row for each relabeling."""
         rows, fields = range(len(self.truth)), (*_SHARES, "change")
-        columns = {name: [self.text(name, k) for k in rows] for name in fields}
+        columns = {name: [str(self.estimate(name, k)) for k in rows] for name in fields}
         return TextFrame(columns, index=self.info["relabelings"])
 
     def plot(self) -> go.Figure:

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..results import figures
+from ..results.estimate import in_digits
 from ..results.figure_parts import with_ends
 from ..results.record import Record
 
@@ -147,7 +148,7 @@ def distances(record: Record) -> go.Figure:
     names = record.axis_names("class") or [f"class {k}" for k in range(len(record.pair_auc))]
     correlation = float(record.correlation[layer])
     few = "too few pairs of classes for a rank correlation"
-    agreement = few if isnan(correlation) else f"rank correlation {correlation:z.2f}"
+    agreement = few if isnan(correlation) else f"rank correlation {in_digits(correlation)}"
     title = (
         f"Which classes are confused, with their numbers of queries (layer {layer}, {agreement})"
     )
@@ -167,7 +168,7 @@ def confusions(
         names = [f"{name} ({count})" for name, count in zip(names, counts.tolist(), strict=True)]
     if len(names) == 2:
         number = float(actual[0, 1])
-        known = f"{number:.2f}, where 0.5 is chance and 1 is certain"
+        known = f"{in_digits(number)}, where 0.5 is chance and 1 is certain"
         text = "no number" if isnan(number) else known
         return figures.sentence(
             "With two classes there is one pair, and its distance is the largest. The model tells "

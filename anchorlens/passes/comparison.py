@@ -72,12 +72,9 @@ class Shown:
         self.products, self.sites = dict[int, Tensor](), Sites()
         self.patterns = dict[int, Tensor]()
         self.reads = site_hooks(model, self.sites, fused=fused)
-        stored = hooks_by_layer(model, pattern_name, self._store)
-        multiplied = hooks_by_layer(model, pattern_name, self._multiply)
-        self.options: dict[str, Any] = {
-            "observers": [*stored, *self.reads],
-            "backward_hooks": multiplied,
-        }
+        forward = [*hooks_by_layer(model, pattern_name, self._store), *self.reads]
+        backward = hooks_by_layer(model, pattern_name, self._multiply)
+        self.options: dict[str, Any] = {"observers": forward, "backward_hooks": backward}
 
     def _store(self, layer: int, pattern: Tensor) -> None:
         if layer in self.patterns:

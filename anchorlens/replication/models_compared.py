@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import isnan, nan
@@ -24,6 +24,7 @@ from ..errors import HookError
 from ..experiments.analysis import analyse
 from ..models.read_weights import place_of
 from ..passes.memory import free_memory
+from ..printable import printable
 from ..prompts.examples import Example
 from ..prompts.tasks import Task
 from ..report.answer import YES_OR_NO
@@ -44,7 +45,7 @@ from ..results.html_tables import note, titled
 from ..results.population import check_resamples
 from ..results.record import Record
 from ..results.text_frame import TextFrame
-from ..results.text_tables import Section, TextTable
+from ..results.text_tables import Section
 from ..runs.identity import versions
 from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of
 from ..runs.store import make_folder
@@ -57,7 +58,7 @@ from ..system.warn import warn_user
 
 _VERDICTS = tuple(Verdict)
 _VERDICT_COLORS = (figures.PALETTE[2], figures.PALETTE[1], figures.OTHER)
-_TITLE, _NUMBER = "The paper's claims, model by model", "number [95 % interval]"
+TITLE = f"The paper's claims ({', '.join(f'{SIGNS[v]} {v}' for v in SIGNS)})"
 _SHARED = ("labels", "prompts", "demonstration_sets")  # in ``info``, if models have the same
 
 
@@ -101,22 +102,7 @@ class AcrossModelsRecord(Record):
             ]
         if missing := self.info.get("missing"):
             columns["what is missing"] = [missing.get(name, "") for name in models]
-        return TextFrame(columns, index=pd.Index([*models], name="model"))
-
-    def section(self) -> Section:
-        """The numbers as text for a terminal, claim by claim, and what is missing below them."""
-        rows: TextTable = {
-            ("accuracy", name): {_NUMBER: str(self.estimate("accuracy", model))}
-            for model, name in enumerate(self.info["models"])
-        }
-        for claim, statement in enumerate(self.info["claims"]):
-            for model, name in enumerate(self.info["models"]):
-                verdict = self._verdict(model, claim)
-                texts = {"verdict": f"{SIGNS[verdict]} {verdict}"}
-                rows[statement, name] = {_NUMBER: self._number(model, claim)} | texts
-        missing = self.info.get("missing", {})
-        lines = [f"{name}: {missing[name]}" for name in self.info["models"] if name in missing]
-        return Section(_TITLE, rows, "\n".join(lines))
+        return TextFrame(columns, index=pd.Index([*map(printable, models)], name="model"))
 
     @checked
     def answer(self, unable: str) -> Answer:
@@ -137,7 +123,7 @@ class AcrossModelsRecord(Record):
             reason = f"no model is clearly better than naming the commonest class: {listed(rights)}"
             return Answer(asked, cannot_tell(reason), limits)
         needed = self.info["claims"].index(NEEDED)
-        number = {k: self.estimate("number", k, needed) for k in able}
+        number = {k: self._estimate(k, needed) for k in able}
         told = {
             verdict: [k for k in able if self._verdict(k, needed) == verdict] for verdict in SIGNS
         }
@@ -174,21 +160,25 @@ class AcrossModelsRecord(Record):
             [statement.rstrip(".") for statement in self.info["claims"]],
             self.info["models"],
             [verdict.value for verdict in _VERDICTS],
-            title=_TITLE,
+            title=TITLE,
             colors=_VERDICT_COLORS,
         )
 
     def __str__(self) -> str:
-        return self.section().text()
+        return Section(f"{TITLE} [95 % intervals]", self.table().by_row(), "", "model").text()
 
     def _repr_html_(self) -> str:
         how = note("to_frame() has all numbers with their reasons, plot() draws them")
-        heading = ": ".join(filter(None, [_TITLE, self._source()]))
+        heading = ": ".join(filter(None, [TITLE, self._source()]))
         return titled(heading, self.table()._repr_html_(), how)
+
+    def _estimate(self, model: int, claim: int) -> Estimate:
+        is_difference = self.info["claims"][claim] == NEEDED
+        return replace(self.estimate("number", model, claim), is_difference=is_difference)
 
     def _number(self, model: int, claim: int) -> str:
         """A number with its interval, or why there is none."""
-        number = self.estimate("number", model, claim)
+        number = self._estimate(model, claim)
         if not isnan(number.value):
             return str(number)
         missing = self.info.get("missing", {}).get(self.info["models"][model], "")

@@ -11,7 +11,7 @@ from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
 from ..results.answer import Answer, cannot_tell, speaks_of
 from ..results.depth import shallow_and_deep
-from ..results.estimate import Estimate
+from ..results.estimate import Estimate, in_digits
 from ..results.record import Record
 from ..system.arguments import fitted
 from .claims import (
@@ -102,7 +102,7 @@ def surprises(records: Collection[Record]) -> list[str]:
             if correlation < 0 and judge_distances(record)[0] == Verdict.DOES_NOT_AGREE:
                 found.append(
                     f"In layer {layer} the rank correlation of key distances with confusions is "
-                    f"below 0: {correlation:.2f}."
+                    f"below 0: {in_digits(correlation)}."
                 )
     return found
 
@@ -138,7 +138,7 @@ def _on_flows(records: Collection[Record]) -> Iterator[str]:
         if isinstance(record, SaliencyFlowsRecord) and _has_flows_of_the_paper(record):
             into = record.estimate("shallow_share", 0).percent()
             out_of = record.estimate("deep_share", 1).percent()
-            times = f"{record.estimate('deep_pq_over_tq'):.1f}"
+            times = record.estimate("deep_pq_over_tq")
             yield (
                 "Per pair of tokens, in the first third of the layers the flow from texts to label "
                 f"words (S_wp) is {into} of the three mean flows"

@@ -18,7 +18,7 @@ from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
 from ..printable import printable
-from ..results.estimate import Estimate
+from ..results.estimate import Estimate, in_digits
 from ..results.html_tables import table
 from ..results.record import Record
 from ..system.arguments import checked
@@ -91,7 +91,7 @@ class Control:
         known = [draw for draw in self.draws if not isnan(draw)]
         if not isnan(self.estimate.value) or not known:
             return printable(f"{self.name}: {self.estimate}")
-        ends = dict.fromkeys(f"{draw:z.2f}" for draw in (min(known), max(known)))
+        ends = dict.fromkeys(map(in_digits, (min(known), max(known))))
         return printable(f"{self.name}: {' to '.join(ends)}")
 
 
@@ -363,7 +363,8 @@ def _claim(
         )
     elif is_above and most >= (number.low if often_random else number.value):
         reason = (
-            f"the whole interval is above {limit:g}, but a model of random weights has {most:.2f}: "
+            f"the whole interval is above {limit:g}, but a model of random weights has "
+            f"{in_digits(most)}: "
             "the architecture and the prompts alone may give such numbers"
         )
     elif is_above:
@@ -410,7 +411,7 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
         paper="S_pq is the largest flow in deep layers (Figure 3)",
         scope=scope_of(record),
         of_random=_of_random_models(record, "deep_pq_over_tq"),
-        clause=f"in deep layers the answer reads {ratio:.1f} times as much from a label word as "
+        clause=f"in deep layers the answer reads {ratio} times as much from a label word as "
         "from another word",
     )
     if flows == tuple(PAPER_FLOWS):
@@ -585,8 +586,8 @@ def judge_distances(record: AnchorDistancesRecord) -> tuple[Verdict, str]:
     if abs(number) <= abs(position):
         return Verdict.CANNOT_TELL, (
             f"p = {min(above, below):.2g}, but the distance of keys goes with the distance of "
-            f"their positions ({position:.2f}) as much, which may be why: use several orders of "
-            "the demonstrations"
+            f"their positions ({in_digits(position)}) as much, which may be why: use several "
+            "orders of the demonstrations"
         )
     verdict = Verdict.AGREES if above < CERTAIN else Verdict.DOES_NOT_AGREE
     return verdict, f"p = {min(above, below):.2g} in a permutation test over the classes"

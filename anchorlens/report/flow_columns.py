@@ -13,6 +13,7 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from ..prompts.segment_names import LABEL, TARGET
+from ..results.estimate import in_digits
 from ..results.figure_parts import PALETTE, layout, literal, visible
 from ..results.figures import INTO, OTHER, OUT
 
@@ -33,7 +34,7 @@ def flow_columns(
         >>> sums = torch.tensor([[[0.0, 0.0], [2.0, 0.0]]])
         >>> figure = flow_columns(sums, ["a", "b"], [0, 0], ["layer 0"], "flows")
         >>> figure.data[0].y, figure.data[0].customdata  # from token 0 to token 1
-        ((0, 1, None), (2.0, 2.0, None))
+        ((0, 1, None), ('2.00', '2.00', None))
     """
     most = float(sums.max()) or 1.0
     levels = (sums / most * LEVELS).round().int()
@@ -55,7 +56,7 @@ def flow_columns(
             name, color = KINDS[kind]
             if in_legend := darkest.get(kind) == level:
                 del darkest[kind]
-            sizes = [float(sums[panel - 1, query, key]) for query, key in pairs]
+            sizes = [in_digits(float(sums[panel - 1, query, key])) for query, key in pairs]
             line = go.Scatter(
                 x=[1, 0, None] * len(pairs),
                 y=[end for query, key in pairs for end in (key, query, None)],
@@ -63,7 +64,7 @@ def flow_columns(
                 mode="lines",
                 line={"color": color, "width": 0.5 + 2.5 * level / LEVELS},
                 opacity=level / LEVELS,
-                hovertemplate="%{customdata:.3g} nats<extra></extra>",
+                hovertemplate="%{customdata} nats<extra></extra>",
                 name=name,
                 legendgroup=name,
                 showlegend=in_legend,

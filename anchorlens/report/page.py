@@ -8,6 +8,7 @@ from datetime import date
 from html import unescape
 from inspect import cleandoc
 from itertools import takewhile
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import plotly.io
 
 from ..errors import AnchorlensError
 from ..results.answer import Answer
+from ..results.estimate import in_digits
 from ..results.record import RANDOM_MODELS, Record, has_plot, meaning_of
 from ..runs.identity import versions
 from ..system.arguments import checked, fitted
@@ -67,7 +69,7 @@ class _Section:
     table: pd.DataFrame | None = None
     fields: Sequence[tuple[str, str]] = ()
     columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
+    rows: Sequence[Sequence[tuple[str, str]]] = ()
     settings: Sequence[tuple[str, str]] = ()
 
     @property
@@ -298,7 +300,8 @@ def _section(
     section_id: str, name: str, record: Record, figures: dict[str, Any], common: Mapping[str, Any]
 ) -> _Section:
     """The section of a record."""
-    frame = _frame(record)
+    frame, tensors = _frame(record), record.tensors()
+    counted = {field for field in tensors if not tensors[field].is_floating_point()}
     if name not in figures and has_plot(record):
         figures[name] = _made_by(record, "plot", go.Figure)
     section = _figure_section(section_id, _heading(name), figures.pop(name, None))
@@ -309,7 +312,10 @@ def _section(
         table=_made_by(record, "table", pd.DataFrame) if hasattr(record, "table") else None,
         fields=_fields(record),
         columns=list(frame.columns),
-        rows=frame.map(_text).to_numpy().tolist(),
+        rows=[
+            [_text(str(axis), row[axis], is_counted=row["quantity"] in counted) for axis in row]
+            for row in frame.to_dict("records")
+        ],
         settings=_facts({key: value for key, value in record.info.items() if key not in common}),
     )
 
@@ -446,8 +452,9 @@ def _frame(record: Record) -> pd.DataFrame:
     return frame.drop(columns=empty)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    is_whole = value.is_integer() and abs(value) < 1e15
-    return f"{value:.0f}" if is_whole else f"{value:.4g}".replace("nan", "")
+def _text(column: str, value: Any, *, is_counted: bool) -> tuple[str, str]:
+    """The text of a cell, and of a number all digits, by which it is sorted and downloaded."""
+    if not isinstance(value, float) or isnan(value):
+        return ("" if isinstance(value, float) else str(value)), ""
+    is_whole = column not in _NUMERIC or (column == "value" and is_counted)
+    return (f"{value:.0f}" if is_whole else in_digits(value)), f"{value:.7g}"

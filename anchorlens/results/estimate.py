@@ -1,7 +1,24 @@
-"""A number with its 95 % interval, and its one text for pages, tables and terminals."""
+"""A number with its 95 % interval, and its one text for pages, tables, figures and terminals."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isnan, nan
+from typing import SupportsFloat
+
+
+def in_digits(of: SupportsFloat, sign: str = "") -> str:
+    """A number as all people see it: two decimals, or two digits below 0.01, or three from 10 on.
+
+    What is below 1e-12 is rounding, and shown as 0.00.
+
+    Examples:
+        >>> from anchorlens.results.estimate import in_digits
+        >>> in_digits(0.4271), in_digits(0.00123), in_digits(31.4159), in_digits(1234.5)
+        ('0.43', '0.0012', '31.4', '1234')
+    """
+    number, size = float(of), abs(float(of))
+    decimals = 2 - (size >= 9.995) - (size >= 99.95)
+    digits = "2g" if 1e-12 < size < 0.00995 else f"{decimals}f"
+    return f"{number:{sign}z.{digits}}"  # no -0.00
 
 
 @dataclass(frozen=True)
@@ -9,7 +26,7 @@ class Estimate:
     """A number with its 95 % interval, as ``Record.estimate`` gives it.
 
     The interval holds the number: an end that would not is the number.
-    Its text has both, in the format of a number: ``f"{estimate:+.3f}"``; by default ``.2f``.
+    Its text has both, with signs if it is a difference.
 
     Attributes:
         value: The number; NaN where there is none.
@@ -19,31 +36,26 @@ class Estimate:
 
     Examples:
         >>> from anchorlens.results.estimate import Estimate
-        >>> f"{Estimate(0.42, 0.21, 0.6)}, {Estimate(0.42):+.1f}"
-        '0.42 [0.21, 0.60], +0.4'
+        >>> f"{Estimate(0.42, 0.21, 0.6)}, {Estimate(0.42, is_difference=True)}"
+        '0.42 [0.21, 0.60], +0.42'
     """
 
     value: float
     low: float = nan
     high: float = nan
-    is_difference: bool = False
+    is_difference: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "low", min(self.low, self.value))  # NaN stays
         object.__setattr__(self, "high", max(self.high, self.value))
 
-    def __format__(self, form: str) -> str:
-        form = form or ".2f"
-        sign, digits = (form[0], form[1:]) if form[0] in "+- " else ("", form)
-        texts = [format(number, f"{sign}z{digits}") for number in self._numbers]  # no -0.00
-        return self._text(*texts)
-
     def __str__(self) -> str:
-        return format(self, "")
+        sign, numbers = "+" * self.is_difference, (self.value, self.low, self.high)
+        return self._text(*(in_digits(number, sign) for number in numbers))
 
     def percent(self, unit: str | None = None) -> str:
         """For example ``42 % [21, 60]``; of a difference ``25 percentage points [-15, 62]``."""
-        value, low, high = (f"{100 * number:z.0f}" for number in self._numbers)
+        value, low, high = (f"{100 * number:z.0f}" for number in (self.value, self.low, self.high))
         if unit is None:
             unit = "percentage points" if self.is_difference else "%"
         return self._text(f"{value} {unit}".strip(), low, high)
@@ -52,10 +64,6 @@ class Estimate:
     def has_interval(self) -> bool:
         """Whether both ends are known."""
         return not isnan(self.low) and not isnan(self.high)
-
-    @property
-    def _numbers(self) -> tuple[float, float, float]:
-        return self.value, self.low, self.high
 
     def _text(self, value: str, low: str, high: str) -> str:
         if isnan(self.value):

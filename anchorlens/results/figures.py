@@ -19,6 +19,7 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from ..system.arguments import checked
+from .estimate import Estimate
 from .figure_parts import (
     PALETTE,
     check,
@@ -37,6 +38,7 @@ HATCHES = ("/", "\\", "|", "-")  # of the bands of random weights
 RANDOM = "#7A8590"  # of what is random: weights, words
 INTO, OUT, OTHER = PALETTE[0], PALETTE[1], PALETTE[-1]  # flows, as in the picture of a prompt
 SAVED = 40  # pixels below a figure, where the name of its axis is left out
+_NAME = "%{fullData.name}"  # under the pointer
 MOST_NAMES = 40  # along an axis; more would overlap
 
 
@@ -90,7 +92,7 @@ def lines_by_layer(
         line = go.Scatter(x=list(range(len(heights))), y=heights, name=literal(name))
         line.update(line={"color": color, "dash": dash, "width": 2.5}, mode="lines+markers")
         line.update(marker={"symbol": SYMBOLS[row % len(SYMBOLS)], "size": 7}, legendgroup=row)
-        lines.append(line.update(customdata=ends[:, row].T.tolist(), hovertemplate=_hover(low)))
+        lines.append(_told(line, _NAME, values[row], *ends[:, row]))
         band = go.Scatter(_outline(*ends[:, row].tolist()), mode="lines", line_color=color)
         band.update(fill="toself", fillcolor=color, opacity=0.2, hoverinfo="skip")
         bands.append(band.update(legendgroup=row, showlegend=False))
@@ -176,11 +178,8 @@ def bars(
     for panel, column in product(range(len(panels)), range(len(series))):
         heights, (below, above) = values[panel, :, column], ends[:, panel, :, column]
         bar = go.Bar(x=of_groups, y=heights.tolist(), name=literal(series[column]))
-        errors = {"array": (above - heights).tolist(), "arrayminus": (heights - below).tolist()}
-        bar.update(error_y={**errors, "visible": low is not None})
-        customdata = torch.stack([below, above], dim=1).tolist()
-        bar.update(customdata=customdata, hovertemplate="%{x}<br>" + _hover(low))
-        bar.update(legendgroup=column, showlegend=panel == 0)
+        _with_ends(bar, f"%{{x}}<br>{_NAME}", heights, below, above)
+        bar.update(error_y={"visible": low is not None}, legendgroup=column, showlegend=not panel)
         # Over the colour; by default plotly draws a pattern in place of it.
         pattern: dict[str, Any] = {"shape": PATTERNS[column % len(PATTERNS)]}
         pattern["fillmode"] = "overlay"
@@ -235,17 +234,15 @@ def points(
             of_series, (below, above) = values[panel, :, column], ends[:, panel, :, column]
             marks = go.Scatter(mode="markers", name=literal(series[column]), y=of_series.tolist())
             marks.update(x=[group - 0.12 + 0.24 * column for group in range(len(groups))])
-            errors = {"array": (above - of_series).tolist()}
-            marks.update(error_y={**errors, "arrayminus": (of_series - below).tolist()})
+            _with_ends(marks, _NAME, of_series, below, above)
             marks.update(marker={"color": color, "size": 11, "symbol": SYMBOLS[column]})
-            bounds = torch.stack([below, above], dim=1).tolist()
-            marks.update(customdata=bounds, hovertemplate=_hover(low))
             figure.add_trace(marks.update(legendgroup=column, showlegend=not panel), **first)
         at, _ = torch.ones_like(draws[panel]).nonzero().T
-        dots = go.Scatter(x=(at + 0.26).tolist(), y=draws[panel].flatten().tolist(), mode="markers")
+        of_draws = draws[panel].flatten()
+        dots = go.Scatter(x=(at + 0.26).tolist(), y=of_draws.tolist(), mode="markers")
         several = "one draw" if draws.shape[2] == 1 else f"each of {draws.shape[2]} draws"
         dots.update(name=several, marker={"color": RANDOM, "size": 5})
-        dots.update(hovertemplate="one draw: %{y:.3g}<extra></extra>", legendgroup="draws")
+        _told(dots.update(legendgroup="draws"), "one draw", of_draws)
         figure.add_trace(dots.update(showlegend=not panel), **first)
         figure.update_yaxes(title=literal(name), range=[-0.02, 1.05], row=panel + 1)
     figure.update_layout(layout(title, 80 + 230 * len(panels)))
@@ -331,11 +328,7 @@ def forest(
             dots.update(x=x.tolist(), y=of_kind.tolist(), showlegend=False)
             dots.update(error_x={"array": (above - x).tolist(), "arrayminus": (x - below).tolist()})
             dots.update(text=[literal(rows[row]) for row in of_kind])
-            hover = "%{text}: %{customdata[0]:.3g} [%{customdata[1]:.3g}, %{customdata[2]:.3g}]"
-            dots.update(
-                customdata=known[:, of_kind].T.tolist(), hovertemplate=f"{hover}<extra></extra>"
-            )
-            figure.add_trace(dots, **at)
+            figure.add_trace(_told(dots, "%{text}", *known[:, of_kind]), **at)
         for row in values[panel].isnan().nonzero().flatten().tolist():
             missing = {"text": "no number", "showarrow": False, "font": {"size": 11}, "y": row}
             domain = f"x{panel + 1} domain" if panel else "x domain"
@@ -456,9 +449,10 @@ def heat_map(
     figure = make_subplots(1, count, subplot_titles=[*map(literal, panels)], **options)
     for number, table in enumerate(values):
         heat = go.Heatmap(z=table.tolist(), coloraxis="coloraxis", hoverongaps=False)
-        heat.update(xgap=1, ygap=1, texttemplate="%{z:.2f}" if with_numbers else None)
+        heat.update(xgap=1, ygap=1, text=[_texts(row) for row in table])
+        heat.update(texttemplate="%{text}" if with_numbers else None)
         where = f"{literal(row_title)} %{{y}}, {literal(column_title)} %{{x}}"
-        heat.update(hovertemplate=f"{where}: %{{z:.3g}}<extra></extra>")
+        heat.update(hovertemplate=f"{where}: %{{text}}<extra></extra>")
         figure.add_trace(heat, 1, number + 1)
     colors: dict[str, Any] = {"colorscale": "Cividis"}
     if limits is not None:
@@ -574,8 +568,9 @@ def _dots(x: Tensor, y: Tensor, names: Sequence[str], title: str, **look: Any) -
     """A dot for each name, which is shown under the pointer."""
     texts = [literal(name) for name in names]
     dots = go.Scatter(x=x.tolist(), y=y.tolist(), mode="markers", text=texts)
+    places = [f"{one}, {other}" for one, other in zip(_texts(x), _texts(y), strict=True)]
     dots.update(marker={"color": PALETTE[0], **look})
-    dots.update(hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>")
+    dots.update(customdata=places, hovertemplate="%{text}: %{customdata}<extra></extra>")
     return go.Figure(dots, layout(title, 460))
 
 
@@ -588,9 +583,21 @@ def _ends(values: Tensor, *ends: Tensor | None) -> Float[Tensor, "end ..."]:
     return torch.stack(given)
 
 
-def _hover(low: Tensor | None) -> str:
-    ends = "" if low is None else " [%{customdata[0]:.3g}, %{customdata[1]:.3g}]"
-    return "%{fullData.name}: %{y:.3g}" + ends + "<extra></extra>"
+def _with_ends(trace: Any, name: str, values: Tensor, low: Tensor, high: Tensor) -> None:
+    """Give a trace error bars, which are told under the pointer."""
+    errors = {"array": (high - values).tolist(), "arrayminus": (values - low).tolist()}
+    _told(trace, name, values, low, high).update(error_y=errors)
+
+
+def _told(trace: Any, name: str, *numbers: Tensor) -> Any:
+    """The trace, which under the pointer tells a name, and the value with its interval."""
+    hover = f"{name}: %{{customdata}}<extra></extra>"
+    return trace.update(customdata=_texts(*numbers), hovertemplate=hover)
+
+
+def _texts(*numbers: Tensor) -> list[str]:
+    """Each value, with the ends of its interval if they are given, as text."""
+    return [str(Estimate(*each)) for each in zip(*(of.tolist() for of in numbers), strict=True)]
 
 
 def _outline(low: list[float], high: list[float]) -> dict[str, list[Any]]:

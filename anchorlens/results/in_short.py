@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .estimate import Estimate, in_digits
+
 _MANY = 4  # longer rows are shown by their first numbers and their last
 
 
@@ -17,15 +19,17 @@ def axes_in_short(value: Tensor, axes: Sequence[str]) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in zip(axes, value.shape, strict=True))
 
 
-def values_in_short(value: Tensor) -> str:
-    """A number, the first and the last of a row, or the range of a larger tensor without its NaN.
+def values_in_short(value: Tensor, *ends: Tensor) -> str:
+    """A number with its interval, the first and the last of a row, or the range without NaN.
 
     Examples:
         >>> values_in_short(torch.arange(12))
         '0, 1, 2, …, 11'
         >>> values_in_short(torch.tensor([[0.25, torch.nan], [0.5, 1.0]]))
-        '0.25 to 1'
+        '0.25 to 1.00'
     """
+    if value.ndim == 0 and value.is_floating_point():
+        return str(Estimate(*map(float, (value, *ends))))
     if value.ndim == 0:
         return _number(value)
     known = value[~value.isnan()]
@@ -41,10 +45,5 @@ def values_in_short(value: Tensor) -> str:
     return f"{_number(least)} to {_number(largest)}"
 
 
-def interval_in_short(bounds: Tensor | None) -> str:
-    """The interval of a single number; nothing for an unknown one, or those of many numbers."""
-    return "" if bounds is None or bounds.ndim != 1 else f"[{', '.join(map(_number, bounds))}]"
-
-
 def _number(value: Tensor) -> str:
-    return f"{value.item():.3g}" if value.is_floating_point() else str(value.item())
+    return in_digits(value.item()) if value.is_floating_point() else str(value.item())

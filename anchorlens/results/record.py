@@ -27,7 +27,7 @@ from .answer import Answer
 from .contributions import Contributions
 from .estimate import Estimate
 from .html_tables import folded, note, table, titled
-from .in_short import axes_in_short, interval_in_short, values_in_short
+from .in_short import axes_in_short, values_in_short
 from .kind import Derived, Kind, Mean, kinds_of, mean_over_sets, number_of_draws
 
 _R = TypeVar("_R", bound="Record")
@@ -78,7 +78,7 @@ class Record(KeepsRepr):
         """One line: the class, fields with their axes, the number of prompts and the model."""
         fields = []
         for name, axes in self.axes().items():
-            sizes, values = _in_short(getattr(self, name), axes)
+            sizes, values = self._in_short(name, axes)
             fields.append(f"{name} [{sizes}]" if sizes else f"{name} {values}")
         for count in range(len(fields), -1, -1):
             rest = [f"{len(fields) - count} more"] if count < len(fields) else []
@@ -92,17 +92,24 @@ class Record(KeepsRepr):
         """Each field in short, with its interval, and where the numbers come from."""
         rows = []
         for name, axes in self.axes().items():
-            bounds, kind = interval_in_short(self.intervals.get(name)), self.kinds().get(name)
+            kind = self.kinds().get(name)
             quantity = f"{name} ({kind.unit})" if kind and kind.unit else name
-            rows.append((quantity, *_in_short(getattr(self, name), axes), bounds))
+            rows.append((quantity, *self._in_short(name, axes)))
         source = self._source()
         return titled(
             f"{type(self).__name__}: {source}" if source else type(self).__name__,
             note(meaning_of(type(self))),
-            table(["quantity", "axes", "values", "95 % interval"], rows),
+            table(["quantity", "axes", "values [95 % interval]"], rows),
             folded("info", table(["name", "value"], [(k, str(v)) for k, v in self.info.items()])),
             note("to_frame() has all numbers" + ", plot() draws them" * has_plot(self)),
         )
+
+    def _in_short(self, name: str, axes: Sequence[str]) -> tuple[str, str]:
+        """The axes and the values of a field; no axes for what does not fit the annotation."""
+        value = getattr(self, name)
+        if value.ndim != len(axes):
+            return "", described(value)
+        return axes_in_short(value, axes), values_in_short(value, *self.intervals.get(name, ()))
 
     def _source(self) -> str:
         """The number of prompts and the model, as far as they are known."""
@@ -187,7 +194,7 @@ class Record(KeepsRepr):
 
         Examples:
             >>> record = al.run(model, batches, [al.Accuracy()], progress=False)["accuracy"]
-            >>> f"accuracy {record.estimate('accuracy'):.1f}"
+            >>> f"accuracy {record.estimate('accuracy')}"
             'accuracy ... [..., ...]'
         """
         axes = self.axes().get(name)
@@ -203,21 +210,6 @@ class Record(KeepsRepr):
         ends = () if bounds is None else (float(bound[index]) for bound in bounds)
         number, kind = Estimate(float(getattr(self, name)[index]), *ends), self.kinds().get(name)
         return replace(number, is_difference=kind is not None and kind.is_difference)
-
-    @checked
-    def text(self, name: str, *index: Any) -> str:
-        """A number with its 95 % interval as text, with a sign if it is a difference.
-
-        A number without a greatest value, such as a KL, is "< 0.01" where it would round to 0.00.
-
-        Args:
-            name: As of ``estimate``.
-            index: As of ``estimate``.
-        """
-        number, kind = self.estimate(name, *index), self.kinds().get(name)
-        if kind is not None and kind.low == 0 and not kind.has_two_ends and number.value < 0.005:
-            return "< 0.01" if not number.high >= 0.005 else f"< 0.01 [0.00, {number.high:.2f}]"
-        return format(number, "+.2f" if number.is_difference else ".2f")
 
     @checked
     def answer(self, unable: str) -> Answer | None:
@@ -432,13 +424,6 @@ def classes_of(kind: type[_T]) -> Iterator[type[_T]]:
     yield kind
     for subclass in kind.__subclasses__():
         yield from classes_of(subclass)
-
-
-def _in_short(value: Tensor, axes: Sequence[str]) -> tuple[str, str]:
-    """The axes and the values of a field; no axes for what does not fit the annotation."""
-    if value.ndim != len(axes):
-        return "", described(value)
-    return axes_in_short(value, axes), values_in_short(value)
 
 
 def meaning_of(kind: type[Record]) -> str:

@@ -4,7 +4,7 @@ import pandas as pd
 
 from ..printable import printable
 from .html_tables import note, table, titled
-from .in_short import interval_in_short, values_in_short
+from .in_short import values_in_short
 from .record import Record, meaning_of
 
 _NUMBERS = 3  # numbers of a record that the table shows
@@ -58,8 +58,7 @@ def _main_numbers(record: Record) -> str:
     single = [
         name for name, value in tensors.items() if not value.ndim and value.is_floating_point()
     ]
-    texts = [
-        f"{name} {values_in_short(tensors[name])} {interval_in_short(intervals.get(name))}"
+    return "; ".join(
+        f"{name} {values_in_short(tensors[name], *intervals.get(name, ()))}"
         for name in (single or [*tensors])[:_NUMBERS]
-    ]
-    return "; ".join(text.strip() for text in texts)
+    )

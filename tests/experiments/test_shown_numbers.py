@@ -1,7 +1,9 @@
 """Figures and tables show the numbers of their records, each with its interval."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ import torch
 from torch import Tensor
 
 from anchorlens import records
+from anchorlens.cli.summary import entries_of
+from anchorlens.report.page import write_report
+from anchorlens.results.estimate import Estimate, in_digits
 from tests.support.made_up_records import made_up_record
 
 Numbers = dict[str, Tensor]
@@ -72,6 +77,11 @@ def close(ours: Any, theirs: Tensor) -> None:
     )
 
 
+def texts_of(*numbers: Tensor) -> list[str]:
+    rows = torch.stack([each.flatten() for each in numbers], dim=1).tolist()
+    return [str(Estimate(*row)) for row in rows]
+
+
 @pytest.mark.parametrize("kind", DRAWN, ids=lambda kind: kind.__name__)
 def test_a_figure_draws_the_numbers_of_its_record_with_their_intervals(kind: Any) -> None:
     record = made_up_record(kind)
@@ -85,8 +95,9 @@ def test_a_figure_draws_the_numbers_of_its_record_with_their_intervals(kind: Any
             assert trace.name == name
             close(trace.z if trace.type == "heatmap" else trace.y, of(values))
             if trace.customdata is not None:
-                ends = torch.stack([of(low), of(high)], dim=-1)
-                close(trace.customdata, ends if shown.intervals else ends * torch.nan)
+                has_ends = shown.intervals and name != "each of 3 draws"
+                ends = (of(low), of(high)) if has_ends else ()
+                assert [*trace.customdata] == texts_of(of(values), *ends)
 
 
 def test_a_sweep_says_what_is_isolated_or_cut() -> None:
@@ -159,6 +170,32 @@ def test_contexts_are_shown_beside_the_mean_and_the_best_of_random_draws() -> No
         assert bars.name == column
         assert table.loc[mean, column] == f"{draws.mean():.2f}"
         assert table.loc[best, column] == f"{of_best:.2f}"
-        close(bars.y, torch.stack([*getattr(record, name), draws.mean(), of_best]))
+        heights = torch.stack([*getattr(record, name), draws.mean(), of_best])
+        close(bars.y, heights)
         ranges = torch.stack([draws.min(), draws.max(), of_best, of_best]).view(2, 2)
-        close(bars.customdata, torch.cat([record.intervals[name].mT, ranges]))
+        ends = torch.cat([record.intervals[name].mT, ranges]).unbind(1)
+        assert [*bars.customdata] == texts_of(heights, *ends)
+
+
+@pytest.mark.parametrize("size", [1.0, 0.0271828, 31.41592])
+def test_a_number_has_the_same_digits_in_every_view(size: float, tmp_path: Path) -> None:
+    record: Any = made_up_record(records.ContextsRecord)
+    number, (low, high) = record.kl[1] * size, record.intervals["kl"][:, 1] * size
+    kl, ends = record.kl * size, record.intervals["kl"] * size
+    record = replace(record, kl=kl, intervals={**record.intervals, "kl": ends})
+    texts = [in_digits(each) for each in (number, low, high)]
+    text = f"{texts[0]} [{texts[1]}, {texts[2]}]"
+    assert text == str(record.estimate("kl", 1)) == record.table()["KL in nats"].iloc[1]
+    assert text in str(record.table()) and text in record.table()._repr_html_()
+    page = write_report({"contexts": record}, tmp_path / "page.html").read_text("utf-8")
+    assert f">{text}<" in page
+    digits = [f"{float(each):.7g}" for each in (number, low, high)]  # in the file to download
+    cells = [f'data-sort="{n}">{each}<' for n, each in zip(digits, texts, strict=True)]
+    assert re.search(rf">kl<.*?{'.*?'.join(map(re.escape, cells))}", page)
+    # Data has all digits.
+    frame = record.to_frame().query("quantity == 'kl'")
+    assert frame[["value", "low", "high"]].iloc[1].tolist() == [number, low, high]
+    assert entries_of(record)["kl"]["context 1"] == {
+        "value": float(number),
+        "interval": [float(low), float(high)],
+    }

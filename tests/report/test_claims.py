@@ -194,12 +194,12 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     fall = judged[0].estimate  # the fall of S_wp: its change with the opposite sign
     assert [round(x, 6) for x in (fall.value, fall.low, fall.high)] == [0.5, 0.3, 0.6]
     assert str(judged[2].estimate) == "2.00 [1.90, 2.10]"
-    assert str(judged[3].estimate) == "0.50 [0.20, 0.70]"
+    assert str(judged[3].estimate) == "+0.50 [+0.20, +0.70]"
     records = [distances(), attention(), isolation(), flows()]
     assert headline(records, judged) == (
         "Yes: isolating the label words in the first 2 layers changes 50 % of the predictions and "
         "isolating random words 0 % (a difference of 50 percentage points [20, 70]), and in deep "
-        "layers the answer reads 3.0 [2.9, 3.1] times as much from a label word as from another "
+        "layers the answer reads 3.00 [2.90, 3.10] times as much from a label word as from another "
         "word."
     )
     assert headline(records, judged[:2]).startswith("Yes: in deep layers the answer reads 3.0")
@@ -307,11 +307,11 @@ def test_the_isolation_that_leaves_the_edges_to_bos_decides() -> None:
         assert "edges to BOS are left" in claim.measure
         assert claim.reason == (
             "the interval includes 0; only with the edges to BOS cut too it is above: "
-            "0.27 [0.11, 0.41]"
+            "+0.27 [+0.11, +0.41]"
         )
         assert "nothing before them but BOS in the first 2 layers" in sentences(records)[1]
         words, cut_too = claim.controls
-        assert (str(cut_too.estimate), words.draws) == ("0.27 [0.11, 0.41]", [0, 0])
+        assert (str(cut_too.estimate), words.draws) == ("+0.27 [+0.11, +0.41]", [0, 0])
         assert headline(records, judged).startswith("Not sure: isolating the label words in")
     without = isolation(0.27, 0.11, 0.41)
     assert "edges to BOS are cut too" in al.claims({"a": distances(), "b": without})[0].measure
@@ -517,7 +517,7 @@ def test_the_answer_says_the_numbers_in_words() -> None:
     assert "commonest class would be right for 50 %" in text
     assert "in the first 2 layers (isolation), 50 % of the predicted labels stay" in text
     assert "(S_wp) is 50 % of the three mean flows" in text
-    assert "3.0 [2.9, 3.1] times as much as another word" in text
+    assert "3.00 [2.90, 3.10] times as much as another word" in text
     random = {"deep_share": [[0.0, share, 0.0] for share in (0.97, 0.99, 0.98)]}
     random["shallow_share"] = [[share, 0.0, 0.0] for share in (0.491, 0.49)]
     [of_flows] = sentences([replace(flows(), info={"of_random_models": random})])
@@ -561,9 +561,9 @@ def test_records_of_a_sweep_are_found_and_equal_names_are_an_error() -> None:
     ].statement.startswith("Classes")
 
 
-def test_small_negative_numbers_are_shown_as_zero() -> None:
+def test_what_is_zero_up_to_rounding_is_shown_as_zero() -> None:
     assert str(Estimate(torch.nan)) == "no number"
-    assert str(Estimate(-0.001, -0.004, 0.002)) == "0.00 [0.00, 0.00]"
+    assert str(Estimate(-1e-13, -0.004, 1e-16)) == "0.00 [-0.004, 0.00]"
     assert Estimate(-0.001, -0.004, 0.002).percent() == "0 % [0, 0]"
 
 

@@ -63,8 +63,8 @@ def test_across_models_the_answer_names_the_models_that_do_the_task() -> None:
     answer = record.answer("")
     assert answer.sentence.endswith(
         "Of 4 models 2 do the task. Isolating the label words in the first layers changes a larger "
-        "share of predictions than isolating random words: yes for a (0.25 [0.12, 0.38]); no for b "
-        "(0.25 [0.12, 0.38])."
+        "share of predictions than isolating random words: yes for a (+0.25 [+0.12, +0.38]); no "
+        "for b (+0.25 [+0.12, +0.38])."
     )
     record.info["missing"].update({"a": "unable", "b": "unable"})
     assert record.answer("").sentence.endswith(

@@ -40,7 +40,7 @@ def test_lines_show_values_intervals_and_gaps(gap: float) -> None:
     assert same(first.y, [0.1, gap, 0.3]) and figure.layout.yaxis.range is None
     assert same(second.y, [0.4, 0.5, 0.6])
     assert second.x == (0, 1, 2)
-    assert same(second.customdata, [[0.3, 0.6], [0.4, 0.7], [0.5, 0.8]])
+    assert second.customdata[:2] == ("0.40 [0.30, 0.60]", "0.50 [0.40, 0.70]")
     assert second_band.x == (0, 1, 2, 2, 1, 0, None)
     assert same(second_band.y[:-1], [0.3, 0.4, 0.5, 0.8, 0.7, 0.6])
     assert first_band.x == (0, 0, None, None, 2, 2, None)
@@ -80,7 +80,7 @@ def test_bars_show_values_and_asymmetric_errors() -> None:
     assert same(figure.data[0].y, [0.5, math.nan])
     assert same(figure.data[1].error_y.array, [0.1, 0.1])
     assert same(figure.data[1].error_y.arrayminus, [0.2, 0.2])
-    assert same(figure.data[1].customdata, [[0.4, 0.7], [0.6, 0.9]])
+    assert figure.data[1].customdata == ("0.60 [0.40, 0.70]", "0.80 [0.60, 0.90]")
     first, second = (bar.marker for bar in figure.data)
     assert first.pattern.shape != second.pattern.shape and first.color != second.color
     assert second.pattern.fillmode == "overlay"  # otherwise no colour is left
@@ -102,7 +102,7 @@ def test_points_show_values_intervals_and_each_draw() -> None:
     isolated, control, dots = figure.data[:3]
     assert same(control.y, [0.75, 0.5]) and same(figure.data[3].y, [0.1, 0.3])
     assert same(control.error_y.array, [0.2, 0.2]) and same(control.error_y.arrayminus, [0.1, 0.1])
-    assert same(control.customdata, [[0.65, 0.95], [0.4, 0.7]])
+    assert control.customdata == ("0.75 [0.65, 0.95]", "0.50 [0.40, 0.70]")
     assert same(dots.y, [0.5, 1.0, 0.5, math.nan]) and same(dots.x, [0.26, 0.26, 1.26, 1.26])
     assert dots.name == "each of 2 draws"
     one = points(values, values, values, draws[..., :1], *names, title="x").data[2]
@@ -127,10 +127,10 @@ def test_a_forest_has_a_panel_with_a_limit_for_each_number() -> None:
     yes, no, ratio, ratios = [trace for trace in figure.data if trace.text is not None]
     assert (yes.x, yes.y, no.y) == ((0.25,), (2,), (0, 1)) and no.x[0] == 0.5
     assert same(no.error_x.array, [0.5, math.nan]) and same(no.error_x.arrayminus, [0.25, math.nan])
-    assert same(ratios.customdata, [[4.0, 3.0, 4.5], [8.0, 7.0, 8.5]])
+    assert ratios.customdata == ("4.00 [3.00, 4.50]", "8.00 [7.00, 8.50]")
     assert (ratios.xaxis, ratios.text) == ("x2", ("&lt;b&gt;", "x" * 40))
     # The interval from 0 ends at half of the smallest number, and the hover says where it ends.
-    assert ratio.customdata == ([1.0, 0.0, 1.5],) and ratio.error_x.arrayminus == (0.5,)
+    assert ratio.customdata == ("1.00 [0.00, 1.50]",) and ratio.error_x.arrayminus == (0.5,)
     assert (figure.layout.xaxis.type, figure.layout.xaxis2.type) == ("linear", "log")
     # Plotly alone would write "8" at 0.8.
     ticks = figure.layout.xaxis2
@@ -206,7 +206,7 @@ def test_heat_maps_show_values_and_gaps_in_the_same_colors() -> None:
     for heat, expected in zip(figure.data, values.tolist(), strict=True):
         assert same(heat.z, expected) and heat.coloraxis == "coloraxis"
         assert heat.hovertemplate.startswith("class %{y}, class %{x}: ")
-        assert heat.texttemplate == "%{z:.2f}"
+        assert heat.texttemplate == "%{text}" and heat.text[0][1] == f"{expected[0][1]:.2f}"
     shared = figure.layout.coloraxis
     assert (shared.cmin, shared.cmax, shared.cmid) == (0, 1, None)
     assert shared.colorbar.title.text == "low = confused"

@@ -195,7 +195,10 @@ def test_an_estimate_over_sets_has_centre_and_width_from_the_numbers_of_the_sets
     estimate = estimate_over_sets(record, "ratio")
     assert (estimate.low, estimate.high) == over_sets_of_ratios(np.array(of_sets))
     assert record.estimate("before").is_difference and not record.estimate("share").is_difference
-    assert record.text("gain", 1).startswith("+0.00 [-") and record.text("share")[0] == "0"
+    assert (
+        str(record.estimate("gain", 1)).startswith("+0.00 [-")
+        and str(record.estimate("share"))[0] == "0"
+    )
     assert record.estimate("before").percent().startswith("0 percentage points [")
 
 

@@ -155,8 +155,8 @@ def test_a_loaded_record_equals_the_saved_one(record: al.Record, tmp_path: Path)
 def test_the_repr_of_a_record_is_one_line() -> None:
     record = make_record(mean=torch.tensor(0.123456), info={"model": "tiny", "prompts": 200})
     assert repr(record) == (
-        "Means(mean 0.123, flows [layer 3, flow 2], confusion [class 2, class 2], best 7, "
-        "each [prompt 2]; 200 prompts, tiny)"
+        "Means(mean 0.12 [0.12, 0.60], flows [layer 3, flow 2], confusion [class 2, class 2], "
+        "best 7, each [prompt 2]; 200 prompts, tiny)"
     )
     assert repr(make_record(info={})) == repr(make_record(info={"n": 1}))
     assert repr(make_record(info={})).endswith("each [prompt 2])")

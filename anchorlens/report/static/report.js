@@ -109,7 +109,7 @@
     button.addEventListener("click", () => {
       const table = button.closest("details").querySelector("table");
       const lines = [...table.rows].map((row) =>
-        [...row.cells].map((item) => cell(item.textContent.trim())).join(","));
+        [...row.cells].map((item) => cell(item.dataset.sort ?? item.textContent.trim())).join(","));
       const link = document.createElement("a");
       link.href = URL.createObjectURL(new Blob([lines.join("\n") + "\n"], { type: "text/csv" }));
       link.download = `${fileName(button, button.dataset.name)}.csv`;
