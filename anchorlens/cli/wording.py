@@ -3,29 +3,15 @@
 import re
 from collections.abc import Collection
 
-# An argument as a message of the library names it, and the option that does the same.
+# What a message of the library names, where the option that does the same has another name.
 _OPTIONS = {
     "al.forget_run": "--fresh",
-    "batch_size=": "--batch-size",
-    "classes=": "--classes",
-    "depth=": "--depth",
-    "device=": "--device",
-    "draws=": "--draws",
-    "dtype=": "--dtype",
     "folder=": "--out",
-    "gradient_checkpointing=": "--gradient-checkpointing",
-    "held_out=": "--held-out",
     "image=": "--image-column",
     "label=": "--label-column",
-    "length=": "--length",
-    "queries=": "--queries",
     "seeds=": "--seed",
-    "shots=": "--shots",
     "source=": "--model",
-    "steps=": "--steps",
-    "subsets=": "--subsets",
     "text=": "--text-column",
-    "top=": "--top",
 }
 _ONLY_IN_PYTHON = (
     r", or (resamples=0 for no intervals|AnchorDistances\(directions=\d+\)"
@@ -46,7 +32,8 @@ def in_words_of_the_command(message: str, options: Collection[str]) -> str:
         >>> in_words_of_the_command("use float32 (dtype=torch.float32)", ["--dtype"])
         'use float32 (--dtype float32)'
     """
-    for argument, option in _OPTIONS.items():
+    named_alike = {f"{option[2:].replace('-', '_')}=": option for option in options}
+    for argument, option in {**_OPTIONS, **named_alike}.items():
         if option in options:
             named = rf"(?<![\w.]){argument}(?:torch\.|True\b)?"
             message = re.sub(rf"{named}(?=[\w'\"[-])", f"{option} ", message)
