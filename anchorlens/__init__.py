@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .prompts.examples import sample_demonstrations as sample_demonstrations
     from .prompts.examples import sample_queries as sample_queries
     from .prompts.sampled import sample_prompts as sample_prompts
+    from .prompts.pairs import build_pairs as build_pairs
+    from .prompts.pairs import sample_pairs as sample_pairs
     from .prompts.build import build_prompts as build_prompts
     from .prompts.build import build_segments as build_segments
     from .prompts.images import with_images as with_images

@@ -46,6 +46,7 @@ INTERNAL = {
     *("losses.before_segment", "losses.gold_of", "losses.needs_positions"),
     *("reads.At.columns", "reads.At.same_before", "reads.Sums.same_before", "reads.needs_of"),
     *(f"reads.{kind}.why_whole" for kind in ("Sums", "Blocks", "Hooks")),
+    "reads.Sums.why_no_kernel",
     "weights.refuse_values",
 }
 

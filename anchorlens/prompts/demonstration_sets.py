@@ -43,8 +43,7 @@ def draws_of(
     task: Task, examples: Examples, shots: int, queries: int, seeds: Sequence[int]
 ) -> list[Draw]:
     """The draw of each seed."""
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise DataError(f"seeds are different whole numbers, at least one; got {list(seeds)}")
+    check_seeds(seeds)
     refuse_rare_classes(task, examples.pool, shots)
     draws = []
     for seed in seeds:
@@ -53,6 +52,12 @@ def draws_of(
         demonstrations_by_query(task, demos, chosen)
         draws.append(Draw(task, demos, chosen))
     return draws
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raise an error for no seeds, or the same twice."""
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise DataError(f"seeds are different whole numbers, at least one; got {list(seeds)}")
 
 
 def refuse_rare_classes(task: Task, pool: Sequence[Example], shots: int) -> None:
@@ -93,7 +98,7 @@ def demonstrations_by_query(
         )
     for demos in sets[:1] if shared else sets:
         check_labels(task, demos)
-        if missing := missing_labels(task, demos):
+        if not task.is_open and (missing := missing_labels(task, demos)):
             raise PromptError(
                 f"no demonstration for the labels {missing}; give at least one of each class "
                 "(sample_demonstrations does)"

@@ -53,10 +53,15 @@ def sample_prompts(
         (24, 1)
     """
     draws = sample_draws(task, examples, queries, shots, seeds)
+    return prompts_of_draws(tokenizer_of(model), draws, batch_size)
+
+
+def tokenizer_of(model: Any) -> Any:
+    """The tokenizer of a model, or what was given in its place."""
     tokenizer = getattr(model, "tokenizer", model)
     if tokenizer is None:
         raise PromptError("the model has no tokenizer; load it with one, or give the tokenizer")
-    return prompts_of_draws(tokenizer, draws, batch_size)
+    return tokenizer
 
 
 def sample_draws(

@@ -77,6 +77,8 @@ class Task:
             probabilities, Float[batch, word], and of the axis of the words. ``torch.mean`` (like
             the default), ``torch.sum`` and ``torch.amax`` are such functions, and
             ``torch.logsumexp``, with which the probabilities of the words are added.
+        is_open: Whether queries may have an answer that no demonstration shows, as pairs of words
+            do (``al.build_pairs``). Otherwise every class needs a demonstration.
 
     Raises:
         PromptError: The template lacks a field, has another one or has the fields in the wrong
@@ -99,6 +101,7 @@ class Task:
     separator: str = "\n"
     instructions: str = ""
     score: Score = mean
+    is_open: bool = False
     adds_special_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -143,6 +146,8 @@ class Task:
         values["score"] = name_of(self.score)
         if self.score is mean and self.labels == self.first_words:
             del values["score"]
+        if not self.is_open:
+            del values["is_open"]
         written = [f"{name}={value}" for name, value in values.items()]
         return printable(f"{type(self).__name__}({', '.join(written)})")
 

@@ -473,12 +473,27 @@ def heat_map(
     return figure.update_yaxes(title=literal(row_title), col=1)
 
 
+@checked
 def by_head(
-    numbers: Float[Tensor, "layer head"], title: str, bar_title: str, **look: Any
+    numbers: Float[Tensor, "layer head"],
+    title: str,
+    bar_title: str,
+    limits: tuple[float, float] | None = None,
 ) -> go.Figure:
-    """Draw a number of each head as a heat map."""
-    look |= {"row_title": "head", "column_title": "layer", "bar_title": bar_title}
-    return heat_map(numbers.T[None], None, None, title=title, **look)
+    """Draw a number of each head as a heat map, layers along the x axis.
+
+    Args:
+        numbers: a number for each head; NaN leaves a gap.
+        title: text over the figure.
+        bar_title: what the numbers are, for the colour bar.
+        limits: as of `heat_map`.
+
+    Examples:
+        >>> by_head(torch.tensor([[0.5, 1.0]]), "Shares", "share").data[0].z
+        ([0.5], [1.0])
+    """
+    names: dict[str, Any] = {"title": title, "row_title": "head", "column_title": "layer"}
+    return heat_map(numbers.T[None], None, None, bar_title=bar_title, limits=limits, **names)
 
 
 @checked

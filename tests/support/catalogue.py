@@ -428,6 +428,12 @@ def segments(s: Scene) -> Any:
     return al.run(s.model, written, [al.SegmentFlows()], loss=loss, **s.quiet)
 
 
+def pairs(s: Scene) -> Any:
+    pool = [("hot", "cold"), ("big", "small"), ("up", "down"), ("fast", "slow"), ("old", "new")]
+    prompts = al.sample_pairs(s.model, pool, queries=2, shots=3)
+    return al.run(s.model, prompts, [al.SaliencyFlows(), al.Accuracy()], **s.quiet)
+
+
 def own_context(s: Scene) -> list[Tensor]:
     """That of the documentation."""
     of_vector = partial(printed("own_context.md", "TaskVector"), 0)
@@ -482,6 +488,7 @@ FURTHER: dict[str, Callable[[Scene], Any]] = {
     **{"peft": peft, "reweighting": reweighting, "own context": own_context},
     **{
         "segments": segments,
+        "pairs": pairs,
         "anchors of texts": anchors_of_texts,
         "prepared again": lambda s: al.target_logits(
             al.prepare_model(al.restore_model(s.model)), s.batches[:1], progress=False
