@@ -169,8 +169,13 @@ def test_functions_may_select_hook_points(gpt2: Any) -> None:
     result = al.run(gpt2, questions(gpt2, 2), [hooked(selected)], **options)["mine"]
     assert float(result.mean) == 1 and PATTERN in seen
     nothing = (lambda name: False, observe_nothing)
-    with pytest.raises(HookError, match=r"did nothing, .* points: any that a function selects"):
-        al.run(gpt2, questions(gpt2, 2), [hooked(selected, nothing)], progress=False)
+    for metric, what in (
+        (hooked(selected, nothing), "hooks that observe"),
+        (hooked(selected, backward=[nothing]), "hooks on gradients"),
+    ):
+        message = f"{what} did nothing, .* points: any that a function selects"
+        with pytest.raises(HookError, match=message):
+            al.run(gpt2, questions(gpt2, 2), [metric], progress=False)
 
 
 @pytest.mark.parametrize("slope", [False, True])
