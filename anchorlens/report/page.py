@@ -456,5 +456,7 @@ def _text(column: str, value: Any, *, is_counted: bool) -> tuple[str, str]:
     """The text of a cell, and of a number all digits, by which it is sorted and downloaded."""
     if not isinstance(value, float) or isnan(value):
         return ("" if isinstance(value, float) else str(value)), ""
-    is_whole = column not in _NUMERIC or (column == "value" and is_counted)
-    return (f"{value:.0f}" if is_whole else in_digits(value)), f"{value:.7g}"
+    if column not in _NUMERIC:
+        return f"{value:.0f}", ""
+    is_whole = column == "value" and is_counted
+    return (f"{value:.0f}" if is_whole else in_digits(value)), f"{value:.6g}"

@@ -189,8 +189,8 @@ def test_a_number_has_the_same_digits_in_every_view(size: float, tmp_path: Path)
     assert text in str(record.table()) and text in record.table()._repr_html_()
     page = write_report({"contexts": record}, tmp_path / "page.html").read_text("utf-8")
     assert f">{text}<" in page
-    digits = [f"{float(each):.7g}" for each in (number, low, high)]  # in the file to download
-    cells = [f'data-sort="{n}">{each}<' for n, each in zip(digits, texts, strict=True)]
+    digits = [f"{float(each):.6g}" for each in (number, low, high)]  # in the file to download
+    cells = [f"data-sort={n}>{each}<" for n, each in zip(digits, texts, strict=True)]
     assert re.search(rf">kl<.*?{'.*?'.join(map(re.escape, cells))}", page)
     # Data has all digits.
     frame = record.to_frame().query("quantity == 'kl'")
