@@ -82,6 +82,17 @@ def test_the_error_for_a_name_says_where_it_is(name: str, home: str) -> None:
         getattr(al, name)
 
 
+@pytest.mark.parametrize("word", ["knockout", "ablate", "analyze", "compare", "Prompt"])
+def test_a_word_of_other_tools_leads_to_the_name_here(word: str) -> None:
+    with pytest.raises(AttributeError, match="; it is anchorlens") as error:
+        getattr(al, word)
+    _, *names = str(error.value).rpartition("it is ")[2].split(".")
+    found: Any = al
+    for name in names:
+        found = getattr(found, name)
+    assert callable(found)
+
+
 def test_the_package_has_its_version() -> None:
     assert (
         al.__version__

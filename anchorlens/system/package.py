@@ -8,16 +8,17 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 
 def imported_at_first_use(
-    package: str, source: str
+    package: str, source: str, elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its ``if TYPE_CHECKING``.
 
-    Also of a module beside the folders, such as anchorlens.records.
+    Also of a module beside the folders, such as anchorlens.records. ``elsewhere`` has words of
+    other tools, and the name of each here.
     """
     here = getattr(sys.modules[package].__spec__, "parent", package)
     origins = {
@@ -38,7 +39,7 @@ def imported_at_first_use(
             value = import_module(f"{package}.{name}")  # a folder, such as anchorlens.errors
         else:
             asks_top = "." not in package and not name.startswith("_")
-            home = _home_of(package, name, origins) if asks_top else ""
+            home = elsewhere.get(name) or (_home_of(package, name, origins) if asks_top else "")
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}{home and f'; it is {home}'}"
             )
