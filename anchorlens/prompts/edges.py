@@ -29,6 +29,7 @@ from .segment_names import FORMAT, SEGMENTS, TEXT
 
 PositionsOfBatch = Callable[[PromptBatch], Positions]
 Pairs = Sequence[tuple[int, int]]
+Numbers = Int[Tensor, "*batch anchor"]  # of columns
 
 
 @checked
@@ -72,8 +73,8 @@ def segment(batch: PromptBatch, name: str) -> Positions:
 
 
 @checked
-def at(batch: PromptBatch, positions: Int[Tensor, "batch anchor"]) -> Positions:
-    """Positions given by number, a row for each prompt.
+def at(batch: PromptBatch, positions: Int[Tensor, "*batch anchor"]) -> Positions:
+    """Positions given by number, in columns of the batch: a row for each prompt, or one for all.
 
     Raises:
         PromptError: They are no whole numbers, or a position lies outside its prompt.
@@ -81,12 +82,16 @@ def at(batch: PromptBatch, positions: Int[Tensor, "batch anchor"]) -> Positions:
     Examples:
         >>> first_two = edges.at(batch, batch.label_positions[:, :2])
         >>> gathered = edges.between(first_two, batch.attention_mask)
+        >>> edges.at(batch, [3]).sum(1).tolist() == [1] * len(batch)
+        True
     """
-    if positions.ndim != 2 or not holds_integers(positions) or not positions.numel():
+    if positions.ndim not in (1, 2) or not holds_integers(positions) or not positions.numel():
         raise PromptError(
-            "positions must be a tensor of whole numbers with the shape (batch, anchor), a row for "
-            f"each prompt; got {described(positions)}"
+            "positions must be whole numbers, a list for all prompts or one for each, the shape "
+            f"(batch, anchor); got {described(positions)}"
         )
+    if positions.ndim == 1:
+        positions = positions.expand(len(batch), -1)
     check_inside(batch, "positions", positions)
     return torch.zeros_like(batch.attention_mask).scatter(1, positions.long().cpu(), True)
 
@@ -305,6 +310,45 @@ def tq(batch: PromptBatch) -> EdgeSet:
 def from_first(batch: PromptBatch) -> EdgeSet:
     """Edges to the first token of each prompt, often a BOS with much of the attention."""
     return between(batch.attention_mask, _first(batch))
+
+
+@checked
+def read_by(positions: Numbers | PositionsOfBatch) -> EdgesOfBatch:
+    """A function of the batch: all edges to these tokens, from every later one.
+
+    Args:
+        positions: Numbers, as of ``at``, or a function of the batch such as ``anchors``.
+
+    Examples:
+        >>> hooks = al.block_edges(model, batch, edges.read_by([3]), 1)  # nobody reads token 3
+    """
+    return partial(_between, None, positions)
+
+
+@checked
+def reading(positions: Numbers | PositionsOfBatch) -> EdgesOfBatch:
+    """A function of the batch: all edges from these tokens, to every earlier one.
+
+    Args:
+        positions: As of ``read_by``.
+
+    Examples:
+        >>> hooks = al.block_edges(model, batch, edges.reading(edges.target), 1)
+    """
+    return partial(_between, positions, None)
+
+
+def _between(
+    readers: Numbers | PositionsOfBatch | None,
+    read: Numbers | PositionsOfBatch | None,
+    batch: PromptBatch,
+) -> EdgeSet:
+    """Edges between tokens; None for all."""
+    both = [
+        batch.attention_mask if of is None else of(batch) if callable(of) else at(batch, of)
+        for of in (readers, read)
+    ]
+    return between(*both)
 
 
 @checked

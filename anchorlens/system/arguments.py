@@ -15,6 +15,7 @@ import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache, partial, wraps
 from numbers import Real
@@ -406,6 +407,11 @@ def _as_tensor(value: Any, hint: Any) -> Any:
     is_list = isinstance(value, list | tuple)
     is_array = is_list or type(value).__module__ == "numpy"
     cure = "; convert it with torch.as_tensor" if is_array else ""
+    if is_list and torch is not None and hint.__name__.startswith("Int"):
+        with suppress(TypeError, ValueError, RuntimeError):  # rows of several lengths, or texts
+            numbers = torch.as_tensor(value, device="cpu")
+            if numbers.dtype == torch.long:
+                return numbers
     if is_list and hint.__name__.startswith("Bool") and hint.dim_str in _EDGES:
         cure = "; write edges by number as al.edges.pairs(batch, [(query, key), ...])"
     raise _Unfit(cure)

@@ -137,10 +137,12 @@ def test_anchors_are_the_first_tokens_of_label_words(batch: al.PromptBatch) -> N
 
 def test_positions_by_number_lie_in_their_prompts(batch: al.PromptBatch) -> None:
     assert torch.equal(edges.at(batch, batch.label_positions), edges.anchors(batch))
-    fractions, flags, a_row = torch.tensor([[1.0]]), torch.tensor([[True]]), torch.tensor([1])
-    for wrong in (fractions, flags, a_row, torch.zeros(3, 0, dtype=torch.long)):
-        with pytest.raises(PromptError, match=r"must be a tensor of whole numbers .*; got"):
+    fractions, flags, one = torch.tensor([[1.0]]), torch.tensor([[True]]), torch.tensor(1)
+    for wrong in (fractions, flags, one, torch.zeros(3, 0, dtype=torch.long)):
+        with pytest.raises(PromptError, match=r"must be whole numbers, a list .*; got"):
             edges.at(batch, wrong)
+    first = batch.starts[:, None]
+    assert torch.equal(edges.at(batch, first.tolist()), edges.at(batch, first))  # type: ignore[arg-type]
     shortest = int(batch.attention_mask.sum(1).argmin())
     padded = int((~batch.attention_mask[shortest]).nonzero()[0])
     for position, fault in ((-1, "outside"), (999, "outside"), (padded, "under padding")):
@@ -148,6 +150,17 @@ def test_positions_by_number_lie_in_their_prompts(batch: al.PromptBatch) -> None
         positions[shortest, 0] = position
         with pytest.raises(PromptError, match=f"of prompt {shortest} has a position {fault}"):
             edges.at(batch, positions)
+
+
+@pytest.mark.parametrize("are_numbers", [True, False])
+def test_edges_of_readers_and_of_what_is_read(batch: al.PromptBatch, are_numbers: bool) -> None:
+    last = int(batch.target_positions.min())
+    positions: Any = [last - 3, last - 1] if are_numbers else edges.anchors
+    chosen = edges.at(batch, positions) if are_numbers else positions(batch)
+    read = edges_by_loop(batch, lambda b, row, i, j: bool(chosen[row, j]))
+    readers = edges_by_loop(batch, lambda b, row, i, j: bool(chosen[row, i]))
+    assert torch.equal(edges.read_by(positions)(batch).table(), read)  # type: ignore[attr-defined]
+    assert torch.equal(edges.reading(positions)(batch).table(), readers)  # type: ignore[attr-defined]
 
 
 def test_tokens_after_the_target_have_no_edges() -> None:
