@@ -98,7 +98,8 @@ def demonstrations_by_query(
         )
     for demos in sets[:1] if shared else sets:
         check_labels(task, demos)
-        if not task.is_open and (missing := missing_labels(task, demos)):
+        missing = missing_labels(task, demos)
+        if missing and not (task.is_open and demos):
             raise PromptError(
                 f"no demonstration for the labels {missing}; give at least one of each class "
                 "(sample_demonstrations does)"

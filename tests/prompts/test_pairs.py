@@ -91,6 +91,7 @@ def test_white_space_of_a_template_is_kept(gpt2: Any) -> None:
     [
         (lambda m: al.build_pairs(m, SHOWN, ASKED, "{text} {y}"), PromptError, "has {x} and then"),
         (lambda m: al.build_pairs(m, SHOWN, ASKED, "{y} {x}"), PromptError, "has {x} and then"),
+        (lambda m: al.build_pairs(m, [], ASKED), PromptError, "no demonstration for the labels"),
         (lambda m: al.sample_pairs(m, "animals"), DataError, "antonyms, capitals, plurals, past"),
         (lambda m: al.sample_pairs(m, SHOWN, queries=3, shots=2), DataError, "there are 4 pairs"),
         (lambda m: al.sample_pairs(m, "past", seeds=[]), DataError, "different whole numbers"),
