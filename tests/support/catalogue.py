@@ -431,6 +431,8 @@ def segments(s: Scene) -> Any:
 def pairs(s: Scene) -> Any:
     pool = [("hot", "cold"), ("big", "small"), ("up", "down"), ("fast", "slow"), ("old", "new")]
     prompts = al.sample_pairs(s.model, pool, queries=2, shots=3)
+    written = al.build_pairs(s.model, pool[:3], pool[3:])
+    assert written[0].tokens.shape[0] == len(pool) - 3
     return al.run(s.model, prompts, [al.SaliencyFlows(), al.Accuracy()], **s.quiet)
 
 
