@@ -234,3 +234,15 @@ def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> No
     message = r"turns of system and user.*: System role not supported. .*instead of the instruct"
     with pytest.raises(PromptError, match=message):
         built(tokenizer, replace(TASK, instructions="Classify."))
+
+
+def test_pairs_of_words_in_a_chat_have_answers_that_no_turn_shows(kind: str) -> None:
+    tokenizer = chat("Llama 3", kind)
+    words = ["cold", "small", "new"]
+    task = al.ChatTask("{text} ->{label}", words, is_open=True)
+    shown = [al.Example("hot", 0), al.Example("big", 1)]
+    [batch] = al.build_prompts(tokenizer, task, shown, [al.Example("old", 2)])
+    assert batch.labels == tuple(words) and batch.label_classes.tolist() == [[0, 1]]
+    assert batch.gold is not None and batch.gold.tolist() == [2]
+    with pytest.raises(PromptError, match=r"no demonstration for the labels \['new'\]"):
+        al.build_prompts(tokenizer, replace(task, is_open=False), shown, [al.Example("old", 2)])
