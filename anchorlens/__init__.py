@@ -124,7 +124,7 @@ if TYPE_CHECKING:
 
 __version__ = installed_version("anchorlens")
 # What people try first, in the words of other tools.
-_OTHER_WORDS = {
+_WORDS = {
     "prepare_model": "wrap from_pretrained hook_model",
     "build_segments": "Prompt Batch tokenize",
     "block_edges": "knockout attention_knockout cut_edges block_attention mask_edges",
@@ -138,7 +138,5 @@ _OTHER_WORDS = {
     "SaliencyFlows": "flows",
     "replication.across_models": "compare",
 }
-_ELSEWHERE = {
-    word: f"{__name__}.{n}" for n, words in _OTHER_WORDS.items() for word in words.split()
-}
-__getattr__, __dir__, __all__ = imported_at_first_use(__name__, __file__, _ELSEWHERE)
+_OTHER_WORDS = {word: f"{__name__}.{n}" for n, words in _WORDS.items() for word in words.split()}
+__getattr__, __dir__, __all__ = imported_at_first_use(__name__, __file__, _OTHER_WORDS)

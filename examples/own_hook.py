@@ -23,7 +23,7 @@ def main() -> None:
     model = al.load_model(options.model)  # or al.prepare_model(a bridge of your own)
     [batch] = al.sample_prompts(model, options.task, queries=8)
     tokens, mask = (each.to(model.cfg.device) for each in (batch.tokens, batch.attention_mask))
-    cut = al.block_edges(model, batch, al.edges.pq)  # of all layers, or layers=..., al.Site(...)
+    cut = al.block_edges(model, batch, al.edges.pq)  # in all layers, or give some
     shares, of_each = list[torch.Tensor](), torch.arange(len(batch))
     for hooks in ([], cut):
         with torch.no_grad():

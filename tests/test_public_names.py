@@ -82,7 +82,7 @@ def test_the_error_for_a_name_says_where_it_is(name: str, home: str) -> None:
         getattr(al, name)
 
 
-@pytest.mark.parametrize("word", ["knockout", "ablate", "analyze", "compare", "Prompt"])
+@pytest.mark.parametrize("word", sorted(al._OTHER_WORDS))
 def test_a_word_of_other_tools_leads_to_the_name_here(word: str) -> None:
     with pytest.raises(AttributeError, match="; it is anchorlens") as error:
         getattr(al, word)

@@ -142,13 +142,13 @@ class Twin:
 
     @safe_context
     def hears(self, listener: Listener) -> Iterator[None]:
-        """Inside, ``listener`` hears of what runs; ``entered`` survives interrupts for it."""
+        """Inside, ``listener`` hears of what runs."""
         before = self._now
         with nullcontext() if self.is_entered else self.entered():
             try:
                 self._listen(listener)
                 yield
-            finally:
+            finally:  # where an interrupt skips it, the end of ``entered`` does it
                 self._listen(before)
 
     def _listen(self, listener: Listener) -> None:

@@ -60,10 +60,10 @@ class Shown:
 
     Attributes:
         logits: Which the pass returned.
-        products: A * dL/dA of each layer, [batch, head, query, key].
+        patterns, products: A and A * dL/dA of each layer, [batch, head, query, key].
         sites: What questions read at positions.
         reads: Hooks that store ``sites``.
-        options: Those of a pass that stores products too, a gradient in each pass after a prefix.
+        options: Of a pass with a loss, all of whose hooks store these.
     """
 
     logits: Float[Tensor, "_ vocab"]

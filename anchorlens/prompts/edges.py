@@ -73,7 +73,7 @@ def segment(batch: PromptBatch, name: str) -> Positions:
 
 
 @checked
-def at(batch: PromptBatch, positions: Int[Tensor, "*batch anchor"]) -> Positions:
+def at(batch: PromptBatch, positions: Numbers) -> Positions:
     """Positions given by number, in columns of the batch: a row for each prompt, or one for all.
 
     Raises:

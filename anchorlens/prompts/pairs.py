@@ -42,6 +42,10 @@ def build_pairs(
             the answer, and white space at the end separates pairs.
         batch_size: Largest number of prompts in a batch.
 
+    Returns:
+        Batches as those of ``build_prompts``; ``labels`` are the answers, in the order in which
+        they first occur.
+
     Raises:
         PromptError: As ``build_prompts``, or the template lacks ``{x}`` or ``{y}``.
 
@@ -101,8 +105,11 @@ def sample_pairs(
         template: As of ``build_pairs``.
         batch_size: The most prompts of a batch.
 
+    Returns:
+        Batches in which all seeds have the same label words.
+
     Raises:
-        DataError: There are no pairs of this name, or too few.
+        DataError: There are no pairs of this name or too few, or seeds are not different.
         PromptError: As ``build_pairs``.
 
     Examples:
@@ -112,10 +119,7 @@ def sample_pairs(
     """
     check_counts(DataError, queries=queries, shots=shots)
     check_seeds(seeds)
-    bundled = tomllib.loads(files("anchorlens").joinpath("data/pairs.toml").read_text("utf-8"))
-    if isinstance(pairs, str) and pairs not in bundled:
-        raise DataError(f"bundled pairs are {', '.join(bundled)}; got {pairs!r}")
-    pool: list[Any] = [*map(tuple, bundled[pairs] if isinstance(pairs, str) else pairs)]
+    pool = _bundled(pairs) if isinstance(pairs, str) else pairs
     if len(pool) < queries + shots:
         raise DataError(
             f"{shots} demonstrations and {queries} queries are asked for, but there are "
@@ -125,3 +129,10 @@ def sample_pairs(
     sets = [each[:shots] for each in drawn for _ in range(queries)]
     asked = [pair for each in drawn for pair in each[shots:]]
     return build_pairs(model, sets, asked, template, batch_size=batch_size)
+
+
+def _bundled(name: str) -> list[Pair]:
+    bundled = tomllib.loads(files("anchorlens").joinpath("data/pairs.toml").read_text("utf-8"))
+    if name not in bundled:
+        raise DataError(f"bundled pairs are {', '.join(bundled)}; got {name!r}")
+    return [(x, y) for x, y in bundled[name]]

@@ -364,8 +364,7 @@ def _claim(
     elif is_above and most >= (number.low if often_random else number.value):
         reason = (
             f"the whole interval is above {limit:g}, but a model of random weights has "
-            f"{in_digits(most)}: "
-            "the architecture and the prompts alone may give such numbers"
+            f"{in_digits(most)}: the architecture and the prompts alone may give such numbers"
         )
     elif is_above:
         verdict, reason = Verdict.AGREES, f"the whole interval is above {limit:g}"

@@ -56,7 +56,7 @@ def flow_columns(
             name, color = KINDS[kind]
             if in_legend := darkest.get(kind) == level:
                 del darkest[kind]
-            sizes = [in_digits(float(sums[panel - 1, query, key])) for query, key in pairs]
+            sizes = [in_digits(sums[panel - 1, query, key]) for query, key in pairs]
             line = go.Scatter(
                 x=[1, 0, None] * len(pairs),
                 y=[end for query, key in pairs for end in (key, query, None)],

@@ -454,8 +454,10 @@ def _frame(record: Record) -> pd.DataFrame:
 
 def _text(column: str, value: Any, *, is_counted: bool) -> tuple[str, str]:
     """The text of a cell, and of a number all digits, by which it is sorted and downloaded."""
-    if not isinstance(value, float) or isnan(value):
-        return ("" if isinstance(value, float) else str(value)), ""
+    if not isinstance(value, float):
+        return str(value), ""
+    if isnan(value):
+        return "", ""
     if column not in _NUMERIC:
         return f"{value:.0f}", ""
     is_whole = column == "value" and is_counted

@@ -13,12 +13,12 @@ from typing import Any
 
 
 def imported_at_first_use(
-    package: str, source: str, elsewhere: Mapping[str, str] = MappingProxyType({})
+    package: str, source: str, other_words: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its ``if TYPE_CHECKING``.
 
-    Also of a module beside the folders, such as anchorlens.records. ``elsewhere`` has words of
-    other tools, and the name of each here.
+    Also of a module beside the folders, such as anchorlens.records. ``other_words`` are those
+    of other tools, each with its name here.
     """
     here = getattr(sys.modules[package].__spec__, "parent", package)
     origins = {
@@ -39,7 +39,7 @@ def imported_at_first_use(
             value = import_module(f"{package}.{name}")  # a folder, such as anchorlens.errors
         else:
             asks_top = "." not in package and not name.startswith("_")
-            home = elsewhere.get(name) or (_home_of(package, name, origins) if asks_top else "")
+            home = other_words.get(name) or (_home_of(package, name, origins) if asks_top else "")
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}{home and f'; it is {home}'}"
             )

@@ -41,7 +41,8 @@ def test_across_prints_and_reports_each_model_and_resumes(
     assert max(map(len, str(record).splitlines())) <= 80
     assert record.info["models"] == [shallow_folder.name, "no weights"]
     text = " ".join(printed.out.split())
-    assert "failed: " in text and record.table().iloc[1, 1] == "? no number: the model failed"
+    assert record.info["missing"]["no weights"].startswith("failed: ") and "failed: " in text
+    assert record.table().iloc[1, 1] == "? no number: the model failed"
     model = al.load_model(shallow_folder)
     batches = al.sample_prompts(model, "sentiment", queries=12)
     claims = al.claims(al.analyse(model, batches, depth=1, draws=2, progress=False))
