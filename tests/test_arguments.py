@@ -322,6 +322,7 @@ PAIRS = "write edges by number as al.edges.pairs"
         (lambda s: api.block_edges(s.model, s.batch, [(3, 1)]), PAIRS),
         (lambda _: api.edges.between([3], [1]), PAIRS),
         (lambda _: api.PromptBatch.from_segments([[3.5]]), "convert it with torch.as_tensor"),
+        (lambda _: api.PromptBatch.from_segments([3]), "its axes are 1"),
         (
             lambda _: api.sample_prompts(None, "sst2", "a.csv"),
             r"read it: al.load_examples\('a.csv'",

@@ -22,7 +22,7 @@ def lines(*names: str) -> int:
 def test_lines() -> None:
     folders = ("models/*.py", "passes/*.py", "runs/*.py", "metrics/*.py", "hooks.py")
     assert lines(*folders) <= 15_648
-    assert lines("**/*.py") <= 42_972
+    assert lines("**/*.py") <= 42_990
 
 
 @pytest.mark.slow("runs that are counted")

@@ -397,7 +397,7 @@ class PromptBatch:
                 "all three, or neither these nor gold"
             )
         if not isinstance(label_token_ids, Verbalizer):
-            label_token_ids = Verbalizer([[int(token)] for token in label_token_ids])
+            label_token_ids = Verbalizer([[token] for token in label_token_ids])
         batch = as_batch(
             tokens,
             attention_mask,

@@ -81,7 +81,9 @@ def checked(function: Checked, described: Any = None) -> Checked:
             args, kwargs = as_hints(types, args, kwargs)
         try:
             return function(*args, **kwargs)
-        except (StopIteration, RuntimeError, IndexError) as error:
+        except AnchorlensError:
+            raise
+        except (StopIteration, RuntimeError, IndexError, TypeError, ValueError) as error:
             _refuse_ended(error)
             _refuse_unlike(name, _hints_of(function), signature.bind(*args, **kwargs).arguments)
             raise
@@ -109,10 +111,17 @@ def _refuse_ended(error: BaseException | None) -> None:
 def _refuse_unlike(name: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise an error for tensors, and prompts, in which an axis of one name has several lengths.
 
-    It is asked after a failure, so that calls that are right need no time for it.
+    Or which have another number of axes. It is asked after a failure, so that calls that are right
+    need no time for it.
     """
     known: dict[str, tuple[int, str]] = {}
     for argument, value in given.items():
+        hint = hints.get(argument)
+        arrays = [each for each in get_args(hint) or (hint,) if hasattr(each, "dims")]
+        if hasattr(value, "ndim") and arrays and not any(_has_axes(value, each) for each in arrays):
+            raise ArgumentError(
+                f"{argument} of {name} must be {in_words(hint)}; got a tensor of {value.ndim} axes"
+            )
         has_tokens = hasattr(value, "tokens")  # prompts, also as self of a method
         axes = "batch" if has_tokens else getattr(hints.get(argument), "dim_str", "")
         shape = value.tokens.shape[:1] if has_tokens else getattr(value, "shape", ())
@@ -411,10 +420,17 @@ def _as_tensor(value: Any, hint: Any) -> Any:
         with suppress(TypeError, ValueError, RuntimeError):  # rows of several lengths, or texts
             numbers = torch.as_tensor(value, device="cpu")
             if numbers.dtype == torch.long:
-                return numbers
+                return _require(numbers, _has_axes(numbers, hint), f"; its axes are {numbers.ndim}")
     if is_list and hint.__name__.startswith("Bool") and hint.dim_str in _EDGES:
         cure = "; write edges by number as al.edges.pairs(batch, [(query, key), ...])"
     raise _Unfit(cure)
+
+
+def _has_axes(value: Any, hint: Any) -> bool:
+    """Whether a tensor has the axes of an annotation; "..." and "*name" are any number of them."""
+    axes = hint.dim_str.split()
+    named = [each for each in axes if each != "..." and each[0] != "*"]
+    return bool(value.ndim == len(named) if named == axes else value.ndim >= len(named))
 
 
 def is_array(hint: Any) -> bool:

@@ -165,6 +165,7 @@ WRONG: list[tuple[Callable[[Any, Any], Any], list[Any]]] = [
         [
             *({"tokens": torch.zeros(0, 6)}, {"label_classes": [[0.5, 1], [0, 1]]}),
             *({"label_token_ids": ids} for ids in ([5, 5], [], [-1, 5], [0.5, 1.0], [[5, 6]])),
+            *({"label_token_ids": torch.tensor(ids)} for ids in (5, [[5, 6]])),
             {"gold": [0.5, 0.1]},
         ],
     ),
