@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryFile
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import AnchorlensError, StoreError
 from ..experiments.analysis import analyse, costs_of
@@ -14,22 +14,15 @@ from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
 from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
+from ..results.results import Results
 from ..runs.store import forget_run
 from ..system.files import kind_of, paths_in
 from ..system.processes import is_main
 from ..system.steps import Bar, step
 from .options import Run
 from .output import say
-from .summary import Summary, summarised
 
 PICTURES = 4  # of single prompts, in a report
-
-
-class Page(NamedTuple):
-    """What the report shows of a task, by heading, and the numbers that matter most."""
-
-    results: dict[str, Any]
-    summary: Summary
 
 
 def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
@@ -48,21 +41,17 @@ def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
             raise StoreError(f"{out / name} is a folder, so that no file can have this name")
 
 
-_RECORDS = re.compile(
-    r"(saliency_flows|attention_aucroc|anchor_distances|accuracy|isolation)\.safetensors"
-)
-PAPER_RECORDS = re.compile(
-    rf"{_RECORDS.pattern}|(diagnosis|accuracies|contexts|times|\d+_directions)\.safetensors"
-)
-
-
-def forget_analysis(folder: Path) -> None:
-    """Delete what ``analysed`` stored for a task: rows and records, of any depth; other files stay.
+def forget_results(out: Path, tasks: Iterable[str], names: str) -> None:
+    """Delete rows, trainings and records of these names of tasks; other files stay.
 
     A record of an earlier run would stand beside those of the new one, and be taken for one of it.
+    Chapters of a task, such as "task (two shots)", have folders beside that of the task.
     """
-    forget_rows(folder / "rows")
-    forget_files(folder, _RECORDS)
+    for task in tasks:
+        for folder in (out / task, *paths_in(out)):
+            if folder == out / task or folder.name.startswith(f"{task} ("):
+                forget_rows(folder / "rows")
+                forget_files(folder, re.compile(rf"({names})\.safetensors"))
 
 
 def forget_rows(folder: Path) -> None:
@@ -90,8 +79,10 @@ def file_name(name: str) -> str:
     return name.replace(" ", "_").replace(",", "")
 
 
-def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) -> Page:
-    """Run all analyses of one task and save each record as soon as it is computed.
+def analysed(
+    model: Any, task: str, batches: list[PromptBatch], options: Run
+) -> tuple[dict[str, PromptFlows], Results]:
+    """Pictures of a task, and its records, each of which is saved as soon as it is computed.
 
     The rows of each batch are stored too, so that the same call resumes an interrupted run.
     """
@@ -112,12 +103,10 @@ def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) ->
             folder=folder / "rows",
             progress=not options.quiet,
         )
-    summary = summarised(task, records)
-    output.answer(task, summary.answer, summary.tables)
     with step(f"{task}, figures"):
         saving = options.gradient_checkpointing
         prompts = pictures(model, batches, PICTURES, options.quiet, gradient_checkpointing=saving)
-    return Page({**prompts, **records}, summary)
+    return prompts, records
 
 
 def steps_of(

@@ -1,6 +1,5 @@
 """`anchorlens check`: what works on a model, tried on three short prompts."""
 
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,7 +35,7 @@ from ..runs.run import run
 from ..system.hidden_warnings import hidden_warnings
 from ..system.processes import fails_together
 from ..system.put_back import each_call_inside
-from .options import Check
+from .options import Check, command_of
 from .output import Output
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -75,7 +74,7 @@ def check(options: Check) -> None:
     output.document({"model": model, **everything})
     if all(reasons):
         raise ModelError(f"no analysis works on {model}: {'; '.join(dict.fromkeys(reasons))}")
-    output.last_line(f"anchorlens run --model {shlex.quote(model)} --task sentiment")
+    output.last_lines([command_of("run", "--model", model, "--task", "sentiment")])
 
 
 def known(model: Any) -> dict[str, Any]:

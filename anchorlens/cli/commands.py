@@ -61,7 +61,7 @@ def _register(kind: type[T]) -> Callable[[Callable[[T], None]], None]:
 
 
 def _work(function: Callable[[C], None]) -> Callable[[C], None]:
-    """A command of this name and help that does what the function of the same name in work.py does.
+    """A command of this name and help, which asks what the function of its name in work.py says.
 
     It ends with one line when it is stopped. The exit status is that of a shell for the signal: 130
     for Ctrl-C, 143 for SIGTERM.
@@ -76,7 +76,8 @@ def _work(function: Callable[[C], None]) -> Callable[[C], None]:
                     from .tasks import check_data
 
                     check_data(options)
-                getattr(import_module(".work", __package__), function.__name__)(options)
+                path, work = (import_module(f".{name}", __package__) for name in ("path", "work"))
+                path.answered(function.__name__, getattr(work, function.__name__), options)
         except Stopped as stop:
             number = stop.number
         # Here the progress bars are closed, which the frames of the error held open.

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ..errors import DataError
-from ..prompts.datafiles import COLUMNS, READERS
+from ..prompts.datafiles import READERS
 from ..prompts.tasks import TASKS
 from .output import Output
 
@@ -289,25 +289,9 @@ class Faithfulness(OfTask):
     out: Out = Path("anchorlens-faithfulness")
 
 
-def full_command(name: str, options: OfTask, task: str, *, is_whole: bool = False) -> str:
-    """The command with all options that decide numbers.
-
-    A task is named, or its file is; that file is whole if it also says all of data and columns.
-    """
-    given = dict(vars(options))
-    for each in ("fresh", "quiet", "as_json", "tasks"):
-        given.pop(each, None)
-    if is_whole:
-        given |= dict.fromkeys(("data", "chat", *COLUMNS))
-    data = given.pop("data")
-    words = ["anchorlens", name, *([str(data)] if data else [])]
-    if given["chat"] is False:
-        words.append("--no-chat")
-    for field, value in {"model": options.model, **given, "task": task}.items():
-        if value is not None and value is not False:
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            words += [f"--{field.replace('_', '-')}", *([] if value is True else [text])]
-    return shlex.join(words)
+def command_of(*words: str) -> str:
+    """A command of this package, to be copied into a shell."""
+    return shlex.join(["anchorlens", *words])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The numbers of a task that matter most, as tables and as values for json."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 from ..report.answer import ARE_ANCHORS, answer_of, sentences, surprises
 from ..report.claims import Verdict, accuracy_of, claims, reason_against_ability
@@ -14,27 +14,30 @@ from ..results.text_tables import Section, TextTable
 JsonEntries = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The numbers of a task that matter most.
+class Found(NamedTuple):
+    """What a command finds of a task.
 
     Attributes:
-        answer: What stands before all numbers.
-        tables: The claims with what the numbers say, and the isolations.
-        values: The same and more by name, such as ``{"value": 1, "interval": [0, 2]}``.
-        is_able: Whether the model may do the task, which more queries could show.
-        is_sure: Whether it does, and no interval includes the limit of its claim.
+        task: The name of the task.
+        answer: What is said first, and what to try next.
+        tables: What is printed below.
+        values: Numbers by name, for ``--json``.
+        results: What the page shows.
+        files: What is saved by then, by name; what was saved before is not here.
     """
 
+    task: str
     answer: Answer
-    tables: tuple[Section, ...]
-    values: JsonEntries
-    is_able: bool
-    is_sure: bool
+    tables: Sequence[Section]
+    values: Mapping[str, Any]
+    results: Mapping[str, Any]
+    files: Mapping[str, Any] = {}
 
 
-def summarised(task: str, records: Mapping[str, Record]) -> Summary:
-    """The summary of the records of a task."""
+def summarised(
+    task: str, records: Mapping[str, Record], after: str, pictures: Mapping[str, Any]
+) -> Found:
+    """What the records of a task say: the claims with their numbers, and the isolations."""
     every, judged = [*records.values()], claims(records)
     isolation = records.get("isolation")
     sites = isolation.axis_names("site") if isolation else None
@@ -42,7 +45,7 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
         ("", claim.statement): {"this model": claim.number, "verdict": claim.verdict}
         for claim in judged
     }
-    unable, accuracy = reason_against_ability(every), accuracy_of(every)
+    unable = reason_against_ability(every)
     reasons = [
         f"Cannot tell: {claim.statement} {claim.reason[:1].upper()}{claim.reason[1:]}."
         for claim in judged
@@ -66,20 +69,31 @@ def summarised(task: str, records: Mapping[str, Record]) -> Summary:
     reason = "no part of the results tells it; a warning says why"
     answer = answer_of(every, judged) or Answer(ARE_ANCHORS, cannot_tell(reason))
     values = {
-        "task": task,
         "claims": [
             {**asdict(claim), "estimate": as_entry(claim.estimate), "verdict": claim.verdict.value}
             for claim in judged
         ],
         **{name: entries_of(record) for name, record in records.items()},
     }
-    is_sure = not unable and all(
-        not claim.estimate.low <= claim.limit <= claim.estimate.high for claim in judged
-    )
-    # Where all queries are of one class, no accuracy is above that of naming this class.
-    is_able = accuracy is None or accuracy[1] == 1 or accuracy[0].value > accuracy[1]
     shown = tuple(table for table in tables if table.table)
-    return Summary(answer, shown, values, is_able, is_sure)
+    return Found(task, replace(answer, next=after), shown, values, {**pictures, **records})
+
+
+def is_able(records: Mapping[str, Record]) -> bool:
+    """Whether the model may do the task, which more queries could show.
+
+    Where all queries are of one class, no accuracy is above that of naming this class.
+    """
+    accuracy = accuracy_of([*records.values()])
+    return accuracy is None or accuracy[1] == 1 or accuracy[0].value > accuracy[1]
+
+
+def is_sure(records: Mapping[str, Record]) -> bool:
+    """Whether the model does the task, and no interval includes the limit of its claim."""
+    sure = all(
+        not claim.estimate.low <= claim.limit <= claim.estimate.high for claim in claims(records)
+    )
+    return sure and not reason_against_ability([*records.values()])
 
 
 def entries_of(record: Record) -> JsonEntries:

@@ -22,7 +22,7 @@ from ..prompts.task_file import entries_of, examples_of, read_entries, task_of
 from ..prompts.tasks import TASKS, Task
 from ..system.files import kind_of, write_text
 from ..system.processes import is_main
-from .options import Faithfulness, OfTask, full_command
+from .options import Faithfulness, OfTask, command_of
 from .wording import in_words_of_the_command
 
 
@@ -56,8 +56,28 @@ class ChosenTask(NamedTuple):
         return str(out / f"{self.name}.toml") if self.is_proposed else self.given
 
     def command(self, name: str, options: OfTask, out: Path) -> str:
-        """The command of a name for this task, whose file is in a folder if it is proposed."""
-        return full_command(name, options, self.source(out), is_whole=self.is_proposed)
+        """The command of a name for this task, with all options that decide numbers.
+
+        If the task is proposed, its file is in a folder, and says all of data and columns.
+        """
+        given = dict(vars(options))
+        for each in ("fresh", "quiet", "as_json", "tasks"):
+            given.pop(each, None)
+        if self.is_proposed:
+            given |= dict.fromkeys(("data", "chat", *COLUMNS))
+        data, model = given.pop("data"), given.pop("model")
+        words = [str(data)] if data else []
+        if isinstance(model, list):
+            words = [*model, *(["--data", *words] if data else [])]
+        else:
+            given = {"model": model, **given}
+        if given["chat"] is False:
+            words.append("--no-chat")
+        for field, value in {**given, "task": self.source(out)}.items():
+            if value is not None and value is not False:
+                text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+                words += [f"--{field.replace('_', '-')}", *([] if value is True else [text])]
+        return command_of(name, *words)
 
     def for_tokenizer(self, tokenizer: Any) -> "ChosenTask":
         """The task with label words that a tokenizer tells apart, if they are proposed."""

@@ -1,8 +1,7 @@
 """The contexts of `anchorlens contexts`: demonstrations, parts of them, and what is trained."""
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -26,15 +25,11 @@ from ..prompts.demonstration_sets import Draw, Examples, refuse_rare_classes
 from ..prompts.examples import sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..system.steps import in_words, step
-from .analysis import forget_files, forget_rows
 from .options import Contexts
 
 TRAINED = ("soft prompt", "hard prompt", "prefix", "prefix from anchors")
 OTHER_TOKENS = "other tokens"
 FACTORS, COMPARED = "factors of the label words", "comparison"
-_OWN_FILES = re.compile(
-    r"(contexts|other_tokens|soft_prompt|hard_prompt|prefix(_from_anchors)?)\.safetensors"
-)
 
 
 Prompts = Mapping[str, list[PromptBatch]]  # for training, held out, and the queries compared
@@ -91,40 +86,35 @@ def check_other_tokens(batch: PromptBatch) -> None:
         raise PromptError(f"--other-tokens needs longer demonstrations: {error}") from error
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of the command, and how many steps of a training take as long as each."""
+def steps_of_parts(
+    model: HookedModel, prompts: Prompts, options: Contexts
+) -> dict[str, int | float]:
+    """How many steps of a training take as long as each part of the command.
 
-    options: Contexts
-    steps: dict[str, int | float]
+    A few steps are timed, for a note on the time that all take.
+    """
+    held_out, queries = len(prompts["held out"]), len(prompts["queries"])
+    checks = (options.steps // 25 + 2) * held_out / 3  # a pass back takes twice one forward
+    steps = {
+        **dict.fromkeys(TRAINED, options.steps + checks),
+        FACTORS: options.steps / options.batch_size,
+        COMPARED: 6.0 * (queries + 5),
+        **({OTHER_TOKENS: 6.0 * queries} if options.other_tokens else {}),
+    }
+    lower = f"; --steps {max(1, options.steps // 4)} takes about a quarter"
+    everything = in_words(_seconds_of_a_step(model, prompts, options) * sum(steps.values()))
+    options.output.note(f"this takes {everything}{lower * (options.steps > 20)}")
+    return steps
 
-    @classmethod
-    def of(cls, model: HookedModel, prompts: Prompts, options: Contexts) -> "Parts":
-        """The parts, after a few steps were timed, with a note on the time that all take."""
-        held_out, queries = len(prompts["held out"]), len(prompts["queries"])
-        checks = (options.steps // 25 + 2) * held_out / 3  # a pass back takes twice one forward
-        trained = dict.fromkeys(TRAINED, options.steps + checks)
-        steps = {
-            **trained,
-            FACTORS: options.steps / options.batch_size,
-            COMPARED: 6.0 * (queries + 5),
-        }
-        if options.other_tokens:
-            steps[OTHER_TOKENS] = 6.0 * queries
-        lower = f"; --steps {max(1, options.steps // 4)} takes about a quarter"
-        everything = in_words(_seconds_of_a_step(model, prompts, options) * sum(steps.values()))
-        options.output.note(f"this takes {everything}{lower * (options.steps > 20)}")
-        return cls(options, steps)
 
-    def training(self, name: str, folder: Path) -> Training:
-        """How a context is trained."""
-        options = self.options
-        return Training(
-            steps=options.steps,
-            seed=options.seed,
-            folder=folder / name.replace(" ", "_"),
-            progress=not options.quiet,
-        )
+def training_of(name: str, options: Contexts, folder: Path) -> Training:
+    """How a context is trained."""
+    return Training(
+        steps=options.steps,
+        seed=options.seed,
+        folder=folder / name.replace(" ", "_"),
+        progress=not options.quiet,
+    )
 
 
 def _seconds_of_a_step(model: HookedModel, prompts: Prompts, options: Contexts) -> float:
@@ -142,19 +132,21 @@ def _seconds_of_a_step(model: HookedModel, prompts: Prompts, options: Contexts) 
         return 0.0
 
 
-def reweighted(model: HookedModel, prompts: Prompts, parts: Parts, folder: Path) -> MakeContext:
+def reweighted(
+    model: HookedModel, prompts: Prompts, options: Contexts, folder: Path
+) -> MakeContext:
     """Demonstrations whose label words are re-weighted, trained on one prompt a step."""
     steps = [batch.prompt(row) for batch in prompts["training"] for row in range(len(batch))]
     with step(FACTORS):
-        beta = train_reweighting(model, steps, parts.training(FACTORS, folder))
+        beta = train_reweighting(model, steps, training_of(FACTORS, options, folder))
     return partial(reweight_demonstrations, beta=beta)
 
 
 def trained_contexts(
-    model: HookedModel, prompts: Prompts, parts: Parts, folder: Path
+    model: HookedModel, prompts: Prompts, options: Contexts, folder: Path
 ) -> dict[str, PrefixContext]:
     """A soft prompt, a hard prompt, and two prefixes, where the model can have them."""
-    batches, length = prompts["training"], parts.options.length
+    batches, length = prompts["training"], options.length
 
     def from_anchors(*arguments: Any, **others: Any) -> PrefixContext:
         anchors = compress(model, batches[0], positions=rebased)
@@ -170,15 +162,15 @@ def trained_contexts(
     long = any((batch.label_ends != batch.label_positions).any() for batch in batches)
     contexts: dict[str, PrefixContext] = {}
     for name, train in zip(TRAINED, ways, strict=True):
-        training = parts.training(name, folder)
+        training = training_of(name, options, folder)
         if name == "hard prompt" and long:
-            parts.options.output.note("the search starts from the first token of each label word")
+            options.output.note("the search starts from the first token of each label word")
         try:
             with step(name):
                 contexts[name] = train(model, batches, training, held_out=prompts["held out"])
         # Learned positions cannot be moved, or a token is no start of a search, for example.
         except (ModelError, PromptError) as error:
-            parts.options.output.note(f"no {name}: {error}")
+            options.output.note(f"no {name}: {error}")
     return contexts
 
 
@@ -197,9 +189,3 @@ def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, Trainin
         for name, context in contexts.items()
         if context.training is not None
     }
-
-
-def forget_contexts(folder: Path) -> None:
-    """Delete what the command stored for a task: states of training, rows, contexts, a record."""
-    forget_rows(folder / "rows")
-    forget_files(folder, _OWN_FILES)

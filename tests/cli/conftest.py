@@ -11,9 +11,6 @@ import pytest
 
 import anchorlens as al
 from anchorlens.cli import commands
-from anchorlens.cli.analysis import Page
-from anchorlens.cli.summary import Summary
-from anchorlens.results.answer import Answer
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +77,8 @@ def into_folder(shallow_folder: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def no_analysis(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """In place of what ``run`` computes: a page without records."""
-    page = Page({}, Summary(Answer("?", ""), (), {}, is_able=False, is_sure=False))
-    made = Mock(return_value=page)
+    """In place of what ``run`` computes: no pictures, and no records."""
+    made = Mock(return_value=({}, al.Results()))
     monkeypatch.setattr("anchorlens.cli.work.analysed", made)
     return made
 

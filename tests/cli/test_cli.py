@@ -85,7 +85,7 @@ def test_without_a_picture_of_a_prompt_there_is_still_a_report(
 def test_out_of_memory_is_an_error_of_one_line_that_names_options_of_the_command(
     failed: Any, monkeypatch: Any, model_folder: Path, tmp_path: Path, command: str
 ) -> None:
-    for module in ("work", "check"):
+    for module in ("path", "check"):
         monkeypatch.setattr(f"anchorlens.cli.{module}.load_model", OUT_OF_MEMORY)
     arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
     arguments += ["--task", "questions"] * (command != "demo")

@@ -126,7 +126,7 @@ def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
     failed: Any, monkeypatch: Any, data: Path, command: str, option: str, value: str, words: str
 ) -> None:
     monkeypatch.chdir(data)
-    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    monkeypatch.setattr("anchorlens.cli.path.load_model", None)
     before = sorted(data.rglob("*"))
     given = value.split() if option == "DATA" else [option, value]
     assert words in failed(*COMMANDS[command], "--model", "x", *given)
@@ -163,7 +163,7 @@ def test_a_mistake_that_needs_the_configuration_is_found_before_weights_are_load
     words: str,
 ) -> None:
     monkeypatch.chdir(data)
-    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    monkeypatch.setattr("anchorlens.cli.path.load_model", None)
     assert words in failed(*COMMANDS[command], "--model", str(model_folder), *given.split())
 
 

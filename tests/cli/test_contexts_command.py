@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import anchorlens as al
-from anchorlens.cli.trained_contexts import Parts
+from anchorlens.cli.trained_contexts import training_of
 from anchorlens.prompts.sampled import prompts_of_draws
 
 SMALL = ["--queries", "6", "--training", "4", "--held-out", "3", "--steps", "1", "--draws", "1"]
@@ -20,7 +20,7 @@ COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
 
 def test_trainings_have_the_options_of_the_command(tmp_path: Path) -> None:
     options: Any = SimpleNamespace(steps=3, seed=7, quiet=True)
-    how = Parts(options, {}).training("soft prompt", tmp_path)
+    how = training_of("soft prompt", options, tmp_path)
     assert how == al.contexts.Training(
         steps=3, seed=7, folder=tmp_path / "soft_prompt", progress=False
     )
@@ -46,7 +46,7 @@ def test_contexts_are_trained_compared_and_reported(
     assert "no prefix from anchors: positions cannot be rebased" in printed.err
     assert re.search(r"this takes about \d+ (seconds|minutes)\n", printed.err)
     assert "factors of the label words (5 of 7): 100%|" in printed.err
-    printed_values = json.loads(printed.out)
+    (printed_values,) = json.loads(printed.out)["tasks"]
     values = printed_values["contexts"]
     assert values["kl"]["anchors only"]["value"] == float(record.kl[2])
     low, high = record.intervals["accuracy"][:, 2].tolist()
@@ -83,7 +83,7 @@ def test_contexts_too_long_for_the_model_are_refused_before_weights_are_loaded(
     call: Any, failed: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
     """The longest that fits is given to the loading of the model, one more is not."""
-    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    monkeypatch.setattr("anchorlens.cli.path.load_model", None)
     arguments = [*COMMAND, *into_folder]
     error = failed(*arguments, "--length", "600")
     assert "--length 600 is too long: the model's context is 512 tokens, and the longest" in error

@@ -70,7 +70,7 @@ def test_a_stopped_command_finds_its_rows_and_a_fresh_one_none(
     name: str,
 ) -> None:
     row, stopped = ROWS[name], Stopped()
-    monkeypatch.setattr("anchorlens.cli.work.load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr("anchorlens.cli.path.load_model", lambda *_, **__: loaded)
     if name == "contexts":
         monkeypatch.setattr("anchorlens.cli.work.trained_contexts", lambda *_: {})
         monkeypatch.setattr("anchorlens.cli.work.reweighted", lambda *_: al.compress)

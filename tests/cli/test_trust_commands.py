@@ -54,7 +54,7 @@ def test_across_prints_and_reports_each_model_and_resumes(
     assert settings["model"][1] == str(empty) and settings["queries"] == 12
 
     rows = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*")}
-    first = json.loads(done(*arguments, "--json", "--quiet").out)["claims"][0]
+    first = json.loads(done(*arguments, "--json", "--quiet").out)["tasks"][0]["claims"][0]
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*")} == rows
     assert rows and (first["model"], first["value"]) == (shallow_folder.name, numbers[0])
     error = failed("across", str(empty), *arguments[3:], "--fresh")
@@ -81,7 +81,7 @@ def test_models_that_cannot_be_read_are_one_error_before_any_is_loaded(
 def test_two_segments_have_no_rank_correlation_which_is_said_before_weights_are_loaded(
     call: Any, monkeypatch: Any, into_folder: list[str], capsys: Any
 ) -> None:
-    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    monkeypatch.setattr("anchorlens.cli.path.load_model", None)
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         call("faithfulness", *into_folder, "--task", "sentiment")
     noted = " ".join(capsys.readouterr().err.split())
@@ -166,7 +166,7 @@ def test_faithfulness_explains_what_the_model_writes(
     assert said.startswith("documents: Which scores say what the answer loses without a segment?")
     assert "Random scores have" in " ".join(said.split()) and "\nNext: " in rest
     lines = rest.splitlines()
-    assert lines[0] == "documents, what scores are worth [95 % intervals]"
+    assert lines[0] == "documents, faithfulness [95 % intervals]"
     assert max(map(len, lines[: lines.index("")])) <= 80
     assert [*record.info["segment_names"]] == ["document 1", "document 2", "document 3"]
     note = "the model writes the answers, which are then explained"
@@ -194,7 +194,7 @@ def test_faithfulness_of_a_task_is_that_of_the_question(
     arguments = [*into_folder, "--queries", "3", "--subsets", "5", "--top", "2"]
     arguments += ["--json", "--quiet", "--task", "questions"]
     arguments += ["--remove-text"] if removal == "text" else []
-    values = json.loads(done("faithfulness", *arguments).out)["faithfulness"]
+    values = json.loads(done("faithfulness", *arguments).out)["tasks"][0]["faithfulness"]
     model = al.load_model(shallow_folder)
     batches = al.sample_prompts(model, "questions", queries=3)
     asked = al.Faithfulness(subsets=5, top=2, remove=getattr(al.removal, removal))

@@ -1,0 +1,207 @@
+"""The one way through a command: load, ask, answer, write, and say what is next.
+
+Here PyTorch and the models are imported. What each command asks stands in ``work.py``.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import torch
+
+from ..errors import AnchorlensError, ModelError
+from ..experiments.analysis import DEPTH, depth_of
+from ..models.load import load_model
+from ..models.quiet_libraries import quiet_libraries
+from ..prompts.batch import PromptBatch
+from ..prompts.own_data import in_toml, repetitions, words_of, words_that_say_nothing
+from ..report.page import write_report
+from ..results.text_tables import Section
+from ..runs.identity import versions
+from ..system.files import write_text
+from ..system.processes import fails_together, is_main
+from ..system.put_back import each_call_inside
+from ..system.warn import warn_user
+from .analysis import file_name, forget_results, make_folders
+from .before_weights import check_depth, check_length, checked_tokenizer
+from .options import OfTask, command_of
+from .summary import Found, values_of_answer
+from .tasks import ChosenTask
+
+Prompts = dict[str, list[PromptBatch]]
+Tasks = Sequence[ChosenTask]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command asks, understood before any weights are loaded.
+
+    Attributes:
+        options: Its options.
+        chosen: Its tasks; none where the data are documents.
+        queries: The number of queries that is used.
+        folders: Where in ``--out`` it stores; "" for the folder itself.
+        records: A pattern of the names of its records there, which ``--fresh`` deletes.
+        prompts: Prompts by name, of a tokenizer.
+        ask: What is found, task by task: of the model (None where the command has several), of the
+            prompts, and of options and tasks as they are used.
+        title: The heading of the page.
+        tables: Further tables, of the results by task.
+        length: How many positions a trained context puts before each query.
+    """
+
+    options: Any
+    chosen: Tasks
+    queries: int
+    folders: Sequence[str]
+    records: str
+    prompts: Callable[[Any], Prompts]
+    ask: Callable[[Any, Prompts, Any, Tasks], Iterable[Found]]
+    title: str = "How the model learns from the examples in its prompt"
+    tables: Callable[[dict[str, Any]], Sequence[Section]] = lambda results: ()
+    length: int = 0
+
+
+@fails_together()
+@each_call_inside(quiet_libraries)
+def answered(command: str, understand: Callable[[Any], Asked], options: Any) -> None:
+    """Do the work of a command, of which ``understand`` says what it asks."""
+    asked, output = understand(options), options.output
+    make_folders(options.out, asked.folders)
+    model, tokenizer = _loaded(asked)
+    batches = asked.prompts(tokenizer) if model is not None else {}
+    if asked.length:
+        check_length(asked.length, model.cfg.n_ctx, [*chain.from_iterable(batches.values())])
+    options, chosen = _settled(command, asked, model, tokenizer)
+    if options.fresh:
+        forget_results(options.out, asked.folders, asked.records)
+    found, failed = list[Found](), None
+    try:
+        for each in asked.ask(model, batches, options, chosen):
+            output.answer(each.task, each.answer, each.tables)
+            for name, made in each.files.items() if is_main() else ():
+                made.save(options.out / each.task / f"{file_name(name)}.safetensors")
+            found.append(each)
+    except AnchorlensError as error:
+        if not found:
+            raise
+        failed = error  # once what was found is written
+    entries = chosen[0].entries if len(chosen) == 1 else {"tasks": [task.name for task in chosen]}
+    results = {each.task: each.results for each in found}
+    if further := asked.tables(results):
+        output.tables(further)
+    page = {
+        "title": asked.title,
+        "answers": {each.task: each.answer for each in found},
+        "summary": "\n\n".join(table.text() for table in further),
+    }
+    report = _report(options, entries, results, page)
+    tasks = [
+        {"task": each.task, **each.values, "answer": values_of_answer(each.answer)}
+        for each in found
+    ]
+    output.document({"model": options.model, "tasks": tasks, "report": report})
+    output.last_lines(dict.fromkeys(each.answer.next for each in found), report)
+    if failed is not None:
+        raise failed
+
+
+def _loaded(asked: Asked) -> tuple[Any, Any]:
+    """The model and its tokenizer, after all that can be refused before weights.
+
+    Of several models none, as each is loaded when it is its turn, and the tokenizer of the first.
+    """
+
+    def build(tokenizer: Any) -> Iterable[PromptBatch]:
+        return chain.from_iterable(asked.prompts(tokenizer).values())
+
+    options, depth = asked.options, getattr(asked.options, "depth", None)
+    tokenizers, problems = list[Any](), list[str]()
+    several = isinstance(options.model, list)
+    for model in options.model if several else [options.model]:
+        try:
+            tokenizers.append(
+                checked_tokenizer(model, options.device, depth, build, length=asked.length)
+            )
+        except AnchorlensError as error:
+            if not several:
+                raise
+            problems.append(f"{model}: {error}")
+    if problems:
+        count = f"{len(problems)} of {len(options.model)} models cannot be analysed"
+        raise ModelError("\n  - ".join([f"{count}; mend them, or leave them out:", *problems]))
+    if several:
+        return None, tokenizers[0]
+    options.output.note(f"loading {options.model}")
+    loaded = load_model(
+        options.model, tokenizer=tokenizers[0], device=options.device, dtype=dtype_of(options)
+    )
+    check_depth(depth, loaded.cfg.n_layers)
+    return loaded, loaded.tokenizer
+
+
+def dtype_of(options: OfTask) -> torch.dtype | None:
+    return getattr(torch, options.dtype) if options.dtype else None
+
+
+def _settled(command: str, asked: Asked, model: Any, tokenizer: Any) -> tuple[Any, Tasks]:
+    """The options and tasks as they are used; what was not given is said, and a task is stored."""
+    options, found = asked.options, {"queries": asked.queries}
+    output = options.output
+    if model is not None and hasattr(options, "depth"):
+        found["depth"] = depth_of(options.depth, model.cfg.n_layers)
+        if options.depth is None and found["depth"] < DEPTH:
+            output.note(
+                f"the model has {model.cfg.n_layers} layers: --depth {found['depth']}, the layers "
+                "that are isolated at each end"
+            )
+    settled = replace(options, **found)
+    final = [each.for_tokenizer(tokenizer) if tokenizer else each for each in asked.chosen]
+    for each in final:
+        if each.is_proposed:
+            path = each.source(options.out)
+            columns = f"{each.columns[:1].upper()}{each.columns[1:]}"
+            each.store(Path(path), options.fresh)
+            output.note(
+                f"{options.data}: {len(each.examples.pool)} rows, understood as\n"
+                + indent(in_toml(each.entries), "  ")
+                + words_of(each.entries)
+                + f"{columns}.\n" * (not each.is_unsure)
+                + f"This is {path}; change it there, and run\n"
+                + f"  {each.command(command, settled, options.out)}"
+            )
+            if each.is_unsure:
+                warn_user(f"{columns}; if another is meant, give it")
+            if twice := repetitions(each.examples.pool):
+                warn_user(f"{options.data}: {twice}")
+            if empty := words_that_say_nothing(each.entries):
+                named = ", ".join(map(repr, empty[:5])) + ", ..." * (len(empty) > 5)
+                warn_user(
+                    f"the label words {named} begin with a word that says "
+                    f"nothing of their class, and this word is what the model predicts; write "
+                    f"others into labels of {path}"
+                )
+    return settled, final
+
+
+def _report(
+    options: OfTask, entries: Mapping[str, Any], results: dict[str, Any], page: dict[str, Any]
+) -> Path:
+    """Save the settings and write the report in the main process; return its path."""
+    # What decides the numbers: the options, and the entries of a single task.
+    saved, out = {**options.settings(), **entries, "versions": versions()}, options.out
+    if is_main():
+        text = json.dumps(saved, indent=1, default=str)  # a path as text
+        write_text(out / "settings.json", f"{text}\n")
+        if page["summary"]:
+            write_text(out / "tables.txt", f"{page['summary']}\n")
+        # What was not set is not shown. Records say of which models random weights were drawn.
+        given = {k: v for k, v in saved.items() if v is not False and v not in (None, [], ())}
+        command = command_of(*sys.argv[1:])
+        write_report(results, out / "report.html", settings=given, command=command, **page)
+    return (out / "report.html").resolve()
