@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -60,6 +61,21 @@ def test_across_prints_and_reports_each_model_and_resumes(
     error = failed("across", str(empty), *arguments[3:], "--fresh")
     assert error == "error: no model could be analysed; the table says why"
     assert not [*tmp_path.rglob("rows-*")]
+
+
+def test_across_stores_the_task_of_a_data_file_and_names_it_in_its_command(
+    call: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path
+) -> None:
+    stopped = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("anchorlens.cli.work.across_models", stopped)
+    data, model = tmp_path / "mine.csv", str(shallow_folder)
+    rows = (f"it is {label} {n},{label}" for n in range(9) for label in ("good", "poor"))
+    data.write_text("\n".join(["text,label", *rows]))
+    told = call("across", model, model, "--data", str(data), "--out", str(tmp_path), *QUICK)
+    assert told.status == 130
+    assert f"  anchorlens across {model} {model} --out {tmp_path} --queries 12 " in told.err
+    assert f" --task {tmp_path / 'mine.toml'} " in told.err
+    assert (tmp_path / "mine.toml").exists()
 
 
 def test_models_that_cannot_be_read_are_one_error_before_any_is_loaded(
