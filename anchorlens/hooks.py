@@ -31,11 +31,11 @@ from .models.hooked import (
     z_name,
 )
 from .prompts import edges as edge_sets
-from .prompts.batch import PromptBatch, check_inside
+from .prompts.batch import PromptBatch, check_inside, in_longer_rows
 from .prompts.edge_set import Edges, EdgeSet, EdgesOfBatch, check_edges
 from .prompts.positions import checked_positions
-from .system.arguments import checked
-from .system.devices import beside
+from .system.arguments import called, checked
+from .system.devices import beside, holds_numbers
 from .system.texts import described
 from .system.warn import warn_user
 
@@ -158,6 +158,12 @@ def block_edges(
 ) -> list[Hook]:
     """Hooks that cut edges of the attention, also where the keys of the first tokens are cached.
 
+    While the model writes (``model.generate`` inside ``model.hooks``, with a cache or without), a
+    written token is a query like the target, the last token of its prompt: it does not attend to
+    the keys from which the target is cut, and no edge to a written token is cut. For another rule
+    give edges of a longer length than that of the prompts, [prompt, query, key]. This holds for all
+    hooks of edges. Where it cannot be known which tokens a pass runs, it is an error.
+
     Args:
         model: The hooked model to which the hooks will be added.
         batch: The prompts.
@@ -181,6 +187,14 @@ def block_edges(
     Examples:
         >>> cut = al.block_edges(model, batch, al.edges.pq, range(3))
         >>> logits = model.run_with_hooks(batch.tokens.to(model.cfg.device), fwd_hooks=cut)
+
+        What the model writes if it cannot read token 3.
+
+        >>> [prompt] = al.build_segments(model.tokenizer, ["The museum opens at ten. When? At"])
+        >>> cut = al.block_edges(model, prompt, al.edges.read_by([3]))
+        >>> with model.hooks(fwd_hooks=cut):
+        ...     tokens = prompt.tokens.to(model.cfg.device)
+        ...     written = model.generate(tokens, max_new_tokens=3, verbose=False)
     """
     where = as_site(site)
     require_fit(model, batch)
@@ -487,16 +501,26 @@ def hooks_on_edges(
 ) -> list[Hook]:
     """Hooks of ``block_edges`` or ``scale_edges`` for checked edges of the batch."""
     require_fit(model, of_values=not site.renormalize)
+    length = batch.tokens.shape[1]
     if site.keep_bos:
         if not batch.begins_with_bos:
             raise HookError(
                 "keep_bos=True, but these prompts do not begin with a BOS token; leave it out"
             )
-        edges = edges & ~edge_sets.from_first(batch)
+        edges = edges & ~edge_sets.from_first(in_longer_rows(batch, edges.shape[2]))
     name = scores_name if site.renormalize else pattern_name
     by_layer = isinstance(site.heads, Mapping)
     heads = None if by_layer or site.heads is None else tuple(site.heads_of(model, 0))
-    hook = EdgeHook(edges.stored(), batch.tokens, site.renormalize, heads)
+    given = edges.stored()
+    of_prompts = given if given.shape[2] == length else given.over(length).stored()
+    at_end = bool((batch.target_positions == length - 1).all())
+    hook = EdgeHook(
+        of_prompts,
+        batch.tokens,
+        site.renormalize,
+        heads,
+        written=given if at_end or given is not of_prompts else None,
+    )
 
     def of_layer(layer: int) -> EdgeHook:
         changes: dict[str, Any] = {} if factors is None else {"factors": factors[layer]}
@@ -537,8 +561,14 @@ def _separate_heads(name: str, model: HookedModel, site: SiteOrLayers) -> dict[i
 def _checked_edges(
     batch: PromptBatch, edges: Edges | EdgesOfBatch, without_diagonal: str | None
 ) -> EdgeSet:
-    """The edges as a set; ``without_diagonal`` is what an edge to itself cannot be, if refused."""
-    chosen = check_edges(batch, edges, to_itself=True)
+    """The edges as a set, also of a longer length than that of the prompts.
+
+    ``without_diagonal`` is what an edge to itself cannot be, if refused.
+    """
+    given: Any = called("edges", edges, "the batch", batch) if callable(edges) else edges
+    if holds_numbers(given) and given.ndim == 3:
+        batch = in_longer_rows(batch, max(given.shape[2], batch.tokens.shape[1]))
+    chosen = check_edges(batch, given, to_itself=True)
     diagonals = (of_rows.diagonal(rows.start, 1, 2) for rows, of_rows in chosen.pieces())
     if without_diagonal and any(diagonal.any() for diagonal in diagonals):
         raise HookError(

@@ -21,8 +21,8 @@ def lines(*names: str) -> int:
 
 def test_lines() -> None:
     folders = ("models/*.py", "passes/*.py", "runs/*.py", "metrics/*.py", "hooks.py")
-    assert lines(*folders) <= 15_648
-    assert lines("**/*.py") <= 42_990
+    assert lines(*folders) <= 15_751
+    assert lines("**/*.py") <= 43_152
 
 
 @pytest.mark.slow("runs that are counted")

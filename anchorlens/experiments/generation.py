@@ -11,11 +11,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import ModelError, PromptError
+from ..errors import HookError, ModelError, PromptError
+from ..metrics.question import HooksOfBatch
 from ..metrics.weights import Weight, refuse_values, saliency
+from ..models.batch_hooks import WholeHook, in_longer_text
 from ..models.facts import facts_of
 from ..models.head import head_in_float32
-from ..models.hooked import HookedModel, check_fits, device_of, devices_of_layers
+from ..models.hooked import Hook, HookedModel, check_fits, device_of, devices_of_layers
 from ..models.load import ensure_prepared
 from ..models.media_tokens import refuse_media_tokens
 from ..models.model_state import added_hooks, frozen_in_eval_mode
@@ -24,6 +26,7 @@ from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..prompts.build import TextPiece, build_segments
 from ..prompts.documents import ANSWER
+from ..runs.checks import check_hooks
 from ..system.arguments import check_counts, checked
 from ..system.hidden_warnings import hidden_warnings
 from ..system.torch_state import gradient_mode, own_random_state
@@ -68,6 +71,7 @@ def trace_generation(
     *,
     max_new_tokens: int = 20,
     seed: int = 0,
+    hooks: HooksOfBatch | Sequence[Hook] = (),
     weight: Weight = saliency,
     chunk: int = 8,
     **options: Any,
@@ -85,6 +89,9 @@ def trace_generation(
             ``build_segments``. A text is the segment ``prompt``.
         max_new_tokens: Most tokens that are written; it stops before the end-of-text token.
         seed: Seed where ``options`` ask for sampling; the global random state is as before.
+        hooks: Hooks that act while the model writes, and in the pass over the whole text: a
+            function of the batch with the prompt, or a list. For those of edges see
+            ``block_edges``; those that replace or reweight act in whole prompts alone.
         weight: See ``step_flows``.
         chunk: See ``step_flows``.
         **options: For the model's ``generate``, such as ``do_sample=True, temperature=0.7``; the
@@ -94,6 +101,8 @@ def trace_generation(
         PromptError: A segment is called ``answer``, the prompt and the answer do not fit the model,
             the model has no tokenizer, it ends the text at once, or ``generate`` has no such
             option.
+        HookError: ``hooks`` are of other prompts, have no point in the model, or replace or
+            reweight something.
         MetricError: ``weight`` or ``chunk`` is wrong; see ``step_flows``.
         ModelError: The value biases of the model are folded, its logits are not finite, or the pass
             over the whole text gives the written tokens another probability.
@@ -106,6 +115,13 @@ def trace_generation(
         >>> len(trace.flows.loss)
         3
         >>> page = al.plot_answer(trace.flows)  # a notebook shows what each token reads
+
+        What it writes without the document.
+
+        >>> def cut(batch):
+        ...     target, document = al.edges.target(batch), al.edges.segment(batch, "document")
+        ...     return al.block_edges(model, batch, al.edges.between(target, document))
+        >>> without = al.trace_generation(model, pieces, max_new_tokens=3, hooks=cut)
     """
     refuse_values(weight, "al.trace_generation")
     ensure_prepared(model)
@@ -139,7 +155,8 @@ def trace_generation(
     check_fits(model, prompt_batch)
     refuse_media_tokens(model, prompt_batch)
     refuse_another_rotation(model, length, length + max_new_tokens)
-    tokens, logits = written_tokens(model, prompt_batch, max_new_tokens, seed, options)
+    acting = _acting(model, hooks, prompt_batch)
+    tokens, logits = written_tokens(model, prompt_batch, max_new_tokens, seed, options, acting)
     names, count = [*prompt_batch.segment_names, ANSWER], tokens.shape[1] - length
     if not count:
         raise PromptError(
@@ -152,13 +169,35 @@ def trace_generation(
         names,
         begins_with_bos=prompt_batch.begins_with_bos,
     )
-    flows = step_flows(model, batch, ANSWER, weight=weight, chunk=chunk)
+    with frozen_in_eval_mode(model), added_hooks(model, in_longer_text(acting, tokens)):
+        flows = step_flows(model, batch, ANSWER, weight=weight, chunk=chunk)
     _refuse_another_text(model, tokens[0, length:], logits, flows.loss)
     return GenerationTrace(str(tokenizer.decode(tokens[0, length:].tolist())), batch, flows)
 
 
+def _acting(
+    model: HookedModel, hooks: HooksOfBatch | Sequence[Hook], batch: PromptBatch
+) -> Sequence[Hook]:
+    """The hooks of a prompt, which can act while the model writes."""
+    of_batch: HooksOfBatch = hooks if callable(hooks) else lambda batch: hooks
+    check_hooks(model, of_batch, [batch])
+    acting = of_batch(batch)
+    if wrong := [point for point, act in acting if isinstance(act, WholeHook)]:
+        raise HookError(
+            f"a hook at {wrong[0]} replaces or reweights something at positions of whole prompts, "
+            "and cannot act while the model writes; give hooks that cut or scale edges or detach "
+            "heads, or a function (tensor, hook) of your own"
+        )
+    return acting
+
+
 def written_tokens(
-    model: Any, prompt: PromptBatch, count: int, seed: int, options: dict[str, Any]
+    model: Any,
+    prompt: PromptBatch,
+    count: int,
+    seed: int,
+    options: dict[str, Any],
+    hooks: Sequence[Hook] = (),
 ) -> tuple[Tensor, Float[Tensor, "step vocab"]]:
     """The prompt with the tokens that the model writes after it, and the logits of these."""
     end = model.tokenizer.eos_token_id
@@ -174,7 +213,7 @@ def written_tokens(
         own_random_state(devices_of_layers(model), seed % 2**64),
         gradient_mode(False),
         head_in_float32(model),
-        added_hooks(model),
+        added_hooks(model, hooks),
         # TransformerLens 4.3 names the cache as it was called until transformers 5.23.
         hidden_warnings("`past_key_values` is deprecated", FutureWarning),
     ):

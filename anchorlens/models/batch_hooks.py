@@ -7,6 +7,7 @@ that prompts share, compared with one another, and followed by an attention with
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +18,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from .head_outputs import detached
 from .hooked import Hook, HookFunction
+from .native_attention import tokens_run
 
 Attention = Float[Tensor, "batch head query key"]
 
@@ -93,6 +95,8 @@ class EdgeHook(BatchHook):
         renormalize: Whether it acts on the scores before the softmax, or on the pattern after it.
         heads: The heads in which it acts; None for all heads.
         factors: The factor of each head of the model; None cuts.
+        written: The edges of which those of tokens written after the prompts follow: the same, or
+            of the longer text for which they were given. None where they cannot be known.
     """
 
     edges: EdgeSet
@@ -100,9 +104,10 @@ class EdgeHook(BatchHook):
     renormalize: bool = True
     heads: tuple[int, ...] | None = None
     factors: Float[Tensor, " head"] | None = None
+    written: EdgeSet | None = None
 
     def __call__(self, tensor: Attention, hook: Any) -> Attention:
-        where = self.where(tensor)
+        where = self.where(tensor, hook)
         # Not -inf, because a row with nothing but padding would become NaN.
         lowest = torch.finfo(tensor.dtype).min
         if self.factors is None:
@@ -137,18 +142,56 @@ class EdgeHook(BatchHook):
         chosen[list(self.heads)] = True
         return edges & chosen
 
-    def where(self, attention: Attention) -> Bool[Tensor, "_ _ query key"]:
+    def where(self, attention: Attention, hook: Any = None) -> Bool[Tensor, "_ _ query key"]:
         """The edges among the queries and keys of scores or a pattern."""
         count, n_heads, queries, keys = attention.shape
-        length = self.edges.shape[2]
-        if keys != length or queries > keys:
-            raise HookError(
-                f"edges are for {length} query and {length} key positions, but the model runs "
-                f"{queries} queries over {keys} keys"
-            )
+        length = self._length_of(queries, keys, hook)
         if len(self.edges) not in (1, count):  # one prompt for all: the tokens that they share
             raise HookError(f"edges are for {len(self.edges)} prompts, but the model runs {count}")
-        return self.in_heads(slice(keys - queries, keys), attention.device, n_heads)
+        rows = slice(length - queries, length)
+        edges = self.over(length).in_heads(rows, attention.device, n_heads)
+        return edges[..., length - keys :]  # the cache drops keys beyond a window
+
+    def over(self, length: int, tokens: Tensor | None = None) -> "EdgeHook":
+        """The same hook for the prompts with what is written after them, up to this length."""
+        if length == self.edges.shape[2]:
+            return self
+        if self.written is None:
+            raise HookError(
+                "the model writes after prompts that do not end at their targets in the last "
+                "column, so that the edges of what it writes are not known; give "
+                "batch.padded_left(), or edges of the longer length"
+            )
+        if self.edges.shape[2] < self.written.shape[2] < length:
+            raise HookError(
+                f"edges are given for a text of {self.written.shape[2]} tokens, but the model "
+                f"writes until it has {length}; give them for that length"
+            )
+        tokens = self.tokens if tokens is None else tokens
+        return replace(self, edges=self.written.over(length), tokens=tokens)
+
+    def _length_of(self, queries: int, keys: int, hook: Any) -> int:
+        """How long the prompts are in a pass, with the tokens that were written after them.
+
+        These are known if the pass continues the one before it, of which this hook was a part.
+        """
+        length, before = tokens_run(hook, keys), _lengths.setdefault(self, {})
+        name, given = getattr(hook, "name", None), self.edges.shape[2]
+        continues = before.get(name, 0) == (length - 1 if queries == length else length - queries)
+        is_known = length == given or (continues and length > given)
+        if not is_known or keys > length or queries > keys:
+            raise HookError(
+                f"edges are for {given} query and {given} key positions, but the model runs "
+                f"{queries} queries over {keys} keys; make the hooks of the prompts that run. If "
+                "the model writes after them, let the hooks act from the pass over the prompts on, "
+                "in every pass"
+            )
+        before[name] = length
+        return length
+
+
+# The tokens of the last pass of each hook at each hook point.
+_lengths: WeakKeyDictionary[EdgeHook, dict[Any, int]] = WeakKeyDictionary()
 
 
 def in_leading_tokens(hooks: Sequence[Hook], length: int) -> list[Hook]:
@@ -162,6 +205,14 @@ def in_leading_tokens(hooks: Sequence[Hook], length: int) -> list[Hook]:
         elif not isinstance(act, TargetHook):
             leading.append((point, act))
     return leading
+
+
+def in_longer_text(hooks: Sequence[Hook], tokens: Int[Tensor, "batch position"]) -> list[Hook]:
+    """What hooks do in whole passes over prompts and what was written after them."""
+    return [
+        (point, act.over(tokens.shape[1], tokens) if isinstance(act, EdgeHook) else act)
+        for point, act in hooks
+    ]
 
 
 def act_alike(hooks: Sequence[Hook], leading: Sequence[Hook]) -> bool:

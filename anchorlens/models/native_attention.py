@@ -9,8 +9,11 @@ scaling, soft caps and masks. The attention interface of transformers would need
 arithmetic for each architecture, and a global registration.
 
 From version 5.24 on, transformers gives the key-value cache to an attention as ``cache``. Attention
-that the bridge rebuilds knows only the former name, and would store nothing. ``rename_cache`` gives
+that the bridge rebuilds knows only the former name, and would store nothing. ``pass_cache`` gives
 it the cache under that name.
+
+The cache keeps no keys that are beyond the window of a layer, so that the shape of a pattern does
+not tell how many tokens ran. Hooks inside the attention find it out (``tokens_run``).
 """
 
 import inspect
@@ -24,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
-from ..system.put_back import as_found, put_back
+from ..system.put_back import SafeContext, as_found, put_back
 from ..system.torch_state import torch_modes
 from .kinds import config_of, configs_of, original_of
 
@@ -32,6 +35,8 @@ _SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
 _PRODUCT = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 # A call of any module is one frame of this code; tests/test_private_names.py verifies it.
 _MODULE_CALL = torch.nn.Module.__call__.__code__
+# The names of the cache in several architectures, and its own among what a hook point holds.
+_NAMES, _CACHE = ("cache", "past_key_values", "layer_past"), "cache of this pass"
 
 # Models that ran a fused attention, which forms no pattern, and what sets it again.
 _fused: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
@@ -56,13 +61,19 @@ def wrap_operands(attention: Any) -> bool:
     return True
 
 
-def rename_cache(attention: Any) -> None:
-    """Replace ``forward`` so that a bridge's attention gets ``cache`` as ``past_key_values``."""
+def pass_cache(attention: Any) -> None:
+    """Replace ``forward`` so that a bridge's attention knows the cache, by either name."""
     if not isinstance(attention, _bridge_class()) or is_native(attention):
         return
     run = _replacement(attention) or type(attention).forward
-    if run is not _run_renamed and ("forward" not in vars(attention) or run is _run_rebuilt):
-        _replace_forward(attention, _run_renamed, run)
+    if run is not _run_cached and ("forward" not in vars(attention) or run is _run_rebuilt):
+        _replace_forward(attention, _run_cached, run)
+
+
+def tokens_run(hook: Any, keys: int) -> int:
+    """The tokens of a text up to the last query of a pass, for a hook that gets so many keys."""
+    cache = getattr(hook, "ctx", {}).get(_CACHE)
+    return keys if cache is None else int(cache.get_seq_length())
 
 
 def use_eager_attention(model: Any) -> None:
@@ -105,7 +116,7 @@ def is_native(attention: Any) -> bool:
 def _replacement(attention: Any) -> Any:
     """The function by which this file replaced the ``forward`` of a module, or None."""
     forward = vars(attention).get("forward")
-    if isinstance(forward, partial) and forward.func in (_run_native, _run_rebuilt, _run_renamed):
+    if isinstance(forward, partial) and forward.func in (_run_native, _run_rebuilt, _run_cached):
         return forward.func
     return None
 
@@ -129,7 +140,7 @@ def _run_native(attention: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         args = (attention.hook_in(args[0]), *args[1:])
     hooks = _ThroughHooks(attention, args, kwargs, is_native=True)
-    with put_back(torch_modes()), hooks:
+    with put_back(torch_modes()), hooks, _showing_cache(attention, kwargs):
         output = attention.original_component(*args, **kwargs)
     if hooks.softmaxes != 1:
         raise ModelError(
@@ -148,11 +159,24 @@ def _run_rebuilt(attention: Any, *args: Any, **kwargs: Any) -> Any:
         return type(attention).forward(attention, *args, **kwargs)
 
 
-def _run_renamed(attention: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_cached(attention: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the bridge's forward with the cache under the name that it knows."""
     if "cache" in kwargs:
         kwargs["past_key_values"] = kwargs.pop("cache")
-    return run(attention, *args, **kwargs)
+    with _showing_cache(attention, kwargs):
+        return run(attention, *args, **kwargs)
+
+
+def _showing_cache(attention: Any, kwargs: Any) -> SafeContext[None]:
+    """Inside, ``tokens_run`` knows the cache; scores are computed after it was extended."""
+    shown = [point.ctx for point in (attention.hook_attn_scores, attention.hook_pattern)]
+    cache = next((kwargs[name] for name in _NAMES if kwargs.get(name) is not None), None)
+
+    def show() -> None:
+        for context in shown:
+            context[_CACHE] = cache
+
+    return put_back(as_found(*((context, _CACHE) for context in shown)), show)
 
 
 class _ThroughHooks(TorchFunctionMode):

@@ -17,10 +17,10 @@ from ..system.devices import wide
 from ..system.put_back import as_found, put_back
 from .facts import Facts, Operands, hooks_on_operands, known_facts, state_of
 from .hooked import Hook, HookedModel, dtype_of, hooks_by_layer, pattern_name, scores_name
-from .kinds import QUERY_AND_KEY, name_of_cache, pairs_in
+from .kinds import QUERY_AND_KEY, pairs_in
 from .kv_cache import KeyValues, inputs_after, keys_and_values, prefix_of
 from .native_attention import (
-    rename_cache,
+    pass_cache,
     unwrap,
     use_eager_attention,
     wrap_attention,
@@ -249,15 +249,13 @@ def _no_backward(model: HookedModel, layers: list[_Layer], error: Exception) -> 
 
 
 def verify_cached_step(model: Any) -> tuple[str, tuple[int, ...]]:
-    """Make the cache act where only its name differs; see ``cached_step`` for what is returned."""
-    reason, entries = cached_step(model)
-    if reason and name_of_cache(model) == "cache":
-        undo = as_found(*((vars(block.attn), "forward") for block in model.blocks))
-        # The name is put back where the model does not continue from the cache either.
-        with put_back(lambda: undo() if reason else None):
-            for block in model.blocks:
-                rename_cache(block.attn)
-            reason, entries = cached_step(model)
+    """Make the cache act by either name; see ``cached_step`` for what is returned."""
+    undo, reason = as_found(*((vars(block.attn), "forward") for block in model.blocks)), "unknown"
+    # Undone where the model does not continue from the cache either.
+    with put_back(lambda: undo() if reason else None):
+        for block in model.blocks:
+            pass_cache(block.attn)
+        reason, entries = cached_step(model)
     return reason, entries
 
 

@@ -539,6 +539,17 @@ def after_shared(batch: PromptBatch, lengths: Mapping[int, int]) -> tuple[Prompt
     return replace(batch, first_query=length) if length else batch, set_id
 
 
+def in_longer_rows(batch: PromptBatch, length: int) -> PromptBatch:
+    """The same prompts in rows of a length, in which other tokens come after them."""
+    more, pad = (0, length - batch.tokens.shape[1]), torch.nn.functional.pad
+    return replace(
+        batch,
+        tokens=pad(batch.tokens, more),
+        attention_mask=pad(batch.attention_mask, more, value=True),
+        segments=pad(batch.segments, more, value=PADDING),
+    )
+
+
 def only_set(batch: PromptBatch) -> int | None:
     """The set of demonstrations of a batch; None if it has several."""
     return only_sets([batch])[0]

@@ -127,6 +127,23 @@ class EdgeSet(Tensor):
 
         return EdgeSet(rows_of, (1, length, length))
 
+    def over(self, length: int) -> "EdgeSet":
+        """The edges between the first ``length`` positions.
+
+        Beyond those of the set, each position is a query like the last one, and no key.
+        """
+        given = self.shape[2]
+
+        def rows_of(rows: slice, device: Device) -> Edges:
+            start, stop, _ = rows.indices(length)
+            first = min(start, given - 1)
+            of_given = self.rows(slice(first, min(stop, given)), device)
+            numbers = torch.arange(start, stop, device=device).clamp(max=given - 1)
+            edges = of_given[:, numbers - first, :length]
+            return torch.nn.functional.pad(edges, (0, length - edges.shape[2]))
+
+        return EdgeSet(rows_of, (self.shape[0], length, length))
+
     def begins_as(self, other: "EdgeSet") -> bool:
         """Whether the first positions of every prompt have the edges of a single prompt."""
         length = other.shape[2]

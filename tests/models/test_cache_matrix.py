@@ -13,6 +13,7 @@ from anchorlens.contexts.compressed import compressed_contexts
 from anchorlens.errors import ModelError
 from anchorlens.metrics.question import no_hooks
 from anchorlens.models.kv_cache import entries_of, layers_of_entries
+from anchorlens.models.native_attention import is_native
 from anchorlens.passes.forward import run_pass
 from anchorlens.runs import way
 from anchorlens.runs.passes import Passes
@@ -22,6 +23,7 @@ from tests.references.comparison import batch_of, cut_layers, precise, weights_o
 from tests.references.toys import TOYS
 from tests.support.measures import assert_same, centred, difference, is_shared
 from tests.support.peft_oracle import peft_logits, saved_by_peft
+from tests.test_cuts_while_writing import check_against_whole_passes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:in layers", "ignore:some pairs of classes have no prompts"),
@@ -83,6 +85,13 @@ def test_layers_read_the_entries_that_the_configuration_says() -> None:
     assert [*entries_of(model)] == [0, 1, 2, 1, 2]
     assert layers_of_entries(model) == [0, 1, 2]
     assert [*entries_of(hooked("Gemma 4", torch.float32, "bridge"))] == [0, 1, 2]
+
+
+@pytest.mark.slow("whole models")
+def test_cuts_act_while_attention_of_transformers_writes_beyond_its_window() -> None:
+    model = hooked("Gemma 4 (shared)", torch.float64, "bridge")
+    assert is_native(model.blocks[0].attn)
+    check_against_whole_passes(model, 1e-10)
 
 
 def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.facts import facts_of
 from anchorlens.models.kinds import name_of_cache
-from anchorlens.models.native_attention import _run_renamed
+from anchorlens.models.native_attention import _run_cached
 from anchorlens.models.verify_hooks import cached_step
 from tests.support.measures import hooks_on
 from tests.support.tiny_models import questions
@@ -91,7 +91,7 @@ def test_a_renamed_cache_is_undone(llama: Any, monkeypatch: pytest.MonkeyPatch) 
     leave_empty(llama, monkeypatch)  # then the other name makes no difference
     al.prepare_model(llama)
     assert "takes no key-value cache" in facts_of(llama).why_no_cache
-    assert not any(forward.func is _run_renamed for forward in forwards() if forward)
+    assert not any(forward.func is _run_cached for forward in forwards() if forward)
     al.restore_model(llama)
     assert forwards() == [None] * len(llama.blocks)
     assert hooks_on(llama) == hooks

@@ -283,6 +283,15 @@ WHOLE: dict[str, Callable[[Scene], Any]] = {
     "checkpoints": lambda s: run(s, al.SaliencyFlows(), gradient_checkpointing=True),
     "caches": caches,
 }
+
+
+def trace_under_cuts(s: Scene) -> al.Record:
+    def cut(batch: al.PromptBatch) -> Any:
+        return al.block_edges(s.model, batch, al.edges.read_by(torch.tensor([1])))
+
+    return al.trace_generation(s.model, "Who wrote it?", max_new_tokens=3, hooks=cut).flows
+
+
 # Calls after shared tokens, whose numbers are stored.
 SHARED: dict[str, Callable[[Scene], Any]] = {
     "metrics": lambda s: run(s, *metrics()),
@@ -295,6 +304,7 @@ SHARED: dict[str, Callable[[Scene], Any]] = {
     "integrated": lambda s: ask(s.model, s.first, al.IntegratedFlows(steps=2), **s.quiet),
     "steps": lambda s: al.step_flows(s.model, s.written[0].prompt(0), ANSWER),
     "trace": lambda s: al.trace_generation(s.model, "Who wrote it?", max_new_tokens=3).flows,
+    "trace under cuts": trace_under_cuts,
     "suppression": lambda s: suppression(s, s.first),
     "suppression of answers": lambda s: suppression(s, s.written),
     **{
