@@ -22,7 +22,7 @@ def lines(*names: str) -> int:
 def test_lines() -> None:
     folders = ("models/*.py", "passes/*.py", "runs/*.py", "metrics/*.py", "hooks.py")
     assert lines(*folders) <= 15_751
-    assert lines("**/*.py") <= 43_152
+    assert lines("**/*.py") <= 43_155
 
 
 @pytest.mark.slow("runs that are counted")

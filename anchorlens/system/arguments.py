@@ -85,7 +85,10 @@ def checked(function: Checked, described: Any = None) -> Checked:
             raise
         except (StopIteration, RuntimeError, IndexError, TypeError, ValueError) as error:
             _refuse_ended(error)
-            _refuse_unlike(name, _hints_of(function), signature.bind(*args, **kwargs).arguments)
+            given: Mapping[str, Any] = {}
+            with suppress(TypeError):  # an argument is missing, as Python says
+                given = signature.bind(*args, **kwargs).arguments
+            _refuse_unlike(name, _hints_of(function), given)
             raise
 
     return call  # type: ignore[return-value]
