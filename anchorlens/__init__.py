@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from .experiments.edge_sweep import EdgeSweep as EdgeSweep
     from .experiments.integrated_flows import IntegratedFlows as IntegratedFlows
     from .experiments.faithfulness import Faithfulness as Faithfulness
+    from .experiments.score_parts import ScoreParts as ScoreParts
     from .experiments.prefix_effect import PrefixEffect as PrefixEffect
     from .experiments.context_comparison import ContextComparison as ContextComparison
     from .experiments import removal as removal
@@ -131,6 +132,7 @@ _WORDS = {
     "replace_heads": "ablate ablate_heads ablate_head",
     "isolate_labels": "isolate isolate_label_words",
     "Faithfulness": "attribute attribution",
+    "ScoreParts": "explain_edge explain_head decompose_scores",
     "head_effects": "direct_logit_attribution logit_attribution",
     "task_vectors": "function_vectors patch",
     "trace_generation": "generate trace",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .experiments.label_dependence import LabelDependenceRecord as LabelDependenceRecord
     from .experiments.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
     from .experiments.retrieval_heads import RetrievalHeadsRecord as RetrievalHeadsRecord
+    from .experiments.score_parts import ScorePartsRecord as ScorePartsRecord
     from .experiments.step_flows import StepFlowsRecord as StepFlowsRecord
     from .experiments.task_vectors import TaskVectorsRecord as TaskVectorsRecord
     from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord

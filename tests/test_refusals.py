@@ -332,6 +332,10 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
         AnchorlensError,
         lambda s, change: run(s, [al.IntegratedFlows(**change)], [s.own]),
     ),
+    "ScoreParts": (
+        AnchorlensError,
+        lambda s, change: run(s, [al.ScoreParts(**{"layer": 1} | change)], [s.batch]),
+    ),
     "PrefixEffect": (MetricError, lambda s, change: run(s, [al.PrefixEffect(**change)], [s.batch])),
     "head_effects": (
         AnchorlensError,
@@ -1097,6 +1101,10 @@ ROWS: list[tuple[str, Any, str]] = [
     ("IntegratedFlows", {"steps": 0}, "steps must be a whole number from 1 to 1,000,000; got 0"),
     ("IntegratedFlows", {"output": lambda logits, _: logits.sum()}, "must give one number a prom"),
     ("IntegratedFlows", {"segments": ["nothing"]}, "there is no segment 'nothing'"),
+    ("ScoreParts", {"layer": 9}, "layers must be numbers from 0 to 2"),
+    ("ScoreParts", {"heads": 9}, "heads must be numbers from 0 to"),
+    ("ScoreParts", {"keys": al.edges.target}, "got 1 queries and 1 keys in each prompt"),
+    ("ScoreParts", {"queries": al.edges.anchors}, "got 6 queries and 6 keys in each prompt"),
     ("PrefixEffect", {"keys": {"query": edges.query}}, "lies in the query"),
     ("PrefixEffect", {"keys": FIRST_OF_QUERY}, "lies in the query"),
     ("PrefixEffect", {"keys": OVERLAPPING}, "is in two segments; every token can be in one"),

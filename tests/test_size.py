@@ -21,8 +21,8 @@ def lines(*names: str) -> int:
 
 def test_lines() -> None:
     folders = ("models/*.py", "passes/*.py", "runs/*.py", "metrics/*.py", "hooks.py")
-    assert lines(*folders) <= 15_751
-    assert lines("**/*.py") <= 43_155
+    assert lines(*folders) <= 16_046
+    assert lines("**/*.py") <= 43_745
 
 
 @pytest.mark.slow("runs that are counted")

@@ -10,7 +10,7 @@ name of a norm or where it is called: that of OPT-350m follows the attention, bu
 stream too, and takes no scale away.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -161,27 +161,47 @@ def _reason(
     return f"their sum differs by {min(differences):.1e} of the largest output of the attention"
 
 
-class _Norm(NamedTuple):
-    """A norm that takes the scale of A away: ``bias + (u - mean u, if centred) * factor``."""
+class LinearNorm(NamedTuple):
+    """A norm with the divisors of one pass: ``bias + (u - mean u, if centred) * factors``."""
 
-    number: int  # in ``modules_of``
     bias: Tensor
     is_centred: bool
+    factors: Tensor  # weights and divisor together
+
+    @classmethod
+    def of(cls, module: Any, inputs: Tensor, output: Tensor) -> "LinearNorm":
+        """As a module acted on inputs."""
+        nothing = torch.zeros_like(inputs[:1].detach())
+        bias, shifted = (wide(module.forward(each)) for each in (nothing, nothing + 1))
+        bias = bias.flatten(0, -2)[0]
+        norm = cls(bias, bool(torch.allclose(shifted, bias.expand_as(shifted))), bias)
+        # 0 / 0 where what the norm gets is 0.
+        ratio = (wide(output.detach()) - bias) / norm.centred(wide(inputs.detach()))
+        return norm._replace(factors=ratio.nan_to_num(0.0, 0.0, 0.0))
 
     def centred(self, inputs: Tensor) -> Tensor:
         return inputs - inputs.mean(-1, keepdim=True) if self.is_centred else inputs
 
+    def without_bias(self, inputs: Tensor) -> Tensor:
+        return self.centred(wide(inputs)) * self.factors
+
+    def acting(self) -> Callable[[Any, Any, Any], Tensor]:
+        """A hook on the module that makes it linear."""
+        return lambda module, inputs, output: (self.without_bias(inputs[0]) + self.bias).to(
+            output.dtype
+        )
+
 
 @own_fact
-def norms_after(model: HookedModel) -> dict[int, _Norm]:
-    """By layer the norm that takes the scale of its pattern away, if any.
+def norms_after(model: HookedModel) -> dict[int, int]:
+    """By layer the norm that takes the scale of its pattern away, if any: its number in modules_of.
 
     In one pass over equal rows, each layer has a row where its pattern is doubled, and one where it
     is 0. Doubling must change little beside what zero changes, in the logits, and in what the norm
     gives out although it gets twice as much.
     """
     n_layers, modules = model.cfg.n_layers, modules_of(model)
-    count, attended, found = 1 + 2 * n_layers, list[int](), dict[int, _Norm]()
+    count, attended, found = 1 + 2 * n_layers, list[int](), dict[int, int]()
 
     def scale(layer: int) -> Hook:
         def act(pattern: Tensor, hook: Any) -> Tensor:
@@ -205,10 +225,7 @@ def norms_after(model: HookedModel) -> dict[int, _Norm]:
         if not (clean.any() and relative_difference(doubled, 2 * clean) < _DOUBLED):
             return
         if (same - normal).abs().max() < _SAME * (normal - bias).abs().max():
-            bias = bias.flatten(0, -2)[0]
-            found[layer] = _Norm(number, bias, False)
-            shifted = wide(module.forward(inputs[0] + clean.abs().max().to(inputs[0])))[0]
-            found[layer] = _Norm(number, bias, relative_difference(shifted, normal) < _SAME)
+            found[layer] = number
 
     of_modules = [(module, partial(compare, number)) for number, module in enumerate(modules)]
     with tiny_passes(model, [*map(scale, range(n_layers))], of_modules):
@@ -221,28 +238,20 @@ class FrozenNorms:
     """The norms that take the scale away as linear functions, each as it acts in one clean pass."""
 
     def __init__(self, model: HookedModel) -> None:
-        modules, found = modules_of(model), norms_after(model)
-        self._norms = {layer: (modules[norm.number], norm) for layer, norm in found.items()}
-        self._factors: dict[int, Tensor] = {}
+        modules = modules_of(model)
+        self._modules = {layer: modules[number] for layer, number in norms_after(model).items()}
+        self.found: dict[int, LinearNorm] = {}
 
     def observers(self) -> list[ModuleHook]:
         """Hooks for the clean pass, which store what each norm multiplies by."""
 
-        def store(layer: int, norm: _Norm, module: Any, inputs: Any, output: Any) -> None:
-            # Weights and divisor together. 0 / 0 where what the norm gets is 0.
-            ratio = (wide(output.detach()) - norm.bias) / norm.centred(wide(inputs[0].detach()))
-            self._factors[layer] = ratio.nan_to_num(0.0, 0.0, 0.0)
+        def store(layer: int, module: Any, inputs: Any, output: Any) -> None:
+            self.found[layer] = LinearNorm.of(module, inputs[0], output)
 
-        return [(module, partial(store, n, norm)) for n, (module, norm) in self._norms.items()]
+        return [(module, partial(store, layer)) for layer, module in self._modules.items()]
 
     def hooks_of(self, layer: int) -> list[ModuleHook]:
         """Hooks that make the norm of a layer linear; none where nothing takes the scale away."""
-        if layer not in self._norms:
+        if layer not in self._modules:
             return []
-        module, norm = self._norms[layer]
-
-        def multiply(module: Any, inputs: Any, output: Any) -> Tensor:
-            given = norm.centred(wide(inputs[0])) * self._factors[layer] + norm.bias
-            return given.to(output.dtype)
-
-        return [(module, multiply)]
+        return [(self._modules[layer], self.found[layer].acting())]

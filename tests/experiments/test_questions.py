@@ -38,6 +38,7 @@ EXPERIMENTS: list[al.Question] = [
     printed("experiments.md", "Suppression")(("label", "query")),
     al.IntegratedFlows(["label", "target"], steps=2),
     al.PrefixEffect(),
+    al.ScoreParts(1, heads=0),
     al.ContextComparison(CONTEXTS, draws=2, repeats=0),
 ]
 

@@ -4,6 +4,7 @@
 - ``sum_j A_ij dL/dA_ij = z_i . dL/dz_i`` for each row, the diagonal included, also with sinks; and
   ``dL/dA_ij = (dL/dz)_i . v_j``.
 - No gradient goes through a head that is detached, and its output stays as it is.
+- Parts of queries and keys sum to scores that differ as the logarithm of the attention does.
 - The sum over heads of their mean outputs times W_O, with b_O, is what the attention gives out on
   average. A prompt's own outputs of all heads, and its own residual stream after any layer, change
   no logit, bit for bit. That after the last layer gives the logits in any other prompt.
@@ -26,6 +27,7 @@ from anchorlens.models.model_state import added_hooks, frozen_in_eval_mode
 from anchorlens.models.tiny_pass import LEAF
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.provide import Observation
+from anchorlens.passes.residual_parts import residual_parts
 from anchorlens.passes.step_gradients import step_gradients
 from tests.models.test_matrix import KINDS, cases, hooked
 from tests.references.comparison import batch_of
@@ -107,6 +109,50 @@ def gradients(
         of_words = at_target[:, :16].log_softmax(-1)[:, 0].sum() if loss is None else loss(logits)
         found = torch.autograd.grad(of_words, tensors)
     return at_target.detach(), tensors, list(found)
+
+
+OTHERWISE = "cannot be told apart by parts"
+BY_ITSELF = "calls the attention interface of transformers 0 times"
+OF_LENS = "transformers does not compute its attention"
+# Scores that are no product of queries and keys alone, or an attention that cannot be called.
+NO_PARTS = {
+    **{
+        "GPT-Neo": BY_ITSELF,
+        "MPT": BY_ITSELF,
+        "XGLM": BY_ITSELF,
+        "Bloom": OTHERWISE,
+        "Falcon": OTHERWISE,
+    },
+    **{"Falcon (ALiBi)": OTHERWISE, "Gemma 4 (shared)": OTHERWISE, "Llama 4": OTHERWISE},
+    "OPT (norms after)": "what the layers before it add",
+    "Gemma 4": "what the layers before it add",
+    "JetMoe": "no hook point blocks.0.attn.hook_z",
+    **{"Toy": OF_LENS, "Toy (one layer)": OF_LENS, "Toy (soft caps)": OF_LENS},
+    "Toy (grouped keys)": OF_LENS,
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), cases("bridge", every_kind=("Llama", "Gemma 3")))
+def test_parts_of_scores_sum_to_the_attention(name: str, kind: str) -> None:
+    model, batch = hooked(name, torch.float32, kind), batch_of("left")
+    layer, target = model.cfg.n_layers - 1, batch.target_positions
+    queries, keys = target[:, None], target[:, None] - torch.arange(3)
+
+    def parts() -> Any:
+        with frozen_in_eval_mode(model):
+            return residual_parts(model, batch, layer, [0, 1], queries, keys, by_head=True)
+
+    if name in NO_PARTS:
+        with pytest.raises(ModelError, match=NO_PARTS[name]):
+            parts()
+        return
+    found = parts()
+    scores = found.queries.sum(0).double() @ found.keys.sum(0).double().mT
+    cap = model.cfg.attn_scores_soft_cap or 0
+    capped = cap * (scores / cap).tanh() if cap > 0 else scores
+    log = found.pattern.double().log()
+    difference = (capped - capped[..., :1]) - (log - log[..., :1])
+    assert difference.abs().max() <= 2e-5 * max(1.0, float(scores.abs().max()))
 
 
 @pytest.mark.parametrize(("name", "kind"), cases("bridge", every_kind=()))

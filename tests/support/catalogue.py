@@ -302,6 +302,7 @@ SHARED: dict[str, Callable[[Scene], Any]] = {
     "head effects": lambda s: al.head_effects(s.model, s.others, s.batches, **s.quiet),
     "task vectors": lambda s: al.task_vectors(s.model, s.others, s.batches, **s.quiet),
     "integrated": lambda s: ask(s.model, s.first, al.IntegratedFlows(steps=2), **s.quiet),
+    "parts of scores": lambda s: ask(s.model, s.first, al.ScoreParts(1), **s.quiet),
     "steps": lambda s: al.step_flows(s.model, s.written[0].prompt(0), ANSWER),
     "trace": lambda s: al.trace_generation(s.model, "Who wrote it?", max_new_tokens=3).flows,
     "trace under cuts": trace_under_cuts,

@@ -1,0 +1,286 @@
+"""What the queries and keys of a layer are made of: the parts of the residual stream, norms held.
+
+1. The residual stream before a layer is a sum: the embedding, and what the attention and the MLP of
+   each layer before it added. Its attention may be told apart by heads.
+2. The norm before the attention, and norms of queries and keys, keep the divisors of the pass. Then
+   the layer itself maps each part to queries and keys: projections and rotations are linear.
+3. Both sums are compared with what the pass had. Where they differ, an error says so.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from ..models.head_outputs import FrozenNorms, LinearNorm, separate_heads
+from ..models.hooked import (
+    Hook,
+    HookedModel,
+    before_block,
+    devices_of_layers,
+    pattern_name,
+    z_name,
+)
+from ..models.kinds import cached_heads, is_bridge
+from ..models.model_state import ModuleHook, added_hooks, replaced_methods
+from ..models.replaced_attention import Terms, attention_by
+from ..models.tiny_pass import in_a_line, is_own_mistake, relative_difference
+from ..models.twin import twin_of
+from ..prompts.batch import PromptBatch
+from .forward import run_pass
+
+_INPUTS = ("hidden_states", "query_input", "key_input", "value_input")
+
+
+@dataclass(frozen=True, eq=False)
+class ResidualParts:
+    """Queries and keys of some heads at some positions, as sums of parts.
+
+    Attributes:
+        layers: What each part is of: 0 the embedding, 2 n + 1 the attention of layer n (all of it;
+            or each head, then what is of no head), 2 n + 2 its MLP, and the last the biases.
+        queries: What each part gives to the queries, in the unit of scores.
+        keys: What each part gives to the keys.
+        pattern: The attention of these queries to these keys.
+    """
+
+    layers: Sequence[int]
+    queries: Float[Tensor, "part batch head query d_head"]
+    keys: Float[Tensor, "part batch head key d_head"]
+    pattern: Float[Tensor, "batch head query key"]
+
+
+@dataclass
+class _Call:
+    """How the attention of a layer was called, and what was seen at some columns in that pass."""
+
+    columns: Int[Tensor, "batch column"]
+    device: torch.device  # of the layer
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    soft_cap: float | None = None  # of its scores
+
+    def at(self, values: Tensor) -> Tensor:
+        """Numbers [batch, position, ...] at the columns."""
+        columns = self.columns.to(values.device)
+        prompts = torch.arange(len(columns), device=values.device)[:, None]
+        at_columns = values.expand(len(columns), *values.shape[1:])[prompts, columns]
+        return at_columns.to(self.device)
+
+    def hidden(self) -> Float[Tensor, "batch position d_model"]:
+        """The input of the attention."""
+        inputs = [*self.args[:1], *(self.kwargs[name] for name in _INPUTS if name in self.kwargs)]
+        return inputs[0].detach()
+
+
+class _Found(Exception):
+    """The queries and keys are there; nothing after them is computed."""
+
+
+def residual_parts(
+    model: HookedModel,
+    batch: PromptBatch,
+    layer: int,
+    heads: Sequence[int],
+    queries: Int[Tensor, "batch query"],
+    keys: Int[Tensor, "batch key"],
+    *,
+    by_head: bool,
+) -> ResidualParts:
+    """The parts of queries and keys in one pass of whole prompts."""
+    # A HookedTransformer counts columns, so that its attention gets all of them.
+    columns, ours = torch.arange(batch.tokens.shape[1]).expand(len(batch), -1), (queries, keys)
+    if is_bridge(model):
+        columns = torch.cat(ours, dim=1)
+        places = torch.arange(columns.shape[1]).expand(len(batch), -1)
+        ours = places[:, : queries.shape[1]], places[:, queries.shape[1] :]
+    call = _Call(columns, devices_of_layers(model)[layer])
+    rows, chosen = torch.arange(len(batch))[:, None, None], torch.as_tensor(heads)[:, None]
+    seen, patterns, norms = dict[str, Tensor](), list[Tensor](), FrozenNorms(model)
+    points = [f"blocks.{n}.hook_{each}_out" for n in range(layer) for each in ("attn", "mlp")]
+    resid_pre = before_block(layer)
+    points += [before_block(0), resid_pre]
+    points += [z_name(n) for n in range(layer)] if by_head else []
+    if missing := [name for name in points if name not in model.hook_dict]:
+        raise ModelError(f"the model has no hook point {missing[0]}, where a part could be read")
+
+    def see(name: str, values: Tensor, hook: Any) -> None:
+        seen[name] = call.at(values.detach())
+
+    def see_pattern(values: Tensor, hook: Any) -> None:
+        places = rows[..., None], chosen[..., None], queries[:, None, :, None], keys[:, None, None]
+        patterns.append(values.detach()[tuple(each.to(values.device) for each in places)].cpu())
+
+    observers: list[Hook] = [(name, partial(see, name)) for name in dict.fromkeys(points)]
+    observers.append((pattern_name(layer), see_pattern))
+    attention = model.blocks[layer].attn  # type: ignore[attr-defined]
+
+    def recording(_: int, module: Any) -> Any:
+        forward = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if resid_pre in seen and not (call.args or call.kwargs):  # no tiny pass
+                call.args, call.kwargs = args, kwargs
+            return forward(*args, **kwargs)
+
+        return run
+
+    # The twin has an attention of its own.
+    with (
+        twin_of(model).suspended(),
+        replaced_methods([attention], "forward", recording),
+        added_hooks(model, of_modules=norms.observers() if by_head else ()),
+    ):
+        run_pass(model, batch, observers=observers)
+    try:
+        layers, parts = _parts(model, layer, call, seen, norms if by_head else None)
+        operands = _linear_operands(model, layer, call, torch.stack(parts), seen[resid_pre])
+        of_queries, of_keys = (
+            each.cpu()[:, rows, chosen, place[:, None]]
+            for each, place in zip(operands, ours, strict=True)
+        )
+        _require_attention(of_queries.sum(0) @ of_keys.sum(0).mT, patterns[0], call.soft_cap)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # an attention may compute scores in any other way
+        if is_own_mistake(error):
+            raise
+        raise ModelError(
+            f"the scores of layer {layer} cannot be told apart by parts: {in_a_line(error)}; "
+            "al.head_effects and al.EdgeSweep take any attention"
+        ) from error
+    return ResidualParts((*layers, 2 * layer + 1), of_queries, of_keys, patterns[0])
+
+
+def _parts(
+    model: HookedModel,
+    layer: int,
+    call: _Call,
+    seen: Mapping[str, Tensor],
+    norms: FrozenNorms | None,
+) -> tuple[list[int], list[Tensor]]:
+    """The parts of the residual stream before a layer, with heads apart where norms are given."""
+    layers, parts = [0], [seen[before_block(0)]]
+    for n in range(layer):
+        attn_out, mlp_out = (seen[f"blocks.{n}.hook_{each}_out"] for each in ("attn", "mlp"))
+        heads = _of_heads(model, n, seen[z_name(n)], norms.found.get(n), call) if norms else []
+        parts += [*heads, attn_out - sum(heads), mlp_out]
+        layers += [2 * n + 1] * (len(heads) + 1) + [2 * n + 2]
+    _require_sum(
+        torch.stack(parts).sum(0), seen[before_block(layer)], "what the layers before it add"
+    )
+    return layers, parts
+
+
+def _of_heads(
+    model: Any, layer: int, z: Tensor, norm: LinearNorm | None, call: _Call
+) -> list[Float[Tensor, "batch column d_model"]]:
+    """What each head of a layer adds; a norm that follows has the divisors of the pass."""
+    attention = model.blocks[layer].attn
+    output = attention.W_O.detach().to(z)
+    added = torch.einsum("bphd,hdm->hbpm", separate_heads(z, model.cfg.n_heads), output)
+    if norm is None:
+        return [*added]
+    held = norm._replace(factors=call.at(norm.factors))
+    return [held.without_bias(each).to(z.dtype) for each in added]
+
+
+def _linear_operands(
+    model: HookedModel, layer: int, call: _Call, parts: Tensor, resid: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of each part, then of the biases: [part, batch, head, column, d_head]."""
+    block: Any = model.blocks[layer]  # type: ignore[attr-defined]
+    hidden = call.at(call.hidden())
+    if torch.equal(hidden, resid):  # the norm comes after the attention
+        norm = LinearNorm(torch.zeros_like(hidden[0, 0]), False, torch.ones_like(hidden))
+    else:
+        _require_sum(block.ln1.forward(resid), hidden, "what the norm before it gives out")
+        norm = LinearNorm.of(block.ln1, resid, hidden)
+    inner = [each for each in block.attn.modules() if "Norm" in type(each).__name__]
+    held = dict[nn.Module, LinearNorm]()
+
+    def store(module: nn.Module, inputs: Any, output: Any) -> None:
+        held[module] = LinearNorm.of(module, inputs[0], output)
+
+    with added_hooks(model, of_modules=[(each, store) for each in inner]):
+        [whole] = _operands(model, layer, call, [hidden])
+    frozen: list[ModuleHook] = [(each, norm.acting()) for each, norm in held.items()]
+    bias = norm.bias.to(hidden.dtype).expand_as(hidden)
+    inputs = [bias, *(norm.without_bias(part).to(hidden.dtype) + bias for part in parts)]
+    with added_hooks(model, of_modules=frozen):
+        constant, *of_parts = _operands(model, layer, call, inputs)
+    found = []
+    for k, what in enumerate(("queries", "keys")):
+        stacked = torch.stack([*(each[k] - constant[k] for each in of_parts), constant[k]])
+        _require_sum(stacked.sum(0), whole[k], f"its {what}")
+        found.append(stacked)
+    return found[0], found[1]
+
+
+def _operands(
+    model: HookedModel, layer: int, call: _Call, inputs: Iterable[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Queries, in the unit of scores, and keys that the attention of a layer makes of inputs."""
+    found = list[tuple[Tensor, Tensor]]()
+
+    def attend(_: int, queries: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Any:
+        of_heads = keys[:, cached_heads(model, keys.shape[1]).to(keys.device)]
+        found.append(((queries * terms.scale).detach(), of_heads.detach()))
+        call.soft_cap = terms.soft_cap
+        raise _Found
+
+    # A bridge makes the mask of its attention of a whole batch.
+    without = ("attention_mask",) if is_bridge(model) else ()
+    kwargs = {name: _at(call, each) for name, each in call.kwargs.items()}
+    kwargs |= {name: None for name in without if name in kwargs}
+    others = [_at(call, each) for each in call.args[1:]]
+    with attention_by(model, attend):
+        for hidden in inputs:
+            given = {name: hidden for name in _INPUTS if name in kwargs}
+            with suppress(_Found):
+                args = [hidden, *others] if call.args else []
+                model.blocks[layer].attn(*args, **kwargs | given)  # type: ignore[attr-defined]
+    return found
+
+
+def _at(call: _Call, value: Any) -> Any:
+    """What the attention gets for each position, at the columns; all else as it is."""
+    if isinstance(value, tuple):
+        return tuple(_at(call, each) for each in value)
+    length = call.hidden().shape[1]
+    is_of_columns = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length
+    return call.at(value) if is_of_columns else value
+
+
+def _require_sum(total: Tensor, expected: Tensor, what: str) -> None:
+    """Raise an error unless two tensors are equal up to rounding."""
+    difference = relative_difference(total, expected)
+    if not difference <= _limit(expected):
+        raise ModelError(
+            f"{what} and the sum of the parts differ by {difference:.1e} of the largest"
+        )
+
+
+def _require_attention(scores: Tensor, pattern: Tensor, cap: float | None) -> None:
+    """Raise an error unless scores differ between keys as the logarithm of the attention does."""
+    capped = scores if cap is None else cap * (scores / cap).tanh()
+    both = torch.stack([capped, pattern.to(capped).log()])
+    both = both.masked_fill(~both.isfinite().all(0), torch.nan)  # a key that is not seen
+    ours, theirs = both - both.nanmean(-1, keepdim=True)
+    difference = float((ours - theirs).nan_to_num().abs().max())
+    if difference > _limit(pattern) * max(1.0, float(scores.abs().max())):
+        raise ModelError(
+            "queries times keys differ between keys from the logarithm of the attention by "
+            f"{difference:.1e}"
+        )
+
+
+def _limit(values: Tensor) -> float:
+    # Some models rotate in float32 in any precision.
+    return max(1e-3, torch.finfo(values.dtype).eps ** 0.5)

@@ -1,0 +1,189 @@
+"""Parts of scores equal products of weights written out, and attention that was made by hand."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import anchorlens as al
+from tests.support.asked import ask
+from tests.support.tiny_models import boot, questions, tiny_gemma3, tiny_gpt2, tiny_llama
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+
+
+def one_prompt(model: Any) -> al.PromptBatch:
+    return questions(model, 4)[0].prompt(1)
+
+
+def near(batch: al.PromptBatch) -> Tensor:
+    """Keys inside a window."""
+    before = batch.up_to_target.long()
+    return (before > 0) & (before.flip(1).cumsum(1).flip(1) <= 5)
+
+
+def parts_of_llama(weights: Any, ids: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys [part, head, position, d_head] and the pattern, by plain transformers."""
+    seen, is_gemma = dict[Any, Any](), hasattr(weights.model.layers[0], "pre_feedforward_layernorm")
+    handles = []
+    for n, block in enumerate(weights.model.layers):
+        norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+        last = (
+            [getattr(block, each) for each in norms] if is_gemma else [block.self_attn, block.mlp]
+        )
+        for name, module in zip(("attn", "mlp"), last, strict=True):
+
+            def store(module: Any, inputs: Any, output: Any, key: Any = (name, n)) -> None:
+                seen[key] = output[0] if isinstance(output, tuple) else output
+
+            handles.append(module.register_forward_hook(store))
+
+        def before(module: Any, inputs: Any, output: Any, key: Any = ("norm", n)) -> None:
+            seen[key] = inputs[0]
+
+        handles.append(block.input_layernorm.register_forward_hook(before))
+
+        def called(module: Any, args: Any, kwargs: Any, key: Any = ("rotation", n)) -> None:
+            seen[key] = kwargs["position_embeddings"]
+
+        handles.append(block.self_attn.register_forward_pre_hook(called, with_kwargs=True))
+    weights.config._attn_implementation = "eager"
+    with torch.no_grad():
+        pattern = weights(ids, output_attentions=True).attentions[layer][0]
+    for handle in handles:
+        handle.remove()
+    parts = [seen["norm", 0][0]]
+    parts += [seen[name, n][0] for n in range(layer) for name in ("attn", "mlp")]
+    block = weights.model.layers[layer]
+    attention, resid = block.self_attn, seen["norm", layer][0]
+
+    def held(values: Tensor, whole: Tensor, norm: Any) -> Tensor:
+        weight = norm.weight.double() + is_gemma
+        eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0)))
+        return values * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+    normed = held(torch.stack(parts), resid, block.input_layernorm)
+
+    def projected(projection: Any, norm: Any) -> Tensor:
+        values = (normed @ projection.weight.T).unflatten(-1, (-1, attention.head_dim))
+        return (values if norm is None else held(values, values.sum(0), norm)).transpose(1, 2)
+
+    queries = projected(attention.q_proj, getattr(attention, "q_norm", None))
+    keys = projected(attention.k_proj, getattr(attention, "k_norm", None))
+    cos, sin = (each.double() for each in seen["rotation", layer])
+    queries, keys = (apply_rotary_pos_emb(each, each, cos, sin)[0] for each in (queries, keys))
+    groups = queries.shape[1] // keys.shape[1]
+    queries, keys = (queries * attention.scaling).detach(), keys.detach()
+    return queries, keys.repeat_interleave(groups, 1), pattern
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma3])
+def test_parts_equal_products_of_weights(make: Any, byte_level: Any) -> None:
+    weights = make(len(byte_level)).double()
+    copied = copy.deepcopy(weights)  # without the wrappers of a bridge
+    model = al.prepare_model(boot(weights, byte_level))
+    batch, layer = one_prompt(model), 1
+    queries, keys, pattern = parts_of_llama(copied, batch.tokens, layer)
+    record = ask(model, [batch], al.ScoreParts(layer, heads=[0, 1]), **QUIET)
+    target, anchors = int(batch.target_positions), batch.label_positions[0]
+    for place, head in enumerate((0, 1)):
+        products = torch.einsum("ad,bkd->abk", queries[:, head, target], keys[:, head, anchors])
+        scores = products.sum((0, 1))
+        expected = scores - scores.mean()
+        limit = 1e-6 * float(scores.abs().max())  # transformers rotates and normalizes in float32
+        log = pattern[head, target, anchors].double().log()
+        assert (expected - (log - log.mean())).abs().max() <= limit
+        assert (record.score[place] - expected).abs().max() <= limit
+        assert (record.level[place] - scores.mean()).abs() <= limit
+        order = scores.argsort(descending=True)
+        contrasts = products[..., order[0]] - products[..., order[1:]].mean(-1)
+        assert (record.pairs[place, :-1, :-1] - contrasts).abs().max() <= limit
+        assert (record.at_key[place, :-1] - contrasts.sum(0)).abs().max() <= limit
+        assert (record.at_query[place, :-1] - contrasts.sum(1)).abs().max() <= limit
+        by_key = products.sum(0) - products.sum(0).mean(-1, keepdim=True)
+        assert (record.score_at_key[place, :, :-1] - by_key.T).abs().max() <= limit
+        by_query = products.sum(1) - products.sum(1).mean(-1, keepdim=True)
+        assert (record.score_at_query[place, :, :-1] - by_query.T).abs().max() <= limit
+        groups = contrasts.sum(0)
+        expected = torch.stack([groups[0], groups[1::2].sum(), groups[2::2].sum(), 0 * groups[0]])
+        assert (record.of_groups[place] - expected).abs().max() <= limit
+        assert not record.pairs[place, -1].any() and not record.at_key[place, -1].any()  # no biases
+
+
+def test_heads_of_a_layer_sum_to_its_part_and_all_parts_to_the_contrast(exact_model: Any) -> None:
+    """With biases (GPT-2), and with norms after the attention (Gemma 3)."""
+    batches = questions(exact_model, 8)
+    asked = (al.ScoreParts(-1, keys=near, by=by) for by in ("layer", "head"))
+    by_layer, by_head = (ask(exact_model, batches, each, **QUIET) for each in asked)
+    parts, heads = by_layer.axis_names("part"), [*(by_head.axis_names("part") or ())]
+    assert parts == ("embedding", "attention 0", "MLP 0", "attention 1", "MLP 1", "biases")
+    assert by_head.axis_names("key_part") == parts == by_layer.axis_names("query_part")
+    after = 1 + exact_model.cfg.n_heads  # the bias of layer 0
+    assert (heads[1], heads[after]) == ("head 0.0", "bias of attention 0")
+    for name in ("at_key", "at_query", "score_at_key"):
+        ours, layers = getattr(by_head, name), getattr(by_layer, name)
+        assert (ours[..., 1 : after + 1].sum(-1) - layers[..., 1]).abs().max() <= 1e-9
+        assert (ours[..., after + 2 : -2].sum(-1) - layers[..., 3]).abs().max() <= 1e-9
+    for record in (by_layer, by_head):
+        sums = [record.at_key.sum(1), record.at_query.sum(1), record.pairs.sum((1, 2))]
+        sums += [record.of_groups.sum(1)]
+        for total in sums:
+            assert (total - record.contrast).abs().max() <= 1e-9
+        assert (record.contrast > 0).all() and record.attention.sum(1).le(1).all()
+
+
+def test_a_head_that_finds_what_another_head_wrote_has_all_of_it_in_one_pair(
+    byte_level: Any,
+) -> None:
+    """Layer 0 copies what it reads into other dimensions, where head 0 of layer 1 looks."""
+    weights = tiny_gpt2(len(byte_level), n_layer=2).double()
+    transformer, width = weights.transformer, weights.config.n_embd
+    half = width // 2
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter.zero_()
+        for norm in (*(n for b in transformer.h for n in (b.ln_1, b.ln_2)), transformer.ln_f):
+            norm.weight.fill_(1)
+        embedding = torch.randn(len(byte_level), half, dtype=torch.double)
+        # Without a mean, which the norm takes away.
+        transformer.wte.weight[:, :half] = embedding - embedding.mean(1, keepdim=True)
+        first, second = (block.attn for block in transformer.h)
+        first.c_attn.weight[:half, 2 * width : 2 * width + half] = torch.eye(half).double()
+        first.c_proj.weight[:half, half:] = torch.eye(half).double()
+        size = width // weights.config.n_head
+        second.c_attn.weight[:size, :size] = 3 * torch.eye(size).double()  # queries of head 0
+        second.c_attn.weight[half : half + size, width : width + size] = torch.eye(size).double()
+        second.c_attn.weight[:half, 2 * width : 2 * width + half] = torch.eye(half).double()
+        second.c_proj.weight[:] = torch.eye(width).double()
+    model = al.prepare_model(boot(weights, byte_level))
+    record = ask(model, [one_prompt(model)], al.ScoreParts(1, heads=0), **QUIET)
+    assert record.axis_names("part") == ("embedding", "attention 0", "MLP 0", "biases")
+    assert float(record.contrast) > 0.01
+    pairs = record.pairs[0].clone()
+    assert float(pairs[0, 1]) == pytest.approx(float(record.contrast), rel=1e-9)
+    pairs[0, 1] = 0
+    assert pairs.abs().max() <= 1e-9
+
+
+def test_a_record_answers_and_draws(gpt2: Any) -> None:
+    batches = questions(gpt2, 12)
+    record = al.run(gpt2, batches, [al.ScoreParts(1, heads=[1, 0])], progress=False)["score_parts"]
+    assert record.axis_names("head") == ("1.0", "1.1") and record.at_key.shape == (2, 4)
+    answer = record.answer("")
+    assert (
+        answer is not None
+        and answer.sentence.startswith("Head 1.")
+        and " from MLPs" in answer.sentence
+    )
+    figure = record.plot()
+    assert [trace.name for trace in figure.data[:2]] == ["head 1.0", "head 1.1"]
+    assert (record.at_key.sum(1) - record.contrast).abs().max() <= 1e-4
+
+
+def test_keys_behind_a_window_are_refused(gemma3: Any) -> None:
+    message = "in layer 2 a query sees 0 of its 6 keys, as behind a window"
+    with pytest.raises(al.AnchorlensError, match=message):
+        ask(gemma3, [one_prompt(gemma3)], al.ScoreParts(2), **QUIET)
