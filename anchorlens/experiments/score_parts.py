@@ -27,7 +27,7 @@ from ..runs.passes import WHOLE, Passes
 from ..system.arguments import checked
 
 GROUPS = ("embedding", "attention", "MLPs", "biases")
-_MOST = 24  # parts that a figure shows
+_MOST = 12  # parts that a figure shows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,9 +66,9 @@ class ScorePartsRecord(Record):
 
     caption: ClassVar[str] = (
         "Why a head looks where it looks: how far the score of the key that gets most attention is "
-        "above the mean of the other keys, in parts. Top: what each part of the keys adds, with "
-        "95 % intervals; the bars of a head sum to its contrast. Bottom: pairs of what looks (a "
-        "part of the query) and what is found (a part of the keys)."
+        "above the mean of the other keys, in parts; the largest are shown. Top: pairs of what "
+        "looks (a part of the query) and what is found (a part of the keys). Bottom: what each "
+        "part of the keys adds with the whole query; above 0 it draws attention."
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"group": GROUPS}
     names_in_info: ClassVar[Mapping[str, str]] = {
@@ -82,7 +82,11 @@ class ScorePartsRecord(Record):
         head = int(self.contrast.argmax())
         name = (self.axis_names("head") or ())[head]
         parts = self.axis_names("part") or ()
-        groups = [f"{self.estimate('of_groups', head, k)} from {of}" for k, of in enumerate(GROUPS)]
+        groups = [
+            f"{self.estimate('of_groups', head, k)} from {of}"
+            for k, of in enumerate(GROUPS)
+            if self.of_groups[head, k]
+        ]
         largest = int(self.at_key[head].argmax())
         sentence = (
             f"Head {name} scores the key that it attends {self.estimate('contrast', head)} above "
@@ -93,27 +97,32 @@ class ScorePartsRecord(Record):
         return Answer("By what does a head prefer a key?", sentence, limits)
 
     def plot(self) -> go.Figure:
-        """The parts of the contrast in the keys, above pairs of parts of the main head."""
+        """Pairs of parts of the head with the largest contrast, above the parts in the keys."""
         heads, parts = self.axis_names("head") or (), self.axis_names("part") or ()
-        largest = self.at_key.abs().amax(0).argsort(descending=True)[:_MOST].sort().values
-        bars = figures.bars(
-            **with_ends(self, "at_key", shaped=lambda numbers: numbers[0].T[largest][None]),
-            panels=["part of the contrast"],
-            groups=[parts[k] for k in largest.tolist()],
-            series=[f"head {head}" for head in heads],
-            title="What in the attended key the query finds",
+        main, of_layers = int(self.contrast.argmax()), self.axis_names("key_part") or ()
+        pairs, at_key = self.pairs[main], self.at_key.abs().amax(0)
+        sizes = torch.maximum(pairs.abs().amax(0), pairs.abs().amax(1))
+        shown, largest = (
+            each.argsort(descending=True)[:_MOST].sort()[0] for each in (sizes, at_key)
         )
-        main, of_layers = int(self.contrast.argmax()), self.axis_names("key_part")
+        names = [of_layers[k] for k in shown.tolist()]
         table = figures.heat_map(
-            self.pairs[main][None],
-            of_layers,
-            of_layers,
+            pairs[shown][:, shown][None],
+            names,
+            names,
             title=f"Head {heads[main]}: what looks, and what is found",
             bar_title="part of the contrast",
             row_title="in the query",
             column_title="in the keys",
         )
-        return figures.stacked(bars, table)
+        bars = figures.bars(
+            **with_ends(self, "at_key", shaped=lambda numbers: numbers[0].T[largest][None]),
+            panels=["part of the contrast"],
+            groups=[parts[k] for k in largest.tolist()],
+            series=[f"head {head}" for head in heads],
+            title="",
+        )
+        return figures.stacked(table, bars)
 
 
 @checked
