@@ -22,9 +22,11 @@ from .models.hooked import (
     Hook,
     HookedModel,
     LearnedBeta,
+    attention_layers,
     check_fits,
     indices_of,
     layer_numbers,
+    layers_without_pattern,
     pattern_name,
     refuse_folded_value_biases,
     scores_name,
@@ -47,7 +49,8 @@ class Site:
 
     Attributes:
         layers: Layers by number; negative numbers count from the end, so that ``range(-5, 0)``
-            means the last 5. None for all. A pair, which may mean a head, must be a list.
+            means the last 5. None for all that have an attention: in some models other layers are
+            recurrent. A pair, which may mean a head, must be a list.
         heads: Heads in each of these layers; None for all. With ``layers`` left out, the heads of
             each layer by its number: ``al.Site(heads={3: [0, 4], 5: 1})``.
         keep_bos: Leave the edges to BOS as they are. The paper's prompts have no BOS. In prompts
@@ -110,10 +113,17 @@ class Site:
         """The layers of this model, as numbers from 0.
 
         Raises:
-            HookError: A layer does not exist.
+            HookError: A layer does not exist, or has no attention.
         """
-        every = self.heads if isinstance(self.heads, Mapping) else range(model.cfg.n_layers)
-        return layer_numbers(model, every if self.layers is None else self.layers)
+        able = attention_layers(model)
+        every = self.heads if isinstance(self.heads, Mapping) else able
+        layers = layer_numbers(model, every if self.layers is None else self.layers)
+        if others := sorted({*layers}.difference(able)):
+            raise HookError(
+                f"layers {others} of {model.cfg.model_name} have no attention to act on; those "
+                f"with attention are {able}: name some of these, or leave layers out for all"
+            )
+        return layers
 
     @checked
     def heads_of(self, model: HookedModel, layer: int) -> list[int]:
@@ -489,7 +499,12 @@ def reweight_anchors(
 
         return pattern_name(layer), TargetHook(reweight, batch.tokens)
 
-    return [hook_of(layer) for layer in range(model.cfg.n_layers)]
+    if factors[layers_without_pattern(model)].any():
+        raise HookError(
+            f"layers {layers_without_pattern(model)} of {model.cfg.model_name} have no attention "
+            "to re-weight; beta must be 0 there"
+        )
+    return [hook_of(layer) for layer in attention_layers(model)]
 
 
 def hooks_on_edges(

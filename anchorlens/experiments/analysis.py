@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric
 from ..metrics.question import Question
 from ..metrics.saliency_flows import SaliencyFlows
-from ..models.hooked import HookedModel
+from ..models.hooked import HookedModel, attention_layers
 from ..prompts.batch import PromptBatch
 from ..results.record import Record
 from ..results.results import Results
@@ -131,7 +132,7 @@ def costs_of(
 
 
 def depth_of(wanted: int | None, layers: int) -> int:
-    """The depth that is wanted, or else 5, or half of the layers of a smaller model."""
+    """The depth that is wanted, or else 5, or half of the layers with attention if they are few."""
     return max(1, min(DEPTH, layers // 2)) if wanted is None else wanted
 
 
@@ -139,10 +140,10 @@ def both_ends(
     model: HookedModel, batches: Sequence[PromptBatch], wanted: int | None
 ) -> dict[str, Site]:
     """The first and the last layers; the first also without cuts of the edges to BOS, if any."""
-    depth = depth_of(wanted, model.cfg.n_layers)
-    sites = first_and_last(model, [depth])
+    sites = first_and_last(model, [depth_of(wanted, len(attention_layers(model)))])
     if batches[0].begins_with_bos:
-        sites[f"{next(iter(sites))}, BOS edge kept"] = Site(range(depth), keep_bos=True)
+        name, first = next(iter(sites.items()))
+        sites[f"{name}, BOS edge kept"] = replace(first, keep_bos=True)
     return sites
 
 

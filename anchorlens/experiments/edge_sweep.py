@@ -23,7 +23,8 @@ from ..hooks import Site, hooks_on_edges
 from ..metrics.loyalties import loyalty_contributions, tokens_of
 from ..metrics.question import Further, Question
 from ..models.batch_hooks import EdgeHook
-from ..models.hooked import Hook, HookedModel
+from ..models.hooked import Hook, HookedModel, layers_without_pattern
+from ..models.verify_hooks import carries_beside_attention
 from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet, EdgesOfBatch, check_edges
@@ -69,7 +70,8 @@ class EdgeSweepRecord(Record):
     ``info["sites"]`` has of each site by name the layers, the heads (None: all; or those of each
     layer), whether edges to BOS stay, whether rows are renormalized, and how many layers its passes
     skipped or why none. ``info["random_words"]`` of an isolation: how many words a draw takes, and
-    of how many.
+    of how many. ``info["not_cut"]`` names what else carries tokens on, such as recurrent layers:
+    then these are numbers of the attention alone.
 
     Attributes:
         label_loyalty: Share of prompts whose predicted label (without label words, the likeliest
@@ -146,6 +148,8 @@ class EdgeSweepRecord(Record):
         isolated = self.is_isolation
         what, done = ("label words", "isolated") if isolated else ("edges", "cut")
         control = str(self.info.get("control", "random control")).replace("_", " ")
+        others = self.info.get("not_cut")
+        alone = f" in the attention alone ({others} still carry them)" if others else ""
         return figures.points(
             values,
             low,
@@ -154,7 +158,7 @@ class EdgeSweepRecord(Record):
             ["label loyalty", "word loyalty"],
             self.axis_names("site") or (),
             (f"{what} {done}", f"{control} {done}, mean"),
-            title=f"What stays as it was when {what.split()[-1]} are {done}",
+            title=f"What stays as it was when {what.split()[-1]} are {done}{alone}",
         )
 
 
@@ -394,6 +398,10 @@ class EdgeSweep(Question):
         info: dict[str, Any] = {"seed": self.seed, "isolation": self.is_isolation}
         info |= {"edges": name_of(self.edges), "control": name_of(self.control)}
         info |= {"n_layers": passes.model.cfg.n_layers}
+        if carries_beside_attention(passes.model):
+            others = layers_without_pattern(passes.model)
+            numbers = ", ".join(map(str, others))
+            info["not_cut"] = f"layers {numbers}" if others else "parts beside the attention"
         if self.is_isolation:
             info["random_words"] = self._random_words(passes.batches)
         info |= {"begins_with_bos": any(batch.begins_with_bos for batch in passes.batches)}

@@ -22,12 +22,19 @@ from ..hooks import Site, replace_heads
 from ..metrics.predictions import require_gold
 from ..metrics.question import Further, Question
 from ..models.head_outputs import require_separate_heads, separate_heads
-from ..models.hooked import Hook, HookedModel, refuse_folded_value_biases, z_name
+from ..models.hooked import (
+    Hook,
+    HookedModel,
+    attention_layers,
+    refuse_folded_value_biases,
+    z_name,
+)
 from ..models.load import ensure_prepared
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
 from ..results import figures
 from ..results.contributions import Contributions
+from ..results.depth import in_all_layers
 from ..results.kinds import mean, of_prompts, table
 from ..results.population import check_resamples
 from ..results.record import Record
@@ -207,7 +214,8 @@ def head_effects(
     """
     ensure_prepared(model)
     refuse_folded_value_biases(model)
-    require_separate_heads(model, [*range(model.cfg.n_layers)])
+    layers, n_layers = attention_layers(model), model.cfg.n_layers
+    require_separate_heads(model, layers)
     check_resamples(resamples)
     read, written = checked_batches(model, batches), checked_batches(model, shuffled)
     check_label_words(written)
@@ -219,7 +227,8 @@ def head_effects(
     states = mean_states(
         model, batches, z_name, edges.target, split, folder=folders[0], progress=progress
     )
-    asked = HeadEffects(states[:, 0], sum(map(len, batches)))
+    outputs = in_all_layers(states[:, 0], layers, n_layers, axis=0)
+    asked = HeadEffects(outputs, sum(map(len, batches)))
     options: dict[str, Any] = {"folder": folders[1], "resamples": resamples, "progress": progress}
     record: Any = run(model, shuffled, [asked], **options)[asked.name]
     return record
@@ -236,7 +245,8 @@ class HeadEffects(Question):
 
     def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
         """A pass for each head, which begins in its layer."""
-        return Further([partial(self._replaced, model, 0, 0)], range(model.cfg.n_layers))
+        layers = attention_layers(model)
+        return Further([partial(self._replaced, model, layers[0], 0)], layers)
 
     def _replaced(
         self, model: HookedModel, layer: int, head: int, batch: PromptBatch
@@ -246,7 +256,7 @@ class HeadEffects(Question):
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """The log-odds of the right answer, clean and with each head replaced."""
         answers = batch.label_token_ids[batch.gold].tolist()
-        layers, heads, _ = self.outputs.shape
+        layers, heads = attention_layers(passes.model), self.outputs.shape[1]
         clean = log_odds_of(passes.clean(batch), answers).cpu()
 
         def log_odds(layer: int, head: int) -> Float[Tensor, " batch"]:
@@ -254,14 +264,15 @@ class HeadEffects(Question):
             return log_odds_of(passes.logits(batch, hooks), answers).cpu()
 
         by_head = [
-            torch.stack([log_odds(layer, head) for head in range(heads)], dim=1)
-            for layer in range(layers)
+            torch.stack([log_odds(layer, head) for head in range(heads)], dim=1) for layer in layers
         ]
-        return {"clean": clean, "replaced": torch.stack(by_head, dim=1)}
+        replaced = torch.stack(by_head, dim=1)
+        replaced = in_all_layers(replaced, layers, len(self.outputs), axis=1)
+        return {"clean": clean, "replaced": replaced}
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """The mean outputs, and the layers in which passes do not begin."""
-        reasons = passes.why_not_late(range(len(self.outputs)))
+        reasons = passes.why_not_late(attention_layers(passes.model))
         not_late = {f"layer {layer}": why for layer, why in reasons.items()}
         return {"info": {"prompts_of_mean": self.prompts_of_mean, "not_started_late": not_late}}
 

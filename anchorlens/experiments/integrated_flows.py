@@ -20,6 +20,7 @@ from ..models.head_outputs import FrozenNorms
 from ..models.hooked import (
     Hook,
     HookedModel,
+    attention_layers,
     hooks_by_layer,
     pattern_name,
     refuse_folded_value_biases,
@@ -170,7 +171,7 @@ class IntegratedFlows(Question):
     @each_call_inside(gradient_mode, True)
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """The sums of edges of each prompt, and F(A) - F(0)."""
-        model, layers = passes.model, range(passes.model.cfg.n_layers)
+        model, layers = passes.model, attention_layers(passes.model)
         sums = EdgeSums(self._flows.sets_of(batch), self.weight)
         patterns: dict[int, Tensor] = {}
         norms = FrozenNorms(model)
@@ -208,7 +209,7 @@ class IntegratedFlows(Question):
         output = self.output
         name = "probability of the prediction" if output is None else name_of(output)
         info: dict[str, Any] = {"integrated gradient": name, "steps": self.steps}
-        if reasons := passes.why_not_late(range(passes.model.cfg.n_layers)):
+        if reasons := passes.why_not_late(attention_layers(passes.model)):
             info["whole passes"] = reasons
         _warn_if_incomplete(contributions, self.steps)
         return {"info": info | {"shared_prefix": WHOLE}}

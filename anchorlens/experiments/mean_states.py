@@ -71,7 +71,7 @@ def mean_states(
 
         run_pass(model, batch, observers=hooks_by_layer(model, name, store))
         # Heads of Gemma 4 differ.
-        padded = of_one_width(states[layer] for layer in range(model.cfg.n_layers))
+        padded = of_one_width(states[layer] for layer in sorted(states))
         return {"states": torch.stack(padded, dim=1)}
 
     settings = {"experiment": "mean states", "point": name(0), "positions": positions}

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import PromptError
+from ..errors import ModelError, PromptError
 from ..hooks import Site, hooks_on_edges
 from ..models.hooked import Hook, HookedModel
+from ..models.verify_hooks import carries_beside_attention
 from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch, demonstrations_ids
 from ..prompts.positions import checked_positions
@@ -53,6 +54,8 @@ def edges(
 
     Raises:
         PromptError: ``removed`` are no positions of the batch.
+        ModelError: The model also carries tokens on beside its attention, as recurrent layers do:
+            what no attention reads is not removed.
 
     Examples:
         >>> same, hooks = al.removal.edges(model, batch, al.edges.demonstration(batch, 0))
@@ -62,6 +65,12 @@ def edges(
     removed = checked_positions(batch, "removed", removed, PromptError)
     if not removed.any():
         return batch, []
+    if carries_beside_attention(model):
+        raise ModelError(
+            f"{model.cfg.model_name} carries tokens on beside its attention (recurrent layers, "
+            "convolutions), so that cut edges remove nothing; remove the text (al.removal.text), "
+            "or ask what the attention alone does (al.EdgeSweep, al.block_edges)"
+        )
     cut = edge_sets.between(batch.attention_mask & ~removed, removed)
     return batch, hooks_on_edges(model, batch, cut, Site())
 

@@ -69,7 +69,8 @@ class RetrievalHeadsRecord(Record):
         """The heads with the highest scores, as a site of hooks."""
         check_counts(MetricError, count=count)
         heads: dict[int, list[int]] = {}
-        for number in self.score.flatten().argsort(descending=True)[:count].tolist():
+        scores = self.score.nan_to_num(nan=-torch.inf)  # of layers without attention
+        for number in scores.flatten().argsort(descending=True)[:count].tolist():
             layer, head = divmod(number, self.score.shape[1])
             heads.setdefault(layer, []).append(head)
         return Site(heads=heads)

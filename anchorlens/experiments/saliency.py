@@ -9,7 +9,12 @@ from torch import Tensor
 from ..metrics import weights
 from ..metrics.edge_sums import edge_weights, merged_and_of_heads, not_finite, row_pieces
 from ..metrics.weights import Weight, refuse_values
-from ..models.hooked import HookedModel, check_fits, refuse_folded_value_biases
+from ..models.hooked import (
+    HookedModel,
+    attention_layers,
+    check_fits,
+    refuse_folded_value_biases,
+)
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
@@ -17,6 +22,7 @@ from ..passes.loss_checks import check_gradient_of_loss
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.provide import product_hooks
 from ..prompts.batch import PromptBatch, check_prompts
+from ..results.depth import in_all_layers
 from ..system.arguments import checked
 
 
@@ -80,8 +86,9 @@ def saliency(
 
     right = one_batch(batch).padded_right()  # as `run` does
     observe_products(model, right, store, loss=loss, gradient_checkpointing=gradient_checkpointing)
-    stacked = torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
-    return stacked if right is batch else _in_columns_of(batch, stacked)
+    stacked = torch.stack([maps[layer] for layer in sorted(maps)], dim=1)
+    stacked = stacked if right is batch else _in_columns_of(batch, stacked)
+    return in_all_layers(stacked, attention_layers(model), model.cfg.n_layers, axis=1)
 
 
 def one_batch(batch: PromptBatch) -> PromptBatch:

@@ -1,18 +1,20 @@
 """The usual series of sites (layers and heads) for a sweep, by name."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from random import Random
 
 from ..errors import HookError
 from ..hooks import Site
-from ..models.hooked import HookedModel, layer_numbers
+from ..models.hooked import HookedModel, attention_layers, layer_numbers
 from ..system.arguments import checked
 
 
 @checked
 def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> dict[str, Site]:
     """The first and the last n layers, for each depth n (the paper's Figure 4 and its appendix).
+
+    Layers without attention, which some models have, do not count.
 
     Raises:
         HookError: A depth is below 1, or the model has fewer layers.
@@ -21,19 +23,22 @@ def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> 
         >>> list(al.sites.first_and_last(model, [1, 2]))
         ['first layer', 'last layer', 'first 2 layers', 'last 2 layers']
     """
-    sites = {}
+    sites, layers = {}, attention_layers(model)
+    is_in_all = len(layers) == model.cfg.n_layers
     for depth in depths:
-        if not 1 <= depth <= model.cfg.n_layers:
-            raise HookError(f"depths are from 1 to {model.cfg.n_layers} layers; got {depth!r}")
+        if not 1 <= depth <= len(layers):
+            raise HookError(f"depths are from 1 to {len(layers)} layers; got {depth!r}")
         name = "layer" if depth == 1 else f"{depth} layers"
-        sites[f"first {name}"] = Site(range(depth))
-        sites[f"last {name}"] = Site(range(-depth, 0))
+        sites[f"first {name}"] = Site(range(depth) if is_in_all else layers[:depth])
+        sites[f"last {name}"] = Site(range(-depth, 0) if is_in_all else layers[-depth:])
     return sites
 
 
 @checked
 def windows(model: HookedModel, width: int) -> dict[str, Site]:
     """Every window of ``width`` adjacent layers, from the first to the last.
+
+    Layers without attention, which some models have, do not count.
 
     Raises:
         HookError: ``width`` is not from 1 to the number of layers.
@@ -42,11 +47,13 @@ def windows(model: HookedModel, width: int) -> dict[str, Site]:
         >>> list(al.sites.windows(model, 2))[:2]
         ['layers 0 to 1', 'layers 1 to 2']
     """
-    count = model.cfg.n_layers
+    every, layers = range(model.cfg.n_layers), attention_layers(model)
+    count = len(layers)
     if not 1 <= width <= count:
         raise HookError(f"a window has from 1 to {count} layers; got {width!r}")
-    starts = range(count - width + 1)
-    return {f"layers {k} to {k + width - 1}": Site(range(k, k + width)) for k in starts}
+    chosen: Sequence[int] = every if count == len(every) else layers
+    windows = [chosen[k : k + width] for k in range(count - width + 1)]
+    return {f"layers {window[0]} to {window[-1]}": Site(window) for window in windows}
 
 
 @checked

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import MetricError, PromptError
 from ..metrics.edge_sums import edge_weights, not_finite, row_pieces, try_weight
 from ..metrics.weights import Weight, refuse_values, saliency
-from ..models.hooked import HookedModel, refuse_folded_value_biases
+from ..models.hooked import HookedModel, refuse_folded_value_biases, require_patterns
 from ..models.load import ensure_prepared
 from ..passes.losses import before_segment
 from ..passes.step_gradients import step_gradients
@@ -181,6 +181,8 @@ def step_flows(
 def check_options(model: HookedModel, prompt: PromptBatch, weight: Weight, chunk: int) -> None:
     """Raise an error for wrong options of ``step_flows``, or folded value biases."""
     check_counts(MetricError, chunk=chunk)
+    cure = "use al.SaliencyFlows or al.SegmentFlows, with a span of the answer as the loss"
+    require_patterns(model, "the gradient of each step", cure)
     try_weight(weight, model.cfg.n_heads, prompt)
     refuse_folded_value_biases(model)
 

@@ -145,6 +145,8 @@ class AnchorDistancesRecord(Record):
     queries_per_class: Int[Tensor, " class"]
     default_layer: Int[Tensor, ""]
 
+    numbers_of_layers: ClassVar[Sequence[str]] = ("default_layer",)
+
     caption: ClassVar[str] = plots.DISTANCES
 
     def plot(self) -> go.Figure:

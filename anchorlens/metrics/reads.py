@@ -86,7 +86,8 @@ class At(_OfAPass):
     The metric gets [batch, layer, head, query, key] of a pattern or slope ([batch, layer, head,
     pair] with ``pairs``), [batch, layer, head, position, d_head] of queries and keys, and [batch,
     layer, position, ...] at a hook point. Numbers of layers that are wider than others have zeros
-    behind them in the others.
+    behind them in the others. Layers without attention, which some models have, are left out of
+    what is read in the attention; in a record they are NaN.
 
     Queries and keys are those that the attention of a layer multiplies, however the run is made:
     after norms, rotations, and what OPT and XGLM divide queries by. Other models multiply scores by

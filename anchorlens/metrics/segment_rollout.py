@@ -134,6 +134,7 @@ class SegmentRollout(OfSegments):
 
     Raises:
         MetricError: As ``SegmentFlows``, or a prompt has none of ``queries``.
+        ModelError: Some layers have no attention: others mix tokens there.
 
     Examples:
         >>> metric = al.SegmentRollout(["text", "label", "target"])

@@ -21,7 +21,16 @@ from torch import Tensor
 from ..errors import MetricError, ModelError
 from ..system.devices import wide
 from .facts import fact, own_fact
-from .hooked import Hook, HookedModel, hooks_by_layer, pattern_name, values_name, z_name
+from .hooked import (
+    Hook,
+    HookedModel,
+    attention_layers,
+    attentions_of,
+    hooks_by_layer,
+    pattern_name,
+    values_name,
+    z_name,
+)
 from .kinds import cached_heads, modules_of
 from .model_state import ModuleHook
 from .tiny_pass import LEAF, logits_of, relative_difference, small_loss, tiny_passes, tiny_tokens
@@ -134,11 +143,12 @@ def layers_with_other_outputs(model: Any) -> dict[int, str]:
     ]
     points = model.hook_dict  # made anew at each access
     known = [hook for hook in hooks if hook[0] in points]
-    attentions = [(block.attn, partial(append, n)) for n, block in enumerate(model.blocks)]
-    with tiny_passes(model, known, attentions):
+    attentions = attentions_of(model)
+    of_modules = [(attention, partial(append, n)) for n, attention in attentions.items()]
+    with tiny_passes(model, known, of_modules):
         logits_of(model, tiny_tokens(model))
-    reasons = [_reason(model, n, patterns.get(n), values.get(n), x) for n, x in enumerate(outputs)]
-    return {layer: reason for layer, reason in enumerate(reasons) if reason}
+    reasons = {n: _reason(model, n, patterns.get(n), values.get(n), outputs[n]) for n in attentions}
+    return {layer: reason for layer, reason in reasons.items() if reason}
 
 
 def _reason(
@@ -228,7 +238,7 @@ def norms_after(model: HookedModel) -> dict[int, int]:
             found[layer] = number
 
     of_modules = [(module, partial(compare, number)) for number, module in enumerate(modules)]
-    with tiny_passes(model, [*map(scale, range(n_layers))], of_modules):
+    with tiny_passes(model, [*map(scale, attention_layers(model))], of_modules):
         logits = wide(logits_of(model, tiny_tokens(model).expand(count, -1)))
     doubled, none = (logits[1:] - logits[0]).flatten(1).abs().amax(1).split(n_layers)
     return {layer: norm for layer, norm in found.items() if doubled[layer] < _SAME * none[layer]}

@@ -1,6 +1,6 @@
 """The hooked model as this package uses it: hook points, layers, checks of models and hooks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import index
 from typing import Any, Protocol, runtime_checkable
@@ -98,6 +98,42 @@ before_block = "blocks.{}.hook_resid_pre".format
 after_block = "blocks.{}.hook_resid_post".format
 
 
+def attention_layers(model: Any) -> list[int]:
+    """The layers that have an attention, and so a pattern. Others may be recurrent, for example.
+
+    The sizes of a cache that came without its model stand for one with attention in each layer.
+    """
+    if not hasattr(model, "blocks"):
+        return [*range(model.cfg.n_layers)]
+    blocks = model.blocks._modules.values()  # without a call of Python: this runs in each pass
+    return [layer for layer, block in enumerate(blocks) if "attn" in block._modules]
+
+
+def attentions_of(model: Any) -> dict[int, Any]:
+    """The attention module of each layer that has one."""
+    return {layer: model.blocks[layer].attn for layer in attention_layers(model)}
+
+
+def layers_without_pattern(model: Any) -> list[int]:
+    """The layers that have no attention: numbers of patterns are NaN there."""
+    return sorted({*range(model.cfg.n_layers)}.difference(attention_layers(model)))
+
+
+def require_patterns(model: Any, what: str, cure: str) -> None:
+    """Raise an error for what would not be right where some layers have no attention."""
+    if others := layers_without_pattern(model):
+        raise ModelError(
+            f"{what} needs an attention in every layer, and layers {others} of "
+            f"{model.cfg.model_name} have none; {cure}"
+        )
+
+
+def layers_with(model: Any, name: Callable[[int], str]) -> Sequence[int]:
+    """The layers that have a hook point; those of the attention are where there is one."""
+    is_of_attention = any(part in name(0) for part in (".attn.", ".hook_attn_"))
+    return attention_layers(model) if is_of_attention else range(model.cfg.n_layers)
+
+
 def layer_numbers(model: HookedModel, layers: Iterable[int] | int) -> list[int]:
     """Layers as numbers from 0, each once, in order; negative numbers count from the end."""
     return indices_of("layer", layers, model.cfg.n_layers)
@@ -119,19 +155,19 @@ def indices_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
 
 
 def names_of_layers(model: HookedModel, name: Callable[[int], str]) -> list[str]:
-    """The name of a hook point in every layer."""
-    return [name(layer) for layer in range(model.cfg.n_layers)]
+    """The name of a hook point in every layer that has it."""
+    return [name(layer) for layer in layers_with(model, name)]
 
 
 def hooks_by_layer(
     model: HookedModel, name: Callable[[int], str], observe: Callable[[int, Tensor], Any]
 ) -> list[Hook]:
-    """A hook for every layer that passes the layer's number and tensor to ``observe``."""
+    """A hook for every layer with the point that passes its number and tensor to ``observe``."""
 
     def act(layer: int, tensor: Tensor, hook: Any) -> None:
         observe(layer, tensor)
 
-    return [(name(layer), partial(act, layer)) for layer in range(model.cfg.n_layers)]
+    return [(name(layer), partial(act, layer)) for layer in layers_with(model, name)]
 
 
 def vocabulary_of(model: HookedModel) -> int:

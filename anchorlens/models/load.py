@@ -13,7 +13,14 @@ from ..system.arguments import checked
 from ..system.put_back import each_call_inside, put_back
 from ..system.torch_state import gradient_mode, own_random_state
 from .facts import known_facts, state_of
-from .hooked import HookedModel, device_of, pattern_name, scores_name, why_not_hooked
+from .hooked import (
+    HookedModel,
+    attention_layers,
+    device_of,
+    pattern_name,
+    scores_name,
+    why_not_hooked,
+)
 from .kinds import is_bridge, original_of
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import implementations_of, unwrap_model
@@ -352,11 +359,13 @@ def _refuse_missing_hooks(model: Any) -> None:
             f"the context of {name} is {model.cfg.n_ctx} tokens, and the check of its hooks takes "
             f"{n_tokens_of(model)}; make the model with a longer context"
         )
-    points = [{pattern_name(layer), scores_name(layer)} for layer in range(model.cfg.n_layers)]
-    if missing := [layer for layer, both in enumerate(points) if not both <= names]:
+    points = {n: {pattern_name(n), scores_name(n)} for n in attention_layers(model)}
+    closed = [layer for layer, both in points.items() if not both <= names]
+    if closed or not points:
         raise ModelError(
-            f"layers {missing} of {name} have no attention pattern to hook: TransformerLens has no "
-            "hook points of scores and pattern there. They are layers of another kind, such as "
-            "state-space layers, or attention that it leaves closed; these analyses need a pattern "
-            "in every layer"
+            f"layers {closed or [*range(model.cfg.n_layers)]} of {name} have no attention pattern "
+            "to hook: TransformerLens has no hook points of scores and pattern there. They are "
+            "layers of another kind, such as state-space layers, or attention that it leaves "
+            "closed; these analyses need a pattern in at least one layer, and in each with an "
+            "attention that TransformerLens opens"
         )

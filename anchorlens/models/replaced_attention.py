@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..system.put_back import SafeContext, as_found, put_back, safe_context
-from .hooked import HookedModel, names_of_layers, pattern_name, scores_name
+from .hooked import HookedModel, attentions_of, names_of_layers, pattern_name, scores_name
 from .kinds import config_of, is_bridge, original_of
 from .model_state import replaced_methods
 from .native_attention import implementations_of
@@ -214,13 +214,15 @@ def _in_bridge(model: Any, attend: Attend) -> Iterator[None]:
     original = original_of(model)
     if config_of(model) is None:
         raise ModelError("transformers does not compute its attention")
-    attentions = [block.attn for block in model.blocks]
-    layers = {id(each.original_component): layer for layer, each in enumerate(attentions)}
+    attentions = attentions_of(model)
+    layers = {id(each.original_component): layer for layer, each in attentions.items()}
     name, interface = f"anchorlens {next(_numbers)}", Interface(attend, layers)
     with (
         registered(name, interface),
         put_back(implementations_of(original)),
-        replaced_methods(attentions, "forward", lambda _, each: partial(interface.run, each)),
+        replaced_methods(
+            [*attentions.values()], "forward", lambda _, each: partial(interface.run, each)
+        ),
     ):
         original.set_attn_implementation(name)
         yield

@@ -22,7 +22,7 @@ from torch.nn.modules import module as module_hooks
 from ..errors import ModelError
 from ..system.put_back import SafeContext, put_back, safe_context
 from .facts import own_fact
-from .hooked import is_of_low_precision
+from .hooked import attentions_of, is_of_low_precision
 from .kinds import config_of, head_of, is_bridge, modules_of, original_of
 from .model_state import HOOK_TABLES, has_user_hooks, without_user_hooks
 from .replaced_attention import Attend, Interface, registered
@@ -81,22 +81,22 @@ class Twin:
             raise _NoTwin("its weights are processed")
         original = original_of(model)
         blocks = [block.original_component for block in model.blocks]
-        attentions = [block.attn.original_component for block in model.blocks]
+        attentions = {n: each.original_component for n, each in attentions_of(model).items()}
         head = head_of(model)
-        if head is None or None in (*blocks, *attentions):
+        if head is None or None in (*blocks, *attentions.values()):
             raise _NoTwin("its blocks or its unembedding are not modules of transformers")
         forwards: dict[int, Any] = {
             id(block): partial(self._run_block, layer) for layer, block in enumerate(blocks)
         }
         forwards[id(head)] = lambda kind, made, resid: self._now.unembed(made, resid)
-        own = {id(module) for module in (original, *attentions)} | forwards.keys()
+        own = {id(module) for module in (original, *attentions.values())} | forwards.keys()
         config = config_of(model)
         parts = [getattr(config, name, None) for name in config.sub_configs]
         # Of what encodes images: transformers installs hooks in it at its first call, once.
         self._other_configs = {*map(id, parts)} - {id(None), id(config.get_text_config())}
         self._configs: dict[int, Any] = {}
         self.model = self._twin_of(original, own, forwards)
-        self._attention.layers = {id(self._twins[id(m)]()): n for n, m in enumerate(attentions)}
+        self._attention.layers = {id(self._twins[id(m)]()): n for n, m in attentions.items()}
 
     def _twin_of(self, module: nn.Module, own: Any, forwards: Mapping[int, Any]) -> Any:
         """A copy of a module, where the bridge has wrappers inside; otherwise the module."""

@@ -3,7 +3,7 @@
 They also find the hook points of queries and keys, and which entry of the cache each layer reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +15,19 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ModelError
 from ..system.devices import wide
 from ..system.put_back import as_found, put_back
-from .facts import Facts, Operands, hooks_on_operands, known_facts, state_of
-from .hooked import Hook, HookedModel, dtype_of, hooks_by_layer, pattern_name, scores_name
+from .facts import Facts, Operands, fact, hooks_on_operands, known_facts, state_of
+from .hooked import (
+    Hook,
+    HookedModel,
+    attention_layers,
+    attentions_of,
+    dtype_of,
+    hooks_by_layer,
+    layers_without_pattern,
+    names_of_layers,
+    pattern_name,
+    scores_name,
+)
 from .kinds import QUERY_AND_KEY, pairs_in
 from .kv_cache import KeyValues, inputs_after, keys_and_values, prefix_of
 from .native_attention import (
@@ -63,13 +74,14 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
     Operands are the hook points of the queries and keys that a layer's attention multiplies.
     """
     n_heads, length = model.cfg.n_heads, n_tokens_of(model)
-    layers = [_Layer() for _ in range(model.cfg.n_layers)]
+    layers = {number: _Layer() for number in attention_layers(model)}
     hooks, products = [LEAF], _Products()
-    for number, layer in enumerate(layers):
+    for number, layer in layers.items():
         hooks += _hooks_of(model, number, layer, products)
     with tiny_passes(model, hooks, gradients=True), products:
         logits = logits_of(model, tiny_tokens(model))
-        operands = tuple(_operands_of(layer, n_heads) for layer in layers)
+        found = {number: _operands_of(layer, n_heads) for number, layer in layers.items()}
+        operands = tuple(map(found.get, range(model.cfg.n_layers)))
         try:
             small_loss(logits).backward()
         except torch.OutOfMemoryError:
@@ -79,7 +91,7 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
                 raise
             raise ModelError(_no_backward(model, layers, error)) from error
     shape = (1, n_heads, length, length)
-    faults = {number: _fault(layer, shape) for number, layer in enumerate(layers)}
+    faults = {number: _fault(layer, shape) for number, layer in layers.items()}
     return {number: fault for number, fault in faults.items() if fault}, operands
 
 
@@ -87,6 +99,9 @@ def verified_facts(model: Any) -> Facts:
     """What tiny passes find of a model, whose attention is wrapped where that is needed."""
     operands = _wrapped(model)
     known_facts.pop(model, None)  # the tiny passes of the cache know none
+    if others := layers_without_pattern(model):
+        reason = f"layers {others} store no keys and values, but carry on a state of their own"
+        return Facts(operands, reason, state=state_of(model))
     reason, entries = verify_cached_step(model)
     if not reason:
         operands = with_stored_heads(model, operands, entries)
@@ -95,16 +110,17 @@ def verified_facts(model: Any) -> Facts:
 
 def _wrapped(model: Any) -> tuple[Operands | None, ...]:
     """The operands, after all hooks were made to act; a ModelError if some do not."""
-    if any([wrap_attention(block.attn) for block in model.blocks]):
+    attentions = attentions_of(model)
+    if any([wrap_attention(attention) for attention in attentions.values()]):
         use_eager_attention(model)
     faults, operands = verify_hooks(model)
-    unknown = [layer for layer, operand in enumerate(operands) if operand is None]
-    wrapped = [layer for layer in unknown if wrap_operands(model.blocks[layer].attn)]
+    unknown = [layer for layer in attentions if operands[layer] is None]
+    wrapped = [layer for layer in unknown if wrap_operands(attentions[layer])]
     if wrapped:
         faults, operands = verify_hooks(model)
     for layer in wrapped:
         if operands[layer] is None:
-            unwrap(model.blocks[layer].attn)
+            unwrap(attentions[layer])
     if faults:
         layers = {why: [n for n in faults if faults[n] == why] for why in faults.values()}
         reasons = "; ".join(f"layers {layers[reason]}: {reason}" for reason in layers)
@@ -237,15 +253,31 @@ def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _no_backward(model: HookedModel, layers: list[_Layer], error: Exception) -> str:
-    factors = [layer.factor for layer in layers]
+def _no_backward(model: HookedModel, layers: Mapping[int, _Layer], error: Exception) -> str:
+    factors = [layer.factor for layer in layers.values()]
     reached = [*(each is not None and each.grad is not None for each in factors), True].index(True)
-    after = f"that of layer {reached}" if reached < len(layers) else "the logits"
+    before, last = [-1, *layers][reached], reached == len(layers)
+    after = "the logits" if last else f"that of layer {[*layers][reached]}"
     return (
         f"the backward pass of {model.cfg.model_name} fails between the attention of layer "
-        f"{reached - 1} and {after} ({str(error).partition(chr(10))[0]}); quantised weights often "
+        f"{before} and {after} ({str(error).partition(chr(10))[0]}); quantised weights often "
         "have no backward pass: load the model unquantised (dtype=torch.bfloat16)"
     )
+
+
+@fact
+def carries_beside_attention(model: HookedModel) -> bool:
+    """Whether a token reaches later ones although all attention between tokens is cut."""
+
+    def cut(scores: Tensor, hook: Any) -> Tensor:
+        itself = torch.eye(scores.shape[-1], dtype=torch.bool, device=scores.device)
+        return scores.masked_fill(~itself, torch.finfo(scores.dtype).min)
+
+    tokens = tiny_tokens(model).repeat(2, 1)
+    tokens[1, 0] = tokens[1, 1]
+    with tiny_passes(model, [(name, cut) for name in names_of_layers(model, scores_name)]):
+        one, other = logits_of(model, tokens)[:, -1].float()
+    return relative_difference(other, one) > rounding_of(dtype_of(model))
 
 
 def verify_cached_step(model: Any) -> tuple[str, tuple[int, ...]]:

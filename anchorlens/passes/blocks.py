@@ -132,8 +132,9 @@ class Blocks:
                 try:
                     return forward(*args, **kwargs)
                 finally:  # otherwise a pattern is stored longer than the block runs
-                    if vars(block.attn).get("_pattern") is not None:
-                        vars(block.attn)["_pattern"] = None
+                    attention = vars(getattr(block, "attn", block))
+                    if attention.get("_pattern") is not None:
+                        attention["_pattern"] = None
 
             return run
 

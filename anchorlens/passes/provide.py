@@ -44,8 +44,11 @@ from ..models.head_outputs import of_one_width, require_transformed_values, tran
 from ..models.hooked import (
     Hook,
     HookedModel,
+    attention_layers,
+    layers_with,
     pattern_name,
     refuse_folded_value_biases,
+    require_patterns,
     values_name,
 )
 from ..models.tiny_pass import logits_of, tiny_passes, tiny_tokens
@@ -239,7 +242,7 @@ def hooks_in_layers(
     model: ModelOrSizes, name: Callable[[int], str], act: Callable[[int, Tensor, Any], None]
 ) -> list[Hook]:
     """As ``hooks_by_layer``, but ``act`` itself is called, which takes the hook: it runs often."""
-    return [(name(layer), partial(act, layer)) for layer in range(model.cfg.n_layers)]
+    return [(name(layer), partial(act, layer)) for layer in layers_with(model, name)]
 
 
 def product_hooks(
@@ -257,8 +260,9 @@ def product_hooks(
     def multiply(layer: int, gradient: Tensor, hook: Any) -> None:
         use(layer, patterns[layer] if free_later else patterns.pop(layer), gradient)
 
-    stored, multiplied = (hooks_in_layers(model, pattern_name, act) for act in (store, multiply))
-    return stored, multiplied
+    layers = attention_layers(model)
+    stored: list[Hook] = [(pattern_name(layer), partial(store, layer)) for layer in layers]
+    return stored, [(pattern_name(layer), partial(multiply, layer)) for layer in layers]
 
 
 class Observer:
@@ -365,6 +369,12 @@ class BlocksObserver(Observer):
         padding = ~batch.attention_mask
         self._padding = padding if padding.any() else None
         super().__init__(model, read, owner, batch, *where)
+
+    def check(self, batch: PromptBatch) -> None:
+        """Raise an error for what goes through all layers, where some have no pattern."""
+        if self.is_whole:
+            cure = "read each layer by itself (al.reads.Blocks without whole), as al.SegmentFlows"
+            require_patterns(self.model, f"{self.owner}, which goes through the layers,", cure)
 
     def begin(self, read: Blocks) -> None:
         self._read, self.is_whole = read, read.whole
@@ -513,7 +523,7 @@ class AtObserver(Observer):
 def _operands(model: HookedModel, owner: str) -> list[Operands]:
     """The hook points of the queries and keys that each layer multiplies."""
     of_layers = facts_of(model).operands
-    missing = [layer for layer, operands in enumerate(of_layers) if operands is None]
+    missing = [layer for layer in attention_layers(model) if of_layers[layer] is None]
     if missing:
         raise MetricError(
             f"in layers {missing} of {model.cfg.model_name} the queries and keys that "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import MetricError, ModelError
 from ..models.facts import fact, facts_of
-from ..models.hooked import Hook, HookedModel, dtype_of
+from ..models.hooked import Hook, HookedModel, attention_layers, dtype_of
 from ..models.kinds import inputs_without_cache, pairs_in
 from ..models.kv_cache import inputs_after
 from ..models.media_tokens import types_of_tokens
@@ -136,7 +136,7 @@ def _shown(
         inputs = inputs_without_cache(model, batch.attention_mask)
         logits = wide(run(batch.tokens, **inputs, **more)[batch.attention_mask])
         (logits.logsumexp(-1) - logits[:, 0]).sum().backward(inputs=leaves)
-    if len(shown.patterns) < model.cfg.n_layers:
+    if len(shown.patterns) < len(attention_layers(model)):
         raise ModelError("its attention is not called through the interface of transformers")
     shown.logits = logits.detach()
     return shown

@@ -35,7 +35,7 @@ from ..hooks import reweight_anchors
 from ..metrics.accuracy import Accuracy, compare_accuracies
 from ..metrics.distances import AnchorDistances
 from ..metrics.question import HooksOfBatch, Question
-from ..models.hooked import HookedModel, layer_numbers
+from ..models.hooked import HookedModel, attention_layers
 from ..models.load import ensure_prepared
 from ..prompts.batch import PromptBatch, only_set
 from ..prompts.build import build_prompts, text_anchor_prompts
@@ -136,7 +136,7 @@ def paper(
     ensure_prepared(model)
     check_counts(HookError, depth=depth, draws=draws)
     check_resamples(resamples)
-    layer_numbers(model, range(depth_of(depth, model.cfg.n_layers)))
+    first_and_last(model, [depth_of(depth, len(attention_layers(model)))])
     if not parts or len(set(parts)) < len(parts) or not set(parts) <= {*MAIN, *APPENDIX}:
         raise DataError(
             f"parts are different ones of {', '.join((*MAIN, *APPENDIX))}; got {list(parts)}"
@@ -340,7 +340,7 @@ class _PartsOfTask:
 
     def other_settings(self) -> Mapping[str, Record]:
         """Isolation in more and fewer layers, and Figure 6 with more and fewer directions."""
-        depths = [depth for depth in DEPTHS if depth <= self.model.cfg.n_layers]
+        depths = [depth for depth in DEPTHS if depth <= len(attention_layers(self.model))]
         sites, draws = first_and_last(self.model, depths), self.settings["draws"]
         counts = [count for count in DIRECTIONS if count < len(self.seeds[0].queries)]
         questions: list[Question] = [EdgeSweep.isolation(sites, draws=draws)]

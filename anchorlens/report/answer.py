@@ -10,7 +10,7 @@ from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
 from ..results.answer import Answer, cannot_tell, speaks_of
-from ..results.depth import shallow_and_deep
+from ..results.depth import shallow_and_deep, with_pattern
 from ..results.estimate import Estimate, in_digits
 from ..results.record import Record
 from ..system.arguments import fitted
@@ -175,26 +175,27 @@ def _layers_against_the_pattern(record: SaliencyFlowsRecord) -> Iterator[str]:
 
     The intervals of both must not meet. A model of one layer has neither.
     """
-    if not _has_flows_of_the_paper(record) or len(record.share) == 1:
+    layers = with_pattern(record.info, len(record.share))
+    if not _has_flows_of_the_paper(record) or len(layers) == 1:
         return
-    shallow, deep = shallow_and_deep(len(record.share))
+    shallow, deep = (layers[end] for end in shallow_and_deep(len(layers)))
     if "share" not in record.intervals:
         return
     # Many layers are looked at: only intervals that do not meet count.
     (into_low, out_low), (into_high, out_high) = record.intervals["share"][..., :2].movedim(-1, 1)
-    if layers := _layers_in(shallow, out_low > into_high):
+    if chosen := _layers_in(shallow, out_low > into_high):
         yield (
-            f"In the shallow {layers} more flows from the label words to the target than into "
+            f"In the shallow {chosen} more flows from the label words to the target than into "
             "them, against the pattern of the paper."
         )
-    if layers := _layers_in(deep, into_low > out_high):
+    if chosen := _layers_in(deep, into_low > out_high):
         yield (
-            f"In the deep {layers} more flows into the label words than from them to the target, "
+            f"In the deep {chosen} more flows into the label words than from them to the target, "
             "against the pattern of the paper."
         )
 
 
-def _layers_in(part: slice, chosen: Tensor) -> str:
+def _layers_in(part: Sequence[int], chosen: Tensor) -> str:
     """The chosen layers of a part in words; "" if there is none."""
-    layers = [str(layer) for layer in range(part.start, part.stop) if chosen[layer]]
+    layers = [str(layer) for layer in part if chosen[layer]]
     return f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(layers)}" if layers else ""

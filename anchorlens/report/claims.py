@@ -18,6 +18,7 @@ from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
 from ..printable import printable
+from ..results.depth import with_pattern
 from ..results.estimate import Estimate, in_digits
 from ..results.html_tables import table
 from ..results.record import Record
@@ -232,17 +233,21 @@ class Isolation:
     @property
     def is_of_first_layers(self) -> bool:
         """Whether it isolates the first layers, in all heads."""
-        return self.layers == [*range(len(self.layers))] and self.acts_in["heads"] is None
+        first = with_pattern(self.record.info, self.layers[-1] + 1)
+        return self.layers == first and self.acts_in["heads"] is None
 
     @property
     def is_shallow(self) -> bool:
-        """Whether it isolates at most half of the layers."""
-        return 2 * len(self.layers) <= self.record.info.get("n_layers", 0)
+        """Whether it isolates at most half of the layers that have a pattern."""
+        layers = with_pattern(self.record.info, self.record.info.get("n_layers", 0))
+        return 2 * len(self.layers) <= len(layers)
 
     def first_layers(self) -> str:
         """The first layers, in which it isolates, in words."""
         count = len(self.layers)
-        return "the first layer" if count == 1 else f"the first {count} layers"
+        words = "the first layer" if count == 1 else f"the first {count} layers"
+        others = self.record.info.get("not_cut")
+        return f"{words} with attention ({others} still carry them)" if others else words
 
     def estimate(self, name: str) -> Estimate:
         """A number at this site."""
@@ -387,7 +392,8 @@ def _claims_without_ability(records: Collection[Record]) -> Iterator[Claim]:
 
 
 def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
-    flows, several = tuple(record.axis_names("flow") or ()), len(record.share) > 1
+    flows = tuple(record.axis_names("flow") or ())
+    several = len(with_pattern(record.info, len(record.share))) > 1
     if flows == tuple(PAPER_FLOWS):  # shares of other flows are not those of the paper
         wp = flows.index("wp")
         change = estimate_over_sets(record, "share_change", wp)

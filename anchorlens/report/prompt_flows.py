@@ -22,7 +22,12 @@ from ..errors import AnchorlensError
 from ..experiments.saliency import observe_products, one_batch
 from ..metrics.edge_sums import row_pieces
 from ..metrics.predictions import predicted_class
-from ..models.hooked import HookedModel, check_fits, refuse_folded_value_biases
+from ..models.hooked import (
+    HookedModel,
+    attention_layers,
+    check_fits,
+    refuse_folded_value_biases,
+)
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
@@ -83,6 +88,7 @@ class PromptFlows(FlowPage):
             target, images, or what stands between two of these; without label words, tokens of one
             segment.
         layers: The arcs between parts in each layer: of all heads together, then of each head.
+            Layers without attention, which some models have, are left out.
         strongest: The strongest flows between two tokens in each layer, of all heads together.
         start: The layer that is shown first: that with the most flow from label words to the
             target; without label words with the most flow between parts.
@@ -94,6 +100,7 @@ class PromptFlows(FlowPage):
         sums: Saliency of each pair of tokens summed over the shallow and over the deep layers, the
             first and the last third; None for prompts of more than 512 tokens.
         begins_with_bos: Whether the first token is a BOS.
+        numbers: The number of each of ``layers``; by default all from 0.
     """
 
     parts: Sequence[tuple[int, int, str, str]]
@@ -105,6 +112,7 @@ class PromptFlows(FlowPage):
     loss: str = "the loss"
     sums: Float[Tensor, "end query key"] | None = None
     begins_with_bos: bool = False
+    numbers: Sequence[int] = ()
     template: ClassVar[str] = "prompt.html"
 
     @checked
@@ -134,8 +142,8 @@ class PromptFlows(FlowPage):
         names = []
         ends = shallow_and_deep(len(self.layers))
         for name, end in zip(("shallow", "deep"), ends, strict=True):
-            first, last = end.start, end.stop - 1
-            names.append(f"{name}: layer{f's {first} to' if first < last else ''} {last}")
+            first, last = (self.layer_names()[number] for number in (end.start, end.stop - 1))
+            names.append(f"{name}: layer{f's {first} to' if first != last else ''} {last}")
         sums, title = self.sums.clone(), f"Flows of {self.source or 'a prompt'}"
         if self.begins_with_bos:
             share = sums[..., 0].sum() / (sums.sum() or 1.0)
@@ -148,6 +156,10 @@ class PromptFlows(FlowPage):
     def has_labels(self) -> bool:
         """Whether the prompt has label words, which have colours of their own."""
         return of_task(self.names)
+
+    def layer_names(self) -> list[str]:
+        """The numbers of the layers, also where some are left out."""
+        return [*map(str, self.numbers)] or super().layer_names()
 
     def rows(self) -> list[tuple[int, int, str]]:
         """The parts."""
@@ -221,7 +233,10 @@ def plot_prompt(
     refuse_folded_value_biases(model)
     check_fits(model, alone)
     check_loss(loss, [alone], model)
-    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    numbers, n_heads = attention_layers(model), model.cfg.n_heads
+    n_layers, source = len(numbers), f"{Path(str(model.cfg.model_name)).name}, prompt {prompt}"
+    if n_layers < model.cfg.n_layers:
+        source += f", attention in {n_layers} of {model.cfg.n_layers} layers"
     segments, names = segments_to_show(alone)
     parts = _sums_of(tokens, segments, names, alone.begins_with_bos)
     if n_layers * n_heads > ARCS_OF_HEADS or n_layers * n_heads * len(parts) ** 2 > MOST_SUMS:
@@ -234,8 +249,8 @@ def plot_prompt(
     ends, size = shallow_and_deep(n_layers), len(tokens) if len(tokens) <= MOST_TOKENS else 0
     pairs = torch.zeros(2, size, size, dtype=torch.double, device="cpu")
 
-    def select(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
-        products = pattern[0] * gradient[0]
+    def select(number: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
+        products, layer = pattern[0] * gradient[0], numbers.index(number)
         first = keys.start or 0
         saliency = _before(products.sum(0).abs(), rows.start, first)
         found[layer].add(rows.start, first, saliency)
@@ -270,10 +285,11 @@ def plot_prompt(
             for token, segment in zip(tokens, segments, strict=True)
             if segment == QUERY or not of_task(names)
         ).strip(),
-        source=f"{Path(str(model.cfg.model_name)).name}, prompt {prompt}",
+        source=source,
         loss=_loss_in_words(loss, alone),
         sums=pairs if size else None,
         begins_with_bos=alone.begins_with_bos,
+        numbers=numbers,
         pictures=alone.pictures[0] if alone.pictures else (),
         **_predicted(alone, logits.cpu(), loss),
     )

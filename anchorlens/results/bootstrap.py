@@ -19,6 +19,7 @@ from ..errors import MetricError
 from ..system.arguments import fitted
 from ..system.hidden_warnings import hidden_warnings
 from .contributions import Contributions
+from .depth import WITHOUT_PATTERN, in_all_layers, with_pattern
 from .intervals import wider_by_draws
 from .kind import Drawn, Kind, Mean
 from .population import population_of
@@ -60,7 +61,7 @@ def with_intervals(
     drawn_info |= {"intervals_for": population.scope}
     record = replace(record, info={**record.info, **info, **drawn_info})
     if not resamples:
-        return record
+        return _in_all_layers(record)
     kinds = {
         name: kind
         for name, axes in record.axes().items()
@@ -110,7 +111,33 @@ def with_intervals(
         intervals[name] = torch.stack([bounds[0].minimum(value), bounds[1].maximum(value)])
     of_sets = {name: [getattr(each, name).tolist() for each in records_of_sets] for name in by_set}
     named = {"of_sets": of_sets} if of_sets and records_of_sets else {}
-    return replace(record, intervals=intervals, info={**record.info, **named})
+    record = replace(record, intervals=intervals, info={**record.info, **named})
+    return _in_all_layers(record)
+
+
+def _in_all_layers(record: _R) -> _R:
+    """The record with NaN in the layers without a pattern, if the model has some."""
+    if not record.info.get(WITHOUT_PATTERN):
+        return record
+    n_layers = record.info["n_layers"]
+    layers = with_pattern(record.info, n_layers)
+    axes = {name: of.index("layer") for name, of in record.axes().items() if "layer" in of}
+
+    def spread(name: str, values: Tensor, before: int = 0) -> Tensor:
+        return in_all_layers(values, layers, n_layers, before + axes[name])
+
+    fields = {name: spread(name, getattr(record, name)) for name in axes}
+    bounds = {n: spread(n, each, 1) if n in axes else each for n, each in record.intervals.items()}
+    for name in record.numbers_of_layers:
+        fields[name] = torch.tensor(layers, device="cpu")[getattr(record, name)]
+        if name in bounds:  # no resample has another
+            bounds[name] = bounds[name] * 0 + fields[name]
+    of_sets = {
+        name: spread(name, torch.tensor(each, device="cpu"), 1).tolist() if name in axes else each
+        for name, each in record.info.get("of_sets", {}).items()
+    }
+    info = {**record.info, **({"of_sets": of_sets} if of_sets else {})}
+    return replace(record, **fields, intervals=bounds, info=info)
 
 
 def _parts(

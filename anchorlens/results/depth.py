@@ -1,7 +1,18 @@
-"""Shallow and deep layers: the first and the last third of a model."""
+"""The layer axis: shallow and deep layers, and those that have no pattern.
 
+What reads patterns computes over the layers that have one, so that thirds of layers, sums and
+centres of mass count these alone. In records and maps the others are NaN (``in_all_layers``).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
+
+# In ``info``, where some layers have none; beside it is ``n_layers``.
+WITHOUT_PATTERN = "layers_without_pattern"
 
 
 def shallow_and_deep(n_layers: int) -> tuple[slice, slice]:
@@ -13,6 +24,29 @@ def shallow_and_deep(n_layers: int) -> tuple[slice, slice]:
     """
     third = n_layers // 3 or 1
     return slice(0, third), slice(n_layers - third, n_layers)
+
+
+def with_pattern(info: Mapping[str, Any], n_layers: int) -> list[int]:
+    """The layers with a pattern, as the ``info`` of a record knows them.
+
+    Examples:
+        >>> with_pattern({"layers_without_pattern": [0, 2]}, 4)
+        [1, 3]
+    """
+    return [layer for layer in range(n_layers) if layer not in info.get(WITHOUT_PATTERN, ())]
+
+
+def in_all_layers(values: Tensor, layers: Sequence[int], n_layers: int, axis: int) -> Tensor:
+    """Numbers of some layers on the axis of all, NaN in the others.
+
+    Examples:
+        >>> in_all_layers(torch.ones(2), [1, 3], 4, axis=0)
+        tensor([nan, 1., nan, 1.])
+    """
+    if values.shape[axis] == n_layers:
+        return values
+    full = values.new_full((*values.shape[:axis], n_layers, *values.shape[axis + 1 :]), torch.nan)
+    return full.index_copy(axis, torch.tensor(layers, device=values.device), values)
 
 
 def shallow(by_layer: Float[Tensor, "layer *axes"]) -> Float[Tensor, "_ *axes"]:

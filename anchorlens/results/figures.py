@@ -2,8 +2,9 @@
 
 Each function returns a new `plotly.graph_objects.Figure`. It does not show or save it, and does not
 change its tensors. Texts are shown literally: plotly would otherwise read `<b>` as markup and `$x$`
-as TeX. NaN values leave gaps. Figures have a height in pixels and fill the width of the page. An
-`AnchorlensError` says which shapes, counts or names do not fit.
+as TeX. NaN values leave gaps, and layers without any number are shaded. Figures have a height in
+pixels and fill the width of the page. An `AnchorlensError` says which shapes, counts or names do
+not fit.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
 
@@ -104,6 +105,7 @@ def lines_by_layer(
     y_title += " (log scale)" * log
     figure.update_layout(hovermode="x unified", xaxis_title="layer", yaxis_title=literal(y_title))
     layers = values.shape[1]
+    _shade_empty(figure, values.isnan().all(0))
     figure.update_xaxes(dtick=1 + layers // 16, range=[-0.5, layers - 0.5])
     if reference is not None:  # its line is inside the figure, too
         values = torch.cat([values, torch.full_like(values[:1], reference)])
@@ -493,7 +495,9 @@ def by_head(
         ([0.5], [1.0])
     """
     names: dict[str, Any] = {"title": title, "row_title": "head", "column_title": "layer"}
-    return heat_map(numbers.T[None], None, None, bar_title=bar_title, limits=limits, **names)
+    figure = heat_map(numbers.T[None], None, None, bar_title=bar_title, limits=limits, **names)
+    figure.update_layout(legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"})
+    return _shade_empty(figure, numbers.isnan().all(1))
 
 
 @checked
@@ -596,6 +600,15 @@ def _ends(values: Tensor, *ends: Tensor | None) -> Float[Tensor, "end ..."]:
     for end in given:
         check_shape(end, tuple(values.shape), "pass one interval per value")
     return torch.stack(given)
+
+
+def _shade_empty(figure: go.Figure, empty: Bool[Tensor, " layer"]) -> go.Figure:
+    """Shade layers without any number: they have no attention, or nothing to tell. Not if all."""
+    band: dict[str, Any] = {"fillcolor": RANDOM, "opacity": 0.2, "line_width": 0, "layer": "below"}
+    for number, layer in enumerate([] if empty.all() else empty.nonzero().flatten().tolist()):
+        band |= {"showlegend": number == 0, "legendgroup": "none", "name": "no number"}
+        figure.add_vrect(layer - 0.5, layer + 0.5, **band)
+    return figure
 
 
 def _with_ends(trace: Any, name: str, values: Tensor, low: Tensor, high: Tensor) -> None:

@@ -59,6 +59,8 @@ class Record(KeepsRepr):
     names: ClassVar[Mapping[str, Sequence[str]]] = {}
     # The key in ``info`` of the names along an axis ("flow": "flows"), which come before ``names``.
     names_in_info: ClassVar[Mapping[str, str]] = {}
+    # Fields whose number is that of a layer.
+    numbers_of_layers: ClassVar[Sequence[str]] = ()
 
     def __post_init__(self) -> None:
         kinds = dict.fromkeys(self.axes(), Tensor) | {"intervals": Mapping, "info": Mapping}

@@ -31,7 +31,14 @@ from ..system.torch_state import gradient_mode
 from .checks import require_questions
 from .identity import versions
 from .passes import contributed, results_of
-from .study import cases_of, describe_prompts, joined, order_of_queries, require_batches
+from .study import (
+    cases_of,
+    describe_layers,
+    describe_prompts,
+    joined,
+    order_of_queries,
+    require_batches,
+)
 
 _LAYER = re.compile(r"blocks\.(\d+)\.")
 _GRADIENT = "_grad"  # what TransformerLens adds to the name where it caches gradients
@@ -116,7 +123,7 @@ def from_caches(
         collected.append({name: each[name] for each in of_metrics for name in each})
     contributions = joined(collected)
     order = order_of_queries(batches)
-    info = {} if model is None else {"model": str(model.cfg.model_name)}
+    info = {} if model is None else {"model": str(model.cfg.model_name), **describe_layers(model)}
     info |= describe_prompts(batches) | {"source": "caches of passes that were given"}
     sets, texts = cases_of(batches)
     options: dict[str, Any] = {"sets": sets, "texts": texts, "resamples": resamples}

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import MetricError, PromptError, StoreError
 from ..metrics.question import HooksOfBatch, Question, no_hooks
 from ..models.head import precision_of_logits
-from ..models.hooked import HookedModel, check_fits, dtype_of
+from ..models.hooked import HookedModel, check_fits, dtype_of, layers_without_pattern
 from ..models.load import ensure_prepared
 from ..models.media_tokens import check_media_tokens
 from ..models.model_state import frozen_in_eval_mode
@@ -34,6 +34,7 @@ from ..prompts.segment_names import SEGMENTS
 from ..prompts.ties import TIES, warn_of_ties
 from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
+from ..results.depth import WITHOUT_PATTERN
 from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
 from ..results.results import Results
@@ -388,6 +389,7 @@ class Study:
         logits = precision_of_logits(self.model)
         return {
             "model": str(self.model.cfg.model_name),
+            **describe_layers(self.model),
             "dtype": str(dtype_of(self.model)).removeprefix("torch."),
             **({"logits": logits} if logits else {}),
             **describe_prompts(self.batches),
@@ -582,6 +584,12 @@ def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     }
     complete = [name for name, metric in metrics.items() if metric not in different]
     return {name: torch.cat([part[name] for part in parts]) for name in complete}
+
+
+def describe_layers(model: HookedModel) -> dict[str, Any]:
+    """The layers without a pattern, in which records have NaN, if the model has some."""
+    others = layers_without_pattern(model)
+    return {WITHOUT_PATTERN: others, "n_layers": model.cfg.n_layers} if others else {}
 
 
 def describe_prompts(batches: Sequence[PromptBatch]) -> dict[str, Any]:

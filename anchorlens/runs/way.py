@@ -28,6 +28,7 @@ from ..models.facts import facts_of
 from ..models.hooked import (
     Hook,
     HookedModel,
+    attention_layers,
     device_of,
     devices_of_layers,
     dtype_of,
@@ -189,7 +190,7 @@ def _first(reasons: Iterable[str]) -> str:
 def bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int:
     """Bytes of the patterns of the longest prompt in all layers."""
     of_a_layer = model.cfg.n_heads * longest_prompt(*batches) ** 2 * dtype_of(model).itemsize
-    return int(model.cfg.n_layers * of_a_layer)
+    return len(attention_layers(model)) * int(of_a_layer)
 
 
 def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bool:

@@ -26,11 +26,12 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.hooked import scores_name
 from tests.references.architecture_row import LINE
-from tests.references.architectures import ALL, BY_NAME
+from tests.references.architectures import ALL, BY_NAME, HYBRIDS
 from tests.references.comparison import (
     batch_of,
     difference_of_keys,
     differences,
+    layers_with_pattern,
     precise,
     reference,
     tokenizer,
@@ -113,7 +114,7 @@ CASES = [
             *[pytest.mark.published_table] * is_for_the_table(dtype, kind, side),
         ],
     )
-    for row in ALL
+    for row in [*ALL, *HYBRIDS]
     for dtype in (torch.float32, torch.float64)
     for kind in row.kinds
     for side in KINDS[kind].sides
@@ -153,9 +154,8 @@ def hooks_are_native(name: str) -> bool:
     """Return whether an edit of the scores acts on a bridge that is not prepared."""
     model = unprepared(copy.deepcopy(weights_of(name, torch.float32)), tokenizer())
     batch = batch_of("right").prompt(0)
-    hooks = [
-        (scores_name(layer), lambda scores, hook: scores * 0) for layer in range(model.cfg.n_layers)
-    ]
+    layers = layers_with_pattern(model)
+    hooks = [(scores_name(layer), lambda scores, hook: scores * 0) for layer in layers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TransformerLens warns when it discards an edit
         return not torch.equal(logits_of(model, batch, hooks), logits_of(model, batch, []))

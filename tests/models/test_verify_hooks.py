@@ -21,7 +21,6 @@ pytestmark = pytest.mark.every_kind
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXTS: dict[str, Any] = {"vocab_size": 3000, "max_position_embeddings": 512}
 T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-HYBRID: dict[str, Any] = {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
 GPT1: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
 
 
@@ -44,10 +43,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "state space": (
         lambda: made("Mamba", vocab_size=3000, hidden_size=32, num_hidden_layers=2),
         r"layers \[0, 1\] of .* have no attention pattern",
-    ),
-    "hybrid": (
-        lambda: made("Lfm2", **TEXTS, **SIZES, intermediate_size=48, **HYBRID),
-        r"layers \[0\] of .* have no attention pattern",
     ),
     "attention that is closed": (
         lambda: made("RecurrentGemma", **TEXTS, **SIZES, block_types=["attention"], lru_width=32),

@@ -301,7 +301,76 @@ ROWS = [
     ),
 ]
 ALL: list[Architecture | Toy] = [*ROWS, *TOYS]
-BY_NAME = {row.name: row for row in ALL}
+# Models in which some layers have no attention. They have no cache of keys and values alone, from
+# which other tests of the matrix continue (tests/models/test_hybrids.py has their own).
+STATES: dict[str, Any] = {**GROUPED, "num_hidden_layers": 4}
+DELTA: dict[str, Any] = {
+    **{**STATES, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
+    **{"linear_num_key_heads": 2, "linear_key_head_dim": 8},
+    **{"linear_num_value_heads": 2, "linear_value_head_dim": 8},
+}
+EXPERTS_AND_ONE: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 16}
+SHORT: dict[str, Any] = {**STATES, "layer_types": ["conv", "full_attention"] * 2}
+HYBRIDS = [
+    row("Qwen3.5", "text only; gated delta nets in other layers", "Qwen3_5TextConfig", DELTA),
+    row(
+        "Qwen3-Next",
+        "gated delta nets in other layers, experts",
+        "Qwen3NextConfig",
+        DELTA,
+        EXPERTS_AND_ONE,
+    ),
+    row(
+        "LFM2",
+        "short convolutions in other layers",
+        "Lfm2Config",
+        SHORT,
+        block_auto_adjust_ff_dim=False,
+    ),
+    row(
+        "Jamba",
+        "Mamba in other layers, no positions, experts",
+        "JambaConfig",
+        STATES,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+        refused={"3.9": "cannot run its Mamba layers"},
+    ),
+    row(
+        "Granite 4",
+        "Mamba 2 in other layers, no positions, experts",
+        "GraniteMoeHybridConfig",
+        STATES,
+        layer_types=["mamba", "attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=16,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_n_groups=1,
+        mamba_d_state=8,
+        mamba_chunk_size=16,
+        position_embedding_type="nope",
+        attention_multiplier=0.3,
+    ),
+    row(
+        "Bamba",
+        "Mamba 2 in other layers",
+        "BambaConfig",
+        STATES,
+        attn_layer_indices=[1, 3],
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_n_groups=1,
+        mamba_d_state=8,
+        mamba_chunk_size=16,
+    ),
+]
+BY_NAME = {row.name: row for row in [*ALL, *HYBRIDS]}
 # Their attention is left to transformers by a bridge, so that the package replaces its forward.
 NATIVE = ("GPT-J", "GPT-Neo", "OPT", "XGLM")
 

@@ -158,6 +158,12 @@ def inside(maps: Tensor, batch: al.PromptBatch, n: int) -> Tensor:
     return maps[..., positions[0] : positions[-1] + 1, positions[0] : positions[-1] + 1]
 
 
+def layers_with_pattern(model: Any) -> list[int]:
+    """The layers whose attention TransformerLens gives hook points."""
+    points = model.hook_dict
+    return [n for n in range(model.cfg.n_layers) if f"blocks.{n}.attn.hook_pattern" in points]
+
+
 def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
     """Return the numbers of the package for a padded batch."""
     dtype = next(iter(model.parameters())).dtype
@@ -165,8 +171,14 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
     logits, (flows, attention) = contributed(
         model, batch, *metrics, loss=al.losses.label_cross_entropy
     )
-    beta = beta_of(model.cfg.n_layers, model.cfg.n_heads, dtype)
-    positions, (layers, layer) = batch.label_positions, cut_layers(model.cfg.n_layers)
+    able = layers_with_pattern(model)
+    beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(DEMONSTRATIONS), dtype=dtype)
+    beta[able] = beta_of(len(able), model.cfg.n_heads, dtype)
+    saliency = al.saliency(model, batch)
+    others = [layer for layer in range(model.cfg.n_layers) if layer not in able]
+    assert saliency[:, others].isnan().all()
+    first, second = cut_layers(len(able))
+    positions, layers, layer = batch.label_positions, [able[n] for n in first], able[second]
     cuts = [
         al.isolate_labels(model, batch, layers),
         al.isolate_labels(model, batch, al.Site(layers, renormalize=False)),
@@ -179,7 +191,7 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
     ]
     return {
         "logits": logits,
-        "saliency": al.saliency(model, batch),
+        "saliency": saliency[:, able],
         "flows": (flows["sums"] / flows["counts"][:, None])[..., :3],
         "attention": attention["attention"].sum(2),
         "isolation": [logits_of(model, batch, hooks) for hooks in cuts],
@@ -223,7 +235,7 @@ def difference_of_keys(model: Any, batch: al.PromptBatch, expected: Reference) -
     distances = metric.result(al.Contributions(rows)).anchor_distance
     products = torch.einsum("plx,plcx->lpc", rows["queries"].double(), rows["keys"].double())
     worst = 0.0
-    for layer in range(model.cfg.n_layers):
+    for layer in range(len(layers_with_pattern(model))):
         queries, keys = [], []
         for prompt, observed in zip(expected.prompts, expected.observed, strict=True):
             by_class = [prompt.anchors[k] for k in np.argsort(prompt.classes)]

@@ -182,18 +182,22 @@ def anchor_distances(queries: np.ndarray, keys: np.ndarray, directions: int) -> 
 
 
 def attention_modules(model: Any) -> list[Any]:
-    """Return the attention of each layer: the outermost modules with this word in their class."""
+    """Return the attention of each layer that has one: the outermost modules with this word."""
     modules = {
         name: module
         for name, module in model.named_modules()
-        if "Attention" in (kind := type(module).__name__) and "Norm" not in kind
+        if "Attention" in (kind := type(module).__name__)
+        and not any(other in kind for other in ("Norm", "DecoderLayer"))
     }
     outer = [
         module
         for name, module in modules.items()
         if not any(name.startswith(f"{other}.") for other in modules)
     ]
-    assert len(outer) == model.config.num_hidden_layers
+    names = ("layer_types", "layers_block_type")  # of hybrids, one or the other
+    kinds: list[str] = next((k for n in names if (k := getattr(model.config, n, None))), [])
+    without = sum(kind in ("linear_attention", "conv", "mamba") for kind in kinds)
+    assert len(outer) == model.config.num_hidden_layers - without
     return outer
 
 
