@@ -73,7 +73,10 @@ def pass_cache(attention: Any) -> None:
 def tokens_run(hook: Any, keys: int) -> int:
     """The tokens of a text up to the last query of a pass, for a hook that gets so many keys."""
     cache = getattr(hook, "ctx", {}).get(_CACHE)
-    return keys if cache is None else int(cache.get_seq_length())
+    if cache is None:
+        return keys
+    # A pass that begins in a later layer does not extend what the layers before it stored.
+    return int(max(n.get_seq_length() for n in cache.layers if hasattr(n, "get_seq_length")))
 
 
 def use_eager_attention(model: Any) -> None:
@@ -169,8 +172,9 @@ def _run_cached(attention: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _showing_cache(attention: Any, kwargs: Any) -> SafeContext[None]:
     """Inside, ``tokens_run`` knows the cache; scores are computed after it was extended."""
-    shown = [point.ctx for point in (attention.hook_attn_scores, attention.hook_pattern)]
     cache = next((kwargs[name] for name in _NAMES if kwargs.get(name) is not None), None)
+    points = () if cache is None else (attention.hook_attn_scores, attention.hook_pattern)
+    shown = [point.ctx for point in points]
 
     def show() -> None:
         for context in shown:

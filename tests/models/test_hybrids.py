@@ -335,3 +335,18 @@ def test_no_number_is_chosen_from_a_layer_without_attention(results: Any) -> Non
     assert int(diagnosis.layer) in ABLE
     for values in (diagnosis.correlation, diagnosis.p_value):
         assert values.isnan().tolist() == [True, False, True, False]
+
+
+@pytest.mark.slow("whole models")
+def test_cuts_while_a_hybrid_writes_without_a_cache(hybrid: Any, batches: Any) -> None:
+    batch = batches[0].prompt(0)
+    cut = al.block_edges(
+        hybrid, batch, al.edges.between(al.edges.target(batch), batch.attention_mask)
+    )
+    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "verbose": False}
+    with hybrid.hooks(fwd_hooks=cut):
+        written = hybrid.generate(
+            batch.tokens, use_past_kv_cache=False, return_type="tokens", **options
+        )
+    expected = logits_of(hybrid, batch, cut).argmax(-1)
+    assert written[0, -1] == expected[0]
