@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..models.hooked import HookedModel
-from ..passes.losses import Loss
+from ..passes.losses import LossOfBatch
 from ..prompts.batch import PromptBatch, check_batch, demonstrations_ids
 from ..prompts.segment_names import OTHER
 from ..prompts.token_texts import check_is_tokenizer
@@ -112,7 +112,7 @@ def made_of_tokens(
     held_out: Sequence[PromptBatch],
     tokenizer: Any,
     *,
-    loss: Loss,
+    loss: LossOfBatch,
     training: TrainingRecord,
     info: dict[str, Any],
 ) -> HardPrompt:
@@ -141,7 +141,7 @@ def answers_after_tokens(
     model: HookedModel,
     tokens: Int[Tensor, " position"],
     batches: Sequence[PromptBatch],
-    loss: Loss,
+    loss: LossOfBatch,
 ) -> tuple[float, float]:
     """Accuracy and mean loss of the queries after tokens with their BOS."""
     return answers(model, after_tokens(model, tokens, batches[0]), batches, loss)

@@ -19,7 +19,7 @@ from ..errors import MetricError, ModelError, NotFiniteError, PromptError
 from ..models.hooked import HookedModel, vocabulary_of
 from ..models.optimizers import root_mean_square
 from ..passes.forward import mean_loss_with_gradient
-from ..passes.losses import Loss
+from ..passes.losses import LossOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.plain_tokens import plain_tokens
 from ..runs.identity import in_words
@@ -232,7 +232,7 @@ class SearchedTokens(Trainable):
         """The BOS, then the tokens nearest to P."""
         return torch.cat([self.bos, self.nearest.ids(self.embeddings.detach())])
 
-    def backward(self, model: HookedModel, batch: PromptBatch, loss: Loss) -> float:
+    def backward(self, model: HookedModel, batch: PromptBatch, loss: LossOfBatch) -> float:
         try:
             tokens, weight = self.tokens, self.method.fluency
         except NotFiniteError:  # the last step was too large
@@ -242,7 +242,7 @@ class SearchedTokens(Trainable):
         def weighted(logits: Tensor, batch: PromptBatch) -> Tensor:
             return (1 - weight) * loss(logits, batch)
 
-        def mean_loss(batch: PromptBatch, loss: Loss) -> float:
+        def mean_loss(batch: PromptBatch, loss: LossOfBatch) -> float:
             hooks = [moved_embeddings(offset, len(self.bos))]
             return mean_loss_with_gradient(model, batch, loss, [offset], hooks=hooks)
 

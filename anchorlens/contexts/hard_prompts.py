@@ -11,7 +11,7 @@ from ..models.hooked import HookedModel, vocabulary_of
 from ..models.optimizers import Adafactor as Adafactor
 from ..models.optimizers import RelativeAdafactor as RelativeAdafactor
 from ..passes.loss_checks import check_loss
-from ..passes.losses import Loss, label_cross_entropy
+from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..prompts.control_tokens import control_tokens
 from ..prompts.label_positions import refuse_control_tokens
@@ -167,7 +167,7 @@ def of_tokens(
     *,
     held_out: Sequence[PromptBatch],
     tokenizer: Any = None,
-    loss: Loss = label_cross_entropy,
+    loss: LossOfBatch = label_cross_entropy,
 ) -> HardPrompt:
     """A hard prompt of given tokens, without a search.
 
@@ -198,7 +198,7 @@ def of_text(
     *,
     held_out: Sequence[PromptBatch],
     tokenizer: Any = None,
-    loss: Loss = label_cross_entropy,
+    loss: LossOfBatch = label_cross_entropy,
 ) -> HardPrompt:
     """A hard prompt of a text: yours, or that of a prompt which was found with another model.
 
@@ -281,7 +281,7 @@ def random(
     draws: int = 20,
     seed: int = 0,
     tokenizer: Any = None,
-    loss: Loss = label_cross_entropy,
+    loss: LossOfBatch = label_cross_entropy,
 ) -> list[HardPrompt]:
     """Hard prompts of random plain tokens: the baseline of a search.
 
@@ -321,7 +321,7 @@ def _prompts_of(
     model: HookedModel,
     held_out: Sequence[PromptBatch],
     tokenizer: Any,
-    loss: Loss,
+    loss: LossOfBatch,
     choose: Callable[[Any], Sequence[Sequence[int]]],
 ) -> list[HardPrompt]:
     """The hard prompts of the token ids that ``choose`` gives for a tokenizer."""

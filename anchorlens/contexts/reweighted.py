@@ -30,7 +30,7 @@ from ..models.model_state import has_user_hooks
 from ..models.rotary import rotate_alike
 from ..passes.forward import run_prefix
 from ..passes.loss_checks import check_loss, refuse_several_targets
-from ..passes.losses import Loss
+from ..passes.losses import LossOfBatch
 from ..passes.shortcuts import why_not_shared
 from ..prompts.batch import PromptBatch, check_batch, longest_prompt
 from ..results import figures
@@ -226,7 +226,7 @@ class _TrainedBeta(Trainable):
         shape = (model.cfg.n_layers, model.cfg.n_heads, after.label_positions.shape[1])
         return QueryPass(after, prefix, reweight_anchors(model, after, self.beta.expand(shape)))
 
-    def backward(self, model: HookedModel, batch: PromptBatch, loss: Loss) -> float:
+    def backward(self, model: HookedModel, batch: PromptBatch, loss: LossOfBatch) -> float:
         if not (self.beta < inf).all():  # the step before was too large
             return nan
         return super().backward(model, batch, loss)
@@ -239,7 +239,7 @@ class _TrainedBeta(Trainable):
         return torch.randperm(count, generator=generator, device="cpu").tolist()
 
 
-def _mean_loss(model: HookedModel, loss: Loss, passes: Iterable[QueryPass]) -> float:
+def _mean_loss(model: HookedModel, loss: LossOfBatch, passes: Iterable[QueryPass]) -> float:
     losses = [float(loss(each.logits(model), each.batch).mean()) for each in passes]
     return sum(losses) / len(losses)
 

@@ -13,7 +13,7 @@ from ..models.kv_cache import KeyValues
 from ..models.optimizers import Adafactor
 from ..passes.comparison import difference_of, tolerance
 from ..passes.forward import mean_loss_with_gradient, run_pass
-from ..passes.losses import Loss
+from ..passes.losses import LossOfBatch
 from ..prompts.batch import PromptBatch
 from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
@@ -115,7 +115,7 @@ class _TrainedEmbeddings(Trainable):
         """The BOS, then a 0 for each embedding, which is no token."""
         return torch.cat([self.bos, self.bos.new_zeros(len(self.embeddings))])
 
-    def backward(self, model: HookedModel, batch: PromptBatch, loss: Loss) -> float:
+    def backward(self, model: HookedModel, batch: PromptBatch, loss: LossOfBatch) -> float:
         """Through the model, which computes keys and values from the embeddings."""
         queries = queries_after(batch, self.tokens)
         hooks = [self._hook(self.embeddings)]

@@ -26,7 +26,7 @@ from ..metrics.predictions import predicted_class, require_gold
 from ..models.hooked import HookedModel, dtype_of, refuse_folded_value_biases
 from ..passes.forward import mean_loss_with_gradient
 from ..passes.loss_checks import check_loss, refuse_several_targets
-from ..passes.losses import Loss, label_cross_entropy
+from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..prompts.batch import PromptBatch, digests
 from ..results import figures
 from ..results.record import Record
@@ -145,7 +145,7 @@ class Training:
     clip: float | None = None
     check_every: int = 25
     seed: int = 0
-    loss: Loss = label_cross_entropy
+    loss: LossOfBatch = label_cross_entropy
     folder: str | Path | None = None
     progress: bool = True
 
@@ -172,7 +172,7 @@ class Trainable(Protocol):
         """The pass over the queries of a batch after the context as it stands now."""
         ...
 
-    def backward(self, model: HookedModel, batch: PromptBatch, loss: Loss) -> float:
+    def backward(self, model: HookedModel, batch: PromptBatch, loss: LossOfBatch) -> float:
         """Add the gradient of the mean loss to the parameters; NaN if the loss is not finite."""
         with gradient_mode(True):
             queries = query_pass_of(self, model, batch)
@@ -447,7 +447,10 @@ def query_digests(batches: Sequence[PromptBatch]) -> list[int]:
 
 
 def answers(
-    model: HookedModel, context: Context | Trainable, batches: Sequence[PromptBatch], loss: Loss
+    model: HookedModel,
+    context: Context | Trainable,
+    batches: Sequence[PromptBatch],
+    loss: LossOfBatch,
 ) -> tuple[float, float]:
     """Accuracy and mean loss of the queries of batches on the model's device after a context."""
     right: list[Tensor] = []

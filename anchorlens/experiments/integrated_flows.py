@@ -29,7 +29,7 @@ from ..models.model_state import added_hooks
 from ..passes.blocks import Start, Starts
 from ..passes.forward import losses_of, run_pass
 from ..passes.loss_checks import check_gradient_of_loss
-from ..passes.losses import Loss
+from ..passes.losses import LossOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.named_segments import SegmentsOfBatch
 from ..results.contributions import Contributions
@@ -145,7 +145,7 @@ class IntegratedFlows(Question):
 
     segments: SegmentsOfBatch | None = None
     _: KW_ONLY
-    output: Loss | None = None
+    output: LossOfBatch | None = None
     steps: int = 20
     weight: Weight = signed
     name: str = "integrated_flows"
@@ -223,7 +223,7 @@ class IntegratedFlows(Question):
 def output_with(
     model: HookedModel,
     batch: PromptBatch,
-    output: Loss,
+    output: LossOfBatch,
     layer: int,
     start: Start | None,
     pattern: Pattern,
@@ -271,7 +271,9 @@ def _warn_if_incomplete(contributions: Mapping[str, Tensor], steps: int) -> None
         )
 
 
-def probability_of_prediction(clean: Float[Tensor, "batch vocab"], batch: PromptBatch) -> Loss:
+def probability_of_prediction(
+    clean: Float[Tensor, "batch vocab"], batch: PromptBatch
+) -> LossOfBatch:
     """The probability of what the clean run predicts: a label, or a token without label words.
 
     The prediction stays that of the clean run where a smaller pattern makes another one likelier.

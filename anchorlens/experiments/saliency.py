@@ -19,7 +19,7 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.loss_checks import check_gradient_of_loss
-from ..passes.losses import Loss, label_cross_entropy
+from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..passes.provide import product_hooks
 from ..prompts.batch import PromptBatch, check_prompts
 from ..results.depth import in_all_layers
@@ -31,7 +31,7 @@ def saliency(
     model: HookedModel,
     batch: PromptBatch,
     *,
-    loss: Loss = label_cross_entropy,
+    loss: LossOfBatch = label_cross_entropy,
     weight: Weight = weights.saliency,
     per_head: bool = False,
     gradient_checkpointing: bool = False,
@@ -102,7 +102,7 @@ def observe_products(
     batch: PromptBatch,
     use: Callable[[int, Tensor, Tensor], None],
     *,
-    loss: Loss,
+    loss: LossOfBatch,
     gradient_checkpointing: bool,
 ) -> Float[Tensor, "batch vocab"]:
     """The target's logits; ``use`` gets the number, A and dL/dA of each layer."""

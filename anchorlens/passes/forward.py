@@ -35,7 +35,7 @@ from ..system.texts import described
 from .blocks import Blocks, Checkpoints, Start, Starts
 from .continuations import log_probs_after
 from .loss_checks import continuations_of, refuse_other_losses, targets_of
-from .losses import Loss, WordCrossEntropy, columns_of
+from .losses import LossOfBatch, WordCrossEntropy, columns_of
 from .native_pass import UNEMBED, Inside
 from .running import leaf_hook, running
 from .twin_for import twin_for
@@ -59,7 +59,7 @@ class Pass:
     hooks: Sequence[Hook] = ()  # interventions, which act first
     observers: Sequence[Hook] = ()  # of the tensors after the interventions
     backward_hooks: Sequence[Hook] = ()  # on the gradient of a hook point's output
-    loss: Loss | None = None
+    loss: LossOfBatch | None = None
     into: Sequence[Tensor] = ()  # what the loss is differentiated by; the input of block 0
     prefix: KeyValues | None = None  # of the tokens before ``batch.query_rows``, which do not run
     gradient_checkpointing: bool = False
@@ -156,7 +156,7 @@ def run_checked(
 def losses_of(
     model: HookedModel,
     batch: PromptBatch,
-    loss: Loss,
+    loss: LossOfBatch,
     *,
     hooks: Sequence[Hook] = (),
     into: Sequence[Tensor] = (),
@@ -175,7 +175,7 @@ def losses_of(
 def mean_loss_with_gradient(
     model: HookedModel,
     batch: PromptBatch,
-    loss: Loss,
+    loss: LossOfBatch,
     into: Sequence[Tensor],
     *,
     hooks: Sequence[Hook] = (),

@@ -19,7 +19,7 @@ from ..system.put_back import each_call_inside
 from ..system.texts import described, name_of
 from ..system.torch_state import gradient_mode
 from .losses import (
-    Loss,
+    LossOfBatch,
     WordCrossEntropy,
     columns_of,
     gold_of,
@@ -30,7 +30,7 @@ from .losses import (
 _DRAWS = 8  # of random logits on which a loss is tried
 
 
-def targets_of(loss: Loss | None, batch: PromptBatch) -> Int[Tensor, "batch target"]:
+def targets_of(loss: LossOfBatch | None, batch: PromptBatch) -> Int[Tensor, "batch target"]:
     """The positions whose logits a loss gets; none where it gets those of the target alone."""
     if needs_positions(loss):
         return columns_of(checked_positions(batch, "positions of the loss", loss.positions))[0]
@@ -38,7 +38,7 @@ def targets_of(loss: Loss | None, batch: PromptBatch) -> Int[Tensor, "batch targ
 
 
 def check_loss(
-    loss: Loss, batches: Sequence[PromptBatch], model: HookedModel
+    loss: LossOfBatch, batches: Sequence[PromptBatch], model: HookedModel
 ) -> tuple[PromptBatch, Tensor]:
     """Raise an error if a loss does not give one number a prompt for these batches.
 
@@ -63,7 +63,7 @@ def check_loss(
     return tried
 
 
-def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
+def _shape_of_logits(loss: LossOfBatch, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
     """The shape of what a loss gets for each prompt."""
     if isinstance(loss, WordCrossEntropy):
         return tuple(continuations_of(loss, batch, model).shape)
@@ -73,7 +73,9 @@ def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tupl
 
 
 @each_call_inside(gradient_mode, True)  # autograd takes no logits that were made in it
-def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -> None:
+def check_gradient_of_loss(
+    loss: LossOfBatch, batches: Sequence[PromptBatch], model: HookedModel
+) -> None:
     """Raise the errors of ``check_loss``, and one for a loss that mixes prompts or has no gradient.
 
     The gradient of the sum over prompts is not that of each prompt then. A loss minus its mean over
@@ -125,7 +127,7 @@ def continuations_of(
     return texts
 
 
-def refuse_several_targets(loss: Loss) -> None:
+def refuse_several_targets(loss: LossOfBatch) -> None:
     """Raise an error for a loss of several tokens where only the target's logits are known."""
     if needs_positions(loss) or isinstance(loss, WordCrossEntropy):
         raise MetricError(

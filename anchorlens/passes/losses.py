@@ -23,7 +23,7 @@ WeightsOfBatch = Callable[
     [PromptBatch], Bool[Tensor, "batch position"] | Float[Tensor, "batch position"]
 ]
 
-Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
+LossOfBatch = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
 
 
 @checked

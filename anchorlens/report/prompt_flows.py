@@ -33,7 +33,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.fused_attention import UseRows, run_fused
 from ..passes.loss_checks import check_loss
-from ..passes.losses import Loss, WordCrossEntropy, label_cross_entropy
+from ..passes.losses import LossOfBatch, WordCrossEntropy, label_cross_entropy
 from ..prompts.batch import PromptBatch, segments_to_show
 from ..prompts.segment_names import LABEL, OTHER, QUERY, SEGMENTS, TARGET, TEXT, of_task
 from ..prompts.token_texts import token_texts
@@ -191,7 +191,7 @@ def plot_prompt(
     prompt: int = 0,
     *,
     tokenizer: Any = None,
-    loss: Loss = label_cross_entropy,
+    loss: LossOfBatch = label_cross_entropy,
     gradient_checkpointing: bool = False,
 ) -> PromptFlows:
     """The flows of one prompt: its coloured text, and arcs between its parts.
@@ -384,7 +384,7 @@ def _measure(
     model: HookedModel,
     prompt: PromptBatch,
     select: UseRows,
-    loss: Loss,
+    loss: LossOfBatch,
     gradient_checkpointing: bool,
 ) -> Float[Tensor, "batch vocab"]:
     """The logits; ``select`` gets rows of A and dL/dA of each layer."""
@@ -409,7 +409,7 @@ def _names_of_classes(batch: PromptBatch) -> list[str]:
     return names or [f"class {number}" for number in range(len(batch.label_token_ids))]
 
 
-def _loss_in_words(loss: Loss, batch: PromptBatch) -> str:
+def _loss_in_words(loss: LossOfBatch, batch: PromptBatch) -> str:
     """What a loss is of; one that was given otherwise is called by its own name."""
     is_of_label = loss is label_cross_entropy or isinstance(loss, WordCrossEntropy)
     if batch.gold is not None and is_of_label:
@@ -418,7 +418,7 @@ def _loss_in_words(loss: Loss, batch: PromptBatch) -> str:
 
 
 def _predicted(
-    batch: PromptBatch, logits: Float[Tensor, "batch vocab"], loss: Loss
+    batch: PromptBatch, logits: Float[Tensor, "batch vocab"], loss: LossOfBatch
 ) -> dict[str, Any]:
     """What the model predicts, with its probability among the labels, and the true label."""
     if not batch.has_label_words:

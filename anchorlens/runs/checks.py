@@ -15,7 +15,7 @@ from ..metrics.question import Further, HooksOfBatch, Question
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import Hook, HookedModel, check_fits, layer_numbers
 from ..passes.loss_checks import check_gradient_of_loss
-from ..passes.losses import Loss
+from ..passes.losses import LossOfBatch
 from ..passes.provide import Observation, check_columns
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
@@ -29,7 +29,7 @@ def check_questions(
     batches: Sequence[PromptBatch],
     questions: Sequence[Question],
     hooks: HooksOfBatch | None,
-    loss: Loss | None,
+    loss: LossOfBatch | None,
 ) -> list[Observation]:
     """What questions observe in the first batch.
 

@@ -31,7 +31,7 @@ from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
 from ..passes.blocks import Start, Starts
 from ..passes.forward import run_checked
-from ..passes.losses import Loss, label_cross_entropy
+from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..passes.provide import Observation, by_hooks
 from ..passes.shared_prefix import CLEAN, SharedPrefixes, shared_tokens
 from ..passes.shortcuts import why_not_late
@@ -76,7 +76,7 @@ class Passes:
         way: Way,
         questions: Sequence[Question] = (),
         hooks: HooksOfBatch | None = None,
-        loss: Loss | None = None,
+        loss: LossOfBatch | None = None,
         layers: Iterable[int] = (),
         further: "Mapping[str, Passes] | None" = None,
     ) -> None:

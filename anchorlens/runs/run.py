@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..metrics.question import HooksOfBatch, Question, no_hooks
 from ..models.hooked import HookedModel
-from ..passes.losses import Loss, label_cross_entropy
+from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..results.results import Results
 from ..system.arguments import checked
@@ -24,7 +24,7 @@ def run(
     questions: Sequence[Question],
     *,
     hooks: HooksOfBatch | None = None,
-    loss: Loss = label_cross_entropy,
+    loss: LossOfBatch = label_cross_entropy,
     gradient_checkpointing: bool = False,
     share_prefix: bool = True,
     resamples: int = 200,

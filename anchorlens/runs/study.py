@@ -25,7 +25,7 @@ from ..models.load import ensure_prepared
 from ..models.media_tokens import check_media_tokens
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import Pass
-from ..passes.losses import Loss, label_cross_entropy
+from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.provide import need_gradient, reads_of
 from ..printable import printable
@@ -189,7 +189,7 @@ class Study:
         questions: Sequence[Question] = (),
         *,
         hooks: HooksOfBatch | None = None,
-        loss: Loss | None = label_cross_entropy,
+        loss: LossOfBatch | None = label_cross_entropy,
         gradient_checkpointing: bool = False,
         share_prefix: bool = True,
     ) -> Passes:

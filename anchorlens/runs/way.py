@@ -41,7 +41,7 @@ from ..models.twin import twin_of
 from ..passes.forward import logits_at, run_checked, run_prefix
 from ..passes.fused_attention import acts_when_fused, outside_attention, run_fused
 from ..passes.loss_checks import targets_of
-from ..passes.losses import Loss, WordCrossEntropy
+from ..passes.losses import LossOfBatch, WordCrossEntropy
 from ..passes.native_pass import why_hooks_need_a_bridge
 from ..passes.provide import Observation, Observer, Reader, begins_as, by_hooks, by_rows
 from ..passes.shortcuts import (
@@ -104,7 +104,7 @@ def way_of(
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
     observed: Sequence[Observation] = (),
-    loss: Loss | None = None,
+    loss: LossOfBatch | None = None,
     beside: Sequence[Way] = (),
     *,
     gradient_checkpointing: bool = False,
@@ -292,7 +292,7 @@ def why_patterns(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
-    loss: Loss | None,
+    loss: LossOfBatch | None,
 ) -> str:
     """Why whole prompts need patterns, and cannot run with a fused attention; empty if they can."""
     if has_user_hooks(model):
@@ -487,7 +487,7 @@ def _why_not_in_prefix(
 
 
 def shared_lengths(
-    batches: Sequence[PromptBatch], loss: Loss | None, least: int = 2
+    batches: Sequence[PromptBatch], loss: LossOfBatch | None, least: int = 2
 ) -> dict[int, int]:
     """The number of leading tokens that all prompts of a set share, at most up to a target.
 
@@ -510,7 +510,7 @@ def shared_lengths(
     return {set_id: length for set_id, length in lengths.items() if length > 0}
 
 
-def _shared_length(batches: Sequence[PromptBatch], loss: Loss | None) -> int:
+def _shared_length(batches: Sequence[PromptBatch], loss: LossOfBatch | None) -> int:
     first = batches[0]
     # With padding inside a prompt its positions cannot be counted.
     if any((batch.attention_mask.long().diff(dim=1) > 0).any() for batch in batches):
