@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from .metrics import weights as weights
 
     # what further passes answer
+    from .experiments.mean_loss import Loss as Loss
     from .experiments.edge_sweep import EdgeSweep as EdgeSweep
     from .experiments.integrated_flows import IntegratedFlows as IntegratedFlows
     from .experiments.faithfulness import Faithfulness as Faithfulness

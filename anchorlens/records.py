@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .experiments.head_effects import HeadEffectsRecord as HeadEffectsRecord
     from .experiments.integrated_flows import IntegratedFlowsRecord as IntegratedFlowsRecord
     from .experiments.label_dependence import LabelDependenceRecord as LabelDependenceRecord
+    from .experiments.mean_loss import LossRecord as LossRecord
     from .experiments.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
     from .experiments.retrieval_heads import RetrievalHeadsRecord as RetrievalHeadsRecord
     from .experiments.score_parts import ScorePartsRecord as ScorePartsRecord

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -40,6 +40,8 @@ class Metric(Question):
         >>> first.shape == (model.cfg.n_layers, model.cfg.n_heads)
         True
     """
+
+    sees_hooks: ClassVar[bool] = True
 
     @abstractmethod
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:

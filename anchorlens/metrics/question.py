@@ -62,6 +62,8 @@ class Question(InOneLine, ABC):
     Attributes:
         name: Key of the result; two questions of a run may not have the same name.
         record: The class of the record, whose fields say what they are (``al.kinds``).
+        sees_hooks: Whether it answers for a run that hooks change, as metrics do; a question that
+            makes passes of its own gives them ``passes.hooks`` then, which are None without any.
 
     Examples:
         How far the prediction moves, in nats, if label words are isolated in the first layer.
@@ -84,6 +86,7 @@ class Question(InOneLine, ABC):
     """
 
     record: ClassVar[type[Record]]
+    sees_hooks: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # may be an option, or the same for all instances
 

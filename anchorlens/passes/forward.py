@@ -161,10 +161,18 @@ def losses_of(
     hooks: Sequence[Hook] = (),
     into: Sequence[Tensor] = (),
     start: Start | None = None,
+    attend: Attend | None = None,
 ) -> Float[Tensor, " batch"]:
     """The loss of each prompt, and the gradient of their sum for the tensors ``into``, if any."""
     described = Pass(
-        model, batch, hooks, loss=loss, into=into, runs_backward=bool(into), start=start
+        model,
+        batch,
+        hooks,
+        loss=loss,
+        into=into,
+        runs_backward=bool(into),
+        start=start,
+        attend=attend,
     )
     described.check()
     losses = described.run()[1]

@@ -10,7 +10,6 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ..errors import AnchorlensError, HookError, MetricError, ModelError
-from ..metrics.metric import Metric
 from ..metrics.question import Further, HooksOfBatch, Question
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import Hook, HookedModel, check_fits, layer_numbers
@@ -37,7 +36,7 @@ def check_questions(
     """
     observed = list[Observation]()
     for question in questions:
-        if hooks is not None and not isinstance(question, Metric):
+        if hooks is not None and not question.sees_hooks:
             raise MetricError(
                 f"{question.name} makes passes of its own, which do not have the hooks that change "
                 "this run; run it without hooks, or write these into the model (model.add_hook)"

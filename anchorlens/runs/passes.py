@@ -168,6 +168,12 @@ class Passes:
         acting = hooks_of(hooks, batch)
         return self.way.logits_at(self.model, batch, positions=positions, hooks=acting)
 
+    def losses(
+        self, batch: PromptBatch, loss: LossOfBatch, hooks: HooksOfBatch = no_hooks
+    ) -> Float[Tensor, " batch"]:
+        """The loss of each prompt, which runs as a whole."""
+        return self.way.losses(self.model, batch, loss=loss, hooks=hooks_of(hooks, batch))
+
     def prefix(self, batch: PromptBatch) -> KeyValues | None:
         """Keys and values of the tokens that run once for the prompts of a batch; None for none."""
         after, _ = after_shared(batch, self.way.lengths)

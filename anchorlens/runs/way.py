@@ -38,7 +38,7 @@ from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
 from ..models.rotary import rotate_alike, rotates_by_length
 from ..models.twin import twin_of
-from ..passes.forward import logits_at, run_checked, run_prefix
+from ..passes.forward import logits_at, losses_of, run_checked, run_prefix
 from ..passes.fused_attention import acts_when_fused, outside_attention, run_fused
 from ..passes.loss_checks import targets_of
 from ..passes.losses import LossOfBatch, WordCrossEntropy
@@ -89,6 +89,7 @@ class Way:
     why_no_start: str = ""  # why no pass begins in a later layer, whatever the model allows
     run: Callable[..., Tensor] = run_checked  # the logits of whole prompts at their targets
     logits_at: Callable[..., list[Tensor]] = logits_at  # at chosen positions
+    losses: Callable[..., Tensor] = losses_of  # of whole prompts
     prefix: Callable[..., KeyValues] = run_prefix  # keys and values of the tokens that run once
     read: Callable[..., Mapping[str, Any]] = by_hooks  # options in which questions observe a pass
     entered: Callable[[], AbstractContextManager[None]] = nullcontext  # around the passes of a run
@@ -216,6 +217,7 @@ def _without_patterns(
         why_no_start="a long prefix runs from the first layer on",
         run=partial(run_fused, run_checked),
         logits_at=partial(run_fused, logits_at),
+        losses=partial(run_fused, losses_of),
         prefix=partial(run_fused, run_prefix),
     )
 

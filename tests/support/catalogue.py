@@ -292,6 +292,11 @@ def trace_under_cuts(s: Scene) -> al.Record:
     return al.trace_generation(s.model, "Who wrote it?", max_new_tokens=3, hooks=cut).flows
 
 
+def losses_of_texts(s: Scene) -> al.Record:
+    asked = al.Loss(al.losses.span_cross_entropy("query"))
+    return s.run(asked, hooks=lambda batch: al.isolate_labels(s.model, batch, 0))["loss"]
+
+
 # Calls after shared tokens, whose numbers are stored.
 SHARED: dict[str, Callable[[Scene], Any]] = {
     "metrics": lambda s: run(s, *metrics()),
@@ -306,6 +311,7 @@ SHARED: dict[str, Callable[[Scene], Any]] = {
     "steps": lambda s: al.step_flows(s.model, s.written[0].prompt(0), ANSWER),
     "trace": lambda s: al.trace_generation(s.model, "Who wrote it?", max_new_tokens=3).flows,
     "trace under cuts": trace_under_cuts,
+    "text losses": losses_of_texts,
     "suppression": lambda s: suppression(s, s.first),
     "suppression of answers": lambda s: suppression(s, s.written),
     **{

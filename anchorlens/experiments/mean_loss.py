@@ -1,0 +1,123 @@
+"""The mean loss of prompts, of a clean run and of one that hooks change."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import plotly.graph_objects as go
+from jaxtyping import Float
+from torch import Tensor
+
+from ..metrics.question import Question, no_hooks
+from ..models.hooked import HookedModel
+from ..passes.loss_checks import check_loss
+from ..passes.losses import LossOfBatch, label_cross_entropy
+from ..prompts.batch import PromptBatch
+from ..results import figures
+from ..results.figure_parts import with_ends
+from ..results.kinds import mean, of_prompts
+from ..results.record import Record
+from ..runs.passes import WHOLE, Passes
+from ..system.arguments import checked
+from ..system.texts import name_of
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LossRecord(Record):
+    """Mean losses, in the unit of the loss: nats for those of ``al.losses``.
+
+    Attributes:
+        loss: Mean loss of the run, with its hooks if it has any; low where the model expects what
+            follows.
+        clean_loss: Mean loss without hooks.
+        change: ``loss - clean_loss``, paired by prompt; above 0 where hooks make the loss higher,
+            and exactly 0 without hooks.
+        loss_per_prompt: Loss of each prompt.
+        clean_loss_per_prompt: Loss of each prompt without hooks.
+    """
+
+    loss: Float[Tensor, ""] = mean("loss")
+    clean_loss: Float[Tensor, ""] = mean("clean")
+    change: Float[Tensor, ""] = mean("loss", minus="clean")
+    loss_per_prompt: Float[Tensor, " prompt"] = of_prompts("loss")
+    clean_loss_per_prompt: Float[Tensor, " prompt"] = of_prompts("clean")
+
+    caption: ClassVar[str] = (
+        "Mean loss of the run, and without its hooks if it has any. The change is among the "
+        "numbers, paired by prompt: its interval tells more than whether two bars overlap."
+    )
+
+    def plot(self) -> go.Figure:
+        """The mean loss as a bar, beside that of the clean run if they differ."""
+        runs = {"clean_loss": "clean run", "loss": "changed run"}
+        shown = runs if self.change else {"loss": "clean run"}
+        return figures.bars(
+            **with_ends(self, *shown, shaped=lambda of: of[None, :, None]),
+            panels=["mean loss"],
+            groups=[*shown.values()],
+            series=["loss"],
+            title="Mean loss",
+        )
+
+
+@checked
+@dataclass(frozen=True)
+class Loss(Question):
+    """The mean of a loss, such as that of a text at chosen positions, and what hooks change of it.
+
+    With hooks in ``al.run`` a clean pass over the same prompts runs too, so that the change is
+    paired by prompt.
+
+    Range:
+        That of the loss: 0 or more, in nats, for those of ``al.losses``.
+
+    How to read:
+        Read the change with its interval, beside that of a control that changes as much elsewhere,
+        such as as many random heads.
+
+    Pitfalls:
+        ``al.losses.next_token_cross_entropy`` is a sum: give weights that sum to 1 in each prompt
+        for a mean over its tokens. Prompts weigh alike, also if one is a longer text.
+
+    Args:
+        loss: Function of (logits, batch) to one number a prompt, as in ``al.run``.
+
+    Examples:
+        The loss of the last third of texts whose heads in layer 0 give out zeros.
+
+        >>> texts = ["The museum opens at ten. The library opens", "Who wrote this? Nobody knows."]
+        >>> prompts = al.build_segments(model.tokenizer, texts)
+        >>> def last_third(batch):
+        ...     has_next = batch.attention_mask & ~al.edges.target(batch)
+        ...     chosen = has_next & (batch.positions >= 2 * batch.target_positions[:, None] // 3)
+        ...     return chosen / chosen.sum(1, keepdim=True)
+        >>> zeros = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
+        >>> results = al.run(
+        ...     model, prompts, [al.Loss(al.losses.next_token_cross_entropy(last_third))],
+        ...     hooks=lambda batch: al.replace_heads(
+        ...         model, batch, zeros, 0, positions=lambda batch: batch.attention_mask),
+        ...     progress=False)
+        >>> change = results["loss"].estimate("change")
+    """
+
+    loss: LossOfBatch = label_cross_entropy
+    name: str = "loss"
+    record = LossRecord
+    sees_hooks: ClassVar[bool] = True
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error for a loss that does not give a number for each of these prompts."""
+        check_loss(self.loss, batches, model)
+
+    def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
+        """The loss of each prompt, of the run and without hooks."""
+        runs = {"clean": no_hooks, "loss": passes.hooks or no_hooks}
+        losses: dict[Any, Tensor] = {
+            hooks: passes.losses(batch, self.loss, hooks).cpu().double()
+            for hooks in dict.fromkeys(runs.values())
+        }
+        return {name: losses[hooks] for name, hooks in runs.items()}
+
+    def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """The loss, and that its passes ran whole prompts."""
+        return {"info": {"loss": name_of(self.loss), "shared_prefix": WHOLE}}
