@@ -19,6 +19,8 @@ from tests.references.architectures import BY_NAME, HYBRIDS
 from tests.support.measures import difference, logits_of
 from tests.support.tiny_models import boot, questions, tiny_llama
 
+pytestmark = pytest.mark.every_kind
+
 NAMES = [row.name for row in HYBRIDS if LINE not in row.refused]
 ABLE, OTHERS = [1, 3], [0, 2]  # the layers with attention, and those without
 QUIET: dict[str, Any] = {"resamples": 10, "progress": False}
