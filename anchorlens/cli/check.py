@@ -15,7 +15,7 @@ from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric
 from ..metrics.saliency_flows import SaliencyFlows
-from ..models.hooked import has_sinks
+from ..models.hooked import attentions_of, has_sinks, layers_without_pattern
 from ..models.kinds import original_of
 from ..models.load import load_model
 from ..models.native_attention import is_native
@@ -80,7 +80,9 @@ def check(options: Check) -> None:
 def known(model: Any) -> dict[str, Any]:
     """What is known of a loaded model without a prompt."""
     parameters = list(model.parameters())
-    wrapped = sum(is_native(block.attn) for block in model.blocks)
+    attentions = attentions_of(model)
+    wrapped, others = sum(map(is_native, attentions.values())), layers_without_pattern(model)
+    of_layers = f"all {len(attentions)} layers" + f" but {others}, which have none" * bool(others)
     return {
         "architecture": type(original_of(model) or model).__name__,
         "parameters": sum(weights.numel() for weights in parameters),
@@ -91,7 +93,7 @@ def known(model: Any) -> dict[str, Any]:
             sorted({str(weights.dtype).removeprefix("torch.") for weights in parameters})
         ),
         "device": ", ".join(sorted({str(weights.device) for weights in parameters})),
-        "attention_hooks": f"verified in all {model.cfg.n_layers} layers",
+        "attention_hooks": f"verified in {of_layers}",
         "attention": f"of transformers, wrapped in {wrapped} layers"
         if wrapped
         else "of TransformerLens",

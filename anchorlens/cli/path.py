@@ -16,6 +16,7 @@ import torch
 
 from ..errors import AnchorlensError, ModelError
 from ..experiments.analysis import DEPTH, depth_of
+from ..models.hooked import attention_layers
 from ..models.load import load_model
 from ..models.quiet_libraries import quiet_libraries
 from ..prompts.batch import PromptBatch
@@ -141,7 +142,7 @@ def _loaded(asked: Asked) -> tuple[Any, Any]:
     loaded = load_model(
         options.model, tokenizer=tokenizers[0], device=options.device, dtype=dtype_of(options)
     )
-    check_depth(depth, loaded.cfg.n_layers)
+    check_depth(depth, len(attention_layers(loaded)))
     return loaded, loaded.tokenizer
 
 
@@ -154,11 +155,12 @@ def _settled(command: str, asked: Asked, model: Any, tokenizer: Any) -> tuple[An
     options, found = asked.options, {"queries": asked.queries}
     output = options.output
     if model is not None and hasattr(options, "depth"):
-        found["depth"] = depth_of(options.depth, model.cfg.n_layers)
+        layers = len(attention_layers(model))
+        found["depth"] = depth_of(options.depth, layers)
         if options.depth is None and found["depth"] < DEPTH:
             output.note(
-                f"the model has {model.cfg.n_layers} layers: --depth {found['depth']}, the layers "
-                "that are isolated at each end"
+                f"the model has {layers} layers: --depth {found['depth']}, the layers that are "
+                "isolated at each end"
             )
     settled = replace(options, **found)
     final = [each.for_tokenizer(tokenizer) if tokenizer else each for each in asked.chosen]

@@ -266,13 +266,15 @@ def scores_of_parts(parts: ResidualParts) -> dict[str, Tensor]:
     def contrast(values: Tensor) -> Float[Tensor, "batch head part"]:
         return (weight[..., None] * values.nan_to_num()).sum(2)
 
-    layers = torch.tensor(parts.layers)
+    layers = torch.tensor(parts.layers, device="cpu")
     by_layer = [
         each.new_zeros(max(parts.layers) + 1, *each.shape[1:]).index_add(0, layers, each)
         for each in (of_query, torch.einsum("bhk,pbhkd->pbhd", weight, of_keys))
     ]
     found = contrast(at_key)
-    groups = torch.tensor([_group(layer, max(parts.layers)) for layer in parts.layers])
+    groups = torch.tensor(
+        [_group(layer, max(parts.layers)) for layer in parts.layers], device="cpu"
+    )
     return {
         "contrast": found.sum(-1),
         "at_key": found,

@@ -35,6 +35,8 @@ from ..models.twin import twin_of
 from ..prompts.batch import PromptBatch
 from .forward import run_pass
 
+_CURE = "al.head_effects and al.EdgeSweep take any attention"
+_ADDED = ("hook_attn_out", "hook_mlp_out")  # what a layer adds to the residual stream
 _INPUTS = ("hidden_states", "query_input", "key_input", "value_input")
 
 
@@ -95,20 +97,29 @@ def residual_parts(
 ) -> ResidualParts:
     """The parts of queries and keys in one pass of whole prompts."""
     # A HookedTransformer counts columns, so that its attention gets all of them.
-    columns, ours = torch.arange(batch.tokens.shape[1]).expand(len(batch), -1), (queries, keys)
+    columns, ours = (
+        torch.arange(batch.tokens.shape[1], device="cpu").expand(len(batch), -1),
+        (queries, keys),
+    )
     if is_bridge(model):
         columns = torch.cat(ours, dim=1)
-        places = torch.arange(columns.shape[1]).expand(len(batch), -1)
+        places = torch.arange(columns.shape[1], device="cpu").expand(len(batch), -1)
         ours = places[:, : queries.shape[1]], places[:, queries.shape[1] :]
     call = _Call(columns, devices_of_layers(model)[layer])
-    rows, chosen = torch.arange(len(batch))[:, None, None], torch.as_tensor(heads)[:, None]
+    rows, chosen = (
+        torch.arange(len(batch), device="cpu")[:, None, None],
+        torch.tensor(heads, device="cpu")[:, None],
+    )
     seen, patterns, norms = dict[str, Tensor](), list[Tensor](), FrozenNorms(model)
-    points = [f"blocks.{n}.hook_{each}_out" for n in range(layer) for each in ("attn", "mlp")]
+    points = [f"blocks.{n}.{each}" for n in range(layer) for each in _ADDED]
     resid_pre = before_block(layer)
     points += [before_block(0), resid_pre]
     points += [z_name(n) for n in range(layer)] if by_head else []
     if missing := [name for name in points if name not in model.hook_dict]:
-        raise ModelError(f"the model has no hook point {missing[0]}, where a part could be read")
+        raise ModelError(
+            f"the model has no hook point {missing[0]}, where a part of scores could be read; "
+            f"{_CURE}"
+        )
 
     def see(name: str, values: Tensor, hook: Any) -> None:
         seen[name] = call.at(values.detach())
@@ -153,7 +164,7 @@ def residual_parts(
             raise
         raise ModelError(
             f"the scores of layer {layer} cannot be told apart by parts: {in_a_line(error)}; "
-            "al.head_effects and al.EdgeSweep take any attention"
+            f"{_CURE}"
         ) from error
     return ResidualParts((*layers, 2 * layer + 1), of_queries, of_keys, patterns[0])
 
@@ -168,7 +179,7 @@ def _parts(
     """The parts of the residual stream before a layer, with heads apart where norms are given."""
     layers, parts = [0], [seen[before_block(0)]]
     for n in range(layer):
-        attn_out, mlp_out = (seen[f"blocks.{n}.hook_{each}_out"] for each in ("attn", "mlp"))
+        attn_out, mlp_out = (seen[f"blocks.{n}.{each}"] for each in _ADDED)
         heads = _of_heads(model, n, seen[z_name(n)], norms.found.get(n), call) if norms else []
         parts += [*heads, attn_out - sum(heads), mlp_out]
         layers += [2 * n + 1] * (len(heads) + 1) + [2 * n + 2]

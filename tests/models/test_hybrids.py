@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import anchorlens as al
+from anchorlens.cli.check import known
 from anchorlens.errors import AnchorlensError, HookError, ModelError
 from anchorlens.models.verify_hooks import carries_beside_attention
 from anchorlens.passes.shortcuts import why_not_fused, why_not_shared
@@ -79,6 +80,17 @@ def test_layers_without_attention_are_nan_and_named(results: Any) -> None:
             seen += 1
         assert not record.misfit()
     assert seen > 15
+
+
+def test_the_command_that_checks_a_model_says_which_layers_have_attention(hybrid: Any) -> None:
+    assert (
+        known(hybrid)["attention_hooks"] == "verified in all 2 layers but [0, 2], which have none"
+    )
+
+
+def test_parts_of_scores_need_what_each_layer_adds(hybrid: Any, batches: Any) -> None:
+    with pytest.raises(AnchorlensError, match="no hook point .*; al.head_effects and al.EdgeSweep"):
+        al.run(hybrid, batches, [al.ScoreParts(3)], **QUIET)
 
 
 def test_a_stored_record_keeps_its_gaps(results: Any, tmp_path: Any) -> None:

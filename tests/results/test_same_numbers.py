@@ -55,7 +55,7 @@ LEFT_OUT = {"seconds", "whole_seconds", "versions", "model"}
 IN_SUITE = [
     *("gpt2.one.whole.isolated", "gpt2.one.whole.patterns", "gpt2.one.whole.c*"),
     *("gpt2.one.shared.an*", "gpt2.one.shared.at*", "gpt2.one.shared.across models"),
-    *("gpt2.one.shared.cut edges", "gpt2.one.shared.[efs]*", "gpt2.one.shared.t[er]*"),
+    *("gpt2.one.shared.cut edges", "gpt2.one.shared.[efps]*", "gpt2.one.shared.t[er]*"),
     *("gpt2.one.long.answers", "gpt2.one.long.isolated"),
     *("gpt2.several.shared.[dhim]*", "gpt2.several.shared.accuracies"),
     *("gpt2.several.shared.contexts", "gpt2.several.shared.task vectors"),
